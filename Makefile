@@ -1,0 +1,45 @@
+# setup makes .venv; every other target builds on it, so each works alone on a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+
+.PHONY: setup run check test test-all bench bench-peers docs clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing packages (a few minutes the first time)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: setup
+	$(BIN)/coterie serve $(MODEL)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --cache-dir .cache/import_linter
+	$(BIN)/python scripts/check_sizes.py
+	$(BIN)/python scripts/generate_docs.py --check
+
+test: check
+	$(BIN)/pytest -m "not full" --durations=15
+
+test-all: check
+	$(BIN)/pytest --durations=30
+
+bench: setup
+	$(BIN)/python -m benchmarks.run
+
+bench-peers: setup
+	$(BIN)/python -m benchmarks.peers --install
+	$(BIN)/python -m benchmarks.dense_cpu
+
+docs: setup
+	$(BIN)/python scripts/generate_docs.py
+
+clean:
+	rm -rf $(VENV) .venv-peers* .cache build dist *.egg-info

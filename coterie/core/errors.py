@@ -1,0 +1,123 @@
+"""Everything that can go wrong, as one tree with stable codes.
+
+    CoterieError
+    +-- InvalidRequest            the caller's input; names the parameter
+    |   +-- ContextLengthExceeded prompt (plus output) does not fit the context
+    |   +-- Unsupported           valid for the vendor, not built here
+    +-- RequestTooLarge           body over the limit
+    +-- Unauthenticated           no key, or a wrong one
+    +-- Forbidden                 a key without the right
+    +-- NotFound                  no such model, job or route
+    +-- Overloaded                queue full or budget spent; retry later
+    +-- Unavailable               nobody healthy can serve this now
+    +-- DeadlineExceeded          the request's own deadline passed
+    +-- WorkerCrashed             the request was present in repeated crashes
+    +-- WeightsError              a model file is missing, broken or unknown
+    +-- ConfigError               a setting is wrong; names the key
+    +-- MissingDependency         an optional package is not installed
+    +-- InternalError             our bug
+
+An error knows what it means, never how a dialect writes it: `api/` maps `code` to status and body.
+"""
+
+from __future__ import annotations
+
+
+class CoterieError(Exception):
+    """Base. `code` is stable and documented; `retry_after_s` is None when a retry cannot help."""
+
+    code = "internal_error"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(CoterieError):
+    code = "invalid_request"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class Unsupported(InvalidRequest):
+    code = "unsupported"
+
+
+class RequestTooLarge(CoterieError):
+    code = "request_too_large"
+
+
+class Unauthenticated(CoterieError):
+    code = "unauthenticated"
+
+
+class Forbidden(CoterieError):
+    code = "forbidden"
+
+
+class NotFound(CoterieError):
+    code = "not_found"
+
+
+class Overloaded(CoterieError):
+    code = "overloaded"
+
+
+class Unavailable(CoterieError):
+    code = "unavailable"
+
+
+class DeadlineExceeded(CoterieError):
+    code = "deadline_exceeded"
+
+
+class WorkerCrashed(CoterieError):
+    code = "worker_crashed"
+
+
+class WeightsError(CoterieError):
+    code = "weights_error"
+
+
+class ConfigError(CoterieError):
+    code = "config_error"
+
+
+class MissingDependency(CoterieError):
+    code = "missing_dependency"
+
+
+class InternalError(CoterieError):
+    code = "internal_error"
+
+
+_LEAVES = (
+    InvalidRequest,
+    ContextLengthExceeded,
+    Unsupported,
+    RequestTooLarge,
+    Unauthenticated,
+    Forbidden,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    DeadlineExceeded,
+    WorkerCrashed,
+    WeightsError,
+    ConfigError,
+    MissingDependency,
+    InternalError,
+)
+
+ERRORS: dict[str, type[CoterieError]] = {leaf.code: leaf for leaf in _LEAVES}
+
+
+def from_code(code: str, message: str, *, retry_after_s: float | None = None) -> CoterieError:
+    """The error a `Failed` event or a `Rejected` verdict stands for."""
+    return ERRORS.get(code, InternalError)(message, retry_after_s=retry_after_s)

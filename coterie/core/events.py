@@ -1,0 +1,88 @@
+"""What leaves the system. Every accepted request ends in exactly one `Finished` or `Failed`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    text: str
+    # the token's bytes; a token may hold part of a character
+    data: bytes
+    logprob: float
+    # (token id, text, bytes, logprob), most likely first
+    top: tuple[tuple[int, str, bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    # prompt tokens whose KV was reused
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds. `first_token_s` counts from arrival, `decode_s` from first to last token."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0
+    decode_s: float = 0.0
+    total_s: float = 0.0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first step that computes this request was scheduled."""
+
+    request_id: str
+    replica: str
+    prompt_tokens: int
+    cached_tokens: int
+    # only when sampling.prompt_logprobs was asked; the first token has none
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of one choice.
+
+    Sent for every token, also when the text is still held back (a possible stop string, half a
+    character): `text` is then empty. Text already sent is never taken back. The last delta of a
+    choice carries its finish_reason: stop, length, timeout or abort.
+    """
+
+    request_id: str
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: str | None = None
+    # the stop string or stop token id that ended the choice
+    stop_match: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    request_id: str
+    # finish_reason per choice
+    choices: tuple[str, ...]
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    request_id: str
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+
+Event = Started | Delta | Finished | Failed

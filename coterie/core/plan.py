@@ -1,0 +1,84 @@
+"""Decisions as values: who answers, whether it is permitted, and what a replica is asked to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coterie.core.request import Limits, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterChoice:
+    """One adapter of a stack, known by the digest of its bytes."""
+
+    name: str
+    digest: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoutePlan:
+    """The router's decision. `sampling` is resolved: see `Sampling`."""
+
+    request_id: str
+    specialist: str
+    alternates: tuple[str, ...]
+    adapters: tuple[AdapterChoice, ...]
+    sampling: Sampling
+    shadow: str | None
+    confidence: float
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What one replica is asked to run: tokens, not text.
+
+    `emitted` holds, per choice, the token ids the client already has: a replica that takes over
+    after a crash continues behind them. Choices in `finished` are complete and are not run again.
+    """
+
+    request_id: str
+    lane: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    limits: Limits
+    adapters: tuple[AdapterChoice, ...]
+    session: str
+    tenant: str
+    # time.monotonic() of this machine; None = no deadline
+    deadline: float | None
+    arrived_at: float
+    emitted: tuple[tuple[int, ...], ...] = ()
+    finished: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    replica: str
+    expected_first_token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """`code` is one of `core.errors`; `retry_after_s` is None when a retry cannot help."""
+
+    code: str
+    reason: str
+    retry_after_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LaneState:
+    """How a lane stands, published by its worker after each step."""
+
+    lane: str
+    queued: int
+    running: int
+    max_queue: int
+    free_tokens: int
+    total_tokens: int
+    resident_adapters: tuple[str, ...]
+    prefix_digests: tuple[str, ...]
+    predicted_first_token_s: float
+    preempting: bool

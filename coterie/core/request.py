@@ -1,0 +1,106 @@
+"""What a caller asks for, as frozen values. `None` always means "not given".
+
+A dialect in `api/` parses a body into an `InferenceRequest`; the router resolves what was not given.
+Knows nothing of tokens, models or engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages for the model's own chat template."""
+
+    messages: tuple[Message, ...]
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # False when the last message is an assistant turn that the model is to continue
+    add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Raw text, tokenised without a template."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token ids, used as they are."""
+
+    ids: tuple[int, ...]
+
+
+Prompt = Chat | Text | Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. After routing (`RoutePlan.sampling`) temperature, top_p, n, num_beams
+    and seed are never None."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    n: int | None = None
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    # number of alternatives per token; 0 = only the chosen token's own; None = no logprobs
+    logprobs: int | None = None
+    # the same for the prompt's tokens (completions with echo)
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a request stops, and how urgent it is."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    # 0 to 9, higher is more urgent
+    priority: int = 5
+    timeout_s: float | None = None
+    # cap on prompt plus output
+    context_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RouteHints:
+    """What the caller said about who should answer."""
+
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    id: str
+    prompt: Prompt
+    sampling: Sampling
+    limits: Limits
+    hints: RouteHints
+    response_format: dict[str, Any] | None
+    # key of a conversation whose blocks are kept longest; None = the tenant's default session
+    session: str | None
+    # who asks; prefix blocks never cross tenants
+    tenant: str
+    # time.monotonic() at reception
+    arrived_at: float
