@@ -1,0 +1,75 @@
+"""Matrix products with stored weights: the `Linear` contract and its plain torch form.
+
+`make_linear` is the one place that turns `Weight` values into something callable. Knows nothing
+of which layer a product belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from coterie.core.errors import ConfigError
+from coterie.weights.quantize import Dense, Weight, dense
+
+
+class Linear(Protocol):
+    """y = x @ W.T for x [T, in_features]; y comes back in x's dtype."""
+
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class ReferenceLinear:
+    """One dense matrix through torch. Quantised weights are widened once, when loaded.
+
+    On the CPU the matrix is fp32 whatever it was stored as (exact, and the only type every CPU
+    multiplies fast); on other devices fp32 stays fp32 and all else becomes bf16.
+    """
+
+    def __init__(self, weights: Sequence[Weight], device: torch.device | str = "cpu") -> None:
+        device = torch.device(device)
+        dtype = torch.float32 if device.type == "cpu" else _accelerator_dtype(weights)
+        self.weight = torch.cat([dense(weight, dtype).to(device) for weight in weights])
+        self.out_features, self.in_features = self.weight.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x.to(self.weight.dtype), self.weight).to(x.dtype)
+
+
+def _accelerator_dtype(weights: Sequence[Weight]) -> torch.dtype:
+    full = all(isinstance(w, Dense) and w.tensor.dtype == torch.float32 for w in weights)
+    return torch.float32 if full else torch.bfloat16
+
+
+def best_backend(device: torch.device | str) -> str:
+    """"cpu" where the native module is available for this device, else "reference"."""
+    from coterie.kernels.build import native
+
+    return "cpu" if torch.device(device).type == "cpu" and native() else "reference"
+
+
+def make_linear(
+    weights: Sequence[Weight], backend: str, device: torch.device | str = "cpu"
+) -> Linear:
+    """One product over the concatenated rows of `weights` (q, k, v or gate, up)."""
+    if backend == "reference":
+        return ReferenceLinear(weights, device)
+    if backend == "cpu":
+        from coterie.kernels.cpu import PackedLinear
+
+        return PackedLinear(weights)
+    raise ConfigError(f"unknown kernel backend {backend!r}; use 'reference' or 'cpu'")

@@ -1,0 +1,137 @@
+"""Plain torch twins of every fast kernel: the meaning that native and Triton code must match.
+
+Correct on any device and dtype, written for reading; speed comes second. Knows no model, and
+never looks at which backend is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from coterie.weights.quantize import Weight, dense
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from coterie.kernels.batch import AttentionBatch
+    from coterie.kernels.decoder import DecoderLayer, DecoderShape
+
+Attention = Callable[["Tensor", "Tensor", "AttentionBatch", float], "Tensor"]
+
+# Query rows scored at once: bounds the [rows, context] score matrix of a long prompt.
+_ROWS_AT_ONCE = 512
+
+
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, in x's dtype."""
+    return functional.linear(x, dense(weight, x.dtype).to(x.device))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Over the last dimension, in fp32, rounded to x's dtype before the weight (as HF does)."""
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return scaled.to(x.dtype) * weight.to(x.dtype)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim], cos and sin [T, head_dim/2]; halves rotate against each other."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, where gate is the first half of the last dimension."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def write_kv(k: Tensor, v: Tensor, kv_layer: Tensor, slots: Tensor) -> None:
+    """Scatter k and v [T, kv_heads, head_dim] into [2, blocks, kv_heads, block_size, head_dim]."""
+    block_size = kv_layer.shape[3]
+    block = torch.div(slots, block_size, rounding_mode="floor")
+    offset = slots - block * block_size
+    kv_layer[0][block, :, offset] = k.to(kv_layer.dtype)
+    kv_layer[1][block, :, offset] = v.to(kv_layer.dtype)
+
+
+def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+    """Causal attention of q [T, heads, head_dim] over paged K and V; softmax in fp32."""
+    out = torch.empty_like(q)
+    starts = batch.query_starts.tolist()
+    for index, context in enumerate(batch.context_lens.tolist()):
+        begin, end = starts[index], starts[index + 1]
+        blocks = batch.block_tables[index, : -(-context // batch.block_size)].long()
+        keys, values = (_gather(kv_layer[half], blocks, context) for half in (0, 1))
+        for row in range(begin, end, _ROWS_AT_ONCE):
+            stop = min(row + _ROWS_AT_ONCE, end)
+            first_visible = context - (end - row)
+            out[row:stop] = _attend(q[row:stop], keys, values, first_visible, scale)
+    return out
+
+
+def _gather(cache: Tensor, blocks: Tensor, context: int) -> Tensor:
+    """[blocks, kv_heads, block_size, head_dim] -> fp32 [kv_heads, context, head_dim]."""
+    picked = cache[blocks].transpose(0, 1)
+    return picked.reshape(cache.shape[1], -1, cache.shape[3])[:, :context].float()
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, last_seen: int, scale: float) -> Tensor:
+    """Row i sees positions 0 .. last_seen + i. Query heads are folded onto their KV head."""
+    rows, heads, head_dim = q.shape
+    kv_heads, context, _ = keys.shape
+    folded = q.float().view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
+    scores = folded.reshape(kv_heads, -1, head_dim) @ keys.transpose(1, 2) * scale
+    scores = scores.view(kv_heads, -1, rows, context)
+    if rows > 1 or last_seen + 1 < context:
+        seen = torch.arange(rows, device=q.device)[:, None] + last_seen
+        hidden = torch.arange(context, device=q.device)[None, :] > seen
+        scores = scores.masked_fill(hidden, float("-inf"))
+    mixed = torch.softmax(scores, dim=-1).view(kv_heads, -1, context) @ values
+    mixed = mixed.view(kv_heads, heads // kv_heads, rows, head_dim).permute(2, 0, 1, 3)
+    return mixed.reshape(rows, heads, head_dim).to(q.dtype)
+
+
+def decoder(
+    shape: DecoderShape,
+    layers: Sequence[DecoderLayer],
+    cos: Tensor,
+    sin: Tensor,
+    hidden: Tensor,
+    kv: Sequence[Tensor],
+    batch: AttentionBatch,
+    attention: Attention = paged_attention,
+) -> Tensor:
+    """Run `layers` over hidden [T, D]; `kv` has one cache per given layer. No final norm."""
+    turn = cos[batch.positions], sin[batch.positions]
+    for layer, kv_layer in zip(layers, kv, strict=True):
+        normed = rms_norm(hidden, layer.input_norm, shape.eps)
+        q, k, v = _project(shape, layer, normed)
+        write_kv(rotary(k, *turn), v, kv_layer, batch.slots)
+        mixed = attention(rotary(q, *turn), kv_layer, batch, shape.attention_scale)
+        hidden = hidden + layer.o(mixed.reshape(-1, shape.q_size))
+        normed = rms_norm(hidden, layer.post_norm, shape.eps)
+        hidden = hidden + layer.down(silu_mul(layer.gate_up(normed)))
+    return hidden
+
+
+def _project(
+    shape: DecoderShape, layer: DecoderLayer, normed: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [T, heads, head_dim], biased and normed, not yet rotated."""
+    qkv = layer.qkv(normed)
+    if layer.qkv_bias is not None:
+        qkv = qkv + layer.qkv_bias.to(qkv.dtype)
+    parts = qkv.split((shape.q_size, shape.kv_size, shape.kv_size), dim=-1)
+    q, k, v = (part.view(len(normed), -1, shape.head_dim) for part in parts)
+    if layer.q_norm is not None:
+        q = rms_norm(q, layer.q_norm, shape.eps)
+    if layer.k_norm is not None:
+        k = rms_norm(k, layer.k_norm, shape.eps)
+    return q, k, v
