@@ -1,0 +1,154 @@
+"""Tiny random checkpoints, written through transformers, with a real byte-level BPE tokenizer.
+
+They are kept in the temporary directory, keyed by everything that shapes them (this file too).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+VOCAB = 384
+BOS, EOS, PAD, TURN = "<s>", "</s>", "<pad>", "<|turn|>"
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog while the river runs slowly to the sea.",
+    "A model answers a question; another model checks the answer and explains what was wrong.",
+    "def add(left, right):\n    return left + right\n\n\nfor index in range(10):\n    print(index)",
+    "Numbers such as 0, 1, 2, 3, 10, 42, 128, 1024 and 65536 appear in every serious program.",
+    'JSON looks like {"name": "value", "list": [1, 2, 3], "nested": {"true": false}}.',
+    "Die Straße führt über die Brücke; où est la bibliothèque? ¿Dónde está el mañana? 你好，世界。",
+    "She sells sea shells by the sea shore, and the shells she sells are surely seashells.",
+    "What is the capital of France? Paris is the capital. What is the tallest mountain? Everest.",
+]
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|turn|>' + message['role'] + '\\n' + message['content'] + eos_token + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"
+)
+
+
+def tiny_checkpoint(architecture: str, seed: int = 0, **overrides: Any) -> Path:
+    """A Hugging Face safetensors directory of a random `architecture` (llama, mistral, qwen3).
+
+    `overrides` are config.json keys. Weights are drawn wide enough that greedy output varies.
+    """
+    kind = architecture.removesuffix("ForCausalLM").lower()
+    facts = json.dumps([ARCHITECTURES[kind], seed, overrides], sort_keys=True, default=str)
+    digest = hashlib.sha256((facts + _own_source()).encode()).hexdigest()[:16]
+    home = Path(tempfile.gettempdir()) / f"coterie-tiny-{os.getuid()}"
+    path = home / f"{kind}-{digest}"
+    if not (path / "config.json").exists():
+        home.mkdir(exist_ok=True)
+        with _locked(home / ".lock"):
+            if not (path / "config.json").exists():
+                draft = Path(tempfile.mkdtemp(dir=home))
+                _write(draft, kind, seed, overrides)
+                shutil.rmtree(path, ignore_errors=True)
+                draft.rename(path)
+    return path
+
+
+@cache
+def _own_source() -> str:
+    import transformers
+
+    return Path(__file__).read_text() + str(transformers.__version__)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _write(path: Path, kind: str, seed: int, overrides: dict[str, Any]) -> None:
+    import torch
+    import transformers
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16 if kind == "llama" else 32,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.15,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    if kind == "mistral":
+        settings["sliding_window"] = None
+    settings.update(overrides)
+    shards = settings.pop("max_shard_size", "5GB")
+    dtype = settings.pop("dtype", torch.float32)
+    model_class = getattr(transformers, ARCHITECTURES[kind])
+    config = model_class.config_class(**settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config)
+        _draw(model)
+    model.to(dtype).save_pretrained(path, max_shard_size=shards)
+    _write_tokenizer(path)
+
+
+def _draw(model: Any) -> None:
+    """Norms and biases start constant: draw them too, so that ignoring one shows."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.6, 1.4)
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+
+
+def _write_tokenizer(path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[BOS, EOS, PAD, TURN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 2, trainer)
+    assert tokenizer.get_vocab_size() == VOCAB, tokenizer.get_vocab_size()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, 0)]
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
+    facts = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1024,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(facts, indent=1))
