@@ -1,0 +1,196 @@
+"""Weights as stored, and the step from one precision to another.
+
+Owns the three layouts every kernel reads (dense, int8, int4; groups of 32 along a row) and their
+conversion. Nothing that is already at or below the bits asked for is rounded a second time.
+Knows nothing of files or of layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+
+DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
+
+# rows are quantised in slices of about this many elements, to bound the temporaries
+_SLICE_ELEMENTS = 1 << 22
+
+# rounds of least squares for an int4 group; the error stops falling visibly after four
+_REFINEMENTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """tensor: [N, K] or [K]; fp32, bf16 or fp16."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Int8:
+    """w = q * scale. q: int8 [N, K]; scale: fp16 [N, K/32]."""
+
+    q: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.q.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.q.nbytes + self.scale.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Int4:
+    """w = q * scale + minimum, q in 0..15. scale, minimum: fp16 [N, K/32].
+
+    q: uint8 [N, K/2]. Byte j of a group's 16 holds element j in its low and element j + 16 in its
+    high nibble, the order of GGUF's Q4 blocks.
+    """
+
+    q: Tensor
+    scale: Tensor
+    minimum: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.q.shape[0], self.q.shape[1] * 2)
+
+    @property
+    def nbytes(self) -> int:
+        return self.q.nbytes + self.scale.nbytes + self.minimum.nbytes
+
+
+Weight = Dense | Int8 | Int4
+
+
+def dense(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values, computed in fp32 and then rounded to `dtype` (the stored tensor when it fits)."""
+    if isinstance(weight, Dense):
+        return weight.tensor.to(dtype)
+    rows, columns = weight.shape
+    groups = columns // GROUP
+    scale = weight.scale.float().unsqueeze(-1)
+    if isinstance(weight, Int8):
+        values = weight.q.view(rows, groups, GROUP).float() * scale
+    else:
+        values = _nibbles(weight.q, groups).float() * scale
+        values += weight.minimum.float().unsqueeze(-1)
+    return values.view(rows, columns).to(dtype)
+
+
+def convert(weight: Weight, dtype: str) -> Weight:
+    """`weight` at the precision asked for.
+
+    auto: as stored (fp16 becomes fp32, which holds it exactly). fp32, bf16: dense. int8, int4:
+    dense matrices are rounded once; what is already quantised stays as it is, and so do vectors
+    and rows that are not a multiple of 32 long.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
+    if dtype == "fp32":
+        return Dense(dense(weight))
+    if dtype == "bf16":
+        return Dense(dense(weight, torch.bfloat16))
+    if not isinstance(weight, Dense):
+        return weight
+    tensor = weight.tensor
+    groupable = tensor.ndim == 2 and tensor.shape[1] % GROUP == 0 and tensor.numel() > 0
+    if dtype == "auto" or not groupable:
+        return Dense(tensor.float()) if tensor.dtype == torch.float16 else weight
+    return quantize_int8(tensor) if dtype == "int8" else quantize_int4(tensor)
+
+
+def quantize_int8(tensor: Tensor) -> Int8:
+    """Symmetric: scale = absmax / 127 per group, rounded to fp16 before q is chosen."""
+    parts = [_int8_rows(rows) for rows in _slices(tensor)]
+    return Int8(torch.cat([p.q for p in parts]), torch.cat([p.scale for p in parts]))
+
+
+def quantize_int4(tensor: Tensor) -> Int4:
+    """Asymmetric: scale and minimum per group by least squares, started from the group's range."""
+    parts = [_int4_rows(rows) for rows in _slices(tensor)]
+    return Int4(
+        torch.cat([p.q for p in parts]),
+        torch.cat([p.scale for p in parts]),
+        torch.cat([p.minimum for p in parts]),
+    )
+
+
+def pack_nibbles(q: Tensor) -> Tensor:
+    """[N, G, 32] values 0..15 -> uint8 [N, G * 16] in the order `Int4` documents."""
+    low, high = q[..., : GROUP // 2], q[..., GROUP // 2 :]
+    return (low | (high << 4)).to(torch.uint8).flatten(1)
+
+
+def _nibbles(q: Tensor, groups: int) -> Tensor:
+    pairs = q.view(q.shape[0], groups, GROUP // 2)
+    return torch.cat([pairs & 15, pairs >> 4], dim=-1)
+
+
+def _slices(tensor: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(tensor, max(1, _SLICE_ELEMENTS // tensor.shape[1]))
+
+
+def _int8_rows(tensor: Tensor) -> Int8:
+    values = tensor.float().reshape(tensor.shape[0], -1, GROUP)
+    scale = (values.abs().amax(-1) / 127).half()
+    q = (values * _inverse(scale.float())).round_().clamp_(-127, 127)
+    return Int8(q.to(torch.int8).flatten(1), scale)
+
+
+def _int4_rows(tensor: Tensor) -> Int4:
+    values = tensor.float().reshape(tensor.shape[0], -1, GROUP)
+    low, high = values.aminmax(dim=-1)
+    scale, minimum = ((high - low) / 15).half(), low.half()
+    q = _nearest(values, scale, minimum)
+    error = _squared_error(values, q, scale, minimum)
+    for _ in range(_REFINEMENTS):
+        new_scale, new_minimum = _least_squares(values, q)
+        new_q = _nearest(values, new_scale, new_minimum)
+        new_error = _squared_error(values, new_q, new_scale, new_minimum)
+        better = new_error < error
+        scale = torch.where(better, new_scale, scale)
+        minimum = torch.where(better, new_minimum, minimum)
+        q = torch.where(better.unsqueeze(-1), new_q, q)
+        error = torch.where(better, new_error, error)
+    return Int4(pack_nibbles(q.to(torch.uint8)), scale, minimum)
+
+
+def _nearest(values: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    centred = values - minimum.float().unsqueeze(-1)
+    return (centred * _inverse(scale.float())).round_().clamp_(0, 15)
+
+
+def _squared_error(values: Tensor, q: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    got = q * scale.float().unsqueeze(-1) + minimum.float().unsqueeze(-1)
+    return (got - values).square_().sum(-1)
+
+
+def _least_squares(values: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale and minimum that fit `values` best for a fixed `q`, in fp16."""
+    mean_q, mean_v = q.mean(-1), values.mean(-1)
+    centred = q - mean_q.unsqueeze(-1)
+    variance = centred.square().sum(-1)
+    covariance = (centred * values).sum(-1)
+    scale = (covariance / variance.clamp_min(1e-12)).half()
+    return scale, (mean_v - scale.float() * mean_q).half()
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """1 / scale with 0 for 0, [N, G] -> [N, G, 1]."""
+    return torch.where(scale != 0, 1 / scale, 0.0).unsqueeze(-1)
