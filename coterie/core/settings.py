@@ -1,0 +1,119 @@
+"""What one key of a settings file accepts: types, ranges, sizes, and the refusal's sentence.
+
+Knows no key by name; `core/config.py` holds the table.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from coterie.core.errors import ConfigError
+
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a key accepts, and the sentence that documents it."""
+
+    doc: str
+    kind: str  # text | integer | number | flag | bytes | list
+    low: float | None = None
+    high: float | None = None
+    among: tuple[Any, ...] = ()
+
+
+def key(default: Any, kind: str, doc: str, **limits: Any) -> Any:
+    return field(default=default, metadata={"rule": Rule(doc, kind, **limits)})
+
+
+def refuse_unknown(given: Mapping[str, Any], known: Iterable[str], prefix: str) -> None:
+    known = list(known)
+    for key in given:
+        if key in known:
+            continue
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+        full = f"{prefix}.{key}" if prefix else key
+        raise ConfigError(f"unknown setting {full!r}: did you mean {near!r}?", param=full)
+
+
+def checked(rule: Rule, value: Any, name: str) -> Any:
+    value = _typed(rule.kind, value, name)
+    if rule.among and value not in rule.among:
+        listed = ", ".join(str(item) for item in rule.among)
+        raise ConfigError(f"{name} is {value!r}; it must be one of {listed}", param=name)
+    if rule.low is not None and value < rule.low:
+        raise ConfigError(f"{name} is {value}; it must be at least {rule.low}", param=name)
+    if rule.high is not None and value > rule.high:
+        raise ConfigError(f"{name} is {value}; it must be at most {rule.high}", param=name)
+    return value
+
+
+def _typed(kind: str, value: Any, name: str) -> Any:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind == "text" and isinstance(value, str):
+        return value
+    if kind == "flag" and isinstance(value, bool):
+        return value
+    if kind == "integer" and number and isinstance(value, int):
+        return value
+    # nan and inf have no place in a setting: both fail this comparison
+    if kind == "number" and number and -1e300 < value < 1e300:
+        return float(value)
+    if kind == "bytes" and (isinstance(value, str) or (number and isinstance(value, int))):
+        return parse_bytes(value, name)
+    is_list = isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+    if kind == "list" and is_list:
+        return tuple(value)
+    wanted = {
+        "text": "text in quotes",
+        "flag": "true or false",
+        "integer": "a whole number",
+        "number": "a number",
+        "bytes": 'a number of bytes or a size such as "2GB"',
+        "list": "a list of texts",
+    }[kind]
+    raise ConfigError(f"{name} is {value!r}; it must be {wanted}", param=name)
+
+
+def parse_bytes(value: str | int, name: str = "size") -> int:
+    """`2GB` is 2 * 10**9, `2GiB` is 2 * 2**30, a bare number is bytes."""
+    if isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    unit = _UNITS.get((match[2] or "B").upper()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(
+            f"{name} is {value!r}; write a size such as 400KB, 2GB or 2GiB", param=name
+        )
+    return int(float(match[1]) * unit)
+
+
+def written(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    return "[]" if value == () else str(value)
+
+
+def allowed(rule: Rule) -> str:
+    if rule.among:
+        return ", ".join(f"`{item}`" for item in rule.among)
+    if rule.low is not None and rule.high is not None:
+        return f"{rule.low} to {rule.high}"
+    return f"from {rule.low}" if rule.low is not None else ""
