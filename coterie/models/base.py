@@ -1,0 +1,158 @@
+"""A causal language model ready to run, and how one is loaded.
+
+`MODELS` names every architecture. Two paths run the same parts: the fused native decoder on a CPU
+with compiled kernels, plain torch (with Triton on CUDA) everywhere else. Knows no requests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from coterie.core.errors import ConfigError, WeightsError
+from coterie.kernels import linear, reference
+from coterie.kernels.batch import AttentionBatch
+from coterie.kernels.decoder import DecoderShape
+from coterie.models import llama, mistral, qwen3
+from coterie.models.layers import PartReader, Parts, Placement, Progress
+from coterie.models.spec import ModelSpec, token_ids
+from coterie.weights.quantize import DTYPES
+
+if TYPE_CHECKING:
+    from coterie.weights.checkpoint import Checkpoint
+
+__all__ = ["MODELS", "CausalLM", "ModelSpec", "load_model"]
+
+MODELS: dict[str, Callable[[dict[str, Any], int | None], ModelSpec]] = {
+    "LlamaForCausalLM": llama.read,
+    "MistralForCausalLM": mistral.read,
+    "Qwen3ForCausalLM": qwen3.read,
+}
+
+# How a file's tensor types are kept under "auto": GGUF's other quantised forms are widened exactly.
+_KEPT_AS = {"BF16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4"}
+
+# hidden [T, D], caches, batch -> hidden [T, D]
+Stack = Callable[[Tensor, Sequence[Tensor], AttentionBatch], Tensor]
+
+
+class CausalLM:
+    """Embedding, decoder stack, final norm and LM head of one loaded model."""
+
+    def __init__(self, spec: ModelSpec, parts: Parts, dtype: str, stack: Stack) -> None:
+        self.spec, self.dtype = spec, dtype
+        self.device = parts.norm.device
+        self.weight_bytes = parts.weight_bytes
+        self.kv_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
+        self._parts, self._stack = parts, stack
+
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """One layer's cache; a model needs `spec.num_layers` of them."""
+        return (2, num_blocks, self.spec.num_kv_heads, block_size, self.spec.head_dim)
+
+    def kv_bytes_per_token(self) -> int:
+        values = 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim
+        return values * self.kv_dtype.itemsize
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        kv: Sequence[Tensor],
+        logits_rows: Tensor,
+    ) -> Tensor:
+        """fp32 logits [R, V] of the rows asked for; writes the keys and values of all T rows."""
+        hidden = self._stack(self._parts.embedding(token_ids), kv, batch)
+        if len(logits_rows) == 0:
+            return hidden.new_empty((0, self.spec.vocab), dtype=torch.float32)
+        picked = reference.rms_norm(hidden[logits_rows], self._parts.norm, self.spec.eps)
+        return self._parts.head(picked).float()
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    backend: str | None = None,
+    max_context: int | None = None,
+    progress: Progress | None = None,
+) -> CausalLM:
+    """Read `checkpoint` at `dtype` for `device`; `progress` hears (layers done, layers)."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
+    spec = read_spec(checkpoint, max_context)
+    kept = stored_dtype(checkpoint) if dtype == "auto" else dtype
+    backend = backend or best_backend(device)
+    products = "cpu" if backend == "cpu" else "reference"
+    hidden_dtype = _hidden_dtype(kept, device)
+    reader = PartReader(checkpoint, spec, dtype, Placement(products, device, hidden_dtype))
+    parts = reader.read(progress)
+    return CausalLM(spec, parts, kept, _make_stack(backend, spec, parts))
+
+
+def read_spec(checkpoint: Checkpoint, max_context: int | None = None) -> ModelSpec:
+    config = dict(checkpoint.config)
+    names = config.get("architectures") or ["(none)"]
+    if names[0] not in MODELS:
+        raise WeightsError(
+            f"{checkpoint.path}: architecture {names[0]} is not supported; known: "
+            + ", ".join(MODELS)
+        )
+    ends = token_ids(checkpoint.generation.get("eos_token_id"))
+    if ends:
+        config["eos_token_id"] = list(ends)
+    return MODELS[names[0]](config, max_context)
+
+
+def stored_dtype(checkpoint: Checkpoint) -> str:
+    """What "auto" comes to: how the file keeps most of its matrices, by elements."""
+    sizes: Counter[str] = Counter()
+    for name in checkpoint.names():
+        shape = checkpoint.shape(name)
+        if len(shape) == 2 and ".layers." in name:
+            sizes[_KEPT_AS.get(checkpoint.stored_as(name), "fp32")] += shape[0] * shape[1]
+    return max(sizes, key=lambda kept: sizes[kept]) if sizes else "fp32"
+
+
+def _hidden_dtype(dtype: str, device: str) -> torch.dtype:
+    """fp32 on the CPU whatever the weights are; the model's own type on an accelerator."""
+    wide = dtype == "fp32" or torch.device(device).type == "cpu"
+    return torch.float32 if wide else torch.bfloat16
+
+
+def best_backend(device: str) -> str:
+    """ "cpu" (native kernels), "triton" on CUDA, "reference" (plain torch) otherwise."""
+    if torch.device(device).type == "cuda" and find_spec("triton"):
+        return "triton"
+    return linear.best_backend(device)
+
+
+def _make_stack(backend: str, spec: ModelSpec, parts: Parts) -> Stack:
+    cos, sin = (table.to(parts.norm.device) for table in spec.rope.tables())
+    shape = DecoderShape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        hidden=spec.hidden,
+        intermediate=spec.intermediate,
+        eps=spec.eps,
+        attention_scale=spec.attention_scale,
+    )
+    # the native decoder has no place for biases after o or in the MLP: those models run its
+    # products from the torch path
+    if backend == "cpu" and not (spec.o_bias or spec.mlp_bias):
+        from coterie.kernels.cpu import NativeDecoder
+
+        return NativeDecoder(shape, parts.layers, cos, sin).forward
+
+    def run(hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch) -> Tensor:
+        return reference.decoder(shape, parts.layers, cos, sin, hidden, kv, batch)
+
+    return run

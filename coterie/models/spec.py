@@ -1,0 +1,124 @@
+"""A model's shape as a value, and the reading of `config.json` keys into it.
+
+Owns which options the dense decoder family understands; every other meaning is refused by name.
+Knows no tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from coterie.core.errors import ConfigError, WeightsError
+from coterie.models.rope import Rope, read_rope, rope_kind
+
+# Options that change what a dense decoder computes, with the only values this family runs. They
+# appear in forks and in the files of neighbouring architectures.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "quantization_config": (None,),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "rope_interleaved": (None, False),
+    "clip_qkv": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "embedding_multiplier": (None, 1, 1.0),
+    "attention_multiplier": (None,),
+    "no_rope_layers": (None, []),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    architecture: str
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    # the longest context this model is run at; capped by a sliding window
+    max_positions: int
+    eps: float
+    # the LM head is the embedding
+    tied: bool
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    rope: Rope
+    # RMS norm over each query and key head before rope
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def attention_scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+def read_dense(config: dict[str, Any], max_context: int | None, **options: bool) -> ModelSpec:
+    """The keys every architecture of this family shares; `options` are ModelSpec's flags."""
+    _refuse_unknown_meanings(config)
+    heads, hidden = whole(config, "num_attention_heads"), whole(config, "hidden_size")
+    kv_heads = whole(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise WeightsError(
+            f"config: {heads} attention heads cannot share {kv_heads} key-value heads"
+        )
+    positions = _positions(config, max_context)
+    head_dim = whole(config, "head_dim", hidden // heads)
+    return ModelSpec(
+        architecture=config["architectures"][0],
+        num_layers=whole(config, "num_hidden_layers"),
+        hidden=hidden,
+        intermediate=whole(config, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=whole(config, "vocab_size"),
+        max_positions=positions,
+        eps=float(config.get("rms_norm_eps") or 1e-6),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        eos_ids=token_ids(config.get("eos_token_id")),
+        bos_id=config.get("bos_token_id"),
+        rope=read_rope(config, head_dim, positions),
+        **options,
+    )
+
+
+def whole(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A positive whole number, or a sentence that names the key."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or value <= 0:
+        raise WeightsError(f"config: {key} must be a positive whole number, not {value!r}")
+    return value
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """eos_token_id is a number, a list or missing."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+
+
+def _positions(config: dict[str, Any], max_context: int | None) -> int:
+    """The served context. No layer ever sees past a sliding window, so within it full attention
+    is the same function; contexts beyond the window are not served."""
+    limit = whole(config, "max_position_embeddings", 2048)
+    asked = max_context or limit
+    if asked > limit and rope_kind(config) != "dynamic":
+        raise ConfigError(f"a context of {asked} tokens is over the model's own limit of {limit}")
+    window = config.get("sliding_window")
+    return min(asked, window) if window else asked
+
+
+def _refuse_unknown_meanings(config: dict[str, Any]) -> None:
+    for key, allowed in _NEUTRAL.items():
+        value = config.get(key, allowed[0])
+        if value not in allowed:
+            raise WeightsError(f"config: {key}={value!r} is not supported")
