@@ -1,0 +1,139 @@
+"""The contract every transport keeps between the service and an engine, and the values it carries.
+
+Knows no transport, no torch and no engine: a `WorkerSpec` says what to load, a `Command` what to do,
+a `Report` what came of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from coterie.core.events import Delta, Event, Failed, Finished, Started
+from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
+
+Sink = Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSpec:
+    """A specialist inside the engine. `share` divides the engine's KV bytes and its time."""
+
+    name: str
+    context: int = 0  # 0 = what the model was trained for
+    block_size: int = 16
+    max_queue: int = 256
+    max_sequences: int = 64
+    max_step_tokens: int = 512
+    kv_cache_slots: int = 16
+    prefix_cache: bool = True
+    share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """Everything a worker needs to build its engine."""
+
+    name: str
+    model: str  # a GGUF file or a safetensors directory
+    lanes: tuple[LaneSpec, ...]
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int = 0  # 0 = every core
+    kv_bytes: int = 0  # 0 = by the machine's free memory
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """What a worker found out while loading."""
+
+    name: str
+    pid: int
+    architecture: str
+    dtype: str
+    device: str
+    threads: int
+    weight_bytes: int
+    kv_bytes: int
+    fingerprint: str
+    # lane -> most tokens of prompt plus output
+    contexts: dict[str, int]
+    # lane -> most sequences of one request (n, beams)
+    max_sequences: dict[str, int]
+    # the model's generation_config
+    generation: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a worker is told. `kind` is submit, abort or stop."""
+
+    kind: str
+    request_id: str = ""
+    assignment: Assignment | None = None
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything a worker has to say after a step, in one message.
+
+    Of one request the order is verdict, started, deltas, finished or failed: readers take the lists
+    in that order.
+    """
+
+    admitted: list[tuple[str, Admitted]] = field(default_factory=list)
+    rejected: list[tuple[str, Rejected]] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    lanes: tuple[LaneState, ...] = ()
+    stats: dict[str, float] = field(default_factory=dict)
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Delta):
+            self.deltas.append(event)
+        elif isinstance(event, Started):
+            self.started.append(event)
+        elif isinstance(event, Finished):
+            self.finished.append(event)
+        else:
+            self.failed.append(event)
+
+
+class Replica(Protocol):
+    """One engine, wherever it runs."""
+
+    name: str
+
+    async def start(self) -> ReplicaInfo:
+        """Load the model; returns when requests can be served, raises a CoterieError otherwise."""
+
+    async def submit(self, assignment: Assignment, sink: Sink) -> Admitted | Rejected:
+        """Hand over a request. `sink` gets its events on the event loop's thread, after the verdict
+        is known and until Finished or Failed. Cancelling the call aborts the request."""
+
+    async def abort(self, request_id: str) -> None:
+        """Free what the request holds; its sink gets nothing from now on."""
+
+    def lane_states(self) -> dict[str, LaneState]:
+        """How each lane stood after the last step."""
+
+    def in_flight(self) -> int:
+        """Requests handed over that have not ended."""
+
+    def stats(self) -> dict[str, float]:
+        """Counters for metrics; `restarts` counts starts after the first."""
+
+    def healthy(self) -> bool:
+        """True while `submit` leads to an engine that runs."""
+
+    def retry_after_s(self) -> float:
+        """When an unhealthy replica may be healthy again."""
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new work and wait until what runs has ended, at most `timeout_s`."""
+
+    async def close(self) -> None:
+        """Stop at once; what still runs ends in Failed."""
