@@ -1,0 +1,131 @@
+"""One door to a model's weights, whatever the format.
+
+`open_checkpoint` answers with Hugging Face names and config keys for a GGUF file or a directory of
+safetensors. Tensors are read when asked for, as stored. Pickle is never opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from coterie.core.errors import WeightsError
+from coterie.weights.gguf import GGUFFile, TensorInfo, is_gguf, read_gguf
+from coterie.weights.gguf_config import (
+    PERMUTED,
+    ROPE_FACTORS,
+    hf_config,
+    hf_generation,
+    tensor_names,
+)
+from coterie.weights.gguf_tensors import map_file, read_tensor
+from coterie.weights.quantize import Weight, dense
+from coterie.weights.safetensors import SafetensorsCheckpoint
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+# bytes of each tensor that enter the fingerprint beside the header
+_SAMPLE_BYTES = 4096
+
+
+class Checkpoint(Protocol):
+    """`config` and `generation` have the keys of config.json and generation_config.json."""
+
+    path: Path
+    config: dict[str, Any]
+    generation: dict[str, Any]
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def stored_as(self, name: str) -> str: ...
+
+    def read(self, name: str) -> Weight: ...
+
+    def fingerprint(self) -> str: ...
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A GGUF file, a directory with one, or a Hugging Face directory of safetensors."""
+    path = Path(path)
+    if path.is_dir():
+        inside = sorted(path.glob("*.gguf"))
+        if len(inside) == 1 and not (path / "config.json").exists():
+            return GGUFCheckpoint(inside[0])
+        return SafetensorsCheckpoint(path)
+    if not path.exists():
+        raise WeightsError(f"{path}: no such file or directory. Check the path.")
+    if path.suffix in _PICKLES and not is_gguf(path):
+        raise WeightsError(
+            f"{path}: pickle files can run code and are refused. Convert the model to safetensors."
+        )
+    if path.suffix == ".safetensors":
+        raise WeightsError(
+            f"{path}: give the directory that holds it, with config.json and the tokenizer."
+        )
+    return GGUFCheckpoint(path)
+
+
+class GGUFCheckpoint:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: GGUFFile = read_gguf(path)
+        self._data = map_file(self._file)
+        factors = self._file.tensors.get(ROPE_FACTORS)
+        self.config = hf_config(self._file, None if factors is None else self._values(factors))
+        self.generation = hf_generation(self._file)
+        self._names = tensor_names(self._file)
+        self._permuted = str(self._file.metadata["general.architecture"]) in PERMUTED
+
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._info(name).shape
+
+    def stored_as(self, name: str) -> str:
+        return self._info(name).type
+
+    def read(self, name: str) -> Weight:
+        info = self._info(name)
+        return read_tensor(self._data, info, self._row_order(info))
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        digest.update(memoryview(self._data[: self._file.header_bytes]))
+        digest.update(str(self._file.size_bytes).encode())
+        for info in self._file.tensors.values():
+            end = info.offset + min(info.nbytes, _SAMPLE_BYTES)
+            digest.update(memoryview(self._data[info.offset : end]))
+        return digest.hexdigest()
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self._names:
+            raise WeightsError(f"{self.path}: has no tensor {name!r}. Convert the model again.")
+        return self._file.tensors[self._names[name]]
+
+    def _values(self, info: TensorInfo) -> list[float]:
+        values: list[float] = dense(read_tensor(self._data, info, None)).flatten().tolist()
+        return values
+
+    def _row_order(self, info: TensorInfo) -> npt.NDArray[np.int64] | None:
+        """Undoes the converter's reordering of q and k: pairs (2i, 2i+1) back to halves (i, i+d/2).
+
+        Rows are whole, so this holds for quantised rows as well.
+        """
+        part = info.name.split(".")[-2]
+        if not self._permuted or part not in ("attn_q", "attn_k"):
+            return None
+        key = "num_attention_heads" if part == "attn_q" else "num_key_value_heads"
+        heads, rows = self.config[key], info.shape[0]
+        if rows != heads * self.config["head_dim"]:
+            raise WeightsError(
+                f"{self.path}: tensor {info.name!r} has {rows} rows, not {heads} heads of "
+                f"{self.config['head_dim']}. Convert the model again."
+            )
+        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -1,0 +1,288 @@
+"""The header of a GGUF file: metadata and where each tensor lies.
+
+Reads versions 2 and 3, little endian, and believes nothing: every count, length, offset and type is
+checked against the file before it is used, so a truncated or hostile file ends in a `WeightsError`.
+Knows nothing of torch, of architectures or of what the values mean.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coterie.core.errors import WeightsError
+
+MAGIC = b"GGUF"
+
+# number in the file -> (name, elements per block, bytes per block)
+TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    30: ("BF16", 1, 2),
+}
+
+# types that exist but are not read, so that a refusal can name them
+_OTHER_TYPES = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16",
+    26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+
+# number of a metadata value type -> numpy type; 7 is bool, 8 string, 9 array
+_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4",
+            10: "<u8", 11: "<i8", 12: "<f8"}  # fmt: skip
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+
+# Far above every real model, far below what would hurt: a wrong count never allocates.
+_MAX_HEADER_BYTES = 1 << 28
+_MAX_KEYS = 1 << 16
+_MAX_TENSORS = 1 << 17
+_MAX_NAME_BYTES = 1 << 16
+_MAX_ARRAY_STRINGS = 1 << 22
+_MAX_DIMENSIONS = 4
+_MAX_ALIGNMENT = 1 << 20
+
+_AGAIN = "Fetch or convert it again."
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """shape is in torch's order (rows first). `offset` counts from the start of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    path: Path
+    version: int
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    header_bytes: int
+    size_bytes: int
+
+
+def is_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as handle:
+            return handle.read(4) == MAGIC
+    except OSError:
+        return False
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """The header of `path`; raises WeightsError for anything that is not a sound GGUF file."""
+    try:
+        with path.open("rb") as handle:
+            size = handle.seek(0, 2)
+            if size < 24:
+                raise WeightsError(f"{path}: only {size} bytes, not a GGUF file. {_AGAIN}")
+            with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(path, data, size).read()
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path}: cannot be read ({error}). Check the path.") from error
+
+
+class _Reader:
+    """A cursor over the mapped file. Every read checks first that the bytes are there."""
+
+    def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
+        self.path = path
+        self.data = data
+        self.size = size
+        self.end = min(size, _MAX_HEADER_BYTES)
+        self.at = 0
+
+    def read(self) -> GGUFFile:
+        version = self._version()
+        num_tensors = self._count("tensors", _MAX_TENSORS)
+        num_keys = self._count("metadata keys", _MAX_KEYS)
+        metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = self._string("a metadata key", _MAX_NAME_BYTES)
+            if key in metadata:
+                raise self.broken(f"metadata key {key!r} appears twice")
+            metadata[key] = self._value(self._number("I", f"the type of {key!r}"), key)
+        raw = [self._tensor() for _ in range(num_tensors)]
+        header = self.at
+        start = _aligned(header, self._alignment(metadata))
+        tensors = self._placed(raw, start, self._alignment(metadata))
+        return GGUFFile(self.path, version, metadata, tensors, header, self.size)
+
+    def broken(self, what: str) -> WeightsError:
+        return WeightsError(f"{self.path}: damaged GGUF file, {what}. {_AGAIN}")
+
+    def _version(self) -> int:
+        magic = self._bytes(4, "the magic")
+        if magic != MAGIC:
+            raise WeightsError(
+                f"{self.path}: not a GGUF file (it starts with {magic!r}). "
+                "Give a .gguf file or a directory with safetensors."
+            )
+        version = self._number("I", "the version")
+        if version in (2, 3):
+            return version
+        if version & 0xFFFF == 0 and version:
+            advice = "it is big endian; convert it to little endian"
+        else:
+            advice = "versions 2 and 3 are read; convert it with a current llama.cpp"
+        raise WeightsError(f"{self.path}: GGUF version {version} is not supported, {advice}.")
+
+    def _count(self, what: str, limit: int) -> int:
+        count = self._number("Q", f"the number of {what}")
+        if count > limit:
+            raise self.broken(f"it claims {count} {what} (limit {limit})")
+        return count
+
+    def _need(self, nbytes: int, what: str) -> None:
+        if nbytes > self.end - self.at:
+            if self.end < self.size:
+                raise self.broken(f"its header is longer than {_MAX_HEADER_BYTES} bytes at {what}")
+            raise self.broken(
+                f"{what} needs {nbytes} bytes at {self.at}, but the file ends at {self.size}"
+            )
+
+    def _bytes(self, nbytes: int, what: str) -> bytes:
+        self._need(nbytes, what)
+        start = self.at
+        self.at = start + nbytes
+        return self.data[start : self.at]
+
+    def _number(self, code: str, what: str) -> int:
+        width = struct.calcsize("<" + code)
+        return int(struct.unpack("<" + code, self._bytes(width, what))[0])
+
+    def _string(self, what: str, limit: int = _MAX_HEADER_BYTES) -> str:
+        length = self._number("Q", f"the length of {what}")
+        if length > limit:
+            raise self.broken(f"{what} claims {length} bytes (limit {limit})")
+        try:
+            return self._bytes(length, what).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.broken(f"{what} is not UTF-8") from error
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind in _SCALARS:
+            dtype = np.dtype(_SCALARS[kind])
+            return np.frombuffer(self._bytes(dtype.itemsize, repr(key)), dtype)[0].item()
+        if kind == _BOOL:
+            return self._flag(self._bytes(1, repr(key))[0], key)
+        if kind == _STRING:
+            return self._string(repr(key))
+        if kind == _ARRAY:
+            return self._array(key)
+        raise self.broken(f"{key!r} has the unknown value type {kind}")
+
+    def _flag(self, value: int, key: str) -> bool:
+        if value > 1:
+            raise self.broken(f"{key!r} is a bool with the value {value}")
+        return value == 1
+
+    def _array(self, key: str) -> Any:
+        kind = self._number("I", f"the element type of {key!r}")
+        count = self._number("Q", f"the length of {key!r}")
+        if kind in _SCALARS or kind == _BOOL:
+            dtype = np.dtype(_SCALARS.get(kind, "<u1"))
+            raw = self._bytes(count * dtype.itemsize, f"{key!r} with {count} values")
+            values = np.frombuffer(raw, dtype)
+            return [self._flag(value, key) for value in raw] if kind == _BOOL else values
+        if kind == _STRING:
+            if count > _MAX_ARRAY_STRINGS:
+                raise self.broken(f"{key!r} claims {count} strings (limit {_MAX_ARRAY_STRINGS})")
+            self._need(8 * count, f"{key!r} with {count} strings")
+            return self._strings(count, key)
+        raise self.broken(f"{key!r} is an array of the unsupported value type {kind}")
+
+    def _strings(self, count: int, key: str) -> list[str]:
+        """A tokenizer has hundreds of thousands of them: one tight loop over the map."""
+        length_at: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from
+        data, at, end = self.data, self.at, self.end
+        found: list[str] = []
+        try:
+            for _ in range(count):
+                start = at + 8
+                at = start + length_at(data, at)[0]
+                if at > end:
+                    raise struct.error
+                found.append(data[start:at].decode("utf-8"))
+        except struct.error as error:
+            raise self.broken(f"string {len(found)} of {key!r} runs past the end") from error
+        except UnicodeDecodeError as error:
+            raise self.broken(f"string {len(found)} of {key!r} is not UTF-8") from error
+        self.at = at
+        return found
+
+    def _tensor(self) -> TensorInfo:
+        """As written: the offset still counts from the start of the data."""
+        name = self._string("a tensor name", _MAX_NAME_BYTES)
+        rank = self._number("I", f"the rank of {name!r}")
+        if not 1 <= rank <= _MAX_DIMENSIONS:
+            raise self.broken(f"tensor {name!r} has {rank} dimensions")
+        shape = tuple(self._number("Q", f"the shape of {name!r}") for _ in range(rank))[::-1]
+        number = self._number("I", f"the type of {name!r}")
+        offset = self._number("Q", f"the offset of {name!r}")
+        if number not in TENSOR_TYPES:
+            raise self._unknown_type(name, number)
+        kind, block, block_bytes = TENSOR_TYPES[number]
+        elements = 1
+        for extent in shape:
+            elements *= extent
+        if elements == 0 or shape[-1] % block:
+            raise self.broken(f"tensor {name!r} of type {kind} has the impossible shape {shape}")
+        return TensorInfo(name, shape, kind, offset, elements // block * block_bytes)
+
+    def _unknown_type(self, name: str, number: int) -> WeightsError:
+        if number not in _OTHER_TYPES:
+            return self.broken(f"tensor {name!r} has the unknown type {number}")
+        known = ", ".join(kind for kind, _, _ in TENSOR_TYPES.values())
+        return WeightsError(
+            f"{self.path}: tensor {name!r} is stored as {_OTHER_TYPES[number]}, which is not "
+            f"supported. Use a file with {known}."
+        )
+
+    def _alignment(self, metadata: dict[str, Any]) -> int:
+        value = metadata.get("general.alignment", 32)
+        valid = isinstance(value, int) and 8 <= value <= _MAX_ALIGNMENT and not value & (value - 1)
+        if not valid:
+            raise self.broken(f"general.alignment is {value!r}")
+        return int(value)
+
+    def _placed(self, raw: list[TensorInfo], start: int, alignment: int) -> dict[str, TensorInfo]:
+        tensors: dict[str, TensorInfo] = {}
+        reached = start
+        for info in sorted(raw, key=lambda item: item.offset):
+            offset = start + info.offset
+            if info.name in tensors:
+                raise self.broken(f"tensor {info.name!r} appears twice")
+            if info.offset % alignment or offset < reached:
+                raise self.broken(f"tensor {info.name!r} has the impossible offset {info.offset}")
+            reached = offset + info.nbytes
+            if reached > self.size:
+                raise WeightsError(
+                    f"{self.path}: truncated, tensor {info.name!r} ends at byte {reached} but the "
+                    f"file has {self.size}. Fetch it again."
+                )
+            tensors[info.name] = TensorInfo(info.name, info.shape, info.type, offset, info.nbytes)
+        return tensors
+
+
+def _aligned(position: int, alignment: int) -> int:
+    return (position + alignment - 1) // alignment * alignment
