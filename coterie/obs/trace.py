@@ -1,7 +1,7 @@
 """Log lines as JSON objects, one per line, tied together by request ids.
 
-Owns what may be written: a fixed list of field names, so that a prompt, an answer or a key has no
-field to travel in. Tracebacks carry the exception's type and frames, never its message (a message
+Owns what may be written: a fixed list of field names (also for `extra=` of stdlib loggers), so that
+a prompt, an answer or a key has no field to travel in. Tracebacks carry the exception's type and frames, never its message (a message
 may quote what a caller sent); a CoterieError adds its code.
 """
 
@@ -41,7 +41,7 @@ class JsonLines(logging.Formatter):
         }
         if record.name != _LOGGER.name:
             line["logger"] = record.name
-        line.update(getattr(record, "fields", {}))
+        line.update((name, value) for name, value in vars(record).items() if name in FIELDS)
         if record.exc_info and record.exc_info[1] is not None:
             line["error"] = _described(record.exc_info[1])
         return json.dumps(line, default=str, separators=(",", ":"))
@@ -80,4 +80,4 @@ def log(
     if _LOGGER.isEnabledFor(number):
         given = {name: value for name, value in fields.items() if value is not None}
         exc_info = (type(error), error, error.__traceback__) if error is not None else None
-        _LOGGER.log(number, event, exc_info=exc_info, extra={"fields": given})
+        _LOGGER.log(number, event, exc_info=exc_info, extra=given)

@@ -1,0 +1,124 @@
+"""What a caller left open, filled in; what a caller got wrong, refused. Values in, values out.
+
+Order of a sampling value: the request, the model's generation_config, the dialect's defaults. A
+missing seed is drawn here, once, so that a retry on another replica draws the same noise.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from coterie.core.errors import ContextLengthExceeded, InvalidRequest
+from coterie.core.request import Limits, Sampling
+
+# What OpenAI and Anthropic document for a request that says nothing.
+VENDOR_DEFAULTS = Sampling(temperature=1.0, top_p=1.0, n=1, num_beams=1)
+
+_GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+
+# name -> (low, high, is low itself allowed)
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, 100.0, True),
+    "top_p": (0.0, 1.0, False),
+    "min_p": (0.0, 1.0, True),
+    "typical_p": (0.0, 1.0, False),
+    "repetition_penalty": (0.0, 100.0, False),
+    "presence_penalty": (-2.0, 2.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+    "length_penalty": (-100.0, 100.0, True),
+    "n": (1, 128, True),
+    "num_beams": (1, 64, True),
+    "logprobs": (0, 100, True),
+    "prompt_logprobs": (0, 100, True),
+}
+
+_SEED_MASK = 2**63 - 1
+
+
+def resolve_sampling(
+    asked: Sampling, generation: Mapping[str, Any], vendor: Sampling = VENDOR_DEFAULTS
+) -> Sampling:
+    """`asked` with nothing left open that the engine needs; refuses values out of range."""
+    values: dict[str, Any] = {}
+    for name in (*_GENERATION_KEYS, "n", "num_beams"):
+        given = getattr(asked, name)
+        if given is None and name in _GENERATION_KEYS:
+            given = generation.get(name)
+        values[name] = getattr(vendor, name) if given is None else given
+    seed = secrets.randbits(63) if asked.seed is None else asked.seed & _SEED_MASK
+    resolved = replace(asked, **values, seed=seed)
+    check_sampling(resolved)
+    return resolved
+
+
+def check_sampling(sampling: Sampling) -> None:
+    for name, (low, high, inclusive) in _RANGES.items():
+        value = getattr(sampling, name)
+        if value is None:
+            continue
+        # a nan fails both comparisons
+        inside = (low <= value if inclusive else low < value) and value <= high
+        if not inside:
+            bound = "from" if inclusive else "above"
+            raise InvalidRequest(
+                f"{name} is {value}; it must be {bound} {low} to {high}", param=name
+            )
+    if sampling.top_k is not None and sampling.top_k < -1:
+        raise InvalidRequest(f"top_k is {sampling.top_k}; it must be -1 or more", param="top_k")
+    if any(not math.isfinite(bias) for _, bias in sampling.logit_bias):
+        raise InvalidRequest("logit_bias holds a value that is not a number", param="logit_bias")
+
+
+def check_tokens(ids: Sequence[int], sampling: Sampling, vocab_size: int) -> None:
+    """Token ids a caller sent must exist."""
+    if not ids:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    worst = max(ids) if min(ids) >= 0 else min(ids)
+    if not 0 <= worst < vocab_size:
+        raise InvalidRequest(
+            f"token id {worst} is not in the vocabulary of {vocab_size}", param="prompt"
+        )
+    for token, _ in sampling.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"logit_bias names token {token}; the vocabulary has {vocab_size}",
+                param="logit_bias",
+            )
+
+
+def resolve_limits(limits: Limits, prompt_tokens: int, context: int) -> Limits:
+    """`limits` with max_tokens set: what was asked, or all that is left of the context.
+
+    An explicit max_tokens that cannot be kept is refused, never shortened in silence.
+    """
+    room = min(context, limits.context_size or context) - prompt_tokens
+    asked = limits.max_tokens
+    if asked is not None and asked < 1:
+        raise InvalidRequest(f"max_tokens is {asked}; it must be at least 1", param="max_tokens")
+    if room < 1 or (asked is not None and asked > room):
+        raise ContextLengthExceeded(_too_long(prompt_tokens, asked, room + prompt_tokens))
+    tokens = room if asked is None else asked
+    if not 0 <= limits.min_tokens <= tokens:
+        raise InvalidRequest(
+            f"min_tokens is {limits.min_tokens}; it must be from 0 to max_tokens ({tokens})",
+            param="min_tokens",
+        )
+    if not 0 <= limits.priority <= 9:
+        raise InvalidRequest("priority must be from 0 to 9", param="priority")
+    if limits.timeout_s is not None and not 0 < limits.timeout_s < math.inf:
+        raise InvalidRequest("timeout must be above 0", param="timeout")
+    return replace(limits, max_tokens=tokens)
+
+
+def _too_long(prompt_tokens: int, asked: int | None, context: int) -> str:
+    said = f"This model's maximum context length is {context} tokens. However, "
+    if asked is None or prompt_tokens >= context:
+        return said + f"the prompt has {prompt_tokens} tokens. Please shorten it."
+    return said + (
+        f"you requested {prompt_tokens + asked} tokens ({prompt_tokens} in the prompt, {asked} in "
+        "the completion). Please reduce the prompt or max_tokens."
+    )
