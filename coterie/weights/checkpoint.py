@@ -97,11 +97,11 @@ class GGUFCheckpoint:
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
-        digest.update(memoryview(self._data[: self._file.header_bytes]))
+        digest.update(self._data[: self._file.header_bytes].tobytes())
         digest.update(str(self._file.size_bytes).encode())
         for info in self._file.tensors.values():
             end = info.offset + min(info.nbytes, _SAMPLE_BYTES)
-            digest.update(memoryview(self._data[info.offset : end]))
+            digest.update(self._data[info.offset : end].tobytes())
         return digest.hexdigest()
 
     def _info(self, name: str) -> TensorInfo:

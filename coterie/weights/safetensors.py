@@ -67,7 +67,7 @@ class SafetensorsCheckpoint:
         self._shards = {file: _open_shard(path / file) for file in sorted(set(files.values()))}
         if files.keys() == {""}:
             shard = self._shards[files[""]]
-            self._where = {name: shard for name in shard.entries}
+            self._where = dict.fromkeys(shard.entries, shard)
         else:
             self._where = {name: self._located(name, file) for name, file in files.items()}
 
@@ -85,7 +85,7 @@ class SafetensorsCheckpoint:
         if entry.dtype not in _READ:
             raise WeightsError(
                 f"{self._where[name].path}: tensor {name!r} is stored as {entry.dtype}; "
-                f"{', '.join(_READ)} are supported. Use a checkpoint in one of them, or a GGUF file."
+                f"{', '.join(_READ)} are supported. Use a checkpoint in one of them, or GGUF."
             )
         dtype = _READ[entry.dtype]
         raw = self._where[name].data[entry.begin : entry.end]
@@ -97,10 +97,10 @@ class SafetensorsCheckpoint:
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for file, shard in self._shards.items():
             digest.update(f"{file} {len(shard.data)}".encode())
-            digest.update(memoryview(shard.data[: shard.data_start]))
+            digest.update(shard.data[: shard.data_start].tobytes())
             for entry in shard.entries.values():
                 end = min(entry.end, entry.begin + _SAMPLE_BYTES)
-                digest.update(memoryview(shard.data[entry.begin : end]))
+                digest.update(shard.data[entry.begin : end].tobytes())
         return digest.hexdigest()
 
     def _located(self, name: str, file: str) -> _Shard:
@@ -216,9 +216,7 @@ def _entries(path: Path, header: bytes, start: int, size: int) -> dict[str, _Ent
     reached = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != reached:
-            raise WeightsError(
-                f"{path}: tensor {name!r} overlaps another or leaves a gap. {_AGAIN}"
-            )
+            raise WeightsError(f"{path}: tensor {name!r} overlaps or leaves a gap. {_AGAIN}")
         reached = entry.end
     if reached != size:
         raise WeightsError(
@@ -232,9 +230,9 @@ def _entry_of(path: Path, name: str, facts: Any, start: int) -> _Entry:
     fault = WeightsError(f"{path}: the header entry of tensor {name!r} makes no sense. {_AGAIN}")
     if not isinstance(facts, dict):
         raise fault
-    dtype, shape, offsets = (facts.get(key) for key in ("dtype", "shape", "data_offsets"))
-    whole = _whole_numbers(shape, _MAX_RANK) and _whole_numbers(offsets, 2) and len(offsets) == 2
-    if not isinstance(dtype, str) or not whole:
+    dtype, shape = facts.get("dtype"), _whole_numbers(facts.get("shape"))
+    offsets = _whole_numbers(facts.get("data_offsets"))
+    if not isinstance(dtype, str) or shape is None or offsets is None or len(offsets) != 2:
         raise fault
     if dtype not in _BITS:
         raise WeightsError(
@@ -244,12 +242,11 @@ def _entry_of(path: Path, name: str, facts: Any, start: int) -> _Entry:
     begin, end = offsets
     if begin > end or math.prod(shape) * _BITS[dtype] != (end - begin) * 8:
         raise fault
-    return _Entry(dtype, tuple(shape), start + begin, start + end)
+    return _Entry(dtype, shape, start + begin, start + end)
 
 
-def _whole_numbers(value: Any, limit: int) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= limit
-        and all(type(item) is int and 0 <= item < 1 << 48 for item in value)
-    )
+def _whole_numbers(value: Any) -> tuple[int, ...] | None:
+    if not isinstance(value, list) or len(value) > _MAX_RANK:
+        return None
+    sound = all(type(item) is int and 0 <= item < 1 << 48 for item in value)
+    return tuple(value) if sound else None
