@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from coterie.kernels import linear, reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderShape
 from coterie.models import llama, mistral, qwen3
+from coterie.models.cuda_graph import DecodeGraphs
 from coterie.models.layers import PartReader, Parts, Placement, Progress
 from coterie.models.spec import ModelSpec, token_ids
 from coterie.weights.quantize import DTYPES
@@ -50,6 +52,8 @@ class CausalLM:
         self.weight_bytes = parts.weight_bytes
         self.kv_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
         self._parts, self._stack = parts, stack
+        # captured decode steps on CUDA; None runs every step eagerly
+        self.graphs: DecodeGraphs | None = None
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """One layer's cache; a model needs `spec.num_layers` of them."""
@@ -67,12 +71,30 @@ class CausalLM:
         kv: Sequence[Tensor],
         logits_rows: Tensor,
     ) -> Tensor:
-        """fp32 logits [R, V] of the rows asked for; writes the keys and values of all T rows."""
+        """fp32 logits [R, V] of the rows asked for (ascending), valid until the next call; writes
+        the keys and values of all T rows."""
+        decode = len(token_ids) == len(batch.context_lens) == len(logits_rows)
+        if self.graphs is not None and decode:
+            logits = self.graphs.forward(token_ids, batch, kv)
+            if logits is not None:
+                return logits
+        return self.compute(token_ids, batch, kv, logits_rows)
+
+    def compute(
+        self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor], rows: Tensor
+    ) -> Tensor:
+        """`forward` without captured graphs."""
         hidden = self._stack(self._parts.embedding(token_ids), kv, batch)
-        if len(logits_rows) == 0:
+        if len(rows) == 0:
             return hidden.new_empty((0, self.spec.vocab), dtype=torch.float32)
-        picked = reference.rms_norm(hidden[logits_rows], self._parts.norm, self.spec.eps)
+        picked = reference.rms_norm(hidden[rows], self._parts.norm, self.spec.eps)
         return self._parts.head(picked).float()
+
+    @torch.inference_mode()
+    def prepare(self, kv: Sequence[Tensor], block_size: int, max_sequences: int) -> None:
+        """Do now what the first steps over these caches would otherwise wait for."""
+        if self.graphs is not None:
+            self.graphs.prepare(kv, block_size, max_sequences)
 
 
 def load_model(
@@ -94,7 +116,10 @@ def load_model(
     hidden_dtype = _hidden_dtype(kept, device)
     reader = PartReader(checkpoint, spec, dtype, Placement(products, device, hidden_dtype))
     parts = reader.read(progress)
-    return CausalLM(spec, parts, kept, _make_stack(backend, spec, parts))
+    model = CausalLM(spec, parts, kept, _make_stack(backend, spec, parts))
+    if backend == "triton" and model.device.type == "cuda":
+        model.graphs = DecodeGraphs(model.compute, spec.max_positions, model.device)
+    return model
 
 
 def read_spec(checkpoint: Checkpoint, max_context: int | None = None) -> ModelSpec:
@@ -152,7 +177,8 @@ def _make_stack(backend: str, spec: ModelSpec, parts: Parts) -> Stack:
 
         return NativeDecoder(shape, parts.layers, cos, sin).forward
 
-    def run(hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch) -> Tensor:
-        return reference.decoder(shape, parts.layers, cos, sin, hidden, kv, batch)
+    if backend == "triton":
+        from coterie.kernels import triton_layers
 
-    return run
+        return partial(triton_layers.decoder, shape, parts.layers, cos, sin)
+    return partial(reference.decoder, shape, parts.layers, cos, sin)

@@ -1,0 +1,114 @@
+"""Decode steps captured as CUDA graphs: at small batches launching kernels costs more than running.
+
+One graph per padded number of sequences and KV cache, captured on first use (or by `prepare`).
+Padded rows have slot -1 and no context: the Triton kernels keep nothing of them. The eager path in
+`base` is the twin; steps with prefill rows or more sequences than `SIZES` take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.kernels.batch import AttentionBatch
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+# token ids, batch, caches, rows -> logits
+Compute = Callable[[Tensor, AttentionBatch, Sequence[Tensor], Tensor], Tensor]
+
+
+class DecodeInputs:
+    """Inputs of a decode step at fixed addresses; `size` rows, of which the first n are live."""
+
+    def __init__(self, size: int, table_width: int, block_size: int, device: torch.device) -> None:
+        self.token_ids = torch.zeros(size, dtype=torch.int64, device=device)
+        self.rows = torch.arange(size, device=device)
+        self.batch = AttentionBatch(
+            positions=torch.zeros(size, dtype=torch.int64, device=device),
+            slots=torch.full((size,), -1, dtype=torch.int64, device=device),
+            query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
+            context_lens=torch.zeros(size, dtype=torch.int32, device=device),
+            block_tables=torch.zeros((size, table_width), dtype=torch.int32, device=device),
+            block_size=block_size,
+        )
+
+    def fill(self, token_ids: Tensor, batch: AttentionBatch) -> None:
+        """Copy a step in; what an earlier, larger step left behind it becomes padding."""
+        live, width = len(token_ids), batch.block_tables.shape[1]
+        mine = self.batch
+        self.token_ids[:live].copy_(token_ids)
+        mine.positions[:live].copy_(batch.positions)
+        mine.slots[:live].copy_(batch.slots)
+        mine.context_lens[:live].copy_(batch.context_lens)
+        mine.block_tables[:live, :width].copy_(batch.block_tables)
+        if live < len(self.token_ids):
+            mine.slots[live:] = -1
+            mine.context_lens[live:] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    inputs: DecodeInputs
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+
+class DecodeGraphs:
+    def __init__(self, compute: Compute, max_positions: int, device: torch.device) -> None:
+        self._compute, self._max_positions, self._device = compute, max_positions, device
+        self._captured: dict[tuple[int, int, int], _Captured] = {}
+        # made by torch; graphs that never run at once share their memory
+        self._pool: Any = None
+
+    def prepare(self, kv: Sequence[Tensor], block_size: int, max_sequences: int) -> None:
+        """Capture every size up to `max_sequences`, so that no request waits for it."""
+        for size in reversed([s for s in SIZES if s < 2 * max_sequences]):
+            self._find(size, kv, block_size)
+
+    def forward(
+        self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor]
+    ) -> Tensor | None:
+        """Logits of a pure decode step, valid until the next one; None when no size fits."""
+        live, width = batch.block_tables.shape
+        if live > SIZES[-1] or width * batch.block_size > self._width(batch.block_size):
+            return None
+        size = next(size for size in SIZES if size >= live)
+        captured = self._find(size, kv, batch.block_size)
+        captured.inputs.fill(token_ids, batch)
+        captured.graph.replay()
+        return captured.logits[:live]
+
+    def _width(self, block_size: int) -> int:
+        """Positions a block table covers, in whole blocks."""
+        return -(-self._max_positions // block_size) * block_size
+
+    def _find(self, size: int, kv: Sequence[Tensor], block_size: int) -> _Captured:
+        key = (size, block_size, kv[0].data_ptr())
+        if key not in self._captured:
+            self._captured[key] = self._capture(size, kv, block_size)
+        return self._captured[key]
+
+    def _capture(self, size: int, kv: Sequence[Tensor], block_size: int) -> _Captured:
+        width = self._width(block_size) // block_size
+        inputs = DecodeInputs(size, width, block_size, self._device)
+
+        def run() -> Tensor:
+            return self._compute(inputs.token_ids, inputs.batch, kv, inputs.rows)
+
+        # kernels are compiled and library handles made outside the capture; all rows are padding
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            run()
+            run()
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = run()
+        self._pool = self._pool or graph.pool()
+        return _Captured(inputs, graph, logits)

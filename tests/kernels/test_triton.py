@@ -1,0 +1,214 @@
+"""Triton kernels against their torch twins, in Triton's interpreter, on fresh random inputs.
+
+The interpreter is chosen when triton is imported, so the cases run in one child process: this file
+as a script. It prints one JSON object {case: relative error}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+# (query rows, context lengths): decode only, prefill only, prefill behind a prefix, and mixtures
+BATCHES = {
+    "decode": ([1, 1, 1], [1, 70, 33]),
+    "decode one long": ([1], [300]),
+    "prefill": ([5, 37], [5, 37]),
+    "mixed": ([5, 1, 40], [5, 60, 90]),
+    "tile borders": ([2, 70], [2, 75]),
+}
+# fp16 stands for every 16-bit type: the interpreter has no bf16. The softmax's weights are rounded
+# to that type before they meet the values.
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
+ATTENTION = [f"attention/{batch}/9x3x64/{dtype}" for batch in BATCHES for dtype in TOLERANCE]
+ATTENTION += [
+    f"attention/{batch}/{heads}/float32"
+    for batch in ("decode", "mixed")
+    for heads in ("4x2x80", "8x1x128", "2x2x16")
+]
+DECODERS = [
+    f"decoder/{batch}/{kind}" for batch in ("decode", "mixed") for kind in ("plain", "qwen3")
+]
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, float]:
+    root = Path(__file__).resolve().parents[2]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention_matches_reference(errors: dict[str, float], case: str) -> None:
+    assert errors[case] < TOLERANCE[case.rsplit("/", 1)[1]]
+
+
+@pytest.mark.parametrize("case", DECODERS)
+def test_decoder_matches_reference(errors: dict[str, float], case: str) -> None:
+    assert errors[case] < 1e-5
+
+
+@pytest.mark.parametrize("part", ["neighbours", "attention"])
+def test_padded_rows_leave_the_cache_alone(errors: dict[str, float], part: str) -> None:
+    assert errors[f"padding/{part}"] == 0.0
+
+
+def random_batch(
+    rows: list[int], contexts: list[int], block_size: int, generator: Any
+) -> tuple[Any, int]:
+    """Block tables over a shuffled pool; every block belongs to one sequence."""
+    from coterie.kernels.batch import AttentionBatch
+
+    counts = [-(-context // block_size) for context in contexts]
+    order = torch.randperm(sum(counts), generator=generator).int()
+    tables = torch.zeros((len(contexts), max(counts) + 1), dtype=torch.int32)
+    positions, slots, used = [], [], 0
+    for index, (count, context, new) in enumerate(zip(counts, contexts, rows, strict=True)):
+        tables[index, :count] = order[used : used + count]
+        used += count
+        where = torch.arange(context - new, context)
+        positions.append(where)
+        slots.append(tables[index, where // block_size].long() * block_size + where % block_size)
+    starts = torch.tensor([0, *rows]).cumsum(0).int()
+    lengths = torch.tensor(contexts, dtype=torch.int32)
+    batch = AttentionBatch(
+        torch.cat(positions), torch.cat(slots), starts, lengths, tables, block_size
+    )
+    return batch, sum(counts)
+
+
+def relative(got: Any, want: Any) -> float:
+    got, want = got.double(), want.double()
+    error = ((got - want).norm() / want.norm()).item()
+    return error if error == error else float("inf")
+
+
+def attention_error(name: str, generator: Any) -> float:
+    from coterie.kernels import reference, triton_attention
+
+    _, batch_name, heads, dtype_name = name.split("/")
+    h, kv_heads, dim = map(int, heads.split("x"))
+    dtype = getattr(torch, dtype_name)
+    batch, blocks = random_batch(*BATCHES[batch_name], 16, generator)
+    kv = torch.randn((2, blocks, kv_heads, 16, dim), generator=generator).to(dtype)
+    q = torch.randn((len(batch.positions), h, dim), generator=generator).to(dtype)
+    got = triton_attention.paged_attention(q, kv, batch, dim**-0.5)
+    return relative(got, reference.paged_attention(q, kv, batch, dim**-0.5))
+
+
+def random_stack(kind: str, generator: Any) -> tuple[Any, list[Any], Any, Any]:
+    from coterie.kernels.decoder import DecoderLayer, DecoderShape
+    from coterie.kernels.linear import ReferenceLinear
+    from coterie.weights.quantize import Dense
+
+    shape = DecoderShape(6, 2, 24, 96, 144, 1e-6, 24**-0.5)
+    total = shape.q_size + 2 * shape.kv_size
+
+    def draw(*size: int, std: float = 0.2) -> Any:
+        return torch.randn(size, generator=generator) * std
+
+    def product(rows: int, columns: int) -> Any:
+        return ReferenceLinear([Dense(draw(rows, columns))])
+
+    special = kind == "qwen3"
+    layers = [
+        DecoderLayer(
+            input_norm=1 + draw(96),
+            qkv=product(total, 96),
+            q_norm=1 + draw(24) if special else None,
+            k_norm=1 + draw(24) if special else None,
+            qkv_bias=draw(total) if special else None,
+            o=product(96, shape.q_size),
+            post_norm=1 + draw(96),
+            gate_up=product(288, 96),
+            down=product(96, 144),
+        )
+        for _ in range(2)
+    ]
+    angles = torch.arange(512)[:, None] * 10_000 ** (-torch.arange(12) / 12)
+    return shape, layers, angles.cos(), angles.sin()
+
+
+def decoder_error(name: str, generator: Any) -> float:
+    """Hidden states and caches of a two-layer stack behind random prefixes."""
+    from coterie.kernels import reference, triton_layers
+
+    _, batch_name, kind = name.split("/")
+    shape, layers, cos, sin = random_stack(kind, generator)
+    batch, blocks = random_batch(*BATCHES[batch_name], 8, generator)
+    mine = [torch.randn((2, blocks, 2, 8, 24), generator=generator) for _ in layers]
+    theirs = [cache.clone() for cache in mine]
+    hidden = torch.randn((len(batch.positions), 96), generator=generator)
+    want = reference.decoder(shape, layers, cos, sin, hidden.clone(), theirs, batch)
+    got = triton_layers.decoder(shape, layers, cos, sin, hidden.clone(), mine, batch)
+    caches = max(relative(a, b) for a, b in zip(mine, theirs, strict=True))
+    return max(relative(got, want), caches)
+
+
+def padding_errors(generator: Any) -> dict[str, float]:
+    """Rows with slot -1 and no context, as a captured decode step has behind its last sequence."""
+    from dataclasses import replace
+
+    from coterie.kernels import triton_layers
+
+    shape, layers, cos, sin = random_stack("plain", generator)
+    batch, blocks = random_batch([1, 1], [9, 20], 8, generator)
+    tables = torch.cat((batch.block_tables, torch.zeros_like(batch.block_tables)))
+    padded = replace(
+        batch,
+        positions=torch.cat((batch.positions, torch.zeros(2, dtype=torch.int64))),
+        slots=torch.cat((batch.slots, torch.full((2,), -1))),
+        query_starts=torch.arange(5, dtype=torch.int32),
+        context_lens=torch.cat((batch.context_lens, torch.zeros(2, dtype=torch.int32))),
+        block_tables=tables,
+    )
+    caches = [torch.randn((2, blocks, 2, 8, 24), generator=generator) for _ in layers]
+    alone, beside = [c.clone() for c in caches], [c.clone() for c in caches]
+    hidden = torch.randn((4, 96), generator=generator)
+    want = triton_layers.decoder(shape, layers, cos, sin, hidden[:2].clone(), alone, batch)
+    got = triton_layers.decoder(shape, layers, cos, sin, hidden.clone(), beside, padded)
+    same = all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
+    finite = bool(got.isfinite().all()) and torch.allclose(got[:2], want, atol=1e-5)
+    return {"padding/neighbours": float(not same), "padding/attention": float(not finite)}
+
+
+def allow_new_numpy() -> None:
+    """triton 3.6's interpreter turns one-element arrays into loop bounds, which numpy 2.4 no longer
+    does by itself."""
+    from triton.runtime import interpreter
+
+    original: Callable[..., None] = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def main() -> None:
+    allow_new_numpy()
+    generator = torch.Generator().manual_seed(7)
+    found = {name: attention_error(name, generator) for name in ATTENTION}
+    found |= {name: decoder_error(name, generator) for name in DECODERS}
+    found |= padding_errors(generator)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
