@@ -77,7 +77,9 @@ def main() -> int:
         if path.suffix in SUFFIXES and path.exists():
             found.extend(problems_in(path))
             if path.stem in ("utils", "helpers", "misc"):
-                found.append(f"{path.relative_to(ROOT)}: a file needs a name that says what it owns")
+                found.append(
+                    f"{path.relative_to(ROOT)}: a file needs a name that says what it owns"
+                )
     print("\n".join(found) or "sizes and field budgets hold")
     return 1 if found else 0
 

@@ -1,0 +1,88 @@
+"""Coterie's engine, in process. Arguments: model path, dtype, threads."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from protocol import prompt_ids, serve
+
+from coterie.core.events import Delta, Failed
+from coterie.core.plan import Assignment, Rejected
+from coterie.core.request import Limits, Sampling
+from coterie.engine.engine import Engine, LaneConfig
+from coterie.models.base import load_model
+from coterie.models.tokenizer import load_tokenizer
+from coterie.weights.checkpoint import open_checkpoint
+
+
+class Peer:
+    def __init__(self, path: str, dtype: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        model = load_model(open_checkpoint(Path(path)), dtype=dtype)
+        # every measurement uses fresh prompts, so the prefix cache would only cost
+        lane = LaneConfig(
+            name="bench",
+            num_blocks=2400,
+            max_context=8192,
+            prefix_cache=False,
+            max_sequences=64,
+            max_step_tokens=1024,
+        )
+        self.engine = Engine(model, load_tokenizer(Path(path)), [lane])
+        self.count = 0
+
+    def _add(self, ids: list[int], tokens: int) -> None:
+        self.count += 1
+        verdict = self.engine.add(
+            Assignment(
+                request_id=f"r{self.count}",
+                lane="bench",
+                prompt_ids=tuple(ids),
+                sampling=Sampling(temperature=0.0, top_p=1.0, n=1, num_beams=1, seed=0),
+                limits=Limits(max_tokens=tokens, ignore_eos=True),
+                adapters=(),
+                session=f"s{self.count}",
+                tenant="bench",
+                deadline=None,
+                arrived_at=time.monotonic(),
+            )
+        )
+        if isinstance(verdict, Rejected):
+            raise RuntimeError(verdict.reason)
+
+    def _run(self, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
+        """(seconds until every prompt gave its first token, seconds after that)."""
+        begin = middle = time.perf_counter()
+        for ids in prompts:
+            self._add(ids, tokens)
+        started: set[str] = set()
+        while self.engine.has_work():
+            for event in self.engine.step():
+                if isinstance(event, Failed):
+                    raise RuntimeError(event.message)
+                if isinstance(event, Delta) and event.request_id not in started:
+                    started.add(event.request_id)
+                    middle = time.perf_counter()
+        return middle - begin, time.perf_counter() - middle
+
+    def decode(self, prompt: int, tokens: int, seed: int) -> float:
+        return tokens / self._run([prompt_ids(prompt, seed)], tokens + 1)[1]
+
+    def prefill(self, prompt: int, seed: int) -> float:
+        return prompt / self._run([prompt_ids(prompt, seed)], 1)[0]
+
+    def concurrent(self, streams: int, prompt: int, tokens: int, seed: int) -> float:
+        prompts = [prompt_ids(prompt, seed * 1000 + i) for i in range(streams)]
+        return streams * tokens / sum(self._run(prompts, tokens))
+
+    def long_context(self, streams: int, prompt: int, tokens: int, seed: int) -> float:
+        """Decode alone, so from the run with tokens + 1 the time of prefill is taken off."""
+        prompts = [prompt_ids(prompt, seed * 1000 + i) for i in range(streams)]
+        return streams * tokens / (sum(self._run(prompts, tokens + 1)) - sum(self._run(prompts, 1)))
+
+
+if __name__ == "__main__":
+    serve(Peer(sys.argv[1], sys.argv[2], int(sys.argv[3])))

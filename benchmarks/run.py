@@ -1,0 +1,31 @@
+"""`make bench`: Coterie alone, every claim that needs no peer and no GPU, in a few minutes.
+
+With the peers: `make bench-peers`. On a GPU: `python -m benchmarks.dense_gpu`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+BENCHMARKS = (
+    ("benchmarks.kernels_cpu",),
+    ("benchmarks.engine_step",),
+    ("benchmarks.gateway_cpu",),
+    ("benchmarks.dense_cpu", "--only", "coterie,transformers fp32", "--rounds", "1"),
+)
+
+
+def main() -> int:
+    failed = []
+    for name, *arguments in BENCHMARKS:
+        print(f"\n== {name} {' '.join(arguments)}", flush=True)
+        if subprocess.run([sys.executable, "-m", name, *arguments]).returncode != 0:
+            failed.append(name)
+    if failed:
+        print("failed:", ", ".join(failed), file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
