@@ -1,0 +1,77 @@
+"""The Anthropic endpoints: parse, ask the pipeline, write."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from coterie.api import anthropic_render
+from coterie.api.anthropic_parse import messages_ask, prompt_of
+from coterie.api.anthropic_render import MessageShape, MessageStream
+from coterie.api.anthropic_types import CountBody, MessagesBody
+from coterie.api.body import parse
+from coterie.api.collect import collect
+from coterie.api.errors import encode
+from coterie.api.exchange import new_id
+from coterie.api.inference import (
+    ModelCard,
+    Service,
+    account,
+    inference_request,
+    specialist,
+    steering_of,
+)
+from coterie.api.reasoning import splitter_for
+from coterie.api.sse import EventStream, while_connected
+from coterie.core.request import Chat
+
+JSON = "application/json"
+
+
+class AnthropicDialect:
+    def __init__(self, service: Service, max_body_bytes: int) -> None:
+        self.service = service
+        self.max_body_bytes = max_body_bytes
+
+    async def messages(self, request: Request) -> Response:
+        """Create a message, whole or as a stream of events."""
+        body = await parse(request, MessagesBody, self.max_body_bytes)
+        steering = steering_of(request)
+        tokenizer = self.service.tokenizer(body.model)
+        ask = messages_ask(body, steering, tokenizer.reasoning is not None)
+        assert isinstance(ask.prompt, Chat)
+        shape = MessageShape(
+            id=new_id("msg_"),
+            model=specialist(self.service, body.model, steering),
+            request_id=steering.exchange.request_id,
+            reasoning=splitter_for(tokenizer, ask.prompt),
+        )
+        events = self.service.handle(inference_request(ask, steering, shape.id))
+        if body.stream:
+            return EventStream(events, MessageStream(shape), steering.exchange)
+        answer = await while_connected(request.receive, collect(events, 1))
+        account(steering.exchange, answer)
+        return Response(anthropic_render.whole(shape, answer), media_type=JSON)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens a message's prompt would have."""
+        body = await parse(request, CountBody, self.max_body_bytes)
+        tokenizer = self.service.tokenizer(body.model)
+        chat = prompt_of(body, tokenizer.reasoning is not None)
+        ids = await asyncio.to_thread(tokenizer.encode_prompt, chat)
+        return Response(encode({"input_tokens": len(ids)}), media_type=JSON)
+
+
+def model_fields(card: ModelCard) -> dict[str, Any]:
+    """A model as this vendor's clients list it."""
+    created = datetime.fromtimestamp(card.created, UTC)
+    return {
+        "type": "model",
+        "id": card.name,
+        "display_name": card.name,
+        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }

@@ -1,0 +1,185 @@
+"""How /v1/messages writes an answer, whole or as events in the vendor's order.
+
+message_start, then per block content_block_start, deltas, content_block_stop, then message_delta
+and message_stop. The first block's start is followed by a ping. No [DONE].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from coterie.api import errors
+from coterie.api.collect import Answer, Choice
+from coterie.api.errors import encode
+from coterie.api.reasoning import CONTENT, REASONING, Piece, Splitter
+from coterie.core.errors import CoterieError
+from coterie.core.events import Delta, Event, Finished, Started, Usage
+
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+@dataclass(frozen=True, slots=True)
+class MessageShape:
+    id: str
+    model: str
+    request_id: str
+    # marks, and whether the prompt already opened them; None = the model does not think
+    reasoning: tuple[tuple[str, str], bool] | None = None
+
+    def splitter(self) -> Splitter | None:
+        return None if self.reasoning is None else Splitter(*self.reasoning)
+
+    def message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+        }
+
+
+def stop_fields(reason: str, stop_match: str | int | None) -> dict[str, Any]:
+    """A time limit or an abort cuts an answer short: the vendor's word for that is max_tokens."""
+    if reason == "stop" and isinstance(stop_match, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop_match}
+    return {
+        "stop_reason": "end_turn" if reason == "stop" else "max_tokens",
+        "stop_sequence": None,
+    }
+
+
+def usage_fields(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:
+    """`input_tokens` leaves out what came from the cache."""
+    return {
+        "input_tokens": prompt_tokens - cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached_tokens,
+        "output_tokens": output_tokens,
+    }
+
+
+def _final_usage(usage: Usage) -> dict[str, int]:
+    return usage_fields(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+
+
+def whole(shape: MessageShape, answer: Answer) -> bytes:
+    choice = answer.choices[0]
+    payload = shape.message(_blocks(shape, choice))
+    payload |= stop_fields(choice.finish_reason, choice.stop_match)
+    return encode(payload | {"usage": _final_usage(answer.usage)})
+
+
+def _blocks(shape: MessageShape, choice: Choice) -> list[dict[str, Any]]:
+    text, splitter = "".join(choice.text), shape.splitter()
+    if splitter is None:
+        return [{"type": "text", "text": text}]
+    pieces = splitter.feed(text) + splitter.finish()
+    thought = "".join(part for kind, part in pieces if kind == REASONING)
+    spoken = "".join(part for kind, part in pieces if kind == CONTENT)
+    blocks: list[dict[str, Any]] = []
+    if thought:
+        blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
+    if spoken or not thought:
+        blocks.append({"type": "text", "text": spoken})
+    return blocks
+
+
+def event(name: str, fields: dict[str, Any]) -> bytes:
+    payload = encode({"type": name} | fields)
+    return b"event: " + name.encode() + b"\ndata: " + payload + b"\n\n"
+
+
+# kind of piece -> (empty block, name of its delta, key of its text)
+_KINDS = {
+    CONTENT: ({"type": "text", "text": ""}, b"text_delta", b"text"),
+    REASONING: (
+        {"type": "thinking", "thinking": "", "signature": ""},
+        b"thinking_delta",
+        b"thinking",
+    ),
+}
+
+
+class MessageStream:
+    """Frames of one streamed message."""
+
+    keepalive = PING
+
+    def __init__(self, shape: MessageShape) -> None:
+        self.shape = shape
+        self.splitter = shape.splitter()
+        self.begun = False
+        self.kind: str | None = None
+        self.block = -1
+        self.stop: dict[str, Any] = stop_fields("stop", None)
+        # a delta is `before + json string + after`
+        self._before = b""
+
+    def render(self, event: Event) -> bytes:
+        if type(event) is Delta:
+            return self._delta(event)
+        if isinstance(event, Started):
+            return self._begin(event.prompt_tokens, event.cached_tokens)
+        return self._end(event) if isinstance(event, Finished) else b""
+
+    def error(self, error: CoterieError) -> bytes:
+        body = errors.body_of(error, errors.ANTHROPIC, self.shape.request_id)
+        return b"event: error\ndata: " + body + b"\n\n"
+
+    def _begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+        if self.begun:
+            return b""
+        self.begun = True
+        message = self.shape.message([]) | {"stop_reason": None, "stop_sequence": None}
+        message["usage"] = usage_fields(prompt_tokens, cached_tokens, 0)
+        start = event("message_start", {"message": message})
+        # a thinking model's first block is known by its first text
+        return start if self.splitter is not None else start + self._open(CONTENT)
+
+    def _open(self, kind: str) -> bytes:
+        empty, delta, key = _KINDS[kind]
+        self.kind = kind
+        self.block += 1
+        self._before = (
+            b"event: content_block_delta\n"
+            b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":'
+            % (self.block, delta, key)
+        )
+        frames = event("content_block_start", {"index": self.block, "content_block": empty})
+        return frames + PING if self.block == 0 else frames
+
+    def _close(self) -> bytes:
+        if self.kind is None:
+            return b""
+        frames = b""
+        if self.kind == REASONING:
+            sign = {"type": "signature_delta", "signature": ""}
+            frames = event("content_block_delta", {"index": self.block, "delta": sign})
+        self.kind = None
+        return frames + event("content_block_stop", {"index": self.block})
+
+    def _delta(self, delta: Delta) -> bytes:
+        ended = delta.finish_reason is not None
+        if delta.finish_reason is not None:
+            self.stop = stop_fields(delta.finish_reason, delta.stop_match)
+        if self.splitter is None:
+            return self._write(CONTENT, delta.text) if delta.text else b""
+        pieces: list[Piece] = self.splitter.feed(delta.text, len(delta.token_ids))
+        if ended:
+            pieces += self.splitter.finish()
+        return b"".join(self._write(kind, text) for kind, text in pieces)
+
+    def _write(self, kind: str, text: str) -> bytes:
+        if kind == self.kind:
+            return self._before + encode(text) + b"}}\n\n"
+        return self._close() + self._open(kind) + self._before + encode(text) + b"}}\n\n"
+
+    def _end(self, finished: Finished) -> bytes:
+        usage = finished.usage
+        frames = self._begin(usage.prompt_tokens, usage.cached_tokens)
+        if self.block < 0:
+            frames += self._open(CONTENT)
+        last = {"delta": self.stop, "usage": _final_usage(usage)}
+        return frames + self._close() + event("message_delta", last) + event("message_stop", {})

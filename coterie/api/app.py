@@ -1,0 +1,132 @@
+"""The HTTP application: routes, error handlers, keys, and the pipeline's life around them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from coterie import __version__
+from coterie.api import errors
+from coterie.api.anthropic import AnthropicDialect
+from coterie.api.auth import KeyRing, check_exposure
+from coterie.api.exchange import Door, error_response, exchange_of
+from coterie.api.native import NativeEndpoints
+from coterie.api.openai import OpenAIDialect
+from coterie.api.routes import add_routes, document, routes
+from coterie.core.config import Config
+from coterie.core.errors import CoterieError
+
+if TYPE_CHECKING:
+    from coterie.service.pipeline import Pipeline
+
+# told once: None when the pipeline can serve, the error when it cannot start
+OnStart = Callable[[Exception | None], None]
+
+
+def create_app(pipeline: Pipeline, config: Config, on_start: OnStart | None = None) -> FastAPI:
+    """Answers from the first moment: 503 with a retry hint until the models are loaded."""
+    server = config.server
+    keys = KeyRing.load(Path(server.api_key_file)) if server.api_key_file else None
+    check_exposure(server.host, keys is not None, server.insecure)
+    app = FastAPI(
+        title="Coterie",
+        version=__version__,
+        openapi_url="/openapi.json",
+        # those pages would load scripts from elsewhere
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=_lifespan(pipeline, on_start),
+    )
+    rows = routes(
+        OpenAIDialect(pipeline, server.max_body_bytes),
+        AnthropicDialect(pipeline, server.max_body_bytes),
+        NativeEndpoints(pipeline, server.max_body_bytes),
+    )
+    add_routes(app, rows)
+    app.add_exception_handler(CoterieError, _refused)
+    app.add_exception_handler(HTTPException, _unrouted)
+    app.add_middleware(Door, keys=keys)
+    if server.cors_origins:
+        # outside the door: a preflight carries no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(server.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    _document_once(app, rows)
+    return app
+
+
+def _document_once(app: FastAPI, rows: Any) -> None:
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = document(app, rows)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _lifespan(pipeline: Pipeline, on_start: OnStart | None) -> Any:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        starting = asyncio.ensure_future(_start(pipeline, on_start))
+        try:
+            yield
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await pipeline.drain()
+            await pipeline.close()
+
+    return lifespan
+
+
+async def _start(pipeline: Pipeline, on_start: OnStart | None) -> None:
+    failure: Exception | None = None
+    try:
+        await pipeline.start()
+    except Exception as error:
+        failure = error
+    if on_start is not None:
+        on_start(failure)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, CoterieError)
+    return error_response(error, exchange_of(request.scope))
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    """Unknown routes and methods."""
+    assert isinstance(error, HTTPException)
+    exchange = exchange_of(request.scope)
+    if error.status_code == 405:
+        message = f"{request.method} is not allowed on this route"
+        body = errors.plain(
+            "invalid_request_error",
+            message,
+            exchange.request_id,
+            exchange.dialect,
+            "method_not_supported",
+        )
+    else:
+        body = errors.plain(
+            "not_found_error",
+            "this server has no such route",
+            exchange.request_id,
+            exchange.dialect,
+            None,
+        )
+    return Response(body, error.status_code, error.headers, "application/json")

@@ -1,0 +1,128 @@
+"""How each dialect writes a `CoterieError`: status, body and retry headers.
+
+One literal row per error code. Knows nothing of requests, routes or pipelines.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from coterie.core.errors import CoterieError
+
+encode = msgspec.json.Encoder().encode
+
+# openai-python gives up on a Retry-After beyond this
+MAX_RETRY_AFTER_S = 120.0
+OPENAI, ANTHROPIC = "openai", "anthropic"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one error code is called on the wire."""
+
+    openai_status: int
+    openai_type: str
+    openai_code: str | None
+    anthropic_status: int
+    anthropic_type: str
+
+
+_BAD = "invalid_request_error"
+ROWS: dict[str, Row] = {
+    "invalid_request": Row(400, _BAD, None, 400, _BAD),
+    "context_length_exceeded": Row(400, _BAD, "context_length_exceeded", 400, _BAD),
+    "unsupported": Row(400, _BAD, "unsupported", 400, _BAD),
+    "request_too_large": Row(413, _BAD, "request_too_large", 413, "request_too_large"),
+    "unauthenticated": Row(401, _BAD, "invalid_api_key", 401, "authentication_error"),
+    "forbidden": Row(403, "permission_error", "permission_denied", 403, "permission_error"),
+    "not_found": Row(404, _BAD, "model_not_found", 404, "not_found_error"),
+    "overloaded": Row(429, "requests", "rate_limit_exceeded", 429, "rate_limit_error"),
+    "unavailable": Row(503, "server_error", "specialist_unavailable", 529, "overloaded_error"),
+    "deadline_exceeded": Row(504, "server_error", "deadline_exceeded", 504, "timeout_error"),
+    "worker_crashed": Row(500, "server_error", "worker_crashed", 500, "api_error"),
+    "internal_error": Row(500, "server_error", "internal_error", 500, "api_error"),
+}
+# weights_error, config_error and missing_dependency are ours to mend, not the caller's
+_FALLBACK = ROWS["internal_error"]
+
+
+def row_of(error: CoterieError) -> Row:
+    return ROWS.get(error.code, _FALLBACK)
+
+
+def status_of(error: CoterieError, dialect: str) -> int:
+    row = row_of(error)
+    return row.anthropic_status if dialect == ANTHROPIC else row.openai_status
+
+
+def openai_body(
+    message: str, type_: str, *, param: str | None = None, code: str | None = None
+) -> bytes:
+    error = {"message": message, "type": type_, "param": param, "code": code}
+    return encode({"error": error})
+
+
+def anthropic_body(message: str, type_: str, request_id: str) -> bytes:
+    error = {"type": type_, "message": message}
+    return encode({"type": "error", "error": error, "request_id": request_id})
+
+
+def body_of(error: CoterieError, dialect: str, request_id: str) -> bytes:
+    """The JSON body, also the payload of an error inside a stream."""
+    row = row_of(error)
+    if dialect == ANTHROPIC:
+        return anthropic_body(error.message, row.anthropic_type, request_id)
+    return openai_body(error.message, row.openai_type, param=error.param, code=row.openai_code)
+
+
+def headers_of(error: CoterieError, dialect: str) -> dict[str, str]:
+    """Retry advice. Both vendors' clients obey `x-should-retry` before anything else, and would
+    otherwise retry every 408, 409, 429 and 5xx."""
+    headers: dict[str, str] = {}
+    status = status_of(error, dialect)
+    if error.retry_after_s is not None:
+        wait_s = min(max(error.retry_after_s, 0.001), MAX_RETRY_AFTER_S)
+        headers["retry-after"] = str(math.ceil(wait_s))
+        headers["retry-after-ms"] = str(math.ceil(wait_s * 1000))
+    if status == 429 or status >= 500:
+        headers["x-should-retry"] = "false" if error.retry_after_s is None else "true"
+    if status == 429 and error.retry_after_s is not None:
+        headers.update(_rate_limit(error.retry_after_s, dialect))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if status == 413:
+        # the rest of the body is not worth reading
+        headers["connection"] = "close"
+    return headers
+
+
+def _rate_limit(wait_s: float, dialect: str) -> dict[str, str]:
+    if dialect == ANTHROPIC:
+        return {"anthropic-ratelimit-requests-remaining": "0"}
+    return {
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": duration(min(wait_s, MAX_RETRY_AFTER_S)),
+    }
+
+
+def duration(seconds: float) -> str:
+    """OpenAI's way to write one: `250ms`, `1s`, `6m0s`."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    whole = math.ceil(seconds)
+    return f"{whole}s" if whole < 60 else f"{whole // 60}m{whole % 60}s"
+
+
+def plain(kind: str, message: str, request_id: str, dialect: str, code: str | None) -> bytes:
+    """A body for what never was a `CoterieError`: unknown routes and methods."""
+    if dialect == ANTHROPIC:
+        return anthropic_body(message, kind, request_id)
+    return openai_body(message, _BAD, code=code)
+
+
+def as_json(payload: Any) -> bytes:
+    return encode(payload)

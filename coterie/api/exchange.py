@@ -1,0 +1,154 @@
+"""One HTTP exchange from door to log line: request id, key, dialect, headers, access log.
+
+A plain ASGI layer, because it also sees every streamed chunk. The log holds ids, counts and times;
+never a prompt, a key, a header or a query string.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coterie.api import errors
+from coterie.api.auth import OPEN_TENANT, KeyRing
+from coterie.core.errors import CoterieError, InternalError
+from coterie.obs.trace import log
+
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
+CLIENT_CLOSED = 499
+_SCOPE_KEY = "coterie.exchange"
+_UNSAFE = re.compile(r"[^A-Za-z0-9._:\-]")
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody is left to answer."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What is known about one exchange while it runs."""
+
+    request_id: str
+    dialect: str
+    # time.monotonic()
+    arrived_at: float
+    tenant: str = OPEN_TENANT
+    status: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def elapsed_ms(self) -> float:
+        return (time.monotonic() - self.arrived_at) * 1000
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    exchange: Exchange = scope[_SCOPE_KEY]
+    return exchange
+
+
+def dialect_of(path: str) -> str:
+    anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+    return errors.ANTHROPIC if anthropic else errors.OPENAI
+
+
+def new_id(prefix: str) -> str:
+    return prefix + uuid.uuid4().hex
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            safe = _UNSAFE.sub("", value.decode("latin-1"))[:128]
+            if safe:
+                return safe
+    return new_id("req_")
+
+
+class Door:
+    """The outermost layer: lets in, stamps headers, turns what went wrong into an answer, logs."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing | None = None) -> None:
+        self.app = app
+        self.keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        exchange = Exchange(_request_id(scope), dialect_of(scope["path"]), time.monotonic())
+        scope[_SCOPE_KEY] = exchange
+
+        async def stamped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *_stamps(exchange)]
+            await send(message)
+
+        try:
+            if self.keys is not None and scope["path"] not in OPEN_PATHS:
+                exchange.tenant = self.keys.tenant(scope["headers"])
+            await self.app(scope, receive, stamped)
+        except ClientGone:
+            exchange.status = CLIENT_CLOSED
+        except Exception as error:
+            await _answer(error, exchange, scope, receive, stamped)
+        finally:
+            _log(exchange, scope)
+
+
+async def _answer(
+    error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send
+) -> None:
+    if not isinstance(error, CoterieError):
+        log_fault(error, exchange.request_id)
+        error = InternalError("the server failed to answer; the log has the request id")
+    # once a stream has begun its status is out, and the stream has written its own error frame
+    if exchange.status == 0:
+        await error_response(error, exchange)(scope, receive, send)
+
+
+def error_response(error: CoterieError, exchange: Exchange) -> Response:
+    return Response(
+        errors.body_of(error, exchange.dialect, exchange.request_id),
+        errors.status_of(error, exchange.dialect),
+        errors.headers_of(error, exchange.dialect),
+        "application/json",
+    )
+
+
+def log_fault(error: Exception, request_id: str) -> None:
+    """Where our own code failed; `obs.trace` keeps the error's text out of the log."""
+    log("unhandled error", level="error", error=error, request_id=request_id)
+
+
+def _stamps(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    request_id = exchange.request_id.encode("ascii")
+    stamps = [
+        (b"x-request-id", request_id),
+        (b"openai-processing-ms", b"%d" % round(exchange.elapsed_ms())),
+    ]
+    if exchange.dialect == errors.ANTHROPIC:
+        stamps[1] = (b"request-id", request_id)
+    stamps += [(name.encode(), value.encode()) for name, value in exchange.headers.items()]
+    return stamps
+
+
+def _log(exchange: Exchange, scope: Scope) -> None:
+    log(
+        "request",
+        request_id=exchange.request_id,
+        tenant_digest=exchange.tenant,
+        method=scope["method"],
+        # the route's own text: a path that matched none may hold anything
+        route=getattr(scope.get("route"), "path", "unknown"),
+        status=exchange.status,
+        prompt_tokens=exchange.prompt_tokens,
+        completion_tokens=exchange.completion_tokens,
+        duration_ms=round(exchange.elapsed_ms(), 1),
+    )

@@ -1,0 +1,161 @@
+"""What the dialects share on the way in: headers that steer a request, and chat messages.
+
+Turns checked bodies into `core.request` values. Writes no wire format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from coterie.api.collect import Answer
+from coterie.api.exchange import Exchange, exchange_of
+from coterie.api.sse import Events
+from coterie.core.errors import InvalidRequest
+from coterie.core.request import (
+    Chat,
+    InferenceRequest,
+    Limits,
+    Message,
+    Prompt,
+    RouteHints,
+    Sampling,
+)
+
+if TYPE_CHECKING:
+    from coterie.models.tokenizer import Tokenizer
+
+AUTO = "auto"
+MAX_DEADLINE_MS = 24 * 3600 * 1000
+# top_p 0 means "only the likeliest token"; samplers want it positive
+_SMALLEST_TOP_P = 1e-9
+
+
+class ModelCard(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def created(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def root(self) -> str: ...
+    @property
+    def parent(self) -> str | None: ...
+
+
+class Service(Protocol):
+    """The part of `service.pipeline.Pipeline` that the dialects use."""
+
+    def models(self) -> Sequence[ModelCard]: ...
+    def tokenizer(self, model: str) -> Tokenizer: ...
+    def handle(self, request: InferenceRequest) -> Events: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """What the headers of one request say."""
+
+    exchange: Exchange
+    session: str | None
+    priority: int
+    timeout_s: float | None
+
+
+def steering_of(request: Request) -> Steering:
+    headers = request.headers
+    timeout_ms = _number(headers, "x-deadline-ms", 1, MAX_DEADLINE_MS)
+    urgency = _number(headers, "x-vllm-priority", -(2**31), 2**31)
+    return Steering(
+        exchange=exchange_of(request.scope),
+        session=headers.get("x-session-id"),
+        # vLLM's lower number is sooner; ours is the other way round, with 5 in the middle
+        priority=5 if urgency is None else min(max(5 - int(urgency), 0), 9),
+        timeout_s=None if timeout_ms is None else timeout_ms / 1000,
+    )
+
+
+def _number(headers: Headers, name: str, low: float, high: float) -> float | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise InvalidRequest(f"header {name} must be a number", param=name) from None
+    if not low <= value <= high:
+        raise InvalidRequest(f"header {name} must be from {low:.0f} to {high:.0f}", param=name)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A body, translated."""
+
+    model: str
+    prompt: Prompt
+    sampling: Sampling
+    limits: Limits
+    # candidates in order of precedence; the first that is given wins
+    sessions: tuple[str | None, ...]
+    # isolates prefix blocks inside a tenant
+    salt: str | None = None
+
+
+def inference_request(ask: Ask, steering: Steering, request_id: str) -> InferenceRequest:
+    body_key, *others = ask.sessions
+    candidates = (body_key, steering.session, *others)
+    tenant = steering.exchange.tenant
+    if ask.salt:
+        tenant = f"{tenant}+{hashlib.sha256(ask.salt.encode()).hexdigest()[:16]}"
+    return InferenceRequest(
+        id=request_id,
+        prompt=ask.prompt,
+        sampling=ask.sampling,
+        limits=ask.limits,
+        hints=RouteHints(model=ask.model),
+        response_format=None,
+        session=next((key[:512] for key in candidates if key), None),
+        tenant=tenant,
+        arrived_at=steering.exchange.arrived_at,
+    )
+
+
+def positive_top_p(top_p: float | None) -> float | None:
+    return None if top_p is None else max(top_p, _SMALLEST_TOP_P)
+
+
+def seed_of(seed: int | None) -> int | None:
+    return None if seed is None else seed % 2**63
+
+
+def chat_of(
+    messages: Iterable[Message], *, continue_final: bool, template_kwargs: dict[str, Any]
+) -> Chat:
+    turns = tuple(messages)
+    if continue_final and turns[-1].role != "assistant":
+        raise InvalidRequest(
+            "continue_final_message: the last message must be the assistant's",
+            param="continue_final_message",
+        )
+    return Chat(turns, template_kwargs, add_generation_prompt=not continue_final)
+
+
+def specialist(service: Service, model: str, steering: Steering) -> str:
+    """Who will answer to this name; noted for the receipt header. `auto` is the first one."""
+    name = service.models()[0].name if model == AUTO else model
+    safe = "".join(char for char in name if " " < char < "\x7f")
+    steering.exchange.headers["x-coterie-specialist"] = safe[:128]
+    return name
+
+
+def account(exchange: Exchange, answer: Answer) -> None:
+    """Notes what the log line and the receipt headers say."""
+    exchange.prompt_tokens = answer.usage.prompt_tokens
+    exchange.completion_tokens = answer.usage.completion_tokens
+    exchange.headers["x-coterie-queue-ms"] = f"{answer.timings.queue_s * 1000:.0f}"

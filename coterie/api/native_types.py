@@ -1,0 +1,28 @@
+"""Bodies of the tokenizer endpoints, shaped like vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from coterie.api.body import Body
+from coterie.api.openai_types import ChatMessage, TokenId
+
+
+class TokenizeBody(Body):
+    """Either `prompt` or `messages`. Without `model` the default one answers."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,112 @@
+"""The OpenAI endpoints: parse, ask the pipeline, write. Translation lives in the modules beside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from coterie.api import openai_chat, openai_text
+from coterie.api.body import parse
+from coterie.api.collect import collect, merged
+from coterie.api.exchange import new_id
+from coterie.api.inference import (
+    Ask,
+    Service,
+    Steering,
+    account,
+    inference_request,
+    specialist,
+    steering_of,
+)
+from coterie.api.openai_chat import ChatShape, ChatStream
+from coterie.api.openai_parse import chat_ask, chat_prompt, completion_asks, scores_prompt
+from coterie.api.openai_text import Echo, TextShape, TextStream
+from coterie.api.openai_types import ChatBody, Common, CompletionBody
+from coterie.api.reasoning import splitter_for
+from coterie.api.sse import Events, EventStream, while_connected
+from coterie.core.request import Text
+
+JSON = "application/json"
+
+
+class OpenAIDialect:
+    def __init__(self, service: Service, max_body_bytes: int) -> None:
+        self.service = service
+        self.max_body_bytes = max_body_bytes
+
+    async def chat(self, request: Request) -> Response:
+        """Create a chat completion, whole or as a stream of chunks."""
+        body = await parse(request, ChatBody, self.max_body_bytes)
+        steering = steering_of(request)
+        ask = chat_ask(body, steering)
+        shape = self._chat_shape(body, specialist(self.service, body.model, steering))
+        events = self.service.handle(inference_request(ask, steering, shape.id))
+        if body.stream:
+            return EventStream(events, ChatStream(shape), steering.exchange)
+        answer = await while_connected(request.receive, collect(events, shape.num_choices))
+        account(steering.exchange, answer)
+        return Response(openai_chat.whole(shape, answer), media_type=JSON)
+
+    async def completions(self, request: Request) -> Response:
+        """Complete text or token ids, whole or as a stream of chunks."""
+        body = await parse(request, CompletionBody, self.max_body_bytes)
+        steering = steering_of(request)
+        asks = completion_asks(body, steering)
+        shape = self._text_shape(body, asks, specialist(self.service, body.model, steering))
+        events = self._text_events(shape, asks, steering)
+        if body.stream:
+            return EventStream(events, TextStream(shape), steering.exchange)
+        total = shape.num_choices * shape.num_prompts
+        answer = await while_connected(request.receive, collect(events, total))
+        account(steering.exchange, answer)
+        return Response(openai_text.whole(shape, answer), media_type=JSON)
+
+    def _chat_shape(self, body: ChatBody, model: str) -> ChatShape:
+        tokenizer = self.service.tokenizer(body.model)
+        chat = chat_prompt(body)
+        return ChatShape(
+            id=new_id("chatcmpl-"),
+            created=int(time.time()),
+            model=model,
+            num_choices=body.n or 1,
+            include_usage=includes_usage(body),
+            logprobs=bool(body.logprobs),
+            prompt_ids=tuple(tokenizer.encode_prompt(chat)) if body.return_token_ids else None,
+            reasoning=splitter_for(tokenizer, chat),
+        )
+
+    def _text_shape(self, body: CompletionBody, asks: Sequence[Ask], model: str) -> TextShape:
+        wanted = body.echo or body.return_token_ids
+        return TextShape(
+            id=new_id("cmpl-"),
+            created=int(time.time()),
+            model=model,
+            num_choices=body.n or 1,
+            num_prompts=len(asks),
+            include_usage=includes_usage(body),
+            logprobs=body.logprobs is not None,
+            token_ids=bool(body.return_token_ids),
+            scores_prompt=scores_prompt(body),
+            prompts=tuple(self._echo(ask) for ask in asks) if wanted else (),
+            echo=bool(body.echo),
+        )
+
+    def _echo(self, ask: Ask) -> Echo:
+        tokenizer = self.service.tokenizer(ask.model)
+        ids = tuple(tokenizer.encode_prompt(ask.prompt))
+        text = ask.prompt.text if isinstance(ask.prompt, Text) else tokenizer.decode(ids)
+        return Echo(text, ids, tokenizer.decode(ids[:1]) if ids else "")
+
+    def _text_events(self, shape: TextShape, asks: Sequence[Ask], steering: Steering) -> Events:
+        sources = [
+            self.service.handle(inference_request(ask, steering, shape.part_id(index)))
+            for index, ask in enumerate(asks)
+        ]
+        return sources[0] if len(sources) == 1 else merged(sources, shape.num_choices)
+
+
+def includes_usage(body: Common) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)

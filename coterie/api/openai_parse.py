@@ -1,0 +1,190 @@
+"""OpenAI bodies into `Ask` values: what each field means, and which ones are refused and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coterie.api.inference import Ask, Steering, chat_of, positive_top_p, seed_of
+from coterie.api.openai_types import ChatBody, ChatMessage, Common, CompletionBody, Part
+from coterie.core.errors import InvalidRequest, Unsupported
+from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
+
+# the vendor's default for /v1/completions; a chat may fill the context
+COMPLETION_TOKENS = 16
+_SPOKEN = ("text", "input_text", "output_text")
+
+
+def chat_ask(body: ChatBody, steering: Steering) -> Ask:
+    _refuse_chat(body)
+    _refuse_common(body)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return Ask(
+        model=body.model,
+        prompt=chat_prompt(body),
+        sampling=_sampling(body, logprobs, None),
+        limits=_limits(body, body.max_completion_tokens or body.max_tokens, steering),
+        sessions=_sessions(body),
+        salt=body.cache_salt,
+    )
+
+
+def completion_asks(body: CompletionBody, steering: Steering) -> list[Ask]:
+    """One per prompt."""
+    _refuse_completion(body)
+    _refuse_common(body)
+    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    echoed = body.logprobs if body.echo else None
+    # an engine always makes one token; `scores_prompt` drops it from the answer
+    limits = _limits(body, max(max_tokens, 1), steering)
+    sampling = _sampling(body, body.logprobs, echoed)
+    return [
+        Ask(body.model, prompt, sampling, limits, _sessions(body), body.cache_salt)
+        for prompt in _prompts(body)
+    ]
+
+
+def scores_prompt(body: CompletionBody) -> bool:
+    return body.max_tokens == 0
+
+
+def _prompts(body: CompletionBody) -> list[Prompt]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [Text(prompt)]
+    if isinstance(prompt[0], int):
+        return [Tokens(tuple(token for token in prompt if isinstance(token, int)))]
+    return [Text(item) if isinstance(item, str) else _tokens(item) for item in prompt]
+
+
+def _tokens(item: int | list[int]) -> Tokens:
+    return Tokens((item,) if isinstance(item, int) else tuple(item))
+
+
+def chat_prompt(body: ChatBody) -> Chat:
+    return chat_of(
+        (message_of(message, index) for index, message in enumerate(body.messages)),
+        continue_final=continues(body.continue_final_message, body.add_generation_prompt),
+        template_kwargs=body.chat_template_kwargs or {},
+    )
+
+
+def continues(continue_final: bool | None, add_generation_prompt: bool | None) -> bool:
+    """The two flags are one choice: a new turn is opened, or the last one goes on."""
+    if continue_final and add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    return bool(continue_final) or add_generation_prompt is False
+
+
+def message_of(message: ChatMessage, index: int) -> Message:
+    where = f"messages.{index}"
+    if message.role in ("tool", "function") or message.tool_calls or message.function_call:
+        raise Unsupported(f"{where}: tool calling is not available yet", param=where)
+    # templates know the older name
+    role = "system" if message.role == "developer" else message.role
+    content = message.content
+    if content is None:
+        if role != "assistant":
+            raise InvalidRequest(f"{where}.content: is required", param=f"{where}.content")
+        content = ""
+    return Message(role, content if isinstance(content, str) else _spoken(content, where))
+
+
+def _spoken(parts: Iterable[Part], where: str) -> str:
+    texts: list[str] = []
+    for index, part in enumerate(parts):
+        param = f"{where}.content.{index}"
+        if part.type in _SPOKEN and part.text is not None:
+            texts.append(part.text)
+        elif part.type == "refusal" and part.refusal is not None:
+            texts.append(part.refusal)
+        elif part.type in _SPOKEN or part.type == "refusal":
+            raise InvalidRequest(f"{param}: its text is missing", param=param)
+        else:
+            raise Unsupported(f"{param}: only text parts can be read here", param=param)
+    return "\n".join(texts)
+
+
+def _refuse_chat(body: ChatBody) -> None:
+    for name in ("tools", "functions"):
+        if getattr(body, name):
+            raise Unsupported(f"{name}: tool calling is not available yet", param=name)
+    if body.modalities and body.modalities != ["text"]:
+        raise Unsupported("modalities: only text can be made here", param="modalities")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
+
+
+def _refuse_completion(body: CompletionBody) -> None:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise Unsupported("best_of: is not available; use n", param="best_of")
+    if body.suffix:
+        raise Unsupported("suffix: the models here do not fill in the middle", param="suffix")
+    if scores_prompt(body) and not body.echo:
+        raise InvalidRequest("max_tokens: 0 is only allowed with echo", param="max_tokens")
+
+
+def _refuse_common(body: Common) -> None:
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        raise Unsupported(
+            "response_format: only {'type': 'text'} is available yet", param="response_format"
+        )
+    if body.include_stop_str_in_output:
+        raise Unsupported(
+            "include_stop_str_in_output: stop strings are never part of the output here",
+            param="include_stop_str_in_output",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options: needs stream to be true", param="stream_options")
+
+
+def _sampling(body: Common, logprobs: int | None, prompt_logprobs: int | None) -> Sampling:
+    beams = (body.n or 1) if body.use_beam_search else None
+    return Sampling(
+        temperature=body.temperature,
+        top_p=positive_top_p(body.top_p),
+        # -1 and 0 both say "off"
+        top_k=body.top_k if body.top_k is None else max(body.top_k, 0),
+        min_p=body.min_p,
+        typical_p=body.typical_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=_logit_bias(body.logit_bias),
+        seed=seed_of(body.seed),
+        n=body.n,
+        num_beams=beams,
+        length_penalty=body.length_penalty,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _logit_bias(given: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
+    pairs: list[tuple[int, float]] = []
+    for key, bias in (given or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise InvalidRequest("logit_bias: keys must be token ids", param="logit_bias")
+        pairs.append((int(key), bias))
+    return tuple(sorted(pairs))
+
+
+def _limits(body: Common, max_tokens: int | None, steering: Steering) -> Limits:
+    stop = body.stop
+    return Limits(
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        priority=steering.priority,
+        timeout_s=steering.timeout_s,
+    )
+
+
+def _sessions(body: Common) -> tuple[str | None, ...]:
+    user_id = (body.metadata or {}).get("user_id")
+    known = user_id if isinstance(user_id, str) else None
+    return (body.cache_key or body.prompt_cache_key, known, body.user)

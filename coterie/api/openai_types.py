@@ -1,0 +1,110 @@
+"""Bodies of the OpenAI dialect, with the extra fields vLLM's clients send.
+
+Shapes and ranges only: what a field means is `openai.py`'s business. Unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from coterie.api.body import Body
+
+MAX_CHOICES = 128
+MAX_PROMPTS = 128
+MAX_STOPS = 32
+_INT64 = 2**63 - 1
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class Part(Body):
+    """One part of a message; only text parts are understood."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+    tool_calls: list[Any] | None = None
+    function_call: Any = None
+
+
+class Common(Body):
+    """Fields of both completion endpoints."""
+
+    model: str = Field(min_length=1, max_length=512)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, le=_INT64)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: Probability | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: StopString | StopStrings | None = None
+    seed: int | None = Field(None, ge=-_INT64 - 1, le=_INT64)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=1024
+    )
+    response_format: dict[str, Any] | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    # vLLM's extras
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: Probability | None = None
+    typical_p: float | None = Field(None, gt=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, le=_INT64)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = Field(None, ge=-10, le=10)
+    cache_key: str | None = None
+    prompt_cache_key: str | None = None
+    cache_salt: str | None = None
+
+
+class ChatBody(Common):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_INT64)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+    modalities: list[str] | None = None
+    # vLLM's extras
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class CompletionBody(Common):
+    prompt: (
+        str
+        | Ids
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    # 0 is allowed together with echo: it scores the prompt
+    max_tokens: int | None = Field(None, ge=0, le=_INT64)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: int | None = None
+    suffix: str | None = None

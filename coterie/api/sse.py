@@ -1,0 +1,156 @@
+"""Streams of pre-encoded frames, and answers that end when their client does.
+
+A refusal before the first event keeps its own HTTP status; a failure after it becomes a frame.
+Knows neither dialect: a `Renderer` turns events into bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from coterie.api.exchange import ClientGone, Exchange, log_fault
+from coterie.core.errors import CoterieError, InternalError, from_code
+from coterie.core.events import Event, Failed, Finished
+
+# how long a refusal may still become an HTTP status; then headers go out and keepalives begin
+COMMIT_S = 2.0
+KEEPALIVE_S = 5.0
+
+T = TypeVar("T")
+Events = AsyncGenerator[Event, None]
+
+
+class Renderer(Protocol):
+    """One dialect's frames for one request. Pure: events in, bytes out."""
+
+    keepalive: bytes
+
+    def render(self, event: Event) -> bytes:
+        """Frames for an event, empty when there is nothing to say."""
+
+    def error(self, error: CoterieError) -> bytes:
+        """The frame that ends a stream that went wrong."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, cancelled as soon as the client goes away."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _end(watcher)
+        await _end(task)
+
+
+async def _end(task: asyncio.Future[Any]) -> None:
+    if not task.done():
+        task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+class EventStream(Response):
+    """`text/event-stream` over a pipeline's events; closing it closes them."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: Events, renderer: Renderer, exchange: Exchange) -> None:
+        super().__init__(
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+            media_type=self.media_type,
+        )
+        # the body's length is not known
+        del self.headers["content-length"]
+        self.events = events
+        self.renderer = renderer
+        self.exchange = exchange
+        self.last_sent = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._run(send))
+        finally:
+            await self.events.aclose()
+
+    async def _run(self, send: Send) -> None:
+        first = asyncio.ensure_future(anext(self.events))
+        beat: asyncio.Future[None] | None = None
+        try:
+            await asyncio.wait({first}, timeout=COMMIT_S)
+            if first.done():
+                _raise_if_failed(first.result())
+                self.exchange.headers["x-coterie-queue-ms"] = f"{self.exchange.elapsed_ms():.0f}"
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            beat = asyncio.ensure_future(self._keep_alive(send))
+            await self._forward(first, send)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            if beat is not None:
+                await _end(beat)
+            await _end(first)
+
+    async def _forward(self, first: asyncio.Future[Event], send: Send) -> None:
+        render, now = self.renderer.render, asyncio.get_running_loop().time
+        try:
+            event = await first
+            while True:
+                if isinstance(event, Failed):
+                    raise from_code(event.code, event.message, retry_after_s=event.retry_after_s)
+                frames = render(event)
+                if frames:
+                    self.last_sent = now()
+                    await send({"type": "http.response.body", "body": frames, "more_body": True})
+                if isinstance(event, Finished):
+                    self._account(event)
+                    return
+                event = await anext(self.events)
+        except StopAsyncIteration:
+            return
+        except Exception as error:
+            frames = self.renderer.error(self._typed(error))
+            await send({"type": "http.response.body", "body": frames, "more_body": True})
+
+    def _typed(self, error: Exception) -> CoterieError:
+        if isinstance(error, CoterieError):
+            return error
+        log_fault(error, self.exchange.request_id)
+        return InternalError("the server failed in the middle of the answer")
+
+    def _account(self, event: Finished) -> None:
+        self.exchange.prompt_tokens = event.usage.prompt_tokens
+        self.exchange.completion_tokens = event.usage.completion_tokens
+
+    async def _keep_alive(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        message = {
+            "type": "http.response.body",
+            "body": self.renderer.keepalive,
+            "more_body": True,
+        }
+        while True:
+            quiet_s = loop.time() - self.last_sent
+            if quiet_s >= KEEPALIVE_S:
+                self.last_sent = loop.time()
+                await send(message)
+                quiet_s = 0.0
+            await asyncio.sleep(KEEPALIVE_S - quiet_s)
+
+
+def _raise_if_failed(event: Event) -> None:
+    if isinstance(event, Failed):
+        raise from_code(event.code, event.message, retry_after_s=event.retry_after_s)
