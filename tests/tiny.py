@@ -47,7 +47,8 @@ CHAT_TEMPLATE = (
 def tiny_checkpoint(architecture: str, seed: int = 0, **overrides: Any) -> Path:
     """A Hugging Face safetensors directory of a random `architecture` (llama, mistral, qwen3).
 
-    `overrides` are config.json keys. Weights are drawn wide enough that greedy output varies.
+    `overrides` are config.json keys; `dtype` ("bfloat16") is what the tensors are stored as.
+    Weights are drawn wide enough that greedy output varies.
     """
     kind = architecture.removesuffix("ForCausalLM").lower()
     facts = json.dumps([ARCHITECTURES[kind], seed, overrides], sort_keys=True, default=str)
@@ -102,7 +103,7 @@ def _write(path: Path, kind: str, seed: int, overrides: dict[str, Any]) -> None:
         settings["sliding_window"] = None
     settings.update(overrides)
     shards = settings.pop("max_shard_size", "5GB")
-    dtype = settings.pop("dtype", torch.float32)
+    dtype = getattr(torch, settings.pop("dtype", "float32"))
     model_class = getattr(transformers, ARCHITECTURES[kind])
     config = model_class.config_class(**settings)
     with torch.random.fork_rng():
