@@ -71,11 +71,10 @@ class CausalLM:
         kv: Sequence[Tensor],
         logits_rows: Tensor,
     ) -> Tensor:
-        """fp32 logits [R, V] of the rows asked for (ascending), valid until the next call; writes
-        the keys and values of all T rows."""
-        decode = len(token_ids) == len(batch.context_lens) == len(logits_rows)
-        if self.graphs is not None and decode:
-            logits = self.graphs.forward(token_ids, batch, kv)
+        """fp32 logits [R, V] of the rows asked for, valid until the next call; writes the keys and
+        values of all T rows."""
+        if self.graphs is not None:
+            logits = self.graphs.forward(token_ids, batch, kv, logits_rows)
             if logits is not None:
                 return logits
         return self.compute(token_ids, batch, kv, logits_rows)

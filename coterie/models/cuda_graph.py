@@ -27,6 +27,7 @@ class DecodeInputs:
 
     def __init__(self, size: int, table_width: int, block_size: int, device: torch.device) -> None:
         self.token_ids = torch.zeros(size, dtype=torch.int64, device=device)
+        # rows whose logits are wanted; what a smaller step leaves here is a valid row
         self.rows = torch.arange(size, device=device)
         self.batch = AttentionBatch(
             positions=torch.zeros(size, dtype=torch.int64, device=device),
@@ -37,11 +38,12 @@ class DecodeInputs:
             block_size=block_size,
         )
 
-    def fill(self, token_ids: Tensor, batch: AttentionBatch) -> None:
+    def fill(self, token_ids: Tensor, batch: AttentionBatch, rows: Tensor) -> None:
         """Copy a step in; what an earlier, larger step left behind it becomes padding."""
         live, width = len(token_ids), batch.block_tables.shape[1]
         mine = self.batch
         self.token_ids[:live].copy_(token_ids)
+        self.rows[: len(rows)].copy_(rows)
         mine.positions[:live].copy_(batch.positions)
         mine.slots[:live].copy_(batch.slots)
         mine.context_lens[:live].copy_(batch.context_lens)
@@ -71,17 +73,19 @@ class DecodeGraphs:
             self._find(size, kv, block_size)
 
     def forward(
-        self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor]
+        self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor], rows: Tensor
     ) -> Tensor | None:
-        """Logits of a pure decode step, valid until the next one; None when no size fits."""
+        """Logits of a decode step, valid until the next one; None when it must run eagerly."""
         live, width = batch.block_tables.shape
-        if live > SIZES[-1] or width * batch.block_size > self._width(batch.block_size):
+        decode = len(token_ids) == live and len(rows) <= live
+        covered = width * batch.block_size <= self._width(batch.block_size)
+        if not (decode and covered and live <= SIZES[-1]):
             return None
         size = next(size for size in SIZES if size >= live)
         captured = self._find(size, kv, batch.block_size)
-        captured.inputs.fill(token_ids, batch)
+        captured.inputs.fill(token_ids, batch, rows)
         captured.graph.replay()
-        return captured.logits[:live]
+        return captured.logits[: len(rows)]
 
     def _width(self, block_size: int) -> int:
         """Positions a block table covers, in whole blocks."""

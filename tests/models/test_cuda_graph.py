@@ -8,7 +8,7 @@ from coterie.kernels.batch import AttentionBatch
 from coterie.models.cuda_graph import DecodeInputs
 
 
-def step(lengths: list[int], width: int) -> tuple[torch.Tensor, AttentionBatch]:
+def step(lengths: list[int], width: int) -> tuple[torch.Tensor, AttentionBatch, torch.Tensor]:
     count = len(lengths)
     batch = AttentionBatch(
         positions=torch.tensor(lengths) - 1,
@@ -18,7 +18,7 @@ def step(lengths: list[int], width: int) -> tuple[torch.Tensor, AttentionBatch]:
         block_tables=torch.arange(1, 1 + count * width, dtype=torch.int32).view(count, width),
         block_size=8,
     )
-    return torch.arange(10, 10 + count), batch
+    return torch.arange(10, 10 + count), batch, torch.arange(count).flip(0)
 
 
 def test_fill_copies_live_rows_and_pads_the_rest() -> None:
@@ -26,6 +26,7 @@ def test_fill_copies_live_rows_and_pads_the_rest() -> None:
     addresses = inputs.token_ids.data_ptr(), inputs.batch.block_tables.data_ptr()
     inputs.fill(*step([5, 17, 30], 4))
     assert inputs.token_ids[:3].tolist() == [10, 11, 12]
+    assert inputs.rows.tolist() == [2, 1, 0, 3]
     assert inputs.batch.context_lens.tolist() == [5, 17, 30, 0]
     assert inputs.batch.slots.tolist() == [3, 11, 19, -1]
     assert inputs.batch.positions[:3].tolist() == [4, 16, 29]
