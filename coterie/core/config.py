@@ -223,6 +223,11 @@ def _check_together(config: Config) -> None:
             raise ConfigError(f"two specialists are named {name!r}", param="specialists")
     if "auto" in names:
         raise ConfigError("'auto' is the router's own name", param="specialists")
+    if config.engine.max_step_tokens < config.engine.max_sequences:
+        raise ConfigError(
+            "engine.max_step_tokens is below engine.max_sequences: running streams would stall",
+            param="engine.max_step_tokens",
+        )
     if config.engine.max_restart_backoff_s < config.engine.restart_backoff_s:
         raise ConfigError(
             "engine.max_restart_backoff_s is below engine.restart_backoff_s",

@@ -4,8 +4,9 @@ Owns the names (vLLM's where one exists, so that its dashboards and autoscalers 
 otherwise). Refuses to know where a value comes from.
 
 An engine's `stats()` uses free names: a key that ends in `_s` is seconds spent in that phase since
-start (`schedule_s`, `run_s`, `sample_s`, `commit_s`) and becomes `coterie_step_seconds_total`; any
-other key counts events (`steps`, `preemptions`) and becomes `coterie_engine_events_total`.
+start (`schedule_s`, `run_s`, `commit_s`) and becomes `coterie_step_seconds_total`; those in
+`ENGINE_GAUGES` say how things stand now; any other key counts events (`steps`, `preemptions`) and
+becomes `coterie_engine_events_total`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Metric:
     labels: tuple[str, ...]
     buckets: tuple[float, ...] = ()
 
+
+ENGINE_GAUGES = frozenset({"running", "waiting", "kv_usage", "cached_blocks"})
 
 _MODEL = ("model_name",)
 
@@ -85,6 +88,7 @@ METRICS = (
         ("replica", "phase"),
     ),
     Metric("coterie_engine_events", "counter", "Engine counters.", ("replica", "event")),
+    Metric("coterie_engine_state", "gauge", "How the engine stands.", ("replica", "state")),
     Metric("coterie_gateway_cpu_seconds", "counter", "CPU time of the gateway process.", ()),
     Metric("coterie_gateway_open_streams", "gauge", "Requests the gateway is answering.", ()),
 )  # fmt: skip
@@ -141,6 +145,8 @@ class Registry:
         for name, amount in stats.items():
             if name.endswith("_s"):
                 self.value("coterie_step_seconds", replica, name[:-2]).set(amount)
+            elif name in ENGINE_GAUGES:
+                self.value("coterie_engine_state", replica, name).set(amount)
             else:
                 self.value("coterie_engine_events", replica, name).set(amount)
 

@@ -1,6 +1,6 @@
 """The contract every transport keeps between the service and an engine, and the values it carries.
 
-Knows no transport, no torch and no engine: a `WorkerSpec` says what to load, a `Command` what to do,
+Knows no transport, no torch, no engine: a `WorkerSpec` says what to load, a `Command` what to do,
 a `Report` what came of it.
 """
 

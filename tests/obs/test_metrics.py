@@ -51,10 +51,11 @@ def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
 def test_engine_stats_are_split_by_phase() -> None:
     registry = Registry()
     registry.engine_stats("r0", {"run_s": 2.0, "steps": 7.0})
-    registry.engine_stats("r0", {"run_s": 3.0, "steps": 9.0})
+    registry.engine_stats("r0", {"run_s": 3.0, "steps": 9.0, "running": 2})
     samples = parsed(registry)
     assert samples["coterie_step_seconds_total", (("phase", "run"), ("replica", "r0"))] == 3.0
     assert samples["coterie_engine_events_total", (("event", "steps"), ("replica", "r0"))] == 9.0
+    assert samples["coterie_engine_state", (("replica", "r0"), ("state", "running"))] == 2
 
 
 def test_wrong_use_is_refused() -> None:

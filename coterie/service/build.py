@@ -1,0 +1,108 @@
+"""From a `Config` to a `Pipeline`: which engines there are and which specialists share them.
+
+Resolves model sources (which may fetch files); starts nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coterie.core.config import Config, EngineSettings, SpecialistSettings
+from coterie.core.errors import ConfigError
+from coterie.service.pipeline import Pipeline
+from coterie.service.roster import Group, Roster
+from coterie.weights.sources import DEFAULT_MODEL, resolve
+from coterie.workers.base import LaneSpec, Replica, WorkerSpec
+from coterie.workers.inproc import InprocReplica
+from coterie.workers.memory import cores
+
+if TYPE_CHECKING:
+    from coterie.weights.sources import Progress
+
+# tells which precision a file was quantised to, not which model it is
+_QUANTISATION = re.compile(r"[.\-_](i?q\d\w*|bf16|f16|f32|fp16|fp32)$", re.IGNORECASE)
+
+MakeReplica = Callable[[WorkerSpec], Replica]
+
+
+def build(config: Config, *, progress: Progress | None = None, inproc: bool = False) -> Pipeline:
+    """The pipeline `config` asks for. `inproc` runs the engines as threads of this process."""
+    shared: dict[tuple[Path, str], list[tuple[str, SpecialistSettings]]] = {}
+    names: set[str] = set()
+    for settings in config.specialists:
+        path = resolve(settings.model or DEFAULT_MODEL, progress=progress)
+        name = settings.name or model_name(settings.model, path)
+        if name in names:
+            raise ConfigError(
+                f"two specialists are named {name!r}; give one a name", param="specialists"
+            )
+        names.add(name)
+        shared.setdefault((path, settings.dtype), []).append((name, settings))
+    engines = sum(max(s.replicas for _, s in members) for members in shared.values())
+    threads = config.engine.threads or max(1, cores() // engines)
+    make = InprocReplica if inproc else _process_maker(config.engine)
+    groups = [
+        _group(f"e{index}", path, members, config.engine, threads, make)
+        for index, ((path, _), members) in enumerate(shared.items())
+    ]
+    return Pipeline(Roster(groups, config.server.drain_s))
+
+
+def model_name(model: str, path: Path) -> str:
+    """`SmolLM2-135M-Instruct.Q4_1.gguf` is served as `smollm2-135m-instruct`."""
+    if model.startswith("hf:"):
+        # owner/name[@revision][:file] ; a downloaded snapshot's folder is named by a hash
+        return re.split(r"[@:]", model[3:])[0].rpartition("/")[2].lower()
+    stem = path.stem if path.suffix == ".gguf" else path.name
+    return _QUANTISATION.sub("", stem).lower()
+
+
+def _process_maker(engine: EngineSettings) -> MakeReplica:
+    # not needed, and not imported, where engines run in this process
+    from coterie.workers.process import ProcessReplica, Restart
+
+    restart = Restart(engine.restart_backoff_s, engine.max_restart_backoff_s, engine.hang_s)
+    return lambda spec: ProcessReplica(spec, restart)
+
+
+def _group(
+    name: str,
+    path: Path,
+    members: list[tuple[str, SpecialistSettings]],
+    engine: EngineSettings,
+    threads: int,
+    make: MakeReplica,
+) -> Group:
+    lanes = tuple(_lane(lane, settings, engine) for lane, settings in members)
+    count = max(settings.replicas for _, settings in members)
+    specs = [
+        WorkerSpec(
+            name=f"{name}r{index}",
+            model=str(path),
+            lanes=lanes,
+            dtype=members[0][1].dtype,
+            device=engine.device,
+            threads=threads,
+            kv_bytes=engine.kv_bytes,
+        )
+        for index in range(count)
+    ]
+    models = {lane: settings.model or DEFAULT_MODEL for lane, settings in members}
+    return Group(path, models, tuple(make(spec) for spec in specs))
+
+
+def _lane(name: str, settings: SpecialistSettings, engine: EngineSettings) -> LaneSpec:
+    return LaneSpec(
+        name=name,
+        context=settings.context,
+        block_size=settings.block_size,
+        max_queue=engine.max_queue,
+        max_sequences=engine.max_sequences,
+        max_step_tokens=engine.max_step_tokens,
+        kv_cache_slots=engine.kv_cache_slots,
+        prefix_cache=engine.prefix_cache,
+        share=settings.weight,
+    )

@@ -1,0 +1,66 @@
+"""Events of one request between the worker's pace and the client's.
+
+A reader that keeps up gets every event as it came. For one that lags, new tokens are folded into
+deltas that still wait, so that the number of waiting events stays bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from coterie.core.events import Delta, Event
+
+MAX_WAITING = 64
+
+
+class Mailbox:
+    __slots__ = ("_events", "_loop", "_waiter")
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, event: Event) -> None:
+        """The sink a replica calls; never blocks."""
+        if len(self._events) < MAX_WAITING or not self._fold(event):
+            self._events.append(event)
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def take(self) -> list[Event]:
+        """Everything that came since the last call; waits for at least one event."""
+        if not self._events:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        events, self._events = self._events, []
+        return events
+
+    def _fold(self, event: Event) -> bool:
+        if not isinstance(event, Delta):
+            return False
+        for index in range(len(self._events) - 1, -1, -1):
+            earlier = self._events[index]
+            if isinstance(earlier, Delta) and earlier.choice == event.choice:
+                self._events[index] = merge(earlier, event)
+                return True
+        return False
+
+
+def merge(earlier: Delta, later: Delta) -> Delta:
+    """Two deltas of one choice as one."""
+    logprobs = None
+    if earlier.logprobs is not None or later.logprobs is not None:
+        logprobs = (earlier.logprobs or ()) + (later.logprobs or ())
+    return Delta(
+        request_id=later.request_id,
+        choice=later.choice,
+        text=earlier.text + later.text,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=logprobs,
+        finish_reason=later.finish_reason,
+        stop_match=later.stop_match,
+    )

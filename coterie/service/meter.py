@@ -1,0 +1,83 @@
+"""What one request's events say about speed and success, written into the metrics.
+
+Reads events, changes none. Sits on the path of every token: one clock reading per batch of events.
+"""
+
+from __future__ import annotations
+
+import time
+
+from coterie.core.events import Delta, Event, Failed, Finished, Started
+from coterie.obs.metrics import Histogram, Registry, Value
+from coterie.obs.trace import log
+
+
+class Series:
+    """The hot series of one specialist, looked up once."""
+
+    def __init__(self, registry: Registry, specialist: str) -> None:
+        self.registry, self.specialist = registry, specialist
+        self.prompt_tokens = self._value("vllm:prompt_tokens")
+        self.generation_tokens = self._value("vllm:generation_tokens")
+        self.prefix_queries = self._value("vllm:prefix_cache_queries")
+        self.prefix_hits = self._value("vllm:prefix_cache_hits")
+        self.preemptions = self._value("vllm:num_preemptions")
+        self.first_token = self._histogram("vllm:time_to_first_token_seconds")
+        self.inter_token = self._histogram("vllm:inter_token_latency_seconds")
+        self.end_to_end = self._histogram("vllm:e2e_request_latency_seconds")
+        self.queue_time = self._histogram("vllm:request_queue_time_seconds")
+
+    def _value(self, name: str) -> Value:
+        return self.registry.value(name, self.specialist)
+
+    def _histogram(self, name: str) -> Histogram:
+        return self.registry.histogram(name, self.specialist)
+
+
+class Meter:
+    """One request's."""
+
+    __slots__ = ("_arrived_at", "_last_at", "_series", "first_token_s")
+
+    def __init__(self, series: Series, arrived_at: float, choices: int) -> None:
+        self._series = series
+        self._arrived_at = arrived_at
+        self._last_at = [0.0] * choices
+        self.first_token_s: float | None = None
+
+    def observe(self, events: list[Event]) -> None:
+        now = time.monotonic()
+        series, last_at = self._series, self._last_at
+        for event in events:
+            if isinstance(event, Delta):
+                tokens = len(event.token_ids)
+                series.generation_tokens.value += tokens
+                before = last_at[event.choice]
+                last_at[event.choice] = now
+                if before and tokens:
+                    series.inter_token.observe((now - before) / tokens, tokens)
+                elif self.first_token_s is None:
+                    self.first_token_s = now - self._arrived_at
+                    series.first_token.observe(self.first_token_s)
+            elif isinstance(event, Started):
+                series.prompt_tokens.add(event.prompt_tokens)
+                series.prefix_queries.add(event.prompt_tokens)
+                series.prefix_hits.add(event.cached_tokens)
+            else:
+                self._ended(event, now)
+
+    def _ended(self, event: Finished | Failed, now: float) -> None:
+        series = self._series
+        duration_s = now - self._arrived_at
+        if isinstance(event, Failed):
+            series.registry.value("coterie_failures", series.specialist, event.code).add()
+            log(
+                "request_failed", level="warning", request_id=event.request_id, code=event.code,
+                model=series.specialist, duration_ms=round(duration_s * 1e3, 1),
+            )  # fmt: skip
+            return
+        series.end_to_end.observe(duration_s)
+        series.queue_time.observe(event.timings.queue_s)
+        series.preemptions.add(event.timings.num_preemptions)
+        for reason in event.choices[:1]:
+            series.registry.value("vllm:request_success", series.specialist, reason).add()

@@ -1,0 +1,174 @@
+"""The road of a request: plan, tokenise, admit, enqueue, events. Each step is one call away.
+
+Refusals are raised before the first event; after it, everything is an event. Closing the iterator
+aborts the request at once. Knows no HTTP, no dialect and no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from coterie.core.errors import CoterieError, InvalidRequest, Unavailable, Unsupported, from_code
+from coterie.core.events import Event, Failed, Finished
+from coterie.core.plan import Admitted, Assignment, Rejected, RoutePlan
+from coterie.core.request import Chat, InferenceRequest, Prompt, Sampling, Text
+from coterie.core.resolve import VENDOR_DEFAULTS, check_tokens, resolve_limits
+from coterie.service.admission import Admission
+from coterie.service.mailbox import Mailbox
+from coterie.service.meter import Meter
+from coterie.service.roster import Health, ModelCard, Roster, Served
+from coterie.workers.base import Replica, Sink
+
+if TYPE_CHECKING:
+    from coterie.models.tokenizer import Tokenizer
+
+# above this many characters a prompt is tokenised on a thread: about 5 ms of the event loop
+MAX_INLINE_CHARACTERS = 8_000
+
+
+class Pipeline:
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._admission = Admission()
+        self._draining = False
+        self._open = 0
+
+    async def start(self) -> None:
+        await self._roster.start()
+
+    async def drain(self) -> None:
+        """Refuse new requests and let the running ones end."""
+        self._draining = True
+        await self._roster.drain()
+
+    async def close(self) -> None:
+        self._draining = True
+        await self._roster.close()
+
+    async def handle(
+        self, request: InferenceRequest, vendor: Sampling = VENDOR_DEFAULTS
+    ) -> AsyncIterator[Event]:
+        """`request`'s events. `vendor` holds the dialect's values for what was left open."""
+        served, plan = self._plan(request, vendor)
+        try:
+            prompt_ids = await tokenise(served.tokenizer, request.prompt)
+            assignment = _assignment(request, plan, served, prompt_ids)
+            mailbox = Mailbox()
+            replica = await self._enqueue(served, assignment, mailbox.put)
+        except CoterieError as error:
+            self._roster.registry.value("coterie_rejections", served.name, error.code).add()
+            raise
+        meter = Meter(served.series, request.arrived_at, plan.sampling.n or 1)
+        ended = False
+        self._open += 1
+        try:
+            while not ended:
+                events = await mailbox.take()
+                meter.observe(events)
+                for event in events:
+                    ended = isinstance(event, (Finished, Failed))
+                    yield event
+        finally:
+            self._open -= 1
+            if not ended:
+                await replica.abort(assignment.request_id)
+            served.replicas.gave_back(replica)
+            self._admission.ended(served.name, served.replicas.queued())
+
+    async def tokenise(self, model: str | None, prompt: Prompt) -> list[int]:
+        """A prompt's tokens as `model` would read them."""
+        return await tokenise(self.tokenizer(model), prompt)
+
+    def tokenizer(self, model: str | None) -> Tokenizer:
+        return self._roster.find(model).tokenizer
+
+    def models(self) -> tuple[ModelCard, ...]:
+        return self._roster.cards()
+
+    def health(self) -> Health:
+        return self._roster.health(draining=self._draining)
+
+    def metrics_text(self) -> str:
+        registry = self._roster.registry
+        registry.value("coterie_gateway_cpu_seconds").set(time.process_time())
+        registry.value("coterie_gateway_open_streams").set(self._open)
+        self._roster.measure()
+        return registry.render()
+
+    def _plan(self, request: InferenceRequest, vendor: Sampling) -> tuple[Served, RoutePlan]:
+        if self._draining:
+            raise Unavailable("the server is shutting down")
+        kind = (request.response_format or {}).get("type", "text")
+        if kind != "text":
+            raise Unsupported(f"response_format {kind!r} is not supported", param="response_format")
+        plan = self._roster.router.plan(request, vendor)
+        return self._roster.find(plan.specialist), plan
+
+    async def _enqueue(self, served: Served, assignment: Assignment, sink: Sink) -> Replica:
+        """Admit by what is known, then let the worker decide; its refusal is re-planned once."""
+        replicas, refused = served.replicas, set[str]()
+        while True:
+            replica = replicas.pick(refused)
+            state = replicas.state(replica)
+            self._admission.check(served.name, state, replicas.unreported(replica))
+            replicas.took(replica)
+            try:
+                verdict = await replica.submit(assignment, sink)
+            except BaseException:
+                replicas.gave_back(replica)
+                raise
+            if isinstance(verdict, Admitted):
+                return replica
+            replicas.gave_back(replica)
+            refused.add(replica.name)
+            if len(refused) > 1 or len(refused) == len(replicas.members):
+                raise self._refusal(served, replica, verdict)
+
+    def _refusal(self, served: Served, replica: Replica, verdict: Rejected) -> CoterieError:
+        if verdict.code == "overloaded":
+            state = served.replicas.state(replica)
+            return self._admission.overloaded(served.name, state, verdict.retry_after_s)
+        return from_code(verdict.code, verdict.reason, retry_after_s=verdict.retry_after_s)
+
+
+async def tokenise(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """On a thread when it is long: the event loop serves everybody."""
+    if _characters(prompt) > MAX_INLINE_CHARACTERS:
+        return await asyncio.to_thread(tokenizer.encode_prompt, prompt)
+    return tokenizer.encode_prompt(prompt)
+
+
+def _characters(prompt: Prompt) -> int:
+    if isinstance(prompt, Chat):
+        return sum(len(message.content) for message in prompt.messages)
+    return len(prompt.text) if isinstance(prompt, Text) else 0
+
+
+def _assignment(
+    request: InferenceRequest, plan: RoutePlan, served: Served, prompt_ids: list[int]
+) -> Assignment:
+    check_tokens(prompt_ids, plan.sampling, served.tokenizer.vocab_size)
+    for name in ("n", "num_beams"):
+        asked = getattr(plan.sampling, name) or 1
+        if asked > served.max_sequences:
+            raise InvalidRequest(
+                f"{name} is {asked}; at most {served.max_sequences} sequences run together",
+                param=name,
+            )
+    limits = resolve_limits(request.limits, len(prompt_ids), served.context)
+    timeout_s = limits.timeout_s
+    return Assignment(
+        request_id=request.id,
+        lane=served.name,
+        prompt_ids=tuple(prompt_ids),
+        sampling=plan.sampling,
+        limits=limits,
+        adapters=plan.adapters,
+        session=request.session or "",
+        tenant=request.tenant,
+        deadline=None if timeout_s is None else request.arrived_at + timeout_s,
+        arrived_at=request.arrived_at,
+    )

@@ -1,0 +1,174 @@
+"""Who serves: the specialists with their replicas and tokenizers, started, counted, closed.
+
+Holds what is the same for every request; `pipeline.py` walks one request through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coterie.core.errors import Unavailable
+from coterie.obs.metrics import Registry
+from coterie.obs.trace import log
+from coterie.routing.router import Router, Specialist
+from coterie.service.meter import Series
+from coterie.service.replicas import ReplicaSet
+from coterie.workers.base import Replica, ReplicaInfo
+
+if TYPE_CHECKING:
+    from coterie.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Specialists that share an engine's weights, and the replicas that run it."""
+
+    path: Path
+    # specialist -> the model string it was configured with
+    specialists: Mapping[str, str]
+    replicas: tuple[Replica, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A specialist, ready."""
+
+    name: str
+    model: str
+    created: int
+    context: int
+    max_sequences: int
+    tokenizer: Tokenizer
+    replicas: ReplicaSet
+    series: Series
+    info: ReplicaInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One entry of /v1/models."""
+
+    name: str
+    created: int
+    max_model_len: int
+    root: str
+    parent: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """`live`: the process works. `ready`: every specialist can take a request."""
+
+    live: bool
+    ready: bool
+    specialists: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class Roster:
+    def __init__(self, groups: Sequence[Group], drain_s: float = 30.0) -> None:
+        self.registry = Registry()
+        self._groups = tuple(groups)
+        self._drain_s = drain_s
+        self._served: dict[str, Served] = {}
+        self._router: Router | None = None
+
+    @property
+    def router(self) -> Router:
+        if self._router is None:
+            raise Unavailable("the models are still loading", retry_after_s=5.0)
+        return self._router
+
+    def find(self, model: str | None) -> Served:
+        return self._served[self.router.resolve(model)]
+
+    async def start(self) -> None:
+        """Load every group at once. When one cannot, none is left running."""
+        try:
+            loaded = await asyncio.gather(*(self._start_group(group) for group in self._groups))
+        except BaseException:
+            await self.close()
+            raise
+        served = [item for group in loaded for item in group]
+        self._served = {item.name: item for item in served}
+        self._router = Router([Specialist(s.name, s.info.generation) for s in served])
+
+    async def drain(self) -> None:
+        await asyncio.gather(*(replica.drain(self._drain_s) for replica in self._replicas()))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(replica.close() for replica in self._replicas()))
+
+    def cards(self) -> tuple[ModelCard, ...]:
+        return tuple(
+            ModelCard(item.name, item.created, item.context, item.model)
+            for item in self._served.values()
+        )
+
+    def health(self, *, draining: bool) -> Health:
+        details = {name: _details(item) for name, item in self._served.items()}
+        ready = bool(details) and not draining and all(item["ready"] for item in details.values())
+        return Health(live=True, ready=ready, specialists=details)
+
+    def measure(self) -> None:
+        """Bring the gauges up to date."""
+        for name, item in self._served.items():
+            states = item.replicas.states()
+            total = sum(state.total_tokens for state in states)
+            free = sum(state.free_tokens for state in states)
+            running = sum(state.running for state in states)
+            self.registry.value("vllm:num_requests_running", name).set(running)
+            self.registry.value("vllm:num_requests_waiting", name).set(item.replicas.queued())
+            usage = 1 - free / total if total else 0.0
+            self.registry.value("vllm:kv_cache_usage_perc", name).set(usage)
+        for replica in self._replicas():
+            stats = replica.stats()
+            restarts = stats.pop("restarts", 0.0)
+            self.registry.value("coterie_worker_restarts", replica.name).set(restarts)
+            self.registry.value("coterie_worker_up", replica.name).set(float(replica.healthy()))
+            self.registry.engine_stats(replica.name, stats)
+
+    async def _start_group(self, group: Group) -> list[Served]:
+        from coterie.models.tokenizer import load_tokenizer
+
+        reading = asyncio.to_thread(load_tokenizer, group.path)
+        tokenizer, *infos = await asyncio.gather(
+            reading, *(replica.start() for replica in group.replicas)
+        )
+        info: ReplicaInfo = infos[0]
+        for item in infos:
+            log("worker_ready", replica=item.name, pid=item.pid, dtype=item.dtype,
+                device=item.device, threads=item.threads)  # fmt: skip
+        return [
+            Served(
+                name=name,
+                model=model,
+                created=int(time.time()),
+                context=min(item.contexts[name] for item in infos),
+                max_sequences=info.max_sequences[name],
+                tokenizer=tokenizer,
+                replicas=ReplicaSet(name, group.replicas),
+                series=Series(self.registry, name),
+                info=info,
+            )
+            for name, model in group.specialists.items()
+        ]
+
+    def _replicas(self) -> list[Replica]:
+        return [replica for group in self._groups for replica in group.replicas]
+
+
+def _details(item: Served) -> dict[str, Any]:
+    members = item.replicas.members
+    return {
+        "ready": item.replicas.ready(),
+        "replicas": {replica.name: replica.healthy() for replica in members},
+        "queued": item.replicas.queued(),
+        "dtype": item.info.dtype,
+        "device": item.info.device,
+        "max_model_len": item.context,
+    }

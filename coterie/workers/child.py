@@ -1,0 +1,85 @@
+"""The worker process, `python -m coterie.workers.child SOCKET`: one engine, gone with its parent.
+
+Standard input is the lifeline: the parent writes the `WorkerSpec` (8 bytes of length, then msgpack)
+and keeps the pipe open; its end means that the parent is gone. Signals meant for the whole group
+are ignored: the parent decides when running requests have ended.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import BinaryIO
+
+import zmq
+
+from coterie.core.errors import CoterieError
+from coterie.obs.trace import log
+from coterie.workers import wire
+from coterie.workers.base import Command, Report
+from coterie.workers.loop import serve
+
+
+class Channel:
+    """The child's end of the socket."""
+
+    def __init__(self, address: str) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        # enough to hand over the last words, not enough to hang on a parent that is gone
+        self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.connect(address)
+
+    def send(self, value: wire.Loaded | Report) -> None:
+        self._socket.send(wire.encode(value))
+
+    def receive(self, wait: bool) -> Sequence[Command]:
+        commands = [wire.decode_command(self._socket.recv())] if wait else []
+        while True:
+            try:
+                commands.append(wire.decode_command(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return commands
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def main(address: str) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    lifeline = sys.stdin.buffer
+    (length,) = wire.LENGTH.unpack(lifeline.read(wire.LENGTH.size))
+    spec = wire.decode_spec(lifeline.read(length))
+    threading.Thread(target=_watch, args=(lifeline,), name="lifeline", daemon=True).start()
+    channel = Channel(address)
+    try:
+        # torch is imported here, after the lifeline is watched: loading takes seconds
+        from coterie.workers.host import build_engine
+
+        host = build_engine(spec)
+    except CoterieError as error:
+        channel.send(wire.Loaded(code=error.code, message=error.message))
+        channel.close()
+        return 1
+    channel.send(wire.Loaded(host.info))
+    channel.send(Report(lanes=host.engine.lane_states()))
+    try:
+        serve(host.engine, channel.receive, channel.send)
+    except Exception as error:
+        log("engine_died", level="error", error=error, replica=spec.name)
+        return 1
+    channel.close()
+    return 0
+
+
+def _watch(lifeline: BinaryIO) -> None:
+    while lifeline.read(1):
+        continue
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,286 @@
+"""`from coterie import LLM`: an engine inside a Python program, driven by whoever waits for tokens.
+
+No server, no event loop, no extra process. Several threads and several streams may use one LLM;
+each step serves all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Any
+
+from coterie.core.errors import InvalidRequest, from_code
+from coterie.core.events import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    Started,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from coterie.core.plan import Assignment, Rejected
+from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
+from coterie.core.resolve import check_tokens, resolve_limits, resolve_sampling
+from coterie.weights.sources import resolve
+from coterie.workers.base import LaneSpec, WorkerSpec
+
+LANE = "embedded"
+_SAMPLING = frozenset(item.name for item in fields(Sampling))
+_LIMITS = frozenset(item.name for item in fields(Limits))
+
+# a prompt is text, or token ids
+PromptLike = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop_match: str | int | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One prompt's answer. `text` and `token_ids` are those of the first choice."""
+
+    choices: tuple[Choice, ...]
+    usage: Usage
+    timings: Timings
+    prompt_token_ids: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+
+class LLM:
+    """A model ready to answer.
+
+    `options` of the calls are the fields of `Sampling` and `Limits`: temperature, top_p,
+    max_tokens, stop, seed, n, logprobs ...
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int = 0,
+        kv_bytes: int = 0,
+        context: int = 0,
+        max_sequences: int = 64,
+        max_step_tokens: int = 512,
+    ) -> None:
+        from coterie.workers.host import build_engine
+
+        lane = LaneSpec(
+            LANE, context=context, max_sequences=max_sequences, max_step_tokens=max_step_tokens
+        )
+        spec = WorkerSpec(
+            "embedded", str(resolve(model)), (lane,), dtype, device, threads, kv_bytes
+        )
+        host = build_engine(spec)
+        self._engine, self.tokenizer, self.info = host.engine, host.tokenizer, host.info
+        self._lock = threading.Lock()
+        self._inboxes: dict[str, list[Event]] = {}
+
+    def generate(
+        self, prompts: PromptLike | Sequence[PromptLike], **options: Any
+    ) -> list[Completion]:
+        """Answer every prompt; they run together."""
+        # a wrong prompt is refused before anything runs
+        assignments = [self._assignment(item, options) for item in _listed(prompts)]
+        streams = [self._run(assignment) for assignment in assignments]
+        for stream in streams:
+            next(stream)
+        return [
+            _collect(assignment, stream)
+            for assignment, stream in zip(assignments, streams, strict=True)
+        ]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Completion:
+        """Answer a conversation: `[{"role": "user", "content": "..."}]`."""
+        assignment = self._assignment(_chat(messages, template_kwargs), options)
+        stream = self._run(assignment)
+        next(stream)
+        return _collect(assignment, stream)
+
+    def stream(
+        self, prompt: PromptLike | Sequence[Mapping[str, str]], **options: Any
+    ) -> Iterator[Delta]:
+        """Deltas as they come, of a prompt or of a conversation. Closing the iterator aborts."""
+        chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        value = _chat(prompt, None) if chat else _prompt(prompt)  # type: ignore[arg-type]
+        events = self._run(self._assignment(value, options))
+        next(events)
+        return _deltas(events)
+
+    def close(self) -> None:
+        """Abort what runs."""
+        with self._lock:
+            for request_id in list(self._inboxes):
+                self._engine.abort(request_id)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _assignment(self, prompt: Prompt, options: Mapping[str, Any]) -> Assignment:
+        asked, limits = _split(options)
+        ids = self.tokenizer.encode_prompt(prompt)
+        sampling = resolve_sampling(asked, self.info.generation)
+        check_tokens(ids, sampling, self.tokenizer.vocab_size)
+        limits = resolve_limits(limits, len(ids), self.info.contexts[LANE])
+        now = time.monotonic()
+        return Assignment(
+            request_id=uuid.uuid4().hex,
+            lane=LANE,
+            prompt_ids=tuple(ids),
+            sampling=sampling,
+            limits=limits,
+            adapters=(),
+            session="",
+            tenant="",
+            deadline=None if limits.timeout_s is None else now + limits.timeout_s,
+            arrived_at=now,
+        )
+
+    def _run(self, assignment: Assignment) -> Iterator[Event | None]:
+        """Yields None once it is queued, then its events."""
+        request_id = assignment.request_id
+        inbox = self._inboxes.setdefault(request_id, [])
+        ended = False
+        try:
+            self._add(assignment)
+            yield None
+            while not ended:
+                with self._lock:
+                    while not inbox:
+                        self._step()
+                    events = list(inbox)
+                    inbox.clear()
+                for event in events:
+                    ended = isinstance(event, (Finished, Failed))
+                    yield event
+        finally:
+            with self._lock:
+                if not ended:
+                    self._engine.abort(request_id)
+                del self._inboxes[request_id]
+
+    def _add(self, assignment: Assignment) -> None:
+        """Queue it, stepping the others while the queue is full."""
+        while True:
+            with self._lock:
+                verdict = self._engine.add(assignment)
+                if not isinstance(verdict, Rejected):
+                    return
+                if verdict.retry_after_s is None or not self._engine.has_work():
+                    raise from_code(verdict.code, verdict.reason)
+                self._step()
+
+    def _step(self) -> None:
+        for event in self._engine.step():
+            inbox = self._inboxes.get(event.request_id)
+            if inbox is not None:
+                inbox.append(event)
+
+
+def _split(options: Mapping[str, Any]) -> tuple[Sampling, Limits]:
+    unknown = options.keys() - _SAMPLING - _LIMITS
+    if unknown:
+        raise InvalidRequest(f"unknown option: {', '.join(sorted(unknown))}")
+    values = dict(options)
+    if isinstance(values.get("stop"), str):
+        values["stop"] = (values["stop"],)
+    for name in ("stop", "stop_token_ids"):
+        if name in values:
+            values[name] = tuple(values[name])
+    sampling = Sampling(**{name: values[name] for name in values.keys() & _SAMPLING})
+    return sampling, Limits(**{name: values[name] for name in values.keys() & _LIMITS})
+
+
+def _listed(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [Text(prompts)]
+    numbers = [item for item in prompts if isinstance(item, int)]
+    if numbers:
+        return [Tokens(tuple(numbers))]
+    return [_prompt(item) for item in prompts if not isinstance(item, int)]
+
+
+def _prompt(value: PromptLike) -> Prompt:
+    return Text(value) if isinstance(value, str) else Tokens(tuple(value))
+
+
+def _chat(messages: Sequence[Mapping[str, str]], template_kwargs: Mapping[str, Any] | None) -> Chat:
+    turns = tuple(Message(item["role"], item["content"]) for item in messages)
+    # a conversation that ends with the assistant is continued, not answered
+    opened = not turns or turns[-1].role != "assistant"
+    return Chat(turns, dict(template_kwargs or {}), add_generation_prompt=opened)
+
+
+def _deltas(events: Iterator[Event | None]) -> Iterator[Delta]:
+    for event in events:
+        if isinstance(event, Failed):
+            raise from_code(event.code, event.message)
+        if isinstance(event, Delta):
+            yield event
+
+
+def _collect(assignment: Assignment, events: Iterator[Event | None]) -> Completion:
+    count = assignment.sampling.n or 1
+    deltas: list[list[Delta]] = [[] for _ in range(count)]
+    for event in events:
+        if isinstance(event, Delta):
+            deltas[event.choice].append(event)
+        elif isinstance(event, Failed):
+            raise from_code(event.code, event.message)
+        elif isinstance(event, Finished):
+            choices = tuple(
+                _choice(items, reason) for items, reason in zip(deltas, event.choices, strict=True)
+            )
+            return Completion(choices, event.usage, event.timings, assignment.prompt_ids)
+        elif isinstance(event, Started):
+            continue
+    raise from_code("internal_error", "the engine ended a request without a word")
+
+
+def _choice(deltas: list[Delta], reason: str) -> Choice:
+    logprobs = None
+    if any(delta.logprobs is not None for delta in deltas):
+        logprobs = tuple(item for delta in deltas for item in delta.logprobs or ())
+    return Choice(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        finish_reason=reason,
+        stop_match=deltas[-1].stop_match if deltas else None,
+        logprobs=logprobs,
+    )

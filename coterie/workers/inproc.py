@@ -1,0 +1,142 @@
+"""An engine on a thread of this process. Serves tests and programs that embed Coterie.
+
+There is nothing to restart: an engine that raises fails its requests and the replica is unhealthy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Sequence
+
+from coterie.core.errors import CoterieError, InternalError
+from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
+from coterie.obs.trace import log
+from coterie.workers.base import Command, ReplicaInfo, Report, Sink, WorkerSpec
+from coterie.workers.ledger import Ledger
+from coterie.workers.loop import serve
+
+CLOSE_S = 30.0
+
+
+class InprocReplica:
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.name = spec.name
+        self._spec = spec
+        self._ledger = Ledger()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lanes: dict[str, LaneState] = {}
+        self._stats: dict[str, float] = {}
+        self._running = False
+        self._draining = False
+
+    async def start(self) -> ReplicaInfo:
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[ReplicaInfo] = loop.create_future()
+        self._thread = threading.Thread(
+            target=self._run, args=(loop, ready), name=f"engine-{self.name}", daemon=True
+        )
+        self._thread.start()
+        info = await ready
+        self._running = True
+        return info
+
+    async def submit(self, assignment: Assignment, sink: Sink) -> Admitted | Rejected:
+        if not self.healthy():
+            return Rejected("unavailable", f"replica {self.name} takes no requests", None)
+        verdict = self._ledger.open(assignment, sink)
+        self._commands.put(Command("submit", assignment.request_id, assignment))
+        try:
+            return await verdict
+        except asyncio.CancelledError:
+            await self.abort(assignment.request_id)
+            raise
+
+    async def abort(self, request_id: str) -> None:
+        if self._ledger.drop(request_id):
+            self._commands.put(Command("abort", request_id))
+
+    def lane_states(self) -> dict[str, LaneState]:
+        return self._lanes
+
+    def in_flight(self) -> int:
+        return len(self._ledger)
+
+    def stats(self) -> dict[str, float]:
+        return {**self._stats, "restarts": 0.0}
+
+    def healthy(self) -> bool:
+        return self._running and not self._draining
+
+    def retry_after_s(self) -> float:
+        return 1.0
+
+    async def drain(self, timeout_s: float) -> None:
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._ledger.emptied(), timeout_s)
+        except TimeoutError:
+            log("drain_timed_out", level="warning", replica=self.name, pending=len(self._ledger))
+
+    async def close(self) -> None:
+        self._draining = True
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._commands.put(Command("stop"))
+            await asyncio.to_thread(thread.join, CLOSE_S)
+        self._running = False
+        self._ledger.fail_all("unavailable", "the server was shut down")
+
+    def _run(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Future[ReplicaInfo]) -> None:
+        def publish(report: Report) -> None:
+            loop.call_soon_threadsafe(self._take, report)
+
+        try:
+            from coterie.workers.host import build_engine
+
+            host = build_engine(self._spec)
+            states = {state.lane: state for state in host.engine.lane_states()}
+            loop.call_soon_threadsafe(self._loaded, ready, host.info, states)
+            serve(host.engine, self._receive, publish)
+        except Exception as error:
+            # a loop closed without close() has nobody left to tell
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._died, ready, error)
+
+    def _receive(self, wait: bool) -> Sequence[Command]:
+        commands = [self._commands.get()] if wait else []
+        while True:
+            try:
+                commands.append(self._commands.get_nowait())
+            except queue.Empty:
+                return commands
+
+    def _loaded(
+        self, ready: asyncio.Future[ReplicaInfo], info: ReplicaInfo, states: dict[str, LaneState]
+    ) -> None:
+        self._lanes = states
+        if not ready.done():
+            ready.set_result(info)
+
+    def _take(self, report: Report) -> None:
+        self._lanes = {state.lane: state for state in report.lanes}
+        self._stats = report.stats
+        self._ledger.take(report)
+
+    def _died(self, ready: asyncio.Future[ReplicaInfo], error: Exception) -> None:
+        self._running = False
+        if not ready.done():
+            ready.set_exception(_typed(error))
+            return
+        log("engine_died", level="error", error=error, replica=self.name)
+        self._ledger.fail_all("internal_error", "the engine failed; the log has the reason")
+
+
+def _typed(error: Exception) -> CoterieError:
+    if isinstance(error, CoterieError):
+        return error
+    failure = InternalError(f"the engine could not be built: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,220 @@
+"""What a replica owes: every accepted request, the tokens its client has, and the crashes it saw.
+
+Sends each event to its request's sink once, whatever a restarted worker repeats, and says what to
+hand to a new worker and in which company. Knows no transport and no clock but arrival times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from coterie.core.errors import InvalidRequest
+from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
+from coterie.core.plan import Admitted, Assignment, Rejected
+from coterie.workers.base import Report, Sink
+
+# Present in this many crashes: suspect, and run alone. In one more: failed.
+SUSPECT_CRASHES = 2
+
+
+@dataclass(slots=True)
+class Entry:
+    assignment: Assignment
+    sink: Sink
+    verdict: asyncio.Future[Admitted | Rejected]
+    emitted: list[list[int]]
+    # choice -> finish_reason
+    finished: dict[int, str] = field(default_factory=dict)
+    started: Started | None = None
+    first_token_s: float = 0.0
+    crashes: int = 0
+    # the running worker has it
+    present: bool = True
+
+    @property
+    def suspect(self) -> bool:
+        return self.crashes >= SUSPECT_CRASHES
+
+    def resumed(self) -> Assignment:
+        emitted = tuple(tuple(ids) for ids in self.emitted) if any(self.emitted) else ()
+        return replace(self.assignment, emitted=emitted, finished=tuple(sorted(self.finished)))
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        # entries that the running worker does not have
+        self._waiting = 0
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def waiting(self) -> int:
+        return self._waiting
+
+    @property
+    def quarantined(self) -> bool:
+        """A suspect waits or runs: nobody else may run beside it."""
+        return any(entry.suspect for entry in self._entries.values())
+
+    @property
+    def working(self) -> bool:
+        return len(self._entries) > self._waiting
+
+    async def emptied(self) -> None:
+        await self._emptied.wait()
+
+    def open(self, assignment: Assignment, sink: Sink) -> asyncio.Future[Admitted | Rejected]:
+        """Enter a request that is being handed to the worker; the future is its verdict."""
+        if assignment.request_id in self._entries:
+            raise InvalidRequest(f"a request with the id {assignment.request_id!r} is running")
+        verdict: asyncio.Future[Admitted | Rejected] = asyncio.get_running_loop().create_future()
+        emitted: list[list[int]] = [[] for _ in range(assignment.sampling.n or 1)]
+        self._entries[assignment.request_id] = Entry(assignment, sink, verdict, emitted)
+        self._emptied.clear()
+        return verdict
+
+    def drop(self, request_id: str) -> bool:
+        """Forget a request nobody waits for any more; says whether the worker has it."""
+        entry = self._remove(request_id)
+        if entry is None:
+            return False
+        if not entry.verdict.done():
+            entry.verdict.set_result(Rejected("unavailable", "aborted by the caller", None))
+        return entry.present
+
+    def postpone(self, request_id: str) -> None:
+        """The hand-over did not reach a worker: it goes with the next one."""
+        self._set_present(self._entries[request_id], False)
+
+    def take(self, report: Report) -> None:
+        """Settle verdicts and pass events on, in the order a report promises."""
+        entries = self._entries
+        for request_id, admitted in report.admitted:
+            if request_id in entries and not entries[request_id].verdict.done():
+                entries[request_id].verdict.set_result(admitted)
+        for request_id, rejected in report.rejected:
+            self._rejected(request_id, rejected)
+        for started in report.started:
+            entry = entries.get(started.request_id)
+            if entry is not None and entry.started is None:
+                entry.started = started
+                entry.sink(started)
+        for delta in report.deltas:
+            entry = entries.get(delta.request_id)
+            if entry is not None:
+                _take_delta(entry, delta)
+        for finished in report.finished:
+            self._end(finished)
+        for failed in report.failed:
+            self._end(failed)
+
+    def crashed(self) -> None:
+        """The worker died. Who was present is counted; who cannot be retried ends here."""
+        for entry in list(self._entries.values()):
+            if not entry.present:
+                continue
+            entry.crashes += 1
+            self._set_present(entry, False)
+            if len(entry.finished) == len(entry.emitted):
+                self._end(_synthesised(entry))
+            elif entry.crashes > SUSPECT_CRASHES:
+                message = f"the worker died {entry.crashes} times while running this request"
+                self._end(Failed(entry.assignment.request_id, "worker_crashed", message))
+
+    def resume(self) -> Iterator[Assignment]:
+        """Assignments to hand to the running worker now. A suspect goes alone."""
+        waiting = [entry for entry in self._entries.values() if not entry.present]
+        suspects = [entry for entry in waiting if entry.suspect]
+        if self.quarantined:
+            waiting = suspects[:1] if not self.working else []
+        for entry in waiting:
+            self._set_present(entry, True)
+            yield entry.resumed()
+
+    def fail_all(self, code: str, message: str, retry_after_s: float | None = None) -> None:
+        for request_id in list(self._entries):
+            self._end(Failed(request_id, code, message, retry_after_s))
+
+    def _rejected(self, request_id: str, rejected: Rejected) -> None:
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return
+        if not entry.verdict.done():
+            self._remove(request_id)
+            entry.verdict.set_result(rejected)
+            return
+        # accepted before a crash: it waits for room, unless the worker is empty and still refuses
+        self._set_present(entry, False)
+        if rejected.retry_after_s is None or not self.working:
+            failed = Failed(request_id, rejected.code, rejected.reason, rejected.retry_after_s)
+            self._end(failed)
+
+    def _end(self, event: Finished | Failed) -> None:
+        entry = self._remove(event.request_id)
+        if entry is None:
+            return
+        if not entry.verdict.done():
+            entry.verdict.set_result(_verdict_of(event))
+        entry.sink(_mended(entry, event))
+
+    def _remove(self, request_id: str) -> Entry | None:
+        entry = self._entries.pop(request_id, None)
+        if entry is not None and not entry.present:
+            self._waiting -= 1
+        if not self._entries:
+            self._emptied.set()
+        return entry
+
+    def _set_present(self, entry: Entry, present: bool) -> None:
+        if entry.present != present:
+            self._waiting += -1 if present else 1
+            entry.present = present
+
+
+def _take_delta(entry: Entry, delta: Delta) -> None:
+    emitted = entry.emitted[delta.choice]
+    if not emitted and not entry.first_token_s:
+        entry.first_token_s = time.monotonic() - entry.assignment.arrived_at
+    emitted += delta.token_ids
+    if delta.finish_reason is not None:
+        entry.finished[delta.choice] = delta.finish_reason
+    entry.sink(delta)
+
+
+def _verdict_of(event: Finished | Failed) -> Admitted | Rejected:
+    if isinstance(event, Failed):
+        return Rejected(event.code, event.message, event.retry_after_s)
+    return Admitted("", 0.0)
+
+
+def _synthesised(entry: Entry) -> Finished:
+    """Every choice had ended and only the last word was lost."""
+    started = entry.started
+    usage = Usage(
+        prompt_tokens=len(entry.assignment.prompt_ids),
+        completion_tokens=sum(len(ids) for ids in entry.emitted),
+        cached_tokens=started.cached_tokens if started else 0,
+    )
+    total_s = time.monotonic() - entry.assignment.arrived_at
+    choices = tuple(reason for _, reason in sorted(entry.finished.items()))
+    timings = Timings(first_token_s=entry.first_token_s, total_s=total_s)
+    return Finished(entry.assignment.request_id, choices, usage, timings)
+
+
+def _mended(entry: Entry, event: Finished | Failed) -> Event:
+    """A worker that took over counts from its own start: tell what the client saw."""
+    if isinstance(event, Failed) or not entry.crashes or entry.started is None:
+        return event
+    decode_s = event.timings.total_s - entry.first_token_s
+    return replace(
+        event,
+        usage=replace(event.usage, cached_tokens=entry.started.cached_tokens),
+        timings=replace(event.timings, first_token_s=entry.first_token_s, decode_s=decode_s),
+    )

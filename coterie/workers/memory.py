@@ -1,0 +1,62 @@
+"""How many bytes and cores an engine may take on this machine. Reads the system, changes nothing.
+
+Containers count: a cgroup's limit is the machine's limit for the process inside it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+MAX_AUTO_KV_BYTES = 2 * 10**9
+AUTO_KV_SHARE = 0.25
+AUTO_KV_SHARE_GPU = 0.8
+
+
+def cores() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without pushing anything out."""
+    free = _meminfo_available() or _physical() // 2
+    limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
+    if limit is not None and used is not None:
+        free = min(free, max(0, limit - used))
+    return free
+
+
+def auto_kv_bytes(device: str) -> int:
+    """The KV budget when none was set: a share of what is free now."""
+    if device.startswith("cuda"):
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * AUTO_KV_SHARE_GPU)
+    return min(MAX_AUTO_KV_BYTES, int(available_bytes() * AUTO_KV_SHARE))
+
+
+def _meminfo_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _physical() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _number(path: str) -> int | None:
+    try:
+        text = Path(path).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,215 @@
+"""A replica in its own process, supervised: started, watched, restarted, its requests continued.
+
+A worker that dies is a pause, not an error: the ledger knows what every client has, and the next
+worker goes on behind it. Imports no torch; what happens inside the process is `child.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from coterie.core.errors import CoterieError, Unavailable
+from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
+from coterie.obs.trace import log
+from coterie.workers.base import Command, ReplicaInfo, Report, Sink, WorkerSpec
+from coterie.workers.ledger import Ledger
+from coterie.workers.spawn import Child, remove_directory, socket_directory
+
+# after this many starts in a row that failed, waiting requests are told
+MAX_FAILED_STARTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """How patient the supervisor is."""
+
+    backoff_s: float = 0.5
+    max_backoff_s: float = 30.0
+    # with work and without a report for this long = hung; 0 = never
+    hang_s: float = 300.0
+
+    def pause_s(self, failures: int) -> float:
+        return float(min(self.max_backoff_s, self.backoff_s * 2 ** min(failures - 1, 30)))
+
+
+class ProcessReplica:
+    def __init__(self, spec: WorkerSpec, restart: Restart | None = None) -> None:
+        self.name = spec.name
+        self._spec = spec
+        self._restart = restart or Restart()
+        self._ledger = Ledger()
+        self._child: Child | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._directory: Path | None = None
+        self._lanes: dict[str, LaneState] = {}
+        self._stats: dict[str, float] = {}
+        self._starts = 0
+        self._load_s = 1.0
+        self._next_start_at = 0.0
+        self._reported_at = 0.0
+        self._draining = False
+
+    @property
+    def pid(self) -> int | None:
+        """The running worker's process id."""
+        return self._child.pid if self._child is not None else None
+
+    async def start(self) -> ReplicaInfo:
+        self._directory = socket_directory()
+        try:
+            child, info = await self._spawn()
+        except BaseException:
+            self._remove_directory()
+            raise
+        self._supervisor = asyncio.create_task(self._supervise(child), name=f"worker-{self.name}")
+        return info
+
+    async def submit(self, assignment: Assignment, sink: Sink) -> Admitted | Rejected:
+        if not self.healthy():
+            reason = f"replica {self.name} takes no requests now"
+            return Rejected("unavailable", reason, self.retry_after_s())
+        self._mark_busy()
+        verdict = self._ledger.open(assignment, sink)
+        if not self._send(Command("submit", assignment.request_id, assignment)):
+            self._ledger.postpone(assignment.request_id)
+        try:
+            return await verdict
+        except asyncio.CancelledError:
+            await self.abort(assignment.request_id)
+            raise
+
+    async def abort(self, request_id: str) -> None:
+        if self._ledger.drop(request_id):
+            self._send(Command("abort", request_id))
+        self._hand_over()
+
+    def lane_states(self) -> dict[str, LaneState]:
+        return self._lanes
+
+    def in_flight(self) -> int:
+        return len(self._ledger)
+
+    def stats(self) -> dict[str, float]:
+        return {**self._stats, "restarts": float(max(0, self._starts - 1))}
+
+    def healthy(self) -> bool:
+        return self._child is not None and not self._draining and not self._ledger.quarantined
+
+    def retry_after_s(self) -> float:
+        return max(1.0, self._next_start_at - time.monotonic() + self._load_s)
+
+    async def drain(self, timeout_s: float) -> None:
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._ledger.emptied(), timeout_s)
+        except TimeoutError:
+            log("drain_timed_out", level="warning", replica=self.name, pending=len(self._ledger))
+
+    async def close(self) -> None:
+        self._draining = True
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await supervisor
+        child, self._child = self._child, None
+        if child is not None:
+            await child.stop()
+        self._ledger.fail_all("unavailable", "the server was shut down")
+        self._remove_directory()
+
+    async def _supervise(self, child: Child) -> None:
+        """Until close(): wait for the worker's end, pause, start the next one."""
+        failures = 0
+        while True:
+            born_at = time.monotonic()
+            code = await self._watch(child)
+            self._child = None
+            lived_s = time.monotonic() - born_at
+            failures = 1 if lived_s > self._restart.max_backoff_s else failures + 1
+            log(
+                "worker_died", level="error", replica=self.name, exit_code=code,
+                pending=len(self._ledger), attempt=failures,
+            )  # fmt: skip
+            self._ledger.crashed()
+            child, failures = await self._start_again(failures)
+
+    async def _start_again(self, failures: int) -> tuple[Child, int]:
+        while True:
+            pause_s = self._restart.pause_s(failures)
+            self._next_start_at = time.monotonic() + pause_s
+            await asyncio.sleep(pause_s)
+            try:
+                child, _ = await self._spawn()
+            except CoterieError as error:
+                failures += 1
+                log("worker_failed_to_start", level="error", error=error, replica=self.name,
+                    attempt=failures)  # fmt: skip
+                if failures > MAX_FAILED_STARTS:
+                    self._ledger.fail_all("unavailable", error.message, self.retry_after_s())
+                continue
+            log("worker_restarted", replica=self.name, pid=child.pid, pending=len(self._ledger))
+            self._hand_over()
+            return child, failures
+
+    async def _spawn(self) -> tuple[Child, ReplicaInfo]:
+        if self._directory is None:
+            raise Unavailable(f"replica {self.name} was closed")
+        begun_at = time.monotonic()
+        self._starts += 1
+        # pid-less and short: an address has little room
+        path = self._directory / f"{self._starts}.sock"
+        self._child, info = await Child.spawn(self._spec, path, self._take)
+        self._reported_at = time.monotonic()
+        self._load_s = self._reported_at - begun_at
+        return self._child, info
+
+    async def _watch(self, child: Child) -> int:
+        """The exit status; kills a worker that has work and stays silent."""
+        exited = asyncio.ensure_future(child.exited())
+        hang_s = self._restart.hang_s
+        try:
+            while True:
+                await asyncio.wait({exited}, timeout=hang_s / 4 or None)
+                if exited.done():
+                    return exited.result()
+                silent_s = time.monotonic() - self._reported_at
+                if self._ledger.working and silent_s > hang_s:
+                    log("worker_hung", level="error", replica=self.name, wait_s=silent_s)
+                    await child.kill()
+        finally:
+            exited.cancel()
+
+    def _take(self, report: Report) -> None:
+        self._reported_at = time.monotonic()
+        self._lanes = {state.lane: state for state in report.lanes}
+        self._stats = report.stats
+        self._ledger.take(report)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give the worker what waits, as far as the ledger lets it run now."""
+        if not self._ledger.waiting or self._child is None:
+            return
+        self._mark_busy()
+        for assignment in self._ledger.resume():
+            if not self._send(Command("submit", assignment.request_id, assignment)):
+                self._ledger.postpone(assignment.request_id)
+                return
+
+    def _mark_busy(self) -> None:
+        """Silence counts from the moment there is something to say."""
+        if not self._ledger.working:
+            self._reported_at = time.monotonic()
+
+    def _send(self, command: Command) -> bool:
+        return self._child is not None and self._child.send(command)
+
+    def _remove_directory(self) -> None:
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            remove_directory(directory)

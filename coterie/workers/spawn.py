@@ -1,0 +1,200 @@
+"""The gateway's end of one worker process: its socket, its lifeline, its exit. No torch here.
+
+One incarnation only: a restart makes a new `Child` with a new socket, so nothing a dead process
+left behind can be mistaken for its successor's word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+import coterie
+from coterie.core.errors import Unavailable, from_code
+from coterie.weights.home import state_dir
+from coterie.workers import wire
+from coterie.workers.base import Command, ReplicaInfo, Report, WorkerSpec
+
+# sockaddr_un holds 107 characters; the socket's own name takes up to 16
+MAX_DIRECTORY = 90
+EXIT_S = 3.0
+
+
+class Link:
+    """A PAIR socket on the event loop. ZeroMQ's descriptor is edge-triggered: read until dry, and
+    look again after every send, which may have swallowed the edge."""
+
+    def __init__(self, address: str, on_message: Callable[[bytes], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # commands are as many as admission lets through
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.bind(address)
+        self._descriptor: int = self._socket.getsockopt(zmq.FD)
+        self._loop.add_reader(self._descriptor, self.read)
+
+    def send(self, command: Command) -> bool:
+        """False when there is no worker at the other end (any more)."""
+        if self._socket.closed:
+            return False
+        try:
+            self._socket.send(wire.encode(command), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._loop.call_soon(self.read)
+        return True
+
+    def read(self) -> None:
+        while not self._socket.closed:
+            try:
+                message = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_message(message)
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._loop.remove_reader(self._descriptor)
+            self._socket.close()
+
+
+class Child:
+    """One worker process from spawn to exit."""
+
+    def __init__(self, process: asyncio.subprocess.Process, link: Link) -> None:
+        self._process = process
+        self._link = link
+        self.pid = process.pid
+        self.send = link.send
+
+    @classmethod
+    async def spawn(
+        cls, spec: WorkerSpec, path: Path, on_report: Callable[[Report], None]
+    ) -> tuple[Child, ReplicaInfo]:
+        """Start a process and wait until it has loaded; raises what kept it from loading."""
+        loaded: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
+
+        def on_message(message: bytes) -> None:
+            if loaded.done():
+                on_report(wire.decode_report(message))
+            else:
+                loaded.set_result(wire.decode_loaded(message))
+
+        address = f"ipc://{path}"
+        link = Link(address, on_message)
+        child = None
+        try:
+            process = await _launch(address, spec)
+            child = cls(process, link)
+            info = await child._until_loaded(loaded, spec)
+        except BaseException:
+            if child is not None:
+                await child.kill()
+            link.close()
+            raise
+        return child, info
+
+    async def _until_loaded(
+        self, loaded: asyncio.Future[wire.Loaded], spec: WorkerSpec
+    ) -> ReplicaInfo:
+        exited = asyncio.ensure_future(self._process.wait())
+        either: set[asyncio.Future[Any]] = {loaded, exited}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not loaded.done():
+            # the last words of a process that has exited may still be on their way
+            await asyncio.wait({loaded}, timeout=0.2)
+        exited.cancel()
+        if not loaded.done():
+            raise Unavailable(
+                f"worker {spec.name} died while loading {spec.model} "
+                f"(exit status {self._process.returncode}); its own words are on standard error"
+            )
+        word = loaded.result()
+        if word.info is None:
+            raise from_code(word.code, word.message)
+        return word.info
+
+    async def exited(self) -> int:
+        """Wait for the end, whatever its reason; the socket is closed behind the last message."""
+        code = await self._process.wait()
+        self._link.read()
+        self._release()
+        return code
+
+    async def stop(self) -> None:
+        """Ask, wait a little, then make sure."""
+        self._link.send(Command("stop"))
+        try:
+            await asyncio.wait_for(self._process.wait(), EXIT_S)
+        except TimeoutError:
+            await self.kill()
+        self._release()
+
+    async def kill(self) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        await self._process.wait()
+        self._release()
+
+    def _release(self) -> None:
+        self._link.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+async def _launch(address: str, spec: WorkerSpec) -> asyncio.subprocess.Process:
+    environment = dict(os.environ)
+    # the same coterie as ours, also from a bare checkout started elsewhere
+    root = str(Path(coterie.__file__).resolve().parent.parent)
+    inherited = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{root}{os.pathsep}{inherited}" if inherited else root
+    if spec.threads:
+        environment["OMP_NUM_THREADS"] = str(spec.threads)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "coterie.workers.child", address,
+        stdin=asyncio.subprocess.PIPE,
+        # standard output belongs to the gateway's own answers
+        stdout=2,
+        env=environment,
+        # a Ctrl-C in the terminal is for the gateway
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    payload = wire.encode(spec)
+    process.stdin.write(wire.LENGTH.pack(len(payload)) + payload)
+    return process
+
+
+def socket_directory() -> Path:
+    """A folder only this user can enter, short enough for a socket's address."""
+    wanted = state_dir() / "run"
+    if len(str(wanted)) + 16 <= MAX_DIRECTORY:
+        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _sweep(wanted)
+        return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=wanted))
+    return Path(tempfile.mkdtemp(prefix="coterie-"))
+
+
+def remove_directory(directory: Path) -> None:
+    for path in directory.iterdir():
+        path.unlink(missing_ok=True)
+    directory.rmdir()
+
+
+def _sweep(parent: Path) -> None:
+    """Folders of gateways that were killed have nobody else to remove them."""
+    for directory in parent.iterdir():
+        owner = directory.name.partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
+            remove_directory(directory)
