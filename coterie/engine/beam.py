@@ -1,0 +1,139 @@
+"""Beam search over one request: which beams live on, and which hypotheses are the best so far.
+
+Equal to transformers' with `early_stopping=False`. Beams are ordinary sequences that fork, with
+copy-on-write, whenever a beam has more than one heir; their order is decided when all have
+reported. Nothing is emitted before the end, and a search starts again after a crash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from coterie.engine.scheduler import Scheduler
+from coterie.engine.sequence import Sequence, Status
+from coterie.engine.step import BeamScores
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    score: float
+    output: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Heir:
+    score: float
+    parent: Sequence
+    token: int
+
+
+def num_continuations(num_beams: int, num_stop_ids: int) -> int:
+    """So many of each beam's best tokens that enough are left when stop tokens are among them."""
+    return max(2, 1 + num_stop_ids) * num_beams
+
+
+class BeamSearch:
+    def __init__(
+        self, first: Sequence, num_beams: int, length_penalty: float, stop_ids: frozenset[int]
+    ) -> None:
+        self.num_beams = num_beams
+        self._length_penalty = length_penalty
+        self._stop_ids = stop_ids
+        self._kept = num_continuations(num_beams, len(stop_ids))
+        # live beams with their summed log probabilities, best first
+        self._live: list[tuple[float, Sequence]] = [(0.0, first)]
+        self._reports: dict[int, BeamScores] = {}
+        self._num_made = 1
+        # at most num_beams, best first
+        self.done: list[Hypothesis] = []
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [sequence for _, sequence in self._live]
+
+    def best(self, choice: int) -> tuple[int, ...]:
+        """The choice's output as far as the search has come; empty when there is none."""
+        live = [tuple(s.tokens[s.num_prompt :]) for s in self.sequences]
+        outputs = [one.output for one in self.done] + live
+        return outputs[choice] if choice < len(outputs) else ()
+
+    def report(self, sequence: Sequence, scores: BeamScores) -> bool:
+        """One beam's continuations. True when all beams have theirs."""
+        self._reports[id(sequence)] = scores
+        return len(self._reports) == len(self._live)
+
+    def advance(self, scheduler: Scheduler) -> bool:
+        """Choose the next beams and give them their sequences. False when the search is over."""
+        best = self._best_continuations()
+        length = self._live[0][1].num_output + 1
+        full = self._live[0][1].num_prompt + length >= self._live[0][1].max_total
+        ended = [full or heir.token in self._stop_ids for heir in best]
+        for heir, over in zip(best[: self.num_beams], ended, strict=False):
+            if over:
+                self._add_done(heir, length)
+        heirs = [heir for heir, over in zip(best, ended, strict=True) if not over]
+        self._reports.clear()
+        if not heirs or not self._can_improve(heirs[0].score, length):
+            return False
+        self._pass_on(heirs[: self.num_beams], scheduler)
+        return True
+
+    def _best_continuations(self) -> list[Heir]:
+        heirs = [
+            Heir(score + logprob, sequence, token)
+            for score, sequence in self._live
+            for token, logprob in zip(*self._reports[id(sequence)], strict=True)
+        ]
+        return sorted(heirs, key=lambda heir: -heir.score)[: self._kept]
+
+    def _add_done(self, heir: Heir, length: int) -> None:
+        output = (*heir.parent.tokens[heir.parent.num_prompt :], heir.token)
+        self.done.append(Hypothesis(heir.score / length**self._length_penalty, output))
+        self.done = sorted(self.done, key=lambda one: -one.score)[: self.num_beams]
+
+    def _can_improve(self, best_score: float, length: int) -> bool:
+        if len(self.done) < self.num_beams:
+            return True
+        possible: float = best_score / length**self._length_penalty
+        return possible > self.done[-1].score
+
+    def _pass_on(self, heirs: list[Heir], scheduler: Scheduler) -> None:
+        """A parent's first heir takes its place, the others fork; parents without heirs end."""
+        taken: set[int] = set()
+        live: list[tuple[float, Sequence]] = []
+        for heir in heirs:
+            sequence = heir.parent
+            if id(sequence) in taken:
+                sequence = self._fork(sequence, scheduler)
+            taken.add(id(heir.parent))
+            live.append((heir.score, sequence))
+        # only now: a fork copies its parent as it was
+        for heir, (_, sequence) in zip(heirs, live, strict=True):
+            sequence.tokens.append(heir.token)
+            if sequence.draw.penalties is not None:
+                sequence.draw.penalties.produced(heir.token)
+        for sequence in self.sequences:
+            if id(sequence) not in taken:
+                scheduler.end(sequence)
+        self._live = live
+
+    def _fork(self, parent: Sequence, scheduler: Scheduler) -> Sequence:
+        penalties = parent.draw.penalties
+        child = replace(
+            parent,
+            tokens=list(parent.tokens),
+            rank=(*parent.rank[:3], self._num_made),
+            draw=replace(parent.draw, penalties=penalties and penalties.fork()),
+            followers=[],
+            blocks=[],
+            chain=list(parent.chain),
+            num_computed=0,
+            num_preemptions=0,
+            row=None,
+        )
+        self._num_made += 1
+        if parent.status is Status.RUNNING:
+            scheduler.fork(parent, child)
+        else:
+            scheduler.add(child)
+        return child

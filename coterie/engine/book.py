@@ -1,0 +1,192 @@
+"""Every accepted request until its end: what a drawn token, a deadline or a failure means for it.
+
+Appends to the caller's list of events; each request leaves with exactly one Finished or Failed,
+and its sequences with it. Knows no tensors and no lanes but by their schedulers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from heapq import heappop, heappush
+
+from coterie.core.events import Delta, Event, Failed
+from coterie.engine.active import ActiveRequest
+from coterie.engine.beam import BeamSearch
+from coterie.engine.scheduler import Scheduler
+from coterie.engine.sequence import Sequence, Status
+from coterie.engine.step import BeamScores, StepPlan, StepResult, TokenScore
+
+log = logging.getLogger(__name__)
+
+
+class RequestBook:
+    def __init__(
+        self, schedulers: Mapping[str, Scheduler], replica: str, clock: Callable[[], float]
+    ) -> None:
+        self._schedulers, self._replica, self._now = schedulers, replica, clock
+        self._requests: dict[str, ActiveRequest] = {}
+        self._searches: dict[str, BeamSearch] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        # requests that ended, by lane
+        self.num_ended: Counter[str] = Counter()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def open(self, request: ActiveRequest, events: list[Event]) -> None:
+        """Queue the request's sequences; one that is complete already ends at once."""
+        assignment = request.assignment
+        for choice, reason in request.reasons.items():
+            if choice not in assignment.finished:
+                events.append(Delta(assignment.request_id, choice, "", (), finish_reason=reason))
+        if request.is_over:
+            events.append(request.finished(self._now()))
+            return
+        self._requests[assignment.request_id] = request
+        num_beams = assignment.sampling.num_beams or 1
+        if num_beams > 1:
+            penalty = assignment.sampling.length_penalty
+            self._searches[assignment.request_id] = BeamSearch(
+                request.sequences[0],
+                num_beams,
+                1.0 if penalty is None else penalty,
+                request.stop_ids,
+            )
+        if assignment.deadline is not None:
+            heappush(self._deadlines, (assignment.deadline, assignment.request_id))
+        for sequence in request.sequences:
+            if sequence.status is Status.WAITING:
+                self._schedulers[assignment.lane].add(sequence)
+
+    def abort(self, request_id: str, events: list[Event]) -> None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._cut(request, "abort", events)
+
+    def expire(self, events: list[Event]) -> None:
+        """End every request whose deadline has passed, with the text it has."""
+        while self._deadlines and self._deadlines[0][0] <= self._now():
+            deadline, request_id = heappop(self._deadlines)
+            request = self._requests.get(request_id)
+            # the id may belong to a later request by now
+            if request is not None and request.assignment.deadline == deadline:
+                self._cut(request, "timeout", events)
+
+    def start(self, sequence: Sequence, events: list[Event]) -> None:
+        """`sequence` runs for the first time."""
+        request = self._requests[sequence.request_id]
+        if request.clock.scheduled is not None:
+            return
+        request.clock.scheduled = self._now()
+        request.num_cached = min(sequence.num_cached, sequence.num_prompt)
+        if request.assignment.sampling.prompt_logprobs is None:
+            events.append(request.started(self._replica))
+
+    def commit(self, plan: StepPlan, result: StepResult, events: list[Event]) -> None:
+        """Give every drawn token to its request."""
+        for (row, position), found in result.prompt_scores.items():
+            request = self._requests[plan.rows[row].sequence.request_id]
+            request.prompt_scores[position] = found
+        now = self._now()
+        for index, sequence in enumerate(plan.draws):
+            drawer = self._requests.get(sequence.request_id)
+            # the request may have ended with an earlier draw of this step
+            if drawer is None:
+                continue
+            if drawer.clock.first_token is None:
+                self._first_token(drawer, now, events)
+            drawer.clock.last_token = now
+            try:
+                if sequence.draw.num_continuations:
+                    self._search(drawer, sequence, result.beams[index], events)
+                else:
+                    score = result.scores.get(index) if result.scores else None
+                    self._produce(drawer, sequence, result.tokens[index], score, events)
+            except Exception as error:
+                log.exception("request %s failed", sequence.request_id)
+                self._fail(drawer, error, events)
+
+    def _first_token(self, request: ActiveRequest, now: float, events: list[Event]) -> None:
+        request.clock.first_token = now
+        if request.assignment.sampling.prompt_logprobs is not None:
+            events.append(request.started(self._replica))
+
+    def _produce(
+        self,
+        request: ActiveRequest,
+        sequence: Sequence,
+        token: int,
+        score: TokenScore | None,
+        events: list[Event],
+    ) -> None:
+        sequence.tokens.append(token)
+        if sequence.draw.penalties is not None:
+            sequence.draw.penalties.produced(token)
+        delta = request.produce(sequence.choice, token, sequence.num_output, score)
+        events.append(delta)
+        if delta.finish_reason is not None:
+            self._end(request, sequence, session=request.session)
+            if request.is_over:
+                self._finish(request, events)
+
+    def _search(
+        self, request: ActiveRequest, beam: Sequence, scores: BeamScores, events: list[Event]
+    ) -> None:
+        search = self._searches[request.request_id]
+        if not search.report(beam, scores):
+            return
+        alive = search.advance(self._schedulers[request.assignment.lane])
+        request.sequences = search.sequences
+        if alive:
+            return
+        for choice in range(request.num_choices):
+            events += request.produce_all(choice, search.done[choice].output)
+        for sequence in list(request.sequences):
+            self._end(request, sequence, session=request.session)
+        self._finish(request, events)
+
+    def _cut(self, request: ActiveRequest, reason: str, events: list[Event]) -> None:
+        """End a request from outside: everything is freed, held text is sent."""
+        search = self._searches.get(request.request_id)
+        for choice in range(request.num_choices):
+            if choice in request.reasons:
+                continue
+            if search is not None and reason == "timeout":
+                events += request.produce_all(choice, search.best(choice))
+            if choice not in request.reasons:
+                events.append(request.cut(choice, reason))
+        for sequence in list(request.sequences):
+            self._end(request, sequence)
+        self._finish(request, events)
+
+    def fail(self, plan: StepPlan, error: Exception, events: list[Event]) -> None:
+        """The step broke: nobody in it can go on."""
+        for row in plan.rows:
+            request = self._requests.get(row.sequence.request_id)
+            if request is not None:
+                self._fail(request, error, events)
+
+    def _fail(self, request: ActiveRequest, error: Exception, events: list[Event]) -> None:
+        for sequence in list(request.sequences):
+            self._end(request, sequence)
+        self._forget(request)
+        reason = f"the engine failed on this request: {type(error).__name__}: {error}"
+        events.append(Failed(request.request_id, "internal_error", reason))
+
+    def _end(
+        self, request: ActiveRequest, sequence: Sequence, session: Hashable | None = None
+    ) -> None:
+        self._schedulers[request.assignment.lane].end(sequence, session)
+        request.num_preemptions += sequence.num_preemptions
+        request.sequences.remove(sequence)
+
+    def _finish(self, request: ActiveRequest, events: list[Event]) -> None:
+        events.append(request.finished(self._now()))
+        self._forget(request)
+
+    def _forget(self, request: ActiveRequest) -> None:
+        del self._requests[request.request_id]
+        self._searches.pop(request.request_id, None)
+        self.num_ended[request.assignment.lane] += 1

@@ -1,0 +1,164 @@
+"""How one choice draws its tokens: parameters resolved once, noise, and the counts of penalties.
+
+Everything here depends on the request alone, so a token never depends on batch, preemption or
+process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from coterie.core.plan import Assignment
+    from coterie.core.request import Sampling
+
+# Below this a temperature only overflows: the most likely token is taken instead.
+MIN_TEMPERATURE = 1e-5
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """The noise of token `position` of a choice: one uniform number in [0, 1)."""
+    words = (seed % 2**64, choice % 2**64, position)
+    data = b"".join(word.to_bytes(8, "little") for word in words)
+    digest = blake2b(data, digest_size=8, person=b"coterie-noise").digest()
+    # 52 bits: scaled by any total the product stays below that total
+    return (int.from_bytes(digest, "little") >> 12) * 2.0**-52
+
+
+class Penalties:
+    """Which tokens were seen and how often they were produced, kept as growing arrays."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> None:
+        self.repetition = sampling.repetition_penalty or 1.0
+        self.presence = sampling.presence_penalty or 0.0
+        self.frequency = sampling.frequency_penalty or 0.0
+        self._place: dict[int, int] = {}
+        self._ids: NDArray[np.int64] = np.zeros(64, dtype=np.int64)
+        self._counts: NDArray[np.float32] = np.zeros(64, dtype=np.float32)
+        for token in prompt:
+            self._add(token, 0)
+        for token in output:
+            self._add(token, 1)
+
+    def produced(self, token: int) -> None:
+        self._add(token, 1)
+
+    def fork(self) -> Penalties:
+        twin = object.__new__(Penalties)
+        twin.repetition, twin.presence = self.repetition, self.presence
+        twin.frequency, twin._place = self.frequency, dict(self._place)
+        twin._ids, twin._counts = self._ids.copy(), self._counts.copy()
+        return twin
+
+    def apply(self, logits: NDArray[np.float32]) -> None:
+        """In place on one row [V]: repetition over prompt and output, the others over output."""
+        seen = len(self._place)
+        ids, counts = self._ids[:seen], self._counts[:seen]
+        values = logits[ids]
+        if self.repetition != 1.0:
+            scale = np.float32(self.repetition)
+            values = np.where(values < 0, values * scale, values / scale)
+        if self.presence or self.frequency:
+            values = values - (self.frequency * counts + self.presence * (counts > 0))
+        logits[ids] = values
+
+    def _add(self, token: int, times: int) -> None:
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[place] = token
+        self._counts[place] += times
+
+
+@dataclass(slots=True)
+class Draw:
+    """Resolved `Sampling` of one choice. Neutral values switch a filter off."""
+
+    seed: int
+    choice: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    bias_ids: NDArray[np.int64] | None = None
+    bias: NDArray[np.float32] | None = None
+    penalties: Penalties | None = None
+    # ids that may not come before the output has `min_output` tokens
+    banned: tuple[int, ...] = ()
+    min_output: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    # continuations wanted by a beam search; 0 = draw a token
+    num_continuations: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def is_plain(self) -> bool:
+        """The argmax of the raw logits is the answer, and nothing else is asked."""
+        return (
+            self.temperature < MIN_TEMPERATURE
+            and self.penalties is None
+            and self.bias is None
+            and self.logprobs is None
+            and not self.min_output
+            and not self.num_continuations
+        )
+
+    @property
+    def has_filters(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1
+
+    def edits(self, num_output: int) -> bool:
+        """The logits have to be changed before they are used."""
+        banning = num_output < self.min_output and bool(self.banned)
+        return banning or self.bias is not None or self.penalties is not None
+
+    def edit(self, logits: NDArray[np.float32], num_output: int) -> None:
+        """In place on one row [V]: bias, then the ban on early ends, then penalties."""
+        if self.bias is not None:
+            logits[self.bias_ids] += self.bias
+        if num_output < self.min_output and self.banned:
+            logits[list(self.banned)] = -np.inf
+        if self.penalties is not None:
+            self.penalties.apply(logits)
+
+
+def make_draw(
+    assignment: Assignment, choice: int, output: Sequence[int], stop_ids: Sequence[int]
+) -> Draw:
+    """`output` is what the choice has produced before a takeover."""
+    sampling = assignment.sampling
+    penalised = (
+        (sampling.repetition_penalty or 1.0) != 1.0
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+    )
+    draw = Draw(
+        seed=sampling.seed or 0,
+        choice=choice,
+        temperature=1.0 if sampling.temperature is None else sampling.temperature,
+        top_k=max(sampling.top_k or 0, 0),
+        top_p=1.0 if sampling.top_p is None else sampling.top_p,
+        min_p=sampling.min_p or 0.0,
+        typical_p=1.0 if sampling.typical_p is None else sampling.typical_p,
+        penalties=Penalties(sampling, assignment.prompt_ids, output) if penalised else None,
+        banned=tuple(stop_ids),
+        min_output=assignment.limits.min_tokens,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+    )
+    if sampling.logit_bias:
+        draw.bias_ids = np.array([token for token, _ in sampling.logit_bias], dtype=np.int64)
+        draw.bias = np.array([amount for _, amount in sampling.logit_bias], dtype=np.float32)
+    return draw

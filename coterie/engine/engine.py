@@ -1,0 +1,211 @@
+"""The engine of one replica: lanes over one model, one step at a time. Schedule, run, commit.
+
+Not thread-safe: one thread calls it. Every accepted request ends in exactly one Finished or
+Failed, whatever the model or a request does. Knows nothing of routing, sockets or dialects.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from coterie.core.events import Event
+from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
+from coterie.engine.book import RequestBook
+from coterie.engine.detokenize import Pieces
+from coterie.engine.intake import open_request, refuse
+from coterie.engine.lane import LaneConfig
+from coterie.engine.pace import Pace
+from coterie.engine.runner import Runner
+from coterie.engine.scheduler import Scheduler
+from coterie.engine.step import StepPlan, StepResult
+from coterie.engine.turns import DeficitRoundRobin
+
+if TYPE_CHECKING:
+    from coterie.models.base import CausalLM
+    from coterie.models.tokenizer import Tokenizer
+
+__all__ = ["Engine", "LaneConfig"]
+
+log = logging.getLogger(__name__)
+
+COUNTERS = (
+    "steps",
+    "prefill_tokens",
+    "generated_tokens",
+    "schedule_s",
+    "run_s",
+    "sample_s",
+    "commit_s",
+)
+
+
+@dataclass(slots=True)
+class Lane:
+    config: LaneConfig
+    scheduler: Scheduler
+    runner: Runner
+    pace: Pace = field(default_factory=Pace)
+
+    @property
+    def weight(self) -> float:
+        return self.config.weight
+
+    def num_pending_tokens(self) -> int:
+        scheduler = self.scheduler
+        return sum(s.num_pending for s in (*scheduler.waiting, *scheduler.running))
+
+    def first_token_s(self) -> float:
+        scheduler = self.scheduler
+        busy = len(scheduler.waiting) + len(scheduler.running)
+        ahead = max(busy + 1 - self.config.max_sequences, 0)
+        return self.pace.first_token_s(self.num_pending_tokens(), ahead)
+
+
+class Engine:
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer,
+        lanes: Seq[LaneConfig],
+        *,
+        replica: str = "r0",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._replica = replica
+        self._vocab = model.spec.vocab
+        self._eos_ids = frozenset((*tokenizer.eos_ids, *model.spec.eos_ids))
+        self._pieces = Pieces(tokenizer)
+        self._lanes = []
+        for config in lanes:
+            scheduler = Scheduler(config)
+            runner = Runner(model, config, scheduler.space.tables)
+            self._lanes.append(Lane(config, scheduler, runner))
+        self._lane_named = {lane.config.name: lane for lane in self._lanes}
+        self._turns = DeficitRoundRobin(self._lanes, lambda lane: lane.scheduler.has_work)
+        schedulers = {lane.config.name: lane.scheduler for lane in self._lanes}
+        self._book = RequestBook(schedulers, replica, clock)
+        self._outbox: list[Event] = []
+        self._num_added = 0
+        self._counts = dict.fromkeys(COUNTERS, 0.0)
+
+    def add(self, assignment: Assignment) -> Admitted | Rejected:
+        """Take a request into its lane's queue, or say why not. Never raises for bad input."""
+        lane = self._lane_named.get(assignment.lane)
+        if lane is None:
+            return Rejected("not_found", f"no lane {assignment.lane!r} here", None)
+        if assignment.request_id in self._book:
+            return Rejected("invalid_request", "a request with this id is running", None)
+        rejected = refuse(assignment, lane.config, self._vocab)
+        if rejected is not None:
+            return rejected
+        if lane.scheduler.is_full:
+            wait_s = lane.pace.retry_after_s(lane.config.max_queue, lane.num_pending_tokens())
+            reason = f"{len(lane.scheduler.waiting)} sequences wait already"
+            return Rejected("overloaded", reason, wait_s)
+        expected_s = lane.first_token_s()
+        self._num_added += 1
+        request = open_request(
+            assignment, lane.config, self._pieces, self._eos_ids, self._num_added
+        )
+        self._book.open(request, self._outbox)
+        return Admitted(self._replica, expected_s)
+
+    def abort(self, request_id: str) -> None:
+        """Free the request's blocks at once; its Finished comes with the next step."""
+        self._book.abort(request_id, self._outbox)
+
+    def has_work(self) -> bool:
+        return bool(self._outbox) or any(lane.scheduler.has_work for lane in self._lanes)
+
+    def step(self) -> list[Event]:
+        """Schedule, run, commit. Returns what happened since the last call."""
+        started = time.perf_counter()
+        events, self._outbox = self._outbox, []
+        self._book.expire(events)
+        index, plan = self._schedule(events)
+        if plan is None:
+            return events
+        lane = self._lanes[index]
+        scheduled = time.perf_counter()
+        try:
+            result = lane.runner.run(plan)
+        except Exception as error:
+            log.exception("step %d failed", plan.step)
+            self._book.fail(plan, error, events)
+            return events
+        ran = time.perf_counter()
+        lane.scheduler.commit(plan)
+        self._book.commit(plan, result, events)
+        self._account(index, plan, result, (started, scheduled, ran))
+        return events
+
+    def lane_states(self) -> tuple[LaneState, ...]:
+        return tuple(
+            LaneState(
+                lane=lane.config.name,
+                queued=len(lane.scheduler.waiting),
+                running=len(lane.scheduler.running),
+                max_queue=lane.config.max_queue,
+                free_tokens=lane.scheduler.space.cache.num_available * lane.config.block_size,
+                total_tokens=lane.config.num_blocks * lane.config.block_size,
+                resident_adapters=(),
+                prefix_digests=lane.scheduler.space.cache.session_ends,
+                predicted_first_token_s=lane.first_token_s(),
+                preempting=any(s.num_preemptions for s in lane.scheduler.waiting),
+            )
+            for lane in self._lanes
+        )
+
+    def stats(self) -> dict[str, float]:
+        """Totals since start, and how many blocks and sequences are in use now."""
+        schedulers = [lane.scheduler for lane in self._lanes]
+        total = sum(lane.config.num_blocks for lane in self._lanes)
+        available = sum(scheduler.space.cache.num_available for scheduler in schedulers)
+        return self._counts | {
+            "running": sum(len(scheduler.running) for scheduler in schedulers),
+            "waiting": sum(len(scheduler.waiting) for scheduler in schedulers),
+            "kv_usage": (total - available) / total,
+            "cached_blocks": sum(scheduler.space.cache.num_cached for scheduler in schedulers),
+            "prefix_queries_tokens": sum(s.space.prefix_query_tokens for s in schedulers),
+            "prefix_hits_tokens": sum(s.space.prefix_hit_tokens for s in schedulers),
+            "preemptions": sum(scheduler.num_preemptions for scheduler in schedulers),
+        }
+
+    def check(self) -> None:
+        """Raises AssertionError when the books do not add up."""
+        for lane in self._lanes:
+            lane.scheduler.check()
+
+    def _schedule(self, events: list[Event]) -> tuple[int, StepPlan | None]:
+        for index in self._turns.order():
+            scheduler = self._lanes[index].scheduler
+            plan = scheduler.schedule()
+            for sequence in scheduler.started:
+                self._book.start(sequence, events)
+            scheduler.started.clear()
+            if plan is not None:
+                return index, plan
+        return 0, None
+
+    def _account(
+        self, index: int, plan: StepPlan, result: StepResult, times: tuple[float, float, float]
+    ) -> None:
+        started, scheduled, ran = times
+        now = time.perf_counter()
+        lane, counts = self._lanes[index], self._counts
+        prefilled = sum(row.num_tokens for row in plan.rows if row.phase == "prefill")
+        self._turns.charge(index, plan.num_tokens)
+        ended = self._book.num_ended.pop(lane.config.name, 0)
+        lane.pace.record(now - started, plan.num_tokens, ended)
+        counts["steps"] += 1
+        counts["prefill_tokens"] += prefilled
+        counts["generated_tokens"] += len(plan.draws)
+        counts["schedule_s"] += scheduled - started
+        counts["run_s"] += result.run_s
+        counts["sample_s"] += result.sample_s
+        counts["commit_s"] += now - ran

@@ -1,0 +1,177 @@
+"""From an assignment to an active request, or to the reason why it is refused. Never raises."""
+
+from __future__ import annotations
+
+import math
+
+from coterie.core.plan import Assignment, Rejected
+from coterie.core.request import Sampling
+from coterie.engine.active import ActiveRequest
+from coterie.engine.beam import num_continuations
+from coterie.engine.detokenize import Pieces
+from coterie.engine.draw import make_draw
+from coterie.engine.lane import LaneConfig
+from coterie.engine.prefix import root_digest
+from coterie.engine.sequence import Sequence, Status
+
+MAX_CHOICES = 128
+
+
+def refuse(assignment: Assignment, config: LaneConfig, vocab: int) -> Rejected | None:
+    """Why this lane can never run `assignment`; None when it can."""
+    if not assignment.prompt_ids:
+        return _invalid("the prompt has no tokens")
+    if not all(0 <= token < vocab for token in assignment.prompt_ids):
+        return _invalid(f"a prompt token is outside the vocabulary of {vocab}")
+    if assignment.adapters:
+        return Rejected("unsupported", "this engine runs no adapters", None)
+    problem = _sampling_problem(assignment.sampling, vocab) or _limits_problem(assignment)
+    if problem:
+        return _invalid(problem)
+    room = _context(assignment, config)
+    if len(assignment.prompt_ids) >= room:
+        return Rejected(
+            "context_length_exceeded",
+            f"the prompt has {len(assignment.prompt_ids)} tokens; "
+            f"with room for one more the context holds {room - 1}",
+            None,
+        )
+    return _refuse_beams(assignment, config)
+
+
+def open_request(
+    assignment: Assignment, config: LaneConfig, pieces: Pieces, eos_ids: frozenset[int], order: int
+) -> ActiveRequest:
+    """The request with its sequences, behind whatever the client already has.
+
+    Choices that turn out to be complete are in `reasons`, as are those named finished.
+    """
+    limits = assignment.limits
+    ends = frozenset() if limits.ignore_eos else eos_ids
+    request = ActiveRequest(
+        assignment,
+        pieces,
+        ends | frozenset(limits.stop_token_ids),
+        _max_total(assignment, config),
+        assignment.sampling.n or 1,
+    )
+    if (assignment.sampling.num_beams or 1) > 1:
+        _open_beams(request, config, order)
+        return request
+    leader: Sequence | None = None
+    for choice in range(request.num_choices):
+        text, reason = request.replay(choice)
+        if reason is not None or choice in assignment.finished:
+            request.reasons[choice] = reason or "stop"
+            continue
+        request.texts[choice] = text
+        sequence = _sequence(request, config, choice, order)
+        request.sequences.append(sequence)
+        if sequence.num_output:
+            continue
+        if leader is None:
+            leader = sequence
+        else:
+            # its prompt is the leader's: it draws from the same logits and forks
+            sequence.status = Status.FOLLOWING
+            leader.followers.append(sequence)
+    return request
+
+
+def _open_beams(request: ActiveRequest, config: LaneConfig, order: int) -> None:
+    num_beams = request.assignment.sampling.num_beams or 1
+    for choice in range(request.num_choices):
+        request.texts[choice], _ = request.replay(choice)
+    sequence = _sequence(request, config, 0, order, restart=True)
+    sequence.draw.num_continuations = num_continuations(num_beams, len(request.stop_ids))
+    request.sequences.append(sequence)
+
+
+def _sequence(
+    request: ActiveRequest, config: LaneConfig, choice: int, order: int, restart: bool = False
+) -> Sequence:
+    assignment = request.assignment
+    known = choice < len(assignment.emitted) and not restart
+    emitted = assignment.emitted[choice] if known else ()
+    return Sequence(
+        request_id=assignment.request_id,
+        choice=choice,
+        tokens=[*assignment.prompt_ids, *emitted],
+        num_prompt=len(assignment.prompt_ids),
+        max_total=request.max_total,
+        adapter_key="",
+        root=root_digest(config.name, assignment.adapters, assignment.tenant),
+        rank=(-assignment.limits.priority, assignment.arrived_at, order, choice),
+        draw=make_draw(assignment, choice, emitted, sorted(request.stop_ids)),
+    )
+
+
+def _context(assignment: Assignment, config: LaneConfig) -> int:
+    asked = assignment.limits.context_size
+    return config.capacity_tokens if asked is None else min(asked, config.capacity_tokens)
+
+
+def _max_total(assignment: Assignment, config: LaneConfig) -> int:
+    room, wanted = _context(assignment, config), assignment.limits.max_tokens
+    return room if wanted is None else min(room, len(assignment.prompt_ids) + wanted)
+
+
+def _refuse_beams(assignment: Assignment, config: LaneConfig) -> Rejected | None:
+    """Beams advance together: all of them must fit at their longest."""
+    num_beams = assignment.sampling.num_beams or 1
+    if num_beams == 1:
+        return None
+    if (assignment.sampling.n or 1) > num_beams:
+        return _invalid("n is larger than num_beams")
+    if num_beams > config.max_sequences:
+        return _invalid(f"num_beams is larger than {config.max_sequences}")
+    if assignment.sampling.logprobs is not None or assignment.sampling.prompt_logprobs is not None:
+        return Rejected("unsupported", "logprobs are not available with beam search", None)
+    if num_beams * -(-_max_total(assignment, config) // config.block_size) > config.num_blocks:
+        tokens = config.num_blocks * config.block_size
+        return Rejected(
+            "context_length_exceeded", f"{num_beams} beams do not fit {tokens} KV tokens", None
+        )
+    return None
+
+
+def _sampling_problem(sampling: Sampling, vocab: int) -> str | None:
+    bounds = (
+        ("temperature", sampling.temperature, 0.0, math.inf),
+        ("top_p", sampling.top_p, 0.0, 1.0),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("typical_p", sampling.typical_p, 0.0, 1.0),
+        ("repetition_penalty", sampling.repetition_penalty, 0.0, math.inf),
+        ("presence_penalty", sampling.presence_penalty, -math.inf, math.inf),
+        ("frequency_penalty", sampling.frequency_penalty, -math.inf, math.inf),
+        ("length_penalty", sampling.length_penalty, -math.inf, math.inf),
+        ("n", sampling.n, 1, MAX_CHOICES),
+        ("num_beams", sampling.num_beams, 1, MAX_CHOICES),
+        ("logprobs", sampling.logprobs, 0, vocab),
+        ("prompt_logprobs", sampling.prompt_logprobs, 0, vocab),
+    )
+    for name, value, low, high in bounds:
+        if value is not None and not (math.isfinite(value) and low <= value <= high):
+            return f"{name} must be a number from {low:g} to {high:g}"
+    for name in ("top_p", "typical_p", "repetition_penalty"):
+        if getattr(sampling, name) == 0:
+            return f"{name} must be larger than 0"
+    for token, amount in sampling.logit_bias:
+        if not 0 <= token < vocab or not math.isfinite(amount):
+            return "logit_bias names a token outside the vocabulary, or a value that is no number"
+    return None
+
+
+def _limits_problem(assignment: Assignment) -> str | None:
+    limits = assignment.limits
+    if limits.max_tokens is not None and limits.max_tokens < 1:
+        return "max_tokens must be at least 1"
+    if limits.min_tokens < 0:
+        return "min_tokens must not be negative"
+    if len(assignment.emitted) > (assignment.sampling.n or 1):
+        return "more choices were emitted than asked for"
+    return None
+
+
+def _invalid(reason: str) -> Rejected:
+    return Rejected("invalid_request", reason, None)

@@ -1,0 +1,135 @@
+"""A step plan to tensors, through the model, to drawn tokens. Owns a lane's KV tensors.
+
+Knows nothing of order, text or finishing. Fixed arrays hold the block tables; a step gathers from
+them, whatever mix of prefill chunks and decode rows it has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coterie.engine.blocks import BlockTables
+from coterie.engine.lane import LaneConfig
+from coterie.engine.sampler import sample, score
+from coterie.engine.step import StepPlan, StepResult, TokenScore
+from coterie.kernels.batch import AttentionBatch
+
+if TYPE_CHECKING:
+    from coterie.models.base import CausalLM
+
+
+class Runner:
+    def __init__(self, model: CausalLM, config: LaneConfig, tables: BlockTables) -> None:
+        self._model = model
+        self._tables = tables
+        self._block_size = config.block_size
+        shape = model.kv_shape(config.num_blocks, config.block_size)
+        self._kv = [
+            torch.zeros(shape, dtype=model.kv_dtype, device=model.device)
+            for _ in range(model.spec.num_layers)
+        ]
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Copies, forward, draws. Raises whatever the model raises."""
+        started = time.perf_counter()
+        self._copy(plan)
+        token_ids, batch = self._inputs(plan)
+        wanted, scored = self._wanted_rows(plan, batch)
+        logits = self._model.forward(token_ids, batch, self._kv, wanted)
+        forwarded = time.perf_counter()
+        drawn, prompt_scores = logits, {}
+        if scored:
+            drawn = logits[: len(logits) - len(scored)]
+            prompt_scores = self._score_prompts(plan, logits[len(drawn) :], scored)
+        result = sample(drawn, plan.draws, _places(plan.draw_rows))
+        return StepResult(
+            result.tokens,
+            scores=result.scores,
+            beams=result.beams,
+            prompt_scores=prompt_scores,
+            run_s=forwarded - started,
+            sample_s=time.perf_counter() - forwarded,
+        )
+
+    def _copy(self, plan: StepPlan) -> None:
+        if not plan.copies:
+            return
+        sources, targets = (list(side) for side in zip(*plan.copies, strict=True))
+        for layer in self._kv:
+            layer[:, targets] = layer[:, sources]
+
+    def _inputs(self, plan: StepPlan) -> tuple[Tensor, AttentionBatch]:
+        rows = plan.rows
+        num_rows, size = len(rows), self._block_size
+        table_rows = np.fromiter((row.sequence.row for row in rows), np.int64, num_rows)
+        starts = np.fromiter((row.start for row in rows), np.int64, num_rows)
+        if plan.num_tokens == num_rows:
+            tokens = [row.sequence.tokens[row.start] for row in rows]
+            query_starts = np.arange(num_rows + 1, dtype=np.int32)
+            positions, owners, context_lens = starts, table_rows, starts + 1
+        else:
+            tokens = []
+            for sequence, start, count, _ in rows:
+                tokens += sequence.tokens[start : start + count]
+            counts = np.fromiter((row.num_tokens for row in rows), np.int64, num_rows)
+            query_starts = np.zeros(num_rows + 1, dtype=np.int32)
+            np.cumsum(counts, out=query_starts[1:])
+            positions = np.arange(plan.num_tokens) + np.repeat(starts - query_starts[:-1], counts)
+            owners, context_lens = np.repeat(table_rows, counts), starts + counts
+        width = (int(context_lens.max()) - 1) // size + 1
+        array = self._tables.array
+        slots = array[owners, positions // size] * np.int64(size) + positions % size
+        batch = AttentionBatch(
+            positions=self._tensor(positions),
+            slots=self._tensor(slots),
+            query_starts=self._tensor(query_starts),
+            context_lens=self._tensor(context_lens.astype(np.int32)),
+            block_tables=self._tensor(array[table_rows, :width]),
+            block_size=size,
+        )
+        return self._tensor(np.array(tokens, dtype=np.int64)), batch
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._model.device, non_blocking=True)
+
+    def _wanted_rows(
+        self, plan: StepPlan, batch: AttentionBatch
+    ) -> tuple[Tensor, list[tuple[int, int]]]:
+        """Rows whose logits are needed: one per drawing row, then every scored prompt position.
+
+        The second list names the latter: (row of the plan, position of the token it predicts).
+        """
+        ends = batch.query_starts.tolist()
+        wanted = [ends[row + 1] - 1 for row in dict.fromkeys(plan.draw_rows)]
+        scored: list[tuple[int, int]] = []
+        for index, (sequence, start, count, _) in enumerate(plan.rows):
+            if sequence.draw.prompt_logprobs is not None and start < sequence.num_prompt - 1:
+                last = min(start + count, sequence.num_prompt - 1)
+                wanted += range(ends[index], ends[index] + last - start)
+                scored += [(index, position + 1) for position in range(start, last)]
+        return self._tensor(np.array(wanted, dtype=np.int64)), scored
+
+    def _score_prompts(
+        self, plan: StepPlan, logits: Tensor, scored: list[tuple[int, int]]
+    ) -> dict[tuple[int, int], TokenScore]:
+        targets = [plan.rows[index].sequence.tokens[position] for index, position in scored]
+        asked = [plan.rows[index].sequence.draw.prompt_logprobs or 0 for index, _ in scored]
+        found = score(logits, targets, max(asked))
+        return {
+            place: TokenScore(one.logprob, one.top[:num])
+            for place, num, one in zip(scored, asked, found, strict=True)
+        }
+
+
+def _places(draw_rows: Sequence[int]) -> list[int]:
+    """Rows of the plan that draw, numbered as their logits are."""
+    numbered = {row: place for place, row in enumerate(dict.fromkeys(draw_rows))}
+    return [numbered[row] for row in draw_rows]

@@ -1,0 +1,201 @@
+"""One lane's order of work: who waits, who runs, what the next step computes, who yields.
+
+A step goes to the running sequences in rank order (priority, then arrival). Whoever lacks a block
+takes it from the worst-ranked, so the best-ranked always moves. Knows blocks only through
+`KVSpace`, and nothing of text, routing or tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Hashable
+
+from coterie.engine.lane import LaneConfig
+from coterie.engine.sequence import Sequence, Status, rank_of
+from coterie.engine.space import KVSpace
+from coterie.engine.step import StepPlan, StepRow
+from coterie.engine.turns import AdapterTurns
+
+# Logits of every prompt position are wanted: a chunk is kept this short to bound their memory.
+MAX_SCORED_ROWS = 128
+
+
+class Scheduler:
+    def __init__(self, config: LaneConfig) -> None:
+        self.config = config
+        self.space = KVSpace(config)
+        # both sorted by rank, best first
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        # sequences that began to run since this was last emptied
+        self.started: list[Sequence] = []
+        self._step = 0
+        self._turns = AdapterTurns()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.waiting) >= self.config.max_queue
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        insort(self.waiting, sequence, key=rank_of)
+
+    def end(self, sequence: Sequence, session: Hashable | None = None) -> None:
+        """Free everything at once. With `session` its blocks become that session's entry."""
+        if sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        if session is not None:
+            self.space.keep(session, sequence)
+        self.space.release(sequence)
+        sequence.status = Status.ENDED
+
+    def schedule(self) -> StepPlan | None:
+        """The next step's work; None when nothing can be computed."""
+        if self.waiting:
+            self._admit()
+        self._step += 1
+        key = self._pick_key()
+        budget = self.config.max_step_tokens - self._num_decoding(key)
+        rows: list[StepRow] = []
+        copies: list[tuple[int, int]] = []
+        num_tokens = position = 0
+        while position < len(self.running):
+            sequence = self.running[position]
+            position += 1
+            count = len(sequence.tokens) - sequence.num_computed
+            if count == 0 or sequence.adapter_key != key:
+                continue
+            if count > 1:
+                count = self._chunk(sequence, min(count, budget))
+                budget -= count
+            if count and self._make_room(sequence, copies):
+                start = sequence.num_computed
+                phase = "prefill" if start < sequence.num_prompt or count > 1 else "decode"
+                rows.append(StepRow(sequence, start, count, phase))
+                num_tokens += count
+        return self._plan(key, rows, copies, num_tokens) if rows else None
+
+    def commit(self, plan: StepPlan) -> None:
+        """The plan was computed: advance its sequences and let followers go their own way."""
+        block_size = self.config.block_size
+        for sequence, start, count, _ in plan.rows:
+            end = start + count
+            if start // block_size == end // block_size:
+                sequence.num_computed = end
+            else:
+                self.space.computed(sequence, count)
+            if sequence.followers and end == len(sequence.tokens):
+                for follower in sequence.followers:
+                    self.fork(sequence, follower)
+                sequence.followers = []
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child` goes on from all that `parent` has computed, or waits to recompute it."""
+        if self.space.fork(parent, child):
+            child.status = Status.RUNNING
+            insort(self.running, child, key=rank_of)
+        else:
+            self.add(child)
+
+    def check(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        assert self.waiting == sorted(self.waiting, key=rank_of)
+        assert self.running == sorted(self.running, key=rank_of)
+        assert all(s.status is Status.WAITING and s.row is None for s in self.waiting)
+        assert all(s.status is Status.RUNNING and s.row is not None for s in self.running)
+        assert len(self.running) + self.space.tables.num_free == self.config.max_sequences
+        self.space.check(self.running + self.waiting)
+
+    def _admit(self) -> None:
+        while self.waiting:
+            head = self.waiting[0]
+            if not self._has_budget(head):
+                return
+            spare = sum(not self.space.is_ready(s) for s in self.running if s.num_pending)
+            if self.space.admit(head, spare):
+                self._start(self.waiting.pop(0))
+            elif not self._yield_to(head):
+                return
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.status = Status.RUNNING
+        if not sequence.num_preemptions:
+            sequence.num_cached = sequence.num_computed
+            self.started.append(sequence)
+        insort(self.running, sequence, key=rank_of)
+
+    def _has_budget(self, head: Sequence) -> bool:
+        """A step could compute some of `head`. Admitted later, it finds more in the cache."""
+        ahead = sum(s.num_pending for s in self.running if s.rank < head.rank)
+        return ahead < self.config.max_step_tokens
+
+    def _yield_to(self, head: Sequence) -> bool:
+        """Preempt the worst-ranked for a strictly higher priority; False when nobody has to go.
+
+        When nobody can move (beams that wait for a sibling in the queue) rank alone decides.
+        """
+        if not self.running:
+            return False
+        worst = self.running[-1]
+        stuck = not any(sequence.num_pending for sequence in self.running)
+        if stuck and worst.rank > head.rank:
+            self._preempt(worst)
+            return True
+        lower = [s for s in self.running if s.priority < head.priority]
+        reclaimed = sum(len(sequence.blocks) for sequence in lower)
+        room = self.space.cache.num_available + reclaimed
+        if not lower or self.space.num_missing(head) > room:
+            return False
+        self._preempt(worst)
+        return True
+
+    def _make_room(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
+        """The next token has a place; False when `sequence` itself had to yield."""
+        while not self.space.is_ready(sequence):
+            if self.space.extend(sequence, copies):
+                return True
+            worst = self.running[-1]
+            self._preempt(worst)
+            if worst is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.space.release(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.add(sequence)
+
+    def _pick_key(self) -> str:
+        keys = dict.fromkeys(s.adapter_key for s in self.running if s.num_pending)
+        return self._turns.pick(list(keys)) if keys else ""
+
+    def _num_decoding(self, key: str) -> int:
+        return sum(s.num_pending == 1 and s.adapter_key == key for s in self.running)
+
+    def _chunk(self, sequence: Sequence, count: int) -> int:
+        if sequence.draw.prompt_logprobs is None:
+            return count
+        return min(count, MAX_SCORED_ROWS)
+
+    def _plan(
+        self, key: str, rows: list[StepRow], copies: list[tuple[int, int]], num_tokens: int
+    ) -> StepPlan:
+        draws: list[Sequence] = []
+        draw_rows: list[int] = []
+        for index, (sequence, start, count, _) in enumerate(rows):
+            if start + count == len(sequence.tokens):
+                draws.append(sequence)
+                draw_rows.append(index)
+                for follower in sequence.followers:
+                    draws.append(follower)
+                    draw_rows.append(index)
+        return StepPlan(self._step, key, rows, copies, draws, draw_rows, num_tokens)

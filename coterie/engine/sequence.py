@@ -1,0 +1,70 @@
+"""One choice of one request on its way through a lane: the engine's only mutable record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from coterie.engine.draw import Draw
+
+
+class Status(Enum):
+    # a follower shares its leader's prompt: it has no blocks until the leader's prefill ends
+    FOLLOWING = "following"
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+# (-priority, arrived_at, admission order, choice): the smallest is served first, the largest yields
+Rank = tuple[int, float, int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`num_computed` tokens have their keys and values in `blocks`; a step computes what is behind.
+
+    A sequence decodes when exactly its newest token is not computed yet; a preempted one starts
+    again at zero and recomputes prompt and output alike.
+    """
+
+    request_id: str
+    choice: int
+    # prompt, then output
+    tokens: list[int]
+    num_prompt: int
+    # tokens, prompt included, at which it ends
+    max_total: int
+    adapter_key: str
+    # digest of whom its blocks belong to: lane, adapters, tenant
+    root: bytes
+    rank: Rank
+    draw: Draw
+    followers: list[Sequence] = field(default_factory=list)
+    status: Status = Status.WAITING
+    blocks: list[int] = field(default_factory=list)
+    # digests of its full blocks, as far as they were needed
+    chain: list[bytes] = field(default_factory=list)
+    num_computed: int = 0
+    # tokens whose KV was found in the prefix cache when it first ran
+    num_cached: int = 0
+    num_preemptions: int = 0
+    # its row in the lane's block tables while it runs
+    row: int | None = None
+
+    @property
+    def priority(self) -> int:
+        return -self.rank[0]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens a step still has to compute; 0 while a beam waits for its siblings."""
+        return len(self.tokens) - self.num_computed
+
+
+def rank_of(sequence: Sequence) -> Rank:
+    return sequence.rank

@@ -1,0 +1,240 @@
+"""A KV-faithful toy model: its cache holds the very token ids and positions written to each slot.
+
+Logits of a row are drawn from a hash of the chain read back through the block table, so any wrong
+reuse, early free, missed copy or bad slot changes the next token. `Oracle` computes the same chain
+without any engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.core.plan import Assignment
+from coterie.core.request import Limits, Sampling
+from coterie.engine.draw import uniform
+from coterie.engine.engine import Engine, LaneConfig
+from coterie.kernels.batch import AttentionBatch
+
+VOCAB = 48
+EOS = 0
+# the last two ids are a two-byte character cut in half
+HALVES = (VOCAB - 2, VOCAB - 1)
+
+
+def chain_logits(tokens: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    data = np.array([*tokens, *positions], dtype=np.int64).tobytes()
+    words = b"".join(
+        blake2b(data, digest_size=64, salt=bytes([part])).digest()
+        for part in range(VOCAB * 2 // 64 + 1)
+    )
+    raw = np.frombuffer(words, dtype=np.uint16)[:VOCAB].astype(np.float32)
+    return raw / np.float32(65536) * np.float32(8) - np.float32(4)
+
+
+@dataclass(frozen=True)
+class ToySpec:
+    vocab: int = VOCAB
+    num_layers: int = 2
+    max_positions: int = 4096
+    eos_ids: tuple[int, ...] = (EOS,)
+
+
+class ToyModel:
+    """Layer 0 holds token ids, layer 1 positions; both are read back and must agree."""
+
+    def __init__(self) -> None:
+        self.spec = ToySpec()
+        self.dtype = "fp32"
+        self.device = torch.device("cpu")
+        self.kv_dtype = torch.int64
+        self.weight_bytes = 0
+        self.fail_next = False
+        self.num_rows = 0
+
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        return (2, num_blocks, 1, block_size, 1)
+
+    def kv_bytes_per_token(self) -> int:
+        return 32
+
+    def forward(
+        self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor], logits_rows: Tensor
+    ) -> Tensor:
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the toy was told to fail")
+        _check_batch(token_ids, batch, kv)
+        self.num_rows += len(token_ids)
+        tokens, positions = (layer[0].view(-1) for layer in kv)
+        tokens[batch.slots] = token_ids
+        positions[batch.slots] = batch.positions
+        starts = batch.query_starts.tolist()
+        rows = []
+        for row in logits_rows.tolist():
+            owner = next(s for s in range(len(starts) - 1) if starts[s] <= row < starts[s + 1])
+            length = int(batch.positions[row]) + 1
+            index = torch.arange(length)
+            blocks = batch.block_tables[owner].long()[index // batch.block_size]
+            slots = blocks * batch.block_size + index % batch.block_size
+            rows.append(chain_logits(tokens[slots].tolist(), positions[slots].tolist()))
+        return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, VOCAB)
+
+
+def _check_batch(token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor]) -> None:
+    """The contract of AttentionBatch, to the letter."""
+    starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
+    assert batch.query_starts.dtype == batch.context_lens.dtype == torch.int32
+    assert batch.block_tables.dtype == torch.int32
+    assert batch.positions.dtype == batch.slots.dtype == token_ids.dtype == torch.int64
+    assert len(token_ids) == len(batch.positions) == len(batch.slots) == starts[-1]
+    assert len(set(batch.slots.tolist())) == len(batch.slots), "two rows write one slot"
+    for s, length in enumerate(lens):
+        count = starts[s + 1] - starts[s]
+        assert count >= 1
+        expected = list(range(length - count, length))
+        assert batch.positions[starts[s] : starts[s + 1]].tolist() == expected
+        used = -(-length // batch.block_size)
+        assert used <= batch.block_tables.shape[1]
+
+
+class ToyTokenizer:
+    """One printable character per token; the two last ids are halves of 'é'; 0 is special."""
+
+    vocab_size = VOCAB
+    eos_ids = (EOS,)
+    bos_id = None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id == EOS:
+            return b"</s>"
+        if token_id in HALVES:
+            return "é".encode()[token_id - HALVES[0] : token_id - HALVES[0] + 1]
+        return chr(ord("A") + token_id).encode()
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == EOS
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        kept = [i for i in ids if not (skip_special and self.is_special(i))]
+        return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_engine(*lanes: LaneConfig, model: ToyModel | None = None, clock: Any = None) -> Engine:
+    return Engine(
+        model or ToyModel(),  # type: ignore[arg-type]
+        ToyTokenizer(),  # type: ignore[arg-type]
+        lanes or (make_lane(),),
+        clock=clock or ManualClock(),
+    )
+
+
+def make_lane(name: str = "lane", **settings: Any) -> LaneConfig:
+    defaults: dict[str, Any] = {
+        "num_blocks": 64,
+        "max_context": 256,
+        "block_size": 4,
+        "max_sequences": 8,
+        "max_step_tokens": 16,
+    }
+    return LaneConfig(name=name, **(defaults | settings))
+
+
+def make_assignment(request_id: str, prompt: Sequence[int], **settings: Any) -> Assignment:
+    """Keywords go to Sampling, Limits or Assignment, whichever has the field."""
+    sampling = {"temperature": 0.0, "top_p": 1.0, "n": 1, "num_beams": 1, "seed": 7}
+    limits: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
+    rest: dict[str, Any] = {
+        "lane": "lane",
+        "adapters": (),
+        "session": "",
+        "tenant": "t",
+        "deadline": None,
+        "arrived_at": 100.0,
+    }
+    for key, value in settings.items():
+        if key in Sampling.__dataclass_fields__:
+            sampling[key] = value
+        elif key in Limits.__dataclass_fields__:
+            limits[key] = value
+        else:
+            rest[key] = value
+    return Assignment(
+        request_id=request_id,
+        prompt_ids=tuple(prompt),
+        sampling=Sampling(**sampling),
+        limits=Limits(**limits),
+        **rest,
+    )
+
+
+def true_output(assignment: Assignment, choice: int = 0, count: int | None = None) -> list[int]:
+    """Greedy or plain-temperature tokens of one choice, computed without an engine."""
+    sampling, limits = assignment.sampling, assignment.limits
+    tokens = list(assignment.prompt_ids)
+    output: list[int] = []
+    while len(output) < (count or limits.max_tokens or 0):
+        logits = chain_logits(tokens, range(len(tokens)))
+        token = _pick(logits, sampling, choice, len(output))
+        tokens.append(token)
+        output.append(token)
+        if token == EOS and not limits.ignore_eos:
+            break
+    return output
+
+
+def _pick(logits: np.ndarray, sampling: Sampling, choice: int, position: int) -> int:
+    if not sampling.temperature:
+        return int(logits.argmax())
+    scaled = logits.astype(np.float64) / sampling.temperature
+    weights = np.exp(scaled - scaled.max())
+    sums = np.cumsum(weights)
+    noise = uniform(sampling.seed or 0, choice, position)
+    return int(np.searchsorted(sums, noise * sums[-1], side="right"))
+
+
+def drain(engine: Engine, limit: int = 2000) -> list[Any]:
+    """Step until there is no work; the books are checked after every step."""
+    events: list[Any] = []
+    for _ in range(limit):
+        if not engine.has_work():
+            return events
+        events += engine.step()
+        engine.check()
+    raise AssertionError("the engine did not come to an end")
+
+
+def outputs(events: list[Any]) -> dict[tuple[str, int], list[int]]:
+    """Token ids by (request, choice)."""
+    from coterie.core.events import Delta
+
+    found: dict[tuple[str, int], list[int]] = {}
+    for event in events:
+        if isinstance(event, Delta):
+            found.setdefault((event.request_id, event.choice), []).extend(event.token_ids)
+    return found
+
+
+def texts(events: list[Any]) -> dict[tuple[str, int], str]:
+    from coterie.core.events import Delta
+
+    found: dict[tuple[str, int], str] = {}
+    for event in events:
+        if isinstance(event, Delta):
+            key = (event.request_id, event.choice)
+            found[key] = found.get(key, "") + event.text
+    return found
