@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from coterie.core.errors import WeightsError
+from coterie.weights.json_file import read_json
 from coterie.weights.quantize import Dense, Weight
 
 INDEX = "model.safetensors.index.json"
@@ -32,7 +33,6 @@ _BITS = {
 }  # fmt: skip
 
 _MAX_HEADER_BYTES = 100_000_000
-_MAX_JSON_BYTES = 64_000_000
 _MAX_RANK = 8
 _SAMPLE_BYTES = 4096
 
@@ -114,26 +114,6 @@ class SafetensorsCheckpoint:
         if name not in self._where:
             raise WeightsError(f"{self.path}: has no tensor {name!r}. Is this the right model?")
         return self._where[name].entries[name]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model directory, or a WeightsError that says what is wrong with it."""
-    try:
-        size = path.stat().st_size
-        if size > _MAX_JSON_BYTES:
-            raise WeightsError(f"{path}: {size} bytes is too large for this file. {_AGAIN}")
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise WeightsError(
-            f"{path}: missing. Give a directory with config.json, the tokenizer and safetensors."
-        ) from error
-    except OSError as error:
-        raise WeightsError(f"{path}: cannot be read ({error.strerror}). Check it.") from error
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{path}: not valid JSON. {_AGAIN}") from error
-    if not isinstance(value, dict):
-        raise WeightsError(f"{path}: not a JSON object. {_AGAIN}")
-    return value
 
 
 def _shard_names(path: Path) -> dict[str, str]:

@@ -1,0 +1,101 @@
+"""Chat templates: Jinja programs that come with a model and turn messages into one text.
+
+Renders as transformers does. A template is untrusted code and runs in `template_sandbox`; this file
+says whose fault a failure is: the conversation's or the template's. Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jinja2
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
+
+from coterie.core.errors import InvalidRequest, WeightsError
+from coterie.models.template_budget import MAX_STEPS, MAX_TEXT_CHARS, steps_left
+from coterie.models.template_sandbox import Sandbox, TemplateRefusal
+
+# what transformers puts behind a message that is to be continued, to find its end again
+_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class ChatTemplate:
+    """One template, compiled on first use. `tokens`: bos_token, eos_token and the like."""
+
+    def __init__(self, source: str, tokens: dict[str, str]) -> None:
+        self.source = source
+        self._tokens = tokens
+        self._compiled: jinja2.Template | None = None
+
+    def render(self, messages: Sequence[dict[str, str]], options: dict[str, Any]) -> str:
+        """Raises InvalidRequest when the template refuses these messages, WeightsError when the
+        template itself is broken or misbehaves."""
+        template = self._template()
+        values = {"tools": None, "documents": None, **self._tokens, **_plain(options)}
+        values["messages"] = [dict(message) for message in messages]
+        token = steps_left.set([MAX_STEPS])
+        try:
+            return _joined(template.generate(**values))
+        except TemplateRefusal as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses this conversation: {error}", param="messages"
+            ) from error
+        except (SecurityError, OverflowError, MemoryError, RecursionError) as error:
+            raise WeightsError(
+                f"the model's chat template was stopped ({error}). Use another template."
+            ) from error
+        except Exception as error:
+            raise InvalidRequest(
+                f"the model's chat template cannot render this conversation "
+                f"({type(error).__name__}: {error})",
+                param="messages",
+            ) from error
+        finally:
+            steps_left.reset(token)
+
+    def render_open(self, messages: Sequence[dict[str, str]], options: dict[str, Any]) -> str:
+        """Up to the end of the last message, without what the template writes behind it."""
+        last = messages[-1]["content"]
+        marked = [*messages[:-1], {**messages[-1], "content": last + _CONTINUE}]
+        text = self.render(marked, options)
+        tag = _CONTINUE.strip()
+        if tag not in text or last.strip() not in text:
+            raise InvalidRequest(
+                "the model's chat template drops the last message, so it cannot be continued",
+                param="messages",
+            )
+        at = text.rindex(tag)
+        # a template that trims its messages also trims the space behind the tag
+        return text[:at] if text[at : at + len(_CONTINUE)] == _CONTINUE else text[:at].rstrip()
+
+    def _template(self) -> jinja2.Template:
+        if self._compiled is None:
+            try:
+                self._compiled = Sandbox().from_string(self.source)
+            except (TemplateSyntaxError, RecursionError, SyntaxError, ValueError) as error:
+                raise WeightsError(
+                    f"the model's chat template is not valid Jinja ({error}). Use another one."
+                ) from error
+        return self._compiled
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    found, total = [], 0
+    for piece in pieces:
+        total += len(piece)
+        if total > MAX_TEXT_CHARS:
+            raise SecurityError("its text is too long")
+        found.append(piece)
+    return "".join(found)
+
+
+def _plain(value: Any) -> Any:
+    """Rebuilt out of plain JSON types, so that the template meets no object with methods."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value)

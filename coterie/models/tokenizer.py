@@ -1,0 +1,257 @@
+"""Text to token ids and back, and chats to text.
+
+From a Hugging Face directory (tokenizer.json) or rebuilt from a GGUF file. Equal to transformers on
+the same model. Knows nothing of torch: the gateway tokenises too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from coterie.core.errors import InvalidRequest, WeightsError
+from coterie.core.request import Chat, Prompt, Text
+from coterie.models.chat_template import ChatTemplate
+from coterie.models.gguf_tokenizer import rebuild, template_processor
+from coterie.weights.gguf import read_gguf
+from coterie.weights.gguf_config import hf_generation
+from coterie.weights.json_file import read_json
+
+_SPECIAL_KEYS = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+_RESERVED = frozenset({"messages", "add_generation_prompt"})
+_THINK = ("<think>", "</think>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MAX_TEMPLATE_BYTES = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a format has to say; `Tokenizer` does the rest."""
+
+    backend: tokenizers.Tokenizer
+    specials: dict[str, str]
+    chat_template: str | None
+    eos_ids: tuple[int, ...]
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """For a GGUF file, a directory with one, or a Hugging Face directory."""
+    path = Path(path)
+    if path.is_dir():
+        inside = sorted(path.glob("*.gguf"))
+        if len(inside) != 1 or (path / "tokenizer.json").exists():
+            return Tokenizer(_from_directory(path))
+        path = inside[0]
+    return Tokenizer(_from_gguf(path))
+
+
+class Tokenizer:
+    def __init__(self, parts: _Parts) -> None:
+        self._backend = parts.backend
+        self._specials = parts.specials
+        self.chat_template = parts.chat_template
+        self._template = (
+            ChatTemplate(parts.chat_template, parts.specials) if parts.chat_template else None
+        )
+        vocab = parts.backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocab.values(), default=-1) + 1
+        self.bos_id: int | None = vocab.get(parts.specials.get("bos_token", ""))
+        own = vocab.get(parts.specials.get("eos_token", ""))
+        ends = [*parts.eos_ids, *([] if own is None else [own])]
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
+        self._added = dict(parts.backend.get_added_tokens_decoder())
+        self._byte_level = "ByteLevel" in repr(parts.backend.decoder)
+        in_vocab = all(token in vocab for token in _THINK)
+        in_template = all(token in (parts.chat_template or "") for token in _THINK)
+        self.reasoning: tuple[str, str] | None = _THINK if in_vocab or in_template else None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """`special`: add BOS and the like, as the tokenizer's post-processor says."""
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+        except UnicodeEncodeError as error:
+            raise InvalidRequest("the text holds half of a surrogate pair, not Unicode") from error
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        known = [token_id for token_id in ids if 0 <= token_id < self.vocab_size]
+        return str(self._backend.decode(known, skip_special_tokens=skip_special))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for; none for an id without a token."""
+        if token_id in self._added:
+            return self._added[token_id].content.encode()
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        if token is None:
+            return b""
+        if self._byte_level:
+            known = all(character in _BYTE_OF for character in token)
+            return bytes(_BYTE_OF[character] for character in token) if known else token.encode()
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._added and self._added[token_id].special
+
+    def render(self, chat: Chat) -> str:
+        """The chat as one text, by the model's own template."""
+        if self._template is None:
+            raise InvalidRequest(
+                "the model has no chat template; use the completions API", param="messages"
+            )
+        reserved = _RESERVED & chat.template_kwargs.keys()
+        if reserved:
+            raise InvalidRequest(
+                f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}",
+                param="chat_template_kwargs",
+            )
+        messages = [{"role": item.role, "content": item.content} for item in chat.messages]
+        options = {**chat.template_kwargs, "add_generation_prompt": chat.add_generation_prompt}
+        if chat.add_generation_prompt or not messages or messages[-1]["role"] != "assistant":
+            return self._template.render(messages, options)
+        return self._template.render_open(messages, options)
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, Chat):
+            return self.encode(self.render(prompt), special=False)
+        if isinstance(prompt, Text):
+            return self.encode(prompt.text)
+        for token_id in prompt.ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequest(
+                    f"token id {token_id} is outside of the vocabulary of {self.vocab_size}",
+                    param="prompt",
+                )
+        return list(prompt.ids)
+
+    def fingerprint(self) -> str:
+        """sha256 over everything that decides ids and rendered text."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256(self._backend.to_str().encode())
+        digest.update(repr((self.chat_template, self._specials, self.eos_ids)).encode())
+        return digest.hexdigest()
+
+
+def _from_gguf(path: Path) -> _Parts:
+    file = read_gguf(path)
+    rebuilt = rebuild(file)
+    ends = hf_generation(file).get("eos_token_id", [])
+    return _Parts(rebuilt.backend, rebuilt.specials, rebuilt.chat_template, tuple(ends))
+
+
+def _from_directory(path: Path) -> _Parts:
+    source = path / "tokenizer.json"
+    if not source.exists():
+        raise WeightsError(
+            f"{source}: missing. Give a directory with tokenizer.json (convert older tokenizers "
+            "with transformers' save_pretrained)."
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(source))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the Rust library is not an Exception
+        raise WeightsError(f"{source}: not a valid tokenizer ({error}). Fetch it again.") from error
+    backend.no_truncation()
+    backend.no_padding()
+    settings = _optional(path / "tokenizer_config.json")
+    specials = _named_specials({**_optional(path / "special_tokens_map.json"), **settings})
+    _add_missing(backend, specials, settings)
+    _apply_ends(backend, specials, settings)
+    return _Parts(backend, specials, _template_in(path, settings), _eos_in(path))
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _token_text(value: Any) -> str | None:
+    """A token is written as text or as an object with its content."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) and value else None
+
+
+def _named_specials(settings: dict[str, Any]) -> dict[str, str]:
+    texts = {key: _token_text(settings.get(key)) for key in _SPECIAL_KEYS}
+    return {key: text for key, text in texts.items() if text is not None}
+
+
+def _add_missing(
+    backend: tokenizers.Tokenizer, specials: dict[str, str], settings: dict[str, Any]
+) -> None:
+    """Special tokens that only the settings name."""
+    extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
+    texts = [*specials.values(), *(_token_text(item) or "" for item in _listed(extra))]
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    missing = [text for text in dict.fromkeys(texts) if text and text not in known]
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in missing])
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def _apply_ends(
+    backend: tokenizers.Tokenizer, specials: dict[str, str], settings: dict[str, Any]
+) -> None:
+    """Settings that speak of BOS or EOS win over the post-processor of tokenizer.json."""
+    if "add_bos_token" in settings or "add_eos_token" in settings:
+        bos = specials.get("bos_token") if settings.get("add_bos_token") else None
+        eos = specials.get("eos_token") if settings.get("add_eos_token") else None
+        backend.post_processor = template_processor(backend, bos, eos)
+
+
+def _template_in(path: Path, settings: dict[str, Any]) -> str | None:
+    """chat_template.jinja, chat_template.json, or the settings (one text or several by name)."""
+    file = path / "chat_template.jinja"
+    if file.exists():
+        raw = file.read_bytes()
+        try:
+            if len(raw) <= _MAX_TEMPLATE_BYTES:
+                return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise WeightsError(f"{file}: not UTF-8. Fetch it again.") from error
+        raise WeightsError(f"{file}: {len(raw)} bytes is too large. Fetch it again.")
+    beside = _optional(path / "chat_template.json").get("chat_template")
+    template = settings.get("chat_template") if beside is None else beside
+    if isinstance(template, list):
+        named = [item for item in template if isinstance(item, dict)]
+        template = {item.get("name"): item.get("template") for item in named}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _eos_in(path: Path) -> tuple[int, ...]:
+    """generation_config.json, else config.json: transformers stops at these."""
+    for file in ("generation_config.json", "config.json"):
+        value = _optional(path / file).get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        if value is not None and all(type(item) is int for item in ids):
+            return tuple(ids)
+    return ()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character: GPT-2's table, reversed."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in plain]
+    table = {chr(byte): byte for byte in plain}
+    table.update({chr(256 + position): byte for position, byte in enumerate(rest)})
+    return table
+
+
+_BYTE_OF = _byte_alphabet()
