@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,6 +20,7 @@ from coterie.api.inference import (
     ModelCard,
     Service,
     account,
+    events_of,
     inference_request,
     specialist,
     steering_of,
@@ -41,16 +41,16 @@ class AnthropicDialect:
         """Create a message, whole or as a stream of events."""
         body = await parse(request, MessagesBody, self.max_body_bytes)
         steering = steering_of(request)
-        tokenizer = self.service.tokenizer(body.model)
+        name, tokenizer = specialist(self.service, body.model, steering)
         ask = messages_ask(body, steering, tokenizer.reasoning is not None)
         assert isinstance(ask.prompt, Chat)
         shape = MessageShape(
             id=new_id("msg_"),
-            model=specialist(self.service, body.model, steering),
+            model=name,
             request_id=steering.exchange.request_id,
             reasoning=splitter_for(tokenizer, ask.prompt),
         )
-        events = self.service.handle(inference_request(ask, steering, shape.id))
+        events = events_of(self.service, inference_request(ask, steering, shape.id))
         if body.stream:
             return EventStream(events, MessageStream(shape), steering.exchange)
         answer = await while_connected(request.receive, collect(events, 1))
@@ -62,7 +62,7 @@ class AnthropicDialect:
         body = await parse(request, CountBody, self.max_body_bytes)
         tokenizer = self.service.tokenizer(body.model)
         chat = prompt_of(body, tokenizer.reasoning is not None)
-        ids = await asyncio.to_thread(tokenizer.encode_prompt, chat)
+        ids = await self.service.tokenise(body.model, chat)
         return Response(encode({"input_tokens": len(ids)}), media_type=JSON)
 
 

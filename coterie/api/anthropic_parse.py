@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from coterie.api.anthropic_types import Block, CountBody, MessagesBody, TextBlock
-from coterie.api.inference import Ask, Steering, chat_of, positive_top_p, seed_of
+from coterie.api.inference import Ask, Steering, positive_top_p, seed_of
 from coterie.core.errors import InvalidRequest, Unsupported
 from coterie.core.request import Chat, Limits, Message, Sampling
 
@@ -54,14 +55,12 @@ def prompt_of(body: CountBody, thinks: bool) -> Chat:
         raise InvalidRequest("messages: at least one user message is required", param="messages")
     if system:
         turns.insert(0, Message("system", "\n\n".join(system)))
-    return chat_of(
-        turns,
-        continue_final=turns[-1].role == "assistant",
-        template_kwargs=_thinking(body) if thinks else {},
-    )
+    continues = turns[-1].role == "assistant"
+    kwargs = _thinking(body) if thinks else {}
+    return Chat(tuple(turns), kwargs, add_generation_prompt=not continues)
 
 
-def _thinking(body: CountBody) -> dict[str, bool]:
+def _thinking(body: CountBody) -> dict[str, Any]:
     """Templates of thinking models read this flag; the vendor's default is not to think."""
     return {"enable_thinking": body.thinking is not None and body.thinking.type != "disabled"}
 

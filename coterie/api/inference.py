@@ -1,4 +1,4 @@
-"""What the dialects share on the way in: headers that steer a request, and chat messages.
+"""What the dialects share on the way in: headers that steer a request, and what is asked.
 
 Turns checked bodies into `core.request` values. Writes no wire format.
 """
@@ -6,9 +6,9 @@ Turns checked bodies into `core.request` values. Writes no wire format.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -17,15 +17,8 @@ from coterie.api.collect import Answer
 from coterie.api.exchange import Exchange, exchange_of
 from coterie.api.sse import Events
 from coterie.core.errors import InvalidRequest
-from coterie.core.request import (
-    Chat,
-    InferenceRequest,
-    Limits,
-    Message,
-    Prompt,
-    RouteHints,
-    Sampling,
-)
+from coterie.core.events import Event
+from coterie.core.request import InferenceRequest, Limits, Prompt, RouteHints, Sampling
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
@@ -53,8 +46,9 @@ class Service(Protocol):
     """The part of `service.pipeline.Pipeline` that the dialects use."""
 
     def models(self) -> Sequence[ModelCard]: ...
-    def tokenizer(self, model: str) -> Tokenizer: ...
-    def handle(self, request: InferenceRequest) -> Events: ...
+    def tokenizer(self, model: str | None) -> Tokenizer: ...
+    async def tokenise(self, model: str | None, prompt: Prompt) -> list[int]: ...
+    def handle(self, request: InferenceRequest) -> AsyncIterator[Event]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,24 +128,20 @@ def seed_of(seed: int | None) -> int | None:
     return None if seed is None else seed % 2**63
 
 
-def chat_of(
-    messages: Iterable[Message], *, continue_final: bool, template_kwargs: dict[str, Any]
-) -> Chat:
-    turns = tuple(messages)
-    if continue_final and turns[-1].role != "assistant":
-        raise InvalidRequest(
-            "continue_final_message: the last message must be the assistant's",
-            param="continue_final_message",
-        )
-    return Chat(turns, template_kwargs, add_generation_prompt=not continue_final)
-
-
-def specialist(service: Service, model: str, steering: Steering) -> str:
-    """Who will answer to this name; noted for the receipt header. `auto` is the first one."""
+def specialist(service: Service, model: str, steering: Steering) -> tuple[str, Tokenizer]:
+    """Who will answer to this name, noted for the receipt header. `auto` is the first one."""
+    tokenizer = service.tokenizer(model)
     name = service.models()[0].name if model == AUTO else model
     safe = "".join(char for char in name if " " < char < "\x7f")
     steering.exchange.headers["x-coterie-specialist"] = safe[:128]
-    return name
+    return name, tokenizer
+
+
+def events_of(service: Service, request: InferenceRequest) -> Events:
+    """The pipeline's events as something that can be closed, which aborts the request."""
+    events = service.handle(request)
+    assert isinstance(events, AsyncGenerator)
+    return events
 
 
 def account(exchange: Exchange, answer: Answer) -> None:

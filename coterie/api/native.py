@@ -13,12 +13,11 @@ from coterie.api.anthropic import model_fields
 from coterie.api.body import parse
 from coterie.api.errors import ANTHROPIC, encode
 from coterie.api.exchange import exchange_of
-from coterie.api.inference import AUTO, ModelCard, chat_of
+from coterie.api.inference import AUTO, ModelCard
 from coterie.api.native_types import DetokenizeBody, TokenizeBody
-from coterie.api.openai_parse import continues, message_of
+from coterie.api.openai_parse import chat_prompt
 from coterie.api.openai_render import model_card
-from coterie.core.errors import InvalidRequest, NotFound, Unavailable
-from coterie.core.request import Chat
+from coterie.core.errors import InvalidRequest, NotFound
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
@@ -43,8 +42,8 @@ class NativeEndpoints:
         if "anthropic-version" not in request.headers:
             return answer({"object": "list", "data": [_openai_card(card) for card in cards]})
         data = [model_fields(card) for card in cards]
-        ids = [card.name for card in cards] or [None]
-        return answer({"data": data, "has_more": False, "first_id": ids[0], "last_id": ids[-1]})
+        first, last = (cards[0].name, cards[-1].name) if cards else (None, None)
+        return answer({"data": data, "has_more": False, "first_id": first, "last_id": last})
 
     async def model(self, request: Request) -> Response:
         """Describe one model."""
@@ -61,7 +60,7 @@ class NativeEndpoints:
         """Token ids of a text or of a chat."""
         body = await parse(request, TokenizeBody, self.max_body_bytes)
         tokenizer, card = self._find(body.model)
-        ids = await asyncio.to_thread(_encode, tokenizer, body)
+        ids = await self._ids(body, tokenizer)
         payload: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": card.max_model_len,
@@ -85,22 +84,27 @@ class NativeEndpoints:
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special=False)
         return answer({"prompt": text})
 
+    async def _ids(self, body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
+        if body.messages is not None:
+            return await self.pipeline.tokenise(body.model, chat_prompt(body))
+        return await asyncio.to_thread(
+            tokenizer.encode, body.prompt or "", special=body.add_special_tokens
+        )
+
     def _find(self, model: str | None) -> tuple[Tokenizer, ModelCard]:
-        cards = self.pipeline.models()
-        if not cards:
-            raise Unavailable("no model is ready yet", retry_after_s=1.0)
-        name = cards[0].name if model in (None, AUTO) else model
-        for card in cards:
-            if card.name == name:
-                return self.pipeline.tokenizer(card.name), card
-        raise NotFound(f"The model `{name}` does not exist", param="model")
+        tokenizer = self.pipeline.tokenizer(model)
+        cards = {card.name: card for card in self.pipeline.models()}
+        # no name and `auto` are the first one
+        return tokenizer, cards.get(model or AUTO) or next(iter(cards.values()))
 
     async def health(self, request: Request) -> Response:
         """Health with details per specialist: 200 when every request can be served, else 503."""
         health = self.pipeline.health()
         status = 200 if health.ready else 503
         return answer(
-            {"live": health.live, "ready": health.ready, "specialists": health.details}, status
+            {"live": health.live, "ready": health.ready, "specialists": health.specialists}, status
         )
 
     async def live(self, request: Request) -> Response:
@@ -128,19 +132,3 @@ class NativeEndpoints:
 
 def _openai_card(card: ModelCard) -> Any:
     return model_card(card.name, card.created, card.root, card.parent, card.max_model_len)
-
-
-def _encode(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("give either prompt or messages", param="prompt")
-    if body.prompt is not None:
-        return tokenizer.encode(body.prompt, special=body.add_special_tokens)
-    return tokenizer.encode_prompt(_chat(body))
-
-
-def _chat(body: TokenizeBody) -> Chat:
-    return chat_of(
-        (message_of(message, index) for index, message in enumerate(body.messages or ())),
-        continue_final=continues(body.continue_final_message, body.add_generation_prompt),
-        template_kwargs=body.chat_template_kwargs or {},
-    )

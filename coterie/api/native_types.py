@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
 from coterie.api.body import Body
-from coterie.api.openai_types import ChatMessage, TokenId
+from coterie.api.openai_types import ChatMessage, TemplateKwargs, TokenId
 
 
 class TokenizeBody(Body):
@@ -20,7 +18,7 @@ class TokenizeBody(Body):
     return_token_strs: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
 
 
 class DetokenizeBody(Body):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +18,7 @@ from coterie.api.inference import (
     Service,
     Steering,
     account,
+    events_of,
     inference_request,
     specialist,
     steering_of,
@@ -28,6 +30,10 @@ from coterie.api.openai_types import ChatBody, Common, CompletionBody
 from coterie.api.reasoning import splitter_for
 from coterie.api.sse import Events, EventStream, while_connected
 from coterie.core.request import Text
+from coterie.core.resolve import check_tokens
+
+if TYPE_CHECKING:
+    from coterie.models.tokenizer import Tokenizer
 
 JSON = "application/json"
 
@@ -42,8 +48,9 @@ class OpenAIDialect:
         body = await parse(request, ChatBody, self.max_body_bytes)
         steering = steering_of(request)
         ask = chat_ask(body, steering)
-        shape = self._chat_shape(body, specialist(self.service, body.model, steering))
-        events = self.service.handle(inference_request(ask, steering, shape.id))
+        name, tokenizer = specialist(self.service, body.model, steering)
+        shape = await self._chat_shape(body, name, tokenizer)
+        events = events_of(self.service, inference_request(ask, steering, shape.id))
         if body.stream:
             return EventStream(events, ChatStream(shape), steering.exchange)
         answer = await while_connected(request.receive, collect(events, shape.num_choices))
@@ -55,7 +62,8 @@ class OpenAIDialect:
         body = await parse(request, CompletionBody, self.max_body_bytes)
         steering = steering_of(request)
         asks = completion_asks(body, steering)
-        shape = self._text_shape(body, asks, specialist(self.service, body.model, steering))
+        name, tokenizer = specialist(self.service, body.model, steering)
+        shape = await self._text_shape(body, asks, name, tokenizer)
         events = self._text_events(shape, asks, steering)
         if body.stream:
             return EventStream(events, TextStream(shape), steering.exchange)
@@ -64,45 +72,47 @@ class OpenAIDialect:
         account(steering.exchange, answer)
         return Response(openai_text.whole(shape, answer), media_type=JSON)
 
-    def _chat_shape(self, body: ChatBody, model: str) -> ChatShape:
-        tokenizer = self.service.tokenizer(body.model)
+    async def _chat_shape(self, body: ChatBody, name: str, tokenizer: Tokenizer) -> ChatShape:
         chat = chat_prompt(body)
+        ids = await self.service.tokenise(body.model, chat) if body.return_token_ids else None
         return ChatShape(
             id=new_id("chatcmpl-"),
             created=int(time.time()),
-            model=model,
+            model=name,
             num_choices=body.n or 1,
             include_usage=includes_usage(body),
             logprobs=bool(body.logprobs),
-            prompt_ids=tuple(tokenizer.encode_prompt(chat)) if body.return_token_ids else None,
+            prompt_ids=None if ids is None else tuple(ids),
             reasoning=splitter_for(tokenizer, chat),
         )
 
-    def _text_shape(self, body: CompletionBody, asks: Sequence[Ask], model: str) -> TextShape:
-        wanted = body.echo or body.return_token_ids
+    async def _text_shape(
+        self, body: CompletionBody, asks: Sequence[Ask], name: str, tokenizer: Tokenizer
+    ) -> TextShape:
+        wanted = asks if body.echo or body.return_token_ids else ()
         return TextShape(
             id=new_id("cmpl-"),
             created=int(time.time()),
-            model=model,
+            model=name,
             num_choices=body.n or 1,
             num_prompts=len(asks),
             include_usage=includes_usage(body),
             logprobs=body.logprobs is not None,
             token_ids=bool(body.return_token_ids),
             scores_prompt=scores_prompt(body),
-            prompts=tuple(self._echo(ask) for ask in asks) if wanted else (),
+            prompts=tuple([await self._echo(ask, tokenizer) for ask in wanted]),
             echo=bool(body.echo),
         )
 
-    def _echo(self, ask: Ask) -> Echo:
-        tokenizer = self.service.tokenizer(ask.model)
-        ids = tuple(tokenizer.encode_prompt(ask.prompt))
+    async def _echo(self, ask: Ask, tokenizer: Tokenizer) -> Echo:
+        ids = tuple(await self.service.tokenise(ask.model, ask.prompt))
+        check_tokens(ids, ask.sampling, tokenizer.vocab_size)
         text = ask.prompt.text if isinstance(ask.prompt, Text) else tokenizer.decode(ids)
-        return Echo(text, ids, tokenizer.decode(ids[:1]) if ids else "")
+        return Echo(text, ids, tokenizer.decode(ids[:1]))
 
     def _text_events(self, shape: TextShape, asks: Sequence[Ask], steering: Steering) -> Events:
         sources = [
-            self.service.handle(inference_request(ask, steering, shape.part_id(index)))
+            events_of(self.service, inference_request(ask, steering, shape.part_id(index)))
             for index, ask in enumerate(asks)
         ]
         return sources[0] if len(sources) == 1 else merged(sources, shape.num_choices)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from coterie.api.inference import Ask, Steering, chat_of, positive_top_p, seed_of
+from coterie.api.inference import Ask, Steering, positive_top_p, seed_of
+from coterie.api.native_types import TokenizeBody
 from coterie.api.openai_types import ChatBody, ChatMessage, Common, CompletionBody, Part
 from coterie.core.errors import InvalidRequest, Unsupported
 from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
@@ -60,22 +61,22 @@ def _tokens(item: int | list[int]) -> Tokens:
     return Tokens((item,) if isinstance(item, int) else tuple(item))
 
 
-def chat_prompt(body: ChatBody) -> Chat:
-    return chat_of(
-        (message_of(message, index) for index, message in enumerate(body.messages)),
-        continue_final=continues(body.continue_final_message, body.add_generation_prompt),
-        template_kwargs=body.chat_template_kwargs or {},
-    )
-
-
-def continues(continue_final: bool | None, add_generation_prompt: bool | None) -> bool:
-    """The two flags are one choice: a new turn is opened, or the last one goes on."""
-    if continue_final and add_generation_prompt:
+def chat_prompt(body: ChatBody | TokenizeBody) -> Chat:
+    """The messages for the template: a new turn is opened, or the last one goes on."""
+    messages = body.messages or []
+    turns = tuple(message_of(message, index) for index, message in enumerate(messages))
+    if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other",
             param="continue_final_message",
         )
-    return bool(continue_final) or add_generation_prompt is False
+    if body.continue_final_message and turns[-1].role != "assistant":
+        raise InvalidRequest(
+            "continue_final_message: the last message must be the assistant's",
+            param="continue_final_message",
+        )
+    opens = not body.continue_final_message and body.add_generation_prompt is not False
+    return Chat(turns, body.chat_template_kwargs or {}, add_generation_prompt=opens)
 
 
 def message_of(message: ChatMessage, index: int) -> Message:

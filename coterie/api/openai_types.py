@@ -7,19 +7,38 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from coterie.api.body import Body
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
 MAX_STOPS = 32
+MAX_KWARGS_DEPTH = 32
 _INT64 = 2**63 - 1
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+
+
+def _shallow(value: dict[str, Any]) -> dict[str, Any]:
+    """Templates walk their arguments recursively."""
+    layer: list[Any] = [value]
+    for _ in range(MAX_KWARGS_DEPTH):
+        layer = [
+            item
+            for part in layer
+            if isinstance(part, (dict, list))
+            for item in (part.values() if isinstance(part, dict) else part)
+        ]
+        if not layer:
+            return value
+    raise ValueError(f"is nested deeper than {MAX_KWARGS_DEPTH}")
+
+
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_shallow)]
 
 
 class StreamOptions(Body):
@@ -87,7 +106,7 @@ class ChatBody(Common):
     functions: list[Any] | None = None
     modalities: list[str] | None = None
     # vLLM's extras
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

@@ -1,0 +1,93 @@
+"""`coterie chat`: a conversation in the terminal, or through a pipe, one line a turn."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from coterie.cli.options import add_model, add_sampling
+from coterie.cli.run import open_llm, options
+from coterie.cli.terminal import note
+from coterie.core.errors import ContextLengthExceeded
+
+if TYPE_CHECKING:
+    from coterie.workers.embedded import LLM
+
+HELP = "talk to a model in this terminal"
+EPILOG = """\
+examples:
+  coterie chat
+  coterie chat --system "Answer in one sentence." --temperature 0.2
+  printf 'Hello\\nAnd again\\n' | coterie chat
+
+in the conversation: /reset forgets it, /exit leaves (so does Ctrl-D),
+Ctrl-C stops an answer.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    add_sampling(parser, max_tokens=512)
+
+
+def execute(args: argparse.Namespace) -> int:
+    with open_llm(args) as llm:
+        return Conversation(llm, args.system, options(args)).run()
+
+
+class Conversation:
+    def __init__(self, llm: LLM, system: str | None, given: dict[str, Any]) -> None:
+        self.llm = llm
+        self.given = given
+        self.system = [{"role": "system", "content": system}] if system else []
+        self.turns: list[dict[str, str]] = []
+        self.is_terminal = sys.stdin.isatty()
+
+    def run(self) -> int:
+        if self.is_terminal:
+            # line editing; there is none on some systems
+            with suppress(ImportError):
+                importlib.import_module("readline")
+            note("type a message; /reset forgets, /exit leaves")
+        while (line := self._read()) is not None:
+            if line == "/exit":
+                break
+            if line == "/reset":
+                self.turns.clear()
+                note("forgotten")
+            elif line.startswith("/"):
+                note("commands: /reset, /exit")
+            elif line:
+                self._answer(line)
+        return 0
+
+    def _read(self) -> str | None:
+        try:
+            return input("> " if self.is_terminal else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            note("")
+            return None
+
+    def _answer(self, line: str) -> None:
+        self.turns.append({"role": "user", "content": line})
+        said: list[str] = []
+        try:
+            for delta in self.llm.stream([*self.system, *self.turns], **self.given):
+                said.append(delta.text)
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            note(" (stopped)")
+        except ContextLengthExceeded as error:
+            self.turns.pop()
+            note(f"{error.message} Type /reset to begin anew.")
+            return
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        self.turns.append({"role": "assistant", "content": "".join(said)})

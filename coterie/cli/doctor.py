@@ -1,0 +1,125 @@
+"""`coterie doctor`: what this machine has, what will be used, what is missing, how to mend it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+
+from coterie.cli import machine
+from coterie.cli.terminal import facts, nbytes, table
+
+HELP = "show what this machine has, what will be used and what is missing"
+EPILOG = """\
+examples:
+  coterie doctor
+  coterie doctor --json             for scripts; exit code 1 when something needed is missing
+"""
+
+# module -> (package to install, what it is for, is the engine impossible without it)
+PACKAGES = {
+    "torch": ("torch", "running models", True),
+    "numpy": ("numpy", "running models", True),
+    "safetensors": ("safetensors", "reading weights", True),
+    "tokenizers": ("tokenizers", "reading text", True),
+    "jinja2": ("jinja2", "chat templates", True),
+    "fastapi": ("fastapi", "serving", False),
+    "uvicorn": ("uvicorn", "serving", False),
+    "msgspec": ("msgspec", "serving", False),
+    "zmq": ("pyzmq", "serving", False),
+    "huggingface_hub": ("huggingface_hub", "hf: models", False),
+    "rich": ("rich", "progress bars", False),
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def execute(args: argparse.Namespace) -> int:
+    report = examine()
+    if args.json:
+        print(json.dumps(report, indent=1))
+    else:
+        print(render(report))
+    return 1 if any(fault["needed"] for fault in report["missing"]) else 0
+
+
+def examine() -> machine.Facts:
+    """Everything as plain values; nothing is written, nothing is fetched."""
+    packages = {name: machine.package_version(name) for name in PACKAGES}
+    report: machine.Facts = {
+        "python": sys.version.split()[0],
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": machine.cpu(),
+        "memory": machine.memory(),
+        "compiler": machine.compiler(),
+        "torch": machine.torch_facts(),
+        "packages": packages,
+        "home": machine.home_facts(),
+        "models": machine.cached_models(),
+    }
+    report["missing"] = _missing(report)
+    return report
+
+
+def _missing(report: machine.Facts) -> list[machine.Facts]:
+    missing = [
+        {
+            "what": f"{package} ({purpose})",
+            "mend": f"{sys.executable} -m pip install {package}",
+            "needed": needed,
+        }
+        for module, (package, purpose, needed) in PACKAGES.items()
+        if report["packages"][module] is None
+    ]
+    if report["compiler"] is None:
+        missing.append(
+            {
+                "what": "a C++ compiler (fast CPU kernels; without one torch runs, slower)",
+                "mend": "apt-get install g++   (or your system's equivalent)",
+                "needed": False,
+            }
+        )
+    if not report["home"]["writable"]:
+        missing.append(
+            {
+                "what": f"a home folder that can be written ({report['home']['path']})",
+                "mend": "export COTERIE_HOME=/a/folder/of/yours",
+                "needed": True,
+            }
+        )
+    if not report["models"]:
+        missing.append({"what": "a model on this machine", "mend": "coterie pull", "needed": False})
+    return missing
+
+
+def render(report: machine.Facts) -> str:
+    cpu, memory, torch = report["cpu"], report["memory"], report["torch"]
+    pairs = [
+        ("system", f"{report['system']}, Python {report['python']}"),
+        ("cpu", f"{cpu['name']}, {cpu['cores']} cores"),
+        ("cpu flags", " ".join(cpu["flags"]) or "none that matter here"),
+        ("kernels", cpu["kernels"]),
+        ("memory", f"{nbytes(memory['total_bytes'])}, {nbytes(memory['free_bytes'])} free"),
+        ("compiler", report["compiler"] or "none"),
+        ("torch", torch["version"] or "not installed"),
+        ("cuda", torch["cuda"] or "none"),
+        ("triton", torch["triton"] or "none"),
+        ("home", report["home"]["path"]),
+    ]
+    parts = [facts(pairs), _models(report["models"])]
+    if not report["missing"]:
+        parts.append("nothing is missing")
+    for fault in report["missing"]:
+        word = "missing" if fault["needed"] else "optional"
+        parts.append(facts([(word, fault["what"]), ("  mend", fault["mend"])]))
+    return "\n\n".join(parts)
+
+
+def _models(models: list[machine.Facts]) -> str:
+    if not models:
+        return "models: none yet"
+    rows = [(model["source"], nbytes(model["nbytes"])) for model in models]
+    return table(("model", "size"), rows)

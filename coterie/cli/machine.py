@@ -1,0 +1,135 @@
+"""What `doctor` and `bench` can find out about this machine. Reads, never changes anything."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+Facts = dict[str, Any]
+
+# flag in /proc/cpuinfo -> what it is called here; in the order kernels prefer them
+_FLAGS = {
+    "amx_int8": "amx-int8",
+    "amx_bf16": "amx-bf16",
+    "avx512_vnni": "avx512-vnni",
+    "avx512_bf16": "avx512-bf16",
+    "avx512f": "avx512",
+    "avx_vnni": "avx-vnni",
+    "avx2": "avx2",
+    "fma": "fma",
+    "f16c": "f16c",
+    "sve": "sve",
+    "i8mm": "i8mm",
+    "bf16": "bf16",
+    "asimddp": "dotprod",
+    "asimdhp": "fp16",
+    "asimd": "neon",
+}
+_KERNELS = (
+    ("amx-int8", "native, AMX"),
+    ("avx512", "native, AVX-512"),
+    ("avx2", "native, AVX2"),
+    ("dotprod", "native, NEON with dot products"),
+    ("neon", "native, NEON"),
+)
+
+
+def cpu() -> Facts:
+    from coterie.workers.memory import cores
+
+    text = _read("/proc/cpuinfo")
+    given: set[str] = set()
+    name = platform.processor() or platform.machine()
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip().lower() in ("flags", "features"):
+            given = set(value.split())
+        elif key.strip() == "model name":
+            name = value.strip()
+    flags = [label for flag, label in _FLAGS.items() if flag in given]
+    return {"name": name, "cores": cores(), "flags": flags, "kernels": _kernels(flags)}
+
+
+def _kernels(flags: list[str]) -> str:
+    if os.environ.get("COTERIE_NATIVE") == "0":
+        return "torch (COTERIE_NATIVE=0)"
+    if compiler() is None:
+        return "torch, because there is no C++ compiler"
+    for flag, words in _KERNELS:
+        if flag in flags:
+            return words
+    return "native, plain C++"
+
+
+def memory() -> Facts:
+    from coterie.workers.memory import available_bytes
+
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"total_bytes": total, "free_bytes": available_bytes()}
+
+
+def compiler() -> str | None:
+    """The first line of what the C++ compiler says about itself."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        path = shutil.which(name) if name else None
+        if path is None:
+            continue
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+        if said.returncode == 0:
+            return said.stdout.splitlines()[0]
+    return None
+
+
+def package_version(module: str) -> str | None:
+    if importlib.util.find_spec(module) is None:
+        return None
+    names = importlib.metadata.packages_distributions().get(module, [module])
+    try:
+        return importlib.metadata.version(names[0])
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def torch_facts() -> Facts:
+    """Imports torch: a driver that does not fit shows only then."""
+    if importlib.util.find_spec("torch") is None:
+        return {"version": None, "cuda": None, "triton": None}
+    import torch
+
+    cuda = None
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        cuda = f"{torch.cuda.get_device_name()}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
+    return {"version": torch.__version__, "cuda": cuda, "triton": package_version("triton")}
+
+
+def home_facts() -> Facts:
+    from coterie.weights.home import home
+
+    path = home()
+    nearest = path
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    return {"path": str(path), "writable": os.access(nearest, os.W_OK)}
+
+
+def cached_models() -> list[Facts]:
+    from coterie.weights.sources import list_cached
+
+    return [
+        {"source": model.source, "path": str(model.path), "nbytes": model.nbytes}
+        for model in list_cached()
+    ]
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,101 @@
+"""The `coterie` command: one parser, one table of commands, one place that turns errors into lines.
+
+Standard library only, so that `--help` is instant and `python -m coterie` works where nothing can
+be installed. What a command needs is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from coterie import __version__
+from coterie.cli import bench, chat, doctor, pull, run, serve
+from coterie.core.errors import ConfigError, CoterieError, InvalidRequest
+
+# name -> module with HELP, EPILOG, configure(parser) and execute(args)
+COMMANDS: dict[str, ModuleType] = {
+    "serve": serve,
+    "run": run,
+    "chat": chat,
+    "pull": pull,
+    "doctor": doctor,
+    "bench": bench,
+}
+
+EPILOG = """\
+examples:
+  coterie serve                     serve the default model on http://127.0.0.1:8000
+  coterie run --prompt "Hello"      one answer, no server
+  coterie chat                      talk to a model in this terminal
+  coterie doctor                    what this machine has, and what is missing
+
+COTERIE_HOME   folder for models, compiled kernels and state
+COTERIE_DEBUG  1 = show tracebacks
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="coterie",
+        description="Serve many experts as one model.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"coterie {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.HELP,
+            epilog=module.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.configure(command)
+        command.set_defaults(execute=module.execute)
+    version = commands.add_parser("version", help="print the version", description="The version.")
+    version.set_defaults(execute=_version)
+    return parser
+
+
+def _version(_: argparse.Namespace) -> int:
+    print(f"coterie {__version__}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    try:
+        status: int = args.execute(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # the reader of our output went away; nothing is left to be flushed into
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return _explain(error)
+
+
+def _explain(error: Exception) -> int:
+    if os.environ.get("COTERIE_DEBUG") == "1":
+        raise error
+    if isinstance(error, CoterieError):
+        print(f"coterie: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, (ConfigError, InvalidRequest)) else 1
+    print(
+        f"coterie: unexpected {type(error).__name__}: {error} (COTERIE_DEBUG=1 shows where)",
+        file=sys.stderr,
+    )
+    return 1

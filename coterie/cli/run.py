@@ -1,0 +1,104 @@
+"""`coterie run`: one answer in this process, without a server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from coterie.cli.options import add_model, add_sampling, fetch, token_ids
+from coterie.core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from coterie.workers.embedded import LLM
+
+HELP = "answer one prompt in this process"
+EPILOG = """\
+examples:
+  coterie run --prompt "The capital of France is" --max-tokens 16
+  coterie run --chat --prompt "Who wrote Faust?" --temperature 0
+  coterie run --prompt-ids 1,2,3 --json        text, token_ids, usage and timings as JSON
+  cat letter.txt | coterie run --prompt -      the prompt from standard input
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads standard input")
+    prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="as token ids")
+    parser.add_argument("--chat", action="store_true", help="use the model's chat template")
+    add_sampling(parser, max_tokens=128)
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="may be given repeatedly")
+    parser.add_argument("--ignore-eos", action="store_true", help="do not stop at the end token")
+    parser.add_argument("--json", action="store_true", help="print JSON when it is done")
+
+
+def open_llm(args: argparse.Namespace) -> LLM:
+    from coterie.workers.embedded import LLM
+
+    return LLM(
+        str(fetch(args.model)),
+        dtype=args.dtype or "auto",
+        device=args.device or "auto",
+        threads=args.threads or 0,
+        kv_bytes=args.kv_bytes or 0,
+    )
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")
+    given = {name: getattr(args, name, None) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def execute(args: argparse.Namespace) -> int:
+    prompt = _prompt(args)
+    started = time.perf_counter()
+    with open_llm(args) as llm:
+        load_s = time.perf_counter() - started
+        if args.json:
+            print(json.dumps(_answer(llm, prompt, options(args), load_s), ensure_ascii=False))
+            return 0
+        for delta in llm.stream(prompt, **options(args)):
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+    sys.stdout.write("\n")
+    return 0
+
+
+def _prompt(args: argparse.Namespace) -> str | list[int] | list[dict[str, str]]:
+    if args.prompt_ids is not None:
+        if args.chat:
+            raise InvalidRequest("--chat needs --prompt")
+        ids: list[int] = args.prompt_ids
+        return ids
+    text = sys.stdin.read() if args.prompt == "-" else str(args.prompt)
+    return [{"role": "user", "content": text}] if args.chat else text
+
+
+def _answer(
+    llm: LLM, prompt: str | Sequence[Any], given: Mapping[str, Any], load_s: float
+) -> dict[str, Any]:
+    is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
+    done = llm.chat(prompt, **given) if is_chat else llm.generate(prompt, **given)[0]  # type: ignore[arg-type]
+    usage = asdict(done.usage)
+    usage["total_tokens"] = done.usage.prompt_tokens + done.usage.completion_tokens
+    return {
+        "text": done.text,
+        "token_ids": list(done.token_ids),
+        "prompt_token_ids": list(done.prompt_token_ids),
+        "finish_reason": done.choices[0].finish_reason,
+        "usage": usage,
+        "timings": asdict(done.timings) | {"load_s": load_s},
+        "model": {
+            "architecture": llm.info.architecture,
+            "dtype": llm.info.dtype,
+            "device": llm.info.device,
+            "threads": llm.info.threads,
+        },
+    }

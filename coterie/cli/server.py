@@ -1,0 +1,142 @@
+"""Runs the HTTP application: socket, signals, banner, exit.
+
+Imported by `serve` alone, because it needs the web framework.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from coterie import __version__
+from coterie.api.app import create_app
+from coterie.api.auth import KeyRing, check_exposure
+from coterie.cli.terminal import facts, nbytes, note
+from coterie.core.config import Config, Server
+from coterie.core.errors import ConfigError, CoterieError, InternalError
+from coterie.service.build import build
+from coterie.service.pipeline import Pipeline
+
+# after a second Ctrl-C: what stopping the workers may take
+FORCED_CLOSE_S = 5.0
+
+
+def listen(server: Server) -> socket.socket:
+    """The listening socket, so that a taken port or an open door is told before a model loads."""
+    if server.api_key_file:
+        KeyRing.load(Path(server.api_key_file))
+    check_exposure(server.host, bool(server.api_key_file), server.insecure)
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    try:
+        return socket.create_server((server.host, server.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {server.host}:{server.port}: {error.strerror or error}; "
+            "choose another --port (0 = any free one)",
+            param="server.port",
+        ) from error
+
+
+class _Server(uvicorn.Server):
+    """Drains on the first signal and stops on the second, without raising the signal again."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        if self.should_exit:
+            self.force_exit = True
+            note("coterie: stopping now")
+            return
+        self.should_exit = True
+        note("coterie: letting running requests end; Ctrl-C again stops at once")
+
+
+def serve(config: Config, listener: socket.socket) -> None:
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(config, listener))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def _serve(config: Config, listener: socket.socket) -> None:
+    pipeline = build(config)
+    failures: list[Exception] = []
+    url = _url(config.server, listener)
+
+    def on_start(error: Exception | None) -> None:
+        if error is None:
+            print(banner(url, pipeline), flush=True)
+        else:
+            failures.append(error)
+            server.should_exit = True
+
+    app = create_app(pipeline, config, on_start)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(config.server.drain_s)),
+            lifespan="on",
+        )
+    )
+    note(f"coterie: listening on {url}, loading models")
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        # a forced exit skips the application's own shutdown
+        await asyncio.wait_for(pipeline.close(), FORCED_CLOSE_S)
+    if failures:
+        raise _startup_error(failures[0])
+
+
+def _startup_error(error: Exception) -> CoterieError:
+    if isinstance(error, CoterieError):
+        return error
+    return InternalError(f"the models could not be loaded: {type(error).__name__}: {error}")
+
+
+def _url(server: Server, listener: socket.socket) -> str:
+    bound = listener.getsockname()[1]
+    host = "127.0.0.1" if server.host in ("", "0.0.0.0") else server.host
+    return f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
+
+
+def banner(url: str, pipeline: Pipeline) -> str:
+    pairs = [("Coterie", f"{__version__}, Python {sys.version.split()[0]}"), ("url", url)]
+    specialists = pipeline.health().specialists
+    for name, known in specialists.items():
+        sizes = [
+            f"{nbytes(known[key])} {label}"
+            for key, label in (("weight_bytes", "weights"), ("kv_bytes", "KV"))
+            if key in known
+        ]
+        about = [known["dtype"], known["device"], f"context {known['max_model_len']}", *sizes]
+        pairs.append(("model", f"{name} ({', '.join(about)})"))
+    model = next(iter(specialists))
+    body = f'{{"model":"{model}","messages":[{{"role":"user","content":"Hello"}}]}}'
+    command = f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+    return f"{facts(pairs)}\n\ntry it:\n  {command}\n"

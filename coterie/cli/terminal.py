@@ -1,0 +1,117 @@
+"""What commands show: progress, tables and key-value lists that fit the terminal.
+
+Progress goes to stderr, results to stdout. Uses rich for the bar when it is there.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+Tick = Callable[[int, int | None], None]
+
+
+def width() -> int:
+    return max(shutil.get_terminal_size((80, 24)).columns, 40)
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Tick]:
+    """A callback for (bytes done, bytes in all). Shows nothing until it is called."""
+    bar = _rich_bar(label) if sys.stderr.isatty() else None
+    tick: Any = bar or _Lines(label)
+    try:
+        yield tick
+    finally:
+        tick.close()
+
+
+class _Lines:
+    """For logs and pipes: a line at the start, then one every few seconds."""
+
+    INTERVAL_S = 3.0
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.shown_at = 0.0
+
+    def __call__(self, done: int, total: int | None) -> None:
+        now = time.monotonic()
+        if done != total and now - self.shown_at < self.INTERVAL_S:
+            return
+        self.shown_at = now
+        share = f"{100 * done // total:3d}% of {total / 1e6:.0f} MB" if total else ""
+        note(f"{self.label}: {share or f'{done / 1e6:.0f} MB'}")
+
+    def close(self) -> None:
+        self.shown_at = 0.0
+
+
+def _rich_bar(label: str) -> Any:
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+    except ImportError:
+        return None
+
+    class Bar:
+        def __init__(self) -> None:
+            columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
+            self.view = Progress(*columns, console=Console(stderr=True), transient=True)
+            self.task: Any = None
+
+        def __call__(self, done: int, total: int | None) -> None:
+            if self.task is None:
+                self.view.start()
+                self.task = self.view.add_task(label, total=total)
+            self.view.update(self.task, completed=done, total=total)
+
+        def close(self) -> None:
+            if self.task is not None:
+                self.view.stop()
+
+    return Bar()
+
+
+def facts(pairs: Sequence[tuple[str, str]]) -> str:
+    """`name  value` lines, values wrapped behind their names."""
+    indent = max(len(name) for name, _ in pairs) + 2
+    lines: list[str] = []
+    for name, value in pairs:
+        room = max(width() - indent, 20)
+        first, *rest = textwrap.wrap(value, room, break_on_hyphens=False) or [""]
+        lines.append(f"{name:<{indent}}{first}")
+        lines += [" " * indent + line for line in rest]
+    return "\n".join(lines)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns; one block per row where the terminal is too narrow for them."""
+    grid = [list(headers), *[list(row) for row in rows]]
+    widths = [max(len(row[i]) for row in grid) for i in range(len(headers))]
+    if sum(widths) + 2 * (len(widths) - 1) > width():
+        return "\n\n".join(facts(list(zip(headers, row, strict=True))) for row in rows)
+    lines = []
+    for row in grid:
+        cells = [
+            cell.ljust(size) if i == 0 else cell.rjust(size)
+            for i, (cell, size) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def nbytes(value: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.1f} {unit}"
+    return f"{value:.0f} B"
