@@ -151,6 +151,10 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
     return normed
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return add_norm(x, None, weight, eps)
+
+
 def place_heads(
     shape: DecoderShape,
     layer: DecoderLayer,

@@ -1,0 +1,103 @@
+"""The structures of csrc/types.h and the signatures of the native entry points, for ctypes.
+
+Field order and widths must match the C side; nothing else in Python knows them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from typing import ClassVar
+
+KIND_F32, KIND_BF16, KIND_INT8, KIND_INT4 = range(4)
+
+
+class Part(Structure):
+    _fields_: ClassVar = [("kind", c_int32), ("rows", c_int32), ("data", c_void_p)]
+
+
+class Matrix(Structure):
+    _fields_: ClassVar = [
+        ("num_parts", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("panels", c_int32),
+        ("parts", POINTER(Part)),
+    ]
+
+
+class Shape(Structure):
+    _fields_: ClassVar = [
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("hidden", c_int32),
+        ("intermediate", c_int32),
+        ("eps", c_float),
+        ("scale", c_float),
+    ]
+
+
+class Layer(Structure):
+    _fields_: ClassVar = [
+        ("input_norm", c_void_p),
+        ("qkv", POINTER(Matrix)),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("qkv_bias", c_void_p),
+        ("o", POINTER(Matrix)),
+        ("post_norm", c_void_p),
+        ("gate_up", POINTER(Matrix)),
+        ("down", POINTER(Matrix)),
+    ]
+
+
+class Batch(Structure):
+    _fields_: ClassVar = [
+        ("rows", c_int64),
+        ("sequences", c_int64),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("query_starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("max_blocks", c_int64),
+        ("block_size", c_int64),
+    ]
+
+
+class Cache(Structure):
+    _fields_: ClassVar = [("data", c_void_p), ("num_blocks", c_int64), ("is_bf16", c_int32)]
+
+
+class DecoderCall(Structure):
+    _fields_: ClassVar = [
+        ("shape", Shape),
+        ("layers", POINTER(Layer)),
+        ("caches", POINTER(Cache)),
+        ("num_layers", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("batch", Batch),
+        ("hidden", c_void_p),
+        ("threads", c_int64),
+    ]
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Gives every entry point its argument and result types."""
+    signatures = {
+        "ct_isa": (c_char_p, []),
+        "ct_packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
+        "ct_pack": (None, [c_int32, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
+        "ct_linear": (None, [POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64]),
+        "ct_attention": (
+            None,
+            [POINTER(Shape), POINTER(Batch), POINTER(Cache), c_void_p, c_void_p, c_int64],
+        ),
+        "ct_rms_norm": (None, [c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p]),
+        "ct_decoder": (None, [POINTER(DecoderCall)]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments

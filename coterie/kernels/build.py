@@ -1,0 +1,148 @@
+"""Compiles csrc/ on first use and loads it; the compiled module is kept under home()/kernels.
+
+The file name is keyed by sources, compiler and CPU. No compiler, or COTERIE_NATIVE=0, means None:
+callers then take the torch path. Knows nothing of what the kernels compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from coterie.kernels import abi
+from coterie.weights.home import kernels_dir
+from coterie.weights.lock import file_lock
+
+SOURCES = Path(__file__).parent / "csrc"
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-ffp-contract=off", "-Wall")
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The loaded module. `isa` is what it was compiled for: neon+dotprod, avx2, avx512+amx ..."""
+
+    path: Path
+    isa: str
+    call: ctypes.CDLL
+
+
+class _BuildFailed(Exception):
+    pass
+
+
+@cache
+def native() -> NativeLibrary | None:
+    """The native kernels of this machine, compiled if need be; None where that cannot be."""
+    if os.environ.get("COTERIE_NATIVE", "1") == "0":
+        return None
+    compiler = find_compiler()
+    if compiler is None:
+        _say("no C++ compiler found: using the slower torch kernels (install g++ to speed up)")
+        return None
+    try:
+        return _load(_compiled(compiler))
+    except (_BuildFailed, OSError) as error:
+        _say(f"native kernels are not available, using torch: {error}")
+        return None
+
+
+def find_compiler() -> str | None:
+    """$CXX, else the first of g++, clang++ and c++ on PATH."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        if name and (path := shutil.which(name)):
+            return path
+    return None
+
+
+def _compiled(compiler: str) -> Path:
+    """The path of the module for these sources, this compiler and this CPU."""
+    target = kernels_dir() / f"coterie-{_key(compiler)}.so"
+    if target.exists():
+        return target
+    with file_lock(kernels_dir() / "build.lock"):
+        if not target.exists():  # another process may have built it while we waited
+            _say("compiling native kernels, once, about 20 s ...")
+            _build(compiler, target)
+    return target
+
+
+def _key(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    digest = hashlib.sha256(version)
+    digest.update(repr((_FLAGS, _target_flags(), platform.machine(), _cpu_flags())).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _cpu_flags() -> str:
+    """The CPU's feature list: a module built for one CPU must not be loaded on another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("flags", "Features", "CPU part", "model name")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _target_flags() -> tuple[str, ...]:
+    # clang knows no -march=native on ARM, gcc takes both
+    return ("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)
+
+
+def _build(compiler: str, target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        objects = {source: Path(folder) / f"{source.stem}.o" for source in SOURCES.glob("*.cpp")}
+        commands = [
+            [compiler, *_FLAGS, *_target_flags(), "-c", str(source), "-o", str(built)]
+            for source, built in objects.items()
+        ]
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
+        module = Path(folder) / "module.so"
+        # OpenMP's entry points stay undefined: they come from the runtime that torch loaded
+        _run([compiler, "-shared", "-o", str(module), *map(str, objects.values())])
+        os.replace(module, target)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise _BuildFailed(f"{' '.join(command[:1])} failed: {done.stderr.strip()[-2000:]}")
+
+
+def _load(path: Path) -> NativeLibrary:
+    ctypes.CDLL(_openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(path))
+    abi.declare(library)
+    return NativeLibrary(path, library.ct_isa().decode(), library)
+
+
+def _openmp_runtime() -> str:
+    """The OpenMP library torch runs on, so that one pool of threads serves both."""
+    import torch  # noqa: F401  (loads the library we look for)
+
+    names = ("libgomp", "libiomp5", "libomp")
+    try:
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    except OSError:
+        mapped = set()
+    for name in names:
+        for path in sorted(mapped):
+            if Path(path).name.startswith(name):
+                return path
+    return "libgomp.so.1"
+
+
+def _say(message: str) -> None:
+    print(f"coterie: {message}", file=sys.stderr, flush=True)

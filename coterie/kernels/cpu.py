@@ -1,0 +1,233 @@
+"""The native CPU path: packed products, paged attention, and whole decoder stacks in one call.
+
+Every result equals the torch twin in `reference` up to rounding, and a row's bits do not depend on
+the other rows of its batch. Knows no model and no scheduler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coterie.core.errors import ConfigError, InternalError
+from coterie.kernels import abi
+from coterie.kernels.build import NativeLibrary, native
+from coterie.kernels.linear import Linear
+from coterie.weights.quantize import Dense, Int4, Int8, Weight
+
+if TYPE_CHECKING:
+    from coterie.kernels.batch import AttentionBatch
+    from coterie.kernels.decoder import DecoderLayer, DecoderShape
+
+
+def set_threads(count: int) -> None:
+    """Threads of torch's operators and of native calls alike: they share one pool."""
+    torch.set_num_threads(count)
+
+
+def _library() -> NativeLibrary:
+    library = native()
+    if library is None:
+        raise ConfigError("the native CPU kernels are not available on this machine")
+    return library
+
+
+class PackedLinear:
+    """Rows of one or several weights, each packed at its own precision."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self._call = _library().call
+        self._packed: list[Tensor] = []
+        parts = [self._pack(weight) for weight in weights]
+        self.in_features = _same_width(weights)
+        self.out_features = sum(part.rows for part in parts)
+        self.nbytes = sum(packed.nbytes for packed in self._packed)
+        self._parts = (abi.Part * len(parts))(*parts)
+        panels = sum(-(-part.rows // 16) for part in parts)
+        self.matrix = abi.Matrix(
+            len(parts), self.out_features, self.in_features, panels, self._parts
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = _floats(x.reshape(-1, self.in_features))
+        out = torch.empty(rows.shape[0], self.out_features)
+        threads = torch.get_num_threads()
+        self._call.ct_linear(
+            ctypes.byref(self.matrix), rows.data_ptr(), rows.shape[0], out.data_ptr(), threads
+        )
+        return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def _pack(self, weight: Weight) -> abi.Part:
+        kind, stored, scale, minimum = _stored(weight)
+        rows, width = weight.shape
+        packed = torch.empty(self._call.ct_packed_bytes(kind, rows, width), dtype=torch.uint8)
+        sources = [0 if part is None else part.data_ptr() for part in (stored, scale, minimum)]
+        threads = torch.get_num_threads()
+        self._call.ct_pack(kind, rows, width, *sources, packed.data_ptr(), threads)
+        self._packed.append(packed)
+        return abi.Part(kind, rows, packed.data_ptr())
+
+
+def _stored(weight: Weight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
+    """Kind, and contiguous tensors in the types that packing reads."""
+    match weight:
+        case Int8(q, scale):
+            return abi.KIND_INT8, q.contiguous(), scale.half().contiguous(), None
+        case Int4(q, scale, minimum):
+            halves = scale.half().contiguous(), minimum.half().contiguous()
+            return abi.KIND_INT4, q.contiguous(), *halves
+        case Dense(tensor) if tensor.dtype == torch.bfloat16:
+            return abi.KIND_BF16, tensor.contiguous(), None, None
+    return abi.KIND_F32, weight.tensor.float().contiguous(), None, None
+
+
+def _same_width(weights: Sequence[Weight]) -> int:
+    widths = {weight.shape[1] for weight in weights}
+    if len(widths) != 1:
+        raise InternalError(f"rows of one product must have one width, not {sorted(widths)}")
+    return int(widths.pop())
+
+
+def _floats(tensor: Tensor) -> Tensor:
+    return tensor.to(device="cpu", dtype=torch.float32).contiguous()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    rows, scale = _floats(x), _floats(weight)
+    out = torch.empty_like(rows)
+    width = rows.shape[-1]
+    _library().call.ct_rms_norm(
+        rows.data_ptr(), scale.data_ptr(), eps, rows.numel() // width, width, out.data_ptr()
+    )
+    return out
+
+
+def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+    """Twin of reference.paged_attention; kv_layer is fp32 or bf16."""
+    rows = _floats(q)
+    shape = abi.Shape(q.shape[1], kv_layer.shape[2], q.shape[2], 0, 0, 0.0, scale)
+    view = _BatchView(batch)
+    out = torch.empty_like(rows)
+    cache = _cache(kv_layer)
+    _library().call.ct_attention(
+        ctypes.byref(shape),
+        ctypes.byref(view.struct),
+        ctypes.byref(cache),
+        rows.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out.to(q.dtype)
+
+
+class _BatchView:
+    """The C view of a batch; owns the converted tensors it points into."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        self._long = [t.to(torch.int64).contiguous() for t in (batch.positions, batch.slots)]
+        self._int = [
+            t.to(torch.int32).contiguous()
+            for t in (batch.query_starts, batch.context_lens, batch.block_tables)
+        ]
+        self.struct = abi.Batch(
+            len(batch.positions),
+            len(batch.context_lens),
+            *(t.data_ptr() for t in (*self._long, *self._int)),
+            batch.block_tables.shape[1],
+            batch.block_size,
+        )
+
+
+def _cache(kv_layer: Tensor) -> abi.Cache:
+    if not kv_layer.is_contiguous() or kv_layer.dtype not in (torch.float32, torch.bfloat16):
+        raise InternalError("a KV cache must be contiguous and fp32 or bf16")
+    return abi.Cache(kv_layer.data_ptr(), kv_layer.shape[1], kv_layer.dtype == torch.bfloat16)
+
+
+class NativeDecoder:
+    """A whole stack behind one native call. cos and sin: [max_positions, head_dim/2]."""
+
+    def __init__(
+        self, shape: DecoderShape, layers: Sequence[DecoderLayer], cos: Tensor, sin: Tensor
+    ) -> None:
+        self._run = _library().call.ct_decoder
+        self._shape = abi.Shape(
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.hidden,
+            shape.intermediate,
+            shape.eps,
+            shape.attention_scale,
+        )
+        self._kept: list[object] = [layers]  # what the C structures point into
+        self._tables = _floats(cos), _floats(sin)
+        self._layers = (abi.Layer * len(layers))(*(self._layer(layer) for layer in layers))
+        self._caches: tuple[tuple[int, ...], ctypes.Array[abi.Cache]] | None = None
+
+    def forward(
+        self,
+        hidden: Tensor,
+        kv: Sequence[Tensor],
+        batch: AttentionBatch,
+        first: int = 0,
+        last: int | None = None,
+    ) -> Tensor:
+        """hidden [T, D] after layers first..last (exclusive), before the final norm.
+
+        `kv` has one cache for every layer of the stack.
+        """
+        last = len(self._layers) if last is None else last
+        out = _floats(hidden).clone()
+        view = _BatchView(batch)
+        caches = self._cache_array(kv)
+        call = abi.DecoderCall(
+            self._shape,
+            ctypes.cast(ctypes.byref(self._layers[first]), ctypes.POINTER(abi.Layer)),
+            ctypes.cast(ctypes.byref(caches[first]), ctypes.POINTER(abi.Cache)),
+            last - first,
+            self._tables[0].data_ptr(),
+            self._tables[1].data_ptr(),
+            view.struct,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        self._run(ctypes.byref(call))
+        return out
+
+    def _layer(self, layer: DecoderLayer) -> abi.Layer:
+        return abi.Layer(
+            self._vector(layer.input_norm),
+            self._matrix(layer.qkv),
+            self._vector(layer.q_norm),
+            self._vector(layer.k_norm),
+            self._vector(layer.qkv_bias),
+            self._matrix(layer.o),
+            self._vector(layer.post_norm),
+            self._matrix(layer.gate_up),
+            self._matrix(layer.down),
+        )
+
+    def _vector(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        kept = _floats(tensor)
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+    @staticmethod
+    def _matrix(linear: Linear) -> ctypes._Pointer[abi.Matrix]:
+        if not isinstance(linear, PackedLinear):
+            raise ConfigError("the native decoder needs packed products (backend 'cpu')")
+        return ctypes.pointer(linear.matrix)
+
+    def _cache_array(self, kv: Sequence[Tensor]) -> ctypes.Array[abi.Cache]:
+        """Rebuilt only when the caches move."""
+        key = tuple(layer.data_ptr() for layer in kv)
+        if self._caches is None or self._caches[0] != key:
+            self._caches = key, (abi.Cache * len(kv))(*(_cache(layer) for layer in kv))
+        return self._caches[1]

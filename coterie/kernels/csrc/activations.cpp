@@ -1,0 +1,109 @@
+#include "activations.h"
+
+static unsigned forms_of(const Matrix& matrix) {
+    unsigned forms = 0;
+    for (int i = 0; i < matrix.num_parts; ++i) {
+        const int32_t kind = matrix.parts[i].kind;
+        if (kind >= KIND_INT8) forms |= FORM_PLANES;
+        else if (kind == KIND_BF16 && amx_ready()) forms |= FORM_BF16;
+        else forms |= FORM_F32;
+    }
+    return forms;
+}
+
+void InputBuffers::reserve(const Matrix& matrix, int64_t rows) {
+    const unsigned forms = forms_of(matrix);
+    const int64_t groups = rows * (matrix.k / GROUP);
+    if (forms & FORM_F32) x.need<float>(rows * round_up(matrix.k, 4));
+    if (forms & FORM_BF16) bf16.need<uint16_t>(rows * round_up(matrix.k, BF16_K));
+    if (!(forms & FORM_PLANES)) return;
+    planes.need<int8_t>(groups * 2 * GROUP);
+    scale.need<float>(groups), sum.need<float>(groups), isum.need<int32_t>(groups);
+}
+
+Encoder::Encoder(InputBuffers& buffers, const Matrix& matrix)
+    : forms_(forms_of(matrix)), k_(matrix.k), x_(buffers.x.at<float>()), scale_(buffers.scale.at<float>()),
+      sum_(buffers.sum.at<float>()), bf16_(buffers.bf16.at<uint16_t>()), planes_(buffers.planes.at<int8_t>()),
+      isum_(buffers.isum.at<int32_t>()) {
+    in_ = {x_, round_up(k_, 4), bf16_, round_up(k_, BF16_K), planes_, scale_, sum_, isum_, k_ / GROUP};
+}
+
+// One span per row when there are rows for everyone, else rows are cut.
+int64_t Encoder::spans_of(const Team& team, int64_t rows) const {
+    if (rows >= team.size() * 2) return 1;
+    const int64_t groups = round_up(k_, GROUP) / GROUP;
+    const int64_t wanted = (team.size() + rows - 1) / rows;
+    const int64_t most = (groups + 7) / 8;  // at least 8 groups each
+    return wanted < most ? wanted : most;
+}
+
+static void quantize(const float* x, int8_t* planes, float& scale, float& sum, int32_t& isum) {
+    vf most = vset(0.0f);
+    for (int i = 0; i < GROUP; i += VL) most = vmax(most, vabs(vload(x + i)));
+    const float top = vmaxall(most);
+    const float inverse = top > 0.0f ? 16256.0f / top : 0.0f;
+    alignas(64) float rounded[GROUP];
+    for (int i = 0; i < GROUP; i += VL) vstore(rounded + i, vround(vmul(vload(x + i), vset(inverse))));
+    int32_t total = 0;
+    for (int i = 0; i < GROUP; ++i) {
+        const int32_t value = static_cast<int32_t>(rounded[i]);
+        const int32_t high = (value + 64) >> 7;
+        planes[i] = static_cast<int8_t>(high);
+        planes[GROUP + i] = static_cast<int8_t>(value - high * 128);
+        total += value;
+    }
+    scale = top / 16256.0f;
+    sum = scale * static_cast<float>(total);
+    isum = total * W_OFFSET;
+}
+
+void Encoder::encode(int64_t row, int64_t from, int64_t to, const float* x) {
+    if (forms_ & FORM_BF16) {
+        uint16_t* out = bf16_ + row * in_.ld_bf16 + from;
+        for (int64_t i = 0; i < to - from; ++i) out[i] = float_to_bf16(x[i]);
+    }
+    if (forms_ & FORM_PLANES) {
+        const int64_t at = row * in_.groups + from / GROUP;
+        quantize(x, planes_ + at * 2 * GROUP, scale_[at],
+                 sum_[at], isum_[at]);
+    }
+}
+
+void Encoder::pad(int64_t row) {
+    if (forms_ & FORM_F32)
+        for (int64_t i = k_; i < in_.ldx; ++i) x_[row * in_.ldx + i] = 0.0f;
+    if (forms_ & FORM_BF16)
+        for (int64_t i = k_; i < in_.ld_bf16; ++i) bf16_[row * in_.ld_bf16 + i] = 0;
+}
+
+float rms_factor(const float* x, int64_t n, float eps) {
+    vf lanes = vset(0.0f);
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) {
+        const vf v = vload(x + i);
+        lanes = vfma(lanes, v, v);
+    }
+    float sum = vsum(lanes);
+    for (; i < n; ++i) sum += x[i] * x[i];
+    return 1.0f / std::sqrt(sum / static_cast<float>(n) + eps);
+}
+
+void scaled_product(const float* x, const float* weight, float factor, int64_t n, float* out) {
+    for (int64_t i = 0; i < n; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+void silu_product(const float* gate, const float* up, int64_t n, float* out) {
+    const vf one = vset(1.0f);
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) {
+        const vf g = vload(gate + i);
+        const vf sigmoid = vdiv(one, vadd(one, vexp(vsub(vset(0.0f), g))));
+        vstore(out + i, vmul(vmul(g, sigmoid), vload(up + i)));
+    }
+    if (i == n) return;
+    alignas(64) float g[VL] = {}, u[VL] = {}, tail[VL];
+    memcpy(g, gate + i, (n - i) * sizeof(float));
+    memcpy(u, up + i, (n - i) * sizeof(float));
+    silu_product(g, u, VL, tail);
+    memcpy(out + i, tail, (n - i) * sizeof(float));
+}

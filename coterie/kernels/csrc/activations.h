@@ -1,0 +1,63 @@
+// Activations on their way into a product: fp32 values, and the forms that packed weights read.
+#pragma once
+#include "gemm.h"
+
+enum Form : unsigned { FORM_F32 = 1, FORM_BF16 = 2, FORM_PLANES = 4 };
+
+// Scratch for the input of one product at a time.
+struct InputBuffers {
+    Buffer x, bf16, planes, scale, sum, isum;
+    void reserve(const Matrix& matrix, int64_t rows);
+};
+
+// One product's input in every form its parts read: a view into buffers already reserved.
+class Encoder {
+  public:
+    Encoder(InputBuffers& buffers, const Matrix& matrix);
+    const Input& input() const { return in_; }
+
+    // Fills all rows, shared among the team. `make(row, from, to, out)` writes columns from..to of a
+    // row to out[0..]; columns come in spans of whole groups. Ends with a barrier.
+    template <class Make> const Input& fill(Team& team, int64_t rows, Make make) {
+        const int64_t spans = spans_of(team, rows), groups = round_up(k_, GROUP) / GROUP;
+        const int64_t width = (groups + spans - 1) / spans * GROUP;
+        const int64_t tasks = rows * spans, grain = tasks / (team.size() * 4);
+        team.share(tasks, grain < 1 ? 1 : grain, [&](int64_t begin, int64_t end) {
+            for (int64_t task = begin; task < end; ++task) {
+                const int64_t row = task / spans, from = task % spans * width;
+                fill_span(row, from, from + width < k_ ? from + width : k_, make);
+            }
+        });
+        return in_;
+    }
+
+  private:
+    template <class Make> void fill_span(int64_t row, int64_t from, int64_t to, Make make) {
+        if (from >= to) return;
+        alignas(64) float group[GROUP];
+        float* out = forms_ & FORM_F32 ? x_ + row * in_.ldx : nullptr;
+        if (out) make(row, from, to, out + from);
+        if (forms_ != FORM_F32)
+            for (int64_t at = from; at < to; at += GROUP) {
+                const int64_t stop = at + GROUP < to ? at + GROUP : to;
+                if (!out) make(row, at, stop, group);
+                encode(row, at, stop, out ? out + at : group);
+            }
+        if (to == k_) pad(row);
+    }
+    int64_t spans_of(const Team& team, int64_t rows) const;
+    void encode(int64_t row, int64_t from, int64_t to, const float* x);
+    void pad(int64_t row);
+
+    unsigned forms_ = 0;
+    int64_t k_;
+    Input in_{};
+    float *x_, *scale_, *sum_;
+    uint16_t* bf16_;
+    int8_t* planes_;
+    int32_t* isum_;
+};
+
+float rms_factor(const float* x, int64_t n, float eps);
+void scaled_product(const float* x, const float* weight, float factor, int64_t n, float* out);
+void silu_product(const float* gate, const float* up, int64_t n, float* out);

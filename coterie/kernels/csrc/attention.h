@@ -1,0 +1,45 @@
+// Paged attention with a fixed order of summation: positions are walked in tiles of 64 and splits
+// of 512 counted from position 0, so that a row's bits depend on neither the batch, the number of
+// threads, nor how its prompt was cut into chunks.
+#pragma once
+#include <vector>
+
+#include "team.h"
+
+constexpr int TILE = 64;           // positions scored at once
+constexpr int SPLIT = 512;         // positions folded into one partial result
+constexpr int MAX_COMBOS = 48;     // (row, head) pairs of one task, unless one row has more heads
+
+struct AttentionTask {
+    int32_t sequence, kv_head;
+    int32_t row, rows;           // first query row (in the batch) and how many
+    int32_t first_split, splits; // which splits this task walks
+    int32_t partial;             // index of its partial result, -1: it walks all and finishes
+    int32_t group, group_tasks;  // tasks whose partials belong together, and the first one's index
+};
+
+struct AttentionCall {
+    const float* q;  // [rows][heads][padded_dim], rotated and scaled, zero-padded
+    float* out;      // [rows][heads][head_dim]
+    const Cache* cache;
+};
+
+class Attention {
+  public:
+    // Cuts the batch into tasks; the plan serves every layer of one call.
+    void plan(const Shape& shape, const Batch& batch);
+    void run(Team& team, const AttentionCall& call);
+    int padded_dim() const { return padded_; }
+
+  private:
+    template <class T> void run_task(const AttentionTask& task, const AttentionCall& call);
+    void finish(const AttentionTask& task, const AttentionCall& call);
+    int visible(const AttentionTask& task, int row) const;
+
+    Shape shape_{};
+    Batch batch_{};
+    int padded_ = 0, fold_ = 1, combos_ = 0;
+    int64_t state_ = 0;  // floats of one (row, head): the mixed values, max, sum
+    std::vector<AttentionTask> tasks_;
+    Buffer partials_, done_;
+};

@@ -1,0 +1,169 @@
+// The C entry points that run whole stacks: one call, one team, every layer.
+#include <initializer_list>
+
+#include "activations.h"
+#include "attention.h"
+
+struct Workspace {
+    InputBuffers input;
+    Attention attention;
+    Buffer qkv, q, out, gate_up;
+};
+
+static Workspace& workspace() {
+    static thread_local Workspace mine;
+    return mine;
+}
+
+struct DecoderCall {
+    Shape shape;
+    const Layer* layers;
+    const Cache* caches;
+    int64_t num_layers;
+    const float* cos;  // [positions][head_dim / 2]
+    const float* sin;
+    Batch batch;
+    float* hidden;  // [rows][hidden], updated in place
+    int64_t threads;
+};
+
+// y = norm(x) W^T
+static void norm_gemm(Team& team, Workspace& ws, const Matrix& matrix, const float* x, const float* weight, float eps, int64_t rows, float* y) {
+    Encoder encoder(ws.input, matrix);
+    const int64_t k = matrix.k;
+    gemm(team, matrix, encoder.fill(team, rows, [&](int64_t row, int64_t from, int64_t end, float* out) {
+        const float* at = x + row * k;
+        scaled_product(at + from, weight + from, rms_factor(at, k, eps), end - from, out);
+    }), rows, y, STORE);
+}
+
+// y (=, +=) x W^T
+static void plain_gemm(Team& team, Workspace& ws, const Matrix& matrix, const float* x, int64_t rows, float* y, Epilogue epilogue) {
+    Encoder encoder(ws.input, matrix);
+    gemm(team, matrix, encoder.fill(team, rows, [&](int64_t row, int64_t from, int64_t end, float* out) {
+        memcpy(out, x + row * matrix.k + from, (end - from) * sizeof(float));
+    }), rows, y, epilogue);
+}
+
+// y += (silu(gate) * up) W^T
+static void silu_gemm(Team& team, Workspace& ws, const Matrix& matrix, const float* gate_up, int64_t rows, float* y) {
+    Encoder encoder(ws.input, matrix);
+    gemm(team, matrix, encoder.fill(team, rows, [&](int64_t row, int64_t from, int64_t end, float* out) {
+        const float* gate = gate_up + row * 2 * matrix.k + from;
+        silu_product(gate, gate + matrix.k, end - from, out);
+    }), rows, y, ADD);
+}
+
+static void rotate(float* x, const float* cos, const float* sin, int half) {
+    for (int i = 0; i < half; ++i) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a * cos[i] - b * sin[i];
+        x[i + half] = b * cos[i] + a * sin[i];
+    }
+}
+
+static void store_kv(const Cache& cache, int64_t at, const float* x, int dim) {
+    if (!cache.is_bf16) {
+        memcpy(static_cast<float*>(cache.data) + at, x, dim * sizeof(float));
+        return;
+    }
+    uint16_t* out = static_cast<uint16_t*>(cache.data) + at;
+    for (int d = 0; d < dim; ++d) out[d] = float_to_bf16(x[d]);
+}
+
+// Bias, norm and rotation of one head of one row; queries go to q, keys and values to the cache.
+static void place_head(const DecoderCall& call, const Layer& layer, const Cache& cache, int64_t row, int head, float* x, float* q, int padded) {
+    const Shape& s = call.shape;
+    const int dim = s.head_dim, half = dim / 2;
+    if (layer.qkv_bias)
+        for (int d = 0; d < dim; ++d) x[d] += layer.qkv_bias[head * dim + d];
+    const bool is_query = head < s.heads, is_key = !is_query && head < s.heads + s.kv_heads;
+    const float* norm = is_query ? layer.q_norm : is_key ? layer.k_norm : nullptr;
+    if (norm) scaled_product(x, norm, rms_factor(x, dim, s.eps), dim, x);
+    const int64_t position = call.batch.positions[row];
+    if (is_query || is_key) rotate(x, call.cos + position * half, call.sin + position * half, half);
+    if (is_query) {
+        float* to = q + (row * s.heads + head) * padded;
+        for (int d = 0; d < padded; ++d) to[d] = d < dim ? x[d] * s.scale : 0.0f;
+        return;
+    }
+    const int64_t slot = call.batch.slots[row], size = call.batch.block_size;
+    const int kv_head = is_key ? head - s.heads : head - s.heads - s.kv_heads;
+    const int64_t block = (is_key ? 0 : cache.num_blocks) + slot / size;
+    store_kv(cache, ((block * s.kv_heads + kv_head) * size + slot % size) * dim, x, dim);
+}
+
+static void attend(Team& team, Workspace& ws, const DecoderCall& call, const Layer& layer, const Cache& cache) {
+    const Shape& s = call.shape;
+    const int64_t rows = call.batch.rows, heads = s.heads + 2 * s.kv_heads;
+    float* qkv = ws.qkv.at<float>();
+    float* q = ws.q.at<float>();
+    const int64_t tasks = rows * heads, grain = tasks / (team.size() * 4);
+    team.share(tasks, grain < 1 ? 1 : grain, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+            place_head(call, layer, cache, i / heads, int(i % heads), qkv + i * s.head_dim, q, ws.attention.padded_dim());
+    });
+    ws.attention.run(team, {q, ws.out.at<float>(), &cache});
+}
+
+static void run_layer(Team& team, Workspace& ws, const DecoderCall& call, const Layer& layer, const Cache& cache) {
+    const int64_t rows = call.batch.rows;
+    const float eps = call.shape.eps;
+    float* gate_up = ws.gate_up.at<float>();
+    norm_gemm(team, ws, *layer.qkv, call.hidden, layer.input_norm, eps, rows, ws.qkv.at<float>());
+    attend(team, ws, call, layer, cache);
+    plain_gemm(team, ws, *layer.o, ws.out.at<float>(), rows, call.hidden, ADD);
+    norm_gemm(team, ws, *layer.gate_up, call.hidden, layer.post_norm, eps, rows, gate_up);
+    silu_gemm(team, ws, *layer.down, gate_up, rows, call.hidden);
+}
+
+extern "C" {
+
+void ct_decoder(const DecoderCall* call) {
+    Workspace& ws = workspace();
+    const Shape& s = call->shape;
+    const int64_t rows = call->batch.rows;
+    ws.attention.plan(s, call->batch);
+    ws.qkv.need<float>(rows * (s.heads + 2 * s.kv_heads) * s.head_dim);
+    ws.q.need<float>(rows * s.heads * ws.attention.padded_dim());
+    ws.out.need<float>(rows * s.heads * s.head_dim);
+    ws.gate_up.need<float>(rows * 2 * s.intermediate);
+    for (int64_t i = 0; i < call->num_layers; ++i)
+        for (const Matrix* matrix : {call->layers[i].qkv, call->layers[i].o, call->layers[i].gate_up, call->layers[i].down})
+            ws.input.reserve(*matrix, rows);
+    auto body = [&](Team& team) {
+        for (int64_t i = 0; i < call->num_layers; ++i) run_layer(team, ws, *call, call->layers[i], call->caches[i]);
+    };
+    run_team(int(call->threads), body);
+}
+
+void ct_linear(const Matrix* matrix, const float* x, int64_t rows, float* y, int64_t threads) {
+    Workspace& ws = workspace();
+    ws.input.reserve(*matrix, rows);
+    auto body = [&](Team& team) { plain_gemm(team, ws, *matrix, x, rows, y, STORE); };
+    run_team(int(threads), body);
+}
+
+// q and out: [rows, heads, head_dim].
+void ct_attention(const Shape* shape, const Batch* batch, const Cache* cache, const float* q, float* out, int64_t threads) {
+    Workspace& ws = workspace();
+    ws.attention.plan(*shape, *batch);
+    const int64_t dim = shape->head_dim, padded = ws.attention.padded_dim();
+    float* scaled = ws.q.need<float>(batch->rows * shape->heads * padded);
+    auto body = [&](Team& team) {
+        team.share(batch->rows, 1, [&](int64_t row, int64_t) {
+            for (int64_t h = row * shape->heads; h < (row + 1) * shape->heads; ++h)
+                for (int64_t d = 0; d < padded; ++d)
+                    scaled[h * padded + d] = d < dim ? q[h * dim + d] * shape->scale : 0.0f;
+        });
+        ws.attention.run(team, {scaled, out, cache});
+    };
+    run_team(int(threads), body);
+}
+
+void ct_rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t k, float* out) {
+    for (int64_t row = 0; row < rows; ++row)
+        scaled_product(x + row * k, weight, rms_factor(x + row * k, k, eps), k, out + row * k);
+}
+
+}  // extern "C"

@@ -1,0 +1,32 @@
+// Products with packed weights. A tile is [panels][rows][16] floats in thread-private scratch;
+// an output element is always accumulated over k in ascending order by one lane, so that its bits
+// do not depend on how many rows or panels were computed beside it.
+#pragma once
+#include "team.h"
+
+constexpr int ROW_BLOCK = 64;     // rows of one task: their activations stay in the L2 cache
+constexpr int PANELS_AT_ONCE = 4; // most panels of one kernel call
+
+struct TileJob {
+    const uint8_t* panel;  // first panel
+    int64_t panel_stride;  // bytes from one panel to the next
+    int panels;            // <= PANELS_AT_ONCE
+    const Input* in;
+    int64_t row;           // first row of the block
+    int rows;
+    int64_t k;
+    float* tile;
+};
+
+void f32_tile(const TileJob& job);
+void bf16_tile(const TileJob& job);
+template <bool INT4> void quant_tile(const TileJob& job);
+#if CT_AMX
+void amx_bf16_tile(const TileJob& job);
+template <bool INT4> void amx_quant_tile(const TileJob& job);
+#endif
+
+enum Epilogue { STORE, ADD };
+
+// y[rows, n] (=, +=) in W^T, shared among the team; ends with a barrier.
+void gemm(Team& team, const Matrix& matrix, const Input& in, int64_t rows, float* y, Epilogue epilogue);

@@ -1,0 +1,142 @@
+// fp32 and bf16 panels. bf16 is widened to fp32 on the way into the registers, or once per block
+// of rows into scratch when many rows share the panel: the same numbers in the same order.
+#include "gemm.h"
+
+#if defined(__aarch64__)
+constexpr int TILE_ROWS = 4, TILE_PANELS = 1, GEMV_PANELS = 2, K_BLOCK = 640;
+#elif defined(__AVX512F__)
+constexpr int TILE_ROWS = 12, TILE_PANELS = 2, GEMV_PANELS = 4, K_BLOCK = 320;
+#else
+constexpr int TILE_ROWS = 6, TILE_PANELS = 1, GEMV_PANELS = 4, K_BLOCK = 384;
+#endif
+constexpr int WIDEN_ROWS = 3 * TILE_ROWS;  // from here on, widening a panel into scratch pays
+
+struct F32Weights {
+    const float* at;
+    int64_t stride;
+    F32Weights(const uint8_t* p, int64_t s) : at((const float*)p), stride(s / 4) {}
+    template <int MR, int NP> CT_INLINE void step(const F32Weights& w, int64_t k, const xq* x, vf (*acc)[NP][PV]) {
+        lane<0, MR, NP>(w, k, x, acc), lane<1, MR, NP>(w, k, x, acc);
+        lane<2, MR, NP>(w, k, x, acc), lane<3, MR, NP>(w, k, x, acc);
+    }
+    template <int L, int MR, int NP>
+    CT_INLINE void lane(const F32Weights& w, int64_t k, const xq* x, vf (*acc)[NP][PV]) {
+        for (int p = 0; p < NP; ++p)
+            for (int v = 0; v < PV; ++v) {
+                const vf b = vload(w.at + p * w.stride + (k + L) * PANEL + v * VL);
+                for (int m = 0; m < MR; ++m) acc[m][p][v] = vfma_at<L>(acc[m][p][v], b, x[m]);
+            }
+    }
+};
+
+struct Bf16Weights {
+    const uint32_t* at;
+    int64_t stride;
+    Bf16Weights(const uint8_t* p, int64_t s) : at((const uint32_t*)p), stride(s / 4) {}
+    template <int MR, int NP> CT_INLINE void step(const Bf16Weights& w, int64_t k, const xq* x, vf (*acc)[NP][PV]) {
+        pair<0, MR, NP>(w, k, x, acc), pair<1, MR, NP>(w, k, x, acc);
+    }
+    template <int J, int MR, int NP>
+    CT_INLINE void pair(const Bf16Weights& w, int64_t k, const xq* x, vf (*acc)[NP][PV]) {
+        for (int p = 0; p < NP; ++p)
+            for (int v = 0; v < PV; ++v) {
+                const vpair b = vload_pair(w.at + p * w.stride + (k / 2 + J) * PANEL + v * VL);
+                const vf even = vpair_even(b), odd = vpair_odd(b);
+                for (int m = 0; m < MR; ++m) acc[m][p][v] = vfma_at<2 * J>(acc[m][p][v], even, x[m]);
+                for (int m = 0; m < MR; ++m) acc[m][p][v] = vfma_at<2 * J + 1>(acc[m][p][v], odd, x[m]);
+            }
+    }
+};
+
+struct Span {  // one block of rows and k
+    const float* x;
+    int64_t ldx, k;
+    float* tile;
+    int64_t tile_stride;  // from one panel's tile to the next
+    bool first;           // k starts here: accumulate from zero
+};
+
+template <class W, int MR, int NP> static void kernel(const W& w, const Span& s, int row) {
+    vf acc[MR][NP][PV];
+    float* tile = s.tile + row * PANEL;
+    const float* x = s.x + row * s.ldx;
+    for (int m = 0; m < MR; ++m)
+        for (int p = 0; p < NP; ++p)
+            for (int v = 0; v < PV; ++v)
+                acc[m][p][v] = s.first ? vset(0.0f) : vload(tile + p * s.tile_stride + m * PANEL + v * VL);
+    for (int64_t k = 0; k < s.k; k += 4) {
+        xq xs[MR];
+        for (int m = 0; m < MR; ++m) xs[m] = xload(x + m * s.ldx + k);
+        W::template step<MR, NP>(w, k, xs, acc);
+    }
+    for (int m = 0; m < MR; ++m)
+        for (int p = 0; p < NP; ++p)
+            for (int v = 0; v < PV; ++v) vstore(tile + p * s.tile_stride + m * PANEL + v * VL, acc[m][p][v]);
+}
+
+template <class W, int NP> static void all_rows(const W& w, const Span& s, int rows) {
+    int row = 0;
+    for (; row + TILE_ROWS <= rows; row += TILE_ROWS) kernel<W, TILE_ROWS, NP>(w, s, row);
+    if (TILE_ROWS > 4)
+        for (; row + 4 <= rows; row += 4) kernel<W, 4, NP>(w, s, row);
+    switch (rows - row) {
+        case 3: return kernel<W, 3, NP>(w, s, row);
+        case 2: return kernel<W, 2, NP>(w, s, row);
+        case 1: return kernel<W, 1, NP>(w, s, row);
+    }
+}
+
+template <class W> static void all_panels(const TileJob& job, const uint8_t* panel, int64_t stride, Span s) {
+    int p = 0;
+    float* const tile = s.tile;
+    const int step = job.rows == 1 ? GEMV_PANELS : TILE_PANELS;
+    for (; p + step <= job.panels; p += step) {
+        s.tile = tile + p * s.tile_stride;
+        const W w(panel + p * stride, stride);
+        if (job.rows == 1) kernel<W, 1, GEMV_PANELS>(w, s, 0);
+        else all_rows<W, TILE_PANELS>(w, s, job.rows);
+    }
+    for (; p < job.panels; ++p) {
+        s.tile = tile + p * s.tile_stride;
+        all_rows<W, 1>(W(panel + p * stride, stride), s, job.rows);
+    }
+}
+
+static Span span_of(const TileJob& job, int64_t from, int64_t to) {
+    return {job.in->x + job.row * job.in->ldx + from, job.in->ldx, to - from,
+            job.tile, int64_t(job.rows) * PANEL, from == 0};
+}
+
+void f32_tile(const TileJob& job) {
+    const int64_t k = round_up(job.k, 4);
+    const int64_t block = job.rows == 1 ? k : K_BLOCK;
+    for (int64_t from = 0; from < k; from += block) {
+        const int64_t to = from + block < k ? from + block : k;
+        all_panels<F32Weights>(job, job.panel + from * PANEL * 4, job.panel_stride, span_of(job, from, to));
+    }
+}
+
+void bf16_tile(const TileJob& job) {
+    const int64_t k = round_up(job.k, 4);
+    if (job.rows < WIDEN_ROWS) return all_panels<Bf16Weights>(job, job.panel, job.panel_stride, span_of(job, 0, k));
+    alignas(64) float wide[TILE_PANELS][K_BLOCK * PANEL];
+    TileJob part = job;
+    for (int p = 0; p < job.panels; p += TILE_PANELS) {
+        part.panels = p + TILE_PANELS <= job.panels ? TILE_PANELS : job.panels - p;
+        for (int64_t from = 0; from < k; from += K_BLOCK) {
+            const int64_t to = from + K_BLOCK < k ? from + K_BLOCK : k;
+            for (int i = 0; i < part.panels; ++i) {
+                const uint32_t* src = (const uint32_t*)(job.panel + (p + i) * job.panel_stride) + from / 2 * PANEL;
+                for (int64_t j = 0; j < (to - from) / 2; ++j)
+                    for (int v = 0; v < PV; ++v) {
+                        const vpair w = vload_pair(src + j * PANEL + v * VL);
+                        vstore(&wide[i][2 * j * PANEL + v * VL], vpair_even(w));
+                        vstore(&wide[i][(2 * j + 1) * PANEL + v * VL], vpair_odd(w));
+                    }
+            }
+            Span s = span_of(job, from, to);
+            s.tile += p * s.tile_stride;
+            all_panels<F32Weights>(part, (const uint8_t*)wide, sizeof(wide[0]), s);
+        }
+    }
+}

@@ -1,0 +1,138 @@
+// A thin layer over NEON, AVX2 and AVX-512, chosen at compile time by -march=native.
+// Everything above it sees `vf` (VL floats), `vi` (VL int32) and panels of 16 output rows.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#else
+#include <immintrin.h>
+#endif
+
+#define CT_INLINE static inline __attribute__((always_inline))
+
+constexpr int PANEL = 16;  // output rows interleaved in one panel of packed weights
+constexpr int GROUP = 32;  // elements along k that share one scale
+
+CT_INLINE float half_to_float(uint16_t h) {
+#if defined(__aarch64__)
+    float16_t f;
+    memcpy(&f, &h, 2);
+    return static_cast<float>(f);
+#else
+    return _cvtsh_ss(h);
+#endif
+}
+
+CT_INLINE uint16_t float_to_bf16(float f) {  // round to nearest even; NaN stays NaN
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((u >> 16) | 0x40);
+    return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+
+#if defined(__aarch64__)
+// ------------------------------------------------------------------------------------- NEON
+constexpr int VL = 4;
+constexpr const char* ISA_NAME = "neon"
+#if defined(__ARM_FEATURE_DOTPROD)
+    "+dotprod"
+#endif
+    ;
+using vf = float32x4_t;
+using vi = int32x4_t;
+CT_INLINE vf vload(const float* p) { return vld1q_f32(p); }
+CT_INLINE void vstore(float* p, vf a) { vst1q_f32(p, a); }
+CT_INLINE vf vset(float a) { return vdupq_n_f32(a); }
+CT_INLINE vf vadd(vf a, vf b) { return vaddq_f32(a, b); }
+CT_INLINE vf vsub(vf a, vf b) { return vsubq_f32(a, b); }
+CT_INLINE vf vmul(vf a, vf b) { return vmulq_f32(a, b); }
+CT_INLINE vf vdiv(vf a, vf b) { return vdivq_f32(a, b); }
+CT_INLINE vf vmax(vf a, vf b) { return vmaxq_f32(a, b); }
+CT_INLINE vf vmin(vf a, vf b) { return vminq_f32(a, b); }
+CT_INLINE vf vabs(vf a) { return vabsq_f32(a); }
+CT_INLINE vf vfma(vf acc, vf a, vf b) { return vfmaq_f32(acc, a, b); }
+CT_INLINE vf vround(vf a) { return vrndnq_f32(a); }
+CT_INLINE vf vkeep(vf a, vf x, vf low) {  // a where x >= low, else 0
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a), vcgeq_f32(x, low)));
+}
+CT_INLINE float vsum(vf a) { return vaddvq_f32(a); }
+CT_INLINE float vmaxall(vf a) { return vmaxvq_f32(a); }
+CT_INLINE vf vpow2(vf n) {  // 2^n for integral n in the normal range
+    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23));
+}
+// Sums of four vectors as the four lanes of one.
+CT_INLINE void vsum4(float* out, vf a, vf b, vf c, vf d) {
+    vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+}
+// Even and odd elements of bf16 pairs: the low half is the even k.
+using vpair = uint32x4_t;
+CT_INLINE vpair vload_pair(const uint32_t* p) { return vld1q_u32(p); }
+CT_INLINE vf vpair_even(vpair w) { return vreinterpretq_f32_u32(vshlq_n_u32(w, 16)); }
+CT_INLINE vf vpair_odd(vpair w) {
+    return vreinterpretq_f32_u32(vandq_u32(w, vdupq_n_u32(0xffff0000u)));
+}
+CT_INLINE void vload2(const float* p, vf& a, vf& b) { a = vld1q_f32(p), b = vld1q_f32(p + 4); }
+CT_INLINE void vload2(const uint16_t* p, vf& a, vf& b) {
+    uint16x8_t w = vld1q_u16(p);
+    a = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(w), 16));
+    b = vreinterpretq_f32_u32(vreinterpretq_u32_u16(vzip2q_u16(vdupq_n_u16(0), w)));
+}
+CT_INLINE vf vload_half(const uint16_t* p) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+// Four activations at x; lane L multiplies one vector of weights.
+using xq = float32x4_t;
+CT_INLINE xq xload(const float* x) { return vld1q_f32(x); }
+template <int L> CT_INLINE vf vfma_at(vf acc, vf w, xq x) { return vfmaq_laneq_f32(acc, w, x, L); }
+
+using vb = int8x16_t;  // VL rows x 4 consecutive k
+using xb = int8x16_t;  // 16 consecutive k of one activation plane
+constexpr int W_OFFSET = 0;  // what packing adds to an int8 weight
+CT_INLINE xb xbload(const int8_t* x) { return vld1q_s8(x); }
+CT_INLINE vb vbload(const uint8_t* p) { return vreinterpretq_s8_u8(vld1q_u8(p)); }
+CT_INLINE vb vbload_low(const uint8_t* p) {
+    return vreinterpretq_s8_u8(vandq_u8(vld1q_u8(p), vdupq_n_u8(15)));
+}
+CT_INLINE vb vbload_high(const uint8_t* p) {
+    return vreinterpretq_s8_u8(vshrq_n_u8(vld1q_u8(p), 4));
+}
+#if defined(__ARM_FEATURE_DOTPROD)
+template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) { return vdotq_laneq_s32(acc, w, x, L); }
+#else
+template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) {
+    int8x16_t lane = vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(x), L));
+    int16x8_t a = vmull_s8(vget_low_s8(w), vget_low_s8(lane));
+    int16x8_t b = vmull_s8(vget_high_s8(w), vget_high_s8(lane));
+    return vaddq_s32(acc, vpaddq_s32(vpaddlq_s16(a), vpaddlq_s16(b)));
+}
+#endif
+CT_INLINE vi vizero() { return vdupq_n_s32(0); }
+CT_INLINE vf vplanes(vi hi, vi lo, int32_t) {  // hi * 128 + lo
+    return vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(hi, 7), lo));
+}
+CT_INLINE vf vplane(vi hi, int32_t) { return vcvtq_f32_s32(hi); }
+CT_INLINE void cpu_relax() { asm volatile("yield"); }
+#else
+#include "simd_x86.h"
+#endif
+
+constexpr int PV = PANEL / VL;  // vectors in a panel row
+
+// exp(x) for x <= 0 and moderate positives: 2^n * p(r), relative error below 2e-7; below -87: 0.
+CT_INLINE vf vexp(vf x) {
+    const vf low = vset(-87.0f);
+    vf clipped = vmin(vmax(x, low), vset(88.0f));
+    vf n = vround(vmul(clipped, vset(1.44269504088896341f)));
+    vf r = vfma(clipped, n, vset(-0.693359375f));
+    r = vfma(r, n, vset(2.12194440e-4f));
+    vf p = vset(1.9875691500e-4f);
+    p = vfma(vset(1.3981999507e-3f), p, r);
+    p = vfma(vset(8.3334519073e-3f), p, r);
+    p = vfma(vset(4.1665795894e-2f), p, r);
+    p = vfma(vset(1.6666665459e-1f), p, r);
+    p = vfma(vset(5.0000001201e-1f), p, r);
+    p = vfma(vadd(r, vset(1.0f)), p, vmul(r, r));
+    return vkeep(vmul(p, vpow2(n)), x, low);
+}

@@ -1,0 +1,194 @@
+// The AVX2 and AVX-512 halves of simd.h (included by it alone).
+#pragma once
+#if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
+#error "native kernels need AVX2, FMA and F16C"
+#endif
+
+struct xq {  // four activations stay in memory: each is broadcast when used
+    const float* at;
+};
+struct xb {  // 16 consecutive k of one activation plane
+    const int8_t* at;
+};
+CT_INLINE xq xload(const float* x) { return {x}; }
+CT_INLINE xb xbload(const int8_t* x) { return {x}; }
+CT_INLINE int32_t four(const int8_t* p) {
+    int32_t v;
+    memcpy(&v, p, 4);
+    return v;
+}
+CT_INLINE void cpu_relax() { _mm_pause(); }
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+// ---------------------------------------------------------------------------------- AVX-512
+constexpr int VL = 16;
+using vf = __m512;
+using vi = __m512i;
+CT_INLINE vf vload(const float* p) { return _mm512_loadu_ps(p); }
+CT_INLINE void vstore(float* p, vf a) { _mm512_storeu_ps(p, a); }
+CT_INLINE vf vset(float a) { return _mm512_set1_ps(a); }
+CT_INLINE vf vadd(vf a, vf b) { return _mm512_add_ps(a, b); }
+CT_INLINE vf vsub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+CT_INLINE vf vmul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+CT_INLINE vf vdiv(vf a, vf b) { return _mm512_div_ps(a, b); }
+CT_INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
+CT_INLINE vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
+CT_INLINE vf vabs(vf a) { return _mm512_abs_ps(a); }
+CT_INLINE vf vfma(vf acc, vf a, vf b) { return _mm512_fmadd_ps(a, b, acc); }
+CT_INLINE vf vround(vf a) {
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+CT_INLINE vf vkeep(vf a, vf x, vf low) {  // a where x >= low, else 0
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, low, _CMP_GE_OQ), a);
+}
+CT_INLINE float vsum(vf a) { return _mm512_reduce_add_ps(a); }
+CT_INLINE float vmaxall(vf a) { return _mm512_reduce_max_ps(a); }
+CT_INLINE vf vpow2(vf n) {
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+CT_INLINE __m128 fold4(vf a) {
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+}
+using vpair = __m512i;
+CT_INLINE vpair vload_pair(const uint32_t* p) { return _mm512_loadu_si512(p); }
+CT_INLINE vf vpair_even(vpair w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); }
+CT_INLINE vf vpair_odd(vpair w) {
+    return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(int(0xffff0000u))));
+}
+CT_INLINE vf widen(const uint16_t* p) {
+    __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(w), 16));
+}
+CT_INLINE vf vload_half(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+using vb = __m512i;
+CT_INLINE vb vbload(const uint8_t* p) { return _mm512_loadu_si512(p); }
+CT_INLINE vb vbload_low(const uint8_t* p) {
+    return _mm512_and_si512(vbload(p), _mm512_set1_epi8(15));
+}
+CT_INLINE vb vbload_high(const uint8_t* p) {
+    return _mm512_and_si512(_mm512_srli_epi16(vbload(p), 4), _mm512_set1_epi8(15));
+}
+CT_INLINE vi vizero() { return _mm512_setzero_si512(); }
+CT_INLINE vf vplanes(vi hi, vi lo, int32_t offset) {
+    __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(hi, 7), lo);
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(offset)));
+}
+CT_INLINE vf vplane(vi hi, int32_t offset) {
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(hi, _mm512_set1_epi32(offset)));
+}
+#if defined(__AVX512VNNI__)
+constexpr const char* ISA_NAME = "avx512+vnni";
+constexpr int W_OFFSET = 128;  // unsigned x signed dot products
+template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) {
+    return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(four(x.at + 4 * L)));
+}
+#else
+constexpr const char* ISA_NAME = "avx512";
+constexpr int W_OFFSET = 0;
+template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) {
+    __m512i v = _mm512_set1_epi32(four(x.at + 4 * L));
+    v = _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(w), _mm512_setzero_si512(), v);
+    __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w), v);
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+#endif
+#else
+// ------------------------------------------------------------------------------------- AVX2
+constexpr int VL = 8;
+using vf = __m256;
+using vi = __m256i;
+CT_INLINE vf vload(const float* p) { return _mm256_loadu_ps(p); }
+CT_INLINE void vstore(float* p, vf a) { _mm256_storeu_ps(p, a); }
+CT_INLINE vf vset(float a) { return _mm256_set1_ps(a); }
+CT_INLINE vf vadd(vf a, vf b) { return _mm256_add_ps(a, b); }
+CT_INLINE vf vsub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+CT_INLINE vf vmul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+CT_INLINE vf vdiv(vf a, vf b) { return _mm256_div_ps(a, b); }
+CT_INLINE vf vmax(vf a, vf b) { return _mm256_max_ps(a, b); }
+CT_INLINE vf vmin(vf a, vf b) { return _mm256_min_ps(a, b); }
+CT_INLINE vf vabs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+CT_INLINE vf vfma(vf acc, vf a, vf b) { return _mm256_fmadd_ps(a, b, acc); }
+CT_INLINE vf vround(vf a) {
+    return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+CT_INLINE vf vkeep(vf a, vf x, vf low) {  // a where x >= low, else 0
+    return _mm256_and_ps(a, _mm256_cmp_ps(x, low, _CMP_GE_OQ));
+}
+CT_INLINE __m128 fold4(vf a) {
+    return _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+}
+CT_INLINE float vsum(vf a) {
+    __m128 s = fold4(a);
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+CT_INLINE float vmaxall(vf a) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+CT_INLINE vf vpow2(vf n) {
+    return _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+using vpair = __m256i;
+CT_INLINE vpair vload_pair(const uint32_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+CT_INLINE vf vpair_even(vpair w) { return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16)); }
+CT_INLINE vf vpair_odd(vpair w) {
+    return _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(int(0xffff0000u))));
+}
+CT_INLINE vf widen(const uint16_t* p) {
+    __m128i w = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(w), 16));
+}
+CT_INLINE vf vload_half(const uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+using vb = __m256i;
+CT_INLINE vb vbload(const uint8_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+CT_INLINE vb vbload_low(const uint8_t* p) {
+    return _mm256_and_si256(vbload(p), _mm256_set1_epi8(15));
+}
+CT_INLINE vb vbload_high(const uint8_t* p) {
+    return _mm256_and_si256(_mm256_srli_epi16(vbload(p), 4), _mm256_set1_epi8(15));
+}
+CT_INLINE vi vizero() { return _mm256_setzero_si256(); }
+CT_INLINE vf vplanes(vi hi, vi lo, int32_t offset) {
+    __m256i sum = _mm256_add_epi32(_mm256_slli_epi32(hi, 7), lo);
+    return _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(offset)));
+}
+CT_INLINE vf vplane(vi hi, int32_t offset) {
+    return _mm256_cvtepi32_ps(_mm256_sub_epi32(hi, _mm256_set1_epi32(offset)));
+}
+#if defined(__AVXVNNI__)
+constexpr const char* ISA_NAME = "avx2+vnni";
+constexpr int W_OFFSET = 128;
+template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) {
+    return _mm256_dpbusd_avx_epi32(acc, w, _mm256_set1_epi32(four(x.at + 4 * L)));
+}
+#else
+constexpr const char* ISA_NAME = "avx2";
+constexpr int W_OFFSET = 0;
+template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) {  // |x| <= 127: no saturation
+    __m256i v = _mm256_sign_epi8(_mm256_set1_epi32(four(x.at + 4 * L)), w);
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), v);
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#endif
+#endif
+
+template <int L> CT_INLINE vf vfma_at(vf acc, vf w, xq x) { return vfma(acc, w, vset(x.at[L])); }
+CT_INLINE void vload2(const float* p, vf& a, vf& b) { a = vload(p), b = vload(p + VL); }
+CT_INLINE void vload2(const uint16_t* p, vf& a, vf& b) { a = widen(p), b = widen(p + VL); }
+CT_INLINE void vsum4(float* out, vf a, vf b, vf c, vf d) {
+    __m128 ab = _mm_hadd_ps(fold4(a), fold4(b)), cd = _mm_hadd_ps(fold4(c), fold4(d));
+    _mm_storeu_ps(out, _mm_hadd_ps(ab, cd));
+}

@@ -1,0 +1,91 @@
+// The plain C structures shared with kernels/cpu.py (ctypes), and the internal view of one product.
+#pragma once
+#include "simd.h"
+
+enum Kind : int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_INT8 = 2, KIND_INT4 = 3 };
+
+// The rows of one stored weight, packed into ceil(rows / 16) panels.
+struct Part {
+    int32_t kind;
+    int32_t rows;
+    const uint8_t* data;
+};
+
+// y = x W^T, where W is the concatenated rows of the parts.
+struct Matrix {
+    int32_t num_parts;
+    int32_t n;
+    int32_t k;
+    int32_t panels;
+    const Part* parts;
+};
+
+struct Shape {
+    int32_t heads, kv_heads, head_dim, hidden, intermediate;
+    float eps, scale;
+};
+
+struct Layer {
+    const float* input_norm;
+    const Matrix* qkv;
+    const float* q_norm;    // null unless the model norms its query heads
+    const float* k_norm;    // null likewise
+    const float* qkv_bias;  // null likewise
+    const Matrix* o;
+    const float* post_norm;
+    const Matrix* gate_up;
+    const Matrix* down;
+};
+
+struct Batch {
+    int64_t rows, sequences;
+    const int64_t* positions;
+    const int64_t* slots;
+    const int32_t* query_starts;
+    const int32_t* context_lens;
+    const int32_t* block_tables;
+    int64_t max_blocks, block_size;
+};
+
+struct Cache {  // one layer: [2, num_blocks, kv_heads, block_size, head_dim]
+    void* data;
+    int64_t num_blocks;
+    int32_t is_bf16;
+};
+
+// Activations in every form some part of the matrix reads (the others are null).
+struct Input {
+    const float* x;        // [rows][ldx], zero-padded to a multiple of 4 columns
+    int64_t ldx;
+    const uint16_t* bf16;  // [rows][ld_bf16], zero-padded to a multiple of 32 (AMX only)
+    int64_t ld_bf16;
+    const int8_t* planes;  // [rows][groups][2][32]: high plane, low plane
+    const float* scale;    // [rows][groups]
+    const float* sum;      // [rows][groups]: scale * sum of the group's integers
+    const int32_t* isum;   // [rows][groups]: W_OFFSET * sum of the group's integers
+    int64_t groups;
+};
+
+constexpr int INT8_RECORD = 8 * 64 + 2 * PANEL;      // one group of one panel: q, scale
+constexpr int INT4_RECORD = 4 * 64 + 2 * 2 * PANEL;  // q, scale, minimum
+
+CT_INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512VNNI__)
+#define CT_AMX 1
+constexpr int BF16_K = 32;  // k is padded to whole tiles
+bool amx_ready();           // asks the kernel for tile state once
+#else
+#define CT_AMX 0
+constexpr int BF16_K = 4;
+CT_INLINE bool amx_ready() { return false; }
+#endif
+
+CT_INLINE int64_t panel_bytes(int32_t kind, int64_t k) {
+    switch (kind) {
+        case KIND_F32: return round_up(k, 4) * PANEL * 4;
+        case KIND_BF16: return round_up(k, BF16_K) * PANEL * 2;
+        case KIND_INT8: return k / GROUP * INT8_RECORD;
+        default: return k / GROUP * INT4_RECORD;
+    }
+}
