@@ -82,7 +82,10 @@ def check(model: type[Model], payload: Any) -> Model:
 def _first_fault(error: ValidationError) -> InvalidRequest:
     """The first fault in the words of its field. The value itself is never repeated: it may be
     a prompt, and errors are logged by clients."""
-    fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    faults = error.errors(include_url=False, include_input=False, include_context=False)
+    field = faults[0]["loc"][:1]
+    # each member of a union complains; the one that came furthest is the one that was meant
+    fault = max((f for f in faults if f["loc"][:1] == field), key=lambda f: len(f["loc"]))
     # the members of a union add their own names to the path; a caller knows fields and indexes
     path = [str(step) for step in fault["loc"] if isinstance(step, int) or _is_field(step)]
     param = ".".join(path) or None

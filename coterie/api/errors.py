@@ -94,9 +94,6 @@ def headers_of(error: CoterieError, dialect: str) -> dict[str, str]:
         headers.update(_rate_limit(error.retry_after_s, dialect))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    if status == 413:
-        # the rest of the body is not worth reading
-        headers["connection"] = "close"
     return headers
 
 

@@ -142,6 +142,8 @@ def _stamps(exchange: Exchange) -> list[tuple[bytes, bytes]]:
 def _log(exchange: Exchange, scope: Scope) -> None:
     log(
         "request",
+        # probes come every second and say nothing new
+        level="debug" if scope["path"] in OPEN_PATHS else "info",
         request_id=exchange.request_id,
         tenant_digest=exchange.tenant,
         method=scope["method"],

@@ -27,8 +27,12 @@ JSON = "application/json"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
+# a probe that came too early may come again after this
+RETRY = {"retry-after": "1"}
+
+
 def answer(payload: Any, status: int = 200) -> Response:
-    return Response(encode(payload), status, media_type=JSON)
+    return Response(encode(payload), status, RETRY if status == 503 else None, JSON)
 
 
 class NativeEndpoints:

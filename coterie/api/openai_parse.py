@@ -6,7 +6,14 @@ from collections.abc import Iterable
 
 from coterie.api.inference import Ask, Steering, positive_top_p, seed_of
 from coterie.api.native_types import TokenizeBody
-from coterie.api.openai_types import ChatBody, ChatMessage, Common, CompletionBody, Part
+from coterie.api.openai_types import (
+    MAX_PROMPTS,
+    ChatBody,
+    ChatMessage,
+    Common,
+    CompletionBody,
+    Part,
+)
 from coterie.core.errors import InvalidRequest, Unsupported
 from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
 
@@ -54,6 +61,8 @@ def _prompts(body: CompletionBody) -> list[Prompt]:
         return [Text(prompt)]
     if isinstance(prompt[0], int):
         return [Tokens(tuple(token for token in prompt if isinstance(token, int)))]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} in one request", param="prompt")
     return [Text(item) if isinstance(item, str) else _tokens(item) for item in prompt]
 
 

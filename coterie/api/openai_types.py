@@ -118,8 +118,8 @@ class CompletionBody(Common):
     prompt: (
         str
         | Ids
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Ids], Field(min_length=1)]
     )
     # 0 is allowed together with echo: it scores the prompt
     max_tokens: int | None = Field(None, ge=0, le=_INT64)

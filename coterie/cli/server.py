@@ -98,6 +98,7 @@ async def _serve(config: Config, listener: socket.socket) -> None:
             app,
             access_log=False,
             log_config=None,
+            log_level="warning",
             server_header=False,
             timeout_graceful_shutdown=max(1, round(config.server.drain_s)),
             lifespan="on",

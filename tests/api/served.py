@@ -1,0 +1,120 @@
+"""A real server process for tests: `python -m coterie serve` on a free port, logs in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+START_S = 90.0
+
+
+class Served:
+    """One running server. `wait_ready=False` returns as soon as it listens."""
+
+    def __init__(self, *arguments: str, wait_ready: bool = True, **environment: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="coterie-served-"))
+        self.log_path, self.out_path = self.folder / "log", self.folder / "out"
+        command = [sys.executable, "-m", "coterie", "serve", "--port", "0", *arguments]
+        with self.log_path.open("wb") as log, self.out_path.open("wb") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=log, env={**os.environ, **environment}
+            )
+        self.url = self._wait_for(r"listening on (http://\S+?),")
+        if wait_ready:
+            self.wait_ready()
+
+    def _wait_for(self, pattern: str) -> str:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            found = re.search(pattern, self.log())
+            if found:
+                return found[1]
+            assert self.process.poll() is None, f"the server ended: {self.log()}"
+            time.sleep(0.05)
+        raise AssertionError(f"not listening after {START_S} s: {self.log()}")
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if self.get("/health/ready").status == 200:
+                return
+            assert self.process.poll() is None, f"the server ended: {self.log()}"
+            time.sleep(0.05)
+        raise AssertionError(f"not ready after {START_S} s: {self.log()}")
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def out(self) -> str:
+        return self.out_path.read_text(errors="replace")
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(60)
+
+    def get(self, path: str, **headers: str) -> Reply:
+        return self.send("GET", path, None, **headers)
+
+    def post(self, path: str, body: Any, **headers: str) -> Reply:
+        """`body`: bytes as they are, anything else as JSON."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.send("POST", path, raw, **headers)
+
+    def send(self, method: str, path: str, body: bytes | None, **headers: str) -> Reply:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        request = urllib.request.Request(self.url + path, body, named, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return Reply(answer.status, dict(answer.headers), answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return Reply(error.code, dict(error.headers), error.read())
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        text = self.get("/metrics").body.decode()
+        found = re.findall(rf"^{re.escape(name)}(?:\{{.*?\}})? (\S+)$", text, re.MULTILINE)
+        assert found, f"no metric {name}"
+        return sum(float(value) for value in found)
+
+
+class Reply:
+    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.status, self.body = status, body
+        self.headers = {name.lower(): value for name, value in headers.items()}
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def chat(content: str = "hello there", **fields: Any) -> dict[str, Any]:
+    """A small chat body."""
+    body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": content}]}
+    return body | fields
+
+
+def frames(raw: bytes) -> list[tuple[str | None, Any]]:
+    """(event name, data) of every frame; data is parsed where it is JSON."""
+    found: list[tuple[str | None, Any]] = []
+    for block in raw.decode().split("\n\n"):
+        name, data = None, None
+        for line in block.split("\n"):
+            if line.startswith("event: "):
+                name = line[7:]
+            elif line.startswith("data: "):
+                data = line[6:]
+        if data is not None:
+            found.append((name, data if data == "[DONE]" else json.loads(data)))
+    return found
