@@ -58,6 +58,9 @@ _GENERATION = {
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
 
+# multipliers of neighbouring architectures, which these do not apply
+_SCALES = ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
+
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -100,6 +103,8 @@ def hf_config(file: GGUFFile, rope_factors: Sequence[float] | None = None) -> di
     keys.refuse_unless("attention.value_length", head_dim)
     keys.refuse_unless("rope.dimension_count", head_dim)
     keys.refuse_unless("expert_count", 0)
+    for scale in _SCALES:
+        keys.refuse_unless(scale, 1)
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -114,6 +119,7 @@ def hf_config(file: GGUFFile, rope_factors: Sequence[float] | None = None) -> di
         "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.real("rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(keys, head_dim, rope_factors),
+        "sliding_window": keys.get("attention.sliding_window"),
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
