@@ -1,0 +1,251 @@
+"""kill -9 of real worker processes: a pause for the client, never another token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from rig import GREEDY, SAMPLED, Listener, assign, begin, run, tiny_spec
+
+from coterie.core.events import Failed, Finished
+from coterie.core.plan import Assignment
+from coterie.core.request import Sampling
+from coterie.workers.process import ProcessReplica, Restart
+
+QUICK = Restart(backoff_s=0.05, max_backoff_s=0.2, hang_s=0)
+
+
+def kill(replica: ProcessReplica) -> int:
+    pid = replica.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+async def until_healthy(replica: ProcessReplica, timeout_s: float = 60) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not replica.healthy():
+            await asyncio.sleep(0.01)
+
+
+async def until_died(replica: ProcessReplica, pid: int) -> None:
+    async with asyncio.timeout(30):
+        while replica.pid == pid:
+            await asyncio.sleep(0.005)
+
+
+def eight(prefix: str, max_tokens: int = 200) -> list[Assignment]:
+    """Greedy, sampled, several choices, a stop string, logprobs: mixed lengths."""
+    kinds: list[Sampling] = [
+        GREEDY,
+        SAMPLED,
+        replace(SAMPLED, seed=5, top_k=20),
+        replace(SAMPLED, seed=6, n=3),
+        replace(GREEDY, logprobs=2),
+        replace(SAMPLED, seed=8, presence_penalty=0.5, frequency_penalty=0.5),
+        replace(GREEDY, repetition_penalty=1.3),
+        replace(SAMPLED, seed=9, min_p=0.02),
+    ]
+    return [
+        assign(
+            f"{prefix}{i}", tuple(range(20 + i, 30 + 7 * i)), sampling=kind,
+            max_tokens=max_tokens + 10 * i,
+        )
+        for i, kind in enumerate(kinds)
+    ]  # fmt: skip
+
+
+def said(listener: Listener) -> list[tuple[list[int], str]]:
+    assert isinstance(listener.end, Finished), listener.end
+    count = len(listener.end.choices)
+    return [(listener.tokens(choice), listener.text(choice)) for choice in range(count)]
+
+
+def test_kill_in_the_middle_of_eight_streams_changes_no_token() -> None:
+    async def test() -> None:
+        replica = ProcessReplica(tiny_spec(), QUICK)
+        await replica.start()
+        try:
+            undisturbed = await asyncio.gather(*(run(replica, a) for a in eight("u")))
+            listeners = await asyncio.gather(*(begin(replica, a) for a in eight("k")))
+            for listener in listeners:
+                await listener.until(lambda seen: len(seen.tokens()) >= 20)
+            assert all(listener.end is None for listener in listeners)
+            pid = kill(replica)
+            await until_died(replica, pid)
+            assert not replica.healthy() and replica.retry_after_s() > 0
+            had = [len(listener.tokens()) for listener in listeners]
+            for listener in listeners:
+                await listener.ended()
+            assert [said(item) for item in listeners] == [said(item) for item in undisturbed]
+            # something was really continued
+            assert all(len(item.tokens()) > n for item, n in zip(listeners, had, strict=True))
+            logprobs = [delta.logprobs for delta in listeners[4].deltas]
+            assert logprobs == [delta.logprobs for delta in undisturbed[4].deltas]
+            assert replica.stats()["restarts"] == 1 and replica.healthy()
+            assert replica.in_flight() == 0
+        finally:
+            await replica.close()
+
+    asyncio.run(test())
+
+
+def test_two_crashes_then_alone_then_a_typed_failure() -> None:
+    async def test() -> None:
+        replica = ProcessReplica(tiny_spec(), QUICK)
+        await replica.start()
+        try:
+            undisturbed = (await run(replica, assign("u", max_tokens=600))).tokens()
+            doomed = await begin(replica, assign("a", max_tokens=600))
+            other = await begin(replica, assign("b", max_tokens=600))
+            for _ in range(2):
+                seen = len(doomed.tokens()), len(other.tokens())
+                await doomed.until(lambda item, n=seen[0]: len(item.tokens()) > n + 5)
+                await other.until(lambda item, n=seen[1]: len(item.tokens()) > n + 5)
+                await until_died(replica, kill(replica))
+            # both were present twice: the first runs alone, the second waits for it
+            n, m = len(doomed.tokens()), len(other.tokens())
+            await doomed.until(lambda item: len(item.tokens()) > n + 5)
+            assert len(other.tokens()) == m
+            assert not replica.healthy()
+            kill(replica)
+            end = await doomed.ended()
+            assert isinstance(end, Failed) and end.code == "worker_crashed"
+            # who was not running then gets its own chance, and finishes
+            assert isinstance(await other.ended(), Finished)
+            assert other.tokens() == undisturbed
+            assert replica.healthy() and replica.in_flight() == 0
+        finally:
+            await replica.close()
+
+    asyncio.run(test())
+
+
+def test_restarts_back_off() -> None:
+    assert [Restart(0.5, 30).pause_s(n) for n in (1, 2, 3, 7, 40)] == [0.5, 1.0, 2.0, 30.0, 30.0]
+
+    async def test() -> None:
+        replica = ProcessReplica(tiny_spec(), Restart(backoff_s=0.3, max_backoff_s=60, hang_s=0))
+        await replica.start()
+        gaps = []
+        try:
+            for _ in range(2):
+                pid = kill(replica)
+                await until_died(replica, pid)
+                begun = time.monotonic()
+                # a new process id appears in psutil only after the pause
+                me = psutil.Process()
+                while not me.children():
+                    await asyncio.sleep(0.005)
+                gaps.append(time.monotonic() - begun)
+                await until_healthy(replica)
+        finally:
+            await replica.close()
+        assert gaps[0] >= 0.25 and gaps[1] >= 0.55
+
+    asyncio.run(test())
+
+
+def test_a_silent_worker_is_killed_and_replaced() -> None:
+    async def test() -> None:
+        replica = ProcessReplica(tiny_spec(), Restart(0.05, 0.2, hang_s=1.0))
+        await replica.start()
+        try:
+            undisturbed = (await run(replica, assign("u", max_tokens=400))).tokens()
+            listener = await begin(replica, assign("a", max_tokens=400))
+            await listener.until(lambda seen: len(seen.tokens()) >= 20)
+            assert replica.pid is not None
+            os.kill(replica.pid, signal.SIGSTOP)
+            assert isinstance(await listener.ended(), Finished)
+            assert listener.tokens() == undisturbed
+            assert replica.stats()["restarts"] == 1
+            # idle silence is not a hang
+            await asyncio.sleep(1.6)
+            assert replica.stats()["restarts"] == 1 and replica.healthy()
+        finally:
+            await replica.close()
+
+    asyncio.run(test())
+
+
+def test_drain_survives_a_crash() -> None:
+    async def test() -> None:
+        replica = ProcessReplica(tiny_spec(), QUICK)
+        await replica.start()
+        listener = await begin(replica, assign("a", max_tokens=300))
+        await listener.until(lambda seen: len(seen.tokens()) >= 10)
+        draining = asyncio.ensure_future(replica.drain(60))
+        await asyncio.sleep(0)
+        pid = kill(replica)
+        await draining
+        assert isinstance(listener.end, Finished) and len(listener.tokens()) == 300
+        assert replica.pid != pid
+        await replica.close()
+        assert not psutil.Process().children()
+
+    asyncio.run(test())
+
+
+PARENT = """
+import asyncio, sys
+from rig import tiny_spec
+from coterie.workers.process import ProcessReplica
+
+async def main():
+    replica = ProcessReplica(tiny_spec())
+    await replica.start()
+    print(replica.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_the_child_dies_with_its_parent(
+    private_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # an empty home has no compiled kernels, and they do not matter here
+    monkeypatch.setenv("COTERIE_NATIVE", "0")
+    here = Path(__file__).resolve().parent.parent
+    environment = dict(os.environ, PYTHONPATH=f"{here.parent}{os.pathsep}{here}")
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert child.is_running() and "coterie.workers.child" in " ".join(child.cmdline())
+        # the socket's folder is for this user only
+        (folder,) = (private_home / "state" / "run").iterdir()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        parent.kill()
+    _, alive = psutil.wait_procs([child], timeout=10)
+    assert not alive
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_sockets_are_private_and_removed(
+    long: bool, private_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where COTERIE_HOME is too long for a socket's address."""
+    monkeypatch.setenv("COTERIE_NATIVE", "0")
+    if long:
+        monkeypatch.setenv("COTERIE_HOME", str(private_home / ("x" * 90)))
+
+    async def test() -> None:
+        replica = ProcessReplica(tiny_spec())
+        await replica.start()
+        directory = replica._directory
+        assert directory is not None and directory.stat().st_mode & 0o777 == 0o700
+        assert long != str(directory).startswith(str(private_home))
+        assert len((await run(replica, assign("a"))).tokens()) == 16
+        await replica.close()
+        assert not directory.exists()
+
+    asyncio.run(test())

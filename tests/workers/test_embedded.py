@@ -1,0 +1,121 @@
+"""`from coterie import LLM`: the embedded engine, and what it may import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from tiny import tiny_checkpoint
+
+from coterie import LLM
+from coterie.core.errors import ContextLengthExceeded, InvalidRequest
+
+GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(str(tiny_checkpoint("llama")), dtype="fp32", threads=1, kv_bytes=8_000_000) as llm:
+        yield llm
+
+
+def test_generate_one_or_many(llm: LLM) -> None:
+    (single,) = llm.generate("The quick brown fox", **GREEDY)
+    both = llm.generate(["The quick brown fox", [0, 40, 41]], **GREEDY)
+    assert both[0].text == single.text and both[0].token_ids == single.token_ids
+    assert len(single.token_ids) == 12 and single.choices[0].finish_reason == "length"
+    assert both[1].prompt_token_ids == (0, 40, 41) and both[1].usage.completion_tokens == 12
+    assert llm.generate([0, 40, 41], **GREEDY)[0].token_ids == both[1].token_ids
+    assert llm.generate([], **GREEDY) == []
+
+
+def test_more_prompts_than_the_queue_holds(llm: LLM) -> None:
+    prompts = [[0, 30 + i % 300, 40 + i // 300] for i in range(400)]
+    options = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True}
+    answers = llm.generate(prompts, **options)
+    assert len(answers) == 400 and all(len(answer.token_ids) == 2 for answer in answers)
+    assert llm.generate(prompts[5], **options)[0].token_ids == answers[5].token_ids
+
+
+def test_chat_and_stream_agree(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = llm.chat(messages, **GREEDY)
+    deltas = list(llm.stream(messages, **GREEDY))
+    assert "".join(delta.text for delta in deltas) == answer.text
+    assert tuple(t for delta in deltas for t in delta.token_ids) == answer.token_ids
+    # an open assistant turn is continued
+    opened = llm.chat([*messages, {"role": "assistant", "content": "Par"}], **GREEDY)
+    assert opened.prompt_token_ids != answer.prompt_token_ids
+
+
+def test_choices_logprobs_and_seeds(llm: LLM) -> None:
+    options = {"n": 2, "seed": 3, "max_tokens": 8, "logprobs": 1, "ignore_eos": True}
+    first, again = llm.generate(["abc", "abc"], **options)
+    assert first.choices == again.choices
+    assert first.choices[0].token_ids != first.choices[1].token_ids
+    assert len(first.choices[0].logprobs or ()) == 8
+    drawn = {llm.generate("abc", max_tokens=8, ignore_eos=True)[0].token_ids for _ in range(4)}
+    assert len(drawn) > 1
+
+
+def test_a_closed_stream_frees_its_blocks(llm: LLM) -> None:
+    free = llm._engine.lane_states()[0].free_tokens
+    stream = llm.stream("abc", max_tokens=500, ignore_eos=True)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert llm._engine.lane_states()[0].free_tokens == free
+    assert not llm._inboxes
+
+
+def test_streams_interleave_and_threads_share(llm: LLM) -> None:
+    alone = [llm.generate([0, 50 + i], **GREEDY)[0].token_ids for i in range(4)]
+    first, second = llm.stream([0, 50], **GREEDY), llm.stream([0, 51], **GREEDY)
+    pairs = list(zip(first, second, strict=True))
+    assert tuple(t for a, _ in pairs for t in a.token_ids) == alone[0]
+    assert tuple(t for _, b in pairs for t in b.token_ids) == alone[1]
+    found: dict[int, tuple[int, ...]] = {}
+
+    def work(index: int) -> None:
+        found[index] = llm.generate([0, 50 + index], **GREEDY)[0].token_ids
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(4)] == alone
+
+
+def test_wrong_calls_are_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="tempratur"):
+        llm.generate("abc", tempratur=1.0)
+    with pytest.raises(ContextLengthExceeded):
+        llm.generate("abc", max_tokens=5000)
+    with pytest.raises(InvalidRequest):
+        llm.generate([0, 99_999])
+    assert len(llm.generate("abc", **GREEDY)) == 1
+
+
+BARE = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked}:
+            raise ImportError("blocked: " + name)
+sys.meta_path.insert(0, Block())
+from coterie import LLM
+with LLM({model!r}, dtype="fp32", threads=1, kv_bytes=8_000_000) as llm:
+    print(len(llm.generate("abc", max_tokens=5, ignore_eos=True)[0].token_ids))
+"""
+
+
+def test_runs_with_nothing_but_the_engine_s_packages() -> None:
+    blocked = {"msgspec", "zmq", "fastapi", "pydantic", "uvicorn", "httpx", "rich", "transformers",
+               "huggingface_hub", "gguf", "psutil", "platformdirs"}  # fmt: skip
+    code = BARE.format(blocked=blocked, model=str(tiny_checkpoint("llama")))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "5"

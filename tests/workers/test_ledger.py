@@ -1,0 +1,149 @@
+"""workers/ledger.py: nothing is lost, nothing is said twice, suspects run alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from rig import GREEDY, assign
+
+from coterie.core.errors import InvalidRequest
+from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
+from coterie.core.plan import Admitted, Rejected
+from coterie.core.request import Sampling
+from coterie.workers.base import Report
+from coterie.workers.ledger import Ledger
+
+FULL = Rejected("overloaded", "full", 1.0)
+
+
+def on_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    def runner() -> None:
+        asyncio.run(test())  # type: ignore[arg-type]
+
+    runner.__name__ = test.__name__
+    return runner
+
+
+def accepted(ledger: Ledger, name: str, sampling: Sampling = GREEDY) -> list[Event]:
+    events: list[Event] = []
+    verdict = ledger.open(assign(name, sampling=sampling), events.append)
+    ledger.take(Report(admitted=[(name, Admitted("r0", 0.1))], started=[Started(name, "r0", 4, 0)]))
+    assert isinstance(verdict.result(), Admitted)
+    return events
+
+
+def delta(name: str, *tokens: int, choice: int = 0, end: str | None = None) -> Report:
+    return Report(deltas=[Delta(name, choice, "", tokens, finish_reason=end)])
+
+
+def finished(name: str) -> Report:
+    return Report(finished=[Finished(name, ("stop",), Usage(4, 1, 3), Timings(total_s=9.0))])
+
+
+def resumed(ledger: Ledger) -> dict[str, Any]:
+    return {item.request_id: item for item in ledger.resume()}
+
+
+@on_loop
+async def test_a_crash_resumes_behind_what_the_client_has() -> None:
+    ledger = Ledger()
+    two = Sampling(temperature=0.0, top_p=1.0, n=2, num_beams=1, seed=1)
+    events = accepted(ledger, "a", two)
+    ledger.take(delta("a", 1, 2))
+    ledger.take(delta("a", 3, choice=1, end="stop"))
+    ledger.crashed()
+    assert ledger.waiting == 1 and not ledger.working
+    again = resumed(ledger)["a"]
+    assert again.emitted == ((1, 2), (3,)) and again.finished == (1,)
+    # the second worker begins again: its verdict and Started are not news
+    ledger.take(Report(admitted=[("a", Admitted("r0", 0.1))], started=[Started("a", "r0", 4, 9)]))
+    ledger.take(delta("a", 4, end="length"))
+    ledger.take(finished("a"))
+    kinds = [type(event).__name__ for event in events]
+    assert kinds == ["Started", "Delta", "Delta", "Delta", "Finished"]
+    # counts and times are those the client saw, not the second worker's
+    assert isinstance(events[-1], Finished) and events[-1].usage.cached_tokens == 0
+    assert len(ledger) == 0
+
+
+@on_loop
+async def test_a_lost_last_word_is_made_up() -> None:
+    ledger = Ledger()
+    events = accepted(ledger, "a")
+    ledger.take(delta("a", 1, 2, 3, end="stop"))
+    ledger.crashed()
+    assert len(ledger) == 0 and not resumed(ledger)
+    last = events[-1]
+    assert isinstance(last, Finished)
+    assert last.choices == ("stop",) and last.usage == Usage(4, 3, 0)
+
+
+@on_loop
+async def test_two_crashes_then_alone_then_failed() -> None:
+    ledger = Ledger()
+    events = {name: accepted(ledger, name) for name in ("a", "b")}
+    ledger.crashed()
+    assert set(resumed(ledger)) == {"a", "b"} and not ledger.quarantined
+    late = accepted(ledger, "late")
+    ledger.crashed()
+    # a and b are suspects: one runs, the others wait, the innocent one too
+    assert ledger.quarantined
+    assert set(resumed(ledger)) == {"a"}
+    assert not resumed(ledger)
+    ledger.crashed()
+    assert isinstance(events["a"][-1], Failed) and events["a"][-1].code == "worker_crashed"
+    # who was not there is not blamed
+    assert set(resumed(ledger)) == {"b"}
+    ledger.take(finished("b"))
+    assert isinstance(events["b"][-1], Finished)
+    assert not ledger.quarantined and set(resumed(ledger)) == {"late"}
+    ledger.take(finished("late"))
+    assert isinstance(late[-1], Finished)
+    assert len(ledger) == 0 and ledger.waiting == 0
+
+
+@on_loop
+async def test_an_accepted_request_waits_when_the_new_worker_is_full() -> None:
+    ledger = Ledger()
+    accepted(ledger, "a")
+    events = accepted(ledger, "b")
+    ledger.crashed()
+    assert set(resumed(ledger)) == {"a", "b"}
+    ledger.take(Report(rejected=[("b", FULL)]))
+    assert ledger.waiting == 1 and not isinstance(events[-1], Failed)
+    ledger.take(finished("a"))
+    assert set(resumed(ledger)) == {"b"}
+    # an empty worker that still refuses will never take it
+    ledger.take(Report(rejected=[("b", FULL)]))
+    assert isinstance(events[-1], Failed) and events[-1].code == "overloaded"
+
+
+@on_loop
+async def test_refusals_drops_and_late_words() -> None:
+    ledger = Ledger()
+    events: list[Event] = []
+    verdict = ledger.open(assign("a"), events.append)
+    with pytest.raises(InvalidRequest):
+        ledger.open(assign("a"), events.append)
+    ledger.take(Report(rejected=[("a", FULL)]))
+    assert verdict.result() == FULL and len(ledger) == 0 and events == []
+    events = accepted(ledger, "b")
+    assert ledger.drop("b") and not ledger.drop("b")
+    ledger.take(delta("b", 1))
+    ledger.take(finished("b"))
+    assert len(events) == 1
+    await asyncio.wait_for(ledger.emptied(), 1)
+
+
+@on_loop
+async def test_a_request_without_verdict_survives_a_crash() -> None:
+    ledger = Ledger()
+    events: list[Event] = []
+    verdict = ledger.open(assign("a"), events.append)
+    ledger.crashed()
+    assert not verdict.done() and set(resumed(ledger)) == {"a"}
+    ledger.fail_all("unavailable", "gone")
+    assert verdict.result() == Rejected("unavailable", "gone", None)
