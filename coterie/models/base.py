@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -39,19 +40,25 @@ MODELS: dict[str, Callable[[dict[str, Any], int | None], ModelSpec]] = {
 # How a file's tensor types are kept under "auto": GGUF's other quantised forms are widened exactly.
 _KEPT_AS = {"BF16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4"}
 
-# hidden [T, D], caches, batch -> hidden [T, D]
-Stack = Callable[[Tensor, Sequence[Tensor], AttentionBatch], Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One way to run the parts: `stack` is (hidden [T, D], caches, batch) -> hidden [T, D], `norm`
+    is (hidden, weight, eps) -> hidden."""
+
+    stack: Callable[[Tensor, Sequence[Tensor], AttentionBatch], Tensor]
+    norm: Callable[[Tensor, Tensor, float], Tensor]
 
 
 class CausalLM:
     """Embedding, decoder stack, final norm and LM head of one loaded model."""
 
-    def __init__(self, spec: ModelSpec, parts: Parts, dtype: str, stack: Stack) -> None:
+    def __init__(self, spec: ModelSpec, parts: Parts, dtype: str, run: Backend) -> None:
         self.spec, self.dtype = spec, dtype
         self.device = parts.norm.device
         self.weight_bytes = parts.weight_bytes
         self.kv_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
-        self._parts, self._stack = parts, stack
+        self._parts, self._run = parts, run
         # captured decode steps on CUDA; None runs every step eagerly
         self.graphs: DecodeGraphs | None = None
 
@@ -83,10 +90,10 @@ class CausalLM:
         self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor], rows: Tensor
     ) -> Tensor:
         """`forward` without captured graphs."""
-        hidden = self._stack(self._parts.embedding(token_ids), kv, batch)
+        hidden = self._run.stack(self._parts.embedding(token_ids), kv, batch)
         if len(rows) == 0:
             return hidden.new_empty((0, self.spec.vocab), dtype=torch.float32)
-        picked = reference.rms_norm(hidden[rows], self._parts.norm, self.spec.eps)
+        picked = self._run.norm(hidden[rows], self._parts.norm, self.spec.eps)
         return self._parts.head(picked).float()
 
     @torch.inference_mode()
@@ -115,7 +122,7 @@ def load_model(
     hidden_dtype = _hidden_dtype(kept, device)
     reader = PartReader(checkpoint, spec, dtype, Placement(products, device, hidden_dtype))
     parts = reader.read(progress)
-    model = CausalLM(spec, parts, kept, _make_stack(backend, spec, parts))
+    model = CausalLM(spec, parts, kept, _make_backend(backend, spec, parts))
     if backend == "triton" and model.device.type == "cuda":
         model.graphs = DecodeGraphs(model.compute, spec.max_positions, model.device)
     return model
@@ -158,7 +165,7 @@ def best_backend(device: str) -> str:
     return linear.best_backend(device)
 
 
-def _make_stack(backend: str, spec: ModelSpec, parts: Parts) -> Stack:
+def _make_backend(backend: str, spec: ModelSpec, parts: Parts) -> Backend:
     cos, sin = (table.to(parts.norm.device) for table in spec.rope.tables())
     shape = DecoderShape(
         num_heads=spec.num_heads,
@@ -169,15 +176,15 @@ def _make_stack(backend: str, spec: ModelSpec, parts: Parts) -> Stack:
         eps=spec.eps,
         attention_scale=spec.attention_scale,
     )
-    # the native decoder has no place for biases after o or in the MLP: those models run its
-    # products from the torch path
-    if backend == "cpu" and not (spec.o_bias or spec.mlp_bias):
-        from coterie.kernels.cpu import NativeDecoder
-
-        return NativeDecoder(shape, parts.layers, cos, sin).forward
-
     if backend == "triton":
         from coterie.kernels import triton_layers
 
-        return partial(triton_layers.decoder, shape, parts.layers, cos, sin)
-    return partial(reference.decoder, shape, parts.layers, cos, sin)
+        stack = partial(triton_layers.decoder, shape, parts.layers, cos, sin)
+        return Backend(stack, triton_layers.rms_norm)
+    # the native decoder has no place for biases after o or in the MLP: those models run its
+    # products from the torch path
+    if backend == "cpu" and not (spec.o_bias or spec.mlp_bias):
+        from coterie.kernels import cpu
+
+        return Backend(cpu.NativeDecoder(shape, parts.layers, cos, sin).forward, cpu.rms_norm)
+    return Backend(partial(reference.decoder, shape, parts.layers, cos, sin), reference.rms_norm)

@@ -133,18 +133,22 @@ class PartReader:
     def _ends(self) -> tuple[Embedding, Linear]:
         """Embedding and LM head. At int4 both stay at int8, as GGUF files keep them: they decide
         the token directly and are read once per step."""
-        spec = self._spec
+        spec, name = self._spec, "model.embed_tokens.weight"
         dtype = "int8" if self._dtype == "int4" else self._dtype
-        table = self._matrix("model.embed_tokens.weight", spec.vocab, spec.hidden, dtype)
+        stored = self._take(name, (spec.vocab, spec.hidden))
+        table = convert(stored, dtype)
+        last = table
         if spec.tied:
             self._left.discard("lm_head.weight")
-            last = table
         else:
             last = self._matrix("lm_head.weight", spec.vocab, spec.hidden, dtype)
         head = make_linear([last], self._placement.backend, self._device)
         if spec.tied and isinstance(head, ReferenceLinear):
             # one copy in memory: the rows of the head are the embedding
             table = Dense(head.weight)
+        elif dtype == "fp32":
+            # as stored is smaller and widens to the same values
+            table = stored
         return Embedding(table, self._device, self._placement.hidden_dtype), head
 
     def _layer(self, index: int) -> DecoderLayer:
