@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from coterie.api.sse import Events
+from coterie.api.sse import Events, refuse
 from coterie.core.errors import InternalError, from_code
 from coterie.core.events import (
     Delta,
@@ -53,8 +53,12 @@ async def collect(events: Events, num_choices: int) -> Answer:
     """Every event up to the last one. A failure is raised as the error it stands for."""
     choices = [Choice() for _ in range(num_choices)]
     started: list[Started] = []
+    is_first = True
     async with aclosing(events):
         async for event in events:
+            if is_first:
+                refuse(event)
+                is_first = False
             match event:
                 case Delta():
                     choices[event.choice].add(event)

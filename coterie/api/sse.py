@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from coterie.api.exchange import ClientGone, Exchange, log_fault
-from coterie.core.errors import CoterieError, InternalError, from_code
-from coterie.core.events import Event, Failed, Finished
+from coterie.core.errors import CoterieError, DeadlineExceeded, InternalError, from_code
+from coterie.core.events import Delta, Event, Failed, Finished
 
 # how long a refusal may still become an HTTP status; then headers go out and keepalives begin
 COMMIT_S = 2.0
@@ -93,7 +93,7 @@ class EventStream(Response):
         try:
             await asyncio.wait({first}, timeout=COMMIT_S)
             if first.done():
-                _raise_if_failed(first.result())
+                refuse(first.result())
                 self.exchange.headers["x-coterie-queue-ms"] = f"{self.exchange.elapsed_ms():.0f}"
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             beat = asyncio.ensure_future(self._keep_alive(send))
@@ -108,6 +108,7 @@ class EventStream(Response):
         render, now = self.renderer.render, asyncio.get_running_loop().time
         try:
             event = await first
+            refuse(event)
             while True:
                 if isinstance(event, Failed):
                     raise from_code(event.code, event.message, retry_after_s=event.retry_after_s)
@@ -151,6 +152,9 @@ class EventStream(Response):
             await asyncio.sleep(KEEPALIVE_S - quiet_s)
 
 
-def _raise_if_failed(event: Event) -> None:
+def refuse(event: Event) -> None:
+    """Raises what a first event stands for when it is the end of a request that never ran."""
     if isinstance(event, Failed):
         raise from_code(event.code, event.message, retry_after_s=event.retry_after_s)
+    if isinstance(event, Delta) and event.finish_reason == "timeout" and not event.token_ids:
+        raise DeadlineExceeded("the deadline passed before the first token")

@@ -1,0 +1,174 @@
+"""Keys, full queues, shutdown and what the logs may hold."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import anthropic
+import openai
+import pytest
+from conftest import KEYS
+from served import Served, chat
+from tiny import tiny_checkpoint
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+SECRET = "the-prompt-nobody-may-log"
+LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_keys(strict_server: Served) -> None:
+    for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/nothing"):
+        assert strict_server.get(path).status == 401, path
+        assert strict_server.get(path, authorization="Bearer wrong").status == 401, path
+    assert strict_server.get("/v1/models", **bearer(KEYS[0])).status == 200
+    assert strict_server.get("/v1/models", x_api_key=KEYS[1]).status == 200
+    assert strict_server.get("/v1/models", authorization=f"Basic {KEYS[0]}").status == 401
+    for path in ("/health", "/health/live", "/health/ready", "/ping"):
+        assert strict_server.get(path).status == 200, path
+    refused = strict_server.post(CHAT, chat())
+    assert refused.json["error"]["code"] == "invalid_api_key"
+    assert refused.headers["www-authenticate"] == "Bearer"
+    other = strict_server.post(MESSAGES, chat(), x_api_key="wrong")
+    assert other.json["error"]["type"] == "authentication_error"
+
+
+def test_tenants_share_no_prefix(strict_server: Served) -> None:
+    body = chat("A model answers a question; another model checks the answer. " * 3, max_tokens=2)
+
+    def cached(key: str, **fields: str) -> int:
+        usage = strict_server.post(CHAT, body | fields, **bearer(key)).json["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(KEYS[0]) == 0
+    assert cached(KEYS[0]) > 0
+    assert cached(KEYS[1]) == 0
+    assert cached(KEYS[1], cache_salt="apart") == 0
+    assert cached(KEYS[1], cache_salt="apart") > 0
+
+
+class Busy:
+    """Holds the strict server's only place and its queue of one."""
+
+    def __init__(self, served: Served, requests: int = 2) -> None:
+        self.replies: list[int] = []
+        self.threads = [
+            threading.Thread(target=self._ask, args=(served, i)) for i in range(requests)
+        ]
+        for thread in self.threads:
+            thread.start()
+            time.sleep(0.15)
+
+    def _ask(self, served: Served, index: int) -> None:
+        body = chat(f"busy {index}", **LONG)
+        self.replies.append(served.post(CHAT, body, **bearer(KEYS[0])).status)
+
+    def wait(self) -> None:
+        for thread in self.threads:
+            thread.join(60)
+
+
+def test_a_full_queue_is_told_when_to_return(strict_server: Served) -> None:
+    busy = Busy(strict_server)
+    refused = strict_server.post(CHAT, chat(), **bearer(KEYS[1]))
+    other = strict_server.post(MESSAGES, chat(), **bearer(KEYS[1]))
+    streamed = strict_server.post(CHAT, chat(stream=True), **bearer(KEYS[1]))
+    busy.wait()
+    assert busy.replies == [200, 200]
+    for reply in (refused, streamed):
+        assert reply.status == 429
+        assert reply.json["error"]["code"] == "rate_limit_exceeded"
+        assert reply.headers["x-ratelimit-remaining-requests"] == "0"
+    assert (other.status, other.json["error"]["type"]) == (429, "rate_limit_error")
+    for reply in (refused, other, streamed):
+        assert 1 <= int(reply.headers["retry-after"]) <= 120
+        assert 0 < int(reply.headers["retry-after-ms"]) <= 120_000
+        assert reply.headers["x-should-retry"] == "true"
+
+
+def test_clients_return_and_are_served(strict_server: Served) -> None:
+    messages = [{"role": "user", "content": "again"}]
+    busy = Busy(strict_server)
+    with openai.OpenAI(base_url=f"{strict_server.url}/v1", api_key=KEYS[1], max_retries=0) as hasty:
+        with pytest.raises(openai.RateLimitError):
+            hasty.chat.completions.create(model="tiny", messages=messages, max_tokens=2)
+        patient = hasty.with_options(max_retries=6)
+        answer = patient.chat.completions.create(model="tiny", messages=messages, max_tokens=2)
+        assert answer.usage is not None and answer.usage.completion_tokens == 2
+    busy.wait()
+    busy = Busy(strict_server)
+    with anthropic.Anthropic(
+        base_url=strict_server.url, api_key=KEYS[1], max_retries=0
+    ) as hasty_too:
+        with pytest.raises(anthropic.RateLimitError):
+            hasty_too.messages.create(model="tiny", messages=messages, max_tokens=2)
+        patient_too = hasty_too.with_options(max_retries=6)
+        message = patient_too.messages.create(model="tiny", messages=messages, max_tokens=2)
+        assert message.usage.output_tokens == 2
+    busy.wait()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_deadline_spent_in_the_queue(strict_server: Served, stream: bool) -> None:
+    busy = Busy(strict_server, requests=1)
+    body = chat(stream=stream)
+    reply = strict_server.post(CHAT, body, x_deadline_ms="50", **bearer(KEYS[1]))
+    other = strict_server.post(MESSAGES, body, x_deadline_ms="50", **bearer(KEYS[1]))
+    busy.wait()
+    assert reply.status == 504, reply.body
+    assert reply.json["error"]["code"] == "deadline_exceeded"
+    assert reply.headers["x-should-retry"] == "false"
+    assert (other.status, other.json["error"]["type"]) == (504, "timeout_error")
+
+
+def test_the_log_holds_no_prompts_and_no_keys(strict_server: Served) -> None:
+    strict_server.post(f"{CHAT}?q={SECRET}", chat(SECRET), **bearer(KEYS[0]))
+    strict_server.post(CHAT, chat(SECRET, temperature=SECRET), **bearer(KEYS[0]))
+    strict_server.post(f"/{SECRET}", chat(SECRET), **bearer(KEYS[0]))
+    strict_server.post(CHAT, b'{"broken": "' + SECRET.encode(), x_api_key=KEYS[1])
+    strict_server.get("/v1/models", x_api_key=SECRET)
+    time.sleep(0.3)
+    written = strict_server.log() + strict_server.out()
+    assert SECRET not in written
+    assert not any(key in written for key in KEYS)
+    lines = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
+    requests = [line for line in lines if line["event"] == "request"]
+    [*_, asked, refused, unknown, broken, denied] = requests
+    assert (asked["route"], asked["status"], asked["completion_tokens"]) == (CHAT, 200, 8)
+    assert (refused["status"], unknown["status"], broken["status"]) == (400, 404, 400)
+    assert denied["status"] == 401
+    assert asked["tenant_digest"] == refused["tenant_digest"] != broken["tenant_digest"]
+    assert asked["duration_ms"] > 0 and asked["request_id"].startswith("req_")
+
+
+def test_not_ready_yet_then_drained() -> None:
+    """Before the model is loaded: 503 and 529 with a hint. At SIGTERM: the stream ends whole."""
+    served = Served(str(tiny_checkpoint("llama")), "--name", "tiny", wait_ready=False)
+    try:
+        early = served.post(CHAT, chat())
+        other = served.post(MESSAGES, chat())
+        assert served.get("/health/live").status == 200
+        if served.get("/health/ready").status == 503:
+            assert early.status == 503
+            assert early.json["error"]["code"] == "specialist_unavailable"
+            assert (other.status, other.json["error"]["type"]) == (529, "overloaded_error")
+            assert int(early.headers["retry-after"]) >= 1
+            assert early.headers["x-should-retry"] == "true"
+        served.wait_ready()
+        replies = []
+        body = chat(stream=True, **LONG)
+        thread = threading.Thread(target=lambda: replies.append(served.post(CHAT, body)))
+        thread.start()
+        while served.metric("vllm:num_requests_running") < 1:
+            time.sleep(0.02)
+        assert served.stop() == 0
+        thread.join(30)
+        assert replies[0].body.endswith(b"data: [DONE]\n\n")
+        assert b'"finish_reason":"length"' in replies[0].body
+    finally:
+        served.stop()
