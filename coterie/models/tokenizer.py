@@ -78,7 +78,10 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """`special`: add BOS and the like, as the tokenizer's post-processor says."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+            # the batch call lets other threads run; `encode` holds the interpreter for seconds
+            # on a long text
+            encoded = self._backend.encode_batch_fast([text], add_special_tokens=special)
+            ids: list[int] = encoded[0].ids
         except UnicodeEncodeError as error:
             raise InvalidRequest("the text holds half of a surrogate pair, not Unicode") from error
         return ids
