@@ -82,7 +82,7 @@ class Tokenizer:
             # on a long text
             encoded = self._backend.encode_batch_fast([text], add_special_tokens=special)
             ids: list[int] = encoded[0].ids
-        except UnicodeEncodeError as error:
+        except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequest("the text holds half of a surrogate pair, not Unicode") from error
         return ids
 
