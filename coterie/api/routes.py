@@ -27,6 +27,8 @@ from coterie.api.openai_types import ChatBody, CompletionBody
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 _REF = "#/components/schemas/{model}"
+# endpoints are only described, never called
+_NOBODY: Any = None
 _GET, _POST, _PROBE = ("GET",), ("POST",), ("GET", "HEAD")
 
 
@@ -97,6 +99,16 @@ def _extra(row: RouteRow) -> dict[str, Any]:
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
         "responses": {"200": answer, "4XX": refusal, "5XX": refusal},
     }
+
+
+def reference() -> dict[str, Any]:
+    """The document without a server: only the endpoints' names and texts are read."""
+    app = FastAPI()
+    rows = routes(
+        OpenAIDialect(_NOBODY, 0), AnthropicDialect(_NOBODY, 0), NativeEndpoints(_NOBODY, 0)
+    )
+    add_routes(app, rows)
+    return document(app, rows)
 
 
 def document(app: FastAPI, rows: Sequence[RouteRow]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Every way a request can be wrong: its documented 4xx, in the dialect of its endpoint, never a 500,
+"""Every way a request can be wrong: its documented 4xx in the dialect of its endpoint, never a 500,
 and the server answers as before."""
 
 from __future__ import annotations

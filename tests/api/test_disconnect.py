@@ -1,0 +1,125 @@
+"""Clients that go away: their work stops at once and nothing of theirs stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+from served import Served, chat
+from tiny import tiny_checkpoint
+
+CHAT = "/v1/chat/completions"
+LONG = {"max_tokens": 900, "ignore_eos": True}
+
+
+class Client:
+    """A bare socket: it can vanish at any byte."""
+
+    def __init__(self, served: Served, body: dict[str, object], path: str = CHAT) -> None:
+        where = urlsplit(served.url)
+        self.socket = socket.create_connection((where.hostname, where.port), timeout=60)
+        raw = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n"
+        self.socket.sendall(head.encode() + raw)
+        self.received = b""
+
+    def read_until(self, mark: bytes) -> None:
+        while mark not in self.received:
+            piece = self.socket.recv(65536)
+            assert piece, f"closed after {self.received[-200:]!r}"
+            self.received += piece
+
+    def vanish(self) -> None:
+        self.socket.close()
+
+
+@pytest.fixture(scope="module")
+def crowd_server() -> Iterator[Served]:
+    """Room for many: every stream of these tests can wait."""
+    served = Served(str(tiny_checkpoint("llama")), "--name", "tiny", "--max-queue", "400")
+    yield served
+    served.stop()
+
+
+def holdings(served: Served) -> dict[str, float]:
+    """Everything a finished request must have given back."""
+    pid = served.process.pid
+    return {
+        "fds": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": len(os.listdir(f"/proc/{pid}/task")),
+        "streams": served.metric("coterie_gateway_open_streams"),
+        "running": served.metric("vllm:num_requests_running"),
+        "waiting": served.metric("vllm:num_requests_waiting"),
+        "kv": served.metric("vllm:kv_cache_usage_perc"),
+    }
+
+
+def settled(served: Served, wanted: dict[str, float], within_s: float) -> dict[str, float]:
+    deadline = time.monotonic() + within_s
+    while (now := holdings(served)) != wanted and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return now
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+def test_one_that_vanishes_is_aborted(crowd_server: Served, stream: bool, path: str) -> None:
+    client = Client(crowd_server, chat(stream=stream, **LONG), path)
+    while crowd_server.metric("vllm:num_requests_running") < 1:
+        time.sleep(0.01)
+    made = crowd_server.metric("vllm:generation_tokens_total")
+    client.vanish()
+    deadline = time.monotonic() + 5
+    while crowd_server.metric("vllm:num_requests_running") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert crowd_server.metric("vllm:num_requests_running") == 0
+    # 900 tokens take seconds; what is lost to a client that left is a few steps
+    assert crowd_server.metric("vllm:generation_tokens_total") - made < 400
+    assert crowd_server.metric("coterie_gateway_open_streams") == 0
+
+
+def test_several_prompts_in_one_request_are_all_aborted(crowd_server: Served) -> None:
+    body = {"model": "tiny", "prompt": ["a", "b", "c", "d"], "stream": True, **LONG}
+    client = Client(crowd_server, body, "/v1/completions")
+    client.read_until(b"data: ")
+    client.vanish()
+    deadline = time.monotonic() + 5
+    while crowd_server.metric("coterie_gateway_open_streams") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert crowd_server.metric("coterie_gateway_open_streams") == 0
+    assert crowd_server.metric("vllm:num_requests_running") == 0
+
+
+def test_a_body_that_never_ends(crowd_server: Served) -> None:
+    where = urlsplit(crowd_server.url)
+    with socket.create_connection((where.hostname, where.port)) as half:
+        half.sendall(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
+    assert crowd_server.post(CHAT, chat()).status == 200
+
+
+def test_half_of_a_crowd_leaves(crowd_server: Served) -> None:
+    """Half disconnect midway, the others are served to the end; then everything is given back."""
+    clients = 200
+    crowd_server.post(CHAT, chat())
+    before = settled(crowd_server, holdings(crowd_server), 1)
+    assert (before["streams"], before["running"], before["waiting"]) == (0, 0, 0)
+    crowd = [
+        Client(crowd_server, chat(f"crowd {i}", stream=True, max_tokens=40, ignore_eos=True))
+        for i in range(clients)
+    ]
+    for index in range(0, clients, 2):
+        # some after their first tokens, some while they still wait
+        if index % 8 == 0:
+            crowd[index].read_until(b'"content":"')
+        crowd[index].vanish()
+    for client in crowd[1::2]:
+        client.read_until(b"data: [DONE]")
+        assert client.received.count(b'"finish_reason":"length"') == 1
+        client.vanish()
+    after = settled(crowd_server, before, 20)
+    assert after == before

@@ -1,0 +1,220 @@
+"""Translation without a server: reasoning, finish reasons, merged streams, failures, speed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from served import frames
+
+from coterie.api import errors
+from coterie.api.anthropic_render import MessageShape, MessageStream, stop_fields
+from coterie.api.auth import KeyRing, check_exposure
+from coterie.api.collect import collect, merged
+from coterie.api.openai_chat import ChatShape, ChatStream
+from coterie.api.openai_render import LegacyLogprobs, chat_logprobs, finish_fields
+from coterie.api.reasoning import Splitter
+from coterie.api.sse import Events
+from coterie.core.errors import ERRORS, ConfigError, DeadlineExceeded, Overloaded, Unavailable
+from coterie.core.events import Delta, Failed, Finished, Started, Timings, TokenLogprob, Usage
+
+MARKS = ("<think>", "</think>")
+
+
+def split(pieces: list[str], inside: bool = False) -> tuple[str, str]:
+    splitter = Splitter(MARKS, inside)
+    found = [piece for text in pieces for piece in splitter.feed(text)] + splitter.finish()
+    return (
+        "".join(text for kind, text in found if kind == "reasoning"),
+        "".join(text for kind, text in found if kind == "content"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "wanted"),
+    [
+        ("<think>\nwhy\n</think>\n\nbecause", False, ("why", "because")),
+        ("why\n</think>\n\nbecause", True, ("why", "because")),
+        ("\n\njust this", False, ("", "just this")),
+        ("<think>cut sh", False, ("cut sh", "")),
+        ("<think></think>answer", False, ("", "answer")),
+        ("<thi", False, ("", "<thi")),
+        ("no <think> here", False, ("", "no <think> here")),
+        ("a </think> b </think> c", True, ("a", "b </think> c")),
+    ],
+)
+def test_reasoning_is_parted(text: str, inside: bool, wanted: tuple[str, str]) -> None:
+    assert split([text], inside) == wanted
+    assert split(list(text), inside) == wanted
+
+
+@given(st.lists(st.sampled_from(["<think>", "</think>", "<", "th", "\n", " ", "a", "</"])))
+def test_reasoning_does_not_depend_on_the_cuts(pieces: list[str]) -> None:
+    for inside in (False, True):
+        assert split(pieces, inside) == split(["".join(pieces)], inside)
+
+
+def test_every_error_has_a_row_or_is_ours() -> None:
+    ours = {"weights_error", "config_error", "missing_dependency"}
+    assert set(ERRORS) - ours == set(errors.ROWS)
+
+
+def test_retry_advice_is_capped() -> None:
+    headers = errors.headers_of(Overloaded("full", retry_after_s=900), errors.OPENAI)
+    assert headers["retry-after"] == "120" and headers["retry-after-ms"] == "120000"
+    assert headers["x-ratelimit-reset-requests"] == "2m0s"
+    assert errors.headers_of(Unavailable("bye"), errors.ANTHROPIC) == {"x-should-retry": "false"}
+    soon = errors.headers_of(Overloaded("full", retry_after_s=0.25), errors.OPENAI)
+    assert (soon["retry-after"], soon["retry-after-ms"]) == ("1", "250")
+    assert soon["x-ratelimit-reset-requests"] == "250ms"
+
+
+def test_finish_reasons() -> None:
+    assert finish_fields("stop", None) == {"finish_reason": "stop"}
+    assert finish_fields("stop", "END") == {"finish_reason": "stop", "stop_reason": "END"}
+    assert finish_fields("timeout", None) == {"finish_reason": "length", "stop_reason": "timeout"}
+    assert stop_fields("stop", "END")["stop_reason"] == "stop_sequence"
+    assert stop_fields("stop", 5)["stop_reason"] == "end_turn"
+    assert stop_fields("timeout", None)["stop_reason"] == "max_tokens"
+
+
+def test_logprobs_of_impossible_tokens_are_numbers() -> None:
+    token = TokenLogprob(3, "a", b"a", float("-inf"), ((3, "a", b"a", float("-inf")),))
+    assert json.loads(json.dumps(chat_logprobs([token]), allow_nan=False))
+    legacy = LegacyLogprobs()
+    first = legacy.fields([None, token], "The")
+    assert first["text_offset"] == [0, 3] and first["token_logprobs"] == [None, -9999.0]
+    assert legacy.fields([token])["text_offset"] == [4]
+
+
+def delta(request_id: str, choice: int, text: str, reason: str | None = None) -> Delta:
+    return Delta(request_id, choice, text, (1,), None, reason)
+
+
+def finished(request_id: str, tokens: int = 1) -> Finished:
+    return Finished(request_id, ("length",), Usage(2, tokens, 1), Timings(total_s=1.0))
+
+
+async def play(*events: object) -> Events:
+    for event in events:
+        await asyncio.sleep(0)
+        if isinstance(event, Exception):
+            raise event
+        yield event  # type: ignore[misc]
+
+
+def test_merged_requests_are_one() -> None:
+    async def run() -> None:
+        first = play(Started("a", "r", 2, 1), delta("a", 0, "x", "length"), finished("a"))
+        second = play(Started("b", "r", 2, 1), delta("b", 1, "y", "length"), finished("b"))
+        answer = await collect(merged([first, second], 2), 4)
+        assert ["".join(choice.text) for choice in answer.choices] == ["x", "", "", "y"]
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 2)
+
+    asyncio.run(run())
+
+
+def test_one_failure_ends_a_merged_request() -> None:
+    async def run() -> None:
+        closed: list[str] = []
+
+        async def endless() -> Events:
+            try:
+                while True:
+                    await asyncio.sleep(0)
+                    yield delta("a", 0, "x")
+            finally:
+                closed.append("a")
+
+        with pytest.raises(Overloaded):
+            await collect(merged([endless(), play(Overloaded("full"))], 1), 2)
+        assert closed == ["a"]
+
+    asyncio.run(run())
+
+
+def test_failures_are_raised() -> None:
+    async def run() -> None:
+        with pytest.raises(Unavailable):
+            await collect(play(Started("a", "r", 1, 0), Failed("a", "unavailable", "gone")), 1)
+        late = Delta("a", 0, "", (), None, "timeout")
+        with pytest.raises(DeadlineExceeded):
+            await collect(play(late, finished("a", 0)), 1)
+
+    asyncio.run(run())
+
+
+def test_an_error_in_a_stream() -> None:
+    [(_, frame)] = frames(ChatStream(ChatShape("i", 0, "m", 1)).error(Unavailable("gone")))
+    assert frame["error"]["code"] == "specialist_unavailable"
+    stream = MessageStream(MessageShape("i", "m", "req_1"))
+    [(name, event)] = frames(stream.error(Unavailable("gone")))
+    assert (name, event["error"]["type"]) == ("error", "overloaded_error")
+    assert event["request_id"] == "req_1"
+
+
+def test_a_thinking_message_has_two_blocks() -> None:
+    stream = MessageStream(MessageShape("i", "m", "r", (MARKS, False)))
+    parts = ["<thi", "nk>why", "</think>", "\nso", ""]
+    raw = stream.render(Started("i", "r", 5, 0))
+    for index, text in enumerate(parts):
+        raw += stream.render(delta("i", 0, text, "stop" if index == len(parts) - 1 else None))
+    raw += stream.render(finished("i", 5))
+    found = [(name, data.get("delta", {}).get("type")) for name, data in frames(raw)]
+    assert found == [
+        ("message_start", None),
+        ("content_block_start", None),
+        ("ping", None),
+        ("content_block_delta", "thinking_delta"),
+        ("content_block_delta", "signature_delta"),
+        ("content_block_stop", None),
+        ("content_block_start", None),
+        ("content_block_delta", "text_delta"),
+        ("content_block_stop", None),
+        ("message_delta", None),
+        ("message_stop", None),
+    ]
+
+
+def test_loopback_rule() -> None:
+    for host in ("127.0.0.1", "::1", "localhost", "127.1.2.3"):
+        check_exposure(host, has_keys=False, insecure=False)
+    for host in ("0.0.0.0", "::", "192.168.1.5", "example.com", ""):
+        with pytest.raises(ConfigError):
+            check_exposure(host, has_keys=False, insecure=False)
+        check_exposure(host, has_keys=True, insecure=False)
+        check_exposure(host, has_keys=False, insecure=True)
+
+
+def test_key_files(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "keys"
+    with pytest.raises(ConfigError):
+        KeyRing.load(path)
+    path.write_text("\n# only a comment\n")
+    with pytest.raises(ConfigError):
+        KeyRing.load(path)
+    path.write_text("one\r\n two \n")
+    ring = KeyRing.load(path)
+    tenants = {ring.tenant([(b"x-api-key", key)]) for key in (b"one", b"two")}
+    assert len(tenants) == 2 and not any("one" in tenant for tenant in tenants)
+
+
+@pytest.mark.parametrize("dialect", ["openai", "anthropic"])
+def test_rendering_a_token_is_cheap(dialect: str) -> None:
+    """The gateway's whole budget is 40 microseconds of CPU per token; rendering may take 8."""
+    stream: ChatStream | MessageStream = ChatStream(ChatShape("i" * 40, 1, "model", 1))
+    if dialect == "anthropic":
+        stream = MessageStream(MessageShape("i" * 40, "model", "req"))
+    stream.render(Started("i", "r", 5, 0))
+    event = delta("i", 0, " token")
+    best = 1.0
+    for _ in range(5):
+        started = time.process_time()
+        for _ in range(2000):
+            stream.render(event)
+        best = min(best, (time.process_time() - started) / 2000)
+    assert best < 8e-6
