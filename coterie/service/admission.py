@@ -19,6 +19,8 @@ MAX_RETRY_AFTER_S = 120.0
 MIN_RETRY_AFTER_S = 1.0
 # weight of the newest interval between two completions
 NEWEST = 0.1
+# some of the places that become free go to callers who were never refused
+SPACING = 2.0
 
 
 @dataclass(slots=True)
@@ -46,7 +48,7 @@ class Admission:
         """The refusal, with the next free place in line."""
         now, pace = self._clock(), self._pace(specialist)
         interval_s = pace.interval_s or _guess(state)
-        pace.promised_at = max(now, pace.promised_at) + interval_s
+        pace.promised_at = max(now, pace.promised_at) + SPACING * interval_s
         wait_s = max(pace.promised_at - now, hint_s or 0.0, MIN_RETRY_AFTER_S)
         # a promise beyond the cap is not kept by anybody
         pace.promised_at = min(pace.promised_at, now + MAX_RETRY_AFTER_S)

@@ -47,12 +47,12 @@ def build_engine(spec: WorkerSpec, progress: Progress | None = None) -> Host:
     threads = spec.threads or memory.cores()
     torch.set_num_threads(threads)
     checkpoint = open_checkpoint(Path(spec.model))
-    longest = max((lane.context for lane in spec.lanes), default=0)
+    asked = [lane.context for lane in spec.lanes]
     model = load_model(
         checkpoint,
         dtype=spec.dtype,
         device=device,
-        max_context=longest or None,
+        max_context=max(asked) if all(asked) else None,
         progress=progress,
     )
     kv_bytes = spec.kv_bytes or _auto_kv_bytes(spec, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
@@ -81,22 +82,20 @@ def test_retry_after_is_a_place_in_line() -> None:
         now[0] += 2.0
         admission.ended("s", queued=3)
     waits = [admission.overloaded("s", lane(4)).retry_after_s for _ in range(3)]
-    assert waits == pytest.approx([2.0, 4.0, 6.0])
+    assert waits == pytest.approx([4.0, 8.0, 12.0])
     # as time passes the line moves up
-    now[0] += 4.0
-    assert admission.overloaded("s", lane(4)).retry_after_s == pytest.approx(4.0)
+    now[0] += 8.0
+    assert admission.overloaded("s", lane(4)).retry_after_s == pytest.approx(8.0)
     # nobody is sent away for longer than clients obey, and nobody waits forever behind them
     for _ in range(200):
         wait_s = admission.overloaded("s", lane(4)).retry_after_s
         assert wait_s is not None and 1.0 <= wait_s <= MAX_RETRY_AFTER_S
     now[0] += MAX_RETRY_AFTER_S
-    assert admission.overloaded("s", lane(4)).retry_after_s == pytest.approx(2.0)
+    assert admission.overloaded("s", lane(4)).retry_after_s == pytest.approx(4.0)
 
 
 def test_retries_that_obey_find_room() -> None:
-    """A lane that frees one place every 0.8 to 1.2 s, refused callers that come back when told."""
-    import random
-
+    """A lane frees a place every 0.8 to 1.2 s and is asked for a third more than that."""
     draw = random.Random(3)
     now, queue, places = 0.0, 4, 4
     admission = Admission(clock=lambda: now)
@@ -118,7 +117,7 @@ def test_retries_that_obey_find_room() -> None:
                 wait_s = admission.overloaded("s", lane(queue)).retry_after_s
                 assert wait_s is not None
                 back.append(now + wait_s)
-    assert returned > 50 and admitted / returned > 0.7
+    assert returned > 50 and admitted / returned > 0.75
 
 
 def test_a_mailbox_keeps_order_and_wakes_its_reader() -> None:

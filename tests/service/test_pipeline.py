@@ -1,0 +1,331 @@
+"""service/pipeline.py over real engines: the whole road without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tiny import tiny_checkpoint
+
+from coterie.core.config import load
+from coterie.core.errors import (
+    ContextLengthExceeded,
+    CoterieError,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    Unsupported,
+)
+from coterie.core.events import Delta, Event, Finished, Started
+from coterie.core.request import (
+    Chat,
+    InferenceRequest,
+    Limits,
+    Message,
+    Prompt,
+    RouteHints,
+    Sampling,
+    Text,
+    Tokens,
+)
+from coterie.service.build import build
+from coterie.service.pipeline import Pipeline
+
+Test = Callable[[Pipeline], Awaitable[None]]
+COUNT = iter(range(10**6))
+
+
+def request(
+    prompt: Prompt | str = "The quick brown fox", *, model: str | None = None, **options: Any
+) -> InferenceRequest:
+    sampling = {"temperature": 0.0, **options.pop("sampling", {})}
+    limits = {"max_tokens": 12, "ignore_eos": True, **options.pop("limits", {})}
+    base = InferenceRequest(
+        id=f"req-{next(COUNT)}",
+        prompt=Text(prompt) if isinstance(prompt, str) else prompt,
+        sampling=Sampling(**sampling),
+        limits=Limits(**limits),
+        hints=RouteHints(model),
+        response_format=None,
+        session=None,
+        tenant="t",
+        arrived_at=time.monotonic(),
+    )
+    return replace(base, **options)
+
+
+async def collect(pipeline: Pipeline, asked: InferenceRequest) -> list[Event]:
+    return [event async for event in pipeline.handle(asked)]
+
+
+def tokens(events: list[Event]) -> list[int]:
+    return [t for event in events if isinstance(event, Delta) for t in event.token_ids]
+
+
+@asynccontextmanager
+async def serving(overrides: dict[str, Any], *, inproc: bool = True) -> AsyncIterator[Pipeline]:
+    common = {
+        "specialists.0.model": str(tiny_checkpoint("llama")),
+        "specialists.0.name": "tiny",
+        "engine.kv_bytes": "8MB",
+        "engine.threads": 1,
+        "engine.restart_backoff_s": 0.05,
+    }
+    pipeline = build(load(None, common | overrides), inproc=inproc)
+    await pipeline.start()
+    try:
+        yield pipeline
+    finally:
+        await pipeline.close()
+
+
+@pytest.fixture(scope="module")
+def on_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Test], None]]:
+    """One pipeline for the module: two specialists on one engine, and a third on its own."""
+    file = tmp_path_factory.mktemp("config") / "coterie.toml"
+    file.write_text(f"""
+        [engine]
+        kv_bytes = "8MB"
+        threads = 1
+        [[specialists]]
+        name = "first"
+        model = "{tiny_checkpoint("llama")}"
+        [[specialists]]
+        name = "second"
+        model = "{tiny_checkpoint("llama")}"
+        context = 64
+        block_size = 8
+        [[specialists]]
+        name = "other"
+        model = "{tiny_checkpoint("qwen3")}"
+    """)
+    with asyncio.Runner() as runner:
+        pipeline = build(load(file), inproc=True)
+        runner.run(pipeline.start())
+        try:
+            yield lambda test: runner.run(test(pipeline))  # type: ignore[arg-type]
+        finally:
+            runner.run(pipeline.close())
+
+
+def test_the_road(on_pipeline: Callable[[Test], None]) -> None:
+    async def test(pipeline: Pipeline) -> None:
+        events = await collect(pipeline, request())
+        assert isinstance(events[0], Started) and isinstance(events[-1], Finished)
+        assert len(tokens(events)) == 12
+        chat = Chat((Message("user", "What is the capital of France?"),))
+        answered = await collect(pipeline, request(chat, model="other"))
+        assert len(tokens(answered)) == 12
+        ids = await pipeline.tokenise("first", Text("The quick brown fox"))
+        again = await collect(pipeline, request(Tokens(tuple(ids)), model="auto"))
+        assert tokens(again) == tokens(events)
+
+    on_pipeline(test)
+
+
+def test_specialists_share_an_engine_and_answer_alike(on_pipeline: Callable[[Test], None]) -> None:
+    async def test(pipeline: Pipeline) -> None:
+        both = await asyncio.gather(
+            *(collect(pipeline, request(model=name)) for name in ("first", "second", "other"))
+        )
+        assert tokens(both[0]) == tokens(both[1]) != tokens(both[2])
+        assert [isinstance(e[0], Started) and e[0].replica for e in both] == [
+            "e0r0",
+            "e0r0",
+            "e1r0",
+        ]
+        cards = {card.name: card for card in pipeline.models()}
+        assert list(cards) == ["first", "second", "other"]
+        assert cards["second"].max_model_len == 64 and cards["first"].max_model_len > 64
+
+    on_pipeline(test)
+
+
+def test_refusals_come_before_the_first_event(on_pipeline: Callable[[Test], None]) -> None:
+    wrong: list[tuple[InferenceRequest, type[CoterieError]]] = [
+        (request(model="nobody"), NotFound),
+        (request(Tokens(())), InvalidRequest),
+        (request(Tokens((5, 99_999))), InvalidRequest),
+        (request("word " * 2000), ContextLengthExceeded),
+        (request("word " * 20_000), ContextLengthExceeded),
+        (request(limits={"max_tokens": 5000}), ContextLengthExceeded),
+        (request(model="second", limits={"max_tokens": 64}), ContextLengthExceeded),
+        (request(limits={"max_tokens": -1}), InvalidRequest),
+        (request(limits={"min_tokens": 99}), InvalidRequest),
+        (request(sampling={"temperature": float("nan")}), InvalidRequest),
+        (request(sampling={"n": 100}), InvalidRequest),
+        (request(sampling={"num_beams": 64, "n": 1, "logprobs": 1}), CoterieError),
+        (request(response_format={"type": "json_object"}), Unsupported),
+    ]
+
+    async def test(pipeline: Pipeline) -> None:
+        for asked, error in wrong:
+            seen: list[Event] = []
+            with pytest.raises(error):
+                async for event in pipeline.handle(asked):
+                    seen.append(event)
+            assert seen == []
+        assert len(tokens(await collect(pipeline, request()))) == 12
+
+    on_pipeline(test)
+
+
+def test_defaults_fill_the_context(on_pipeline: Callable[[Test], None]) -> None:
+    async def test(pipeline: Pipeline) -> None:
+        asked = request(model="second", limits={"max_tokens": None})
+        events = await collect(pipeline, asked)
+        end = events[-1]
+        assert isinstance(end, Finished) and end.choices == ("length",)
+        assert end.usage.prompt_tokens + end.usage.completion_tokens == 64
+
+    on_pipeline(test)
+
+
+def test_closing_the_iterator_frees_at_once(on_pipeline: Callable[[Test], None]) -> None:
+    async def test(pipeline: Pipeline) -> None:
+        def usage() -> float:
+            families = text_string_to_metric_families(pipeline.metrics_text())
+            (family,) = [f for f in families if f.name == "vllm:num_requests_running"]
+            return sum(sample.value for sample in family.samples)
+
+        tasks = len(asyncio.all_tasks())
+        async with aclosing(pipeline.handle(request(limits={"max_tokens": 900}))) as events:
+            async for event in events:
+                if isinstance(event, Delta):
+                    break
+        # cancelled while it waits for an event
+        task = asyncio.ensure_future(collect(pipeline, request(limits={"max_tokens": 900})))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await collect(pipeline, request())
+        assert usage() == 0
+        assert pipeline._open == 0 and len(asyncio.all_tasks()) == tasks
+
+    on_pipeline(test)
+
+
+def test_a_reused_id_is_refused_while_it_runs(on_pipeline: Callable[[Test], None]) -> None:
+    async def test(pipeline: Pipeline) -> None:
+        asked = request(limits={"max_tokens": 200})
+        running = asyncio.ensure_future(collect(pipeline, asked))
+        await asyncio.sleep(0.02)
+        with pytest.raises(InvalidRequest, match="id"):
+            await collect(pipeline, asked)
+        assert len(tokens(await running)) == 200
+
+    on_pipeline(test)
+
+
+def test_metrics_tell_what_happened(on_pipeline: Callable[[Test], None]) -> None:
+    async def test(pipeline: Pipeline) -> None:
+        def read() -> dict[tuple[str, str], float]:
+            return {
+                (sample.name, sample.labels.get("model_name", "")): sample.value
+                for family in text_string_to_metric_families(pipeline.metrics_text())
+                for sample in family.samples
+            }
+
+        before = read()
+        await collect(pipeline, request(model="other", limits={"max_tokens": 9}))
+        with pytest.raises(ContextLengthExceeded):
+            await collect(pipeline, request("word " * 2000, model="other"))
+        after = read()
+
+        def grown(name: str) -> float:
+            return after[name, "other"] - before.get((name, "other"), 0.0)
+
+        assert grown("vllm:generation_tokens_total") == 9
+        assert grown("vllm:time_to_first_token_seconds_count") == 1
+        assert grown("vllm:inter_token_latency_seconds_count") == 8
+        assert grown("vllm:request_success_total") == 1
+        assert grown("coterie_rejections_total") == 1
+        assert grown("vllm:prompt_tokens_total") > 3
+        assert after["coterie_gateway_cpu_seconds_total", ""] > 0
+
+    on_pipeline(test)
+
+
+def test_health_and_drain() -> None:
+    async def test() -> None:
+        async with serving({}) as pipeline:
+            assert pipeline.health().ready
+            running = asyncio.ensure_future(collect(pipeline, request(limits={"max_tokens": 200})))
+            await asyncio.sleep(0.02)
+            draining = asyncio.ensure_future(pipeline.drain())
+            await asyncio.sleep(0)
+            assert pipeline.health().live and not pipeline.health().ready
+            with pytest.raises(Unavailable):
+                await collect(pipeline, request())
+            await draining
+            assert len(tokens(await running)) == 200
+
+    asyncio.run(test())
+
+
+def test_a_full_queue_is_overloaded_with_a_retry_hint() -> None:
+    async def test() -> None:
+        limits = {"engine.max_queue": 2, "engine.max_sequences": 1}
+        async with serving(limits) as pipeline:
+            asked = [request(limits={"max_tokens": 100}) for _ in range(16)]
+            done = await asyncio.gather(
+                *(collect(pipeline, item) for item in asked), return_exceptions=True
+            )
+            refused = [item for item in done if isinstance(item, BaseException)]
+            assert refused and all(isinstance(item, Overloaded) for item in refused)
+            hints = [item.retry_after_s for item in refused if isinstance(item, Overloaded)]
+            assert all(hint is not None and 1 <= hint <= 120 for hint in hints)
+            answered = [item for item in done if isinstance(item, list)]
+            assert len(answered) >= 2 and all(len(tokens(item)) == 100 for item in answered)
+
+    asyncio.run(test())
+
+
+def test_a_crash_is_a_pause_and_the_other_replica_serves_meanwhile() -> None:
+    async def test() -> None:
+        two = {"specialists.0.replicas": 2, "engine.restart_backoff_s": 1.0}
+        async with serving(two, inproc=False) as pipeline:
+            asked = [
+                request(sampling={"temperature": 1.0, "seed": i}, limits={"max_tokens": 300})
+                for i in range(8)
+            ]
+            alone = [await collect(pipeline, replace(a, id="u" + a.id)) for a in asked]
+            running = [asyncio.ensure_future(collect(pipeline, item)) for item in asked]
+            await asyncio.sleep(0.15)
+            victim = pipeline._roster._groups[0].replicas[0]
+            os.kill(victim.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            while victim.healthy():
+                await asyncio.sleep(0.005)
+            # truth per replica; the specialist itself can still answer
+            health = pipeline.health()
+            assert health.ready
+            assert health.specialists["tiny"]["replicas"] == {"e0r0": False, "e0r1": True}
+            started = (await collect(pipeline, request()))[0]
+            assert isinstance(started, Started) and started.replica == "e0r1"
+            done = await asyncio.gather(*running)
+            assert [tokens(events) for events in done] == [tokens(events) for events in alone]
+
+    asyncio.run(test())
+
+
+def test_long_prompts_do_not_stop_the_loop(on_pipeline: Callable[[Test], None]) -> None:
+    async def test(pipeline: Pipeline) -> None:
+        worst = 0.0
+        task = asyncio.ensure_future(pipeline.tokenise("first", Text("lorem ipsum " * 100_000)))
+        while not task.done():
+            begun = time.perf_counter()
+            await asyncio.sleep(0.001)
+            worst = max(worst, time.perf_counter() - begun)
+        assert len(task.result()) > 100_000
+        assert worst < 0.25
+
+    on_pipeline(test)
