@@ -86,8 +86,15 @@ def compiler() -> str | None:
     return None
 
 
+def is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
 def package_version(module: str) -> str | None:
-    if importlib.util.find_spec(module) is None:
+    if not is_installed(module):
         return None
     names = importlib.metadata.packages_distributions().get(module, [module])
     try:
@@ -98,7 +105,7 @@ def package_version(module: str) -> str | None:
 
 def torch_facts() -> Facts:
     """Imports torch: a driver that does not fit shows only then."""
-    if importlib.util.find_spec("torch") is None:
+    if not is_installed("torch"):
         return {"version": None, "cuda": None, "triton": None}
     import torch
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
 from coterie import __version__
 from coterie.cli import bench, chat, doctor, pull, run, serve
+from coterie.cli.terminal import width
 from coterie.core.errors import ConfigError, CoterieError, InvalidRequest
 
 # name -> module with HELP, EPILOG, configure(parser) and execute(args)
@@ -38,8 +41,15 @@ COTERIE_DEBUG  1 = show tracebacks
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="coterie",
         description="Serve many experts as one model.",
         epilog=EPILOG,
@@ -51,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             help=module.HELP,
-            description=module.HELP,
+            description=textwrap.fill(module.HELP, width()),
             epilog=module.EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import socket
 from pathlib import Path
 
+from coterie.api.auth import KeyRing, check_exposure
+from coterie.cli.machine import is_installed
 from coterie.cli.options import add_model, count, fetch
-from coterie.core.config import LOG_LEVELS, Config, load
-from coterie.core.errors import MissingDependency
+from coterie.core.config import LOG_LEVELS, Config, Server, load
+from coterie.core.errors import ConfigError, MissingDependency
 
 HELP = "serve models over HTTP: OpenAI, Anthropic and native APIs"
 EPILOG = """\
@@ -58,7 +60,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=count, metavar="N", help="worker processes (default: 1)")
     parser.add_argument("--max-queue", type=count, metavar="N", help="waiting requests before 429")
     parser.add_argument("--max-sequences", type=count, metavar="N", help="sequences run together")
-    parser.add_argument("--log-level", choices=LOG_LEVELS, help="default: info")
+    parser.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        metavar="LEVEL",
+        help=f"{', '.join(LOG_LEVELS)} (default: info)",
+    )
 
 
 def port(text: str) -> int:
@@ -75,15 +82,32 @@ def settings(args: argparse.Namespace) -> Config:
 def execute(args: argparse.Namespace) -> int:
     config = settings(args)
     for name in ("fastapi", "uvicorn", "msgspec", "zmq"):
-        if importlib.util.find_spec(name) is None:
+        if not is_installed(name):
             package = "pyzmq" if name == "zmq" else name
             raise MissingDependency(f"serving needs {package}: pip install {package}")
-    from coterie.cli.server import listen, serve
-    from coterie.obs.trace import configure as configure_log
-
     listener = listen(config.server)
     for specialist in config.specialists:
         fetch(specialist.model or None)
+    # the web framework takes a second to import: what is wrong above is told before
+    from coterie.cli.server import serve
+    from coterie.obs.trace import configure as configure_log
+
     configure_log(config.server.log_level)
     serve(config, listener)
     return 0
+
+
+def listen(server: Server) -> socket.socket:
+    """The listening socket, so that a taken port or an open door is told before a model loads."""
+    if server.api_key_file:
+        KeyRing.load(Path(server.api_key_file))
+    check_exposure(server.host, bool(server.api_key_file), server.insecure)
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    try:
+        return socket.create_server((server.host, server.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {server.host}:{server.port}: {error.strerror or error}; "
+            "choose another --port (0 = any free one)",
+            param="server.port",
+        ) from error

@@ -1,4 +1,4 @@
-"""Runs the HTTP application: socket, signals, banner, exit.
+"""Runs the HTTP application: signals, banner, exit.
 
 Imported by `serve` alone, because it needs the web framework.
 """
@@ -11,16 +11,14 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import uvicorn
 
 from coterie import __version__
 from coterie.api.app import create_app
-from coterie.api.auth import KeyRing, check_exposure
 from coterie.cli.terminal import facts, nbytes, note
 from coterie.core.config import Config, Server
-from coterie.core.errors import ConfigError, CoterieError, InternalError
+from coterie.core.errors import CoterieError, InternalError
 from coterie.service.build import build
 from coterie.service.pipeline import Pipeline
 
@@ -28,24 +26,12 @@ from coterie.service.pipeline import Pipeline
 FORCED_CLOSE_S = 5.0
 
 
-def listen(server: Server) -> socket.socket:
-    """The listening socket, so that a taken port or an open door is told before a model loads."""
-    if server.api_key_file:
-        KeyRing.load(Path(server.api_key_file))
-    check_exposure(server.host, bool(server.api_key_file), server.insecure)
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    try:
-        return socket.create_server((server.host, server.port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {server.host}:{server.port}: {error.strerror or error}; "
-            "choose another --port (0 = any free one)",
-            param="server.port",
-        ) from error
-
-
 class _Server(uvicorn.Server):
     """Drains on the first signal and stops on the second, without raising the signal again."""
+
+    def __init__(self, config: uvicorn.Config, pipeline: Pipeline) -> None:
+        super().__init__(config)
+        self.pipeline = pipeline
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -65,6 +51,13 @@ class _Server(uvicorn.Server):
             return
         self.should_exit = True
         note("coterie: letting running requests end; Ctrl-C again stops at once")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:
+            # the base class leaves the application's own shutdown out then
+            await asyncio.wait_for(self.pipeline.close(), FORCED_CLOSE_S)
+            await self.lifespan.shutdown()
 
 
 def serve(config: Config, listener: socket.socket) -> None:
@@ -102,14 +95,11 @@ async def _serve(config: Config, listener: socket.socket) -> None:
             server_header=False,
             timeout_graceful_shutdown=max(1, round(config.server.drain_s)),
             lifespan="on",
-        )
+        ),
+        pipeline,
     )
     note(f"coterie: listening on {url}, loading models")
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        # a forced exit skips the application's own shutdown
-        await asyncio.wait_for(pipeline.close(), FORCED_CLOSE_S)
+    await server.serve(sockets=[listener])
     if failures:
         raise _startup_error(failures[0])
 

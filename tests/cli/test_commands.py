@@ -1,0 +1,240 @@
+"""The command line as a user meets it: real processes, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny import tiny_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def coterie(
+    *arguments: str, text: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "coterie", *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny() -> str:
+    return str(tiny_checkpoint("llama"))
+
+
+def test_help_is_instant() -> None:
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = coterie("--help")
+        times.append(time.perf_counter() - started)
+        assert done.returncode == 0 and "coterie serve" in done.stdout
+    assert min(times) < 0.5
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from coterie.cli.main import build_parser; build_parser().format_help();"
+        "print([n for n in ('torch','fastapi','pydantic','numpy','msgspec','rich','uvicorn')"
+        " if n in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ["serve", "run", "chat", "pull", "doctor", "bench", "version"])
+def test_every_command_explains_itself(command: str) -> None:
+    done = coterie(command, "--help", COLUMNS="60")
+    assert done.returncode == 0
+    assert command == "version" or "examples:" in done.stdout
+    options = done.stdout.partition("examples:")[0]
+    assert max(map(len, options.splitlines())) <= 60
+
+
+def test_version() -> None:
+    from coterie import __version__
+
+    assert coterie("version").stdout == coterie("--version").stdout == f"coterie {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["nothing"], 2, "invalid choice"),
+        (["run"], 2, "--prompt"),
+        (["run", "--prompt", "a", "--prompt-ids", "1"], 2, "not allowed with"),
+        (["run", "--prompt-ids", "a"], 2, "token ids"),
+        (["run", "--prompt", "a", "--max-tokens", "-1"], 2, "above 0"),
+        (["run", "--prompt", "a", "--kv-bytes", "much"], 2, "2GB"),
+        (["run", "/no/such/model", "--prompt", "a"], 1, "/no/such/model"),
+        (["run", "--prompt-ids", "1", "--chat"], 2, "--chat needs --prompt"),
+        (["serve", "--port", "99999"], 2, "not a port"),
+        (["serve", "--host", "0.0.0.0"], 2, "--api-key-file"),
+        (["serve", "--host", "::"], 2, "--insecure"),
+        (["serve", "--api-key-file", "/no/such/keys"], 2, "/no/such/keys"),
+        (["serve", "--config", "/no/such.toml"], 2, "/no/such.toml"),
+        (["serve", "/no/such/model", "--port", "0"], 1, "/no/such/model"),
+    ],
+)
+def test_mistakes_cost_one_line(arguments: list[str], status: int, words: str) -> None:
+    done = coterie(*arguments)
+    assert done.returncode == status, done.stderr
+    assert words in done.stderr and "Traceback" not in done.stderr
+    [line] = done.stderr.strip().splitlines()
+    assert line.startswith("coterie")
+
+
+def test_a_broken_model_is_one_line(tmp_path: Path) -> None:
+    broken = tmp_path / "model.gguf"
+    broken.write_bytes(b"GGUF" + b"\x03\x00\x00\x00" + b"\xff" * 64)
+    for command in (["run", str(broken), "--prompt", "a"], ["serve", str(broken), "--port", "0"]):
+        done = coterie(*command)
+        assert done.returncode == 1
+        assert str(broken) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_run_json(tiny: str) -> None:
+    asked = ["--max-tokens", "12", "--temperature", "0", "--json", "--ignore-eos"]
+    by_text = json.loads(coterie("run", tiny, "--prompt", "hello", *asked).stdout)
+    assert len(by_text["token_ids"]) == 12 and by_text["finish_reason"] == "length"
+    assert by_text["usage"]["completion_tokens"] == 12
+    assert by_text["timings"]["total_s"] > 0
+    ids = ",".join(map(str, by_text["prompt_token_ids"]))
+    by_ids = json.loads(coterie("run", tiny, "--prompt-ids", ids, *asked).stdout)
+    assert by_ids["token_ids"] == by_text["token_ids"]
+    streamed = coterie("run", tiny, "--prompt", "-", *asked[:4], "--ignore-eos", text="hello")
+    assert streamed.stdout == by_text["text"] + "\n"
+
+
+def test_run_with_the_chat_template(tiny: str) -> None:
+    asked = ["--prompt", "hello", "--max-tokens", "2", "--json"]
+    plain = json.loads(coterie("run", tiny, *asked).stdout)
+    chat = json.loads(coterie("run", tiny, "--chat", *asked).stdout)
+    assert chat["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"]
+
+
+def test_chat_through_a_pipe(tiny: str) -> None:
+    asked = ["--max-tokens", "6", "--temperature", "0"]
+    done = coterie("chat", tiny, *asked, text="hello\n/reset\nhello\nhello\n/odd\n/exit\nunread\n")
+    assert done.returncode == 0, done.stderr
+    answers = done.stdout
+    assert "forgotten" in done.stderr and "commands:" in done.stderr
+    first = coterie("chat", tiny, *asked, text="hello\n").stdout
+    # after a reset the same words get the same answer; with a history they need not
+    assert answers.startswith(first + first)
+
+
+def test_doctor(tmp_path: Path) -> None:
+    report = json.loads(coterie("doctor", "--json", COTERIE_HOME=str(tmp_path)).stdout)
+    assert report["cpu"]["cores"] >= 1 and report["memory"]["total_bytes"] > 0
+    assert report["torch"]["version"] and report["home"]["path"] == str(tmp_path)
+    assert any(fault["mend"] == "coterie pull" for fault in report["missing"])
+    shown = coterie("doctor", COLUMNS="60", COTERIE_HOME="/short").stdout
+    assert max(map(len, shown.splitlines())) <= 60
+    assert "kernels" in shown and "compiler" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench(tiny: str) -> None:
+    done = coterie("bench", tiny, "--decode", "8", "--prefill", "32", "--repeat", "1", "--json")
+    report = json.loads(done.stdout)
+    assert report["bandwidth_bytes_s"] > 1e9
+    assert [row["what"] for row in report["results"]] == [
+        "decode, 1 stream",
+        "prefill of 32",
+        "decode, 8 streams",
+    ]
+    assert all(row["tokens_s"] > 0 for row in report["results"])
+
+
+def test_pull_lists(tmp_path: Path) -> None:
+    assert "no models" in coterie("pull", "--list", COTERIE_HOME=str(tmp_path)).stdout
+
+
+BARE = """
+import sys
+
+class Absent:
+    NAMES = {"typer", "rich", "fastapi", "pydantic", "starlette", "uvicorn", "uvloop", "httptools",
+             "msgspec", "zmq", "huggingface_hub", "platformdirs", "prometheus_client", "psutil",
+             "transformers", "gguf", "httpx"}
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.NAMES:
+            raise ImportError(f"{name} is not here")
+
+sys.meta_path.insert(0, Absent())
+from coterie.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_run_and_doctor_on_a_bare_machine(tiny: str) -> None:
+    """torch, numpy, safetensors, tokenizers and jinja2 are enough."""
+
+    def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", BARE, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+    done = bare("run", tiny, "--prompt", "hello", "--max-tokens", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["token_ids"]) == 4
+    report = bare("doctor")
+    assert report.returncode == 0, report.stderr
+    assert "pip install fastapi" in report.stdout
+    serve = bare("serve", tiny, "--port", "0")
+    assert serve.returncode == 1 and "pip install fastapi" in serve.stderr
+
+
+def test_a_second_interrupt_stops_at_once(tiny: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as sink:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "coterie", "serve", tiny, "--port", "0", "--name", "tiny"],
+            stdout=subprocess.PIPE,
+            stderr=sink,
+            text=True,
+            cwd=ROOT,
+        )
+    try:
+        assert server.stdout is not None
+        shown = ""
+        while "try it" not in shown:
+            line = server.stdout.readline()
+            assert line, log.read_text()
+            shown += line
+        url = next(w for w in shown.split() if w.startswith("http"))
+        body = json.dumps(
+            {"model": "tiny", "prompt": "a", "max_tokens": 1000, "ignore_eos": True, "n": 32}
+        )
+        asking = subprocess.Popen(
+            ["curl", "-s", f"{url}/v1/completions", "-d", body], stdout=subprocess.DEVNULL
+        )
+        time.sleep(1.0)
+        server.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert server.poll() is None, "it did not let the request end"
+        started = time.monotonic()
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0
+        assert time.monotonic() - started < 8
+        asking.wait(20)
+        assert "Traceback" not in log.read_text()
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
