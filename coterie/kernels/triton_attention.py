@@ -19,8 +19,8 @@ from torch import Tensor
 
 from coterie.kernels.batch import AttentionBatch
 
-# Query rows (queries x heads of a group) per prefill program; programs a decode step aims at.
-_ROWS, _PROGRAMS, _MAX_SPLITS = 64, 264, 64
+# Programs a decode step aims at, two for each multiprocessor of a large device.
+_PROGRAMS, _MAX_SPLITS = 264, 64
 
 
 @triton.jit
@@ -174,8 +174,10 @@ def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: f
     group = heads // kv_heads
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     decode = rows == sequences
-    tile = 64 if head_dim <= 128 and q.dtype != torch.float32 else 32
-    queries = 1 if decode else max(1, _ROWS // triton.next_power_of_2(group))
+    # exact fp32 products are unrolled into single multiply-adds: small tiles, or nothing compiles
+    full = q.dtype == torch.float32
+    tile = 64 if head_dim <= 128 and not full else 32
+    queries = 1 if decode else max(1, (16 if full else 64) // triton.next_power_of_2(group))
     positions = batch.block_tables.shape[1] * batch.block_size
     splits = _splits(sequences * kv_heads, positions, tile) if decode else 1
     shape: dict[str, Any] = {
@@ -210,7 +212,7 @@ def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: f
         ROWS=max(16, triton.next_power_of_2(queries * group)),
         TILE=tile,
         DECODE=decode,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if full else "tf32",
         num_warps=4,
         num_stages=2,
         **shape,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from coterie.kernels.batch import AttentionBatch
 
@@ -63,7 +64,8 @@ class _Captured:
 class DecodeGraphs:
     def __init__(self, compute: Compute, max_positions: int, device: torch.device) -> None:
         self._compute, self._max_positions, self._device = compute, max_positions, device
-        self._captured: dict[tuple[int, int, int], _Captured] = {}
+        # by a lane's first cache, and gone with it: a graph holds the addresses of all of them
+        self._captured = WeakIdKeyDictionary()
         # made by torch; graphs that never run at once share their memory
         self._pool: Any = None
 
@@ -92,10 +94,12 @@ class DecodeGraphs:
         return -(-self._max_positions // block_size) * block_size
 
     def _find(self, size: int, kv: Sequence[Tensor], block_size: int) -> _Captured:
-        key = (size, block_size, kv[0].data_ptr())
-        if key not in self._captured:
-            self._captured[key] = self._capture(size, kv, block_size)
-        return self._captured[key]
+        graphs: dict[tuple[int, int], _Captured]
+        graphs = self._captured.setdefault(kv[0], {})  # type: ignore[no-untyped-call]
+        key = (size, block_size)
+        if key not in graphs:
+            graphs[key] = self._capture(size, kv, block_size)
+        return graphs[key]
 
     def _capture(self, size: int, kv: Sequence[Tensor], block_size: int) -> _Captured:
         width = self._width(block_size) // block_size
