@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -89,7 +88,7 @@ class Bench:
         self.random = random.Random(0)
 
     def median(self, take: Callable[[], float]) -> float:
-        return statistics.median(take() for _ in range(self.repeat))
+        return sorted(take() for _ in range(self.repeat))[self.repeat // 2]
 
     def prompt(self, tokens: int) -> list[int]:
         return [self.random.randrange(self.llm.tokenizer.vocab_size) for _ in range(tokens)]

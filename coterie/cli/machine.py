@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -96,6 +95,9 @@ def is_installed(module: str) -> bool:
 def package_version(module: str) -> str | None:
     if not is_installed(module):
         return None
+    # takes longer to import than the whole command line
+    import importlib.metadata
+
     names = importlib.metadata.packages_distributions().get(module, [module])
     try:
         return importlib.metadata.version(names[0])

@@ -36,11 +36,14 @@ def tiny() -> str:
 
 
 def test_help_is_instant() -> None:
+    """Half a second of its own time; the machine may be busy with other tests."""
     times = []
     for _ in range(3):
-        started = time.perf_counter()
+        before = os.times()
         done = coterie("--help")
-        times.append(time.perf_counter() - started)
+        after = os.times()
+        used = (after.children_user, after.children_system)
+        times.append(sum(used) - before.children_user - before.children_system)
         assert done.returncode == 0 and "coterie serve" in done.stdout
     assert min(times) < 0.5
 
