@@ -29,7 +29,8 @@ class ActiveRequest:
     assignment: Assignment
     pieces: Pieces
     stop_ids: frozenset[int]
-    max_total: int
+    min_output: int
+    max_output: int
     num_choices: int
     # choices still to be computed; a beam search has other sequences than choices
     sequences: list[Sequence] = field(default_factory=list)
@@ -139,15 +140,13 @@ class ActiveRequest:
         self, text: Detokenizer, token: int, count: int
     ) -> tuple[str, str | None, str | int | None]:
         """(text to send, finish reason, what matched) after one more output token."""
-        limits = self.assignment.limits
-        may_stop = count > limits.min_tokens
-        if token in self.stop_ids and may_stop:
+        if token in self.stop_ids and count > self.min_output:
             # an end token's own text is never sent
-            match = token if token in limits.stop_token_ids else None
-            return text.flush(), "stop", match
-        pushed = text.push(token, may_stop=may_stop)
+            named = token in self.assignment.limits.stop_token_ids
+            return text.flush(), "stop", token if named else None
+        pushed = text.push(token, may_stop=count > self.min_output)
         if isinstance(pushed, Stop):
             return pushed.text, "stop", pushed.match
-        if len(self.assignment.prompt_ids) + count >= self.max_total:
+        if count >= self.max_output:
             return pushed + text.flush(), "length", None
         return pushed, None, None

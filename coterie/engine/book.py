@@ -90,19 +90,21 @@ class RequestBook:
             request = self._requests[plan.rows[row].sequence.request_id]
             request.prompt_scores[position] = found
         now = self._now()
+        requests, scores = self._requests, result.scores
         for index, sequence in enumerate(plan.draws):
-            drawer = self._requests.get(sequence.request_id)
+            drawer = requests.get(sequence.request_id)
             # the request may have ended with an earlier draw of this step
             if drawer is None:
                 continue
-            if drawer.clock.first_token is None:
+            clock = drawer.clock
+            if clock.first_token is None:
                 self._first_token(drawer, now, events)
-            drawer.clock.last_token = now
+            clock.last_token = now
             try:
                 if sequence.draw.num_continuations:
                     self._search(drawer, sequence, result.beams[index], events)
                 else:
-                    score = result.scores.get(index) if result.scores else None
+                    score = scores.get(index) if scores else None
                     self._produce(drawer, sequence, result.tokens[index], score, events)
             except Exception as error:
                 log.exception("request %s failed", sequence.request_id)

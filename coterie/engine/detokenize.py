@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
 
 
-class Pieces:
-    """What each token adds to a text in the middle of which it stands; shared by all choices."""
+class Pieces(dict[int, str | None]):
+    """What each token adds to a text in the middle of which it stands; shared by all choices.
+
+    None: bytes that are no text by themselves. Special tokens are no text: "".
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
         self.tokenizer = tokenizer
-        self._pieces: dict[int, str | None] = {}
         self._spoils: bool | None = None
 
-    def __getitem__(self, token: int) -> str | None:
-        """None: bytes that are no text by themselves. Special tokens are no text: ''."""
-        try:
-            return self._pieces[token]
-        except KeyError:
-            return self._pieces.setdefault(token, self._read(token))
+    def __missing__(self, token: int) -> str | None:
+        piece = self[token] = self._read(token)
+        return piece
 
     def decode(self, ids: Sequence[int], before: int | None) -> str:
         """The text of `ids` behind the token `before` (None: at the start of the output)."""
@@ -79,10 +79,12 @@ class Detokenizer:
 
     def push(self, token: int, *, may_stop: bool = True) -> str | Stop:
         """Text that can be sent now, or the stop string that this token completed."""
-        text = self._text(token)
-        if not self._stops:
-            return text
-        return self._hold(text, may_stop)
+        text = self._pieces[token]
+        if text and self._before is not None and not self._run:
+            self._before = token
+        else:
+            text = self._text(token)
+        return self._hold(text, may_stop) if self._stops else text
 
     def flush(self) -> str:
         """Everything held back: the choice ended for another reason than a stop string."""

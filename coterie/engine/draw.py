@@ -7,7 +7,7 @@ process.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -99,15 +99,14 @@ class Draw:
     # continuations wanted by a beam search; 0 = draw a token
     num_continuations: int = 0
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < MIN_TEMPERATURE
+    # derived: the argmax decides; that of the raw logits, with nothing else asked
+    is_greedy: bool = field(init=False)
+    is_plain: bool = field(init=False)
 
-    @property
-    def is_plain(self) -> bool:
-        """The argmax of the raw logits is the answer, and nothing else is asked."""
-        return (
-            self.temperature < MIN_TEMPERATURE
+    def __post_init__(self) -> None:
+        self.is_greedy = self.temperature < MIN_TEMPERATURE
+        self.is_plain = (
+            self.is_greedy
             and self.penalties is None
             and self.bias is None
             and self.logprobs is None
@@ -144,7 +143,8 @@ def make_draw(
         or sampling.presence_penalty
         or sampling.frequency_penalty
     )
-    draw = Draw(
+    bias = sampling.logit_bias
+    return Draw(
         seed=sampling.seed or 0,
         choice=choice,
         temperature=1.0 if sampling.temperature is None else sampling.temperature,
@@ -152,13 +152,11 @@ def make_draw(
         top_p=1.0 if sampling.top_p is None else sampling.top_p,
         min_p=sampling.min_p or 0.0,
         typical_p=1.0 if sampling.typical_p is None else sampling.typical_p,
+        bias_ids=np.array([token for token, _ in bias], dtype=np.int64) if bias else None,
+        bias=np.array([amount for _, amount in bias], dtype=np.float32) if bias else None,
         penalties=Penalties(sampling, assignment.prompt_ids, output) if penalised else None,
         banned=tuple(stop_ids),
         min_output=assignment.limits.min_tokens,
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
     )
-    if sampling.logit_bias:
-        draw.bias_ids = np.array([token for token, _ in sampling.logit_bias], dtype=np.int64)
-        draw.bias = np.array([amount for _, amount in sampling.logit_bias], dtype=np.float32)
-    return draw

@@ -198,12 +198,11 @@ class Engine:
         started, scheduled, ran = times
         now = time.perf_counter()
         lane, counts = self._lanes[index], self._counts
-        prefilled = sum(row.num_tokens for row in plan.rows if row.phase == "prefill")
         self._turns.charge(index, plan.num_tokens)
         ended = self._book.num_ended.pop(lane.config.name, 0)
         lane.pace.record(now - started, plan.num_tokens, ended)
         counts["steps"] += 1
-        counts["prefill_tokens"] += prefilled
+        counts["prefill_tokens"] += plan.num_prefill_tokens
         counts["generated_tokens"] += len(plan.draws)
         counts["schedule_s"] += scheduled - started
         counts["run_s"] += result.run_s

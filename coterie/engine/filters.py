@@ -14,13 +14,15 @@ from torch import Tensor
 
 from coterie.engine.draw import Draw
 
-# Nearly always the kept tokens are among this many; a row where they are not is sorted whole.
-NUM_CANDIDATES = 256
+# Nearly always the kept tokens are among the first so many; rows where they are not try the next,
+# and at last are sorted whole.
+NUM_CANDIDATES = (256, 4096)
 
 
 class Filters(NamedTuple):
     """Parameters of R rows, each [R, 1]."""
 
+    temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
@@ -35,6 +37,7 @@ def make_filters(draws: Sequence[Draw], device: torch.device) -> Filters:
         return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
 
     return Filters(
+        column([draw.temperature for draw in draws], torch.float32),
         column([draw.top_k for draw in draws], torch.int64),
         column([draw.top_p for draw in draws], torch.float64),
         column([draw.min_p for draw in draws], torch.float64),
@@ -42,18 +45,26 @@ def make_filters(draws: Sequence[Draw], device: torch.device) -> Filters:
     )
 
 
-def draw_plain(logits: Tensor, noise: Tensor) -> Tensor:
+def draw_plain(logits: Tensor, filters: Filters, noise: Tensor) -> Tensor:
     """[R, V] and uniforms [R, 1] to token ids [R]: the whole distribution, in token-id order."""
-    return _invert(torch.softmax(logits, dim=-1).double(), noise).squeeze(1)
+    weights = torch.softmax(logits / filters.temperature, dim=-1).double()
+    return _invert(weights, noise).squeeze(1)
 
 
 def draw_filtered(logits: Tensor, filters: Filters, noise: Tensor) -> Tensor:
     """[R, V] and uniforms [R, 1] to token ids [R]."""
+    logits = logits / filters.temperature
     vocab = logits.shape[1]
-    tokens, done = _draw_among(logits, filters, noise, min(NUM_CANDIDATES, vocab))
-    if not bool(done.all()):
-        rest = (~done).nonzero().squeeze(1)
-        tokens[rest] = _draw_among(logits[rest], filters.pick(rest), noise[rest], vocab)[0]
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    rest = torch.arange(len(logits), device=logits.device)
+    for num_candidates in (*(n for n in NUM_CANDIDATES if n < vocab), vocab):
+        # the first try is over all rows: no need to gather them
+        some = logits if len(rest) == len(logits) else logits[rest]
+        found, done = _draw_among(some, filters.pick(rest), noise[rest], num_candidates)
+        tokens[rest] = found
+        rest = rest[~done]
+        if len(rest) == 0:
+            break
     return tokens
 
 
@@ -62,9 +73,12 @@ def _draw_among(
 ) -> tuple[Tensor, Tensor]:
     """Tokens [R], and where the candidates were enough to know the filtered set [R]."""
     values, ids = _best(logits, num_candidates)
-    kept = _rank_filters(logits, values, ids, filters)
-    lowest = torch.where(kept, values, torch.inf).amin(dim=1)
-    done = (lowest > values[:, -1]) | (num_candidates == logits.shape[1])
+    kept, threshold = _rank_filters(logits, values, ids, filters)
+    lowest = torch.where(kept, values, torch.inf).amin(dim=1, keepdim=True)
+    # equal tokens may lie beyond the last candidate, so the cut must be above it; top-k's own cut
+    # too, for the mass of its set to be known
+    lowest = torch.where(filters.top_k > 0, torch.minimum(lowest, threshold), lowest)
+    done = (lowest > values[:, -1:]).squeeze(1) | (num_candidates == logits.shape[1])
     weights = (values - values[:, :1]).double().exp() * kept
     if bool((filters.typical_p < 1).any()):
         weights = weights * _typical(weights, filters.typical_p)
@@ -84,12 +98,18 @@ def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, ids.gather(1, order)
 
 
-def _rank_filters(logits: Tensor, values: Tensor, ids: Tensor, filters: Filters) -> Tensor:
-    """Kept candidates [R, C] after top-k, top-p and min-p; `values` descend."""
-    top_k, top_p, min_p, _ = filters
+def _rank_filters(
+    logits: Tensor, values: Tensor, ids: Tensor, filters: Filters
+) -> tuple[Tensor, Tensor]:
+    """Kept candidates [R, C] after top-k, top-p and min-p, and top-k's lowest value [R, 1].
+
+    `values` descend.
+    """
+    _, top_k, top_p, min_p, _ = filters
     limited = top_k > 0
     last = torch.where(limited, top_k, values.shape[1]).clamp(max=values.shape[1]) - 1
-    kept = values >= values.gather(1, last)
+    threshold = values.gather(1, last)
+    kept = values >= threshold
     relative = (values - values[:, :1]).double().exp() * kept
     if bool((top_p < 1).any()):
         sums = relative.cumsum(dim=1)
@@ -100,7 +120,7 @@ def _rank_filters(logits: Tensor, values: Tensor, ids: Tensor, filters: Filters)
         above = (sums - relative) / mass
         kept = kept & ((above < top_p) | (top_p >= 1))
         kept[:, 0] = True
-    return kept & (relative >= min_p)
+    return kept & (relative >= min_p), threshold
 
 
 def _typical(weights: Tensor, typical_p: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Sampling
@@ -52,7 +53,8 @@ def open_request(
         assignment,
         pieces,
         ends | frozenset(limits.stop_token_ids),
-        _max_total(assignment, config),
+        limits.min_tokens,
+        _max_total(assignment, config) - len(assignment.prompt_ids),
         assignment.sampling.n or 1,
     )
     if (assignment.sampling.num_beams or 1) > 1:
@@ -83,7 +85,8 @@ def _open_beams(request: ActiveRequest, config: LaneConfig, order: int) -> None:
     for choice in range(request.num_choices):
         request.texts[choice], _ = request.replay(choice)
     sequence = _sequence(request, config, 0, order, restart=True)
-    sequence.draw.num_continuations = num_continuations(num_beams, len(request.stop_ids))
+    wanted = num_continuations(num_beams, len(request.stop_ids))
+    sequence.draw = replace(sequence.draw, num_continuations=wanted)
     request.sequences.append(sequence)
 
 
@@ -98,7 +101,7 @@ def _sequence(
         choice=choice,
         tokens=[*assignment.prompt_ids, *emitted],
         num_prompt=len(assignment.prompt_ids),
-        max_total=request.max_total,
+        max_total=len(assignment.prompt_ids) + request.max_output,
         adapter_key="",
         root=root_digest(config.name, assignment.adapters, assignment.tenant),
         rank=(-assignment.limits.priority, assignment.arrived_at, order, choice),

@@ -7,7 +7,6 @@ them, whatever mix of prefill chunks and decode rows it has.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +29,7 @@ class Runner:
         self._model = model
         self._tables = tables
         self._block_size = config.block_size
+        self._on_cpu = model.device.type == "cpu"
         shape = model.kv_shape(config.num_blocks, config.block_size)
         self._kv = [
             torch.zeros(shape, dtype=model.kv_dtype, device=model.device)
@@ -41,15 +41,16 @@ class Runner:
         """Copies, forward, draws. Raises whatever the model raises."""
         started = time.perf_counter()
         self._copy(plan)
-        token_ids, batch = self._inputs(plan)
-        wanted, scored = self._wanted_rows(plan, batch)
-        logits = self._model.forward(token_ids, batch, self._kv, wanted)
+        token_ids, batch, bounds = self._inputs(plan)
+        wanted, scored = self._wanted_rows(plan, bounds)
+        wanted_rows = self._tensor(np.array(wanted, dtype=np.int64))
+        logits = self._model.forward(token_ids, batch, self._kv, wanted_rows)
         forwarded = time.perf_counter()
         drawn, prompt_scores = logits, {}
         if scored:
             drawn = logits[: len(logits) - len(scored)]
             prompt_scores = self._score_prompts(plan, logits[len(drawn) :], scored)
-        result = sample(drawn, plan.draws, _places(plan.draw_rows))
+        result = sample(drawn, plan.draws, plan.draw_rows)
         return StepResult(
             result.tokens,
             scores=result.scores,
@@ -66,56 +67,55 @@ class Runner:
         for layer in self._kv:
             layer[:, targets] = layer[:, sources]
 
-    def _inputs(self, plan: StepPlan) -> tuple[Tensor, AttentionBatch]:
-        rows = plan.rows
-        num_rows, size = len(rows), self._block_size
-        table_rows = np.fromiter((row.sequence.row for row in rows), np.int64, num_rows)
-        starts = np.fromiter((row.start for row in rows), np.int64, num_rows)
+    def _inputs(self, plan: StepPlan) -> tuple[Tensor, AttentionBatch, list[int]]:
+        """Token ids, where they go, and the first row of each sequence (and their end)."""
+        rows, num_rows, size = plan.rows, len(plan.rows), self._block_size
+        table_rows = np.array([row[0].row for row in rows])
+        starts = np.array([row[1] for row in rows])
         if plan.num_tokens == num_rows:
-            tokens = [row.sequence.tokens[row.start] for row in rows]
-            query_starts = np.arange(num_rows + 1, dtype=np.int32)
+            tokens = [row[0].tokens[row[1]] for row in rows]
+            bounds = list(range(num_rows + 1))
             positions, owners, context_lens = starts, table_rows, starts + 1
         else:
-            tokens = []
+            tokens, bounds = [], [0]
             for sequence, start, count, _ in rows:
                 tokens += sequence.tokens[start : start + count]
-            counts = np.fromiter((row.num_tokens for row in rows), np.int64, num_rows)
-            query_starts = np.zeros(num_rows + 1, dtype=np.int32)
-            np.cumsum(counts, out=query_starts[1:])
-            positions = np.arange(plan.num_tokens) + np.repeat(starts - query_starts[:-1], counts)
+                bounds.append(bounds[-1] + count)
+            counts = np.diff(bounds)
+            positions = np.arange(plan.num_tokens) + np.repeat(starts - bounds[:-1], counts)
             owners, context_lens = np.repeat(table_rows, counts), starts + counts
         width = (int(context_lens.max()) - 1) // size + 1
-        array = self._tables.array
-        slots = array[owners, positions // size] * np.int64(size) + positions % size
+        table = self._tables.array
+        slots = table[owners, positions // size] * np.int64(size) + positions % size
         batch = AttentionBatch(
             positions=self._tensor(positions),
             slots=self._tensor(slots),
-            query_starts=self._tensor(query_starts),
+            query_starts=self._tensor(np.array(bounds, dtype=np.int32)),
             context_lens=self._tensor(context_lens.astype(np.int32)),
-            block_tables=self._tensor(array[table_rows, :width]),
+            block_tables=self._tensor(table[table_rows, :width]),
             block_size=size,
         )
-        return self._tensor(np.array(tokens, dtype=np.int64)), batch
+        return self._tensor(np.array(tokens)), batch, bounds
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._model.device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        return tensor if self._on_cpu else tensor.to(self._model.device, non_blocking=True)
 
     def _wanted_rows(
-        self, plan: StepPlan, batch: AttentionBatch
-    ) -> tuple[Tensor, list[tuple[int, int]]]:
+        self, plan: StepPlan, bounds: list[int]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         """Rows whose logits are needed: one per drawing row, then every scored prompt position.
 
         The second list names the latter: (row of the plan, position of the token it predicts).
         """
-        ends = batch.query_starts.tolist()
-        wanted = [ends[row + 1] - 1 for row in dict.fromkeys(plan.draw_rows)]
+        wanted = [bounds[row + 1] - 1 for row in dict.fromkeys(plan.draw_rows)]
         scored: list[tuple[int, int]] = []
-        for index, (sequence, start, count, _) in enumerate(plan.rows):
-            if sequence.draw.prompt_logprobs is not None and start < sequence.num_prompt - 1:
+        for index, (sequence, start, count, phase) in enumerate(plan.rows):
+            if phase == "prefill" and sequence.draw.prompt_logprobs is not None:
                 last = min(start + count, sequence.num_prompt - 1)
-                wanted += range(ends[index], ends[index] + last - start)
+                wanted += range(bounds[index], bounds[index] + last - start)
                 scored += [(index, position + 1) for position in range(start, last)]
-        return self._tensor(np.array(wanted, dtype=np.int64)), scored
+        return wanted, scored
 
     def _score_prompts(
         self, plan: StepPlan, logits: Tensor, scored: list[tuple[int, int]]
@@ -127,9 +127,3 @@ class Runner:
             place: TokenScore(one.logprob, one.top[:num])
             for place, num, one in zip(scored, asked, found, strict=True)
         }
-
-
-def _places(draw_rows: Sequence[int]) -> list[int]:
-    """Rows of the plan that draw, numbered as their logits are."""
-    numbered = {row: place for place, row in enumerate(dict.fromkeys(draw_rows))}
-    return [numbered[row] for row in draw_rows]

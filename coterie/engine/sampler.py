@@ -18,11 +18,14 @@ from coterie.engine.step import BeamScores, StepResult, TokenScore
 
 
 def sample(logits: Tensor, draws: Seq[Sequence], rows: Seq[int]) -> StepResult:
-    """Draw i takes its token from `logits[rows[i]]` ([R, V], fp32; not changed)."""
+    """`rows` names, in order, the row each draw takes its token from; equal ones share logits.
+
+    logits: fp32 [R, V], one for each different row; not changed.
+    """
     if not draws:
         return StepResult([])
     if len(draws) != len(logits):
-        logits = logits[list(rows)]
+        logits = logits[_places(rows)]
     if all(sequence.draw.is_plain for sequence in draws):
         return StepResult(argmax(logits))
     beams = {i: s for i, s in enumerate(draws) if s.draw.num_continuations}
@@ -37,6 +40,11 @@ def sample(logits: Tensor, draws: Seq[Sequence], rows: Seq[int]) -> StepResult:
         scores=_score_draws(logits, draws, tokens),
         beams={i: _continue_beam(logits[i], s) for i, s in beams.items()},
     )
+
+
+def _places(rows: Seq[int]) -> list[int]:
+    numbered = {row: place for place, row in enumerate(dict.fromkeys(rows))}
+    return [numbered[row] for row in rows]
 
 
 def argmax(logits: Tensor) -> list[int]:
@@ -81,28 +89,23 @@ def _edit_row(row: Tensor, draw: Draw, num_output: int) -> Tensor:
 
 def _draw(logits: Tensor, draws: Seq[Sequence], indices: list[int]) -> list[int]:
     """Tokens of the rows in `indices`, all with a temperature."""
-    params = [draws[i].draw for i in indices]
-    device = logits.device
-    if len(indices) < len(logits):
-        logits = logits[indices]
-    temperatures = torch.tensor([p.temperature for p in params], device=device).unsqueeze(1)
-    noise = torch.tensor(
-        [uniform(draws[i].draw.seed, draws[i].draw.choice, draws[i].num_output) for i in indices],
-        dtype=torch.float64,
-        device=device,
-    ).unsqueeze(1)
-    scaled = logits / temperatures
-    filtered = [place for place, p in enumerate(params) if p.has_filters]
-    if len(filtered) == len(params):
-        found: list[int] = draw_filtered(scaled, make_filters(params, device), noise).tolist()
-        return found
-    tokens: list[int] = draw_plain(scaled, noise).tolist()
-    if filtered:
-        filters = make_filters([params[place] for place in filtered], device)
-        some = draw_filtered(scaled[filtered], filters, noise[filtered]).tolist()
-        for place, token in zip(filtered, some, strict=True):
-            tokens[place] = token
-    return tokens
+    tokens: dict[int, int] = {}
+    for draw_rows, filtered in ((draw_filtered, True), (draw_plain, False)):
+        chosen = [i for i in indices if draws[i].draw.has_filters is filtered]
+        if not chosen:
+            continue
+        params = [draws[i].draw for i in chosen]
+        noise = [
+            uniform(draw.seed, draw.choice, draws[i].num_output)
+            for i, draw in zip(chosen, params, strict=True)
+        ]
+        found = draw_rows(
+            logits if len(chosen) == len(logits) else logits[chosen],
+            make_filters(params, logits.device),
+            torch.tensor(noise, dtype=torch.float64, device=logits.device).unsqueeze(1),
+        )
+        tokens.update(zip(chosen, found.tolist(), strict=True))
+    return [tokens[i] for i in indices]
 
 
 def _score_draws(logits: Tensor, draws: Seq[Sequence], tokens: list[int]) -> dict[int, TokenScore]:

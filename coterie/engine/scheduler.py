@@ -61,26 +61,26 @@ class Scheduler:
         if self.waiting:
             self._admit()
         self._step += 1
-        key = self._pick_key()
-        budget = self.config.max_step_tokens - self._num_decoding(key)
+        key, num_decoding = self._pick_key()
+        budget = self.config.max_step_tokens - num_decoding
         rows: list[StepRow] = []
         copies: list[tuple[int, int]] = []
-        num_tokens = position = 0
+        position = 0
+        # whoever is preempted on the way stands behind `position`: victims are the worst-ranked
         while position < len(self.running):
             sequence = self.running[position]
             position += 1
-            count = len(sequence.tokens) - sequence.num_computed
+            start = sequence.num_computed
+            count = len(sequence.tokens) - start
             if count == 0 or sequence.adapter_key != key:
                 continue
             if count > 1:
                 count = self._chunk(sequence, min(count, budget))
                 budget -= count
-            if count and self._make_room(sequence, copies):
-                start = sequence.num_computed
+            if count and (self.space.is_ready(sequence) or self._make_room(sequence, copies)):
                 phase = "prefill" if start < sequence.num_prompt or count > 1 else "decode"
                 rows.append(StepRow(sequence, start, count, phase))
-                num_tokens += count
-        return self._plan(key, rows, copies, num_tokens) if rows else None
+        return self._plan(key, rows, copies) if rows else None
 
     def commit(self, plan: StepPlan) -> None:
         """The plan was computed: advance its sequences and let followers go their own way."""
@@ -174,28 +174,36 @@ class Scheduler:
         self.num_preemptions += 1
         self.add(sequence)
 
-    def _pick_key(self) -> str:
-        keys = dict.fromkeys(s.adapter_key for s in self.running if s.num_pending)
-        return self._turns.pick(list(keys)) if keys else ""
-
-    def _num_decoding(self, key: str) -> int:
-        return sum(s.num_pending == 1 and s.adapter_key == key for s in self.running)
+    def _pick_key(self) -> tuple[str, int]:
+        """Whose turn it is, and how many of theirs decode."""
+        decoding: dict[str, int] = {}
+        for sequence in self.running:
+            pending = len(sequence.tokens) - sequence.num_computed
+            if pending:
+                key = sequence.adapter_key
+                decoding[key] = decoding.get(key, 0) + (pending == 1)
+        if not decoding:
+            return "", 0
+        key = self._turns.pick(list(decoding))
+        return key, decoding[key]
 
     def _chunk(self, sequence: Sequence, count: int) -> int:
         if sequence.draw.prompt_logprobs is None:
             return count
         return min(count, MAX_SCORED_ROWS)
 
-    def _plan(
-        self, key: str, rows: list[StepRow], copies: list[tuple[int, int]], num_tokens: int
-    ) -> StepPlan:
+    def _plan(self, key: str, rows: list[StepRow], copies: list[tuple[int, int]]) -> StepPlan:
         draws: list[Sequence] = []
         draw_rows: list[int] = []
-        for index, (sequence, start, count, _) in enumerate(rows):
+        num_tokens = num_prefill = 0
+        for index, (sequence, start, count, phase) in enumerate(rows):
+            num_tokens += count
+            if phase == "prefill":
+                num_prefill += count
             if start + count == len(sequence.tokens):
                 draws.append(sequence)
                 draw_rows.append(index)
-                for follower in sequence.followers:
-                    draws.append(follower)
-                    draw_rows.append(index)
-        return StepPlan(self._step, key, rows, copies, draws, draw_rows, num_tokens)
+                if sequence.followers:
+                    draws += sequence.followers
+                    draw_rows += [index] * len(sequence.followers)
+        return StepPlan(self._step, key, rows, copies, draws, draw_rows, num_tokens, num_prefill)

@@ -31,6 +31,7 @@ class StepPlan:
     draws: Seq[Sequence]
     draw_rows: Seq[int]
     num_tokens: int
+    num_prefill_tokens: int
 
 
 class TokenScore(NamedTuple):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from coterie.core.events import Finished, Started
-from coterie.core.plan import Admitted
-from tests.engine.toy import (
+from toy import (
     drain,
     make_assignment,
     make_engine,
@@ -12,6 +10,9 @@ from tests.engine.toy import (
     outputs,
     true_output,
 )
+
+from coterie.core.events import Finished, Started
+from coterie.core.plan import Admitted
 
 
 def test_one_request() -> None:

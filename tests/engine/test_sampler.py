@@ -1,0 +1,243 @@
+"""The sampler against transformers' processors, against its own definition, and for invariance."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from toy import make_assignment
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from coterie.engine import filters as filters_module
+from coterie.engine.draw import make_draw, uniform
+from coterie.engine.sampler import sample
+from coterie.engine.sequence import Sequence
+
+VOCAB = 300
+
+
+def sequence(prompt: list[int], output: list[int], choice: int = 0, **settings: Any) -> Sequence:
+    assignment = make_assignment("r", prompt, **settings)
+    draw = make_draw(assignment, choice, output, [3, 5])
+    return Sequence(
+        "r", choice, [*prompt, *output], len(prompt), 10_000, "", b"", (0, 0.0, 0, 0), draw
+    )
+
+
+def random_logits(rows: int, seed: int, ties: bool, vocab: int = VOCAB) -> torch.Tensor:
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    return (logits * 2).round() / 2 if ties else logits
+
+
+def support(logits: torch.Tensor, one: Sequence) -> set[int]:
+    """Every token the row can give: noise is swept over a fine grid."""
+    found: set[int] = set()
+    params = filters_module.make_filters([one.draw], logits.device)
+    grid = torch.linspace(0, 1 - 1e-9, 600, dtype=torch.float64).unsqueeze(1)
+    rows = logits.expand(len(grid), -1)
+    many = filters_module.Filters(*(values.expand(len(grid), 1) for values in params))
+    found.update(filters_module.draw_filtered(rows, many, grid).tolist())
+    return found
+
+
+CASES: list[tuple[dict[str, Any], list[Any]]] = [
+    ({"top_k": 5}, [TopKLogitsWarper(5)]),
+    ({"top_k": 40}, [TopKLogitsWarper(40)]),
+    ({"top_p": 0.7}, [TopPLogitsWarper(0.7)]),
+    ({"top_p": 0.2}, [TopPLogitsWarper(0.2)]),
+    ({"min_p": 0.1}, [MinPLogitsWarper(0.1)]),
+    ({"typical_p": 0.4}, [TypicalLogitsWarper(0.4)]),
+    ({"typical_p": 0.8}, [TypicalLogitsWarper(0.8)]),
+    ({"top_k": 30, "top_p": 0.6}, [TopKLogitsWarper(30), TopPLogitsWarper(0.6)]),
+    (
+        {"top_k": 50, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.7},
+        [
+            TopKLogitsWarper(50),
+            TopPLogitsWarper(0.9),
+            MinPLogitsWarper(0.02),
+            TypicalLogitsWarper(0.7),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("number", range(len(CASES)))
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_filters_keep_what_transformers_keeps(number: int, ties: bool, temperature: float) -> None:
+    settings, oracle = CASES[number]
+    for seed in range(3):
+        logits = random_logits(1, seed, ties)
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature), *oracle])
+        scores = warpers(torch.zeros(1, 1, dtype=torch.long), logits.clone())
+        weights = torch.softmax(scores.double(), dim=1)[0]
+        # a grid of 600 finds every token of some weight
+        certain = {i for i, w in enumerate(weights.tolist()) if w > 1 / 500}
+        allowed = {i for i, s in enumerate(scores[0].tolist()) if s > -math.inf}
+        found = support(logits, sequence([1], [], temperature=temperature, **settings))
+        if ties and "top_p" in settings:
+            # which of several equal tokens stays is open there: compare what they are worth
+            values = logits[0].tolist()
+            assert Counter(values[i] for i in certain) <= Counter(values[i] for i in found)
+            assert Counter(values[i] for i in found) <= Counter(values[i] for i in allowed)
+        else:
+            assert certain <= found <= allowed
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_narrow_and_whole_sort_agree(ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = random_logits(64, 3, ties)
+    rows = [
+        sequence([1], [2] * i, temperature=0.9, top_p=0.3 + 0.01 * (i % 60), top_k=i % 7 * 5)
+        for i in range(64)
+    ]
+    results = []
+    for tiers in ((4, 64), (8,), (256, 512), ()):
+        monkeypatch.setattr(filters_module, "NUM_CANDIDATES", tiers)
+        results.append(sample(logits, rows, range(64)).tokens)
+    assert all(result == results[0] for result in results)
+    assert len(set(results[0])) > 16
+
+
+def test_repetition_penalty_equals_transformers() -> None:
+    prompt, output = [4, 9, 9, 30], [7, 9, 7]
+    for seed in range(5):
+        logits = random_logits(1, seed, ties=False)
+        ids = torch.tensor([prompt + output])
+        expected = RepetitionPenaltyLogitsProcessor(1.7)(ids, logits.clone())
+        row = logits[0].clone().numpy()
+        sequence(prompt, output, repetition_penalty=1.7).draw.edit(row, len(output))
+        assert torch.equal(torch.from_numpy(row), expected[0])
+
+
+def test_presence_and_frequency_count_the_output() -> None:
+    one = sequence([4, 9, 9], [7, 9, 7], presence_penalty=0.5, frequency_penalty=0.25)
+    row = np.zeros(VOCAB, dtype=np.float32)
+    one.draw.edit(row, 3)
+    expected = np.zeros(VOCAB, dtype=np.float32)
+    expected[7], expected[9] = -0.5 - 2 * 0.25, -0.5 - 0.25
+    assert np.array_equal(row, expected)
+    assert one.draw.penalties is not None
+    one.draw.penalties.produced(30)
+    row[:] = 0
+    one.draw.edit(row, 4)
+    assert row[30] == np.float32(-0.75)
+
+
+def test_penalties_grow_past_their_first_arrays() -> None:
+    one = sequence(list(range(250)), list(range(100, 300)), frequency_penalty=1.0)
+    row = np.zeros(VOCAB, dtype=np.float32)
+    one.draw.edit(row, 200)
+    assert row[100:300].tolist() == [-1.0] * 200 and not row[:100].any() and not row[300:].any()
+
+
+def test_bias_and_early_ends() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3] = 10.0
+    biased = sequence([1], [], logit_bias=((11, 20.0), (3, 5.0)))
+    assert sample(logits, [biased], [0]).tokens == [11]
+    early = sequence([1], [8], min_tokens=2)
+    assert sample(logits, [early], [0]).tokens == [0]
+    due = sequence([1], [8, 8], min_tokens=2)
+    assert sample(logits, [due], [0]).tokens == [3]
+    assert logits[0, 3] == 10.0 and logits[0, 0] == 0.0
+
+
+def test_a_row_never_depends_on_the_others() -> None:
+    rng = np.random.default_rng(5)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 9, "min_p": 0.05},
+        {"temperature": 1.0, "typical_p": 0.6, "repetition_penalty": 1.2},
+        {"temperature": 0.9, "presence_penalty": 1.0, "logit_bias": ((2, 4.0),), "logprobs": 0},
+    ]
+    # wider than the reduction grain at which torch splits a single row over threads
+    logits = random_logits(21, 1, ties=False, vocab=40_000)
+    rows = [
+        sequence([1, 2], rng.integers(0, VOCAB, i % 5).tolist(), seed=i, **kinds[i % len(kinds)])
+        for i in range(21)
+    ]
+    together = sample(logits, rows, range(21))
+    for i, row in enumerate(rows):
+        alone = sample(logits[i : i + 1], [row], [0])
+        assert alone.tokens[0] == together.tokens[i]
+        assert alone.scores.get(0) == together.scores.get(i)
+    order = rng.permutation(21).tolist()
+    shuffled = sample(logits[order], [rows[i] for i in order], range(21))
+    assert shuffled.tokens == [together.tokens[i] for i in order]
+
+
+def test_draws_follow_the_distribution() -> None:
+    """Chi-square over 4,000 draws of one row, each with its own seed and position."""
+    logits = torch.tensor([[0.0, 1.0, 2.0, 0.5, -1.0, 1.5, 0.2, -0.4]])
+    count = 4000
+    for settings, kept in (({}, range(8)), ({"top_k": 4}, (1, 2, 3, 5))):
+        rows = [
+            sequence([1], [0] * (i % 10), choice=i % 3, seed=i, temperature=1.0, **settings)
+            for i in range(count)
+        ]
+        tokens = sample(logits.expand(count, -1), rows, range(count)).tokens
+        scores = logits[0].double().numpy()
+        weights = np.array([math.exp(scores[i]) if i in kept else 0.0 for i in range(8)])
+        expected = weights / weights.sum() * count
+        seen = np.bincount(tokens, minlength=8)
+        assert seen[expected == 0].sum() == 0
+        used = expected > 0
+        statistic = ((seen - expected)[used] ** 2 / expected[used]).sum()
+        # 99.9% points of chi-square with 7 and 3 degrees of freedom
+        assert statistic < (24.3 if len(kept) == 8 else 16.3)
+
+
+def test_noise_is_uniform_and_depends_on_all_its_parts() -> None:
+    values = np.array([uniform(s, c, p) for s in range(20) for c in range(5) for p in range(50)])
+    assert len(set(values.tolist())) == len(values)
+    assert values.min() >= 0 and values.max() < 1
+    counts = np.histogram(values, bins=20, range=(0, 1))[0]
+    assert ((counts - 250) ** 2 / 250).sum() < 43.8  # 99.9% point, 19 degrees of freedom
+    assert uniform(-1, 0, 0) == uniform(2**64 - 1, 0, 0) != uniform(1, 0, 0)
+
+
+def test_the_highest_noise_still_gives_a_token_with_weight() -> None:
+    logits = torch.full((1, 50), -math.inf)
+    logits[0, :3] = torch.tensor([0.1, 0.2, 0.3])
+    top = torch.tensor([[1 - 2.0**-52]], dtype=torch.float64)
+    plain = filters_module.make_filters([sequence([1], [], temperature=1.0).draw], top.device)
+    assert filters_module.draw_plain(logits, plain, top).tolist() == [2]
+    assert filters_module.draw_filtered(logits, plain, top).tolist() == [2]
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    logits = random_logits(2, 9, ties=False)
+    rows = [
+        sequence([1], [], temperature=0.3, top_k=2, logprobs=4, logit_bias=((17, 100.0),)),
+        sequence([1], [], logprobs=0),
+    ]
+    result = sample(logits, rows, range(2))
+    expected = torch.log_softmax(logits, dim=1)
+    assert result.tokens[0] == 17
+    assert result.scores[0].logprob == pytest.approx(expected[0, 17].item(), abs=1e-6)
+    best = expected[0].topk(4)
+    assert [token for token, _ in result.scores[0].top] == best.indices.tolist()
+    assert [value for _, value in result.scores[0].top] == pytest.approx(best.values.tolist())
+    assert result.scores[1].top == ()
+
+
+def test_tiny_temperature_is_greedy() -> None:
+    logits = random_logits(1, 2, ties=False)
+    rows = [sequence([1], [], temperature=1e-9)]
+    assert sample(logits, rows, [0]).tokens == [int(logits.argmax())]
