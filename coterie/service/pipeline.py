@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 from coterie.core.errors import CoterieError, InvalidRequest, Unavailable, Unsupported, from_code
@@ -50,7 +50,7 @@ class Pipeline:
 
     async def handle(
         self, request: InferenceRequest, vendor: Sampling = VENDOR_DEFAULTS
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """`request`'s events. `vendor` holds the dialect's values for what was left open."""
         served, plan = self._plan(request, vendor)
         try:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from coterie.core.errors import Unavailable
 from coterie.obs.metrics import Registry
@@ -22,6 +22,8 @@ from coterie.workers.base import Replica, ReplicaInfo
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class Roster:
     async def start(self) -> None:
         """Load every group at once. When one cannot, none is left running."""
         try:
-            loaded = await asyncio.gather(*(self._start_group(group) for group in self._groups))
+            loaded = await all_or_none(self._start_group(group) for group in self._groups)
         except BaseException:
             await self.close()
             raise
@@ -136,9 +138,8 @@ class Roster:
         from coterie.models.tokenizer import load_tokenizer
 
         reading = asyncio.to_thread(load_tokenizer, group.path)
-        tokenizer, *infos = await asyncio.gather(
-            reading, *(replica.start() for replica in group.replicas)
-        )
+        starting: list[Coroutine[Any, Any, Any]] = [replica.start() for replica in group.replicas]
+        tokenizer, *infos = await all_or_none([reading, *starting])
         info: ReplicaInfo = infos[0]
         for item in infos:
             log("worker_ready", replica=item.name, pid=item.pid, dtype=item.dtype,
@@ -160,6 +161,18 @@ class Roster:
 
     def _replicas(self) -> list[Replica]:
         return [replica for group in self._groups for replica in group.replicas]
+
+
+async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Every result; when one fails, the others are cancelled and have ended before it is raised."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def _details(item: Served) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import BinaryIO
 
 import zmq
 
@@ -21,6 +20,9 @@ from coterie.obs.trace import log
 from coterie.workers import wire
 from coterie.workers.base import Command, Report
 from coterie.workers.loop import serve
+
+# standard input's descriptor
+LIFELINE = 0
 
 
 class Channel:
@@ -50,10 +52,9 @@ class Channel:
 def main(address: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    lifeline = sys.stdin.buffer
-    (length,) = wire.LENGTH.unpack(lifeline.read(wire.LENGTH.size))
-    spec = wire.decode_spec(lifeline.read(length))
-    threading.Thread(target=_watch, args=(lifeline,), name="lifeline", daemon=True).start()
+    (length,) = wire.LENGTH.unpack(_read(wire.LENGTH.size))
+    spec = wire.decode_spec(_read(length))
+    threading.Thread(target=_watch, name="lifeline", daemon=True).start()
     channel = Channel(address)
     try:
         # torch is imported here, after the lifeline is watched: loading takes seconds
@@ -75,8 +76,20 @@ def main(address: str) -> int:
     return 0
 
 
-def _watch(lifeline: BinaryIO) -> None:
-    while lifeline.read(1):
+# Straight from the descriptor: a buffered reader's lock, held by the watching thread, would be
+# fatal when the interpreter shuts down.
+def _read(size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = os.read(LIFELINE, size - len(data))
+        if not part:
+            sys.exit("the parent is gone")
+        data += part
+    return data
+
+
+def _watch() -> None:
+    while os.read(LIFELINE, 1):
         continue
     os._exit(0)
 

@@ -9,8 +9,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tiny import tiny_checkpoint
@@ -313,6 +315,25 @@ def test_a_crash_is_a_pause_and_the_other_replica_serves_meanwhile() -> None:
             assert isinstance(started, Started) and started.replica == "e0r1"
             done = await asyncio.gather(*running)
             assert [tokens(events) for events in done] == [tokens(events) for events in alone]
+
+    asyncio.run(test())
+
+
+def test_when_one_model_cannot_load_none_is_left_running(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    file = tmp_path / "coterie.toml"
+    models = (tiny_checkpoint("llama"), tmp_path / "broken")
+    file.write_text("".join(f'[[specialists]]\nmodel = "{model}"\n' for model in models))
+
+    async def test() -> None:
+        pipeline = build(load(file, {"engine.kv_bytes": "8MB"}))
+        with pytest.raises(CoterieError):
+            await pipeline.start()
+        assert not psutil.Process().children()
+        with pytest.raises(Unavailable):
+            await collect(pipeline, request())
+        assert not pipeline.health().ready
 
     asyncio.run(test())
 
