@@ -42,6 +42,8 @@ class Exchange:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     headers: dict[str, str] = field(default_factory=dict)
+    # the server's own send, for chunks after the first
+    send: Send | None = None
 
     def elapsed_ms(self) -> float:
         return (time.monotonic() - self.arrived_at) * 1000
@@ -82,6 +84,7 @@ class Door:
             await self.app(scope, receive, send)
             return
         exchange = Exchange(_request_id(scope), dialect_of(scope["path"]), time.monotonic())
+        exchange.send = send
         scope[_SCOPE_KEY] = exchange
 
         async def stamped(message: Message) -> None:

@@ -96,9 +96,11 @@ class EventStream(Response):
                 refuse(first.result())
                 self.exchange.headers["x-coterie-queue-ms"] = f"{self.exchange.elapsed_ms():.0f}"
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            beat = asyncio.ensure_future(self._keep_alive(send))
-            await self._forward(first, send)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            # the layers between only look at a response's start
+            write = self.exchange.send or send
+            beat = asyncio.ensure_future(self._keep_alive(write))
+            await self._forward(first, write)
+            await write({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             if beat is not None:
                 await _end(beat)
@@ -109,22 +111,32 @@ class EventStream(Response):
         try:
             event = await first
             refuse(event)
-            while True:
-                if isinstance(event, Failed):
-                    raise from_code(event.code, event.message, retry_after_s=event.retry_after_s)
+            await self._write(render(event), send)
+            if self._ends(event):
+                return
+            async for event in self.events:
                 frames = render(event)
                 if frames:
                     self.last_sent = now()
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
-                if isinstance(event, Finished):
-                    self._account(event)
+                if type(event) is not Delta and self._ends(event):
                     return
-                event = await anext(self.events)
-        except StopAsyncIteration:
-            return
         except Exception as error:
-            frames = self.renderer.error(self._typed(error))
+            await self._write(self.renderer.error(self._typed(error)), send)
+
+    async def _write(self, frames: bytes, send: Send) -> None:
+        if frames:
+            self.last_sent = asyncio.get_running_loop().time()
             await send({"type": "http.response.body", "body": frames, "more_body": True})
+
+    def _ends(self, event: Event) -> bool:
+        if isinstance(event, Failed):
+            raise from_code(event.code, event.message, retry_after_s=event.retry_after_s)
+        if isinstance(event, Finished):
+            self.exchange.prompt_tokens = event.usage.prompt_tokens
+            self.exchange.completion_tokens = event.usage.completion_tokens
+            return True
+        return False
 
     def _typed(self, error: Exception) -> CoterieError:
         if isinstance(error, CoterieError):
@@ -132,22 +144,12 @@ class EventStream(Response):
         log_fault(error, self.exchange.request_id)
         return InternalError("the server failed in the middle of the answer")
 
-    def _account(self, event: Finished) -> None:
-        self.exchange.prompt_tokens = event.usage.prompt_tokens
-        self.exchange.completion_tokens = event.usage.completion_tokens
-
     async def _keep_alive(self, send: Send) -> None:
         loop = asyncio.get_running_loop()
-        message = {
-            "type": "http.response.body",
-            "body": self.renderer.keepalive,
-            "more_body": True,
-        }
         while True:
             quiet_s = loop.time() - self.last_sent
             if quiet_s >= KEEPALIVE_S:
-                self.last_sent = loop.time()
-                await send(message)
+                await self._write(self.renderer.keepalive, send)
                 quiet_s = 0.0
             await asyncio.sleep(KEEPALIVE_S - quiet_s)
 
