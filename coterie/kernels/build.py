@@ -24,7 +24,7 @@ from coterie.weights.home import kernels_dir
 from coterie.weights.lock import file_lock
 
 SOURCES = Path(__file__).parent / "csrc"
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-ffp-contract=off", "-Wall")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-ffp-contract=off", "-fno-schedule-insns", "-Wall")
 
 
 @dataclass(frozen=True, slots=True)

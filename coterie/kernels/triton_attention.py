@@ -37,7 +37,8 @@ def _sequence_of(query_starts, tile, num_sequences, QUERIES: tl.constexpr):
     return left - 1
 
 
-@triton.jit
+# counts change from step to step: specialising on them would compile in mid-serving
+@triton.jit(do_not_specialize=["num_sequences", "table_stride"])
 def _attend(
     out,
     partial,
@@ -223,6 +224,9 @@ def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: f
 
 
 def _splits(programs: int, positions: int, tile: int) -> int:
-    """A power of two that fills the device, as far as there are tiles to share."""
-    wanted = triton.next_power_of_2(max(1, _PROGRAMS // programs))
-    return int(min(wanted, _MAX_SPLITS, triton.next_power_of_2(-(-positions // tile))))
+    """A power of four (each is a compilation) that fills the device, as far as there are tiles."""
+    wanted = min(_PROGRAMS // programs, -(-positions // tile), _MAX_SPLITS)
+    splits = 1
+    while splits < wanted:
+        splits *= 4
+    return splits

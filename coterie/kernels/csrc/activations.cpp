@@ -41,18 +41,18 @@ static void quantize(const float* x, int8_t* planes, float& scale, float& sum, i
     vf most = vset(0.0f);
     for (int i = 0; i < GROUP; i += VL) most = vmax(most, vabs(vload(x + i)));
     const float top = vmaxall(most);
-    const float inverse = top > 0.0f ? 16256.0f / top : 0.0f;
+    const float inverse = top > 0.0f ? TOP / top : 0.0f;
     alignas(64) float rounded[GROUP];
     for (int i = 0; i < GROUP; i += VL) vstore(rounded + i, vround(vmul(vload(x + i), vset(inverse))));
     int32_t total = 0;
     for (int i = 0; i < GROUP; ++i) {
         const int32_t value = static_cast<int32_t>(rounded[i]);
-        const int32_t high = (value + 64) >> 7;
+        const int32_t high = PLANES == 2 ? (value + 64) >> 7 : value;
         planes[i] = static_cast<int8_t>(high);
         planes[GROUP + i] = static_cast<int8_t>(value - high * 128);
         total += value;
     }
-    scale = top / 16256.0f;
+    scale = top / TOP;
     sum = scale * static_cast<float>(total);
     isum = total * W_OFFSET;
 }

@@ -108,13 +108,14 @@ template <class T> void Attention::run_task(const AttentionTask& task, const Att
         for (int start = split * SPLIT; start < end; start += TILE) {
             work.start = start, work.count = end - start < TILE ? end - start : TILE;
             if (staged) {
-                const float *keys[TILE], *values[TILE];
-                view.stage(work, stage, keys, values);
-                attend_tile(work, keys, values);
+                TileRows<float> rows;
+                view.stage(work, stage, rows);
+                attend_tile(work, rows);
             } else {
-                const T *keys[TILE], *values[TILE];
-                view.point(work, keys, values);
-                attend_tile(work, keys, values);
+                TileRows<T> rows;
+                const int left = end - start - work.count;
+                view.point(work, left < TILE ? left : TILE, rows);
+                attend_tile(work, rows);
             }
         }
         if (task.partial >= 0) break;

@@ -19,6 +19,16 @@ struct TileWork {
     int start, count;      // first position, positions in this tile
 };
 
+// Row pointers of one tile, and of the next tile's keys (null when there is none to fetch).
+template <class T> struct TileRows {
+    const T *keys[TILE], *values[TILE], *next_keys[TILE];
+    bool fetch = false, fetch_next = false;
+};
+
+template <class T> CT_INLINE void fetch_row(const T* row, int dim) {
+    for (int at = 0; at < dim; at += 64 / int(sizeof(T))) __builtin_prefetch(row + at, 0, 3);
+}
+
 // Where one sequence's keys and values of one KV head lie.
 template <class T> struct KvView {
     const T *keys, *values;
@@ -35,21 +45,24 @@ template <class T> struct KvView {
     int64_t offset(int position) const {
         return table[position / block_size] * block_stride + position % block_size * dim;
     }
-    // Row pointers; the last is repeated so that four at a time can always be read.
-    void point(const TileWork& w, const T** k, const T** v) const {
-        const int end = int(round_up(w.count, 4));
-        for (int i = 0; i < end; ++i) {
+    // Row pointers of w.count positions from w.start; the last is repeated so that four at a time
+    // can always be read. `next` more positions follow and will be wanted soon.
+    void point(const TileWork& w, int next, TileRows<T>& rows) const {
+        for (int i = 0; i < int(round_up(w.count, 4)); ++i) {
             const int64_t at = offset(w.start + (i < w.count ? i : w.count - 1));
-            k[i] = keys + at, v[i] = values + at;
+            rows.keys[i] = keys + at, rows.values[i] = values + at;
         }
+        rows.fetch = true, rows.fetch_next = next > 0;
+        for (int i = 0; i < TILE && next > 0; ++i)
+            rows.next_keys[i] = keys + offset(w.start + w.count + (i < next ? i : next - 1));
     }
     // The same, widened to fp32 and zero-padded to w.dim.
-    void stage(const TileWork& w, float* out, const float** k, const float** v) const {
-        const T *from_k[TILE], *from_v[TILE];
-        point(w, from_k, from_v);
+    void stage(const TileWork& w, float* out, TileRows<float>& rows) const {
+        TileRows<T> from;
+        point(w, 0, from);
         for (int i = 0; i < int(round_up(w.count, 4)); ++i) {
-            k[i] = copy(from_k[i], out + 2 * i * w.dim, w.dim);
-            v[i] = copy(from_v[i], out + (2 * i + 1) * w.dim, w.dim);
+            rows.keys[i] = copy(from.keys[i], out + 2 * i * w.dim, w.dim);
+            rows.values[i] = copy(from.values[i], out + (2 * i + 1) * w.dim, w.dim);
         }
     }
     const float* copy(const T* from, float* to, int padded) const {
@@ -71,42 +84,47 @@ template <class T> struct KvView {
     }
 };
 
-template <class T, int MR> static void score(const TileWork& w, int c, const T* const* keys) {
+// `ahead`: rows to fetch meanwhile, four for every four scored, or null.
+template <class T, int MR>
+CT_FLAT static void score(const TileWork& w, int c, const T* const* keys, const T* const* ahead) {
     for (int t = 0; t < w.count; t += 4) {
+        if (ahead) each<4>([&](auto j) { fetch_row(ahead[t + j], w.dim); });
         vf acc[MR][4];
-        for (int m = 0; m < MR; ++m)
-            for (int j = 0; j < 4; ++j) acc[m][j] = vset(0.0f);
+        each<MR>([&](auto m) { each<4>([&](auto j) { acc[m][j] = vset(0.0f); }); });
         for (int d = 0; d < w.dim; d += 2 * VL) {
             vf qa[MR], qb[MR];
-            for (int m = 0; m < MR; ++m) vload2(w.q[c + m] + d, qa[m], qb[m]);
-            for (int j = 0; j < 4; ++j) {
-                vf a, b;
-                vload2(keys[t + j] + d, a, b);
-                for (int m = 0; m < MR; ++m) acc[m][j] = vfma(acc[m][j], a, qa[m]);
-                for (int m = 0; m < MR; ++m) acc[m][j] = vfma(acc[m][j], b, qb[m]);
-            }
+            each<MR>([&](auto m) { vload2(w.q[c + m] + d, qa[m], qb[m]); });
+            vf a[4], b[4];
+            each<4>([&](auto j) { vload2(keys[t + j] + d, a[j], b[j]); });
+            each<4>([&](auto j) { each<MR>([&](auto m) { acc[m][j] = vfma_acc(acc[m][j], a[j], qa[m]); }); });
+            each<4>([&](auto j) { each<MR>([&](auto m) { acc[m][j] = vfma_acc(acc[m][j], b[j], qb[m]); }); });
         }
-        for (int m = 0; m < MR; ++m)
+        each<MR>([&](auto m) {
             vsum4(w.scores + (c + m) * TILE + t, acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
+        });
     }
 }
 
 // Turns scores into weights, updates max and sum, rescales what was mixed so far.
-static inline void soften(const TileWork& w, int c) {
+CT_FLAT static inline void soften(const TileWork& w, int c) {
     float* s = w.scores + c * TILE;
     float* state = w.state + c * w.width;
     const int seen = w.limit[c] - w.start < w.count ? w.limit[c] - w.start : w.count;
     const int end = int(round_up(w.count, 16));
     for (int t = seen; t < end; ++t) s[t] = -INFINITY;
-    vf most = vset(state[w.dim]);
-    for (int t = 0; t < end; t += VL) most = vmax(most, vload(s + t));
-    const float top = vmaxall(most);
-    vf sum = vset(0.0f);
-    for (int t = 0; t < end; t += VL) {
-        const vf p = vexp(vsub(vload(s + t), vset(top)));
-        vstore(s + t, p);
-        sum = vadd(sum, p);
+    constexpr int N = 16 / VL;  // vectors of 16 positions
+    vf most[N], sum[N];
+    each<N>([&](auto i) { most[i] = vset(state[w.dim]), sum[i] = vset(0.0f); });
+    for (int t = 0; t < end; t += 16) each<N>([&](auto i) { most[i] = vmax(most[i], vload(s + t + i * VL)); });
+    for (int i = 1; i < N; ++i) most[0] = vmax(most[0], most[i]);
+    const float top = vmaxall(most[0]);
+    for (int t = 0; t < end; t += 16) {
+        vf p[N];
+        each<N>([&](auto i) { p[i] = vsub(vload(s + t + i * VL), vset(top)); });
+        vexp<N>(p);
+        each<N>([&](auto i) { vstore(s + t + i * VL, p[i]), sum[i] = vadd(sum[i], p[i]); });
     }
+    for (int i = 1; i < N; ++i) sum[0] = vadd(sum[0], sum[i]);
     float factor = 0.0f;
     if (state[w.dim] == top) factor = 1.0f;
     else if (state[w.dim] != -INFINITY) {
@@ -115,52 +133,50 @@ static inline void soften(const TileWork& w, int c) {
         factor = lanes[0];
     }
     state[w.dim] = top;
-    state[w.dim + 1] = state[w.dim + 1] * factor + vsum(sum);
+    state[w.dim + 1] = state[w.dim + 1] * factor + vsum(sum[0]);
     if (factor != 1.0f)
         for (int d = 0; d < w.dim; d += VL) vstore(state + d, vmul(vload(state + d), vset(factor)));
 }
 
-template <int L, class T, int MR, int DV>
-CT_INLINE void mix_one(const T* value, const xq* p, vf (*acc)[DV]) {
-    for (int v = 0; v < DV; v += 2) {
-        vf a, b;
-        vload2(value + v * VL, a, b);
-        for (int m = 0; m < MR; ++m) acc[m][v] = vfma_at<L>(acc[m][v], a, p[m]);
-        for (int m = 0; m < MR; ++m) acc[m][v + 1] = vfma_at<L>(acc[m][v + 1], b, p[m]);
-    }
-}
-
-template <class T, int MR, int DV> static void mix(const TileWork& w, int c, int d, const T* const* values) {
+template <class T, int MR, int DV>
+CT_FLAT static void mix(const TileWork& w, int c, int d, const T* const* values, const T* const* ahead) {
     vf acc[MR][DV];
-    for (int m = 0; m < MR; ++m)
-        for (int v = 0; v < DV; ++v) acc[m][v] = vload(w.state + (c + m) * w.width + d + v * VL);
+    float* const state = w.state + c * w.width + d;
+    each<MR>([&](auto m) { each<DV>([&](auto v) { acc[m][v] = vload(state + m * w.width + v * VL); }); });
     for (int t = 0; t < w.count; t += 4) {
+        if (ahead && d == 0) each<4>([&](auto j) { fetch_row(ahead[t + j], w.dim); });
         xq p[MR];
-        for (int m = 0; m < MR; ++m) p[m] = xload(w.scores + (c + m) * TILE + t);
-        mix_one<0, T, MR, DV>(values[t] + d, p, acc);
-        mix_one<1, T, MR, DV>(values[t + 1] + d, p, acc);
-        mix_one<2, T, MR, DV>(values[t + 2] + d, p, acc);
-        mix_one<3, T, MR, DV>(values[t + 3] + d, p, acc);
+        each<MR>([&](auto m) { p[m] = xload(w.scores + (c + m) * TILE + t); });
+        each<4>([&](auto lane) {
+            const T* value = values[t + lane] + d;
+            each<DV / 2>([&](auto pair) {
+                vf a, b;
+                vload2(value + 2 * pair * VL, a, b);
+                each<MR>([&](auto m) { acc[m][2 * pair] = vfma_at<lane>(acc[m][2 * pair], a, p[m]); });
+                each<MR>([&](auto m) { acc[m][2 * pair + 1] = vfma_at<lane>(acc[m][2 * pair + 1], b, p[m]); });
+            });
+        });
     }
-    for (int m = 0; m < MR; ++m)
-        for (int v = 0; v < DV; ++v) vstore(w.state + (c + m) * w.width + d + v * VL, acc[m][v]);
+    each<MR>([&](auto m) { each<DV>([&](auto v) { vstore(state + m * w.width + v * VL, acc[m][v]); }); });
 }
 
-template <class T, int MR> static void score_and_mix(const TileWork& w, int c, const T* const* keys, const T* const* values) {
-    score<T, MR>(w, c, keys);
+template <class T, int MR> static void score_and_mix(const TileWork& w, int c, const TileRows<T>& rows, bool fetch) {
+    score<T, MR>(w, c, rows.keys, fetch && rows.fetch ? rows.values : nullptr);
     for (int m = 0; m < MR; ++m) soften(w, c + m);
+    const T* const* ahead = fetch && rows.fetch_next ? rows.next_keys : nullptr;
     int d = 0;
-    for (; d + 4 * VL <= w.dim; d += 4 * VL) mix<T, MR, 4>(w, c, d, values);
-    for (; d < w.dim; d += 2 * VL) mix<T, MR, 2>(w, c, d, values);
+    for (; d + 4 * VL <= w.dim; d += 4 * VL) mix<T, MR, 4>(w, c, d, rows.values, ahead);
+    for (; d < w.dim; d += 2 * VL) mix<T, MR, 2>(w, c, d, rows.values, ahead);
 }
 
-template <class T> static void attend_tile(const TileWork& w, const T* const* keys, const T* const* values) {
+template <class T> static void attend_tile(const TileWork& w, const TileRows<T>& rows) {
     int c = 0;
     while (c < w.combos && w.limit[c] <= w.start) ++c;  // rows that see nothing here
-    for (; c + QK_ROWS <= w.combos; c += QK_ROWS) score_and_mix<T, QK_ROWS>(w, c, keys, values);
+    bool fetch = true;  // the first pass brings the data in
+    for (; c + QK_ROWS <= w.combos; c += QK_ROWS, fetch = false) score_and_mix<T, QK_ROWS>(w, c, rows, fetch);
     switch (w.combos - c) {
-        case 3: return score_and_mix<T, QK_ROWS == 4 ? 3 : 1>(w, c, keys, values);
-        case 2: return score_and_mix<T, QK_ROWS == 4 ? 2 : 1>(w, c, keys, values);
-        case 1: return score_and_mix<T, 1>(w, c, keys, values);
+        case 3: return score_and_mix<T, QK_ROWS == 4 ? 3 : 1>(w, c, rows, fetch);
+        case 2: return score_and_mix<T, QK_ROWS == 4 ? 2 : 1>(w, c, rows, fetch);
+        case 1: return score_and_mix<T, 1>(w, c, rows, fetch);
     }
 }

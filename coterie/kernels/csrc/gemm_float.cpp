@@ -15,37 +15,27 @@ struct F32Weights {
     const float* at;
     int64_t stride;
     F32Weights(const uint8_t* p, int64_t s) : at((const float*)p), stride(s / 4) {}
-    template <int MR, int NP> CT_INLINE void step(const F32Weights& w, int64_t k, const xq* x, vf (*acc)[NP][PV]) {
-        lane<0, MR, NP>(w, k, x, acc), lane<1, MR, NP>(w, k, x, acc);
-        lane<2, MR, NP>(w, k, x, acc), lane<3, MR, NP>(w, k, x, acc);
+    struct Two {  // vectors at k + 2 * pair and at the k after it
+        vf first, second;
+    };
+    CT_INLINE Two load(const F32Weights& w, int p, int vec, int64_t k, int pair) {
+        const float* from = w.at + p * w.stride + (k + 2 * pair) * PANEL + vec * VL;
+        return {vload(from), vload(from + PANEL)};
     }
-    template <int L, int MR, int NP>
-    CT_INLINE void lane(const F32Weights& w, int64_t k, const xq* x, vf (*acc)[NP][PV]) {
-        for (int p = 0; p < NP; ++p)
-            for (int v = 0; v < PV; ++v) {
-                const vf b = vload(w.at + p * w.stride + (k + L) * PANEL + v * VL);
-                for (int m = 0; m < MR; ++m) acc[m][p][v] = vfma_at<L>(acc[m][p][v], b, x[m]);
-            }
-    }
+    CT_INLINE vf even(const Two& two) { return two.first; }
+    CT_INLINE vf odd(const Two& two) { return two.second; }
 };
 
 struct Bf16Weights {
     const uint32_t* at;
     int64_t stride;
     Bf16Weights(const uint8_t* p, int64_t s) : at((const uint32_t*)p), stride(s / 4) {}
-    template <int MR, int NP> CT_INLINE void step(const Bf16Weights& w, int64_t k, const xq* x, vf (*acc)[NP][PV]) {
-        pair<0, MR, NP>(w, k, x, acc), pair<1, MR, NP>(w, k, x, acc);
+    using Two = vpair;
+    CT_INLINE Two load(const Bf16Weights& w, int p, int vec, int64_t k, int pair) {
+        return vload_pair(w.at + p * w.stride + (k / 2 + pair) * PANEL + vec * VL);
     }
-    template <int J, int MR, int NP>
-    CT_INLINE void pair(const Bf16Weights& w, int64_t k, const xq* x, vf (*acc)[NP][PV]) {
-        for (int p = 0; p < NP; ++p)
-            for (int v = 0; v < PV; ++v) {
-                const vpair b = vload_pair(w.at + p * w.stride + (k / 2 + J) * PANEL + v * VL);
-                const vf even = vpair_even(b), odd = vpair_odd(b);
-                for (int m = 0; m < MR; ++m) acc[m][p][v] = vfma_at<2 * J>(acc[m][p][v], even, x[m]);
-                for (int m = 0; m < MR; ++m) acc[m][p][v] = vfma_at<2 * J + 1>(acc[m][p][v], odd, x[m]);
-            }
-    }
+    CT_INLINE vf even(const Two& two) { return vpair_even(two); }
+    CT_INLINE vf odd(const Two& two) { return vpair_odd(two); }
 };
 
 struct Span {  // one block of rows and k
@@ -56,22 +46,33 @@ struct Span {  // one block of rows and k
     bool first;           // k starts here: accumulate from zero
 };
 
-template <class W, int MR, int NP> static void kernel(const W& w, const Span& s, int row) {
-    vf acc[MR][NP][PV];
-    float* tile = s.tile + row * PANEL;
-    const float* x = s.x + row * s.ldx;
-    for (int m = 0; m < MR; ++m)
-        for (int p = 0; p < NP; ++p)
-            for (int v = 0; v < PV; ++v)
-                acc[m][p][v] = s.first ? vset(0.0f) : vload(tile + p * s.tile_stride + m * PANEL + v * VL);
-    for (int64_t k = 0; k < s.k; k += 4) {
+template <class W, int MR, int NP> CT_FLAT static void kernel(const W w, const Span& s, int row) {
+    constexpr int NV = NP * PV;
+    vf acc[MR][NV];
+    const int64_t ldx = s.ldx, steps = s.k;
+    float* const tile = s.tile + row * PANEL;
+    const float* const x = s.x + row * ldx;
+    const auto spot = [&](int m, int v) { return tile + v / PV * s.tile_stride + m * PANEL + v % PV * VL; };
+    each<MR>([&](auto m) {
+        each<NV>([&](auto v) { acc[m][v] = s.first ? vset(0.0f) : vload(spot(m, v)); });
+    });
+    for (int64_t k = 0; k < steps; k += 4) {
         xq xs[MR];
-        for (int m = 0; m < MR; ++m) xs[m] = xload(x + m * s.ldx + k);
-        W::template step<MR, NP>(w, k, xs, acc);
+        each<MR>([&](auto m) { xs[m] = xload(x + m * ldx + k); });
+        each<2>([&](auto pair) {
+            typename W::Two two[NV];
+            each<NV>([&](auto v) {
+                two[v] = W::load(w, v / PV, v % PV, k, pair);
+                const vf b = W::even(two[v]);
+                each<MR>([&](auto m) { acc[m][v] = vfma_at<2 * pair>(acc[m][v], b, xs[m]); });
+            });
+            each<NV>([&](auto v) {
+                const vf b = W::odd(two[v]);
+                each<MR>([&](auto m) { acc[m][v] = vfma_at<2 * pair + 1>(acc[m][v], b, xs[m]); });
+            });
+        });
     }
-    for (int m = 0; m < MR; ++m)
-        for (int p = 0; p < NP; ++p)
-            for (int v = 0; v < PV; ++v) vstore(tile + p * s.tile_stride + m * PANEL + v * VL, acc[m][p][v]);
+    each<MR>([&](auto m) { each<NV>([&](auto v) { vstore(spot(m, v), acc[m][v]); }); });
 }
 
 template <class W, int NP> static void all_rows(const W& w, const Span& s, int rows) {

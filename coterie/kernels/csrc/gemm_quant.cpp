@@ -3,89 +3,141 @@
 #include "gemm.h"
 
 #if defined(__aarch64__)
-constexpr int QUANT_ROWS = 4, QUANT_VECS = 2;
-#elif defined(__AVX512F__)
-constexpr int QUANT_ROWS = 8, QUANT_VECS = 1;
+constexpr int VECS = 2;  // vectors of output columns whose weights for one group fill the registers
 #else
-constexpr int QUANT_ROWS = 3, QUANT_VECS = 2;
+constexpr int VECS = 1;
 #endif
+constexpr int AT_ONCE = 4;      // rows whose sums run side by side
+constexpr int QUANT_ROWS = 16;  // rows that share one unpacking: their planes stay in the L1 cache
 
-template <bool INT4, int HALF> CT_INLINE vb weights(const uint8_t* record, int step, int vec) {
-    const uint8_t* at = record + vec * VL * 4;
-    if (!INT4) return vbload(at + (HALF * 4 + step) * 64);
-    return HALF ? vbload_high(at + step * 64) : vbload_low(at + step * 64);
-}
+template <bool INT4> struct GroupWeights {
+    vb w[8][VECS];  // four k each
+    vf scale[VECS], minimum[VECS];
 
-template <bool INT4, int HALF, int L, int MR, int NV>
-CT_INLINE void dot_step(const uint8_t* record, int v0, const xb* hi, const xb* lo, vi (*acc)[NV][2]) {
-    for (int v = 0; v < NV; ++v) {
-        const vb w = weights<INT4, HALF>(record, L, v0 + v);
-        for (int m = 0; m < MR; ++m) {
-            acc[m][v][0] = vdot<L>(acc[m][v][0], w, hi[m]);
-            acc[m][v][1] = vdot<L>(acc[m][v][1], w, lo[m]);
-        }
+    CT_INLINE void load(GroupWeights& g, const uint8_t* record, int vec) {
+        const uint8_t* at = record + vec * VL * 4;
+        each<4>([&](auto step) {
+            each<VECS>([&](auto v) {
+                const uint8_t* from = at + step * 64 + v * VL * 4;
+                g.w[step][v] = INT4 ? vbload_low(from) : vbload(from);
+                g.w[4 + step][v] = INT4 ? vbload_high(from) : vbload(from + 256);
+            });
+        });
+        const uint16_t* tail = (const uint16_t*)(record + (INT4 ? 256 : 512)) + vec * VL;
+        each<VECS>([&](auto v) {
+            g.scale[v] = vload_half(tail + v * VL);
+            if (INT4) g.minimum[v] = vload_half(tail + PANEL + v * VL);
+        });
     }
-}
-
-template <bool INT4, int HALF, int MR, int NV>
-CT_INLINE void dot_half(const uint8_t* record, int v0, const int8_t* x, int64_t ldx, vi (*acc)[NV][2]) {
-    xb hi[MR], lo[MR];
-    for (int m = 0; m < MR; ++m) {
-        hi[m] = xbload(x + m * ldx + HALF * 16);
-        lo[m] = xbload(x + m * ldx + GROUP + HALF * 16);
+    // One plane of MR rows, whose groups lie `stride` apart.
+    template <int MR>
+    CT_INLINE void dot(const GroupWeights& g, const int8_t* plane, int64_t stride, vi (&acc)[MR][VECS]) {
+        each<2>([&](auto half) {
+            xb x[MR];
+            each<MR>([&](auto m) { x[m] = xbload(plane + m * stride + half * 16); });
+            each<4>([&](auto step) {
+                each<MR>([&](auto m) {
+                    each<VECS>([&](auto v) { acc[m][v] = vdot<step>(acc[m][v], g.w[half * 4 + step][v], x[m]); });
+                });
+            });
+        });
     }
-    dot_step<INT4, HALF, 0, MR, NV>(record, v0, hi, lo, acc);
-    dot_step<INT4, HALF, 1, MR, NV>(record, v0, hi, lo, acc);
-    dot_step<INT4, HALF, 2, MR, NV>(record, v0, hi, lo, acc);
-    dot_step<INT4, HALF, 3, MR, NV>(record, v0, hi, lo, acc);
+};
+
+// tile += one group of MR rows; `at` indexes the first row's group in scale, sum and isum.
+template <bool INT4, int MR>
+CT_INLINE void add_group(const GroupWeights<INT4>& g, const Input& in, int64_t at, vf (&sum)[MR][VECS]) {
+    const int8_t* x = in.planes + at * 2 * GROUP;
+    const int64_t stride = in.groups * 2 * GROUP;
+    vi acc[MR][VECS];
+    each<MR>([&](auto m) { each<VECS>([&](auto v) { acc[m][v] = vizero(); }); });
+    g.template dot<MR>(g, x, stride, acc);
+    if (PLANES == 2) {
+        each<MR>([&](auto m) { each<VECS>([&](auto v) { acc[m][v] = vtimes128(acc[m][v]); }); });
+        g.template dot<MR>(g, x + GROUP, stride, acc);
+    }
+    each<MR>([&](auto m) {
+        const int64_t here = at + m * in.groups;
+        const vf scale = vset(in.scale[here]);
+        each<VECS>([&](auto v) {
+            const vf dot = vint_to_float(acc[m][v], INT4 ? 0 : in.isum[here]);
+            sum[m][v] = vfma(sum[m][v], dot, vmul(g.scale[v], scale));
+            if (INT4) sum[m][v] = vfma(sum[m][v], g.minimum[v], vset(in.sum[here]));
+        });
+    });
 }
 
-template <bool INT4, int MR, int NV>
-static void kernel(const uint8_t* record, const Input& in, int64_t row, int v0, float* tile) {
+template <bool INT4, int MR>
+CT_INLINE void add_rows(const GroupWeights<INT4>& g, const Input& in, int64_t at, float* out) {
+    vf sum[MR][VECS];
+    each<MR>([&](auto m) { each<VECS>([&](auto v) { sum[m][v] = vload(out + m * PANEL + v * VL); }); });
+    add_group<INT4, MR>(g, in, at, sum);
+    each<MR>([&](auto m) { each<VECS>([&](auto v) { vstore(out + m * PANEL + v * VL, sum[m][v]); }); });
+}
+
+// A single row is bound by latency: both planes are summed side by side (the same integers).
+template <bool INT4>
+CT_FLAT static void one_row(const uint8_t* record, const Input& in, int64_t row, float* tile) {
     constexpr int BYTES = INT4 ? INT4_RECORD : INT8_RECORD;
-    vf sum[MR][NV];
-    for (int m = 0; m < MR; ++m)
-        for (int v = 0; v < NV; ++v) sum[m][v] = vset(0.0f);
-    const int64_t ldx = in.groups * 2 * GROUP, base = row * in.groups;
-    const int8_t* x = in.planes + row * ldx;
-    for (int64_t g = 0; g < in.groups; ++g, record += BYTES, x += 2 * GROUP) {
-        vi acc[MR][NV][2];
-        for (int m = 0; m < MR; ++m)
-            for (int v = 0; v < NV; ++v) acc[m][v][0] = acc[m][v][1] = vizero();
-        dot_half<INT4, 0, MR, NV>(record, v0, x, ldx, acc);
-        dot_half<INT4, 1, MR, NV>(record, v0, x, ldx, acc);
-        const uint16_t* scales = (const uint16_t*)(record + (INT4 ? 256 : 512)) + v0 * VL;
-        for (int v = 0; v < NV; ++v) {
-            const vf scale = vload_half(scales + v * VL);
-            for (int m = 0; m < MR; ++m) {
-                const int64_t at = base + m * in.groups + g;
-                const vf dot = vplanes(acc[m][v][0], acc[m][v][1], INT4 ? 0 : in.isum[at]);
-                sum[m][v] = vfma(sum[m][v], dot, vmul(scale, vset(in.scale[at])));
-            }
-            if (!INT4) continue;
-            const vf minimum = vload_half(scales + PANEL + v * VL);
-            for (int m = 0; m < MR; ++m)
-                sum[m][v] = vfma(sum[m][v], minimum, vset(in.sum[base + m * in.groups + g]));
-        }
+    vf sum[PV];
+    each<PV>([&](auto v) { sum[v] = vset(0.0f); });
+    const int64_t first = row * in.groups;
+    for (int64_t g = 0; g < in.groups; ++g, record += BYTES) {
+        const int8_t* x = in.planes + (first + g) * 2 * GROUP;
+        const xb high[2] = {xbload(x), xbload(x + 16)}, low[2] = {xbload(x + 32), xbload(x + 48)};
+        vi acc[2][PV];
+        each<PV>([&](auto v) { acc[0][v] = acc[1][v] = vizero(); });
+        each<4>([&](auto step) {
+            each<PV>([&](auto v) {
+                const uint8_t* from = record + step * 64 + v * VL * 4;
+                const vb a = INT4 ? vbload_low(from) : vbload(from), b = INT4 ? vbload_high(from) : vbload(from + 256);
+                acc[0][v] = vdot<step>(acc[0][v], a, high[0]);
+                if (PLANES == 2) acc[1][v] = vdot<step>(acc[1][v], a, low[0]);
+                acc[0][v] = vdot<step>(acc[0][v], b, high[1]);
+                if (PLANES == 2) acc[1][v] = vdot<step>(acc[1][v], b, low[1]);
+            });
+        });
+        const uint16_t* tail = (const uint16_t*)(record + (INT4 ? 256 : 512));
+        const vf scale = vset(in.scale[first + g]);
+        each<PV>([&](auto v) {
+            const vi total = PLANES == 2 ? vadd_int(vtimes128(acc[0][v]), acc[1][v]) : acc[0][v];
+            const vf dot = vint_to_float(total, INT4 ? 0 : in.isum[first + g]);
+            sum[v] = vfma(sum[v], dot, vmul(vload_half(tail + v * VL), scale));
+            if (INT4) sum[v] = vfma(sum[v], vload_half(tail + PANEL + v * VL), vset(in.sum[first + g]));
+        });
     }
-    for (int m = 0; m < MR; ++m)
-        for (int v = 0; v < NV; ++v) vstore(tile + m * PANEL + (v0 + v) * VL, sum[m][v]);
+    each<PV>([&](auto v) { vstore(tile + v * VL, sum[v]); });
 }
 
-template <bool INT4, int MR, int NV>
-static void across(const uint8_t* panel, const TileJob& job, int row, float* tile) {
-    for (int v = 0; v < PV; v += NV) kernel<INT4, MR, NV>(panel, *job.in, job.row + row, v, tile + row * PANEL);
+template <bool INT4>
+CT_FLAT static void many_rows(const uint8_t* record, const Input& in, int64_t row, int rows, int vec, float* tile) {
+    constexpr int BYTES = INT4 ? INT4_RECORD : INT8_RECORD;
+    const vf zero = vset(0.0f);
+    for (int m = 0; m < rows; ++m) each<VECS>([&](auto v) { vstore(tile + m * PANEL + (vec + v) * VL, zero); });
+    for (int64_t g = 0; g < in.groups; ++g, record += BYTES) {
+        GroupWeights<INT4> weights;
+        GroupWeights<INT4>::load(weights, record, vec);
+        float* out = tile + vec * VL;
+        int m = 0;
+        for (; m + AT_ONCE <= rows; m += AT_ONCE)
+            add_rows<INT4, AT_ONCE>(weights, in, (row + m) * in.groups + g, out + m * PANEL);
+        for (; m < rows; ++m) add_rows<INT4, 1>(weights, in, (row + m) * in.groups + g, out + m * PANEL);
+    }
 }
 
 template <bool INT4> void quant_tile(const TileJob& job) {
     for (int p = 0; p < job.panels; ++p) {
         const uint8_t* panel = job.panel + p * job.panel_stride;
         float* tile = job.tile + int64_t(p) * job.rows * PANEL;
-        int row = 0;
-        for (; row + QUANT_ROWS <= job.rows; row += QUANT_ROWS)
-            across<INT4, QUANT_ROWS, QUANT_VECS>(panel, job, row, tile);
-        for (; row + 2 <= job.rows; row += 2) across<INT4, 2, PV>(panel, job, row, tile);
-        if (row < job.rows) across<INT4, 1, PV>(panel, job, row, tile);
+        for (int row = 0; row < job.rows; row += QUANT_ROWS) {
+            const int rows = job.rows - row < QUANT_ROWS ? job.rows - row : QUANT_ROWS;
+            if (rows == 1) {
+                one_row<INT4>(panel, *job.in, job.row + row, tile + row * PANEL);
+                continue;
+            }
+            for (int vec = 0; vec < PV; vec += VECS)
+                many_rows<INT4>(panel, *job.in, job.row + row, rows, vec, tile + row * PANEL);
+        }
     }
 }
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #else
@@ -11,6 +12,14 @@
 #endif
 
 #define CT_INLINE static inline __attribute__((always_inline))
+#define CT_FLAT __attribute__((flatten))  // everything a kernel calls is inlined into it
+
+// f(0) .. f(N-1) with compile-time indices: arrays of vectors indexed by them live in registers,
+// which GCC does not achieve through ordinary loops.
+template <class F, int... I> CT_INLINE void each_of(F& f, std::integer_sequence<int, I...>) {
+    (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F> CT_INLINE void each(F f) { each_of(f, std::make_integer_sequence<int, N>{}); }
 
 constexpr int PANEL = 16;  // output rows interleaved in one panel of packed weights
 constexpr int GROUP = 32;  // elements along k that share one scale
@@ -53,14 +62,18 @@ CT_INLINE vf vmax(vf a, vf b) { return vmaxq_f32(a, b); }
 CT_INLINE vf vmin(vf a, vf b) { return vminq_f32(a, b); }
 CT_INLINE vf vabs(vf a) { return vabsq_f32(a); }
 CT_INLINE vf vfma(vf acc, vf a, vf b) { return vfmaq_f32(acc, a, b); }
+CT_INLINE vf vfma_acc(vf acc, vf a, vf b) {  // for long-lived accumulators; see vfma_at
+    asm("fmla %0.4s, %1.4s, %2.4s" : "+w"(acc) : "w"(a), "w"(b));
+    return acc;
+}
 CT_INLINE vf vround(vf a) { return vrndnq_f32(a); }
 CT_INLINE vf vkeep(vf a, vf x, vf low) {  // a where x >= low, else 0
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a), vcgeq_f32(x, low)));
 }
 CT_INLINE float vsum(vf a) { return vaddvq_f32(a); }
 CT_INLINE float vmaxall(vf a) { return vmaxvq_f32(a); }
-CT_INLINE vf vpow2(vf n) {  // 2^n for integral n in the normal range
-    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23));
+CT_INLINE vf vscale2(vf p, vf n) {  // p * 2^n, n as the low bits of a float (see vexp)
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(p), vshlq_n_s32(vreinterpretq_s32_f32(n), 23)));
 }
 // Sums of four vectors as the four lanes of one.
 CT_INLINE void vsum4(float* out, vf a, vf b, vf c, vf d) {
@@ -85,7 +98,11 @@ CT_INLINE vf vload_half(const uint16_t* p) {
 // Four activations at x; lane L multiplies one vector of weights.
 using xq = float32x4_t;
 CT_INLINE xq xload(const float* x) { return vld1q_f32(x); }
-template <int L> CT_INLINE vf vfma_at(vf acc, vf w, xq x) { return vfmaq_laneq_f32(acc, w, x, L); }
+// Written in assembly: through the intrinsic, GCC moves accumulators between registers (15% slower).
+template <int L> CT_INLINE vf vfma_at(vf acc, vf w, xq x) {
+    asm("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(acc) : "w"(w), "w"(x), "i"(L));
+    return acc;
+}
 
 using vb = int8x16_t;  // VL rows x 4 consecutive k
 using xb = int8x16_t;  // 16 consecutive k of one activation plane
@@ -99,7 +116,10 @@ CT_INLINE vb vbload_high(const uint8_t* p) {
     return vreinterpretq_s8_u8(vshrq_n_u8(vld1q_u8(p), 4));
 }
 #if defined(__ARM_FEATURE_DOTPROD)
-template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) { return vdotq_laneq_s32(acc, w, x, L); }
+template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) {  // volatile keeps the chains interleaved
+    asm volatile("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(acc) : "w"(w), "w"(x), "i"(L));
+    return acc;
+}
 #else
 template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) {
     int8x16_t lane = vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(x), L));
@@ -109,10 +129,9 @@ template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) {
 }
 #endif
 CT_INLINE vi vizero() { return vdupq_n_s32(0); }
-CT_INLINE vf vplanes(vi hi, vi lo, int32_t) {  // hi * 128 + lo
-    return vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(hi, 7), lo));
-}
-CT_INLINE vf vplane(vi hi, int32_t) { return vcvtq_f32_s32(hi); }
+CT_INLINE vi vtimes128(vi a) { return vshlq_n_s32(a, 7); }
+CT_INLINE vi vadd_int(vi a, vi b) { return vaddq_s32(a, b); }
+CT_INLINE vf vint_to_float(vi a, int32_t) { return vcvtq_f32_s32(a); }  // a - offset; none here
 CT_INLINE void cpu_relax() { asm volatile("yield"); }
 #else
 #include "simd_x86.h"
@@ -120,19 +139,27 @@ CT_INLINE void cpu_relax() { asm volatile("yield"); }
 
 constexpr int PV = PANEL / VL;  // vectors in a panel row
 
-// exp(x) for x <= 0 and moderate positives: 2^n * p(r), relative error below 2e-7; below -87: 0.
+// exp of N vectors side by side (one alone is bound by latency): 2^n * p(r), relative error below
+// 2e-7. Arguments below -87 give exactly 0; above 88 they count as 88.
+template <int N> CT_INLINE void vexp(vf (&x)[N]) {
+    vf low[N], n[N], r[N], p[N];
+    const vf shift = vset(12582912.0f);  // 1.5 * 2^23: adding it leaves round(x) in the low bits
+    each<N>([&](auto i) { low[i] = x[i]; });
+    each<N>([&](auto i) { x[i] = vmin(vmax(x[i], vset(-87.0f)), vset(88.0f)); });
+    each<N>([&](auto i) { n[i] = vfma(shift, x[i], vset(1.44269504088896341f)); });
+    each<N>([&](auto i) { r[i] = vsub(n[i], shift); });
+    each<N>([&](auto i) { x[i] = vfma(x[i], r[i], vset(-0.693359375f)); });
+    each<N>([&](auto i) { r[i] = vfma(x[i], r[i], vset(2.12194440e-4f)); });
+    each<N>([&](auto i) { p[i] = vfma(vset(1.3981999507e-3f), vset(1.9875691500e-4f), r[i]); });
+    each<N>([&](auto i) { p[i] = vfma(vset(8.3334519073e-3f), p[i], r[i]); });
+    each<N>([&](auto i) { p[i] = vfma(vset(4.1665795894e-2f), p[i], r[i]); });
+    each<N>([&](auto i) { p[i] = vfma(vset(1.6666665459e-1f), p[i], r[i]); });
+    each<N>([&](auto i) { p[i] = vfma(vset(5.0000001201e-1f), p[i], r[i]); });
+    each<N>([&](auto i) { p[i] = vfma(vadd(r[i], vset(1.0f)), p[i], vmul(r[i], r[i])); });
+    each<N>([&](auto i) { x[i] = vkeep(vscale2(p[i], n[i]), low[i], vset(-87.0f)); });
+}
 CT_INLINE vf vexp(vf x) {
-    const vf low = vset(-87.0f);
-    vf clipped = vmin(vmax(x, low), vset(88.0f));
-    vf n = vround(vmul(clipped, vset(1.44269504088896341f)));
-    vf r = vfma(clipped, n, vset(-0.693359375f));
-    r = vfma(r, n, vset(2.12194440e-4f));
-    vf p = vset(1.9875691500e-4f);
-    p = vfma(vset(1.3981999507e-3f), p, r);
-    p = vfma(vset(8.3334519073e-3f), p, r);
-    p = vfma(vset(4.1665795894e-2f), p, r);
-    p = vfma(vset(1.6666665459e-1f), p, r);
-    p = vfma(vset(5.0000001201e-1f), p, r);
-    p = vfma(vadd(r, vset(1.0f)), p, vmul(r, r));
-    return vkeep(vmul(p, vpow2(n)), x, low);
+    vf one[1] = {x};
+    vexp<1>(one);
+    return one[0];
 }

@@ -43,9 +43,9 @@ CT_INLINE vf vkeep(vf a, vf x, vf low) {  // a where x >= low, else 0
 }
 CT_INLINE float vsum(vf a) { return _mm512_reduce_add_ps(a); }
 CT_INLINE float vmaxall(vf a) { return _mm512_reduce_max_ps(a); }
-CT_INLINE vf vpow2(vf n) {
-    return _mm512_castsi512_ps(
-        _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+CT_INLINE vf vscale2(vf p, vf n) {  // p * 2^n, n as the low bits of a float (see vexp)
+    const __m512i up = _mm512_slli_epi32(_mm512_castps_si512(n), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), up));
 }
 CT_INLINE __m128 fold4(vf a) {
     __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
@@ -73,12 +73,10 @@ CT_INLINE vb vbload_high(const uint8_t* p) {
     return _mm512_and_si512(_mm512_srli_epi16(vbload(p), 4), _mm512_set1_epi8(15));
 }
 CT_INLINE vi vizero() { return _mm512_setzero_si512(); }
-CT_INLINE vf vplanes(vi hi, vi lo, int32_t offset) {
-    __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(hi, 7), lo);
-    return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(offset)));
-}
-CT_INLINE vf vplane(vi hi, int32_t offset) {
-    return _mm512_cvtepi32_ps(_mm512_sub_epi32(hi, _mm512_set1_epi32(offset)));
+CT_INLINE vi vtimes128(vi a) { return _mm512_slli_epi32(a, 7); }
+CT_INLINE vi vadd_int(vi a, vi b) { return _mm512_add_epi32(a, b); }
+CT_INLINE vf vint_to_float(vi a, int32_t offset) {  // a - offset
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(a, _mm512_set1_epi32(offset)));
 }
 #if defined(__AVX512VNNI__)
 constexpr const char* ISA_NAME = "avx512+vnni";
@@ -131,9 +129,9 @@ CT_INLINE float vmaxall(vf a) {
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
-CT_INLINE vf vpow2(vf n) {
-    return _mm256_castsi256_ps(
-        _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+CT_INLINE vf vscale2(vf p, vf n) {  // p * 2^n, n as the low bits of a float (see vexp)
+    const __m256i up = _mm256_slli_epi32(_mm256_castps_si256(n), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), up));
 }
 using vpair = __m256i;
 CT_INLINE vpair vload_pair(const uint32_t* p) {
@@ -161,12 +159,10 @@ CT_INLINE vb vbload_high(const uint8_t* p) {
     return _mm256_and_si256(_mm256_srli_epi16(vbload(p), 4), _mm256_set1_epi8(15));
 }
 CT_INLINE vi vizero() { return _mm256_setzero_si256(); }
-CT_INLINE vf vplanes(vi hi, vi lo, int32_t offset) {
-    __m256i sum = _mm256_add_epi32(_mm256_slli_epi32(hi, 7), lo);
-    return _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(offset)));
-}
-CT_INLINE vf vplane(vi hi, int32_t offset) {
-    return _mm256_cvtepi32_ps(_mm256_sub_epi32(hi, _mm256_set1_epi32(offset)));
+CT_INLINE vi vtimes128(vi a) { return _mm256_slli_epi32(a, 7); }
+CT_INLINE vi vadd_int(vi a, vi b) { return _mm256_add_epi32(a, b); }
+CT_INLINE vf vint_to_float(vi a, int32_t offset) {  // a - offset
+    return _mm256_cvtepi32_ps(_mm256_sub_epi32(a, _mm256_set1_epi32(offset)));
 }
 #if defined(__AVXVNNI__)
 constexpr const char* ISA_NAME = "avx2+vnni";
@@ -185,6 +181,7 @@ template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) {  // |x| <= 127: no satu
 #endif
 #endif
 
+CT_INLINE vf vfma_acc(vf acc, vf a, vf b) { return vfma(acc, a, b); }
 template <int L> CT_INLINE vf vfma_at(vf acc, vf w, xq x) { return vfma(acc, w, vset(x.at[L])); }
 CT_INLINE void vload2(const float* p, vf& a, vf& b) { a = vload(p), b = vload(p + VL); }
 CT_INLINE void vload2(const uint16_t* p, vf& a, vf& b) { a = widen(p), b = widen(p + VL); }

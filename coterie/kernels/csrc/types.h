@@ -66,6 +66,12 @@ struct Input {
     int64_t groups;
 };
 
+#if !defined(CT_PLANES)
+#define CT_PLANES 2
+#endif
+constexpr int PLANES = CT_PLANES;                     // 1: activations of 8 bits, for comparison
+constexpr float TOP = PLANES == 2 ? 16256.0f : 127.0f;  // the largest activation integer
+
 constexpr int INT8_RECORD = 8 * 64 + 2 * PANEL;      // one group of one panel: q, scale
 constexpr int INT4_RECORD = 4 * 64 + 2 * 2 * PANEL;  // q, scale, minimum
 
