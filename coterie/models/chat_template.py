@@ -13,7 +13,7 @@ import jinja2
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
 from coterie.core.errors import InvalidRequest, WeightsError
-from coterie.models.template_budget import MAX_STEPS, MAX_TEXT_CHARS, steps_left
+from coterie.models.template_budget import MAX_TEXT_CHARS, Budget, current
 from coterie.models.template_sandbox import Sandbox, TemplateRefusal
 
 # what transformers puts behind a message that is to be continued, to find its end again
@@ -34,7 +34,7 @@ class ChatTemplate:
         template = self._template()
         values = {"tools": None, "documents": None, **self._tokens, **_plain(options)}
         values["messages"] = [dict(message) for message in messages]
-        token = steps_left.set([MAX_STEPS])
+        token = current.set(Budget())
         try:
             return _joined(template.generate(**values))
         except TemplateRefusal as error:
@@ -52,7 +52,7 @@ class ChatTemplate:
                 param="messages",
             ) from error
         finally:
-            steps_left.reset(token)
+            current.reset(token)
 
     def render_open(self, messages: Sequence[dict[str, str]], options: dict[str, Any]) -> str:
         """Up to the end of the last message, without what the template writes behind it."""

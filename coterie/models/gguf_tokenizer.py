@@ -245,10 +245,10 @@ def _add_ends(backend: tokenizers.Tokenizer, facts: _Facts, kind: str) -> None:
     eos = facts.specials.get("eos_token") if facts.get("add_eos_token") is True else None
     ends = [token for token in (bos, eos) if token is not None]
     if ends:
-        backend.post_processor = template_processor(backend, bos, eos)
+        backend.post_processor = _template_processor(backend, bos, eos)
 
 
-def template_processor(
+def _template_processor(
     backend: tokenizers.Tokenizer, bos: str | None, eos: str | None
 ) -> processors.PostProcessor:
     """Puts `bos` before and `eos` behind every text."""

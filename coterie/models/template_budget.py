@@ -1,4 +1,4 @@
-"""What a chat template may spend: steps, and the size of what it builds.
+"""What a chat template may spend: steps, processor time, and the size of what it builds.
 
 Each operation that can make something large in one step is paid for before it runs. Knows nothing
 of Jinja but its error; `template_sandbox` puts these checks where they belong.
@@ -7,19 +7,23 @@ of Jinja but its error; `template_sandbox` puts these checks where they belong.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 from jinja2.exceptions import SecurityError
 
-# A chat of 10,000 messages through the longest known template costs about a tenth of this.
-MAX_STEPS = 2_000_000
+# A loop step costs one, a call ten. A chat of 10,000 messages costs less than half of this.
+MAX_STEPS = 1_500_000
+CALL_STEPS = 10
 MAX_TEXT_CHARS = 32_000_000
 _CHARS_PER_STEP = 64
 _MAX_WIDTH = 1_000
 
-steps_left: ContextVar[list[int]] = ContextVar("steps_left")
+# The last resort against single steps that are slow; a long chat takes a fifth of it.
+MAX_CPU_S = 3.0
+_CHARGES_PER_LOOK = 16
 
 _REFUSED_METHODS = frozenset({"expandtabs", "translate"})
 _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill"})
@@ -28,11 +32,27 @@ _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill"})
 _WILD_FORMAT = re.compile(r"\d{5}|%[^a-zA-Z%]*\*|\{[^{}]*\{")
 
 
+class Budget:
+    """What one rendering has left."""
+
+    def __init__(self) -> None:
+        self._steps = MAX_STEPS
+        self._charges = 0
+        self._deadline_s = time.thread_time() + MAX_CPU_S
+
+    def charge(self, steps: int) -> None:
+        self._steps -= steps
+        self._charges += 1
+        late = self._charges % _CHARGES_PER_LOOK == 0 and time.thread_time() > self._deadline_s
+        if self._steps < 0 or late:
+            raise SecurityError("it runs too long")
+
+
+current: ContextVar[Budget] = ContextVar("current")
+
+
 def charge(steps: int) -> None:
-    left = steps_left.get()
-    left[0] -= steps
-    if left[0] < 0:
-        raise SecurityError("it runs too long")
+    current.get().charge(steps)
 
 
 def pay_for(size: int) -> None:
@@ -43,6 +63,7 @@ def pay_for(size: int) -> None:
 
 
 def counted(value: Iterable[Any]) -> Iterator[Any]:
+    charge(1)
     for item in value:
         charge(1)
         yield item
@@ -61,7 +82,7 @@ def _argument(
 
 def _check_indent(arguments: list[Any], at: int, kwargs: dict[str, Any]) -> None:
     width = _argument(arguments, at + 1, kwargs, "width", 4)
-    size = width(len(width) if isinstance(width, str) else width)
+    size = bounded_width(len(width) if isinstance(width, str) else width)
     text = str(arguments[at])
     pay_for(len(text) + (text.count("\n") + 1) * size)
 
@@ -103,7 +124,7 @@ def checked_method(
     if name in _REFUSED_METHODS:
         raise SecurityError(f"it calls str.{name}")
     if name in _PADDING_METHODS:
-        width(args[0] if args else 0)
+        bounded_width(args[0] if args else 0)
     elif name in ("format", "format_map"):
         check_format([owner, *args], 0, kwargs)
     elif name == "replace":
@@ -133,7 +154,7 @@ def _check_numbers(*values: Any) -> None:
         raise SecurityError("it computes a number that is too large")
 
 
-def width(value: Any) -> int:
+def bounded_width(value: Any) -> int:
     if not isinstance(value, int) or value > _MAX_WIDTH:
         raise SecurityError("it pads or indents too far")
     return max(value, 0)

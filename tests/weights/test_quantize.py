@@ -68,7 +68,9 @@ def test_constant_groups_are_exact(value: float) -> None:
     assert torch.allclose(dense(quantize_int8(constant)), constant, rtol=1e-3)
 
 
-def test_slicing_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch, matrix: torch.Tensor) -> None:
+def test_slicing_rows_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, matrix: torch.Tensor
+) -> None:
     whole = quantize_int4(matrix)
     monkeypatch.setattr("coterie.weights.quantize._SLICE_ELEMENTS", 96 * 5)
     parts = quantize_int4(matrix)
