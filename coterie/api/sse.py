@@ -79,6 +79,7 @@ class EventStream(Response):
         self.events = events
         self.renderer = renderer
         self.exchange = exchange
+        # loop time of the last frame; long ago, so that a queued request's first keepalive is due
         self.last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,6 +96,7 @@ class EventStream(Response):
             if first.done():
                 refuse(first.result())
                 self.exchange.headers["x-coterie-queue-ms"] = f"{self.exchange.elapsed_ms():.0f}"
+                self.last_sent = asyncio.get_running_loop().time()
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             # the layers between only look at a response's start
             write = self.exchange.send or send

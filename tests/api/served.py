@@ -100,9 +100,9 @@ class Reply:
 
 
 def chat(content: str = "hello there", **fields: Any) -> dict[str, Any]:
-    """A small chat body."""
-    body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": content}]}
-    return body | fields
+    """A small chat body, greedy so that its answer is always the same."""
+    messages = [{"role": "user", "content": content}]
+    return {"model": "tiny", "max_tokens": 8, "temperature": 0, "messages": messages} | fields
 
 
 def frames(raw: bytes) -> list[tuple[str | None, Any]]:

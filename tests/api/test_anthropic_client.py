@@ -20,7 +20,9 @@ def client(server: Served) -> Iterator[anthropic.Anthropic]:
 
 
 def test_message(client: anthropic.Anthropic) -> None:
-    message = client.messages.create(model="tiny", max_tokens=8, messages=MESSAGES)
+    message = client.messages.create(
+        model="tiny", max_tokens=8, messages=MESSAGES, extra_body={"temperature": 0}
+    )
     assert message.id.startswith("msg_")
     assert (message.type, message.role, message.model) == ("message", "assistant", "tiny")
     [block] = message.content
@@ -97,7 +99,7 @@ def test_blocks_and_fields_nobody_knows(client: anthropic.Anthropic) -> None:
         messages=turns,
         thinking={"type": "enabled", "budget_tokens": 1024},
         metadata={"user_id": "someone"},
-        extra_body={"unknown": True},
+        extra_body={"unknown": True, "temperature": 0},
         extra_headers={"anthropic-beta": "something-2030"},
     )
     assert message.usage.output_tokens == 4
@@ -128,7 +130,8 @@ def test_a_turn_is_continued(client: anthropic.Anthropic) -> None:
         model="tiny", messages=[*turns, {"role": "user", "content": ""}]
     ).input_tokens
     assert started < answered
-    assert client.messages.create(model="tiny", max_tokens=2, messages=turns).content[0].text
+    asked = {"model": "tiny", "max_tokens": 8, "extra_body": {"temperature": 0}}
+    assert client.messages.create(**asked, messages=turns).content[0].text
 
 
 def test_models(client: anthropic.Anthropic) -> None:
