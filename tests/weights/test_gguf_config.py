@@ -20,6 +20,7 @@ def _config(path: Path, **options: Any) -> dict[str, Any]:
     return open_checkpoint(path / "model.gguf").config
 
 
+@pytest.mark.full
 def test_default_model_config_equals_transformers(default_model_path: Path) -> None:
     from transformers import AutoConfig
 
