@@ -39,9 +39,21 @@ class Client:
 
 
 @pytest.fixture(scope="module")
-def crowd_server() -> Iterator[Served]:
-    """Room for many: every stream of these tests can wait."""
-    served = Served(str(tiny_checkpoint("llama")), "--name", "tiny", "--max-queue", "400")
+def crowd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Room for many, and set up by a file: every stream of these tests can wait."""
+    config = tmp_path_factory.mktemp("crowd") / "coterie.toml"
+    config.write_text(
+        f"""
+        [server]
+        cors_origins = ["https://example.com"]
+        [engine]
+        max_queue = 400
+        [[specialists]]
+        name = "tiny"
+        model = "{tiny_checkpoint("llama")}"
+        """
+    )
+    served = Served("--config", str(config))
     yield served
     served.stop()
 
@@ -81,6 +93,7 @@ def test_one_that_vanishes_is_aborted(crowd_server: Served, stream: bool, path: 
     # 900 tokens take seconds; what is lost to a client that left is a few steps
     assert crowd_server.metric("vllm:generation_tokens_total") - made < 400
     assert crowd_server.metric("coterie_gateway_open_streams") == 0
+    assert '"status":499' in crowd_server.log()
 
 
 def test_several_prompts_in_one_request_are_all_aborted(crowd_server: Served) -> None:
@@ -100,6 +113,15 @@ def test_a_body_that_never_ends(crowd_server: Served) -> None:
     with socket.create_connection((where.hostname, where.port)) as half:
         half.sendall(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
     assert crowd_server.post(CHAT, chat()).status == 200
+
+
+def test_cors_when_it_is_asked_for(crowd_server: Served) -> None:
+    asked = {"origin": "https://example.com", "access_control_request_method": "POST"}
+    allowed = crowd_server.send("OPTIONS", CHAT, None, **asked)
+    assert allowed.status == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://example.com"
+    other = crowd_server.get("/v1/models", origin="https://elsewhere.com")
+    assert "access-control-allow-origin" not in other.headers
 
 
 def test_half_of_a_crowd_leaves(crowd_server: Served) -> None:

@@ -61,6 +61,11 @@ def test_metrics_parse(server: Served) -> None:
     assert made.labels == {"model_name": "tiny"} and made.value >= 8
 
 
+def test_torch_never_enters_the_gateway(server: Served) -> None:
+    server.post("/v1/chat/completions", chat())
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+
 def test_no_cors_and_no_pages(server: Served) -> None:
     reply = server.get("/v1/models", origin="https://example.com")
     assert not any(name.startswith("access-control") for name in reply.headers)

@@ -54,6 +54,16 @@ def test_chat_stream_says_the_same(client: openai.OpenAI) -> None:
     assert usage.prompt_tokens_details.cached_tokens == 16
 
 
+def test_the_stream_helper(client: openai.OpenAI) -> None:
+    asked = {"model": "tiny", "messages": MESSAGES, "temperature": 0}
+    whole = client.chat.completions.create(**asked, max_tokens=24).choices[0].message.content
+    assert whole is not None
+    with client.chat.completions.stream(**asked, stop=whole[6:9]) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == whole[: whole.index(whole[6:9])]
+    assert final.choices[0].finish_reason == "stop"
+
+
 def test_without_include_usage_no_chunk_has_it(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_tokens=3, temperature=0, stream=True

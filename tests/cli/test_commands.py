@@ -131,6 +131,13 @@ def test_run_with_the_chat_template(tiny: str) -> None:
     assert chat["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"]
 
 
+def test_the_default_model_knows_paris(default_model_path: Path) -> None:
+    asked = ["--chat", "--prompt", "What is the capital of France?", "--max-tokens", "12"]
+    done = coterie("run", *asked, "--temperature", "0")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+
+
 def test_chat_through_a_pipe(tiny: str) -> None:
     asked = ["--max-tokens", "6", "--temperature", "0"]
     done = coterie("chat", tiny, *asked, text="hello\n/reset\nhello\nhello\n/odd\n/exit\nunread\n")
