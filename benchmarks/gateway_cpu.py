@@ -11,8 +11,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import statistics
 import sys
 import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Any
 
 GOAL_US = 40.0
@@ -72,24 +75,54 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     port = server.servers[0].sockets[0].getsockname()[1]
     model = pipeline.models()[0].name
     await clients(port, arguments.streams, 8, model)
-    rounds = []
+    idle = await round_of(asyncio.sleep(2.0, result=0))
+    runs = []
     for _ in range(arguments.rounds):
-        cpu_s, wall_s = time.process_time(), time.perf_counter()
-        frames = await clients(port, arguments.streams, arguments.tokens, model)
-        cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
-        tokens = arguments.streams * arguments.tokens
-        rounds.append({"us": cpu_s / tokens * 1e6, "tok_s": tokens / wall_s, "frames": frames})
+        short = await round_of(clients(port, arguments.streams, arguments.tokens // 4, model))
+        long = await round_of(clients(port, arguments.streams, arguments.tokens, model))
+        runs.append((short, long))
     server.should_exit = True
     await serving
-    rounds.sort(key=lambda item: item["us"])
-    median = rounds[len(rounds) // 2]
+    return report(arguments, idle, runs)
+
+
+@dataclass(frozen=True)
+class Round:
+    cpu_s: float
+    wall_s: float
+    frames: int
+
+
+async def round_of(work: Awaitable[int]) -> Round:
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    frames = await work
+    return Round(time.process_time() - cpu_s, time.perf_counter() - wall_s, frames)
+
+
+def report(
+    arguments: argparse.Namespace, idle: Round, runs: list[tuple[Round, Round]]
+) -> dict[str, Any]:
+    """Per token: everything over all tokens, and what one more token costs.
+
+    The second leaves out what a request costs once (parsing, tokenising, connection) and what the
+    gateway's timers cost while nothing happens: the difference between long and short answers.
+    """
+    idle_rate = idle.cpu_s / idle.wall_s
+    many, few = arguments.streams * arguments.tokens, arguments.streams * (arguments.tokens // 4)
+    whole = [long.cpu_s / many for _, long in runs]
+    more = [
+        (long.cpu_s - short.cpu_s - idle_rate * (long.wall_s - short.wall_s)) / (many - few)
+        for short, long in runs
+    ]
     return {
         "streams": arguments.streams,
         "tokens_per_stream": arguments.tokens,
-        "gateway_cpu_us_per_token": round(median["us"], 1),
+        "gateway_cpu_us_per_token": round(statistics.median(more) * 1e6, 1),
         "goal_us": GOAL_US,
-        "tokens_per_s": round(median["tok_s"], 1),
-        "frames": median["frames"],
+        "with_requests_and_timers_us": round(statistics.median(whole) * 1e6, 1),
+        "idle_cpu_ms_per_s": round(idle_rate * 1e3, 2),
+        "tokens_per_s": round(statistics.median(many / long.wall_s for _, long in runs), 1),
+        "frames_per_token": round(runs[0][1].frames / many, 2),
     }
 
 

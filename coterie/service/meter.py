@@ -49,7 +49,7 @@ class Meter:
         now = time.monotonic()
         series, last_at = self._series, self._last_at
         for event in events:
-            if type(event) is Delta:
+            if isinstance(event, Delta):
                 tokens = len(event.token_ids)
                 series.generation_tokens.value += tokens
                 before = last_at[event.choice]

@@ -294,15 +294,25 @@ def test_a_full_queue_is_overloaded_with_a_retry_hint() -> None:
 
 def test_a_crash_is_a_pause_and_the_other_replica_serves_meanwhile() -> None:
     async def test() -> None:
-        two = {"specialists.0.replicas": 2, "engine.restart_backoff_s": 1.0}
+        two = {"specialists.0.replicas": 2, "engine.restart_backoff_s": 0.5}
         async with serving(two, inproc=False) as pipeline:
             asked = [
-                request(sampling={"temperature": 1.0, "seed": i}, limits={"max_tokens": 300})
+                request(sampling={"temperature": 1.0, "seed": i}, limits={"max_tokens": 150})
                 for i in range(8)
             ]
-            alone = [await collect(pipeline, replace(a, id="u" + a.id)) for a in asked]
-            running = [asyncio.ensure_future(collect(pipeline, item)) for item in asked]
-            await asyncio.sleep(0.15)
+            again = [replace(item, id="u" + item.id) for item in asked]
+            alone = await asyncio.gather(*(collect(pipeline, item) for item in again))
+            streams: list[list[Event]] = [[] for _ in asked]
+
+            async def read(item: InferenceRequest, into: list[Event]) -> list[Event]:
+                async for event in pipeline.handle(item):
+                    into.append(event)
+                return into
+
+            pairs = zip(asked, streams, strict=True)
+            running = [asyncio.ensure_future(read(item, into)) for item, into in pairs]
+            while any(len(events) < 10 for events in streams):
+                await asyncio.sleep(0.001)
             victim = pipeline._roster._groups[0].replicas[0]
             os.kill(victim.pid, signal.SIGKILL)  # type: ignore[attr-defined]
             while victim.healthy():
