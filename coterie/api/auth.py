@@ -15,7 +15,6 @@ from coterie.core.errors import ConfigError, Unauthenticated
 
 # without keys everyone is the same tenant
 OPEN_TENANT = "local"
-_LOOPBACK = ("127.", "::1", "localhost")
 
 
 def tenant_of(key: bytes) -> str:
@@ -70,7 +69,13 @@ def _key_in(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def is_loopback(host: str) -> bool:
-    return host.startswith(_LOOPBACK)
+    """Addresses by their range; of names only `localhost`, because any other may point anywhere."""
+    import ipaddress
+
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_exposure(host: str, has_keys: bool, insecure: bool) -> None:

@@ -146,7 +146,10 @@ class TextStream:
         return self._head + encode(choice) + self._tail
 
     def _echo(self, event: Started) -> bytes:
-        prompt = self._prompt_of[event.request_id]
+        # a request that moves to another worker starts again; its prompt is echoed once
+        prompt = self._prompt_of.pop(event.request_id, None)
+        if prompt is None:
+            return b""
         echo = self.shape.prompts[prompt]
         frames = []
         for offset in range(self.shape.num_choices):

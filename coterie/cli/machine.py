@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -75,14 +74,13 @@ def memory() -> Facts:
 
 def compiler() -> str | None:
     """The first line of what the C++ compiler says about itself."""
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        path = shutil.which(name) if name else None
-        if path is None:
-            continue
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-        if said.returncode == 0:
-            return said.stdout.splitlines()[0]
-    return None
+    from coterie.kernels.build import find_compiler
+
+    path = find_compiler()
+    if path is None:
+        return None
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    return said.stdout.splitlines()[0] if said.stdout else path
 
 
 def is_installed(module: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from coterie.api.auth import KeyRing, check_exposure
 from coterie.api.collect import collect, merged
 from coterie.api.openai_chat import ChatShape, ChatStream
 from coterie.api.openai_render import LegacyLogprobs, chat_logprobs, finish_fields
+from coterie.api.openai_text import Echo, TextShape, TextStream
 from coterie.api.reasoning import Splitter
 from coterie.api.sse import Events
 from coterie.core.errors import ERRORS, ConfigError, DeadlineExceeded, Overloaded, Unavailable
@@ -183,14 +185,21 @@ def test_a_thinking_message_has_two_blocks() -> None:
 def test_loopback_rule() -> None:
     for host in ("127.0.0.1", "::1", "localhost", "127.1.2.3"):
         check_exposure(host, has_keys=False, insecure=False)
-    for host in ("0.0.0.0", "::", "192.168.1.5", "example.com", ""):
+    for host in ("0.0.0.0", "::", "::1234", "192.168.1.5", "example.com", "localhost.example", ""):
         with pytest.raises(ConfigError):
             check_exposure(host, has_keys=False, insecure=False)
         check_exposure(host, has_keys=True, insecure=False)
         check_exposure(host, has_keys=False, insecure=True)
 
 
-def test_key_files(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_restart_echoes_the_prompt_once() -> None:
+    shape = TextShape("i", 0, "m", 1, 1, prompts=(Echo("Once", (1,), "Once"),), echo=True)
+    stream, started = TextStream(shape), Started("i", "r0", 1, 0)
+    assert b"Once" in stream.render(started)
+    assert stream.render(started) == b""
+
+
+def test_key_files(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     with pytest.raises(ConfigError):
         KeyRing.load(path)
