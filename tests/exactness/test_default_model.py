@@ -58,6 +58,7 @@ def test_torch_path(default_model_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_twenty_against_generate(default_model_path: Path, backend: str) -> None:
     prompts = encoded(default_model_path, 20)
@@ -70,6 +71,7 @@ def test_twenty_against_generate(default_model_path: Path, backend: str) -> None
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_under_pressure_with_shared_prefixes(default_model_path: Path, backend: str) -> None:
     trunk = encoded(default_model_path, 9)[8]

@@ -19,18 +19,22 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+# the interpreter is slow, and slower on a busy machine
+pytestmark = pytest.mark.timeout(600)
+
 # (query rows, context lengths): decode only, prefill only, prefill behind a prefix, and mixtures
 BATCHES = {
     "decode": ([1, 1, 1], [1, 70, 33]),
-    "decode one long": ([1], [300]),
+    "decode one long": ([1], [200]),
     "prefill": ([5, 37], [5, 37]),
-    "mixed": ([5, 1, 40], [5, 60, 90]),
-    "tile borders": ([2, 70], [2, 75]),
+    "mixed": ([5, 1, 20], [5, 60, 50]),
+    "tile borders": ([2, 34], [2, 65]),
 }
 # fp16 stands for every 16-bit type: the interpreter has no bf16. The softmax's weights are rounded
 # to that type before they meet the values.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
-ATTENTION = [f"attention/{batch}/9x3x64/{dtype}" for batch in BATCHES for dtype in TOLERANCE]
+ATTENTION = [f"attention/{batch}/9x3x64/float32" for batch in BATCHES]
+ATTENTION += [f"attention/{batch}/9x3x64/float16" for batch in ("decode", "mixed")]
 ATTENTION += [
     f"attention/{batch}/{heads}/float32"
     for batch in ("decode", "mixed")
@@ -46,7 +50,7 @@ def errors() -> dict[str, float]:
     root = Path(__file__).resolve().parents[2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=280
+        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=580
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, float] = json.loads(done.stdout)
