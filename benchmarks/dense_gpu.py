@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_kernels import attention_errors, decode_step, teacher_forced
+from benchmarks.gpu_kernels import attention_errors, cast, decode_step, teacher_forced
 from coterie.core.events import Delta, Failed
 from coterie.core.plan import Admitted, Assignment
 from coterie.core.request import Limits, Sampling
@@ -104,7 +104,7 @@ def make_peer(name: str, settings: dict[str, Any], dtype: torch.dtype, device: s
         keys["sliding_window"] = None
     torch.manual_seed(0)
     with torch.device(device):
-        return model_class(model_class.config_class(**keys)).to(dtype).eval()
+        return cast(model_class(model_class.config_class(**keys)), dtype).eval()
 
 
 def save(peer: Any) -> Path:

@@ -123,13 +123,20 @@ def decode_step(model: CausalLM, streams: int, context: int) -> Callable[[], Ten
     return lambda: model.forward(tokens, batch, kv, rows)
 
 
+def cast(peer: Any, dtype: torch.dtype) -> Any:
+    """The parameters alone: rotary frequencies are buffers, and stay fp32 as when loaded."""
+    for parameter in peer.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return peer
+
+
 @torch.no_grad()
 def teacher_forced(model: CausalLM, peer: Any, ids: Sequence[int]) -> dict[str, Any]:
     """bf16 logits of both over one text, against the peer in fp32 with the same weights."""
     given = torch.tensor([list(ids)], device=model.device)
     theirs = peer(given).logits[0].float()
-    truth = peer.float()(given).logits[0]
-    peer.bfloat16()
+    truth = cast(peer, torch.float32)(given).logits[0]
+    cast(peer, torch.bfloat16)
     best = truth.topk(2).values
     found: dict[str, Any] = {}
     runs = {
