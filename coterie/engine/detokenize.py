@@ -7,6 +7,7 @@ Knows token ids and strings, nothing of sequences or events.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -41,17 +42,36 @@ class Pieces(dict[int, str | None]):
         Byte-fallback decoders are so, byte-level ones are not: a trait of the tokenizer.
         """
         if self._spoils is None:
-            self._spoils = not self.tokenizer.decode([*run, run[0]]).startswith(text)
+            self._spoils = self._is_spoiled(run, text)
         return self._spoils
+
+    @cached_property
+    def _bad_byte(self) -> int | None:
+        """A token that is one byte and no character."""
+        for token in range(self.tokenizer.vocab_size):
+            data = self.tokenizer.token_bytes(token)
+            if len(data) == 1 and data[0] >= 0x80 and not self.tokenizer.is_special(token):
+                return token
+        return None
 
     def _read(self, token: int) -> str | None:
         # a model may have more rows than its tokenizer has tokens
         if token >= self.tokenizer.vocab_size or self.tokenizer.is_special(token):
             return ""
+        data = self.tokenizer.token_bytes(token)
         try:
-            return self.tokenizer.token_bytes(token).decode()
+            text = data.decode()
         except UnicodeDecodeError:
             return None
+        # a byte-fallback token of a plain character stands or falls with its run; twice, because
+        # a space at the start of a text may be dropped
+        if len(data) == 1 and self._is_spoiled([token, token], text):
+            return None
+        return text
+
+    def _is_spoiled(self, ids: Sequence[int], text: str) -> bool:
+        bad = self._bad_byte
+        return bad is not None and not self.tokenizer.decode([*ids, bad]).startswith(text)
 
 
 class Stop(NamedTuple):
