@@ -29,11 +29,19 @@ if TYPE_CHECKING:
     from coterie.service.pipeline import Pipeline
 
 # told once: None when the pipeline can serve, the error when it cannot start
-OnStart = Callable[[Exception | None], None]
+OnStart = Callable[[BaseException | None], None]
 
 
-def create_app(pipeline: Pipeline, config: Config, on_start: OnStart | None = None) -> FastAPI:
-    """Answers from the first moment: 503 with a retry hint until the models are loaded."""
+def create_app(
+    pipeline: Pipeline,
+    config: Config,
+    on_start: OnStart | None = None,
+    starting: asyncio.Task[None] | None = None,
+) -> FastAPI:
+    """Answers from the first moment: 503 with a retry hint until the models are loaded.
+
+    `starting` is the pipeline's start when it is already under way.
+    """
     server = config.server
     keys = KeyRing.load(Path(server.api_key_file)) if server.api_key_file else None
     check_exposure(server.host, keys is not None, server.insecure)
@@ -45,7 +53,7 @@ def create_app(pipeline: Pipeline, config: Config, on_start: OnStart | None = No
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        lifespan=_lifespan(pipeline, on_start),
+        lifespan=_lifespan(pipeline, on_start, starting),
     )
     rows = routes(
         OpenAIDialect(pipeline, server.max_body_bytes),
@@ -78,29 +86,26 @@ def _document_once(app: FastAPI, rows: Any) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _lifespan(pipeline: Pipeline, on_start: OnStart | None) -> Any:
+def _lifespan(
+    pipeline: Pipeline, on_start: OnStart | None, starting: asyncio.Task[None] | None
+) -> Any:
+    def tell(task: asyncio.Task[None]) -> None:
+        if on_start is not None and not task.cancelled():
+            on_start(task.exception())
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        starting = asyncio.ensure_future(_start(pipeline, on_start))
+        task = starting or asyncio.ensure_future(pipeline.start())
+        task.add_done_callback(tell)
         try:
             yield
         finally:
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
             await pipeline.drain()
             await pipeline.close()
 
     return lifespan
-
-
-async def _start(pipeline: Pipeline, on_start: OnStart | None) -> None:
-    failure: Exception | None = None
-    try:
-        await pipeline.start()
-    except Exception as error:
-        failure = error
-    if on_start is not None:
-        on_start(failure)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import importlib
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from coterie.api.auth import KeyRing, check_exposure
@@ -88,13 +91,30 @@ def execute(args: argparse.Namespace) -> int:
     listener = listen(config.server)
     for specialist in config.specialists:
         fetch(specialist.model or None)
-    # the web framework takes a second to import: what is wrong above is told before
-    from coterie.cli.server import serve
     from coterie.obs.trace import configure as configure_log
 
     configure_log(config.server.log_level)
-    serve(config, listener)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(config, listener))
     return 0
+
+
+async def _serve(config: Config, listener: socket.socket) -> None:
+    from coterie.service.build import build
+
+    pipeline = build(config)
+    # the workers load their models while this process imports the web framework
+    starting = asyncio.ensure_future(pipeline.start())
+    server = await asyncio.to_thread(importlib.import_module, "coterie.cli.server")
+    await server.run(config, pipeline, starting, listener)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 def listen(server: Server) -> socket.socket:

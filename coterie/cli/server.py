@@ -9,7 +9,7 @@ import asyncio
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
@@ -19,7 +19,6 @@ from coterie.api.app import create_app
 from coterie.cli.terminal import facts, nbytes, note
 from coterie.core.config import Config, Server
 from coterie.core.errors import CoterieError, InternalError
-from coterie.service.build import build
 from coterie.service.pipeline import Pipeline
 
 # after a second Ctrl-C: what stopping the workers may take
@@ -60,35 +59,23 @@ class _Server(uvicorn.Server):
             await self.lifespan.shutdown()
 
 
-def serve(config: Config, listener: socket.socket) -> None:
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(config, listener))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
-
-
-async def _serve(config: Config, listener: socket.socket) -> None:
-    pipeline = build(config)
-    failures: list[Exception] = []
+async def run(
+    config: Config, pipeline: Pipeline, starting: asyncio.Task[None], listener: socket.socket
+) -> None:
+    """Serves until a signal. `starting` is the pipeline's start, already under way."""
     url = _url(config.server, listener)
+    failures: list[BaseException] = []
 
-    def on_start(error: Exception | None) -> None:
+    def on_start(error: BaseException | None) -> None:
         if error is None:
             print(banner(url, pipeline), flush=True)
         else:
             failures.append(error)
             server.should_exit = True
 
-    app = create_app(pipeline, config, on_start)
     server = _Server(
         uvicorn.Config(
-            app,
+            create_app(pipeline, config, on_start, starting),
             access_log=False,
             log_config=None,
             log_level="warning",
@@ -104,7 +91,7 @@ async def _serve(config: Config, listener: socket.socket) -> None:
         raise _startup_error(failures[0])
 
 
-def _startup_error(error: Exception) -> CoterieError:
+def _startup_error(error: BaseException) -> CoterieError:
     if isinstance(error, CoterieError):
         return error
     return InternalError(f"the models could not be loaded: {type(error).__name__}: {error}")
