@@ -1,6 +1,7 @@
 """The default model on this CPU: Coterie and its peers in one interleaved run.
 
-    python -m benchmarks.dense_cpu [--rounds 3] [--threads 2] [--only coterie] [--json FILE]
+    python -m benchmarks.dense_cpu [--rounds 3] [--threads 2] [--only coterie] [--random]
+        [--json FILE]
 
 Each system is one persistent process in its own environment. Every round runs every case on every
 system, in rotated order; the table shows medians, the ratio to the best peer, and for single-stream
@@ -93,16 +94,27 @@ def worker(peer: str, *arguments: str) -> list[str]:
     return [python or str(python_of(peer)), str(HERE / "peers" / f"{peer}_worker.py"), *arguments]
 
 
-def systems(threads: int) -> list[System]:
-    bf16, count = str(files.safetensors_directory()), str(threads)
-    listed = [
+def plain_systems(bf16: str, int8: list[str], int4: list[str], count: str) -> list[System]:
+    return [
         System("coterie fp32", "fp32", worker("coterie", bf16, "fp32", count)),
         System("coterie bf16", "bf16", worker("coterie", bf16, "bf16", count)),
-        System("coterie int8", "int8", worker("coterie", str(files.gguf("Q8_0")), "auto", count)),
-        System("coterie int4", "int4", worker("coterie", str(files.gguf("Q4_1")), "auto", count)),
+        System("coterie int8", "int8", worker("coterie", *int8, count)),
+        System("coterie int4", "int4", worker("coterie", *int4, count)),
         System("transformers fp32", "fp32", worker("transformers", bf16, "fp32", count)),
         System("transformers bf16", "bf16", worker("transformers", bf16, "bf16", count)),
     ]
+
+
+def random_systems(threads: int) -> list[System]:
+    """Random weights of the same shape, quantised by us: for machines that cannot fetch a model."""
+    path = str(files.random_directory())
+    return plain_systems(path, [path, "int8"], [path, "int4"], str(threads))
+
+
+def systems(threads: int) -> list[System]:
+    bf16, count = str(files.safetensors_directory()), str(threads)
+    int8, int4 = [str(files.gguf("Q8_0")), "auto"], [str(files.gguf("Q4_1")), "auto"]
+    listed = plain_systems(bf16, int8, int4, count)
     if python_of("llamacpp").exists():
         for form, bits in (("BF16", "bf16"), ("Q8_0", "int8"), ("Q4_1", "int4")):
             for flash, note in (("0", ""), ("-1", " FA")):
@@ -184,9 +196,13 @@ def main() -> None:
     parser.add_argument("--only", help="run the systems whose name contains one of these, by comma")
     parser.add_argument("--cases", help="run the cases whose name contains one of these, by comma")
     parser.add_argument("--json", type=Path, help="write every figure there")
+    parser.add_argument(
+        "--random", action="store_true", help="random weights of the same shape, no peers to fetch"
+    )
     arguments = parser.parse_args()
     wanted = (arguments.only or "").split(",")
-    chosen = [s for s in systems(arguments.threads) if any(w in s.name for w in wanted)]
+    make = random_systems if arguments.random else systems
+    chosen = [s for s in make(arguments.threads) if any(w in s.name for w in wanted)]
     parts = (arguments.cases or "").split(",")
     cases = {name: case for name, case in CASES.items() if any(p in name for p in parts)}
     for system in chosen:

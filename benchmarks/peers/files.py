@@ -52,6 +52,16 @@ def safetensors_directory() -> Path:
     return target
 
 
+def random_directory() -> Path:
+    """Random bf16 weights of the default model's shape."""
+    import torch
+
+    from benchmarks.dense_gpu import SHAPES, make_peer, save
+
+    architecture, settings = SHAPES["SmolLM2-135M"]
+    return save(make_peer(architecture, settings, torch.bfloat16, "cpu"))
+
+
 def _write_tokenizer(target: Path) -> None:
     from transformers import AutoTokenizer
 
