@@ -57,16 +57,22 @@ def open_request(
         _max_total(assignment, config) - len(assignment.prompt_ids),
         assignment.sampling.n or 1,
     )
-    if (assignment.sampling.num_beams or 1) > 1:
-        _open_beams(request, config, order)
-        return request
-    leader: Sequence | None = None
     for choice in range(request.num_choices):
-        text, reason = request.replay(choice)
+        request.texts[choice], reason = request.replay(choice)
         if reason is not None or choice in assignment.finished:
             request.reasons[choice] = reason or "stop"
+    if (assignment.sampling.num_beams or 1) > 1:
+        _open_beams(request, config, order)
+    else:
+        _open_choices(request, config, order)
+    return request
+
+
+def _open_choices(request: ActiveRequest, config: LaneConfig, order: int) -> None:
+    leader: Sequence | None = None
+    for choice in range(request.num_choices):
+        if choice in request.reasons:
             continue
-        request.texts[choice] = text
         sequence = _sequence(request, config, choice, order)
         request.sequences.append(sequence)
         if sequence.num_output:
@@ -77,13 +83,10 @@ def open_request(
             # its prompt is the leader's: it draws from the same logits and forks
             sequence.status = Status.FOLLOWING
             leader.followers.append(sequence)
-    return request
 
 
 def _open_beams(request: ActiveRequest, config: LaneConfig, order: int) -> None:
     num_beams = request.assignment.sampling.num_beams or 1
-    for choice in range(request.num_choices):
-        request.texts[choice], _ = request.replay(choice)
     sequence = _sequence(request, config, 0, order, restart=True)
     wanted = num_continuations(num_beams, len(request.stop_ids))
     sequence.draw = replace(sequence.draw, num_continuations=wanted)

@@ -49,11 +49,13 @@ class DeficitRoundRobin(Generic[Lane]):
         self._has_work = has_work
         self._deficits = [0.0] * len(lanes)
         self._turn = 0
+        self._contended = False
 
     def order(self) -> list[int]:
         """Lanes with work, the one to serve first. Settles whose turn it is."""
         busy = [index for index, lane in enumerate(self._lanes) if self._has_work(lane)]
-        if len(busy) <= 1:
+        self._contended = len(busy) > 1
+        if not self._contended:
             self._deficits = [0.0] * len(self._lanes)
             return busy
         for index in range(len(self._lanes)):
@@ -66,4 +68,6 @@ class DeficitRoundRobin(Generic[Lane]):
         return sorted(busy, key=lambda index: (index - self._turn) % len(self._lanes))
 
     def charge(self, index: int, num_tokens: int) -> None:
-        self._deficits[index] -= max(num_tokens, STEP_FLOOR_TOKENS)
+        """The lane was served. Alone it owes nobody."""
+        if self._contended:
+            self._deficits[index] -= max(num_tokens, STEP_FLOOR_TOKENS)

@@ -99,7 +99,9 @@ def test_leading_space(byte_fallback: CoterieTokenizer) -> None:
     assert stream(byte_fallback, ids) == ["Hello", " wor", "ld", ""]
     # a special token before the first word changes nothing
     assert stream(byte_fallback, [1, *ids])[1:] == ["Hello", " wor", "ld", ""]
-    assert "".join(stream(byte_fallback, [259, 260])) == byte_fallback.decode([259, 260]) == " Hello"
+    assert (
+        "".join(stream(byte_fallback, [259, 260])) == byte_fallback.decode([259, 260]) == " Hello"
+    )
 
 
 def test_half_a_character_is_held_then_replaced(byte_level: CoterieTokenizer) -> None:
@@ -147,7 +149,9 @@ def test_stops_do_not_depend_on_token_borders(byte_level: CoterieTokenizer) -> N
         stops = []
         for _ in range(rng.randrange(1, 4)):
             start = rng.randrange(len(whole))
-            stops.append(whole[start : start + rng.randrange(1, 6)] + rng.choice(["", "", "e", "z"]))
+            stops.append(
+                whole[start : start + rng.randrange(1, 6)] + rng.choice(["", "", "e", "z"])
+            )
         text, match, _ = run_stops(byte_level, ids, stops)
         assert (text, match) == characterwise(whole, stops), (ids, stops)
 

@@ -1,0 +1,279 @@
+"""The scheduler alone: order, budgets, preemption, adapter turns, sessions and forks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from toy import make_lane
+
+from coterie.core.errors import ConfigError
+from coterie.engine.draw import Draw
+from coterie.engine.lane import LaneConfig
+from coterie.engine.pace import FIRST_GUESS_S, Pace
+from coterie.engine.scheduler import Scheduler
+from coterie.engine.sequence import Sequence, Status
+from coterie.engine.step import StepPlan
+from coterie.engine.turns import MAX_PASSED_OVER, AdapterTurns, DeficitRoundRobin
+
+order = itertools.count()
+
+
+def make_sequence(
+    prompt: int | list[int], *, priority: int = 5, key: str = "", **rest: Any
+) -> Sequence:
+    tokens = [next(order) + 1000] * prompt if isinstance(prompt, int) else list(prompt)
+    number = next(order)
+    return Sequence(
+        request_id=f"r{number}",
+        choice=0,
+        tokens=tokens,
+        num_prompt=len(tokens),
+        max_total=rest.pop("max_total", 200),
+        adapter_key=key,
+        root=b"root",
+        rank=(-priority, float(number), number, 0),
+        draw=Draw(seed=0, choice=0),
+        **rest,
+    )
+
+
+def advance(scheduler: Scheduler) -> StepPlan | None:
+    """One step: everyone who draws gets a token, whoever is full ends."""
+    plan = scheduler.schedule()
+    scheduler.check()
+    if plan is not None:
+        assert plan.num_tokens == sum(row.num_tokens for row in plan.rows)
+        assert plan.num_tokens <= scheduler.config.max_step_tokens
+        scheduler.commit(plan)
+        for sequence in plan.draws:
+            sequence.tokens.append(7)
+            if len(sequence.tokens) >= sequence.max_total:
+                scheduler.end(sequence)
+        scheduler.check()
+    return plan
+
+
+def members(plan: StepPlan | None) -> list[Sequence]:
+    assert plan is not None
+    return [row.sequence for row in plan.rows]
+
+
+def test_priority_then_arrival() -> None:
+    scheduler = Scheduler(make_lane(max_sequences=2, max_step_tokens=8))
+    early, late = make_sequence(4), make_sequence(4)
+    urgent = make_sequence(4, priority=9)
+    for sequence in (late, early, urgent):
+        scheduler.add(sequence)
+    assert members(advance(scheduler)) == [urgent, early]
+    assert late.status is Status.WAITING
+
+
+def test_one_plan_mixes_chunks_and_decode() -> None:
+    scheduler = Scheduler(make_lane(max_step_tokens=10))
+    scheduler.add(short := make_sequence(3))
+    advance(scheduler)
+    scheduler.add(long := make_sequence(25))
+    shapes = []
+    for _ in range(4):
+        plan = advance(scheduler)
+        assert plan is not None
+        shapes.append([(r.sequence is long, r.start, r.num_tokens, r.phase) for r in plan.rows])
+    assert shapes[0] == [(False, 3, 1, "decode"), (True, 0, 9, "prefill")]
+    assert shapes[1][1] == (True, 9, 9, "prefill")
+    assert shapes[2][1] == (True, 18, 7, "prefill")
+    assert shapes[3] == [(False, 6, 1, "decode"), (True, 25, 1, "decode")]
+    assert short.num_output == 5
+
+
+def test_admission_needs_prompt_and_one_step() -> None:
+    scheduler = Scheduler(make_lane(num_blocks=4, block_size=4, max_step_tokens=32))
+    scheduler.add(exact := make_sequence(15, max_total=16))
+    assert members(advance(scheduler)) == [exact]
+    scheduler = Scheduler(make_lane(num_blocks=4, block_size=4, max_step_tokens=32))
+    scheduler.add(make_sequence(8, max_total=12))
+    scheduler.add(second := make_sequence(4, max_total=16))
+    # 3 blocks for the first, 2 for the second: it waits until the first has ended
+    assert len(members(advance(scheduler))) == 1
+    while second.status is Status.WAITING:
+        assert advance(scheduler) is not None
+    assert len(scheduler.running) == 1
+
+
+def test_only_a_strictly_higher_priority_preempts() -> None:
+    scheduler = Scheduler(make_lane(num_blocks=8, block_size=4, max_step_tokens=64))
+    old, young = make_sequence(12, priority=3), make_sequence(12, priority=3)
+    scheduler.add(old)
+    scheduler.add(young)
+    advance(scheduler)
+    scheduler.add(equal := make_sequence(4, priority=3))
+    advance(scheduler)
+    assert equal.status is Status.WAITING and scheduler.num_preemptions == 0
+    scheduler.add(urgent := make_sequence(12, priority=4))
+    advance(scheduler)
+    assert urgent.status is old.status is Status.RUNNING
+    assert young.status is Status.WAITING and young.num_preemptions == 1
+    assert scheduler.waiting[0] is young
+
+
+def test_nobody_is_preempted_in_vain() -> None:
+    """The urgent one would not fit even without all that rank below it."""
+    scheduler = Scheduler(make_lane(num_blocks=8, block_size=4, max_step_tokens=64))
+    scheduler.add(make_sequence(20, priority=7))
+    scheduler.add(low := make_sequence(4, priority=1))
+    advance(scheduler)
+    scheduler.add(urgent := make_sequence(16, priority=5))
+    advance(scheduler)
+    assert low.status is Status.RUNNING and urgent.status is Status.WAITING
+    assert scheduler.num_preemptions == 0
+
+
+def test_growth_takes_from_the_youngest_and_everyone_ends() -> None:
+    scheduler = Scheduler(make_lane(num_blocks=9, block_size=2, max_step_tokens=16))
+    work = [make_sequence(3, max_total=16) for _ in range(5)]
+    for sequence in work:
+        scheduler.add(sequence)
+    finished: list[Sequence] = []
+    for _ in range(400):
+        if not scheduler.has_work:
+            break
+        assert advance(scheduler) is not None
+        finished += [s for s in work if s.status is Status.ENDED and s not in finished]
+    assert finished == work and scheduler.num_preemptions > 0
+    assert work[0].num_preemptions == 0
+    assert scheduler.space.cache.num_available == 9
+
+
+def test_preempted_sequences_find_their_blocks_again() -> None:
+    scheduler = Scheduler(make_lane(num_blocks=20, block_size=4, max_step_tokens=64))
+    scheduler.add(sequence := make_sequence(30))
+    for _ in range(4):
+        advance(scheduler)
+    scheduler._preempt(sequence)
+    plan = advance(scheduler)
+    assert plan is not None and plan.rows[0].start == 32
+    assert scheduler.space.prefix_query_tokens == 30
+
+
+def test_copy_on_write() -> None:
+    scheduler = Scheduler(make_lane(block_size=4))
+    leader = make_sequence([1, 2, 3, 4, 5, 6])
+    follower = make_sequence([1, 2, 3, 4, 5, 6], status=Status.FOLLOWING)
+    leader.followers.append(follower)
+    scheduler.add(leader)
+    plan = advance(scheduler)
+    assert plan is not None and plan.draws == [leader, follower] and plan.draw_rows == [0, 0]
+    assert follower.blocks == leader.blocks[:2]
+    plan = advance(scheduler)
+    assert plan is not None
+    # one of the two copies the half-filled block, the other keeps it; the full one stays shared
+    assert len(plan.copies) == 1 and leader.blocks[0] == follower.blocks[0]
+    assert leader.blocks[1] != follower.blocks[1]
+    assert plan.copies[0][0] in (leader.blocks[1], follower.blocks[1])
+    plan = advance(scheduler)
+    assert plan is not None and not plan.copies
+
+
+def test_an_ended_sequence_becomes_its_sessions_entry() -> None:
+    scheduler = Scheduler(make_lane(block_size=4))
+    scheduler.add(good := make_sequence([1] * 9))
+    scheduler.add(bad := make_sequence([2] * 9))
+    advance(scheduler)
+    scheduler.end(good, session=("t", "s"))
+    scheduler.end(bad)
+    assert len(scheduler.space.cache.session_ends) == 1
+    assert good.chain[1].hex() in scheduler.space.cache.session_ends
+    scheduler.check()
+
+
+def test_a_cold_adapter_key_never_starves() -> None:
+    config = make_lane(num_blocks=400, max_context=900, max_sequences=8)
+    scheduler = Scheduler(config)
+    hot = [make_sequence(4, priority=6, key="hot", max_total=500) for _ in range(5)]
+    cold = [make_sequence(4, key=f"cold{i}", max_total=500) for i in range(3)]
+    for sequence in (*hot, *cold):
+        scheduler.add(sequence)
+    waited = dict.fromkeys(("hot", "cold0", "cold1", "cold2"), 0)
+    for _ in range(200):
+        plan = advance(scheduler)
+        assert plan is not None
+        assert {row.sequence.adapter_key for row in plan.rows} == {plan.adapter_key}
+        if plan.adapter_key == "hot":
+            assert len(plan.rows) <= 5
+        for key in waited:
+            waited[key] = 0 if key == plan.adapter_key else waited[key] + 1
+            assert waited[key] < MAX_PASSED_OVER + len(waited)
+    # yet the hot key keeps most of the steps
+    assert hot[0].num_output > 80 > cold[0].num_output > 20
+
+
+def test_turns_clear_when_one_key_is_left() -> None:
+    turns = AdapterTurns()
+    for _ in range(3):
+        assert turns.pick(["a", "b"]) == "a"
+    assert turns.pick(["b"]) == "b"
+    assert [turns.pick(["a", "b"]) for _ in range(5)] == ["a"] * 4 + ["b"]
+
+
+class FakeLane:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.busy = True
+
+
+def test_lanes_get_tokens_by_weight() -> None:
+    lanes = [FakeLane(1.0), FakeLane(2.0), FakeLane(5.0)]
+    turns = DeficitRoundRobin(lanes, lambda lane: lane.busy)
+    served = [0, 0, 0]
+    costs = (512, 40, 64)
+    for _ in range(4000):
+        index = turns.order()[0]
+        served[index] += costs[index]
+        turns.charge(index, costs[index])
+    shares = [tokens / sum(served) for tokens in served]
+    assert shares == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.02)
+
+
+def test_an_idle_lane_saves_nothing_up() -> None:
+    lanes = [FakeLane(1.0), FakeLane(1.0)]
+    turns = DeficitRoundRobin(lanes, lambda lane: lane.busy)
+    lanes[1].busy = False
+    for _ in range(100):
+        assert turns.order() == [0]
+        turns.charge(0, 500)
+    lanes[1].busy = True
+    served = []
+    for _ in range(40):
+        served.append(turns.order()[0])
+        turns.charge(served[-1], 32)
+    assert 19 <= sum(served) <= 21
+
+
+def test_pace_follows_the_measured_rate() -> None:
+    pace = Pace()
+    assert pace.retry_after_s(256, 1000) == FIRST_GUESS_S
+    for step in range(400):
+        pace.record(0.1, 64, num_ended=step % 5 == 0)
+    # two requests end per second: an eighth of 256 is gone in 16 s
+    assert pace.retry_after_s(256, 1000) == pytest.approx(16.0, rel=0.1)
+    assert pace.first_token_s(640, 0) == pytest.approx(1.1, rel=0.05)
+    assert pace.first_token_s(640, 4) == pytest.approx(3.1, rel=0.1)
+    for _ in range(6000):
+        pace.record(0.02, 64, num_ended=1)
+    assert pace.retry_after_s(256, 1000) == pytest.approx(0.64, rel=0.1)
+
+
+def test_lane_settings_are_checked() -> None:
+    for wrong in (
+        {"num_blocks": 0},
+        {"block_size": 0},
+        {"max_queue": 0},
+        {"weight": 0.0},
+        {"kv_cache_slots": -1},
+        {"max_sequences": 64, "max_step_tokens": 32},
+    ):
+        with pytest.raises(ConfigError):
+            make_lane(**wrong)
+    assert LaneConfig(name="a", num_blocks=10, max_context=1000).capacity_tokens == 160
+    assert LaneConfig(name="a", num_blocks=10, max_context=50).table_width == 4
