@@ -37,6 +37,56 @@ def _sequence_of(query_starts, tile, num_sequences, QUERIES: tl.constexpr):
     return left - 1
 
 
+@triton.jit
+def _mix(
+    queries,
+    kv,
+    half_stride,
+    table,
+    kv_head,
+    last_seen,
+    low,
+    high,
+    scale,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Positions low .. high-1 through an online softmax: per row its maximum, sum and mix."""
+    ROWS: tl.constexpr = queries.shape[0]
+    DIM: tl.constexpr = queries.shape[1]
+    # exact products where the model is fp32; 16-bit types are not touched by this
+    PRECISION: tl.constexpr = "ieee" if queries.dtype == tl.float32 else "tf32"
+    dim = tl.arange(0, DIM)
+    in_head = dim < HEAD_DIM
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, DIM), tl.float32)
+    for start in range(low, high, TILE):
+        position = start + tl.arange(0, TILE)
+        inside = position < high
+        block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        token = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
+        live = inside[:, None] & in_head[None, :]
+        place = kv + token[:, None] + dim[None, :]
+        keys = tl.load(place, mask=live, other=0).to(queries.dtype)
+        values = tl.load(place + half_stride, mask=live, other=0).to(queries.dtype)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        seen = inside[None, :] & (position[None, :] <= last_seen[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # a row that has seen nothing yet keeps -inf; 0 in its place avoids inf - inf
+        anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp(scores - anchor[:, None])
+        shrink = tl.exp(top - anchor)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = mixed * shrink[:, None]
+        mixed += tl.dot(weights.to(queries.dtype), values, input_precision=PRECISION)
+        top = new_top
+    return top, total, mixed
+
+
 # counts change from step to step: specialising on them would compile in mid-serving
 @triton.jit(do_not_specialize=["num_sequences", "table_stride"])
 def _attend(
@@ -52,8 +102,6 @@ def _attend(
     num_sequences,
     table_stride,
     half_stride,
-    block_stride,
-    head_stride,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -64,7 +112,6 @@ def _attend(
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     DECODE: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = tile if DECODE else _sequence_of(query_starts, tile, num_sequences, QUERIES)
@@ -73,72 +120,30 @@ def _attend(
     first = 0 if DECODE else (tile - begin // QUERIES - sequence) * QUERIES
     if first >= count:
         return
-    context = tl.load(context_lens + sequence)
+    # position of this tile's first query, and past its last one
+    before = tl.load(context_lens + sequence) - count + first
+    visible = before + tl.minimum(QUERIES, count - first)
 
-    row = tl.arange(0, ROWS)
-    query, head = first + row // GROUP, kv_head * GROUP + row % GROUP
-    live = (row < QUERIES * GROUP) & (query < count)
-    last_seen = context - count + query
-    dim = tl.arange(0, DIM)
-    in_head = dim < HEAD_DIM
-    place = (begin + query).to(tl.int64) * HEADS + head
-    queries = tl.load(
-        q + place[:, None] * HEAD_DIM + dim[None, :], mask=live[:, None] & in_head[None, :], other=0
-    )
-
-    # this program's share of the positions any of its queries may see
-    visible = tl.minimum(context, context - count + first + QUERIES)
+    row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
+    query = row // GROUP
+    live = (row < QUERIES * GROUP) & (first + query < count)
+    place = (begin + first + query).to(tl.int64) * HEADS + kv_head * GROUP + row % GROUP
+    cell, inside = place[:, None] * HEAD_DIM + dim[None, :], live[:, None] & (dim < HEAD_DIM)
+    queries = tl.load(q + cell, mask=inside, other=0)
     share = tl.cdiv(tl.cdiv(visible, TILE), SPLITS) * TILE
-    low = split * share
-    high = tl.minimum(visible, low + share)
-
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    mixed = tl.zeros((ROWS, DIM), tl.float32)
-    for start in range(low, high, TILE):
-        position = start + tl.arange(0, TILE)
-        inside = position < high
-        block = tl.load(
-            block_tables + sequence * table_stride + position // BLOCK_SIZE, mask=inside, other=0
-        )
-        base = block.to(tl.int64) * block_stride + kv_head * head_stride
-        base += (position % BLOCK_SIZE) * HEAD_DIM
-        keys = tl.load(
-            kv + base[None, :] + dim[:, None], mask=inside[None, :] & in_head[:, None], other=0
-        ).to(queries.dtype)
-        values = tl.load(
-            kv + half_stride + base[:, None] + dim[None, :],
-            mask=inside[:, None] & in_head[None, :],
-            other=0,
-        ).to(queries.dtype)
-        scores = tl.dot(queries, keys, input_precision=PRECISION) * scale
-        seen = inside[None, :] & (position[None, :] <= last_seen[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        # a row that has seen nothing yet keeps -inf; 0 in its place avoids inf - inf
-        anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp(scores - anchor[:, None])
-        shrink = tl.exp(top - anchor)
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = mixed * shrink[:, None]
-        mixed += tl.dot(weights.to(queries.dtype), values, input_precision=PRECISION)
-        top = new_top
-
+    low, high = split * share, tl.minimum(visible, (split + 1) * share)
+    table, KV_HEADS = block_tables + sequence * table_stride, HEADS // GROUP
+    # fmt: off
+    top, total, mixed = _mix(queries, kv, half_stride, table, kv_head, before + query, low, high,
+                             scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE)
+    # fmt: on
     if SPLITS == 1:
         # padded rows of a captured step have no context: they give zeros, not 0 / 0
         mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(
-            out + place[:, None] * HEAD_DIM + dim[None, :],
-            mixed.to(out.dtype.element_ty),
-            mask=live[:, None] & in_head[None, :],
-        )
+        tl.store(out + cell, mixed.to(out.dtype.element_ty), mask=inside)
     else:
         part = place * SPLITS + split
-        tl.store(
-            partial + part[:, None] * HEAD_DIM + dim[None, :],
-            mixed,
-            mask=live[:, None] & in_head[None, :],
-        )
+        tl.store(partial + part[:, None] * HEAD_DIM + dim[None, :], mixed, mask=inside)
         tl.store(stats + part * 2, top, mask=live)
         tl.store(stats + part * 2 + 1, total, mask=live)
 
@@ -169,7 +174,7 @@ def _combine(
 
 
 def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """Causal attention of q [T, heads, head_dim] over paged K and V; sums in fp32."""
+    """Causal attention of q [T, heads, head_dim] over paged K and V (contiguous); sums in fp32."""
     rows, heads, head_dim = q.shape
     sequences, kv_heads = len(batch.context_lens), kv_layer.shape[2]
     group = heads // kv_heads
@@ -204,8 +209,6 @@ def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: f
         sequences,
         batch.block_tables.stride(0),
         kv_layer.stride(0),
-        kv_layer.stride(1),
-        kv_layer.stride(2),
         HEADS=heads,
         GROUP=group,
         BLOCK_SIZE=batch.block_size,
@@ -213,7 +216,6 @@ def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: f
         ROWS=max(16, triton.next_power_of_2(queries * group)),
         TILE=tile,
         DECODE=decode,
-        PRECISION="ieee" if full else "tf32",
         num_warps=4,
         num_stages=2,
         **shape,

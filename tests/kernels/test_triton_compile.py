@@ -18,7 +18,6 @@ ATTEND: dict[str, Any] = {
     "HEAD_DIM": 128,
     "DIM": 128,
     "BLOCK_SIZE": 16,
-    "PRECISION": "tf32",
 }
 STRIDES = dict.fromkeys(("table_stride", "half_stride", "block_stride", "head_stride"), "i32")
 ATTEND_ARGS = {
