@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,15 @@ from coterie.weights.home import kernels_dir
 from coterie.weights.lock import file_lock
 
 SOURCES = Path(__file__).parent / "csrc"
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-ffp-contract=off", "-fno-schedule-insns", "-Wall")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fno-exceptions",
+    "-ffp-contract=off",  # a fused product only where one is written
+    "-fno-schedule-insns",  # the kernels are written in the order that keeps them in registers
+    "-Wall",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +105,10 @@ def _cpu_flags() -> str:
 
 
 def _target_flags() -> tuple[str, ...]:
+    """Tuning for this CPU, and what $COTERIE_CXXFLAGS adds (experiments and tests)."""
     # clang knows no -march=native on ARM, gcc takes both
-    return ("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)
+    native_flag = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    return native_flag, *shlex.split(os.environ.get("COTERIE_CXXFLAGS", ""))
 
 
 def _build(compiler: str, target: Path) -> None:

@@ -7,34 +7,46 @@
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 constexpr int SPLIT_ROWS = 4;  // sequences with at most this many new rows are cut along positions
 
-void Attention::plan(const Shape& shape, const Batch& batch) {
+void Attention::plan(const Shape& shape, const Batch& batch, int threads) {
     shape_ = shape, batch_ = batch;
     padded_ = int(round_up(shape.head_dim, 2 * VL));
     fold_ = shape.heads / shape.kv_heads;
+    block_ = fold_ >= MAX_COMBOS ? 1 : MAX_COMBOS / fold_;
     state_ = round_up(padded_ + 2, 16);
-    const int block = fold_ >= MAX_COMBOS ? 1 : MAX_COMBOS / fold_;
-    combos_ = block * fold_ > SPLIT_ROWS * fold_ ? block * fold_ : SPLIT_ROWS * fold_;
+    const int rows = block_ > SPLIT_ROWS ? block_ : SPLIT_ROWS;
+    states_ = rows * shape.heads * state_;
+    int64_t splits = 0;
+    for (int s = 0; s < batch.sequences; ++s) splits += (batch.context_lens[s] + SPLIT - 1) / SPLIT;
+    // A task that walks all KV heads reads memory in order; with few tasks each head is its own.
+    const int together = splits >= threads * 4 ? shape.kv_heads : 1;
     tasks_.clear();
     int32_t partials = 0, groups = 0;
-    for (int s = 0; s < batch.sequences; ++s) {
-        const int begin = batch.query_starts[s], rows = batch.query_starts[s + 1] - begin;
-        const int splits = (batch.context_lens[s] + SPLIT - 1) / SPLIT;
-        if (rows <= 0) continue;
-        for (int head = 0; head < shape.kv_heads; ++head) {
-            if (rows > SPLIT_ROWS || splits == 1) {
-                for (int row = (rows - 1) / block * block; row >= 0; row -= block)  // longest first
-                    tasks_.push_back({s, head, begin + row, rows - row < block ? rows - row : block,
-                                      0, splits, -1, 0, 0});
-                continue;
-            }
-            for (int split = 0; split < splits; ++split)
-                tasks_.push_back({s, head, begin, rows, split, 1, partials + split, groups, splits});
-            partials += splits;
-            ++groups;
-        }
-    }
-    partials_.need<float>(int64_t(partials) * combos_ * state_);
+    for (int s = 0; s < batch.sequences; ++s) add_tasks(s, together, partials, groups);
+    partials_.need<float>(partials * states_);
     memset(done_.need<int32_t>(groups), 0, groups * sizeof(int32_t));
+}
+
+void Attention::add_tasks(int sequence, int together, int32_t& partials, int32_t& groups) {
+    const int begin = batch_.query_starts[sequence], rows = batch_.query_starts[sequence + 1] - begin;
+    const int splits = (batch_.context_lens[sequence] + SPLIT - 1) / SPLIT;
+    if (rows <= 0) return;
+    if (rows > SPLIT_ROWS) {
+        for (int row = (rows - 1) / block_ * block_; row >= 0; row -= block_)  // longest first
+            for (int head = 0; head < shape_.kv_heads; ++head)
+                tasks_.push_back({sequence, head, 1, begin + row, rows - row < block_ ? rows - row : block_,
+                                  0, splits, -1, 0, 0});
+        return;
+    }
+    for (int head = 0; head < shape_.kv_heads; head += together) {
+        if (splits == 1) {
+            tasks_.push_back({sequence, head, together, begin, rows, 0, 1, -1, 0, 0});
+            continue;
+        }
+        for (int split = 0; split < splits; ++split)
+            tasks_.push_back({sequence, head, together, begin, rows, split, 1, partials + split, groups, splits});
+        partials += splits;
+        ++groups;
+    }
 }
 
 int Attention::visible(const AttentionTask& task, int row) const {
@@ -65,74 +77,88 @@ static void clear(float* state, int combos, int64_t width, int dim) {
     }
 }
 
-static void write_out(const float* state, int padded, int dim, float* out) {
-    const float inverse = 1.0f / state[padded + 1];
-    for (int d = 0; d < dim; ++d) out[d] = state[d] * inverse;
+// Where a task's (KV head, combo) lies in q and out, counted in heads.
+int64_t Attention::index(const AttentionTask& task, int head, int combo) const {
+    return int64_t(task.row + combo / fold_) * shape_.heads + (task.kv_head + head) * fold_ + combo % fold_;
+}
+
+void Attention::write_out(const AttentionTask& task, const AttentionCall& call, const float* states) const {
+    const int combos = task.rows * fold_;
+    for (int i = 0; i < combos * task.kv_heads; ++i) {
+        const float* state = states + i * state_;
+        const float inverse = 1.0f / state[padded_ + 1];
+        float* out = call.out + index(task, i / combos, i % combos) * shape_.head_dim;
+        for (int d = 0; d < shape_.head_dim; ++d) out[d] = state[d] * inverse;
+    }
 }
 
 void Attention::finish(const AttentionTask& task, const AttentionCall& call) {
-    const int32_t first = task.partial - task.first_split;
-    const int combos = task.rows * fold_;
-    float* states = partials_.at<float>();
-    for (int c = 0; c < combos; ++c) {
-        float* total = states + (int64_t(first) * combos_ + c) * state_;
-        for (int32_t i = 1; i < task.group_tasks; ++i)
-            merge(total, states + (int64_t(first + i) * combos_ + c) * state_, padded_);
-        const int64_t at = int64_t(task.row + c / fold_) * shape_.heads + task.kv_head * fold_ + c % fold_;
-        write_out(total, padded_, shape_.head_dim, call.out + at * shape_.head_dim);
-    }
+    float* total = partials_.at<float>() + (task.partial - task.first_split) * states_;
+    for (int32_t split = 1; split < task.group_tasks; ++split)
+        for (int i = 0; i < task.rows * fold_ * task.kv_heads; ++i)
+            merge(total + i * state_, total + split * states_ + i * state_, padded_);
+    write_out(task, call, total);
+}
+
+struct Attention::Work {
+    TileWork tile;
+    float* states;  // of every KV head of the task
+    float* stage;
+    bool staged;
+};
+
+// One split of all the task's KV heads, tile by tile.
+template <class T>
+void Attention::run_split(const AttentionTask& task, const AttentionCall& call, int split, Work& work) {
+    TileWork& tile = work.tile;
+    const int combos = tile.combos, most = tile.limit[combos - 1];
+    const float* q[MAX_ROW_HEADS];
+    tile.q = q;
+    const int end = (split + 1) * SPLIT < most ? (split + 1) * SPLIT : most;
+    for (int start = split * SPLIT; start < end; start += TILE)
+        for (int head = 0; head < task.kv_heads; ++head) {
+            tile.start = start, tile.count = end - start < TILE ? end - start : TILE;
+            tile.state = work.states + head * combos * state_;
+            for (int c = 0; c < combos; ++c) q[c] = call.q + index(task, head, c) * padded_;
+            const KvView<T> view(*call.cache, shape_, batch_, task.sequence, task.kv_head + head);
+            if (work.staged) {
+                TileRows<float> rows;
+                view.stage(tile, work.stage, rows);
+                attend_tile(tile, rows);
+                continue;
+            }
+            TileRows<T> rows;
+            view.point(start, tile.count, rows.keys, rows.values);
+            rows.fetch = true;
+            const bool last = head + 1 == task.kv_heads;
+            const int from = last ? start + TILE : start, left = end - from;
+            rows.next = left < 0 ? 0 : left < tile.count ? left : tile.count;
+            const KvView<T> next(*call.cache, shape_, batch_, task.sequence, task.kv_head + (last ? 0 : head + 1));
+            if (rows.next) next.point(from, rows.next, rows.next_keys, nullptr);
+            attend_tile(tile, rows);
+        }
 }
 
 template <class T> void Attention::run_task(const AttentionTask& task, const AttentionCall& call) {
     static thread_local Buffer scratch;
-    const int combos = task.rows * fold_;
-    const bool staged = combos > 2 * QK_ROWS || padded_ != shape_.head_dim;
-    const int64_t states = combos_ * state_, scores = int64_t(combos_) * TILE;
-    float* mine = scratch.need<float>(2 * states + scores + 2 * TILE * padded_);
-    float* total = mine + states;
-    TileWork work{combos, padded_, state_, mine, total + states, nullptr, nullptr, 0, 0};
-    float* stage = work.scores + scores;
-    const float* q[MAX_ROW_HEADS];
+    const int combos = task.rows * fold_, all = combos * task.kv_heads;
+    float* mine = scratch.need<float>(2 * states_ + int64_t(combos) * TILE + 2 * TILE * padded_);
+    float* total = mine + states_;
+    float* scores = total + states_;
     int limit[MAX_ROW_HEADS];
-    for (int c = 0; c < combos; ++c) {
-        const int64_t head = int64_t(task.row + c / fold_) * shape_.heads + task.kv_head * fold_ + c % fold_;
-        q[c] = call.q + head * padded_;
-        limit[c] = visible(task, c / fold_);
-    }
-    work.q = q, work.limit = limit;
-    const KvView<T> view(*call.cache, shape_, batch_, task.sequence, task.kv_head);
-    const int most = limit[combos - 1];
+    for (int c = 0; c < combos; ++c) limit[c] = visible(task, c / fold_);
+    Work work{{combos, padded_, state_, mine, scores, nullptr, limit, 0, 0}, mine, scores + combos * TILE,
+              combos > 2 * QK_ROWS || padded_ != shape_.head_dim};
     for (int split = task.first_split; split < task.first_split + task.splits; ++split) {
-        clear(mine, combos, state_, padded_);
-        const int end = (split + 1) * SPLIT < most ? (split + 1) * SPLIT : most;
-        for (int start = split * SPLIT; start < end; start += TILE) {
-            work.start = start, work.count = end - start < TILE ? end - start : TILE;
-            if (staged) {
-                TileRows<float> rows;
-                view.stage(work, stage, rows);
-                attend_tile(work, rows);
-            } else {
-                TileRows<T> rows;
-                const int left = end - start - work.count;
-                view.point(work, left < TILE ? left : TILE, rows);
-                attend_tile(work, rows);
-            }
-        }
-        if (task.partial >= 0) break;
-        for (int c = 0; c < combos; ++c) {
-            float* into = total + c * state_;
-            if (split == 0) memcpy(into, mine + c * state_, state_ * sizeof(float));
-            else merge(into, mine + c * state_, padded_);
-        }
+        clear(mine, all, state_, padded_);
+        run_split<T>(task, call, split, work);
+        if (task.partial >= 0 || task.splits == 1) break;
+        if (split == 0) memcpy(total, mine, all * state_ * sizeof(float));
+        else
+            for (int i = 0; i < all; ++i) merge(total + i * state_, mine + i * state_, padded_);
     }
-    if (task.partial < 0) {
-        for (int c = 0; c < combos; ++c) {
-            const int64_t at = int64_t(task.row + c / fold_) * shape_.heads + task.kv_head * fold_ + c % fold_;
-            write_out(total + c * state_, padded_, shape_.head_dim, call.out + at * shape_.head_dim);
-        }
-        return;
-    }
-    memcpy(partials_.at<float>() + int64_t(task.partial) * combos_ * state_, mine, combos * state_ * sizeof(float));
+    if (task.partial < 0) return write_out(task, call, task.splits == 1 ? mine : total);
+    memcpy(partials_.at<float>() + task.partial * states_, mine, all * state_ * sizeof(float));
     int32_t* done = done_.at<int32_t>() + task.group;
     if (__atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL) == task.group_tasks) {
         *done = 0;  // for the next layer

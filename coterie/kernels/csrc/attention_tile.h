@@ -3,11 +3,7 @@
 #include "attention.h"
 
 constexpr int MAX_ROW_HEADS = 512;  // most (row, head) pairs of a task
-#if defined(__aarch64__) || defined(__AVX512F__)
-constexpr int QK_ROWS = 4;
-#else
-constexpr int QK_ROWS = 2;
-#endif
+constexpr int QK_ROWS = VL == 8 ? 2 : 4;  // (row, head) pairs scored together; AVX2 has 16 registers
 
 struct TileWork {
     int combos, dim;       // (row, head) pairs, ordered by row; padded head_dim
@@ -19,14 +15,15 @@ struct TileWork {
     int start, count;      // first position, positions in this tile
 };
 
-// Row pointers of one tile, and of the next tile's keys (null when there is none to fetch).
+// Row pointers of one tile, and of the keys that are wanted after it.
 template <class T> struct TileRows {
     const T *keys[TILE], *values[TILE], *next_keys[TILE];
-    bool fetch = false, fetch_next = false;
+    bool fetch = false;  // not in the cache yet: values are fetched while keys are scored
+    int next = 0;        // how many of next_keys are set
 };
 
 template <class T> CT_INLINE void fetch_row(const T* row, int dim) {
-    for (int at = 0; at < dim; at += 64 / int(sizeof(T))) __builtin_prefetch(row + at, 0, 3);
+    for (int at = 0; at < dim; at += 64 / int(sizeof(T))) __builtin_prefetch(row + at, 0, 2);
 }
 
 // Where one sequence's keys and values of one KV head lie.
@@ -42,24 +39,29 @@ template <class T> struct KvView {
         values = keys + cache.num_blocks * block_stride;
         table = batch.block_tables + sequence * batch.max_blocks;
     }
-    int64_t offset(int position) const {
-        return table[position / block_size] * block_stride + position % block_size * dim;
-    }
-    // Row pointers of w.count positions from w.start; the last is repeated so that four at a time
-    // can always be read. `next` more positions follow and will be wanted soon.
-    void point(const TileWork& w, int next, TileRows<T>& rows) const {
-        for (int i = 0; i < int(round_up(w.count, 4)); ++i) {
-            const int64_t at = offset(w.start + (i < w.count ? i : w.count - 1));
-            rows.keys[i] = keys + at, rows.values[i] = values + at;
+    // Row pointers of `count` positions from `start`; the last is repeated so that four at a time
+    // can always be read.
+    void point(int start, int count, const T** k, const T** v) const {
+        const int32_t* block = table + start / block_size;
+        int64_t inside = start % block_size;
+        int i = 0;
+        while (i < count) {
+            int64_t at = *block++ * block_stride + inside * dim;
+            for (; i < count && inside < block_size; ++i, ++inside, at += dim) {
+                k[i] = keys + at;
+                if (v) v[i] = values + at;
+            }
+            inside = 0;
         }
-        rows.fetch = true, rows.fetch_next = next > 0;
-        for (int i = 0; i < TILE && next > 0; ++i)
-            rows.next_keys[i] = keys + offset(w.start + w.count + (i < next ? i : next - 1));
+        for (; i % 4; ++i) {
+            k[i] = k[i - 1];
+            if (v) v[i] = v[i - 1];
+        }
     }
     // The same, widened to fp32 and zero-padded to w.dim.
     void stage(const TileWork& w, float* out, TileRows<float>& rows) const {
         TileRows<T> from;
-        point(w, 0, from);
+        point(w.start, w.count, from.keys, from.values);
         for (int i = 0; i < int(round_up(w.count, 4)); ++i) {
             rows.keys[i] = copy(from.keys[i], out + 2 * i * w.dim, w.dim);
             rows.values[i] = copy(from.values[i], out + (2 * i + 1) * w.dim, w.dim);
@@ -139,12 +141,12 @@ CT_FLAT static inline void soften(const TileWork& w, int c) {
 }
 
 template <class T, int MR, int DV>
-CT_FLAT static void mix(const TileWork& w, int c, int d, const T* const* values, const T* const* ahead) {
+CT_FLAT static void mix(const TileWork& w, int c, int d, const T* const* values, const T* const* ahead, int fetches) {
     vf acc[MR][DV];
     float* const state = w.state + c * w.width + d;
     each<MR>([&](auto m) { each<DV>([&](auto v) { acc[m][v] = vload(state + m * w.width + v * VL); }); });
     for (int t = 0; t < w.count; t += 4) {
-        if (ahead && d == 0) each<4>([&](auto j) { fetch_row(ahead[t + j], w.dim); });
+        if (t < fetches) each<4>([&](auto j) { fetch_row(ahead[t + j], w.dim); });
         xq p[MR];
         each<MR>([&](auto m) { p[m] = xload(w.scores + (c + m) * TILE + t); });
         each<4>([&](auto lane) {
@@ -163,10 +165,10 @@ CT_FLAT static void mix(const TileWork& w, int c, int d, const T* const* values,
 template <class T, int MR> static void score_and_mix(const TileWork& w, int c, const TileRows<T>& rows, bool fetch) {
     score<T, MR>(w, c, rows.keys, fetch && rows.fetch ? rows.values : nullptr);
     for (int m = 0; m < MR; ++m) soften(w, c + m);
-    const T* const* ahead = fetch && rows.fetch_next ? rows.next_keys : nullptr;
+    const auto fetches = [&](int d) { return fetch && d == 0 ? rows.next : 0; };
     int d = 0;
-    for (; d + 4 * VL <= w.dim; d += 4 * VL) mix<T, MR, 4>(w, c, d, rows.values, ahead);
-    for (; d < w.dim; d += 2 * VL) mix<T, MR, 2>(w, c, d, rows.values, ahead);
+    for (; d + 4 * VL <= w.dim; d += 4 * VL) mix<T, MR, 4>(w, c, d, rows.values, rows.next_keys, fetches(d));
+    for (; d < w.dim; d += 2 * VL) mix<T, MR, 2>(w, c, d, rows.values, rows.next_keys, fetches(d));
 }
 
 template <class T> static void attend_tile(const TileWork& w, const TileRows<T>& rows) {

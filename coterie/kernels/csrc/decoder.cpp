@@ -123,7 +123,7 @@ void ct_decoder(const DecoderCall* call) {
     Workspace& ws = workspace();
     const Shape& s = call->shape;
     const int64_t rows = call->batch.rows;
-    ws.attention.plan(s, call->batch);
+    ws.attention.plan(s, call->batch, int(call->threads));
     ws.qkv.need<float>(rows * (s.heads + 2 * s.kv_heads) * s.head_dim);
     ws.q.need<float>(rows * s.heads * ws.attention.padded_dim());
     ws.out.need<float>(rows * s.heads * s.head_dim);
@@ -147,7 +147,7 @@ void ct_linear(const Matrix* matrix, const float* x, int64_t rows, float* y, int
 // q and out: [rows, heads, head_dim].
 void ct_attention(const Shape* shape, const Batch* batch, const Cache* cache, const float* q, float* out, int64_t threads) {
     Workspace& ws = workspace();
-    ws.attention.plan(*shape, *batch);
+    ws.attention.plan(*shape, *batch, int(threads));
     const int64_t dim = shape->head_dim, padded = ws.attention.padded_dim();
     float* scaled = ws.q.need<float>(batch->rows * shape->heads * padded);
     auto body = [&](Team& team) {

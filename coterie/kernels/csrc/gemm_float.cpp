@@ -2,13 +2,10 @@
 // of rows into scratch when many rows share the panel: the same numbers in the same order.
 #include "gemm.h"
 
-#if defined(__aarch64__)
-constexpr int TILE_ROWS = 4, TILE_PANELS = 1, GEMV_PANELS = 2, K_BLOCK = 640;
-#elif defined(__AVX512F__)
-constexpr int TILE_ROWS = 12, TILE_PANELS = 2, GEMV_PANELS = 4, K_BLOCK = 320;
-#else
-constexpr int TILE_ROWS = 6, TILE_PANELS = 1, GEMV_PANELS = 4, K_BLOCK = 384;
-#endif
+// Rows and panels of one kernel call: as many accumulators as the registers hold.
+constexpr int TILE_ROWS = VL == 4 ? 4 : VL == 8 ? 6 : 12, TILE_PANELS = VL == 16 ? 2 : 1;
+constexpr int GEMV_PANELS = VL == 4 ? 2 : 4;  // a single row needs several sums side by side
+constexpr int K_BLOCK = VL == 4 ? 640 : VL == 8 ? 384 : 320;  // a block of the panel stays in the L1 cache
 constexpr int WIDEN_ROWS = 3 * TILE_ROWS;  // from here on, widening a panel into scratch pays
 
 struct F32Weights {

@@ -2,11 +2,7 @@
 // A group's dot product is an exact integer; groups are added in ascending order in fp32.
 #include "gemm.h"
 
-#if defined(__aarch64__)
-constexpr int VECS = 2;  // vectors of output columns whose weights for one group fill the registers
-#else
-constexpr int VECS = 1;
-#endif
+constexpr int VECS = VL == 4 ? 2 : 1;  // output vectors whose weights of one group fill the registers
 constexpr int AT_ONCE = 4;      // rows whose sums run side by side
 constexpr int QUANT_ROWS = 16;  // rows that share one unpacking: their planes stay in the L1 cache
 

@@ -7,7 +7,7 @@
 #include <utility>
 #if defined(__aarch64__)
 #include <arm_neon.h>
-#else
+#elif defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -25,13 +25,17 @@ constexpr int PANEL = 16;  // output rows interleaved in one panel of packed wei
 constexpr int GROUP = 32;  // elements along k that share one scale
 
 CT_INLINE float half_to_float(uint16_t h) {
-#if defined(__aarch64__)
-    float16_t f;
-    memcpy(&f, &h, 2);
-    return static_cast<float>(f);
-#else
-    return _cvtsh_ss(h);
-#endif
+    const uint32_t sign = uint32_t(h & 0x8000u) << 16;
+    const uint32_t bits = uint32_t(h & 0x7fffu) << 13;
+    float f;
+    memcpy(&f, &bits, 4);
+    f *= 5.192296858534828e33f;  // 2^112 moves the exponent's bias; subnormals come out right
+    if ((h & 0x7c00u) == 0x7c00u) f = (h & 0x3ffu) ? NAN : INFINITY;
+    uint32_t out;
+    memcpy(&out, &f, 4);
+    out |= sign;
+    memcpy(&f, &out, 4);
+    return f;
 }
 
 CT_INLINE uint16_t float_to_bf16(float f) {  // round to nearest even; NaN stays NaN
@@ -41,7 +45,7 @@ CT_INLINE uint16_t float_to_bf16(float f) {  // round to nearest even; NaN stays
     return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
 }
 
-#if defined(__aarch64__)
+#if defined(__aarch64__) && !defined(CT_GENERIC)
 // ------------------------------------------------------------------------------------- NEON
 constexpr int VL = 4;
 constexpr const char* ISA_NAME = "neon"
@@ -133,8 +137,10 @@ CT_INLINE vi vtimes128(vi a) { return vshlq_n_s32(a, 7); }
 CT_INLINE vi vadd_int(vi a, vi b) { return vaddq_s32(a, b); }
 CT_INLINE vf vint_to_float(vi a, int32_t) { return vcvtq_f32_s32(a); }  // a - offset; none here
 CT_INLINE void cpu_relax() { asm volatile("yield"); }
-#else
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(CT_GENERIC)
 #include "simd_x86.h"
+#else
+#include "simd_generic.h"
 #endif
 
 constexpr int PV = PANEL / VL;  // vectors in a panel row

@@ -1,8 +1,5 @@
 // The AVX2 and AVX-512 halves of simd.h (included by it alone).
 #pragma once
-#if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
-#error "native kernels need AVX2, FMA and F16C"
-#endif
 
 struct xq {  // four activations stay in memory: each is broadcast when used
     const float* at;
@@ -72,6 +69,8 @@ CT_INLINE vb vbload_low(const uint8_t* p) {
 CT_INLINE vb vbload_high(const uint8_t* p) {
     return _mm512_and_si512(_mm512_srli_epi16(vbload(p), 4), _mm512_set1_epi8(15));
 }
+CT_INLINE void vbstore(uint8_t* p, vb a) { _mm512_storeu_si512(p, a); }
+CT_INLINE vi viload(const int32_t* p) { return _mm512_loadu_si512(p); }
 CT_INLINE vi vizero() { return _mm512_setzero_si512(); }
 CT_INLINE vi vtimes128(vi a) { return _mm512_slli_epi32(a, 7); }
 CT_INLINE vi vadd_int(vi a, vi b) { return _mm512_add_epi32(a, b); }

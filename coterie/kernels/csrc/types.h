@@ -77,7 +77,7 @@ constexpr int INT4_RECORD = 4 * 64 + 2 * 2 * PANEL;  // q, scale, minimum
 
 CT_INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
-#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512VNNI__)
+#if defined(CT_AMX_EMULATION) || (defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512VNNI__))
 #define CT_AMX 1
 constexpr int BF16_K = 32;  // k is padded to whole tiles
 bool amx_ready();           // asks the kernel for tile state once
