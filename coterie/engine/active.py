@@ -144,7 +144,7 @@ class ActiveRequest:
             # an end token's own text is never sent
             named = token in self.assignment.limits.stop_token_ids
             return text.flush(), "stop", token if named else None
-        pushed = text.push(token, may_stop=count > self.min_output)
+        pushed = text.push(token, count > self.min_output)
         if isinstance(pushed, Stop):
             return pushed.text, "stop", pushed.match
         if count >= self.max_output:

@@ -126,7 +126,8 @@ class RequestBook:
         sequence.tokens.append(token)
         if sequence.draw.penalties is not None:
             sequence.draw.penalties.produced(token)
-        delta = request.produce(sequence.choice, token, sequence.num_output, score)
+        count = len(sequence.tokens) - sequence.num_prompt
+        delta = request.produce(sequence.choice, token, count, score)
         events.append(delta)
         if delta.finish_reason is not None:
             self._end(request, sequence, session=request.session)

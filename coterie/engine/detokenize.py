@@ -97,7 +97,7 @@ class Detokenizer:
         # the last token that was text by itself; None before the first
         self._before: int | None = None
 
-    def push(self, token: int, *, may_stop: bool = True) -> str | Stop:
+    def push(self, token: int, may_stop: bool = True) -> str | Stop:
         """Text that can be sent now, or the stop string that this token completed."""
         text = self._pieces[token]
         if text and self._before is not None and not self._run:

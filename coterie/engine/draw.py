@@ -22,13 +22,33 @@ if TYPE_CHECKING:
 MIN_TEMPERATURE = 1e-5
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
-    """The noise of token `position` of a choice: one uniform number in [0, 1)."""
-    words = (seed % 2**64, choice % 2**64, position)
-    data = b"".join(word.to_bytes(8, "little") for word in words)
+_STRIDE, _MIX, _MIX_AGAIN = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def noise_key(seed: int, choice: int) -> int:
+    """Where a choice's noise starts: 64 bits that share nothing with those of its neighbours."""
+    data = (seed % 2**64).to_bytes(8, "little") + choice.to_bytes(8, "little")
     digest = blake2b(data, digest_size=8, person=b"coterie-noise").digest()
+    return int.from_bytes(digest, "little")
+
+
+def uniforms(keys: NDArray[np.uint64], positions: Sequence[int]) -> NDArray[np.float64]:
+    """The noise of token `positions[r]` of the choice with `keys[r]`: uniform in [0, 1).
+
+    SplitMix64 at a given place of its stream, so no state is carried from token to token.
+    """
+    state = keys + (np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(_STRIDE)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(_MIX)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(_MIX_AGAIN)
+    state ^= state >> np.uint64(31)
     # 52 bits: scaled by any total the product stays below that total
-    return (int.from_bytes(digest, "little") >> 12) * 2.0**-52
+    noise: NDArray[np.float64] = (state >> np.uint64(12)) * 2.0**-52
+    return noise
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """One number of the same noise."""
+    return float(uniforms(np.array([noise_key(seed, choice)], dtype=np.uint64), [position])[0])
 
 
 class Penalties:
@@ -77,9 +97,12 @@ class Penalties:
         self._counts[place] += times
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Draw:
-    """Resolved `Sampling` of one choice. Neutral values switch a filter off."""
+    """Resolved `Sampling` of one choice, fixed but for the counts of its penalties.
+
+    Neutral values switch a filter off.
+    """
 
     seed: int
     choice: int
@@ -102,9 +125,11 @@ class Draw:
     # derived: the argmax decides; that of the raw logits, with nothing else asked
     is_greedy: bool = field(init=False)
     is_plain: bool = field(init=False)
+    has_filters: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_greedy = self.temperature < MIN_TEMPERATURE
+        self.has_filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1
         self.is_plain = (
             self.is_greedy
             and self.penalties is None
@@ -115,8 +140,8 @@ class Draw:
         )
 
     @property
-    def has_filters(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1
+    def may_edit(self) -> bool:
+        return bool(self.min_output) or self.bias is not None or self.penalties is not None
 
     def edits(self, num_output: int) -> bool:
         """The logits have to be changed before they are used."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coterie.engine.blocks import BlockTables
 from coterie.engine.lane import LaneConfig
-from coterie.engine.sampler import sample, score
+from coterie.engine.sampler import Sampler, score
 from coterie.engine.step import StepPlan, StepResult, TokenScore
 from coterie.kernels.batch import AttentionBatch
 
@@ -28,7 +28,9 @@ class Runner:
     def __init__(self, model: CausalLM, config: LaneConfig, tables: BlockTables) -> None:
         self._model = model
         self._tables = tables
+        self._sampler = Sampler()
         self._block_size = config.block_size
+        self._counting = list(range(config.max_sequences + 1))
         self._on_cpu = model.device.type == "cpu"
         shape = model.kv_shape(config.num_blocks, config.block_size)
         self._kv = [
@@ -50,11 +52,11 @@ class Runner:
         if scored:
             drawn = logits[: len(logits) - len(scored)]
             prompt_scores = self._score_prompts(plan, logits[len(drawn) :], scored)
-        result = sample(drawn, plan.draws, plan.draw_rows)
+        tokens, scores, beams = self._sampler.sample(drawn, plan.draws, plan.draw_rows)
         return StepResult(
-            result.tokens,
-            scores=result.scores,
-            beams=result.beams,
+            tokens,
+            scores=scores,
+            beams=beams,
             prompt_scores=prompt_scores,
             run_s=forwarded - started,
             sample_s=time.perf_counter() - forwarded,
@@ -74,7 +76,7 @@ class Runner:
         starts = np.array([row[1] for row in rows])
         if plan.num_tokens == num_rows:
             tokens = [row[0].tokens[row[1]] for row in rows]
-            bounds = list(range(num_rows + 1))
+            bounds = self._counting[: num_rows + 1]
             positions, owners, context_lens = starts, table_rows, starts + 1
         else:
             tokens, bounds = [], [0]
@@ -86,7 +88,8 @@ class Runner:
             owners, context_lens = np.repeat(table_rows, counts), starts + counts
         width = (int(context_lens.max()) - 1) // size + 1
         table = self._tables.array
-        slots = table[owners, positions // size] * np.int64(size) + positions % size
+        places, offsets = np.divmod(positions, size)
+        slots = table[owners, places] * np.int64(size) + offsets
         batch = AttentionBatch(
             positions=self._tensor(positions),
             slots=self._tensor(slots),

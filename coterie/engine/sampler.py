@@ -7,39 +7,91 @@ the log softmax of the raw logits, before any of these. Rows never influence eac
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.engine.draw import Draw, uniform
-from coterie.engine.filters import draw_filtered, draw_plain, make_filters
+from coterie.engine.draw import Draw, noise_key, uniforms
+from coterie.engine.filters import Filters, draw_filtered, draw_plain, make_filters
 from coterie.engine.sequence import Sequence
-from coterie.engine.step import BeamScores, StepResult, TokenScore
+from coterie.engine.step import BeamScores, TokenScore
 
 
-def sample(logits: Tensor, draws: Seq[Sequence], rows: Seq[int]) -> StepResult:
-    """`rows` names, in order, the row each draw takes its token from; equal ones share logits.
+class Drawn(NamedTuple):
+    """One token per draw; scores and continuations by draw, where asked for."""
 
-    logits: fp32 [R, V], one for each different row; not changed.
-    """
-    if not draws:
-        return StepResult([])
-    if len(draws) != len(logits):
-        logits = logits[_places(rows)]
-    if all(sequence.draw.is_plain for sequence in draws):
-        return StepResult(argmax(logits))
-    beams = {i: s for i, s in enumerate(draws) if s.draw.num_continuations}
-    edited = _edit(logits, draws)
-    tokens = argmax(edited)
-    drawn = [i for i, s in enumerate(draws) if not s.draw.is_greedy and i not in beams]
-    if drawn:
-        for index, token in zip(drawn, _draw(edited, draws, drawn), strict=True):
-            tokens[index] = token
-    return StepResult(
-        tokens,
-        scores=_score_draws(logits, draws, tokens),
-        beams={i: _continue_beam(logits[i], s) for i, s in beams.items()},
-    )
+    tokens: list[int]
+    scores: dict[int, TokenScore]
+    beams: dict[int, BeamScores]
+
+
+class Group(NamedTuple):
+    """Draws with a temperature, all with filters or none; the tensors fit `indices`."""
+
+    indices: list[int]
+    filtered: bool
+    filters: Filters
+    keys: NDArray[np.uint64]
+
+
+class Batch:
+    """What each of some draws needs. A steady batch is sorted out once, not at every step."""
+
+    def __init__(self, draws: Seq[Sequence], device: torch.device) -> None:
+        self.draws = list(draws)
+        params = [sequence.draw for sequence in draws]
+        self.is_plain = all(draw.is_plain for draw in params)
+        self.beams = [i for i, draw in enumerate(params) if draw.num_continuations]
+        self.edited = [i for i, draw in enumerate(params) if draw.may_edit and i not in self.beams]
+        self.scored = [i for i, draw in enumerate(params) if draw.logprobs is not None]
+        self.groups = []
+        for filtered in (True, False):
+            chosen = [
+                i
+                for i, draw in enumerate(params)
+                if not draw.is_greedy and draw.has_filters is filtered and i not in self.beams
+            ]
+            if chosen:
+                some = [params[i] for i in chosen]
+                keys = np.array([noise_key(d.seed, d.choice) for d in some], dtype=np.uint64)
+                self.groups.append(Group(chosen, filtered, make_filters(some, device), keys))
+        self.num_drawn = sum(len(group.indices) for group in self.groups)
+
+
+class Sampler:
+    """Keeps nothing but how the last batch was sorted out."""
+
+    def __init__(self) -> None:
+        self._batch: Batch | None = None
+
+    def sample(self, logits: Tensor, draws: Seq[Sequence], rows: Seq[int]) -> Drawn:
+        """`rows` names, in order, the row each draw takes its token from; equal ones share logits.
+
+        logits: fp32 [R, V], one for each different row; not changed.
+        """
+        if not draws:
+            return Drawn([], {}, {})
+        if len(draws) != len(logits):
+            logits = logits[_places(rows)]
+        batch = self._batch
+        # sequences are equal only to themselves
+        if batch is None or batch.draws != draws:
+            batch = self._batch = Batch(draws, logits.device)
+        if batch.is_plain:
+            return Drawn(argmax(logits), {}, {})
+        edited = _edit(logits, batch)
+        tokens = [0] * len(draws) if batch.num_drawn == len(draws) else argmax(edited)
+        for group in batch.groups:
+            for index, token in zip(group.indices, _draw(edited, batch, group), strict=True):
+                tokens[index] = token
+        return Drawn(
+            tokens,
+            _score_draws(logits, batch, tokens),
+            {i: _continue_beam(logits[i], draws[i]) for i in batch.beams},
+        )
 
 
 def _places(rows: Seq[int]) -> list[int]:
@@ -68,17 +120,26 @@ def score(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenScore]:
     return [TokenScore(value, top) for value, top in zip(own, tops, strict=True)]
 
 
-def _edit(logits: Tensor, draws: Seq[Sequence]) -> Tensor:
+def _edit(logits: Tensor, batch: Batch) -> Tensor:
     """A copy with bias, bans and penalties, or the same tensor when there are none."""
-    edited = None
-    for index, sequence in enumerate(draws):
-        draw, num_output = sequence.draw, sequence.num_output
-        if draw.num_continuations or not draw.edits(num_output):
-            continue
-        if edited is None:
-            edited = logits.clone()
-        edited[index] = _edit_row(edited[index], draw, num_output)
-    return logits if edited is None else edited
+    rows = [i for i in batch.edited if batch.draws[i].draw.edits(batch.draws[i].num_output)]
+    if not rows:
+        return logits
+    edited = logits.clone()
+    for i in rows:
+        edited[i] = _edit_row(edited[i], batch.draws[i].draw, batch.draws[i].num_output)
+    return edited
+
+
+def _draw(logits: Tensor, batch: Batch, group: Group) -> list[int]:
+    draws, chosen = batch.draws, group.indices
+    noise = uniforms(group.keys, [len(draws[i].tokens) - draws[i].num_prompt for i in chosen])
+    found: list[int] = (draw_filtered if group.filtered else draw_plain)(
+        logits if len(chosen) == len(logits) else logits[chosen],
+        group.filters,
+        torch.from_numpy(noise).to(logits.device).unsqueeze(1),
+    ).tolist()
+    return found
 
 
 def _edit_row(row: Tensor, draw: Draw, num_output: int) -> Tensor:
@@ -87,36 +148,14 @@ def _edit_row(row: Tensor, draw: Draw, num_output: int) -> Tensor:
     return torch.from_numpy(values).to(row.device)
 
 
-def _draw(logits: Tensor, draws: Seq[Sequence], indices: list[int]) -> list[int]:
-    """Tokens of the rows in `indices`, all with a temperature."""
-    tokens: dict[int, int] = {}
-    for draw_rows, filtered in ((draw_filtered, True), (draw_plain, False)):
-        chosen = [i for i in indices if draws[i].draw.has_filters is filtered]
-        if not chosen:
-            continue
-        params = [draws[i].draw for i in chosen]
-        noise = [
-            uniform(draw.seed, draw.choice, draws[i].num_output)
-            for i, draw in zip(chosen, params, strict=True)
-        ]
-        found = draw_rows(
-            logits if len(chosen) == len(logits) else logits[chosen],
-            make_filters(params, logits.device),
-            torch.tensor(noise, dtype=torch.float64, device=logits.device).unsqueeze(1),
-        )
-        tokens.update(zip(chosen, found.tolist(), strict=True))
-    return [tokens[i] for i in indices]
-
-
-def _score_draws(logits: Tensor, draws: Seq[Sequence], tokens: list[int]) -> dict[int, TokenScore]:
-    wanted = [i for i, s in enumerate(draws) if s.draw.logprobs is not None]
-    if not wanted:
+def _score_draws(logits: Tensor, batch: Batch, tokens: list[int]) -> dict[int, TokenScore]:
+    if not batch.scored:
         return {}
-    asked = [draws[i].draw.logprobs or 0 for i in wanted]
-    scores = score(logits[wanted], [tokens[i] for i in wanted], max(asked))
+    asked = [batch.draws[i].draw.logprobs or 0 for i in batch.scored]
+    scores = score(logits[batch.scored], [tokens[i] for i in batch.scored], max(asked))
     return {
         i: TokenScore(found.logprob, found.top[:num])
-        for i, num, found in zip(wanted, asked, scores, strict=True)
+        for i, num, found in zip(batch.scored, asked, scores, strict=True)
     }
 
 

@@ -22,10 +22,12 @@ from transformers import (
 
 from coterie.engine import filters as filters_module
 from coterie.engine.draw import make_draw, uniform
-from coterie.engine.sampler import sample
+from coterie.engine.sampler import Sampler
 from coterie.engine.sequence import Sequence
 
 VOCAB = 300
+
+sample = Sampler().sample
 
 
 def sequence(prompt: list[int], output: list[int], choice: int = 0, **settings: Any) -> Sequence:
