@@ -67,7 +67,7 @@ static void bf16_block(const TileJob& job, int p, int row, Rows top, Rows bottom
     const uint8_t* w0 = job.panel + p * job.panel_stride;
     const uint8_t* w1 = w0 + job.panel_stride;
     const int64_t steps = round_up(job.k, BF16_K) / BF16_K;
-    _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     for (int64_t s = 0; s < steps; ++s) {
         _tile_loadd(4, top.at + s * 64, top.stride);
         _tile_stream_loadd(6, w0 + s * 1024, 64);
@@ -82,8 +82,8 @@ static void bf16_block(const TileJob& job, int p, int row, Rows top, Rows bottom
         if (two_panels) _tile_dpbf16ps(3, 5, 7);
     }
     alignas(64) float out[4][16 * PANEL];
-    _tile_stored(0, out[0], 64), _tile_stored(1, out[1], 64);
-    _tile_stored(2, out[2], 64), _tile_stored(3, out[3], 64);
+    _tile_stored(0, out[0], 64); _tile_stored(1, out[1], 64);
+    _tile_stored(2, out[2], 64); _tile_stored(3, out[3], 64);
     for (int i = 0; i < 4; ++i) {
         if ((i & 1 && !two_panels) || (i & 2 && !two_rows)) continue;
         const int at = row + (i & 2 ? 16 : 0);
@@ -154,7 +154,7 @@ template <bool INT4> void amx_quant_tile(const TileJob& job) {
             for (int m = 0; m < 16; ++m) sum[m] = vset(0.0f);
             for (int64_t g = 0; g < in.groups; ++g, record += BYTES) {
                 load_group<INT4>(record, unpacked);
-                _tile_zero(0), _tile_zero(1);
+                _tile_zero(0); _tile_zero(1);
                 _tile_loadd(4, x.at + g * 2 * GROUP, x.stride);
                 _tile_dpbsud(0, 4, 6);
                 _tile_stored(0, dots[0], 64);
