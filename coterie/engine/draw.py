@@ -58,16 +58,21 @@ class Penalties:
         self.repetition = sampling.repetition_penalty or 1.0
         self.presence = sampling.presence_penalty or 0.0
         self.frequency = sampling.frequency_penalty or 0.0
-        self._place: dict[int, int] = {}
-        self._ids: NDArray[np.int64] = np.zeros(64, dtype=np.int64)
-        self._counts: NDArray[np.float32] = np.zeros(64, dtype=np.float32)
-        for token in prompt:
-            self._add(token, 0)
+        seen = np.unique(np.array(prompt, dtype=np.int64))
+        # token -> its place in the arrays, which have room to grow
+        self._place = {token: place for place, token in enumerate(seen.tolist())}
+        self._ids: NDArray[np.int64] = np.concatenate([seen, np.zeros(64, dtype=np.int64)])
+        self._counts: NDArray[np.float32] = np.zeros(len(self._ids), dtype=np.float32)
         for token in output:
-            self._add(token, 1)
+            self.produced(token)
 
     def produced(self, token: int) -> None:
-        self._add(token, 1)
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[place] = token
+        self._counts[place] += 1
 
     def fork(self) -> Penalties:
         twin = object.__new__(Penalties)
@@ -87,14 +92,6 @@ class Penalties:
         if self.presence or self.frequency:
             values = values - (self.frequency * counts + self.presence * (counts > 0))
         logits[ids] = values
-
-    def _add(self, token: int, times: int) -> None:
-        place = self._place.setdefault(token, len(self._place))
-        if place == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[place] = token
-        self._counts[place] += times
 
 
 @dataclass(slots=True, eq=False)

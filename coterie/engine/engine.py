@@ -56,8 +56,8 @@ class Lane:
         return self.config.weight
 
     def num_pending_tokens(self) -> int:
-        scheduler = self.scheduler
-        return sum(s.num_pending for s in (*scheduler.waiting, *scheduler.running))
+        running = sum(s.num_pending for s in self.scheduler.running)
+        return self.scheduler.num_waiting_tokens + running
 
     def first_token_s(self) -> float:
         scheduler = self.scheduler

@@ -113,9 +113,11 @@ def _rank_filters(
     relative = (values - values[:, :1]).double().exp() * kept
     if bool((top_p < 1).any()):
         sums = relative.cumsum(dim=1)
-        # without top-k the mass is that of the whole vocabulary
-        whole = torch.log_softmax(logits, dim=1).gather(1, ids[:, :1]).double().neg().exp()
-        mass = torch.where(limited, sums[:, -1:], whole)
+        mass = sums[:, -1:]
+        if not bool(limited.all()):
+            # without top-k the mass is that of the whole vocabulary
+            whole = torch.log_softmax(logits, dim=1).gather(1, ids[:, :1]).double().neg().exp()
+            mass = torch.where(limited, mass, whole)
         # a token stays while those ranked above it hold less than top_p
         above = (sums - relative) / mass
         kept = kept & ((above < top_p) | (top_p >= 1))

@@ -22,7 +22,7 @@ def refuse(assignment: Assignment, config: LaneConfig, vocab: int) -> Rejected |
     """Why this lane can never run `assignment`; None when it can."""
     if not assignment.prompt_ids:
         return _invalid("the prompt has no tokens")
-    if not all(0 <= token < vocab for token in assignment.prompt_ids):
+    if min(assignment.prompt_ids) < 0 or max(assignment.prompt_ids) >= vocab:
         return _invalid(f"a prompt token is outside the vocabulary of {vocab}")
     if assignment.adapters:
         return Rejected("unsupported", "this engine runs no adapters", None)

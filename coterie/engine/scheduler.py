@@ -27,6 +27,8 @@ class Scheduler:
         # both sorted by rank, best first
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        # prompt tokens of all that wait
+        self.num_waiting_tokens = 0
         self.num_preemptions = 0
         # sequences that began to run since this was last emptied
         self.started: list[Sequence] = []
@@ -43,12 +45,14 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
+        self.num_waiting_tokens += sequence.num_prompt
         insort(self.waiting, sequence, key=rank_of)
 
     def end(self, sequence: Sequence, session: Hashable | None = None) -> None:
         """Free everything at once. With `session` its blocks become that session's entry."""
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
+            self.num_waiting_tokens -= sequence.num_prompt
         elif sequence.status is Status.RUNNING:
             self.running.remove(sequence)
         if session is not None:
@@ -111,6 +115,7 @@ class Scheduler:
         assert all(s.status is Status.WAITING and s.row is None for s in self.waiting)
         assert all(s.status is Status.RUNNING and s.row is not None for s in self.running)
         assert len(self.running) + self.space.tables.num_free == self.config.max_sequences
+        assert self.num_waiting_tokens == sum(s.num_prompt for s in self.waiting)
         self.space.check(self.running + self.waiting)
 
     def _admit(self) -> None:
@@ -120,6 +125,7 @@ class Scheduler:
                 return
             spare = sum(not self.space.is_ready(s) for s in self.running if s.num_pending)
             if self.space.admit(head, spare):
+                self.num_waiting_tokens -= head.num_prompt
                 self._start(self.waiting.pop(0))
             elif not self._yield_to(head):
                 return
