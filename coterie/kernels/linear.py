@@ -56,7 +56,7 @@ def _accelerator_dtype(weights: Sequence[Weight]) -> torch.dtype:
 
 
 def best_backend(device: torch.device | str) -> str:
-    """"cpu" where the native module is available for this device, else "reference"."""
+    """ "cpu" where the native module is available for this device, else "reference"."""
     from coterie.kernels.build import native
 
     return "cpu" if torch.device(device).type == "cpu" and native() else "reference"

@@ -1,0 +1,146 @@
+"""Checks the native kernels of this machine and measures them, with torch alone (no pytest).
+
+    python -m tests.kernels.selfcheck [--no-speed]
+
+Prints the instruction set chosen, errors against the torch twins, bitwise batch invariance, and
+rates by number of threads. Exit status 1 when a check fails. Under a minute.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from coterie.kernels import cpu, reference
+from coterie.kernels.build import native
+from coterie.kernels.decoder import DecoderShape
+from coterie.weights.quantize import dense
+from tests.kernels.cases import (
+    KINDS,
+    cache_for,
+    decoder_layers,
+    one_row,
+    paged_batch,
+    rope_tables,
+    weight,
+)
+
+SHAPE = DecoderShape(9, 3, 64, 576, 1536, 1e-5, 64**-0.5)
+ODD = DecoderShape(6, 2, 80, 96, 160, 1e-6, 80**-0.5)
+
+
+class Checks:
+    failed = 0
+
+    def expect(self, name: str, value: float, limit: float) -> None:
+        ok = value <= limit
+        self.failed += not ok
+        print(f"  {'ok  ' if ok else 'FAIL'} {name}: {value:.2e} (limit {limit:.0e})", flush=True)
+
+
+def check_linear(checks: Checks, kind: str, rounded: bool) -> None:
+    for rows, width in ((576, 576), (50, 96), (100, 1536)):
+        stored = weight(kind, rows, width)
+        product = cpu.PackedLinear([stored])
+        x = torch.randn(70, width)
+        want = x.double() @ dense(stored).double().T
+        got = product(x)
+        limit = 5e-3 if rounded else 1e-4 if kind.startswith("int") else 3e-6
+        error = ((got - want).abs().max() / want.abs().max()).item()
+        checks.expect(f"{kind} {rows}x{width} error", error, limit)
+        pieces = [(0, 1), (3, 1), (5, 2), (9, 3), (20, 7), (1, 8), (30, 13), (2, 65)]
+        differ = sum(not torch.equal(product(x[a : a + n]), got[a : a + n]) for a, n in pieces)
+        checks.expect(f"{kind} {rows}x{width} batches that change bits", differ, 0)
+
+
+def check_attention(checks: Checks) -> None:
+    for heads, kv_heads, dim in ((9, 3, 64), (8, 1, 128), (4, 4, 80), (6, 2, 16)):
+        for dtype in (torch.float32, torch.bfloat16):
+            batch = paged_batch([(700, 1), (0, 37), (520, 3), (63, 1), (512, 20)])
+            kv = cache_for(batch, kv_heads, dim, dtype)
+            q = torch.randn(len(batch.positions), heads, dim)
+            got = cpu.paged_attention(q, kv, batch, dim**-0.5)
+            error = (got - reference.paged_attention(q, kv, batch, dim**-0.5)).abs().max().item()
+            checks.expect(f"attention {heads}/{kv_heads}x{dim} {dtype} error", error, 5e-6)
+            alone = [
+                cpu.paged_attention(q[row : row + 1], kv, one_row(batch, seq, row), dim**-0.5)[0]
+                for seq, row in ((3, 41), (4, 42), (4, 50), (4, 61))
+            ]
+            rows = got[[41, 42, 50, 61]]
+            differ = sum(not torch.equal(a, b) for a, b in zip(alone, rows, strict=True))
+            checks.expect(f"attention {heads}/{kv_heads}x{dim} rows that change bits", differ, 0)
+
+
+def check_decoder(checks: Checks, kind: str, rounded: bool) -> None:
+    for shape, extras in ((SHAPE, False), (ODD, True)):
+        stacks = decoder_layers(shape, [kind] * 2, ("cpu", "reference"), extras)
+        tables = rope_tables(1000, shape.head_dim)
+        batch = paged_batch([(700, 1), (0, 37), (90, 5)])
+        cache = cache_for(batch, shape.num_kv_heads, shape.head_dim, torch.float32)
+        hidden = torch.randn(len(batch.positions), shape.hidden)
+        native_kv, torch_kv = ([cache.clone() for _ in range(2)] for _ in range(2))
+        got = cpu.NativeDecoder(shape, stacks["cpu"], *tables).forward(hidden, native_kv, batch)
+        want = reference.decoder(shape, stacks["reference"], *tables, hidden, torch_kv, batch)
+        limit = 2e-2 if rounded else 3e-4 if kind.startswith("int") else 1e-5
+        error = ((got - want).abs().max() / want.abs().max()).item()
+        checks.expect(f"decoder {kind} dim {shape.head_dim} error", error, limit)
+
+
+def timed(call: Callable[[], object], seconds: float = 0.25) -> float:
+    """Median seconds of one call."""
+    call()
+    taken: list[float] = []
+    while sum(taken) < seconds or len(taken) < 3:
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def measure() -> None:
+    stream = torch.ones(1 << 26)
+    most = torch.get_num_threads()
+    for threads in sorted({1, 2, most // 2 or 1, most}):
+        cpu.set_threads(threads)
+        read = stream.nbytes / timed(stream.sum) / 1e9
+        print(f"{threads} threads; torch reads {read:.1f} GB/s")
+        for kind in KINDS:
+            head = cpu.PackedLinear([weight(kind, 49152, 576)])
+            wide = cpu.PackedLinear([weight(kind, 3072, 576)])
+            row, rows = torch.randn(1, 576), torch.randn(256, 576)
+            bandwidth = head.nbytes / timed(lambda p=head, x=row: p(x)) / 1e9
+            rate = 2 * 256 * 3072 * 576 / timed(lambda p=wide, x=rows: p(x)) / 1e9
+            print(f"  {kind}: 1 row {bandwidth:6.1f} GB/s   256 rows {rate:7.1f} GOP/s", flush=True)
+        batch = paged_batch([(4095, 1)] * 8)
+        kv = cache_for(batch, 3, 64, torch.bfloat16)
+        q = torch.randn(8, 9, 64)
+        cost = timed(lambda kv=kv, q=q, b=batch: cpu.paged_attention(q, kv, b, 0.125))
+        print(f"  attention 8 x 4096, bf16: {kv.nbytes / cost / 1e9:.1f} GB/s", flush=True)
+    cpu.set_threads(most)
+
+
+def main() -> int:
+    library = native()
+    if library is None:
+        print("native kernels are not available")
+        return 1
+    print(f"isa {library.isa}, {torch.get_num_threads()} threads, {library.path}")
+    torch.manual_seed(0)
+    checks = Checks()
+    for kind in KINDS:
+        rounded = kind == "bf16" and "amx" in library.isa
+        check_linear(checks, kind, rounded)
+        check_decoder(checks, kind, rounded)
+    check_attention(checks)
+    print(f"{checks.failed} checks failed", flush=True)
+    if "--no-speed" not in sys.argv:
+        measure()
+    return 1 if checks.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Compiling on first use: with and without a compiler, twice at once, for other CPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coterie.kernels.build import SOURCES, find_compiler
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+PROBE = "from coterie.kernels.build import native; found = native(); print(found and found.isa)"
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def test_without_a_compiler_torch_serves(tmp_path: Path) -> None:
+    code = (
+        "import torch; from coterie.kernels.linear import best_backend, make_linear;"
+        "from coterie.weights.quantize import Dense; backend = best_backend('cpu');"
+        "product = make_linear([Dense(torch.eye(4))], backend);"
+        "print(backend, product(torch.ones(1, 4)).sum())"
+    )
+    done = run(code, PATH=str(tmp_path), CXX="", COTERIE_HOME=str(tmp_path))
+    assert done.stdout.split() == ["reference", "tensor(4.)"]
+    assert "no C++ compiler" in done.stderr
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_switched_off_by_environment(tmp_path: Path) -> None:
+    done = run(PROBE, COTERIE_NATIVE="0", COTERIE_HOME=str(tmp_path))
+    assert done.stdout.strip() == "None"
+    assert done.stderr == ""
+
+
+@needs_compiler
+def test_broken_compiler_is_explained(tmp_path: Path) -> None:
+    broken = tmp_path / "broken-c++"
+    broken.write_text("#!/bin/sh\necho 'this compiler is broken' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    done = run(PROBE, CXX=str(broken), COTERIE_HOME=str(tmp_path))
+    assert done.stdout.strip() == "None"
+    assert "this compiler is broken" in done.stderr
+
+
+@needs_compiler
+def test_two_processes_compile_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROBE]
+    environment = {**os.environ, "COTERIE_HOME": str(tmp_path), "COTERIE_CXXFLAGS": "-O0"}
+    both = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    results = [process.communicate(timeout=240) for process in both]
+    assert all(out.strip() not in ("", "None") for out, _ in results)
+    assert sum("compiling native kernels" in errors for _, errors in results) == 1
+    assert len(list(tmp_path.rglob("*.so"))) == 1
+    assert run(PROBE, COTERIE_HOME=str(tmp_path), COTERIE_CXXFLAGS="-O0").stderr == ""
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("emulate_amx", [False, True])
+def test_other_layers_agree(emulate_amx: bool, tmp_path: Path) -> None:
+    """The portable vectors, and the AMX code over emulated tiles, pass the same self-check."""
+    flags = "-DCT_GENERIC"
+    if emulate_amx:
+        header = HERE / "amx_emulation.h"
+        flags += f" -DCT_W_OFFSET=128 '-DCT_AMX_EMULATION=\"{header}\"'"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.selfcheck", "--no-speed"],
+        cwd=ROOT,
+        env={**os.environ, "COTERIE_HOME": str(tmp_path), "COTERIE_CXXFLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("amx" if emulate_amx else "generic") in done.stdout
+
+
+@pytest.mark.full
+def test_avx2_under_an_emulator(tmp_path: Path) -> None:
+    compiler, emulator = shutil.which("x86_64-linux-gnu-g++"), shutil.which("qemu-x86_64")
+    if compiler is None or emulator is None:
+        pytest.skip("needs g++-x86-64-linux-gnu and qemu-user")
+    program = tmp_path / "check"
+    sources = [str(HERE / "cross_check.cpp"), *map(str, SOURCES.glob("*.cpp"))]
+    flags = ["-std=c++17", "-O2", "-march=haswell", "-fno-exceptions", "-w", f"-I{SOURCES}"]
+    subprocess.run([compiler, *flags, "-o", str(program), *sources, "-fopenmp"], check=True)
+    done = subprocess.run(
+        [emulator, "-cpu", "max", "-L", "/usr/x86_64-linux-gnu", str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "avx2: 0 failures\n")
