@@ -34,6 +34,8 @@ TEXTS = [
     "To be, or not to be, that is the question: Whether 'tis nobler in the mind to suffer",
     "Breaking news: scientists announced on Tuesday that",
 ]
+# the torch path and the oracle decode at a few tokens a second on a busy machine
+pytestmark = pytest.mark.timeout(1800)
 PATHS = ["cpu", pytest.param("reference", marks=pytest.mark.full)]
 
 
@@ -58,7 +60,6 @@ def test_torch_path(default_model_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_twenty_against_generate(default_model_path: Path, backend: str) -> None:
     prompts = encoded(default_model_path, 20)
@@ -71,7 +72,6 @@ def test_twenty_against_generate(default_model_path: Path, backend: str) -> None
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_under_pressure_with_shared_prefixes(default_model_path: Path, backend: str) -> None:
     trunk = encoded(default_model_path, 9)[8]
