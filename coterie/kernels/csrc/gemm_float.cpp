@@ -4,9 +4,12 @@
 
 // Rows and panels of one kernel call: as many accumulators as the registers hold.
 constexpr int TILE_ROWS = VL == 4 ? 4 : VL == 8 ? 6 : 12, TILE_PANELS = VL == 16 ? 2 : 1;
-constexpr int GEMV_PANELS = VL == 4 ? 2 : 4;  // a single row needs several sums side by side
+#if !defined(CT_GEMV_PANELS)
+#define CT_GEMV_PANELS (VL == 4 ? 1 : 2)  // of a single row: one stream is fetched ahead best
+#endif
+constexpr int GEMV_PANELS = CT_GEMV_PANELS;
 constexpr int K_BLOCK = VL == 4 ? 640 : VL == 8 ? 384 : 320;  // a block of the panel stays in the L1 cache
-constexpr int WIDEN_ROWS = 3 * TILE_ROWS;  // from here on, widening a panel into scratch pays
+constexpr int WIDEN_ROWS = 2 * TILE_ROWS;  // from here on, widening a panel into scratch pays
 
 struct F32Weights {
     const float* at;
