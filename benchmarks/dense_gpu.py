@@ -10,9 +10,11 @@ that fails is reported and the others still run. `--smoke` runs a tiny version o
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -112,6 +114,7 @@ def save(peer: Any) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     path = Path(tempfile.mkdtemp(prefix="coterie-bench-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
     peer.save_pretrained(path)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<s>", "</s>", "<pad>", *letters]
