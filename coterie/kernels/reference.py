@@ -128,7 +128,7 @@ def _project(
     qkv = layer.qkv(normed)
     if layer.qkv_bias is not None:
         qkv = qkv + layer.qkv_bias.to(qkv.dtype)
-    parts = qkv.split((shape.q_size, shape.kv_size, shape.kv_size), dim=-1)
+    parts = torch.split(qkv, [shape.q_size, shape.kv_size, shape.kv_size], dim=-1)
     q, k, v = (part.view(len(normed), -1, shape.head_dim) for part in parts)
     if layer.q_norm is not None:
         q = rms_norm(q, layer.q_norm, shape.eps)
