@@ -97,7 +97,7 @@ void silu_product(const float* gate, const float* up, int64_t n, float* out) {
     int64_t i = 0;
     for (; i + VL <= n; i += VL) {
         const vf g = vload(gate + i);
-        const vf sigmoid = vdiv(one, vadd(one, vexp(vsub(vset(0.0f), g))));
+        const vf sigmoid = vdiv(one, vadd(one, vexp(vmin(vsub(vset(0.0f), g), vset(88.0f)))));
         vstore(out + i, vmul(vmul(g, sigmoid), vload(up + i)));
     }
     if (i == n) return;

@@ -129,12 +129,13 @@ void Attention::run_split(const AttentionTask& task, const AttentionCall& call, 
             }
             TileRows<T> rows;
             view.point(start, tile.count, rows.keys, rows.values);
-            rows.fetch = true;
+            rows.step = shape_.head_dim, rows.fetch = true;
             const bool last = head + 1 == task.kv_heads;
             const int from = last ? start + TILE : start, left = end - from;
-            rows.next = left < 0 ? 0 : left < tile.count ? left : tile.count;
-            const KvView<T> next(*call.cache, shape_, batch_, task.sequence, task.kv_head + (last ? 0 : head + 1));
-            if (rows.next) next.point(from, rows.next, rows.next_keys, nullptr);
+            const int next = left < 0 ? 0 : left < tile.count ? left : tile.count;
+            rows.next = (next + 3) / 4;
+            KvView<T>(*call.cache, shape_, batch_, task.sequence, task.kv_head + (last ? 0 : head + 1))
+                .point(from, next, rows.next_keys, nullptr);
             attend_tile(tile, rows);
         }
 }
@@ -148,7 +149,7 @@ template <class T> void Attention::run_task(const AttentionTask& task, const Att
     int limit[MAX_ROW_HEADS];
     for (int c = 0; c < combos; ++c) limit[c] = visible(task, c / fold_);
     Work work{{combos, padded_, state_, mine, scores, nullptr, limit, 0, 0}, mine, scores + combos * TILE,
-              combos > 2 * QK_ROWS || padded_ != shape_.head_dim};
+              combos > 2 * QK_ROWS || padded_ != shape_.head_dim || batch_.block_size % 4};
     for (int split = task.first_split; split < task.first_split + task.splits; ++split) {
         clear(mine, all, state_, padded_);
         run_split<T>(task, call, split, work);

@@ -15,15 +15,18 @@ struct TileWork {
     int start, count;      // first position, positions in this tile
 };
 
-// Row pointers of one tile, and of the keys that are wanted after it.
+constexpr int QUADS = TILE / 4;
+
+// One tile's rows, four by four: a pointer to the first of each four, and the step between rows.
 template <class T> struct TileRows {
-    const T *keys[TILE], *values[TILE], *next_keys[TILE];
+    const T *keys[QUADS], *values[QUADS], *next_keys[QUADS];  // next: wanted after this tile
+    int step = 0;
     bool fetch = false;  // not in the cache yet: values are fetched while keys are scored
     int next = 0;        // how many of next_keys are set
 };
 
-template <class T> CT_INLINE void fetch_row(const T* row, int dim) {
-    for (int at = 0; at < dim; at += 64 / int(sizeof(T))) __builtin_prefetch(row + at, 0, 2);
+template <class T> CT_INLINE void fetch_quad(const T* rows, int dim) {
+    for (int at = 0; at < 4 * dim; at += 64 / int(sizeof(T))) __builtin_prefetch(rows + at, 0, 2);
 }
 
 // Where one sequence's keys and values of one KV head lie.
@@ -39,35 +42,35 @@ template <class T> struct KvView {
         values = keys + cache.num_blocks * block_stride;
         table = batch.block_tables + sequence * batch.max_blocks;
     }
-    // Row pointers of `count` positions from `start`; the last is repeated so that four at a time
-    // can always be read.
+    // Every fourth row from `start`; block_size is a multiple of 4, and so is `start`. Rows past `count` exist, but mean nothing.
     void point(int start, int count, const T** k, const T** v) const {
         const int32_t* block = table + start / block_size;
         int64_t inside = start % block_size;
-        int i = 0;
-        while (i < count) {
-            int64_t at = *block++ * block_stride + inside * dim;
-            for (; i < count && inside < block_size; ++i, ++inside, at += dim) {
-                k[i] = keys + at;
-                if (v) v[i] = values + at;
-            }
-            inside = 0;
-        }
-        for (; i % 4; ++i) {
-            k[i] = k[i - 1];
-            if (v) v[i] = v[i - 1];
+        for (int i = 0; i * 4 < count; ++i, inside += 4) {
+            if (inside >= block_size) ++block, inside = 0;
+            const int64_t at = *block * block_stride + inside * dim;
+            k[i] = keys + at;
+            if (v) v[i] = values + at;
         }
     }
-    // The same, widened to fp32 and zero-padded to w.dim.
+    // All rows widened to fp32, zero-padded to w.dim and, past the end, to four rows.
     void stage(const TileWork& w, float* out, TileRows<float>& rows) const {
-        TileRows<T> from;
-        point(w.start, w.count, from.keys, from.values);
+        float* const to[2] = {out, out + TILE * w.dim};
         for (int i = 0; i < int(round_up(w.count, 4)); ++i) {
-            rows.keys[i] = copy(from.keys[i], out + 2 * i * w.dim, w.dim);
-            rows.values[i] = copy(from.values[i], out + (2 * i + 1) * w.dim, w.dim);
+            const int position = w.start + i;
+            const bool real = i < w.count;
+            const int64_t at = real ? table[position / block_size] * block_stride + position % block_size * dim : 0;
+            copy(real ? keys + at : nullptr, to[0] + i * w.dim, w.dim);
+            copy(real ? values + at : nullptr, to[1] + i * w.dim, w.dim);
+            if (i % 4 == 0) rows.keys[i / 4] = to[0] + i * w.dim, rows.values[i / 4] = to[1] + i * w.dim;
         }
+        rows.step = w.dim;
     }
-    const float* copy(const T* from, float* to, int padded) const {
+    void copy(const T* from, float* to, int padded) const {
+        if (!from) {
+            memset(to, 0, padded * sizeof(float));
+            return;
+        }
         int d = 0;
         for (; d + 2 * VL <= dim; d += 2 * VL) {
             vf a, b;
@@ -75,7 +78,6 @@ template <class T> struct KvView {
             vstore(to + d, a), vstore(to + d + VL, b);
         }
         for (; d < padded; ++d) to[d] = d < dim ? one(from[d]) : 0.0f;
-        return to;
     }
     static float one(float x) { return x; }
     static float one(uint16_t x) {
@@ -88,21 +90,24 @@ template <class T> struct KvView {
 
 // `ahead`: rows to fetch meanwhile, four for every four scored, or null.
 template <class T, int MR>
-CT_FLAT static void score(const TileWork& w, int c, const T* const* keys, const T* const* ahead) {
-    for (int t = 0; t < w.count; t += 4) {
-        if (ahead) each<4>([&](auto j) { fetch_row(ahead[t + j], w.dim); });
+CT_FLAT static void score(const TileWork& w, int c, const T* const* keys, int step, const T* const* ahead) {
+    const float* q[MR];
+    each<MR>([&](auto m) { q[m] = w.q[c + m]; });
+    float* out = w.scores + c * TILE;
+    for (int quad = 0; quad * 4 < w.count; ++quad) {
+        if (ahead) fetch_quad(ahead[quad], w.dim);
+        const T* const k = keys[quad];
         vf acc[MR][4];
         each<MR>([&](auto m) { each<4>([&](auto j) { acc[m][j] = vset(0.0f); }); });
         for (int d = 0; d < w.dim; d += 2 * VL) {
-            vf qa[MR], qb[MR];
-            each<MR>([&](auto m) { vload2(w.q[c + m] + d, qa[m], qb[m]); });
-            vf a[4], b[4];
-            each<4>([&](auto j) { vload2(keys[t + j] + d, a[j], b[j]); });
+            vf qa[MR], qb[MR], a[4], b[4];
+            each<MR>([&](auto m) { vload2(q[m] + d, qa[m], qb[m]); });
+            each<4>([&](auto j) { vload2(k + j * step + d, a[j], b[j]); });
             each<4>([&](auto j) { each<MR>([&](auto m) { acc[m][j] = vfma_acc(acc[m][j], a[j], qa[m]); }); });
             each<4>([&](auto j) { each<MR>([&](auto m) { acc[m][j] = vfma_acc(acc[m][j], b[j], qb[m]); }); });
         }
         each<MR>([&](auto m) {
-            vsum4(w.scores + (c + m) * TILE + t, acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
+            vsum4(out + m * TILE + quad * 4, acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
         });
     }
 }
@@ -140,35 +145,48 @@ CT_FLAT static inline void soften(const TileWork& w, int c) {
         for (int d = 0; d < w.dim; d += VL) vstore(state + d, vmul(vload(state + d), vset(factor)));
 }
 
+// Positions past the last seen one weigh 0, but what lies there may be anything: the last quad of a
+// cache that is read in place stops at `w.count`.
 template <class T, int MR, int DV>
-CT_FLAT static void mix(const TileWork& w, int c, int d, const T* const* values, const T* const* ahead, int fetches) {
+CT_FLAT static void mix(const TileWork& w, int c, int d, const TileRows<T>& rows, int fetches) {
     vf acc[MR][DV];
     float* const state = w.state + c * w.width + d;
+    const float* const weights = w.scores + c * TILE;
     each<MR>([&](auto m) { each<DV>([&](auto v) { acc[m][v] = vload(state + m * w.width + v * VL); }); });
-    for (int t = 0; t < w.count; t += 4) {
-        if (t < fetches) each<4>([&](auto j) { fetch_row(ahead[t + j], w.dim); });
+    const auto add = [&](auto lane, const T* value, const xq* p) {
+        each<DV / 2>([&](auto pair) {
+            vf a, b;
+            vload2(value + 2 * pair * VL, a, b);
+            each<MR>([&](auto m) { acc[m][2 * pair] = vfma_at<lane>(acc[m][2 * pair], a, p[m]); });
+            each<MR>([&](auto m) { acc[m][2 * pair + 1] = vfma_at<lane>(acc[m][2 * pair + 1], b, p[m]); });
+        });
+    };
+    int quad = 0;
+    for (; (quad + 1) * 4 <= w.count; ++quad) {
+        if (quad < fetches) fetch_quad(rows.next_keys[quad], w.dim);
         xq p[MR];
-        each<MR>([&](auto m) { p[m] = xload(w.scores + (c + m) * TILE + t); });
-        each<4>([&](auto lane) {
-            const T* value = values[t + lane] + d;
-            each<DV / 2>([&](auto pair) {
-                vf a, b;
-                vload2(value + 2 * pair * VL, a, b);
-                each<MR>([&](auto m) { acc[m][2 * pair] = vfma_at<lane>(acc[m][2 * pair], a, p[m]); });
-                each<MR>([&](auto m) { acc[m][2 * pair + 1] = vfma_at<lane>(acc[m][2 * pair + 1], b, p[m]); });
-            });
+        each<MR>([&](auto m) { p[m] = xload(weights + m * TILE + quad * 4); });
+        const T* const value = rows.values[quad] + d;
+        each<4>([&](auto lane) { add(lane, value + lane * rows.step, p); });
+    }
+    if (quad * 4 < w.count) {
+        xq p[MR];
+        each<MR>([&](auto m) { p[m] = xload(weights + m * TILE + quad * 4); });
+        const T* const value = rows.values[quad] + d;
+        each<3>([&](auto lane) {
+            if (quad * 4 + lane < w.count) add(lane, value + lane * rows.step, p);
         });
     }
     each<MR>([&](auto m) { each<DV>([&](auto v) { vstore(state + m * w.width + v * VL, acc[m][v]); }); });
 }
 
 template <class T, int MR> static void score_and_mix(const TileWork& w, int c, const TileRows<T>& rows, bool fetch) {
-    score<T, MR>(w, c, rows.keys, fetch && rows.fetch ? rows.values : nullptr);
+    score<T, MR>(w, c, rows.keys, rows.step, fetch && rows.fetch ? rows.values : nullptr);
     for (int m = 0; m < MR; ++m) soften(w, c + m);
     const auto fetches = [&](int d) { return fetch && d == 0 ? rows.next : 0; };
     int d = 0;
-    for (; d + 4 * VL <= w.dim; d += 4 * VL) mix<T, MR, 4>(w, c, d, rows.values, rows.next_keys, fetches(d));
-    for (; d < w.dim; d += 2 * VL) mix<T, MR, 2>(w, c, d, rows.values, rows.next_keys, fetches(d));
+    for (; d + 4 * VL <= w.dim; d += 4 * VL) mix<T, MR, 4>(w, c, d, rows, fetches(d));
+    for (; d < w.dim; d += 2 * VL) mix<T, MR, 2>(w, c, d, rows, fetches(d));
 }
 
 template <class T> static void attend_tile(const TileWork& w, const TileRows<T>& rows) {

@@ -146,12 +146,11 @@ CT_INLINE void cpu_relax() { asm volatile("yield"); }
 constexpr int PV = PANEL / VL;  // vectors in a panel row
 
 // exp of N vectors side by side (one alone is bound by latency): 2^n * p(r), relative error below
-// 2e-7. Arguments below -87 give exactly 0; above 88 they count as 88.
+// 2e-7. Arguments below -87 give exactly 0; they must not exceed 88.
 template <int N> CT_INLINE void vexp(vf (&x)[N]) {
     vf low[N], n[N], r[N], p[N];
     const vf shift = vset(12582912.0f);  // 1.5 * 2^23: adding it leaves round(x) in the low bits
     each<N>([&](auto i) { low[i] = x[i]; });
-    each<N>([&](auto i) { x[i] = vmin(vmax(x[i], vset(-87.0f)), vset(88.0f)); });
     each<N>([&](auto i) { n[i] = vfma(shift, x[i], vset(1.44269504088896341f)); });
     each<N>([&](auto i) { r[i] = vsub(n[i], shift); });
     each<N>([&](auto i) { x[i] = vfma(x[i], r[i], vset(-0.693359375f)); });
