@@ -17,7 +17,7 @@ class Encoder {
     const Input& input() const { return in_; }
 
     // Fills all rows, shared among the team. `make(row, from, to, out)` writes columns from..to of a
-    // row to out[0..]; columns come in spans of whole groups. Ends with a barrier.
+    // row to out[0..]; columns come in spans of whole groups.
     template <class Make> const Input& fill(Team& team, int64_t rows, Make make) {
         const int64_t spans = spans_of(team, rows), groups = round_up(k_, GROUP) / GROUP;
         const int64_t width = (groups + spans - 1) / spans * GROUP;

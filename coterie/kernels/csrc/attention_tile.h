@@ -167,7 +167,20 @@ CT_FLAT static void mix(const TileWork& w, int c, int d, const TileRows<T>& rows
         xq p[MR];
         each<MR>([&](auto m) { p[m] = xload(weights + m * TILE + quad * 4); });
         const T* const value = rows.values[quad] + d;
-        each<4>([&](auto lane) { add(lane, value + lane * rows.step, p); });
+        vf a[DV / 2][2], b[DV / 2][2];
+        each<2>([&](auto half) {
+            each<2>([&](auto j) {
+                each<DV / 2>([&](auto pair) {
+                    vload2(value + (2 * half + j) * rows.step + 2 * pair * VL, a[pair][j], b[pair][j]);
+                });
+            });
+            each<2>([&](auto j) {
+                each<DV / 2>([&](auto pair) {
+                    each<MR>([&](auto m) { acc[m][2 * pair] = vfma_at<2 * half + j>(acc[m][2 * pair], a[pair][j], p[m]); });
+                    each<MR>([&](auto m) { acc[m][2 * pair + 1] = vfma_at<2 * half + j>(acc[m][2 * pair + 1], b[pair][j], p[m]); });
+                });
+            });
+        });
     }
     if (quad * 4 < w.count) {
         xq p[MR];

@@ -4,6 +4,8 @@
 #include "activations.h"
 #include "attention.h"
 
+constexpr int LAYER_PHASES = 10;  // four products with their inputs, placing heads, attention
+
 struct Workspace {
     InputBuffers input;
     Attention attention;
@@ -134,14 +136,14 @@ void ct_decoder(const DecoderCall* call) {
     auto body = [&](Team& team) {
         for (int64_t i = 0; i < call->num_layers; ++i) run_layer(team, ws, *call, call->layers[i], call->caches[i]);
     };
-    run_team(int(call->threads), body);
+    run_team(int(call->threads), call->num_layers * LAYER_PHASES, body);
 }
 
 void ct_linear(const Matrix* matrix, const float* x, int64_t rows, float* y, int64_t threads) {
     Workspace& ws = workspace();
     ws.input.reserve(*matrix, rows);
     auto body = [&](Team& team) { plain_gemm(team, ws, *matrix, x, rows, y, STORE); };
-    run_team(int(threads), body);
+    run_team(int(threads), 2, body);
 }
 
 // q and out: [rows, heads, head_dim].
@@ -158,7 +160,7 @@ void ct_attention(const Shape* shape, const Batch* batch, const Cache* cache, co
         });
         ws.attention.run(team, {scaled, out, cache});
     };
-    run_team(int(threads), body);
+    run_team(int(threads), 2, body);
 }
 
 void ct_rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t k, float* out) {

@@ -48,20 +48,27 @@ static void emit(const TileJob& job, const Place& place, float* y, int64_t ldy, 
     }
 }
 
+constexpr int RUN_SIZES = 2;
+
+// Where run `index` begins: each thread gets one long run (a half of all panels goes this way, since
+// memory is read fastest in long stretches), then a shorter one that evens out the end.
+static int64_t first_panel(int64_t panels, int64_t index, int64_t threads) {
+    const int64_t level = index / threads;
+    if (level >= RUN_SIZES) return panels;
+    const int64_t left = panels >> level, size = level == RUN_SIZES - 1 ? left : left - (left >> 1);
+    return panels - left + index % threads * size / threads;
+}
+
 void gemm(Team& team, const Matrix& matrix, const Input& in, int64_t rows, float* y, Epilogue epilogue) {
     const int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     const int64_t block_rows = round_up((rows + blocks - 1) / blocks, 4);
-    // Enough runs for balance, long enough to stream.
-    int64_t run = matrix.panels * blocks / (int64_t(team.size()) * 8);
-    run = run < 1 ? 1 : run > 32 ? 32 : run;
-    if (run >= 4) run = run / 4 * 4;
-    const int64_t runs = (matrix.panels + run - 1) / run;
+    const int64_t runs = int64_t(team.size()) * RUN_SIZES;
     alignas(64) float tile[PANELS_AT_ONCE * ROW_BLOCK * PANEL];
     team.share(runs * blocks, 1, [&](int64_t task, int64_t) {
         const int64_t row = task / runs * block_rows;
         if (row >= rows) return;
-        int64_t panel = task % runs * run;
-        const int64_t end = panel + run < matrix.panels ? panel + run : matrix.panels;
+        int64_t panel = first_panel(matrix.panels, task % runs, team.size());
+        const int64_t end = first_panel(matrix.panels, task % runs + 1, team.size());
         while (panel < end) {
             const Place place = locate(matrix, panel);
             const int64_t bytes = panel_bytes(place.part->kind, matrix.k);

@@ -28,5 +28,5 @@ template <bool INT4> void amx_quant_tile(const TileJob& job);
 
 enum Epilogue { STORE, ADD };
 
-// y[rows, n] (=, +=) in W^T, shared among the team; ends with a barrier.
+// y[rows, n] (=, +=) in W^T, shared among the team.
 void gemm(Team& team, const Matrix& matrix, const Input& in, int64_t rows, float* y, Epilogue epilogue);

@@ -80,7 +80,7 @@ void ct_pack(int32_t kind, int64_t n, int64_t k, const void* q, const void* scal
             }
         });
     };
-    run_team(int(threads), body);
+    run_team(int(threads), 1, body);
 }
 
 const char* ct_isa() { return CT_AMX ? (amx_ready() ? "avx512+amx" : ISA_NAME) : ISA_NAME; }
