@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 from tiny import tiny_checkpoint
 
 from coterie.core.events import Delta, Event, Failed, Finished, Started
@@ -117,3 +119,13 @@ async def begin(replica: Replica, assignment: Assignment) -> Listener:
     listener = Listener()
     listener.verdict = await replica.submit(assignment, listener)
     return listener
+
+
+def own_workers() -> list[psutil.Process]:
+    """Worker processes of this very process; servers that other tests keep running do not count."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "coterie.workers.child" in child.cmdline():
+                found.append(child)
+    return found

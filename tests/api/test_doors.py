@@ -93,8 +93,9 @@ def test_a_full_queue_is_told_when_to_return(strict_server: Served) -> None:
 
 def test_clients_return_and_are_served(strict_server: Served) -> None:
     messages = [{"role": "user", "content": "again"}]
-    busy = Busy(strict_server)
     with openai.OpenAI(base_url=f"{strict_server.url}/v1", api_key=KEYS[1], max_retries=0) as hasty:
+        hasty.models.list()
+        busy = Busy(strict_server)
         with pytest.raises(openai.RateLimitError):
             hasty.chat.completions.create(model="tiny", messages=messages, max_tokens=2)
         patient = hasty.with_options(max_retries=6)
@@ -103,10 +104,12 @@ def test_clients_return_and_are_served(strict_server: Served) -> None:
         )
         assert answer.usage is not None and answer.usage.completion_tokens == 2
     busy.wait()
-    busy = Busy(strict_server)
     with anthropic.Anthropic(
         base_url=strict_server.url, api_key=KEYS[1], max_retries=0
     ) as hasty_too:
+        # the first use of a client imports and connects: done before the queue is filled
+        hasty_too.messages.count_tokens(model="tiny", messages=messages)
+        busy = Busy(strict_server)
         with pytest.raises(anthropic.RateLimitError):
             hasty_too.messages.create(model="tiny", messages=messages, max_tokens=2)
         patient_too = hasty_too.with_options(max_retries=6)

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from rig import own_workers
 from tiny import tiny_checkpoint
 
 from coterie.core.config import load
@@ -340,7 +340,7 @@ def test_when_one_model_cannot_load_none_is_left_running(tmp_path: Path) -> None
         pipeline = build(load(file, {"engine.kv_bytes": "8MB"}))
         with pytest.raises(CoterieError):
             await pipeline.start()
-        assert not psutil.Process().children()
+        assert not own_workers()
         with pytest.raises(Unavailable):
             await collect(pipeline, request())
         assert not pipeline.health().ready
