@@ -37,6 +37,11 @@ int64_t Encoder::spans_of(const Team& team, int64_t rows) const {
     return wanted < most ? wanted : most;
 }
 
+float* Encoder::row_scratch(int64_t width) {
+    static thread_local Buffer mine;
+    return mine.need<float>(width);
+}
+
 static void quantize(const float* x, int8_t* planes, float& scale, float& sum, int32_t& isum) {
     vf most = vset(0.0f);
     for (int i = 0; i < GROUP; i += VL) most = vmax(most, vabs(vload(x + i)));

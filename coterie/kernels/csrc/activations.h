@@ -34,18 +34,16 @@ class Encoder {
   private:
     template <class Make> void fill_span(int64_t row, int64_t from, int64_t to, Make make) {
         if (from >= to) return;
-        alignas(64) float group[GROUP];
-        float* out = forms_ & FORM_F32 ? x_ + row * in_.ldx : nullptr;
-        if (out) make(row, from, to, out + from);
+        // made whole, so that what a row needs once (its norm) is computed once
+        float* out = forms_ & FORM_F32 ? x_ + row * in_.ldx + from : row_scratch(to - from);
+        make(row, from, to, out);
         if (forms_ != FORM_F32)
-            for (int64_t at = from; at < to; at += GROUP) {
-                const int64_t stop = at + GROUP < to ? at + GROUP : to;
-                if (!out) make(row, at, stop, group);
-                encode(row, at, stop, out ? out + at : group);
-            }
+            for (int64_t at = from; at < to; at += GROUP)
+                encode(row, at, at + GROUP < to ? at + GROUP : to, out + (at - from));
         if (to == k_) pad(row);
     }
     int64_t spans_of(const Team& team, int64_t rows) const;
+    static float* row_scratch(int64_t width);
     void encode(int64_t row, int64_t from, int64_t to, const float* x);
     void pad(int64_t row);
 

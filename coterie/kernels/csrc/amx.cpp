@@ -62,6 +62,12 @@ static void copy_tile(const float* from, float* to, int rows) {
     for (int m = 0; m < (rows < 16 ? rows : 16); ++m) vstore(to + m * PANEL, vload(from + m * PANEL));
 }
 
+constexpr int64_t AHEAD = 4096;  // bytes between a tile in use and the one being fetched
+
+static void fetch_tile(const uint8_t* tile) {
+    for (int line = 0; line < 16; ++line) __builtin_prefetch(tile + line * 64, 0, 2);
+}
+
 // 32 rows x 2 panels at once: each loaded tile is used twice.
 static void bf16_block(const TileJob& job, int p, int row, Rows top, Rows bottom, bool two_rows, bool two_panels) {
     const uint8_t* w0 = job.panel + p * job.panel_stride;
@@ -69,6 +75,10 @@ static void bf16_block(const TileJob& job, int p, int row, Rows top, Rows bottom
     const int64_t steps = round_up(job.k, BF16_K) / BF16_K;
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     for (int64_t s = 0; s < steps; ++s) {
+        if (!two_rows) {  // few rows: the weights come from memory, faster when asked for early
+            fetch_tile(w0 + s * 1024 + AHEAD);
+            if (two_panels) fetch_tile(w1 + s * 1024 + AHEAD);
+        }
         _tile_loadd(4, top.at + s * 64, top.stride);
         _tile_stream_loadd(6, w0 + s * 1024, 64);
         _tile_dpbf16ps(0, 4, 6);
