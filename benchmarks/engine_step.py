@@ -65,6 +65,9 @@ class FixedModel:
         self.kv_dtype = torch.float32
         self._logits = torch.randn(max_rows, VOCAB, generator=torch.Generator().manual_seed(0)) * 6
 
+    def prepare(self, kv: Sequence[Tensor], block_size: int, max_sequences: int) -> None:
+        """There is nothing to compile."""
+
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return (2, num_blocks, 1, block_size, 1)
 

@@ -61,6 +61,9 @@ class ToyModel:
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return (2, num_blocks, 1, block_size, 1)
 
+    def prepare(self, kv: Sequence[Tensor], block_size: int, max_sequences: int) -> None:
+        """There is nothing to compile."""
+
     def kv_bytes_per_token(self) -> int:
         return 32
 

@@ -37,6 +37,7 @@ class Runner:
             torch.zeros(shape, dtype=model.kv_dtype, device=model.device)
             for _ in range(model.spec.num_layers)
         ]
+        model.prepare(self._kv, config.block_size, config.max_sequences)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
