@@ -183,5 +183,7 @@ def _details(item: Served) -> dict[str, Any]:
         "queued": item.replicas.queued(),
         "dtype": item.info.dtype,
         "device": item.info.device,
+        "weight_bytes": item.info.weight_bytes,
+        "kv_bytes": item.info.kv_bytes,
         "max_model_len": item.context,
     }
