@@ -1,0 +1,68 @@
+"""What a newcomer meets first is true: the README's program runs, its links lead somewhere, and a
+wheel carries the kernel sources."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_two_commands_are_shown() -> None:
+    assert "make run" in README and "make test" in README
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+def test_the_embedded_example_runs(default_model_path: Path) -> None:
+    programs = re.findall(r"```python\n(.*?)```", README, re.S)
+    (program,) = [text for text in programs if "from coterie import LLM" in text]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=dict(os.environ, PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+
+
+def test_import_is_light() -> None:
+    program = "import sys, coterie; assert 'torch' not in sys.modules; print(coterie.__all__)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "['LLM', '__version__']", done.stderr
+
+
+@pytest.mark.full
+def test_a_wheel_carries_the_kernel_sources(tmp_path: Path) -> None:
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "-w",
+        str(tmp_path),
+        str(ROOT),
+    ]
+    subprocess.run(build, check=True, timeout=240)
+    (wheel,) = tmp_path.glob("coterie-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {Path(name).name for name in archive.namelist() if "/csrc/" in name}
+    assert packed == {path.name for path in (ROOT / "coterie/kernels/csrc").iterdir()}
