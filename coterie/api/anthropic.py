@@ -48,7 +48,7 @@ class AnthropicDialect:
             id=new_id("msg_"),
             model=name,
             request_id=steering.exchange.request_id,
-            reasoning=splitter_for(tokenizer, ask.prompt),
+            reasoning=await splitter_for(tokenizer, ask.prompt),
         )
         events = events_of(self.service, inference_request(ask, steering, shape.id))
         if body.stream:

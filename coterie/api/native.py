@@ -71,8 +71,7 @@ class NativeEndpoints:
             "tokens": ids,
         }
         if body.return_token_strs:
-            texts = [tokenizer.decode([token], skip_special=False) for token in ids]
-            payload["token_strs"] = texts
+            payload["token_strs"] = await asyncio.to_thread(_token_texts, tokenizer, ids)
         return answer(payload)
 
     async def detokenize(self, request: Request) -> Response:
@@ -132,6 +131,10 @@ class NativeEndpoints:
     async def version(self, request: Request) -> Response:
         """The version of this server."""
         return answer({"version": __version__})
+
+
+def _token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    return [tokenizer.decode([token], skip_special=False) for token in ids]
 
 
 def _openai_card(card: ModelCard) -> Any:

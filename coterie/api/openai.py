@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -83,7 +84,7 @@ class OpenAIDialect:
             include_usage=includes_usage(body),
             logprobs=bool(body.logprobs),
             prompt_ids=None if ids is None else tuple(ids),
-            reasoning=splitter_for(tokenizer, chat),
+            reasoning=await splitter_for(tokenizer, chat),
         )
 
     async def _text_shape(
@@ -107,7 +108,10 @@ class OpenAIDialect:
     async def _echo(self, ask: Ask, tokenizer: Tokenizer) -> Echo:
         ids = tuple(await self.service.tokenise(ask.model, ask.prompt))
         check_tokens(ids, ask.sampling, tokenizer.vocab_size)
-        text = ask.prompt.text if isinstance(ask.prompt, Text) else tokenizer.decode(ids)
+        if isinstance(ask.prompt, Text):
+            text = ask.prompt.text
+        else:
+            text = await asyncio.to_thread(tokenizer.decode, ids)
         return Echo(text, ids, tokenizer.decode(ids[:1]))
 
     def _text_events(self, shape: TextShape, asks: Sequence[Ask], steering: Steering) -> Events:

@@ -6,6 +6,7 @@ neither part.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from coterie.core.request import Chat
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 REASONING, CONTENT = "reasoning", "content"
 Piece = tuple[str, str]
+# above this many characters a chat is rendered on a thread, as the pipeline does to tokenise it
+MAX_INLINE_CHARACTERS = 8_000
 
 
 class Splitter:
@@ -96,9 +99,12 @@ def _overlap(text: str, mark: str) -> int:
     return 0
 
 
-def splitter_for(tokenizer: Tokenizer, chat: Chat) -> tuple[tuple[str, str], bool] | None:
+async def splitter_for(tokenizer: Tokenizer, chat: Chat) -> tuple[tuple[str, str], bool] | None:
     """The marks and whether the prompt already opened them; None for models that do not think."""
     if tokenizer.reasoning is None:
         return None
-    opened = tokenizer.render(chat).rstrip().endswith(tokenizer.reasoning[0])
-    return tokenizer.reasoning, opened
+    if sum(len(message.content) for message in chat.messages) > MAX_INLINE_CHARACTERS:
+        text = await asyncio.to_thread(tokenizer.render, chat)
+    else:
+        text = tokenizer.render(chat)
+    return tokenizer.reasoning, text.rstrip().endswith(tokenizer.reasoning[0])
