@@ -20,6 +20,9 @@ from coterie.core.events import (
     Usage,
 )
 
+# events of all sources that wait for a slow reader; past it each source's own mailbox folds them
+MAX_WAITING = 64
+
 
 @dataclass(slots=True)
 class Choice:
@@ -76,7 +79,7 @@ async def merged(sources: Sequence[Events], num_choices: int) -> Events:
 
     Closing it closes every source. The first failure ends all.
     """
-    inbox: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
+    inbox: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue(MAX_WAITING)
     pumps = [asyncio.ensure_future(_pump(inbox, i, source)) for i, source in enumerate(sources)]
     ends: dict[int, Finished] = {}
     try:
@@ -104,11 +107,11 @@ async def _pump(
         event: Event | None = None
         try:
             async for event in source:
-                inbox.put_nowait((index, event))
+                await inbox.put((index, event))
             if not isinstance(event, (Finished, Failed)):
                 raise InternalError("the answer ended without a result")
         except Exception as error:
-            inbox.put_nowait((index, error))
+            await inbox.put((index, error))
 
 
 def _sum(ends: Sequence[Finished]) -> Finished:

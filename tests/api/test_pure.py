@@ -15,7 +15,7 @@ from served import frames
 from coterie.api import errors
 from coterie.api.anthropic_render import MessageShape, MessageStream, stop_fields
 from coterie.api.auth import KeyRing, check_exposure
-from coterie.api.collect import collect, merged
+from coterie.api.collect import MAX_WAITING, collect, merged
 from coterie.api.openai_chat import ChatShape, ChatStream
 from coterie.api.openai_render import LegacyLogprobs, chat_logprobs, finish_fields
 from coterie.api.openai_text import Echo, TextShape, TextStream
@@ -116,6 +116,26 @@ def test_merged_requests_are_one() -> None:
         answer = await collect(merged([first, second], 2), 4)
         assert ["".join(choice.text) for choice in answer.choices] == ["x", "", "", "y"]
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 2)
+
+    asyncio.run(run())
+
+
+def test_a_slow_reader_holds_merged_requests_back() -> None:
+    async def run() -> None:
+        made = 0
+
+        async def endless() -> Events:
+            nonlocal made
+            while True:
+                made += 1
+                yield delta("a", 0, "x")
+
+        events = merged([endless(), endless()], 1)
+        await anext(events)
+        for _ in range(500):
+            await asyncio.sleep(0)
+        assert made <= MAX_WAITING + 3
+        await events.aclose()
 
     asyncio.run(run())
 
