@@ -7,7 +7,6 @@ worker goes on behind it. Imports no torch; what happens inside the process is `
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,8 +113,10 @@ class ProcessReplica:
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             supervisor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await supervisor
+            # its own error, if it had one, must not keep requests from being told
+            await asyncio.wait({supervisor})
+            if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
+                log("supervisor_failed", level="error", error=error, replica=self.name)
         child, self._child = self._child, None
         if child is not None:
             await child.stop()
@@ -145,12 +146,12 @@ class ProcessReplica:
             await asyncio.sleep(pause_s)
             try:
                 child, _ = await self._spawn()
-            except CoterieError as error:
+            except Exception as error:
                 failures += 1
                 log("worker_failed_to_start", level="error", error=error, replica=self.name,
                     attempt=failures)  # fmt: skip
                 if failures > MAX_FAILED_STARTS:
-                    self._ledger.fail_all("unavailable", error.message, self.retry_after_s())
+                    self._ledger.fail_all("unavailable", _told(error), self.retry_after_s())
                 continue
             log("worker_restarted", replica=self.name, pid=child.pid, pending=len(self._ledger))
             self._hand_over()
@@ -213,3 +214,7 @@ class ProcessReplica:
         directory, self._directory = self._directory, None
         if directory is not None:
             remove_directory(directory)
+
+
+def _told(error: Exception) -> str:
+    return error.message if isinstance(error, CoterieError) else "the worker cannot be started"
