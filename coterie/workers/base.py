@@ -63,6 +63,8 @@ class ReplicaInfo:
     max_sequences: dict[str, int]
     # the model's generation_config
     generation: dict[str, Any]
+    # the bytes that the lanes divided; `kv_bytes` is what whole blocks of it came to
+    kv_budget: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ def build_engine(spec: WorkerSpec, progress: Progress | None = None) -> Host:
         contexts={lane.name: lane.max_context for lane in lanes},
         max_sequences={lane.name: lane.max_sequences for lane in lanes},
         generation=_generation(checkpoint.generation),
+        kv_budget=kv_bytes,
     )
     return Host(engine, tokenizer, info)
 

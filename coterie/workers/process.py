@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coterie.core.errors import CoterieError, Unavailable
@@ -35,6 +35,10 @@ class Restart:
         return float(min(self.max_backoff_s, self.backoff_s * 2 ** min(failures - 1, 30)))
 
 
+class ModelChanged(Unavailable):
+    """What a restarted worker loaded is not what its requests began with."""
+
+
 class ProcessReplica:
     def __init__(self, spec: WorkerSpec, restart: Restart | None = None) -> None:
         self.name = spec.name
@@ -46,6 +50,7 @@ class ProcessReplica:
         self._directory: Path | None = None
         self._lanes: dict[str, LaneState] = {}
         self._stats: dict[str, float] = {}
+        self._fingerprint: str | None = None
         self._starts = 0
         self._load_s = 1.0
         self._next_start_at = 0.0
@@ -64,6 +69,9 @@ class ProcessReplica:
         except BaseException:
             self._remove_directory()
             raise
+        # a restart must not size its KV by what is free then
+        self._spec = replace(self._spec, kv_bytes=info.kv_budget or info.kv_bytes)
+        self._fingerprint = info.fingerprint
         self._supervisor = asyncio.create_task(self._supervise(child), name=f"worker-{self.name}")
         return info
 
@@ -150,7 +158,7 @@ class ProcessReplica:
                 failures += 1
                 log("worker_failed_to_start", level="error", error=error, replica=self.name,
                     attempt=failures)  # fmt: skip
-                if failures > MAX_FAILED_STARTS:
+                if failures > MAX_FAILED_STARTS or isinstance(error, ModelChanged):
                     self._ledger.fail_all("unavailable", _told(error), self.retry_after_s())
                 continue
             log("worker_restarted", replica=self.name, pid=child.pid, pending=len(self._ledger))
@@ -164,10 +172,14 @@ class ProcessReplica:
         self._starts += 1
         # pid-less and short: an address has little room
         path = self._directory / f"{self._starts}.sock"
-        self._child, info = await Child.spawn(self._spec, path, self._take)
+        child, info = await Child.spawn(self._spec, path, self._take)
+        if self._fingerprint not in (None, info.fingerprint):
+            await child.kill()
+            raise ModelChanged("the model's file changed since the server was started; restart it")
+        self._child = child
         self._reported_at = time.monotonic()
         self._load_s = self._reported_at - begun_at
-        return self._child, info
+        return child, info
 
     async def _watch(self, child: Child) -> int:
         """The exit status; kills a worker that has work and stays silent."""

@@ -6,10 +6,11 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rig import assign, begin, tiny_spec
+from rig import assign, begin, own_workers, tiny_spec
 
 from coterie.core.events import Failed, Finished
 from coterie.workers.base import ReplicaInfo, Report, WorkerSpec
@@ -43,6 +44,37 @@ def test_a_start_that_the_system_refuses_is_tried_again(monkeypatch: pytest.Monk
             kill(replica)
             assert isinstance(await listener.ended(), Finished) and not refusals
             assert len(listener.tokens()) == 200
+        finally:
+            await replica.close()
+
+    asyncio.run(test())
+
+
+def test_a_changed_model_ends_what_ran_and_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Child.spawn
+    specs: list[WorkerSpec] = []
+
+    async def spawn(spec: WorkerSpec, path: Path, take: Callable[[Report], None]) -> Spawned:
+        specs.append(spec)
+        child, info = await real(spec, path, take)
+        return child, replace(info, fingerprint="other") if len(specs) == 1 else info
+
+    async def test() -> None:
+        asked = replace(tiny_spec(), kv_bytes=0, lanes=tiny_spec(max_sequences=2).lanes)
+        replica = ProcessReplica(asked, QUICK)
+        info = await replica.start()
+        try:
+            listener = await begin(replica, assign("a", max_tokens=200))
+            monkeypatch.setattr(Child, "spawn", spawn)
+            kill(replica)
+            end = await listener.ended()
+            assert isinstance(end, Failed) and end.code == "unavailable"
+            assert "file changed" in end.message and not replica.healthy()
+            assert not own_workers()
+            # the file was put back: the next start is the same engine, with the same KV
+            while not replica.healthy():
+                await asyncio.sleep(0.01)
+            assert specs[-1].kv_bytes == info.kv_budget > 0
         finally:
             await replica.close()
 
