@@ -20,6 +20,9 @@ from coterie.engine.step import BeamScores, StepPlan, StepResult, TokenScore
 
 log = logging.getLogger(__name__)
 
+# what a client is told; an exception's own words may quote somebody's prompt
+FAILED = "the engine failed on this request; the log has the reason"
+
 
 class RequestBook:
     def __init__(
@@ -106,9 +109,9 @@ class RequestBook:
                 else:
                     score = scores.get(index) if scores else None
                     self._produce(drawer, sequence, result.tokens[index], score, events)
-            except Exception as error:
-                log.exception("request %s failed", sequence.request_id)
-                self._fail(drawer, error, events)
+            except Exception:
+                log.exception("request_broke", extra=self._fields(drawer))
+                self._fail(drawer, events)
 
     def _first_token(self, request: ActiveRequest, now: float, events: list[Event]) -> None:
         request.clock.first_token = now
@@ -164,19 +167,22 @@ class RequestBook:
             self._end(request, sequence)
         self._finish(request, events)
 
-    def fail(self, plan: StepPlan, error: Exception, events: list[Event]) -> None:
+    def fail(self, plan: StepPlan, events: list[Event]) -> None:
         """The step broke: nobody in it can go on."""
         for row in plan.rows:
             request = self._requests.get(row.sequence.request_id)
             if request is not None:
-                self._fail(request, error, events)
+                log.error("request_lost_with_step", extra=self._fields(request))
+                self._fail(request, events)
 
-    def _fail(self, request: ActiveRequest, error: Exception, events: list[Event]) -> None:
+    def _fail(self, request: ActiveRequest, events: list[Event]) -> None:
         for sequence in list(request.sequences):
             self._end(request, sequence)
         self._forget(request)
-        reason = f"the engine failed on this request: {type(error).__name__}: {error}"
-        events.append(Failed(request.request_id, "internal_error", reason))
+        events.append(Failed(request.request_id, "internal_error", FAILED))
+
+    def _fields(self, request: ActiveRequest) -> dict[str, str]:
+        return {"request_id": request.request_id, "replica": self._replica}
 
     def _end(
         self, request: ActiveRequest, sequence: Sequence, session: Hashable | None = None

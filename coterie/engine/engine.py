@@ -134,9 +134,9 @@ class Engine:
         scheduled = time.perf_counter()
         try:
             result = lane.runner.run(plan)
-        except Exception as error:
-            log.exception("step %d failed", plan.step)
-            self._book.fail(plan, error, events)
+        except Exception:
+            log.exception("step_failed", extra={"replica": self._replica})
+            self._book.fail(plan, events)
             return events
         ran = time.perf_counter()
         lane.scheduler.commit(plan)

@@ -45,7 +45,7 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
     threads = config.engine.threads or max(1, cores() // engines)
     make = InprocReplica if inproc else _process_maker(config.engine)
     groups = [
-        _group(f"e{index}", path, members, config.engine, threads, make)
+        _group(f"e{index}", path, members, config, threads, make)
         for index, ((path, _), members) in enumerate(shared.items())
     ]
     return Pipeline(Roster(groups, config.server.drain_s))
@@ -72,10 +72,11 @@ def _group(
     name: str,
     path: Path,
     members: list[tuple[str, SpecialistSettings]],
-    engine: EngineSettings,
+    config: Config,
     threads: int,
     make: MakeReplica,
 ) -> Group:
+    engine = config.engine
     lanes = tuple(_lane(lane, settings, engine) for lane, settings in members)
     count = max(settings.replicas for _, settings in members)
     specs = [
@@ -87,6 +88,7 @@ def _group(
             device=engine.device,
             threads=threads,
             kv_bytes=engine.kv_bytes,
+            log_level=config.server.log_level,
         )
         for index in range(count)
     ]

@@ -42,6 +42,7 @@ class WorkerSpec:
     device: str = "auto"
     threads: int = 0  # 0 = every core
     kv_bytes: int = 0  # 0 = by the machine's free memory
+    log_level: str = "info"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import zmq
 
 from coterie.core.errors import CoterieError
-from coterie.obs.trace import log
+from coterie.obs.trace import configure, log
 from coterie.workers import wire
 from coterie.workers.base import Command, Report
 from coterie.workers.loop import serve
@@ -54,6 +54,7 @@ def main(address: str) -> int:
         signal.signal(number, signal.SIG_IGN)
     (length,) = wire.LENGTH.unpack(_read(wire.LENGTH.size))
     spec = wire.decode_spec(_read(length))
+    configure(spec.log_level)
     threading.Thread(target=_watch, name="lifeline", daemon=True).start()
     channel = Channel(address)
     try:

@@ -25,6 +25,7 @@ from toy import (
 
 from coterie.core.events import Delta, Failed, Finished, Started
 from coterie.core.plan import AdapterChoice, Admitted, Rejected
+from coterie.engine.book import FAILED
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -168,7 +169,7 @@ def test_abort_frees_at_once() -> None:
     )
 
 
-def test_a_failing_step_fails_its_requests_only() -> None:
+def test_a_failing_step_fails_its_requests_only(caplog: pytest.LogCaptureFixture) -> None:
     model = ToyModel()
     engine = make_engine(make_lane(max_sequences=2), model=model)
     for name in ("a", "b", "c"):
@@ -178,6 +179,9 @@ def test_a_failing_step_fails_its_requests_only() -> None:
     events = engine.step()
     assert {e.request_id for e in events if isinstance(e, Failed)} == {"a", "b"}
     assert all(e.code == "internal_error" for e in events if isinstance(e, Failed))
+    assert {e.message for e in events if isinstance(e, Failed)} == {FAILED}
+    named = {vars(record).get("request_id") for record in caplog.records}
+    assert named == {None, "a", "b"}
     engine.check()
     events = drain(engine)
     assert outputs(events)["c", 0] == true_output(make_assignment("c", [1, 2, 3], max_tokens=6))
