@@ -1,6 +1,7 @@
 """Reads a request body within its limits and turns it into a checked pydantic value.
 
-Every way a body can be wrong leaves as an `InvalidRequest` or `RequestTooLarge`. Knows no dialect.
+Every way a body can be wrong leaves as an `InvalidRequest` or `RequestTooLarge`; a client that
+leaves while it sends is `ClientGone`. Knows no dialect.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from coterie.api.exchange import ClientGone
 from coterie.core.errors import InvalidRequest, RequestTooLarge
 
 READ_TIMEOUT_S = 60.0
@@ -44,7 +46,7 @@ async def read(request: Request, limit_bytes: int) -> bytes:
     except TimeoutError:
         raise InvalidRequest(f"the body did not arrive within {READ_TIMEOUT_S:.0f} s") from None
     except ClientDisconnect:
-        raise InvalidRequest("the client closed the connection before the body ended") from None
+        raise ClientGone from None
     return b"".join(chunks)
 
 

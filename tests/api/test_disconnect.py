@@ -113,6 +113,8 @@ def test_a_body_that_never_ends(crowd_server: Served) -> None:
     with socket.create_connection((where.hostname, where.port)) as half:
         half.sendall(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
     assert crowd_server.post(CHAT, chat()).status == 200
+    left = [line for line in crowd_server.log().splitlines() if '"route":"/v1/messages"' in line]
+    assert '"status":499' in left[-1]
 
 
 def test_cors_when_it_is_asked_for(crowd_server: Served) -> None:
