@@ -6,6 +6,7 @@ Imported by `serve` alone, because it needs the web framework.
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 import sys
@@ -21,6 +22,8 @@ from coterie.core.config import Config, Server
 from coterie.core.errors import CoterieError, InternalError
 from coterie.service.pipeline import Pipeline
 
+# past the drain: what stopping the workers and writing the last frames may take
+CLOSE_S = 5.0
 # after a second Ctrl-C: what stopping the workers may take
 FORCED_CLOSE_S = 5.0
 
@@ -28,9 +31,12 @@ FORCED_CLOSE_S = 5.0
 class _Server(uvicorn.Server):
     """Drains on the first signal and stops on the second, without raising the signal again."""
 
-    def __init__(self, config: uvicorn.Config, pipeline: Pipeline) -> None:
+    def __init__(
+        self, config: uvicorn.Config, pipeline: Pipeline, starting: asyncio.Task[None]
+    ) -> None:
         super().__init__(config)
         self.pipeline = pipeline
+        self.starting = starting
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -52,11 +58,23 @@ class _Server(uvicorn.Server):
         note("coterie: letting running requests end; Ctrl-C again stops at once")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.ensure_future(self._end_requests())
         await super().shutdown(sockets)
-        if self.force_exit:
+        if not self.force_exit:
+            await ending
+        else:
+            ending.cancel()
+            await asyncio.gather(ending, return_exceptions=True)
             # the base class leaves the application's own shutdown out then
             await asyncio.wait_for(self.pipeline.close(), FORCED_CLOSE_S)
             await self.lifespan.shutdown()
+
+    async def _end_requests(self) -> None:
+        """Beside the base class, which waits for connections: closing the pipeline is what ends a
+        stream that outlasts the drain with an error frame."""
+        if self.starting.done():
+            await self.pipeline.drain()
+            await self.pipeline.close()
 
 
 async def run(
@@ -80,10 +98,11 @@ async def run(
             log_config=None,
             log_level="warning",
             server_header=False,
-            timeout_graceful_shutdown=max(1, round(config.server.drain_s)),
+            timeout_graceful_shutdown=math.ceil(config.server.drain_s + CLOSE_S),
             lifespan="on",
         ),
         pipeline,
+        starting,
     )
     note(f"coterie: listening on {url}, loading models")
     await server.serve(sockets=[listener])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import threading
 import time
+from pathlib import Path
 
 import anthropic
 import openai
 import pytest
 from conftest import KEYS
-from served import Served, chat
+from served import Served, chat, frames
 from tiny import tiny_checkpoint
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -177,5 +178,33 @@ def test_not_ready_yet_then_drained() -> None:
         thread.join(30)
         assert replies[0].body.endswith(b"data: [DONE]\n\n")
         assert b'"finish_reason":"length"' in replies[0].body
+    finally:
+        served.stop()
+
+
+def test_a_stream_that_outlasts_the_drain_ends_with_an_error(tmp_path: Path) -> None:
+    config = tmp_path / "coterie.toml"
+    config.write_text(
+        f"""
+        [server]
+        drain_s = 0.2
+        [[specialists]]
+        name = "tiny"
+        model = "{tiny_checkpoint("llama")}"
+        """
+    )
+    served = Served("--config", str(config))
+    try:
+        replies = []
+        body = chat(stream=True, n=16, max_tokens=900, ignore_eos=True, temperature=1)
+        thread = threading.Thread(target=lambda: replies.append(served.post(CHAT, body)))
+        thread.start()
+        while served.metric("vllm:num_requests_running") < 1:
+            time.sleep(0.02)
+        assert served.stop() == 0
+        thread.join(30)
+        *_, (_, last) = frames(replies[0].body)
+        assert last["error"]["code"] == "specialist_unavailable"
+        assert "Traceback" not in served.log()
     finally:
         served.stop()
