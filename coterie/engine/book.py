@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from coterie.core.events import Delta, Event, Failed
 from coterie.engine.active import ActiveRequest
@@ -20,6 +20,8 @@ from coterie.engine.step import BeamScores, StepPlan, StepResult, TokenScore
 
 log = logging.getLogger(__name__)
 
+# deadlines of ended requests that may lie around
+SLACK = 64
 # what a client is told; an exception's own words may quote somebody's prompt
 FAILED = "the engine failed on this request; the log has the reason"
 
@@ -72,10 +74,8 @@ class RequestBook:
         """End every request whose deadline has passed, with the text it has."""
         while self._deadlines and self._deadlines[0][0] <= self._now():
             deadline, request_id = heappop(self._deadlines)
-            request = self._requests.get(request_id)
-            # the id may belong to a later request by now
-            if request is not None and request.assignment.deadline == deadline:
-                self._cut(request, "timeout", events)
+            if self._awaited(deadline, request_id):
+                self._cut(self._requests[request_id], "timeout", events)
 
     def start(self, sequence: Sequence, events: list[Event]) -> None:
         """`sequence` runs for the first time."""
@@ -199,3 +199,11 @@ class RequestBook:
         del self._requests[request.request_id]
         self._searches.pop(request.request_id, None)
         self.num_ended[request.assignment.lane] += 1
+        if len(self._deadlines) > 2 * len(self._requests) + SLACK:
+            self._deadlines = [item for item in self._deadlines if self._awaited(*item)]
+            heapify(self._deadlines)
+
+    def _awaited(self, deadline: float, request_id: str) -> bool:
+        # the id may belong to a later request by now
+        request = self._requests.get(request_id)
+        return request is not None and request.assignment.deadline == deadline
