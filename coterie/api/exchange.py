@@ -54,9 +54,17 @@ def exchange_of(scope: Scope) -> Exchange:
     return exchange
 
 
-def dialect_of(path: str) -> str:
-    anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+def dialect_of(scope: Scope) -> str:
+    """By path; both vendors' clients list models, and there a header tells them apart."""
+    if _is_at(scope["path"], "/v1/models"):
+        anthropic = any(name == b"anthropic-version" for name, _ in scope["headers"])
+    else:
+        anthropic = _is_at(scope["path"], "/v1/messages")
     return errors.ANTHROPIC if anthropic else errors.OPENAI
+
+
+def _is_at(path: str, route: str) -> bool:
+    return path == route or path.startswith(route + "/")
 
 
 def new_id(prefix: str) -> str:
@@ -83,7 +91,7 @@ class Door:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = Exchange(_request_id(scope), dialect_of(scope["path"]), time.monotonic())
+        exchange = Exchange(_request_id(scope), dialect_of(scope), time.monotonic())
         exchange.send = send
         scope[_SCOPE_KEY] = exchange
 

@@ -43,7 +43,7 @@ class NativeEndpoints:
     async def models(self, request: Request) -> Response:
         """List the models, in the shape of the vendor whose client asks."""
         cards = self.pipeline.models()
-        if "anthropic-version" not in request.headers:
+        if exchange_of(request.scope).dialect != ANTHROPIC:
             return answer({"object": "list", "data": [_openai_card(card) for card in cards]})
         data = [model_fields(card) for card in cards]
         first, last = (cards[0].name, cards[-1].name) if cards else (None, None)
@@ -52,9 +52,7 @@ class NativeEndpoints:
     async def model(self, request: Request) -> Response:
         """Describe one model."""
         name = request.path_params["model"]
-        anthropic = "anthropic-version" in request.headers
-        if anthropic:
-            exchange_of(request.scope).dialect = ANTHROPIC
+        anthropic = exchange_of(request.scope).dialect == ANTHROPIC
         for card in self.pipeline.models():
             if card.name == name:
                 return answer(model_fields(card) if anthropic else _openai_card(card))

@@ -37,6 +37,9 @@ def test_keys(strict_server: Served) -> None:
     assert refused.headers["www-authenticate"] == "Bearer"
     other = strict_server.post(MESSAGES, chat(), x_api_key="wrong")
     assert other.json["error"]["type"] == "authentication_error"
+    for path in ("/v1/models", "/v1/models/tiny"):
+        listed = strict_server.get(path, x_api_key="wrong", anthropic_version="2023-06-01")
+        assert listed.json["error"]["type"] == "authentication_error"
 
 
 def test_tenants_share_no_prefix(strict_server: Served) -> None:
