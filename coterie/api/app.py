@@ -63,7 +63,7 @@ def create_app(
     add_routes(app, rows)
     app.add_exception_handler(CoterieError, _refused)
     app.add_exception_handler(HTTPException, _unrouted)
-    app.add_middleware(Door, keys=keys)
+    app.add_middleware(Door, keys=keys, max_queue=config.engine.max_queue)
     if server.cors_origins:
         # outside the door: a preflight carries no key
         app.add_middleware(

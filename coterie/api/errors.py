@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 
@@ -79,9 +79,9 @@ def body_of(error: CoterieError, dialect: str, request_id: str) -> bytes:
     return openai_body(error.message, row.openai_type, param=error.param, code=row.openai_code)
 
 
-def headers_of(error: CoterieError, dialect: str) -> dict[str, str]:
+def headers_of(error: CoterieError, dialect: str, max_queue: int | None = None) -> dict[str, str]:
     """Retry advice. Both vendors' clients obey `x-should-retry` before anything else, and would
-    otherwise retry every 408, 409, 429 and 5xx."""
+    otherwise retry every 408, 409, 429 and 5xx. `max_queue` is the limit a 429 names."""
     headers: dict[str, str] = {}
     status = status_of(error, dialect)
     if error.retry_after_s is not None:
@@ -91,19 +91,21 @@ def headers_of(error: CoterieError, dialect: str) -> dict[str, str]:
     if status == 429 or status >= 500:
         headers["x-should-retry"] = "false" if error.retry_after_s is None else "true"
     if status == 429 and error.retry_after_s is not None:
-        headers.update(_rate_limit(error.retry_after_s, dialect))
+        wait_s = min(error.retry_after_s, MAX_RETRY_AFTER_S)
+        headers.update(_rate_limit(wait_s, dialect, max_queue))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return headers
 
 
-def _rate_limit(wait_s: float, dialect: str) -> dict[str, str]:
+def _rate_limit(wait_s: float, dialect: str, max_queue: int | None) -> dict[str, str]:
+    limit = {} if max_queue is None else {"limit": str(max_queue)}
     if dialect == ANTHROPIC:
-        return {"anthropic-ratelimit-requests-remaining": "0"}
-    return {
-        "x-ratelimit-remaining-requests": "0",
-        "x-ratelimit-reset-requests": duration(min(wait_s, MAX_RETRY_AFTER_S)),
-    }
+        reset = datetime.now(UTC) + timedelta(seconds=math.ceil(wait_s))
+        values = limit | {"remaining": "0", "reset": f"{reset:%Y-%m-%dT%H:%M:%SZ}"}
+        return {f"anthropic-ratelimit-requests-{name}": value for name, value in values.items()}
+    values = limit | {"remaining": "0", "reset": duration(wait_s)}
+    return {f"x-ratelimit-{name}-requests": value for name, value in values.items()}
 
 
 def duration(seconds: float) -> str:
@@ -119,7 +121,3 @@ def plain(kind: str, message: str, request_id: str, dialect: str, code: str | No
     if dialect == ANTHROPIC:
         return anthropic_body(message, kind, request_id)
     return openai_body(message, _BAD, code=code)
-
-
-def as_json(payload: Any) -> bytes:
-    return encode(payload)

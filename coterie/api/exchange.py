@@ -38,6 +38,8 @@ class Exchange:
     # time.monotonic()
     arrived_at: float
     tenant: str = OPEN_TENANT
+    # places in a lane's queue, for those who find none free
+    max_queue: int | None = None
     status: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -83,9 +85,12 @@ def _request_id(scope: Scope) -> str:
 class Door:
     """The outermost layer: lets in, stamps headers, turns what went wrong into an answer, logs."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing | None = None, max_queue: int | None = None
+    ) -> None:
         self.app = app
         self.keys = keys
+        self.max_queue = max_queue
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -93,6 +98,7 @@ class Door:
             return
         exchange = Exchange(_request_id(scope), dialect_of(scope), time.monotonic())
         exchange.send = send
+        exchange.max_queue = self.max_queue
         scope[_SCOPE_KEY] = exchange
 
         async def stamped(message: Message) -> None:
@@ -128,7 +134,7 @@ def error_response(error: CoterieError, exchange: Exchange) -> Response:
     return Response(
         errors.body_of(error, exchange.dialect, exchange.request_id),
         errors.status_of(error, exchange.dialect),
-        errors.headers_of(error, exchange.dialect),
+        errors.headers_of(error, exchange.dialect, exchange.max_queue),
         "application/json",
     )
 

@@ -88,7 +88,9 @@ def test_a_full_queue_is_told_when_to_return(strict_server: Served) -> None:
         assert reply.status == 429
         assert reply.json["error"]["code"] == "rate_limit_exceeded"
         assert reply.headers["x-ratelimit-remaining-requests"] == "0"
+        assert reply.headers["x-ratelimit-limit-requests"] == "1"
     assert (other.status, other.json["error"]["type"]) == (429, "rate_limit_error")
+    assert other.headers["anthropic-ratelimit-requests-limit"] == "1"
     for reply in (refused, other, streamed):
         assert 1 <= int(reply.headers["retry-after"]) <= 120
         assert 0 < int(reply.headers["retry-after-ms"]) <= 120_000

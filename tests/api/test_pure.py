@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,18 @@ def test_retry_advice_is_capped() -> None:
     soon = errors.headers_of(Overloaded("full", retry_after_s=0.25), errors.OPENAI)
     assert (soon["retry-after"], soon["retry-after-ms"]) == ("1", "250")
     assert soon["x-ratelimit-reset-requests"] == "250ms"
+    assert "x-ratelimit-limit-requests" not in soon
+
+
+def test_a_full_queue_names_its_limit() -> None:
+    error = Overloaded("full", retry_after_s=30)
+    ours = errors.headers_of(error, errors.OPENAI, 256)
+    assert ours["x-ratelimit-limit-requests"] == "256"
+    theirs = errors.headers_of(error, errors.ANTHROPIC, 256)
+    assert theirs["anthropic-ratelimit-requests-limit"] == "256"
+    assert theirs["anthropic-ratelimit-requests-remaining"] == "0"
+    reset = datetime.fromisoformat(theirs["anthropic-ratelimit-requests-reset"])
+    assert 28 <= (reset - datetime.now(UTC)).total_seconds() <= 30
 
 
 def test_finish_reasons() -> None:
