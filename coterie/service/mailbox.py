@@ -7,22 +7,27 @@ deltas that still wait, so that the number of waiting events stays bounded.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
-from coterie.core.events import Delta, Event
+from coterie.core.events import Delta, Event, Failed, Finished
 
 MAX_WAITING = 64
 
 
 class Mailbox:
-    __slots__ = ("_events", "_loop", "_waiter")
+    __slots__ = ("_events", "_loop", "_on_end", "_waiter")
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[], None] | None = None) -> None:
+        """`on_end` is called once: when the last event comes, read or not, or by end()."""
         self._events: list[Event] = []
+        self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, event: Event) -> None:
         """The sink a replica calls; never blocks."""
+        if isinstance(event, (Finished, Failed)):
+            self.end()
         if len(self._events) < MAX_WAITING or not self._fold(event):
             self._events.append(event)
         waiter = self._waiter
@@ -30,6 +35,17 @@ class Mailbox:
             self._waiter = None
             if not waiter.done():
                 waiter.set_result(None)
+
+    def end(self) -> None:
+        """Nobody waits for the last event any more."""
+        call, self._on_end = self._on_end, None
+        if call is not None:
+            call()
+
+    def disarm(self) -> bool:
+        """There will be no end; says whether there was none yet."""
+        call, self._on_end = self._on_end, None
+        return call is not None
 
     async def take(self) -> list[Event]:
         """Everything that came since the last call; waits for at least one event."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from coterie.core.errors import CoterieError, InvalidRequest, Unavailable, Unsupported, from_code
@@ -20,7 +21,7 @@ from coterie.service.admission import Admission
 from coterie.service.mailbox import Mailbox
 from coterie.service.meter import Meter
 from coterie.service.roster import Health, ModelCard, Roster, Served
-from coterie.workers.base import Replica, Sink
+from coterie.workers.base import Replica
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
@@ -56,8 +57,7 @@ class Pipeline:
         try:
             prompt_ids = await tokenise(served.tokenizer, request.prompt)
             assignment = _assignment(request, plan, served, prompt_ids)
-            mailbox = Mailbox()
-            replica = await self._enqueue(served, assignment, mailbox.put)
+            replica, mailbox = await self._enqueue(served, assignment)
         except CoterieError as error:
             self._roster.registry.value("coterie_rejections", served.name, error.code).add()
             raise
@@ -73,10 +73,9 @@ class Pipeline:
                     yield event
         finally:
             self._open -= 1
+            mailbox.end()
             if not ended:
                 await replica.abort(assignment.request_id)
-            served.replicas.gave_back(replica)
-            self._admission.ended(served.name, served.replicas.queued())
 
     async def tokenise(self, model: str | None, prompt: Prompt) -> list[int]:
         """A prompt's tokens as `model` would read them."""
@@ -107,7 +106,7 @@ class Pipeline:
         plan = self._roster.router.plan(request, vendor)
         return self._roster.find(plan.specialist), plan
 
-    async def _enqueue(self, served: Served, assignment: Assignment, sink: Sink) -> Replica:
+    async def _enqueue(self, served: Served, assignment: Assignment) -> tuple[Replica, Mailbox]:
         """Admit by what is known, then let the worker decide; its refusal is re-planned once."""
         replicas, refused = served.replicas, set[str]()
         while True:
@@ -115,17 +114,23 @@ class Pipeline:
             state = replicas.state(replica)
             self._admission.check(served.name, state, replicas.unreported(replica))
             replicas.took(replica)
+            # a slow reader holds no place: the count falls when the last event comes
+            mailbox = Mailbox(partial(self._ended, served, replica))
+            verdict: Admitted | Rejected | None = None
             try:
-                verdict = await replica.submit(assignment, sink)
-            except BaseException:
-                replicas.gave_back(replica)
-                raise
+                verdict = await replica.submit(assignment, mailbox.put)
+            finally:
+                if not isinstance(verdict, Admitted) and mailbox.disarm():
+                    replicas.gave_back(replica)
             if isinstance(verdict, Admitted):
-                return replica
-            replicas.gave_back(replica)
+                return replica, mailbox
             refused.add(replica.name)
             if len(refused) > 1 or len(refused) == len(replicas.members):
                 raise self._refusal(served, replica, verdict)
+
+    def _ended(self, served: Served, replica: Replica) -> None:
+        served.replicas.gave_back(replica)
+        self._admission.ended(served.name, served.replicas.queued())
 
     def _refusal(self, served: Served, replica: Replica, verdict: Rejected) -> CoterieError:
         if verdict.code == "overloaded":

@@ -155,6 +155,24 @@ def test_a_slow_reader_loses_nothing_and_holds_few_events() -> None:
     asyncio.run(test())
 
 
+def test_a_mailbox_says_once_that_the_last_event_came() -> None:
+    async def test() -> None:
+        ends: list[int] = []
+        box = Mailbox(lambda: ends.append(1))
+        box.put(Delta("r", 0, "a", (1,)))
+        assert not ends
+        # nobody has read anything yet
+        box.put(Finished("r", ("stop",), Usage(1, 1), Timings()))
+        box.end()
+        assert ends == [1] and not box.disarm()
+        refused = Mailbox(lambda: ends.append(2))
+        assert refused.disarm()
+        refused.end()
+        assert ends == [1]
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize(
     ("model", "path", "name"),
     [

@@ -292,6 +292,23 @@ def test_a_full_queue_is_overloaded_with_a_retry_hint() -> None:
     asyncio.run(test())
 
 
+def test_readers_that_lag_hold_no_place_in_the_queue() -> None:
+    async def test() -> None:
+        async with serving({"engine.max_queue": 2, "engine.max_sequences": 2}) as pipeline:
+            slow = [pipeline.handle(request()) for _ in range(2)]
+            for stream in slow:
+                await anext(stream)
+            replica = pipeline._roster._groups[0].replicas[0]
+            while replica.in_flight():
+                await asyncio.sleep(0.005)
+            assert len(tokens(await collect(pipeline, request()))) == 12
+            for stream in slow:
+                assert len(tokens([event async for event in stream])) == 12
+            assert set(pipeline._roster.find(None).replicas._in_flight.values()) == {0}
+
+    asyncio.run(test())
+
+
 def test_a_crash_is_a_pause_and_the_other_replica_serves_meanwhile() -> None:
     async def test() -> None:
         two = {"specialists.0.replicas": 2, "engine.restart_backoff_s": 0.5}
