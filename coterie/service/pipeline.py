@@ -109,8 +109,15 @@ class Pipeline:
     async def _enqueue(self, served: Served, assignment: Assignment) -> tuple[Replica, Mailbox]:
         """Admit by what is known, then let the worker decide; its refusal is re-planned once."""
         replicas, refused = served.replicas, set[str]()
+        full: tuple[Replica, Rejected] | None = None
         while True:
-            replica = replicas.pick(refused)
+            try:
+                replica = replicas.pick(refused)
+            except Unavailable:
+                if full is None:
+                    raise
+                # somebody is there, only busy
+                raise self._refusal(served, *full) from None
             state = replicas.state(replica)
             self._admission.check(served.name, state, replicas.unreported(replica))
             replicas.took(replica)
@@ -125,6 +132,8 @@ class Pipeline:
             if isinstance(verdict, Admitted):
                 return replica, mailbox
             refused.add(replica.name)
+            if verdict.code == "overloaded":
+                full = replica, verdict
             if len(refused) > 1 or len(refused) == len(replicas.members):
                 raise self._refusal(served, replica, verdict)
 

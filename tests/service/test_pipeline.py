@@ -28,6 +28,7 @@ from coterie.core.errors import (
     Unsupported,
 )
 from coterie.core.events import Delta, Event, Finished, Started
+from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import (
     Chat,
     InferenceRequest,
@@ -41,6 +42,7 @@ from coterie.core.request import (
 )
 from coterie.service.build import build
 from coterie.service.pipeline import Pipeline
+from coterie.workers.base import Sink
 
 Test = Callable[[Pipeline], Awaitable[None]]
 COUNT = iter(range(10**6))
@@ -288,6 +290,25 @@ def test_a_full_queue_is_overloaded_with_a_retry_hint() -> None:
             assert all(hint is not None and 1 <= hint <= 120 for hint in hints)
             answered = [item for item in done if isinstance(item, list)]
             assert len(answered) >= 2 and all(len(tokens(item)) == 100 for item in answered)
+
+    asyncio.run(test())
+
+
+def test_one_full_and_one_dead_replica_are_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(assignment: Assignment, sink: Sink) -> Rejected:
+        return Rejected("overloaded", "full", 3.0)
+
+    async def test() -> None:
+        async with serving({"specialists.0.replicas": 2}) as pipeline:
+            first, second = pipeline._roster._groups[0].replicas
+            monkeypatch.setattr(first, "submit", refuse)
+            monkeypatch.setattr(second, "healthy", lambda: False)
+            with pytest.raises(Overloaded) as caught:
+                await collect(pipeline, request())
+            assert caught.value.retry_after_s is not None and caught.value.retry_after_s >= 3
+            monkeypatch.setattr(first, "healthy", lambda: False)
+            with pytest.raises(Unavailable):
+                await collect(pipeline, request())
 
     asyncio.run(test())
 
