@@ -60,6 +60,7 @@ def examine() -> machine.Facts:
         "home": machine.home_facts(),
         "models": machine.cached_models(),
     }
+    report["used"] = machine.used(report["torch"], report["models"])
     report["missing"] = _missing(report)
     return report
 
@@ -109,13 +110,23 @@ def render(report: machine.Facts) -> str:
         ("triton", torch["triton"] or "none"),
         ("home", report["home"]["path"]),
     ]
-    parts = [facts(pairs), _models(report["models"])]
+    parts = [facts(pairs), _used(report["used"]), _models(report["models"])]
     if not report["missing"]:
         parts.append("nothing is missing")
     for fault in report["missing"]:
         word = "missing" if fault["needed"] else "optional"
         parts.append(facts([(word, fault["what"]), ("  mend", fault["mend"])]))
     return "\n\n".join(parts)
+
+
+def _used(used: machine.Facts) -> str:
+    dtype = used["dtype"] or "dtype as its file keeps it"
+    pairs = [
+        ("will use", f"{used['device']}, {used['threads']} threads"),
+        ("KV", f"at most {nbytes(used['max_kv_bytes'])}"),
+        ("model", f"{used['model']}, {dtype}"),
+    ]
+    return facts(pairs)
 
 
 def _models(models: list[machine.Facts]) -> str:

@@ -135,6 +135,34 @@ def cached_models() -> list[Facts]:
     ]
 
 
+def used(torch: Facts, models: list[Facts]) -> Facts:
+    """What `coterie serve` without arguments takes. `dtype` is None until the model is here."""
+    from coterie.weights.sources import DEFAULT_MODEL
+    from coterie.workers.memory import auto_kv_bytes, cores
+
+    device = "cuda" if torch["cuda"] else "cpu"
+    # a cached source also names its version
+    paths = [m["path"] for m in models if m["source"].partition("==")[0] == DEFAULT_MODEL]
+    return {
+        "device": device,
+        "threads": cores(),
+        "max_kv_bytes": auto_kv_bytes(device),
+        "model": DEFAULT_MODEL,
+        "dtype": _stored_dtype(Path(paths[0])) if paths and torch["version"] else None,
+    }
+
+
+def _stored_dtype(path: Path) -> str | None:
+    from coterie.core.errors import CoterieError
+    from coterie.models.base import stored_dtype
+    from coterie.weights.checkpoint import open_checkpoint
+
+    try:
+        return stored_dtype(open_checkpoint(path))
+    except (CoterieError, ImportError):
+        return None
+
+
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()

@@ -157,6 +157,8 @@ def test_doctor(tmp_path: Path) -> None:
     shown = coterie("doctor", COLUMNS="60", COTERIE_HOME="/short").stdout
     assert max(map(len, shown.splitlines())) <= 60
     assert "kernels" in shown and "compiler" in shown
+    assert "will use" in shown and "threads" in shown
+    assert report["used"]["max_kv_bytes"] > 0 and report["used"]["dtype"] is None
     assert list(tmp_path.iterdir()) == []
 
 
