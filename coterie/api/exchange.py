@@ -1,6 +1,6 @@
 """One HTTP exchange from door to log line: request id, key, dialect, headers, access log.
 
-A plain ASGI layer, because it also sees every streamed chunk. The log holds ids, counts and times;
+A plain ASGI layer; a stream's chunks after its start go past it, straight to the server. The log holds ids, counts and times;
 never a prompt, a key, a header or a query string.
 """
 
@@ -83,7 +83,7 @@ def _request_id(scope: Scope) -> str:
 
 
 class Door:
-    """The outermost layer: lets in, stamps headers, turns what went wrong into an answer, logs."""
+    """Around every route, inside CORS alone: lets in, stamps headers, turns what went wrong into an answer, logs."""
 
     def __init__(
         self, app: ASGIApp, keys: KeyRing | None = None, max_queue: int | None = None
