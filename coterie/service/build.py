@@ -5,6 +5,7 @@ Resolves model sources (which may fetch files); starts nothing.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from coterie.core.config import Config, EngineSettings, SpecialistSettings
 from coterie.core.errors import ConfigError
 from coterie.service.pipeline import Pipeline
 from coterie.service.roster import Group, Roster
+from coterie.weights.hub import parse
 from coterie.weights.sources import DEFAULT_MODEL, resolve
 from coterie.workers.base import LaneSpec, Replica, WorkerSpec
 from coterie.workers.inproc import InprocReplica
@@ -54,8 +56,13 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
 def model_name(model: str, path: Path) -> str:
     """`SmolLM2-135M-Instruct.Q4_1.gguf` is served as `smollm2-135m-instruct`."""
     if model.startswith("hf:"):
-        # owner/name[@revision][:file] ; a downloaded snapshot's folder is named by a hash
-        return re.split(r"[@:]", model[3:])[0].rpartition("/")[2].lower()
+        hub = parse(model[3:])
+        if hub.file is None:
+            # a downloaded snapshot's folder is named by a hash
+            return hub.repo.rpartition("/")[2].lower()
+        path = Path(hub.file)
+    # "." and ".." name nothing; a link keeps its own name
+    path = Path(os.path.abspath(path))
     stem = path.stem if path.suffix == ".gguf" else path.name
     return _QUANTISATION.sub("", stem).lower()
 

@@ -180,7 +180,11 @@ def test_a_mailbox_says_once_that_the_last_event_came() -> None:
         ("/m/Qwen3-0.6B-bf16", "/m/Qwen3-0.6B-bf16", "qwen3-0.6b"),
         ("hf:Qwen/Qwen3-0.6B", "/home/models/0a1b2c", "qwen3-0.6b"),
         ("hf:Qwen/Qwen3-0.6B@main", "/home/models/0a1b2c", "qwen3-0.6b"),
+        ("hf:Org/Repo-GGUF/Some-1B.Q4_K_M.gguf", "/home/models/0a/x.gguf", "some-1b"),
+        ("hf:Org/Repo-GGUF/sub/Some-1B-Q8_0.gguf@main", "/home/models/0a/x.gguf", "some-1b"),
         ("/m/tiny.Q8_0.gguf", "/m/tiny.Q8_0.gguf", "tiny"),
+        (".", ".", Path.cwd().name.lower()),
+        ("..", "..", Path.cwd().parent.name.lower()),
     ],
 )
 def test_names_come_from_the_model(model: str, path: str, name: str) -> None:
