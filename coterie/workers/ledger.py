@@ -150,9 +150,9 @@ class Ledger:
             self._remove(request_id)
             entry.verdict.set_result(rejected)
             return
-        # accepted before a crash: it waits for room, unless the worker is empty and still refuses
+        # accepted before a crash: it waits for room as long as the worker says there will be some
         self._set_present(entry, False)
-        if rejected.retry_after_s is None or not self.working:
+        if rejected.retry_after_s is None:
             failed = Failed(request_id, rejected.code, rejected.reason, rejected.retry_after_s)
             self._end(failed)
 

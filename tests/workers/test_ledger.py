@@ -116,9 +116,13 @@ async def test_an_accepted_request_waits_when_the_new_worker_is_full() -> None:
     assert ledger.waiting == 1 and not isinstance(events[-1], Failed)
     ledger.take(finished("a"))
     assert set(resumed(ledger)) == {"b"}
-    # an empty worker that still refuses will never take it
+    # also by a worker that runs nothing we know of: aborted requests may still fill its queue
     ledger.take(Report(rejected=[("b", FULL)]))
-    assert isinstance(events[-1], Failed) and events[-1].code == "overloaded"
+    assert set(resumed(ledger)) == {"b"} and not isinstance(events[-1], Failed)
+    # a refusal without a time to come back is final
+    ledger.take(Report(rejected=[("b", Rejected("invalid_request", "never", None))]))
+    assert isinstance(events[-1], Failed) and events[-1].code == "invalid_request"
+    assert len(ledger) == 0
 
 
 @on_loop
