@@ -80,7 +80,7 @@ class EngineSettings:
     max_queue: int = key(
         256,
         "integer",
-        "Most requests that wait in a lane; past it the answer is 429.",
+        "Most sequences that wait in a lane; past it the answer is 429.",
         low=1,
         high=100_000,
     )
