@@ -1,7 +1,7 @@
 """One HTTP exchange from door to log line: request id, key, dialect, headers, access log.
 
-A plain ASGI layer; a stream's chunks after its start go past it, straight to the server. The log holds ids, counts and times;
-never a prompt, a key, a header or a query string.
+A plain ASGI layer; a stream's chunks after its start go past it, straight to the server. The
+log holds ids, counts and times; never a prompt, a key, a header or a query string.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ def _request_id(scope: Scope) -> str:
 
 
 class Door:
-    """Around every route, inside CORS alone: lets in, stamps headers, turns what went wrong into an answer, logs."""
+    """Lets in, stamps headers, turns what went wrong into an answer, logs.
+
+    Around every route; only CORS, which answers preflights, is further out.
+    """
 
     def __init__(
         self, app: ASGIApp, keys: KeyRing | None = None, max_queue: int | None = None

@@ -1,6 +1,7 @@
 """Bodies of the OpenAI dialect, with the extra fields vLLM's clients send.
 
-Shapes and ranges only: what a field means is `openai_parse.py`'s business. Unknown fields are ignored.
+Shapes and ranges only: what a field means is `openai_parse.py`'s business. Unknown fields are
+ignored.
 """
 
 from __future__ import annotations
