@@ -75,10 +75,7 @@ class InprocReplica:
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
-        try:
-            await asyncio.wait_for(self._ledger.emptied(), timeout_s)
-        except TimeoutError:
-            log("drain_timed_out", level="warning", replica=self.name, pending=len(self._ledger))
+        await self._ledger.drain(self.name, timeout_s)
 
     async def close(self) -> None:
         self._draining = True

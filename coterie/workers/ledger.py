@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from coterie.core.errors import InvalidRequest
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.core.plan import Admitted, Assignment, Rejected
+from coterie.obs.trace import log
 from coterie.workers.base import Report, Sink
 
 # Present in this many crashes: suspect, and run alone. In one more: failed.
@@ -69,6 +70,13 @@ class Ledger:
 
     async def emptied(self) -> None:
         await self._emptied.wait()
+
+    async def drain(self, replica: str, timeout_s: float) -> None:
+        """Wait until every request has ended, at most `timeout_s`."""
+        try:
+            await asyncio.wait_for(self.emptied(), timeout_s)
+        except TimeoutError:
+            log("drain_timed_out", level="warning", replica=replica, pending=len(self))
 
     def open(self, assignment: Assignment, sink: Sink) -> asyncio.Future[Admitted | Rejected]:
         """Enter a request that is being handed to the worker; the future is its verdict."""
