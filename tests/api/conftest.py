@@ -45,7 +45,7 @@ def strict_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def thinking_checkpoint(path: Path) -> Path:
     """The tiny model with a chat template that opens a thought."""
-    shutil.copytree(tiny_checkpoint("llama"), path)
+    shutil.copytree(tiny_checkpoint("llama", max_position_embeddings=8192), path)
     settings = path / "tokenizer_config.json"
     facts = json.loads(settings.read_text())
     facts["chat_template"] = THINKING_TEMPLATE
