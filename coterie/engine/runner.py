@@ -98,6 +98,7 @@ class Runner:
             context_lens=self._tensor(context_lens.astype(np.int32)),
             block_tables=self._tensor(table[table_rows, :width]),
             block_size=size,
+            phase="prefill" if plan.num_prefill_tokens else "decode",
         )
         return self._tensor(np.array(tokens)), batch, bounds
 

@@ -26,3 +26,5 @@ class AttentionBatch:
     context_lens: Tensor  # [S] int32: tokens in the sequence's KV after this step
     block_tables: Tensor  # [S, max_blocks] int32, unused entries 0
     block_size: int
+    # "decode" when no row belongs to a prompt: expert strategies tell the two apart
+    phase: str = "prefill"

@@ -1,0 +1,104 @@
+"""What every strategy answers, and from what: decisions as values, no tensors, no I/O.
+
+The runtime carries a decision out, the planner replays it against a recorded trace: both call the
+same `decide`. A strategy owns its choice of victims and nothing else; which expert lies in which
+slot is `Residency`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from coterie.experts.geometry import Geometry, Key
+    from coterie.experts.heatmap import Heatmap
+    from coterie.experts.residency import Residency
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one step asks of one layer."""
+
+    layer: int
+    # "prefill" or "decode"
+    phase: str
+    # unique, ascending; counts[i] rows go to experts[i]
+    experts: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """One turn of a layer. `load` fills slots (their old content is gone), then `device` experts
+    run from slots while `host` experts run from host memory. Waves run in order; a later wave may
+    reuse the slots of an earlier one. Every demanded expert runs in exactly one wave."""
+
+    load: tuple[tuple[Key, int], ...] = ()
+    device: tuple[int, ...] = ()
+    host: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds, measured on this machine (machine.py); what a pay-back test needs."""
+
+    # one expert from host memory (or, with no host tier, from disk) to a device slot
+    upload_s: float
+    # one expert computed from a device slot / from host memory for one row
+    device_run_s: float
+    host_run_s: float
+    # one expert from disk to host memory
+    read_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a strategy is given for life."""
+
+    geometry: Geometry
+    # shared by the prefill and the decode strategy of one engine
+    slots: Residency
+    # counts known at start; None when there is no heatmap yet
+    heatmap: Heatmap | None
+    costs: Costs
+    # False when the host tier holds nothing (a device miss then reads the disk directly), or when
+    # computing on the host is not wanted
+    host_can_run: bool = True
+    # fix where each expert runs: no choice may depend on time measured during the run
+    deterministic: bool = False
+
+
+class Strategy:
+    """Base of all strategies. `name` is the file's name, the CLI value and the docs heading."""
+
+    name: ClassVar[str]
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+
+    def start(self) -> tuple[tuple[Key, int], ...]:
+        """What to load before the first request: (expert, slot)."""
+        return ()
+
+    def decide(self, demand: Demand) -> Sequence[Wave]:
+        """Place the demanded experts. Called once per MoE layer and step, in layer order."""
+        raise TypeError(f"{self.name} does not decide")
+
+    def groups(self) -> tuple[tuple[int, ...], ...] | None:
+        """Groups of MoE layers through which all chunks of a prompt walk before the next group is
+        loaded; None = every chunk runs through all layers."""
+        return None
+
+    def load_group(self, index: int) -> Sequence[tuple[Key, int]]:
+        """What to load before group `index` is walked."""
+        return ()
+
+    def update(self) -> tuple[tuple[Key, int], ...]:
+        """Between tokens: swaps worth making now (bounded), or nothing."""
+        return ()
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> tuple[tuple[Key, int], ...]:
+        """`layer` will probably ask for `experts`: what to load into idle link time."""
+        return ()
