@@ -41,7 +41,7 @@ def option_row(action: argparse.Action) -> str:
     if action.nargs != 0 and action.option_strings:
         value = " " + ("\\|".join(map(str, action.choices or ())) or value_name(action))
     name = ", ".join(action.option_strings) or str(action.metavar)
-    meaning = action.help or ""
+    meaning = (action.help or "").replace("%%", "%")
     if action.default not in (None, False) and "default" not in meaning:
         shown = action.default
         text = ",".join(map(str, shown)) if isinstance(shown, list) else str(shown)

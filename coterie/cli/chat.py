@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.options import add_model, add_sampling
+from coterie.cli.options import add_dispatch, add_model, add_sampling
 from coterie.cli.run import open_llm, options
 from coterie.cli.terminal import note
 from coterie.core.errors import ContextLengthExceeded
@@ -32,6 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_sampling(parser, max_tokens=512)
+    add_dispatch(parser)
 
 
 def execute(args: argparse.Namespace) -> int:

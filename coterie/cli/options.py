@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from coterie.cli.terminal import progress
 from coterie.core.config import DTYPES
+from coterie.core.dispatch import PREDICTIONS, READS, WARMUPS
 from coterie.core.errors import ConfigError
-from coterie.core.settings import parse_bytes
+from coterie.core.settings import parse_budget, parse_bytes
+
+# flags that are fields of DispatchSettings; a flag that was not given stays None
+DISPATCH = (
+    "strategy",
+    "device_budget",
+    "host_budget",
+    "cache_capacity",
+    "warmup",
+    "workload",
+    "predict",
+    "reads",
+    "deterministic",
+)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +37,78 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
     parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: all)")
     parser.add_argument("--kv-bytes", type=size, metavar="SIZE", help="KV memory, such as 2GB")
+
+
+def add_dispatch(parser: argparse.ArgumentParser) -> None:
+    """Where the experts of a mixture-of-experts model live."""
+    parser.add_argument("--context", type=count, metavar="N", help="tokens of prompt plus output")
+    group = parser.add_argument_group("experts of a mixture-of-experts model")
+    add = group.add_argument
+    add("--strategy", type=strategy, metavar="NAME", help="NAME, PREFILL+DECODE or auto")
+    add("--device-budget", type=budget, metavar="SIZE", help="6GB, or a share such as 25%%")
+    add("--host-budget", type=budget, metavar="SIZE", help="RAM for experts; 0 = none")
+    add("--cache-capacity", type=count, metavar="N", help="experts on the device")
+    add("--warmup", choices=WARMUPS, help="before the first request (default: heatmap)")
+    add("--workload", metavar="NAME", help="names the heatmap (default: default)")
+    add("--predict", choices=PREDICTIONS, help="use of the next layer's guess (default: auto)")
+    add("--reads", choices=READS, help="how the disk is read (default: auto)")
+    add("--deterministic", action="store_true", default=None, help="fix each expert's place")
+    add("--no-gpu-decode", action="store_true", help="Krasis's word for decode on cpu_only")
+    add("--expert-divisor", type=int, metavar="N",
+        help="Krasis: 0 chunked, 1 persistent, N layer_grouped:N")  # fmt: skip
+    add("--cache-strategy", metavar="NAME", help="Krasis's word for --strategy")
+
+
+def dispatch_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of DispatchSettings that were given."""
+    given = {name: getattr(args, name) for name in DISPATCH}
+    krasis = _krasis(args)
+    if krasis is not None:
+        if given["strategy"] is not None:
+            raise ConfigError("give --strategy or Krasis's flags, not both", param="strategy")
+        given["strategy"] = _known(krasis)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _krasis(args: argparse.Namespace) -> str | None:
+    """`--expert-divisor` chooses prefill, `--cache-strategy` decode (and prefill, when alone),
+    `--no-gpu-decode` moves decode to the CPU."""
+    divisor, cache = args.expert_divisor, args.cache_strategy
+    if divisor is not None and divisor < 0:
+        raise ConfigError("--expert-divisor is 0 or more", param="expert_divisor")
+    prefill = None
+    if divisor is not None:
+        prefill = ("chunked", "persistent")[divisor] if divisor < 2 else f"layer_grouped:{divisor}"
+    decode = cache
+    if cache == "lru":
+        # its decode keeps compact buffers per layer
+        prefill, decode = prefill or "lru", "active_only"
+    if args.no_gpu_decode:
+        prefill, decode = prefill or cache, "cpu_only"
+    named = [name for name in (prefill, decode) if name is not None]
+    return "+".join(named) or None
+
+
+def _known(text: str) -> str:
+    from coterie.experts.dispatch.table import parse
+
+    parse(text)
+    return text
+
+
+def strategy(text: str) -> str:
+    """A strategy's name that is known, as it was written."""
+    try:
+        return _known(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+
+
+def budget(text: str) -> str:
+    try:
+        return parse_budget(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:

@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.options import add_model, add_sampling, fetch, token_ids
+from coterie.cli.options import (
+    add_dispatch,
+    add_model,
+    add_sampling,
+    dispatch_options,
+    fetch,
+    token_ids,
+)
 from coterie.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -36,6 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", metavar="TEXT", help="may be given repeatedly")
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at the end token")
     parser.add_argument("--json", action="store_true", help="print JSON when it is done")
+    parser.add_argument("--report", action="store_true", help="say afterwards what it cost")
+    add_dispatch(parser)
 
 
 def open_llm(args: argparse.Namespace) -> LLM:
@@ -47,6 +56,8 @@ def open_llm(args: argparse.Namespace) -> LLM:
         device=args.device or "auto",
         threads=args.threads or 0,
         kv_bytes=args.kv_bytes or 0,
+        context=args.context or 0,
+        **dispatch_options(args),
     )
 
 

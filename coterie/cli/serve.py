@@ -11,7 +11,7 @@ from pathlib import Path
 
 from coterie.api.auth import KeyRing, check_exposure
 from coterie.cli.machine import is_installed
-from coterie.cli.options import add_model, count, fetch
+from coterie.cli.options import add_dispatch, add_model, count, dispatch_options, fetch
 from coterie.core.config import LOG_LEVELS, Config, Server, load
 from coterie.core.errors import ConfigError, MissingDependency
 
@@ -59,7 +59,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="allow a public address without API keys",
     )
     parser.add_argument("--name", help="the model's name for clients (default: from its file)")
-    parser.add_argument("--context", type=count, metavar="N", help="tokens of prompt plus output")
     parser.add_argument("--replicas", type=count, metavar="N", help="worker processes (default: 1)")
     parser.add_argument("--max-queue", type=count, metavar="N", help="waiting requests before 429")
     parser.add_argument("--max-sequences", type=count, metavar="N", help="sequences run together")
@@ -69,6 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="LEVEL",
         help=f"{', '.join(LOG_LEVELS)} (default: info)",
     )
+    add_dispatch(parser)
 
 
 def port(text: str) -> int:
@@ -79,6 +79,8 @@ def port(text: str) -> int:
 
 def settings(args: argparse.Namespace) -> Config:
     overrides = {key: getattr(args, option) for option, key in _SETTINGS.items()}
+    for name, value in dispatch_options(args).items():
+        overrides[f"specialists.0.experts.{name}"] = value
     return load(args.config, overrides)
 
 

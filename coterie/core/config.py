@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from coterie.core.dispatch import AUTOMATIC, DispatchSettings
 from coterie.core.errors import ConfigError
 from coterie.core.settings import Rule, allowed, checked, key, refuse_unknown, written
 
@@ -132,6 +133,10 @@ class SpecialistSettings:
     weight: float = key(
         1.0, "number", "Share of time and KV among specialists on one engine.", low=0.01, high=100
     )
+    experts: DispatchSettings = field(
+        default=AUTOMATIC,
+        metadata={"rule": Rule("Where a mixture-of-experts model keeps its experts.", "table")},
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +201,12 @@ def _override(tree: dict[str, Any], key: str, value: Any) -> None:
         table = listed[int(index_text)]
     else:
         table = tree.setdefault(section, {})
-    if not rest or not isinstance(table, dict):
+    *inner, last = rest.split(".")
+    for name in inner:
+        table = table.setdefault(name, {}) if isinstance(table, dict) else None
+    if not last or not isinstance(table, dict):
         raise ConfigError(f"{key}: expected section.key", param=key)
-    table[rest] = value
+    table[last] = value
 
 
 def _section(kind: type[T], table: Any, prefix: str) -> T:
@@ -206,10 +214,19 @@ def _section(kind: type[T], table: Any, prefix: str) -> T:
         raise ConfigError(f"{prefix} must be a table", param=prefix)
     rules = _rules(kind)
     refuse_unknown(table, rules, prefix)
-    values = {
-        name: checked(rules[name], value, f"{prefix}.{name}") for name, value in table.items()
-    }
-    return kind(**values)
+    return kind(**{name: _value(rules[name], table[name], f"{prefix}.{name}") for name in table})
+
+
+def _value(rule: Rule, value: Any, name: str) -> Any:
+    if rule.kind == "table":
+        return _section(DispatchSettings, value, name)
+    return checked(rule, value, name)
+
+
+def dispatch(given: Mapping[str, Any], prefix: str = "experts") -> DispatchSettings:
+    """Checked like a file's [specialists.experts]; a None value is "not given"."""
+    table = {name: value for name, value in given.items() if value is not None}
+    return _section(DispatchSettings, table, prefix)
 
 
 def _rules(kind: type[Any]) -> dict[str, Rule]:
@@ -239,14 +256,14 @@ def reference() -> str:
     """docs/config.md: every key with its type, default and range."""
     lines = ["# Configuration", "", "`coterie serve --config coterie.toml`. Every key is optional."]
     lines.append("A key that is not listed here is an error. Sizes: `400KB`, `2GB`, `2GiB`.")
-    for section, kind in _SECTIONS.items():
+    for section, kind in (_SECTIONS | {"specialists.experts": DispatchSettings}).items():
         title = f"[[{section}]]" if section == "specialists" else f"[{section}]"
         lines += ["", f"## {title}", "", (kind.__doc__ or "").strip(), ""]
         lines += ["| Key | Type | Default | Range | Meaning |", "|---|---|---|---|---|"]
         for item in fields(kind):
             rule = cast(Rule, item.metadata["rule"])
+            shown = "below" if rule.kind == "table" else f"`{written(item.default)}`"
             lines.append(
-                f"| `{item.name}` | {rule.kind} | `{written(item.default)}` "
-                f"| {allowed(rule)} | {rule.doc} |"
+                f"| `{item.name}` | {rule.kind} | {shown} | {allowed(rule)} | {rule.doc} |"
             )
     return "\n".join(lines) + "\n"

@@ -5,7 +5,9 @@ Plain values that a gateway may hold and send. Knows no strategy by what it does
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from coterie.core.settings import key
 
 WARMUPS = ("none", "heatmap", "hybrid")
 PREDICTIONS = ("off", "protect", "prefetch", "auto")
@@ -14,21 +16,39 @@ READS = ("auto", "direct", "buffered")
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
-    """Budgets are sizes ("6GB"), shares of all experts ("25%") or "" for automatic."""
+    """Where a mixture-of-experts model keeps its experts. A dense model takes none of these."""
 
-    # a name, PREFILL+DECODE, layer_grouped:N, or auto (the planner's choice)
-    strategy: str = "auto"
-    device_budget: str = ""
-    host_budget: str = ""
-    # device slots as a number of experts; 0 = by device_budget
-    cache_capacity: int = 0
-    warmup: str = "heatmap"
-    # names the heatmap that is loaded and saved
-    workload: str = "default"
-    predict: str = "auto"
-    reads: str = "auto"
-    # fixes where each expert is computed
-    deterministic: bool = False
+    strategy: str = key(
+        "auto",
+        "text",
+        "A strategy's name, `PREFILL+DECODE`, `layer_grouped:N`, or `auto` (the planner's choice).",
+    )
+    device_budget: str = key(
+        "",
+        "budget",
+        "Device memory of KV and experts (`6GB`), or a share of all experts (`25%`); "
+        "empty = what is free.",
+    )
+    host_budget: str = key(
+        "",
+        "budget",
+        "RAM for experts beside the device's (`6GB`, `25%` of all, `0` = read from disk each "
+        "time); empty = what is free.",
+    )
+    cache_capacity: int = key(
+        0, "integer", "Experts the device holds; 0 = by `device_budget`.", low=0
+    )
+    warmup: str = key("heatmap", "text", "What is done before the first request.", among=WARMUPS)
+    workload: str = key("default", "name", "Names the heatmap that is loaded and saved.")
+    predict: str = key(
+        "auto", "text", "What a guess at the next layer's experts is used for.", among=PREDICTIONS
+    )
+    reads: str = key("auto", "text", "How experts are read from disk.", among=READS)
+    deterministic: bool = key(False, "flag", "Fix where each expert is computed.")
+
+
+# nothing was asked for
+AUTOMATIC = DispatchSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +78,18 @@ class ExpertUsage:
     compute_s: float = 0.0
     # time in which nothing could be computed because bytes were awaited
     stall_s: float = 0.0
+
+    @property
+    def demands(self) -> int:
+        return self.device_hits + self.prefetch_hits + self.device_misses + self.host_runs
+
+    @property
+    def fallback_rate(self) -> float:
+        """Share of demands that no device slot could serve at once."""
+        return (self.device_misses + self.host_runs) / max(self.demands, 1)
+
+    def __add__(self, other: ExpertUsage) -> ExpertUsage:
+        return ExpertUsage(*(getattr(self, name) + getattr(other, name) for name in USAGE_FIELDS))
+
+
+USAGE_FIELDS = tuple(item.name for item in fields(ExpertUsage))

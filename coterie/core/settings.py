@@ -31,7 +31,7 @@ class Rule:
     """What a key accepts, and the sentence that documents it."""
 
     doc: str
-    kind: str  # text | integer | number | flag | bytes | list
+    kind: str  # text | integer | number | flag | bytes | list | budget | name | table
     low: float | None = None
     high: float | None = None
     among: tuple[Any, ...] = ()
@@ -71,6 +71,10 @@ def _typed(kind: str, value: Any, name: str) -> Any:
         return value
     if kind == "integer" and number and isinstance(value, int):
         return value
+    if kind == "name" and isinstance(value, str) and re.fullmatch(r"[\w.-]{1,64}", value):
+        return value
+    if kind == "budget" and isinstance(value, (str, int)) and not isinstance(value, bool):
+        return parse_budget(value, name)
     # nan and inf have no place in a setting: both fail this comparison
     if kind == "number" and number and -1e300 < value < 1e300:
         return float(value)
@@ -86,6 +90,9 @@ def _typed(kind: str, value: Any, name: str) -> Any:
         "number": "a number",
         "bytes": 'a number of bytes or a size such as "2GB"',
         "list": "a list of texts",
+        "name": "a name of letters, digits and . _ -, at most 64",
+        "budget": 'a size such as "2GB" or a share such as "25%"',
+        "table": "a table",
     }[kind]
     raise ConfigError(f"{name} is {value!r}; it must be {wanted}", param=name)
 
@@ -101,6 +108,24 @@ def parse_bytes(value: str | int, name: str = "size") -> int:
             f"{name} is {value!r}; write a size such as 400KB, 2GB or 2GiB", param=name
         )
     return int(float(match[1]) * unit)
+
+
+def parse_budget(value: str | int, name: str = "budget") -> str:
+    """A size, or a share of all experts; checked, and kept as it was written."""
+    text = str(value).strip()
+    if not text:
+        return ""
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
+    if share is None:
+        try:
+            parse_bytes(text, name)
+        except ConfigError:
+            raise ConfigError(
+                f"{name} is {value!r}; write a size such as 6GB or a share such as 25%", param=name
+            ) from None
+    elif not 0 <= float(share[1]) <= 100:
+        raise ConfigError(f"{name} is {value!r}; a share is 0% to 100%", param=name)
+    return text
 
 
 def written(value: Any) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coterie.core.config import Config, EngineSettings, SpecialistSettings
+from coterie.core.dispatch import DispatchSettings
 from coterie.core.errors import ConfigError
 from coterie.service.pipeline import Pipeline
 from coterie.service.roster import Group, Roster
@@ -32,9 +33,10 @@ MakeReplica = Callable[[WorkerSpec], Replica]
 
 def build(config: Config, *, progress: Progress | None = None, inproc: bool = False) -> Pipeline:
     """The pipeline `config` asks for. `inproc` runs the engines as threads of this process."""
-    shared: dict[tuple[Path, str], list[tuple[str, SpecialistSettings]]] = {}
+    shared: dict[tuple[Path, str, DispatchSettings], list[tuple[str, SpecialistSettings]]] = {}
     names: set[str] = set()
-    for settings in config.specialists:
+    for index, settings in enumerate(config.specialists):
+        _check_strategy(settings.experts.strategy, f"specialists.{index}.experts.strategy")
         path = resolve(settings.model or DEFAULT_MODEL, progress=progress)
         name = settings.name or model_name(settings.model, path)
         if name in names:
@@ -42,15 +44,27 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
                 f"two specialists are named {name!r}; give one a name", param="specialists"
             )
         names.add(name)
-        shared.setdefault((path, settings.dtype), []).append((name, settings))
+        shared.setdefault((path, settings.dtype, settings.experts), []).append((name, settings))
     engines = sum(max(s.replicas for _, s in members) for members in shared.values())
     threads = config.engine.threads or max(1, cores() // engines)
     make = InprocReplica if inproc else _process_maker(config.engine)
     groups = [
         _group(f"e{index}", path, members, config, threads, make)
-        for index, ((path, _), members) in enumerate(shared.items())
+        for index, ((path, *_), members) in enumerate(shared.items())
     ]
     return Pipeline(Roster(groups, config.server.drain_s))
+
+
+def _check_strategy(text: str, param: str) -> None:
+    """Before anything is fetched or loaded."""
+    if text == "auto":
+        return
+    from coterie.experts.dispatch.table import parse
+
+    try:
+        parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{param}: {error.message}", param=param) from None
 
 
 def model_name(model: str, path: Path) -> str:
@@ -96,6 +110,7 @@ def _group(
             threads=threads,
             kv_bytes=engine.kv_bytes,
             log_level=config.server.log_level,
+            dispatch=members[0][1].experts,
         )
         for index in range(count)
     ]

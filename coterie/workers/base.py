@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from coterie.core.dispatch import AUTOMATIC, DispatchSettings
 from coterie.core.events import Delta, Event, Failed, Finished, Started
 from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
 
@@ -43,6 +44,7 @@ class WorkerSpec:
     threads: int = 0  # 0 = every core
     kv_bytes: int = 0  # 0 = by the machine's free memory
     log_level: str = "info"
+    dispatch: DispatchSettings = AUTOMATIC
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any
 
+from coterie.core.config import dispatch
 from coterie.core.errors import InvalidRequest, from_code
 from coterie.core.events import (
     Delta,
@@ -69,6 +70,7 @@ class Completion:
 class LLM:
     """A model ready to answer.
 
+    `experts` are the fields of `DispatchSettings`: strategy, device_budget, host_budget ...
     `options` of the calls are the fields of `Sampling` and `Limits`: temperature, top_p,
     max_tokens, stop, seed, n, logprobs ...
     """
@@ -84,6 +86,7 @@ class LLM:
         context: int = 0,
         max_sequences: int = 64,
         max_step_tokens: int = 512,
+        **experts: Any,
     ) -> None:
         from coterie.workers.host import build_engine
 
@@ -91,7 +94,14 @@ class LLM:
             LANE, context=context, max_sequences=max_sequences, max_step_tokens=max_step_tokens
         )
         spec = WorkerSpec(
-            "embedded", str(resolve(model)), (lane,), dtype, device, threads, kv_bytes
+            name="embedded",
+            model=str(resolve(model)),
+            lanes=(lane,),
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            kv_bytes=kv_bytes,
+            dispatch=dispatch(experts),
         )
         host = build_engine(spec)
         self._engine, self.tokenizer, self.info = host.engine, host.tokenizer, host.info
