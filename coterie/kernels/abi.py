@@ -88,6 +88,7 @@ def declare(library: ctypes.CDLL) -> None:
     """Gives every entry point its argument and result types."""
     signatures = {
         "ct_isa": (c_char_p, []),
+        "ct_weight_offset": (c_int32, []),
         "ct_packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
         "ct_pack": (None, [c_int32, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
         "ct_linear": (None, [POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64]),

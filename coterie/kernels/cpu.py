@@ -17,7 +17,7 @@ from coterie.core.errors import ConfigError, InternalError
 from coterie.kernels import abi
 from coterie.kernels.build import NativeLibrary, native
 from coterie.kernels.linear import Linear
-from coterie.weights.quantize import Dense, Int4, Int8, Weight
+from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight, dense
 
 if TYPE_CHECKING:
     from coterie.kernels.batch import AttentionBatch
@@ -62,17 +62,17 @@ class PackedLinear:
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
     def _pack(self, weight: Weight) -> abi.Part:
-        kind, stored, scale, minimum = _stored(weight)
+        kind, values, scale, minimum = stored(weight)
         rows, width = weight.shape
         packed = torch.empty(self._call.ct_packed_bytes(kind, rows, width), dtype=torch.uint8)
-        sources = [0 if part is None else part.data_ptr() for part in (stored, scale, minimum)]
+        sources = [0 if part is None else part.data_ptr() for part in (values, scale, minimum)]
         threads = torch.get_num_threads()
         self._call.ct_pack(kind, rows, width, *sources, packed.data_ptr(), threads)
         self._packed.append(packed)
         return abi.Part(kind, rows, packed.data_ptr())
 
 
-def _stored(weight: Weight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
+def stored(weight: Weight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
     """Kind, and contiguous tensors in the types that packing reads."""
     match weight:
         case Int8(q, scale):
@@ -82,6 +82,8 @@ def _stored(weight: Weight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
             return abi.KIND_INT4, q.contiguous(), *halves
         case Dense(tensor) if tensor.dtype == torch.bfloat16:
             return abi.KIND_BF16, tensor.contiguous(), None, None
+        case Blocks():
+            return abi.KIND_F32, dense(weight), None, None
     return abi.KIND_F32, weight.tensor.float().contiguous(), None, None
 
 

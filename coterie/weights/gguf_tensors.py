@@ -1,8 +1,8 @@
 """The tensors of a GGUF file as weights.
 
 Q8_0, Q4_0 and Q4_1 keep their bits and only change layout (int8 and int4); F32, F16 and BF16 are
-views of the mapped file; Q5 and K types are expanded to fp32. Knows nothing of architectures,
-except that the rows of a tensor may be asked for in another order.
+views of the mapped file; Q5 and K types are expanded to fp32, unless Q4_K and Q6_K are asked for
+as blocks. Knows nothing of architectures, except that rows may be asked for in another order.
 """
 
 from __future__ import annotations
@@ -14,17 +14,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from coterie.weights.gguf import TENSOR_TYPES, GGUFFile, TensorInfo
-from coterie.weights.quantize import Dense, Int4, Int8, Weight
+from coterie.weights.gguf import GGUFFile, TensorInfo
+from coterie.weights.gguf_blocks import BLOCK_SIZES, expand, halves
+from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight
 
 Bytes = npt.NDArray[np.uint8]
 
-_BLOCKS = {name: (elements, nbytes) for name, elements, nbytes in TENSOR_TYPES.values()}
-
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-# rows are expanded in slices of about this many elements, to bound the temporaries
-_SLICE_ELEMENTS = 1 << 22
 
 
 def map_file(file: GGUFFile) -> Bytes:
@@ -32,49 +28,49 @@ def map_file(file: GGUFFile) -> Bytes:
     return np.memmap(file.path, dtype=np.uint8, mode="c", shape=(file.size_bytes,))
 
 
-def read_tensor(data: Bytes, info: TensorInfo, order: npt.NDArray[np.int64] | None) -> Weight:
-    """The tensor as stored. `order`: for each row of the result, the row in the file."""
+def read_tensor(
+    data: Bytes,
+    info: TensorInfo,
+    order: npt.NDArray[np.int64] | None,
+    keep_blocks: bool = False,
+) -> Weight:
+    """The tensor as stored. `order`: for each row of the result, the row in the file.
+
+    keep_blocks: a Q4_K or Q6_K matrix comes back as `Blocks`, views of the file.
+    """
     raw = data[info.offset : info.offset + info.nbytes]
     if order is not None:
         raw = raw.reshape(info.shape[0], -1)[order].reshape(-1)
-    if info.type in _PLAIN:
-        return Dense(torch.from_numpy(raw).view(_PLAIN[info.type]).view(info.shape))
-    elements, nbytes = _BLOCKS[info.type]
-    rows = info.nbytes // nbytes * elements // info.shape[-1]
+    return decode(torch.from_numpy(raw), info.type, info.shape, keep_blocks)
+
+
+def decode(raw: Tensor, kind: str, shape: tuple[int, ...], keep_blocks: bool = False) -> Weight:
+    """The weight in `raw` (uint8, flat), which is stored as `kind`. Plain types are views of it
+    where it is aligned; so are Q4_K and Q6_K matrices asked for as blocks."""
+    if kind in _PLAIN:
+        dtype = _PLAIN[kind]
+        aligned = raw.data_ptr() % dtype.itemsize == 0 == raw.storage_offset() % dtype.itemsize
+        return Dense((raw if aligned else raw.clone()).view(dtype).view(shape))
+    elements, nbytes = BLOCK_SIZES[kind]
+    rows = raw.numel() // nbytes * elements // shape[-1]
     # [rows, blocks per row, bytes per block]
-    blocks = torch.from_numpy(raw).view(rows, info.shape[-1] // elements, nbytes)
-    if len(info.shape) == 2 and info.type in _KEPT:
-        kept = _KEPT[info.type](blocks)
+    blocks = raw.view(rows, shape[-1] // elements, nbytes)
+    if keep_blocks and len(shape) == 2 and kind in _AS_BLOCKS:
+        return Blocks(_AS_BLOCKS[kind], blocks.view(rows, -1))
+    if len(shape) == 2 and kind in _KEPT:
+        kept = _KEPT[kind](blocks)
         if kept is not None:
             return kept
-    return Dense(expand(blocks, info.type).view(info.shape))
-
-
-def expand(blocks: Tensor, kind: str) -> Tensor:
-    """uint8 [rows, blocks per row, bytes per block] -> fp32 [rows, elements], any block type."""
-    rows, per_row, _ = blocks.shape
-    elements, _ = _BLOCKS[kind]
-    out = torch.empty(rows, per_row * elements, dtype=torch.float32)
-    step = max(1, _SLICE_ELEMENTS // out.shape[1])
-    for first in range(0, rows, step):
-        part = blocks[first : first + step]
-        flat = part.reshape(-1, part.shape[-1])
-        out[first : first + step] = _EXPANDERS[kind](flat).view(part.shape[0], -1)
-    return out
-
-
-def _halves(raw: Tensor) -> Tensor:
-    """uint8 [..., 2] -> fp16 [...]."""
-    return raw.contiguous().view(torch.float16).squeeze(-1)
+    return Dense(expand(blocks, kind).view(shape))
 
 
 def _keep_q8_0(blocks: Tensor) -> Int8:
     q = blocks[..., 2:].reshape(blocks.shape[0], -1).view(torch.int8)
-    return Int8(q, _halves(blocks[..., :2]))
+    return Int8(q, halves(blocks[..., :2]))
 
 
 def _keep_q4_0(blocks: Tensor) -> Int4 | None:
-    scale = _halves(blocks[..., :2])
+    scale = halves(blocks[..., :2])
     minimum = scale * -8
     if not bool(torch.isfinite(minimum).all()):
         return None  # 8 * scale leaves fp16: only fp32 holds this tensor exactly
@@ -83,7 +79,7 @@ def _keep_q4_0(blocks: Tensor) -> Int4 | None:
 
 def _keep_q4_1(blocks: Tensor) -> Int4:
     q = blocks[..., 4:].reshape(blocks.shape[0], -1)
-    return Int4(q, _halves(blocks[..., :2]), _halves(blocks[..., 2:4]))
+    return Int4(q, halves(blocks[..., :2]), halves(blocks[..., 2:4]))
 
 
 _KEPT: dict[str, Callable[[Tensor], Weight | None]] = {
@@ -92,93 +88,4 @@ _KEPT: dict[str, Callable[[Tensor], Weight | None]] = {
     "Q4_1": _keep_q4_1,
 }
 
-
-# Expanders: uint8 [n, bytes per block] -> fp32 [n, elements per block]. The order of operations is
-# ggml's, so that results agree bit for bit.
-
-
-def _factor(blocks: Tensor, at: int) -> Tensor:
-    return _halves(blocks[:, at : at + 2]).float().unsqueeze(-1)
-
-
-def _low_high(packed: Tensor) -> Tensor:
-    """[..., k] bytes -> [..., 2k] nibbles: the low ones of all bytes, then the high ones."""
-    return torch.cat([packed & 15, packed >> 4], dim=-1)
-
-
-def _bits(packed: Tensor) -> Tensor:
-    """[n, k] bytes -> [n, 8k] bits, lowest first."""
-    shifts = torch.arange(8, dtype=torch.uint8)
-    return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(1)
-
-
-def _expand_q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _factor(blocks, 0)
-
-
-def _expand_q4_0(blocks: Tensor) -> Tensor:
-    return _factor(blocks, 0) * (_low_high(blocks[:, 2:]).float() - 8)
-
-
-def _expand_q4_1(blocks: Tensor) -> Tensor:
-    return _factor(blocks, 0) * _low_high(blocks[:, 4:]).float() + _factor(blocks, 2)
-
-
-def _expand_q5_0(blocks: Tensor) -> Tensor:
-    q = _low_high(blocks[:, 6:]) | (_bits(blocks[:, 2:6]) << 4)
-    return _factor(blocks, 0) * (q.float() - 16)
-
-
-def _expand_q5_1(blocks: Tensor) -> Tensor:
-    q = _low_high(blocks[:, 8:]) | (_bits(blocks[:, 4:8]) << 4)
-    return _factor(blocks, 0) * q.float() + _factor(blocks, 2)
-
-
-def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """12 bytes hold eight 6-bit scales and eight 6-bit minima: [n, 12] -> two fp32 [n, 8]."""
-    scale, minimum, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = torch.cat([scale & 63, (rest & 15) | ((scale >> 2) & 48)], dim=1)
-    minima = torch.cat([minimum & 63, (rest >> 4) | ((minimum >> 2) & 48)], dim=1)
-    return scales.float(), minima.float()
-
-
-def _k_affine(blocks: Tensor, q: Tensor) -> Tensor:
-    """q [n, 8, 32] -> values [n, 256]."""
-    scales, minima = _k_scales(blocks[:, 4:16])
-    scale = (_factor(blocks, 0) * scales).unsqueeze(-1)
-    minimum = (_factor(blocks, 2) * minima).unsqueeze(-1)
-    return (scale * q.float() - minimum).flatten(1)
-
-
-def _expand_q4_k(blocks: Tensor) -> Tensor:
-    q = _low_high(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32)
-    return _k_affine(blocks, q)
-
-
-def _expand_q5_k(blocks: Tensor) -> Tensor:
-    low = _low_high(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32)
-    shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
-    high = (blocks[:, 16:48].unsqueeze(1) >> shifts) & 1
-    return _k_affine(blocks, low | (high << 4))
-
-
-def _expand_q6_k(blocks: Tensor) -> Tensor:
-    low = _low_high(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 8, 32)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1)
-    high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).view(-1, 8, 32)
-    q = (low | (high << 4)).float() - 32
-    scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
-    scale = (_factor(blocks, 208) * scales).unsqueeze(-1)
-    return (scale * q.reshape(-1, 16, 16)).flatten(1)
-
-
-_EXPANDERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Q4_0": _expand_q4_0,
-    "Q4_1": _expand_q4_1,
-    "Q5_0": _expand_q5_0,
-    "Q5_1": _expand_q5_1,
-    "Q8_0": _expand_q8_0,
-    "Q4_K": _expand_q4_k,
-    "Q5_K": _expand_q5_k,
-    "Q6_K": _expand_q6_k,
-}
+_AS_BLOCKS = {"Q4_K": "q4_k", "Q6_K": "q6_k"}

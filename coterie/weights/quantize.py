@@ -1,7 +1,7 @@
 """Weights as stored, and the step from one precision to another.
 
-Owns the three layouts every kernel reads (dense, int8, int4; groups of 32 along a row) and their
-conversion. Nothing that is already at or below the bits asked for is rounded a second time.
+Owns the layouts kernels read (dense, int8, int4: groups of 32 along a row; GGUF's K blocks) and
+their conversion. Nothing that is already at or below the bits asked for is rounded a second time.
 Knows nothing of files or of layers.
 """
 
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from coterie.weights.gguf_blocks import BLOCK_SIZES, expand
 
 GROUP = 32
 
@@ -75,7 +77,24 @@ class Int4:
         return self.q.nbytes + self.scale.nbytes + self.minimum.nbytes
 
 
-Weight = Dense | Int8 | Int4
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """GGUF's K blocks as stored. kind: "q4_k" or "q6_k"; data: uint8 [N, bytes of a row]."""
+
+    kind: str
+    data: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        elements, nbytes = BLOCK_SIZES[self.kind.upper()]
+        return (self.data.shape[0], self.data.shape[1] // nbytes * elements)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+Weight = Dense | Int8 | Int4 | Blocks
 
 
 def dense(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -83,6 +102,9 @@ def dense(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     if isinstance(weight, Dense):
         return weight.tensor.to(dtype)
     rows, columns = weight.shape
+    if isinstance(weight, Blocks):
+        _, nbytes = BLOCK_SIZES[weight.kind.upper()]
+        return expand(weight.data.view(rows, -1, nbytes), weight.kind.upper()).to(dtype)
     groups = columns // GROUP
     scale = weight.scale.float().unsqueeze(-1)
     if isinstance(weight, Int8):

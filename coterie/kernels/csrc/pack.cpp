@@ -35,7 +35,7 @@ static void pack_int8(int64_t n, int64_t k, const void* q, const void* scale, in
         for (int64_t g = 0; g < groups; ++g) {
             uint8_t* out = dst + g * INT8_RECORD;
             for (int j = 0; j < GROUP; ++j)
-                out[j / 4 * 64 + r * 4 + j % 4] = uint8_t(row ? row[g * GROUP + j] + W_OFFSET : 0);
+                out[j / 4 * 64 + r * 4 + j % 4] = uint8_t((row ? row[g * GROUP + j] : 0) + W_OFFSET);
             reinterpret_cast<uint16_t*>(out + 512)[r] = scales ? scales[g] : uint16_t(0);
         }
     }
@@ -82,6 +82,8 @@ void ct_pack(int32_t kind, int64_t n, int64_t k, const void* q, const void* scal
     };
     run_team(int(threads), 1, body);
 }
+
+int32_t ct_weight_offset() { return W_OFFSET; }
 
 const char* ct_isa() { return CT_AMX ? (amx_ready() ? "avx512+amx" : ISA_NAME) : ISA_NAME; }
 

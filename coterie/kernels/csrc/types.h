@@ -72,6 +72,7 @@ struct Input {
 constexpr int PLANES = CT_PLANES;                     // 1: activations of 8 bits, for comparison
 constexpr float TOP = PLANES == 2 ? 16256.0f : 127.0f;  // the largest activation integer
 
+constexpr int BF16_K = 32;  // k is padded to whole AMX tiles on every machine: packed bytes travel
 constexpr int INT8_RECORD = 8 * 64 + 2 * PANEL;      // one group of one panel: q, scale
 constexpr int INT4_RECORD = 4 * 64 + 2 * 2 * PANEL;  // q, scale, minimum
 
@@ -79,11 +80,9 @@ CT_INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
 #if defined(CT_AMX_EMULATION) || (defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512VNNI__))
 #define CT_AMX 1
-constexpr int BF16_K = 32;  // k is padded to whole tiles
-bool amx_ready();           // asks the kernel for tile state once
+bool amx_ready();  // asks the kernel for tile state once
 #else
 #define CT_AMX 0
-constexpr int BF16_K = 4;
 CT_INLINE bool amx_ready() { return false; }
 #endif
 

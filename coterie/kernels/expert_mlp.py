@@ -1,0 +1,130 @@
+"""The experts of one MoE layer, run over the rows that chose them.
+
+`run_experts` takes records (see `expert_layout`) wherever they lie: natively on the CPU, in torch
+on CUDA or without a compiler. Every (row, k) pair has an output row of its own; `combine` adds them
+up in the order of k, so that it does not matter which expert came first. Knows no strategy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from coterie.kernels.expert_layout import ExpertLayout
+from coterie.kernels.expert_record import dense_parts
+
+
+class RecordTable:
+    """The records at hand of one layer, by expert; kept across calls."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.pointers = (ctypes.c_void_p * num_experts)()
+        self._records: dict[int, Tensor] = {}
+
+    def set(self, expert: int, record: Tensor) -> None:
+        """record: uint8, contiguous; stays alive as long as it is here."""
+        self._records[expert] = record
+        self.pointers[expert] = record.data_ptr()
+
+    def clear(self, expert: int) -> None:
+        self._records.pop(expert, None)
+        self.pointers[expert] = None
+
+    def items(self) -> list[tuple[int, Tensor]]:
+        return list(self._records.items())
+
+    def pick(self, experts: Iterable[int]) -> list[tuple[int, Tensor]]:
+        return [(expert, self._records[expert]) for expert in experts]
+
+
+Records = Sequence[tuple[int, Tensor]] | RecordTable
+
+
+def run_experts(
+    layout: ExpertLayout,
+    x: Tensor,
+    topk_ids: Tensor,
+    records: Records,
+    out: Tensor,
+    threads: int | None = None,
+    *,
+    only: Sequence[int] | None = None,
+) -> None:
+    """out[t * K + k] = MLP of expert topk_ids[t, k] over x[t], where that expert is in `records`
+    (and in `only`, if given); other rows of out [T * K, D] fp32 are left alone. topk_ids: int32 on
+    the CPU. All records lie on one device."""
+    if isinstance(records, RecordTable):
+        pairs = records.items() if only is None else records.pick(only)
+    else:
+        pairs = [pair for pair in records if only is None or pair[0] in only]
+    if not pairs or not len(x):
+        return
+    run_experts_torch(layout, x, topk_ids, pairs, out)
+
+
+def run_experts_torch(
+    layout: ExpertLayout,
+    x: Tensor,
+    topk_ids: Tensor,
+    records: Sequence[tuple[int, Tensor]],
+    out: Tensor,
+) -> None:
+    """The torch twin, on the records' device: fp32 on the CPU, x's dtype elsewhere."""
+    device = records[0][1].device
+    dtype = torch.float32 if device.type == "cpu" else x.dtype
+    x = x.to(device=device, dtype=dtype)
+    order, ranges = _by_expert(topk_ids, records)
+    pairs = order.to(device, non_blocking=True)
+    rows = x[torch.div(pairs, topk_ids.shape[1], rounding_mode="floor")]
+    results = torch.empty(len(rows), layout.hidden, dtype=torch.float32, device=device)
+    for (_, record), (begin, end) in zip(records, ranges, strict=True):
+        if end > begin:
+            results[begin:end] = _mlp(layout, dense_parts(layout, record, dtype), rows[begin:end])
+    out[pairs] = results
+
+
+def _by_expert(
+    topk_ids: Tensor, records: Sequence[tuple[int, Tensor]]
+) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Pairs of the experts in `records`, one expert after another, and where each one's lie."""
+    flat = topk_ids.reshape(-1).long()
+    order = torch.argsort(flat, stable=True)
+    experts = torch.tensor([expert for expert, _ in records])
+    ordered = flat[order]
+    begins = torch.searchsorted(ordered, experts).tolist()
+    ends = torch.searchsorted(ordered, experts, right=True).tolist()
+    picked = [order[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    ranges, at = [], 0
+    for part in picked:
+        ranges.append((at, at + len(part)))
+        at += len(part)
+    return torch.cat(picked), ranges
+
+
+def _mlp(layout: ExpertLayout, parts: dict[str, Tensor], x: Tensor) -> Tensor:
+    if layout.gated:
+        gate, up = functional.linear(x, parts["gate"]), functional.linear(x, parts["up"])
+        return functional.linear(functional.silu(gate) * up, parts["down"])
+    inner = functional.gelu(functional.linear(x, parts["fc1"], parts["fc1_bias"]))
+    return functional.linear(inner, parts["fc2"], parts["fc2_bias"])
+
+
+def combine(
+    out: Tensor,
+    topk_weights: Tensor,
+    threads: int | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """[T, D]: the sum over k, in its order and in fp32, of topk_weights[t, k] * out[t * K + k]."""
+    tokens, top_k = topk_weights.shape
+    rows = out.view(tokens, top_k, -1)
+    weights = topk_weights.to(device=out.device, dtype=torch.float32)
+    total = rows[:, 0] * weights[:, :1]
+    for k in range(1, top_k):
+        total = total + rows[:, k] * weights[:, k : k + 1]
+    return total.to(dtype)
