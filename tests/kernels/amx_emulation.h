@@ -1,10 +1,11 @@
 // The AMX tile instructions in plain C++, so that csrc/amx.cpp can be followed on any CPU.
 #pragma once
+// One set of tiles per thread, whichever file uses them.
 #include <cstdint>
 #include <cstring>
 
-static thread_local uint8_t tile_bytes[8][1024];
-static thread_local uint8_t tile_setup[64];
+inline thread_local uint8_t tile_bytes[8][1024];
+inline thread_local uint8_t tile_setup[64];
 
 static inline int tile_rows(int t) { return tile_setup[48 + t]; }
 static inline int tile_width(int t) { return tile_setup[16 + 2 * t] | tile_setup[17 + 2 * t] << 8; }

@@ -57,7 +57,7 @@ def check_linear(checks: Checks, kind: str, rounded: bool) -> None:
         checks.expect(f"{kind} {rows}x{width} batches that change bits", differ, 0)
 
 
-def check_attention(checks: Checks) -> None:
+def check_attention(checks: Checks, tiles: bool) -> None:
     for heads, kv_heads, dim in ((9, 3, 64), (8, 1, 128), (4, 4, 80), (6, 2, 16)):
         for dtype in (torch.float32, torch.bfloat16):
             batch = paged_batch([(700, 1), (0, 37), (520, 3), (63, 1), (512, 20)])
@@ -65,7 +65,9 @@ def check_attention(checks: Checks) -> None:
             q = torch.randn(len(batch.positions), heads, dim)
             got = cpu.paged_attention(q, kv, batch, dim**-0.5)
             error = (got - reference.paged_attention(q, kv, batch, dim**-0.5)).abs().max().item()
-            checks.expect(f"attention {heads}/{kv_heads}x{dim} {dtype} error", error, 5e-6)
+            rounded = tiles and dtype == torch.bfloat16
+            limit = 2e-2 if rounded else 5e-6
+            checks.expect(f"attention {heads}/{kv_heads}x{dim} {dtype} error", error, limit)
             alone = [
                 cpu.paged_attention(q[row : row + 1], kv, one_row(batch, seq, row), dim**-0.5)[0]
                 for seq, row in ((3, 41), (4, 42), (4, 50), (4, 61))
@@ -120,6 +122,11 @@ def measure() -> None:
         q = torch.randn(8, 9, 64)
         cost = timed(lambda kv=kv, q=q, b=batch: cpu.paged_attention(q, kv, b, 0.125))
         print(f"  attention 8 x 4096, bf16: {kv.nbytes / cost / 1e9:.1f} GB/s", flush=True)
+        batch = paged_batch([(0, 1024)])
+        kv = cache_for(batch, 3, 64, torch.bfloat16)
+        q = torch.randn(1024, 9, 64)
+        cost = timed(lambda kv=kv, q=q, b=batch: cpu.paged_attention(q, kv, b, 0.125))
+        print(f"  attention of 1,024 new rows, bf16: {cost * 1e3:.2f} ms", flush=True)
     cpu.set_threads(most)
 
 
@@ -135,7 +142,7 @@ def main() -> int:
         rounded = kind == "bf16" and "amx" in library.isa
         check_linear(checks, kind, rounded)
         check_decoder(checks, kind, rounded)
-    check_attention(checks)
+    check_attention(checks, "amx" in library.isa)
     print(f"{checks.failed} checks failed", flush=True)
     if "--no-speed" not in sys.argv:
         measure()

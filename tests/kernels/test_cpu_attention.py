@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coterie.kernels import cpu, reference
-from coterie.kernels.build import find_compiler
+from coterie.kernels.build import find_compiler, native
 from tests.kernels.cases import cache_for, one_row, paged_batch
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -31,6 +31,13 @@ SHAPES = [
 ]  # heads, kv_heads, head_dim, block_size  # fmt: skip
 
 
+def limit(dtype: torch.dtype) -> float:
+    """AMX tiles round queries and weights to bf16 where the cache is bf16."""
+    library = native()
+    rounded = dtype == torch.bfloat16 and library is not None and "amx" in library.isa
+    return 3e-2 if rounded else 5e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads,kv_heads,head_dim,block_size", SHAPES)
 def test_equals_reference(
@@ -42,7 +49,7 @@ def test_equals_reference(
     q = torch.randn(len(batch.positions), heads, head_dim) * 2
     want = reference.paged_attention(q, kv, batch, head_dim**-0.5)
     got = cpu.paged_attention(q, kv, batch, head_dim**-0.5)
-    assert (got - want).abs().max() < 5e-6
+    assert (got - want).abs().max() < limit(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,7 +74,8 @@ def test_many_sequences_and_threads_keep_bits() -> None:
     kv = cache_for(batch, 2, 32, torch.bfloat16)
     q = torch.randn(12, 4, 32)
     whole = cpu.paged_attention(q, kv, batch, 0.2)
-    assert (whole - reference.paged_attention(q, kv, batch, 0.2)).abs().max() < 5e-6
+    error = (whole - reference.paged_attention(q, kv, batch, 0.2)).abs().max()
+    assert error < limit(torch.bfloat16)
     for row in range(12):
         alone = cpu.paged_attention(q[row : row + 1], kv, one_row(batch, row, row), 0.2)
         assert torch.equal(alone[0], whole[row])

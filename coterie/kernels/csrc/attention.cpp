@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "attention_amx.h"
 #include "attention_tile.h"
 
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
@@ -105,7 +106,32 @@ struct Attention::Work {
     float* states;  // of every KV head of the task
     float* stage;
     bool staged;
+    uint16_t* queries;  // packed for AMX tiles; null: vectors
 };
+
+#if CT_AMX
+// Where one tile's keys and values lie, values paired on the way; rows of other blocks are copied.
+static void run_amx_tile(const TileWork& work, const KvView<uint16_t>& view, const uint16_t* q, uint16_t* stage) {
+    AmxTile t{work.combos, work.dim, work.width, work.state, q, work.limit, work.start, work.count, {}, work.dim * 2, stage};
+    uint16_t* copies = stage + TILE * work.dim;
+    const bool whole = view.block_size % 16 == 0 && view.dim == work.dim;
+    for (int i = 0; i < work.count; i += 16) {
+        t.keys[i / 16] = whole ? view.keys + view.at(work.start + i) : copies + i * work.dim;
+        for (int j = i; !whole && j < i + 16; ++j) view.copy_row(view.keys, work, j, copies + j * work.dim);
+    }
+    alignas(64) uint16_t rows[2][MAX_TILE_DIM];
+    for (int i = 0; i < round_up(work.count, 32); i += 2) {
+        const uint16_t* pair[2];
+        for (int j = 0; j < 2; ++j) {
+            if (view.dim == work.dim && i + j < work.count) pair[j] = view.values + view.at(work.start + i + j);
+            else pair[j] = rows[j], view.copy_row(view.values, work, i + j, rows[j]);
+        }
+        amx_pair_rows(pair[0], pair[1], work.dim, stage + i * work.dim);
+    }
+    keep_stores(stage);
+    amx_attend_tile(t);
+}
+#endif
 
 // One split of all the task's KV heads, tile by tile.
 template <class T>
@@ -121,6 +147,13 @@ void Attention::run_split(const AttentionTask& task, const AttentionCall& call, 
             tile.state = work.states + head * combos * state_;
             for (int c = 0; c < combos; ++c) q[c] = call.q + index(task, head, c) * padded_;
             const KvView<T> view(*call.cache, shape_, batch_, task.sequence, task.kv_head + head);
+#if CT_AMX
+            if constexpr (sizeof(T) == 2)
+                if (work.queries) {
+                    run_amx_tile(tile, view, work.queries + head * queries(combos), reinterpret_cast<uint16_t*>(work.stage));
+                    continue;
+                }
+#endif
             if (work.staged) {
                 TileRows<float> rows;
                 view.stage(tile, work.stage, rows);
@@ -140,16 +173,40 @@ void Attention::run_split(const AttentionTask& task, const AttentionCall& call, 
         }
 }
 
+// Packed queries of one KV head, as 16-bit words.
+int64_t Attention::queries(int combos) const { return round_up(combos, 16) * padded_; }
+
+void Attention::pack_queries(const AttentionTask& task, const AttentionCall& call, uint16_t* out) const {
+#if CT_AMX
+    const int combos = task.rows * fold_;
+    const float* q[MAX_ROW_HEADS];
+    for (int head = 0; head < task.kv_heads; ++head) {
+        for (int c = 0; c < combos; ++c) q[c] = call.q + index(task, head, c) * padded_;
+        amx_pack_queries(q, combos, padded_, out + head * queries(combos));
+    }
+    keep_stores(out);
+    load_config(64, 16);
+#endif
+}
+
 template <class T> void Attention::run_task(const AttentionTask& task, const AttentionCall& call) {
     static thread_local Buffer scratch;
     const int combos = task.rows * fold_, all = combos * task.kv_heads;
-    float* mine = scratch.need<float>(2 * states_ + int64_t(combos) * TILE + 2 * TILE * padded_);
-    float* total = mine + states_;
+    const bool tiles = CT_AMX && sizeof(T) == 2 && padded_ % 32 == 0 && padded_ <= MAX_TILE_DIM && amx_ready();
+    const int64_t spare = 16 * state_;  // tiles read and rewrite whole blocks of states
+    float* mine = scratch.need<float>(2 * states_ + spare + int64_t(combos) * TILE + 2 * TILE * padded_ +
+                                      (tiles ? task.kv_heads * queries(combos) / 2 : 0));
+    float* total = mine + states_ + spare;
     float* scores = total + states_;
     int limit[MAX_ROW_HEADS];
     for (int c = 0; c < combos; ++c) limit[c] = visible(task, c / fold_);
     Work work{{combos, padded_, state_, mine, scores, nullptr, limit, 0, 0}, mine, scores + combos * TILE,
-              combos > 2 * QK_ROWS || padded_ != shape_.head_dim || batch_.block_size % 4};
+              combos > 2 * QK_ROWS || padded_ != shape_.head_dim || batch_.block_size % 4,
+              tiles ? reinterpret_cast<uint16_t*>(scores + combos * TILE + 2 * TILE * padded_) : nullptr};
+    if (tiles) pack_queries(task, call, work.queries);
+#if CT_AMX
+    const TileScope scope{tiles};
+#endif
     for (int split = task.first_split; split < task.first_split + task.splits; ++split) {
         clear(mine, all, state_, padded_);
         run_split<T>(task, call, split, work);

@@ -40,6 +40,8 @@ class Attention {
     void write_out(const AttentionTask& task, const AttentionCall& call, const float* states) const;
     int visible(const AttentionTask& task, int row) const;
     int64_t index(const AttentionTask& task, int head, int combo) const;
+    int64_t queries(int combos) const;
+    void pack_queries(const AttentionTask& task, const AttentionCall& call, uint16_t* out) const;
     void add_tasks(int sequence, int heads_at_once, int32_t& partials, int32_t& groups);
 
     Shape shape_{};

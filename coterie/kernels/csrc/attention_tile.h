@@ -3,6 +3,7 @@
 #include "attention.h"
 
 constexpr int MAX_ROW_HEADS = 512;  // most (row, head) pairs of a task
+constexpr int MAX_TILE_DIM = 256;   // widest head on AMX tiles
 constexpr int QK_ROWS = VL == 8 ? 2 : 4;  // (row, head) pairs scored together; AVX2 has 16 registers
 
 struct TileWork {
@@ -53,13 +54,20 @@ template <class T> struct KvView {
             if (v) v[i] = values + at;
         }
     }
+    int64_t at(int position) const { return table[position / block_size] * block_stride + position % block_size * dim; }
+    // One row of the tile as stored, zero-padded; rows past the end are zeros.
+    void copy_row(const T* base, const TileWork& w, int row, T* to) const {
+        const int64_t real = row < w.count ? dim : 0;
+        if (real) memcpy(to, base + at(w.start + row), real * sizeof(T));
+        memset(to + real, 0, (w.dim - real) * sizeof(T));
+    }
     // All rows widened to fp32, zero-padded to w.dim and, past the end, to four rows.
     void stage(const TileWork& w, float* out, TileRows<float>& rows) const {
         float* const to[2] = {out, out + TILE * w.dim};
         for (int i = 0; i < int(round_up(w.count, 4)); ++i) {
             const int position = w.start + i;
             const bool real = i < w.count;
-            const int64_t at = real ? table[position / block_size] * block_stride + position % block_size * dim : 0;
+            const int64_t at = real ? this->at(position) : 0;
             copy(real ? keys + at : nullptr, to[0] + i * w.dim, w.dim);
             copy(real ? values + at : nullptr, to[1] + i * w.dim, w.dim);
             if (i % 4 == 0) rows.keys[i / 4] = to[0] + i * w.dim, rows.values[i / 4] = to[1] + i * w.dim;
