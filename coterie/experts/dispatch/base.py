@@ -102,3 +102,6 @@ class Strategy:
     def prefetch(self, layer: int, experts: Sequence[int]) -> tuple[tuple[Key, int], ...]:
         """`layer` will probably ask for `experts`: what to load into idle link time."""
         return ()
+
+    def protect(self, layer: int, experts: Sequence[int]) -> None:
+        """`layer` will probably ask for `experts`: do not evict them until it has run."""

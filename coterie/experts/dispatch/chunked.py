@@ -1,0 +1,33 @@
+"""chunked: per layer and step, all experts of the layer go through the slots, chunk after chunk.
+
+It moves what nobody asked for, and moves it again for the next step: the plain way, kept because
+it needs no cache and its cost is known before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coterie.experts.dispatch.base import Demand, Strategy, Wave
+
+
+class Chunked(Strategy):
+    name = "chunked"
+
+    def decide(self, demand: Demand) -> Sequence[Wave]:
+        slots, layer = self.scene.slots, demand.layer
+        wanted = set(demand.experts)
+        fixed = [e for e in self.scene.geometry.present(layer) if slots.is_pinned((layer, e))]
+        moving = [e for e in self.scene.geometry.present(layer) if e not in set(fixed)]
+        # experts that a partner pinned run where they lie
+        waves = [Wave(device=ready)] if (ready := tuple(e for e in fixed if e in wanted)) else []
+        size = slots.movable
+        if not size:
+            return [*waves, Wave(host=tuple(e for e in moving if e in wanted))]
+        for start in range(0, len(moving), size):
+            chunk = moving[start : start + size]
+            for key in list(slots.by_age()):
+                slots.evict(key)
+            load = tuple(((layer, e), slots.place((layer, e))) for e in chunk)
+            waves.append(Wave(load, tuple(e for e in chunk if e in wanted)))
+        return waves

@@ -1,0 +1,14 @@
+"""cpu_only: every expert is computed on the host, nothing moves. The baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coterie.experts.dispatch.base import Demand, Strategy, Wave
+
+
+class CpuOnly(Strategy):
+    name = "cpu_only"
+
+    def decide(self, demand: Demand) -> Sequence[Wave]:
+        return (Wave(host=demand.experts),)

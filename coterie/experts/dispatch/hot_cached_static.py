@@ -1,0 +1,50 @@
+"""hot_cached_static: hot experts lie in slots from the start, cold ones are computed on the host.
+
+Both sides run at the same time. Nothing moves after the load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coterie.experts.dispatch.base import Demand, Scene, Strategy, Wave
+from coterie.experts.geometry import Geometry, Key
+
+
+class HotCachedStatic(Strategy):
+    name = "hot_cached_static"
+
+    def __init__(self, scene: Scene, spare: int = 0) -> None:
+        """`spare` slots are left to the partner of another phase."""
+        super().__init__(scene)
+        self._limit = max(0, scene.slots.num_slots - spare)
+
+    def start(self) -> tuple[tuple[Key, int], ...]:
+        scene, slots = self.scene, self.scene.slots
+        limit = min(self._limit, slots.free())
+        if scene.heatmap is None:
+            keys = _evenly(scene.geometry, limit)
+        else:
+            keys = scene.heatmap.hottest(limit)
+        loads = tuple((key, slots.place(key)) for key in keys if key not in slots)
+        for key, _ in loads:
+            slots.pin(key)
+        return loads
+
+    def decide(self, demand: Demand) -> Sequence[Wave]:
+        slots, layer = self.scene.slots, demand.layer
+        device = tuple(e for e in demand.experts if (layer, e) in slots)
+        if len(device) == len(demand.experts):
+            return (Wave(device=device),)
+        here = set(device)
+        return (Wave(device=device, host=tuple(e for e in demand.experts if e not in here)),)
+
+
+def _evenly(geometry: Geometry, limit: int) -> list[Key]:
+    """The first experts of every layer, one each in turn."""
+    ranked = [
+        (rank, (layer, expert))
+        for layer in geometry.layers
+        for rank, expert in enumerate(geometry.present(layer))
+    ]
+    return [key for _, key in sorted(ranked)[:limit]]

@@ -1,0 +1,58 @@
+"""persistent: all experts are loaded at start and stay. Nothing moves afterwards.
+
+`fallback` says what to run instead when the slots do not hold all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from coterie.experts.dispatch.base import Demand, Scene, Strategy, Wave
+from coterie.experts.dispatch.waves import fill, oldest_leaves
+from coterie.experts.geometry import Geometry, Key
+
+
+class Persistent(Strategy):
+    name = "persistent"
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        # takes back what a failed read left out
+        self._room = oldest_leaves(scene.slots)
+
+    def start(self) -> tuple[tuple[Key, int], ...]:
+        slots, keys = self.scene.slots, self.scene.geometry.keys()
+        wanted = [key for key in keys if key not in slots]
+        return tuple((key, slots.place(key)) for key in wanted[: slots.free()])
+
+    def decide(self, demand: Demand) -> Sequence[Wave]:
+        return fill(self.scene.slots, demand, self._room)
+
+
+def split_layers(geometry: Geometry, count: int) -> tuple[tuple[int, ...], ...]:
+    """`count` runs of neighbouring layers whose lengths differ by at most one."""
+    layers = geometry.layers
+    count = max(1, min(count, len(layers)))
+    bounds = [index * len(layers) // count for index in range(count + 1)]
+    return tuple(layers[a:b] for a, b in pairwise(bounds))
+
+
+def groups_that_fit(geometry: Geometry, slots: int, least: int) -> int:
+    """The smallest number of groups, `least` or more, of which each fits the slots; the number of
+    layers when a single layer does not fit (it then runs in waves)."""
+    for count in range(max(1, least), len(geometry.layers)):
+        sizes = (
+            sum(len(geometry.present(layer)) for layer in group)
+            for group in split_layers(geometry, count)
+        )
+        if max(sizes) <= slots:
+            return count
+    return max(1, least, len(geometry.layers)) if geometry.layers else 1
+
+
+def fallback(geometry: Geometry, slots: int) -> str:
+    """The strategy to run when `persistent` is asked for: itself, or the fewest groups that fit."""
+    if slots >= geometry.total:
+        return "persistent"
+    return f"layer_grouped:{min(groups_that_fit(geometry, slots, 2), len(geometry.layers))}"

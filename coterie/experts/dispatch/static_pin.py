@@ -1,0 +1,16 @@
+"""static_pin: active_only, with the hottest experts of the whole model pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from coterie.experts.dispatch.pins import Pinned
+from coterie.experts.geometry import Key
+from coterie.experts.heatmap import Heatmap
+
+
+class StaticPin(Pinned):
+    name = "static_pin"
+
+    def choose(self, heat: Heatmap, limit: int) -> Collection[Key]:
+        return heat.hottest(limit)

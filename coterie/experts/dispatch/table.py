@@ -1,0 +1,107 @@
+"""The strategies by name, how a user's text becomes two of them, and Krasis's spellings.
+
+`NAME` serves both phases (layer_grouped decodes as active_only), `PREFILL+DECODE` one each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from coterie.core.errors import ConfigError
+from coterie.experts.dispatch.active_only import ActiveOnly
+from coterie.experts.dispatch.base import Scene, Strategy
+from coterie.experts.dispatch.chunked import Chunked
+from coterie.experts.dispatch.cpu_only import CpuOnly
+from coterie.experts.dispatch.hot_cached_static import HotCachedStatic
+from coterie.experts.dispatch.layer_grouped import LayerGrouped
+from coterie.experts.dispatch.lru import Lru
+from coterie.experts.dispatch.persistent import Persistent
+from coterie.experts.dispatch.pins import spare_slots
+from coterie.experts.dispatch.static_pin import StaticPin
+from coterie.experts.dispatch.weighted_pin import WeightedPin
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "cpu_only": CpuOnly,
+    "chunked": Chunked,
+    "active_only": ActiveOnly,
+    "static_pin": StaticPin,
+    "weighted_pin": WeightedPin,
+    "lru": Lru,
+    "persistent": Persistent,
+    "layer_grouped": LayerGrouped,
+    "hot_cached_static": HotCachedStatic,
+}
+
+# one phase only: what serves the other when the name stands alone
+_DECODE = {"layer_grouped": "active_only"}
+
+_KRASIS = {
+    "no-gpu-decode": "cpu_only",
+    "expert-divisor 0": "chunked",
+    "expert-divisor 1": "persistent",
+    "cache-strategy lru": "lru+active_only",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A strategy by name, and its number where it takes one (`layer_grouped:4`)."""
+
+    name: str
+    number: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.number is None else f"{self.name}:{self.number}"
+
+
+def parse(text: str) -> tuple[Choice, Choice]:
+    """What serves prefill, and what serves decode."""
+    parts = _from_krasis(text).split("+")
+    if len(parts) > 2:
+        raise ConfigError(f"{text!r}: at most PREFILL+DECODE", param="strategy")
+    prefill = _choice(parts[0])
+    if len(parts) == 2:
+        return prefill, _choice(parts[1])
+    alone = _DECODE.get(prefill.name)
+    return prefill, prefill if alone is None else Choice(alone)
+
+
+def build(text: str, scene: Scene) -> tuple[Strategy, Strategy]:
+    """Both strategies over one pool of slots; one object when both phases share one."""
+    prefill, decode = parse(text)
+    first = _make(prefill, scene, alone=prefill == decode)
+    return first, first if decode == prefill else _make(decode, scene, alone=False)
+
+
+def _make(choice: Choice, scene: Scene, alone: bool) -> Strategy:
+    if choice.name == "layer_grouped":
+        return LayerGrouped(scene, choice.number or 2)
+    if choice.name == "hot_cached_static" and not alone:
+        return HotCachedStatic(scene, spare_slots(scene.geometry, scene.slots.num_slots))
+    return STRATEGIES[choice.name](scene)
+
+
+def _from_krasis(text: str) -> str:
+    words = text.strip().removeprefix("--").replace("=", " ").split()
+    spelling = " ".join(words)
+    if spelling in _KRASIS:
+        return _KRASIS[spelling]
+    if len(words) == 2 and words[0] == "expert-divisor":
+        return f"layer_grouped:{words[1]}"
+    if len(words) == 2 and words[0] == "cache-strategy":
+        return words[1]
+    return spelling
+
+
+def _choice(text: str) -> Choice:
+    name, colon, number = text.strip().partition(":")
+    if name not in STRATEGIES:
+        near = get_close_matches(name, STRATEGIES, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(STRATEGIES)}"
+        raise ConfigError(f"no strategy {name!r}; {hint}", param="strategy")
+    if not colon:
+        return Choice(name, 2 if name == "layer_grouped" else None)
+    if name != "layer_grouped" or not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"{text!r}: only layer_grouped:N takes a number", param="strategy")
+    return Choice(name, int(number))

@@ -1,0 +1,122 @@
+"""How often every expert was asked for: counted live or in warm-up, kept as JSON between runs.
+
+A file belongs to one set of experts (fingerprint) and one workload; another one is refused by a
+typed error. The caller chooses where it lies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coterie.core.errors import WeightsError
+from coterie.experts.geometry import Geometry, Key
+
+_VERSION = 1
+
+
+class Heatmap:
+    """counts[i, e]: rows that layer `geometry.layers[i]` sent to expert e."""
+
+    def __init__(self, geometry: Geometry, counts: npt.NDArray[np.float64] | None = None) -> None:
+        shape = (len(geometry.layers), geometry.num_experts)
+        if counts is None:
+            counts = np.zeros(shape)
+        if counts.shape != shape:
+            raise WeightsError(f"a heatmap of shape {counts.shape} for experts {shape}")
+        self.geometry = geometry
+        self.counts = counts
+        self._row = {layer: index for index, layer in enumerate(geometry.layers)}
+
+    def add(self, layer: int, experts: Sequence[int], counts: Sequence[float]) -> None:
+        row = self.counts[self._row[layer]]
+        for expert, count in zip(experts, counts, strict=True):
+            row[expert] += count
+
+    def count(self, key: Key) -> float:
+        return float(self.counts[self._row[key[0]], key[1]])
+
+    def total(self) -> float:
+        return float(self.counts.sum())
+
+    def hottest(self, limit: int) -> list[Key]:
+        """The most used experts of all layers; equal counts go by layer and index."""
+        present = np.ones(self.counts.shape, dtype=bool)
+        for layer, expert in self.geometry.absent:
+            present[self._row[layer], expert] = False
+        flat = np.where(present, self.counts, -1.0).ravel()
+        order = np.argsort(-flat, kind="stable")[: min(limit, int(present.sum()))]
+        width = self.geometry.num_experts
+        return [(self.geometry.layers[i // width], i % width) for i in order.tolist()]
+
+    def hottest_of(self, layer: int) -> list[int]:
+        """A layer's experts, most used first."""
+        row = self.counts[self._row[layer]]
+        return sorted(self.geometry.present(layer), key=lambda expert: (-row[expert], expert))
+
+    def skew(self, layer: int) -> float:
+        """0 when the layer uses all experts alike, near 1 when it uses one: 1 minus the entropy of
+        its counts over that of an even spread."""
+        row = self.counts[self._row[layer]]
+        present = len(self.geometry.present(layer))
+        if row.sum() <= 0 or present < 2:
+            return 0.0
+        share = row[row > 0] / row.sum()
+        return float(1.0 + (share * np.log(share)).sum() / np.log(present))
+
+    def save(self, path: Path, *, fingerprint: str, workload: str) -> None:
+        """Whole or not at all."""
+        document = {
+            "version": _VERSION,
+            "fingerprint": fingerprint,
+            "workload": workload,
+            "layers": list(self.geometry.layers),
+            "num_experts": self.geometry.num_experts,
+            "counts": [[round(value, 4) for value in row] for row in self.counts.tolist()],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            draft.write_text(json.dumps(document))
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path, geometry: Geometry, *, fingerprint: str, workload: str) -> Heatmap:
+        document = _document(path)
+        expected = {
+            "version": _VERSION,
+            "fingerprint": fingerprint,
+            "workload": workload,
+            "layers": list(geometry.layers),
+            "num_experts": geometry.num_experts,
+        }
+        for field, value in expected.items():
+            if document.get(field) != value:
+                raise WeightsError(
+                    f"{path}: heatmap of another {field}: {document.get(field)!r}, not {value!r}"
+                )
+        try:
+            counts = np.asarray(document["counts"], dtype=np.float64)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WeightsError(f"{path}: heatmap without usable counts") from error
+        if not np.isfinite(counts).all() or (counts < 0).any():
+            raise WeightsError(f"{path}: heatmap counts must be finite and not negative")
+        return cls(geometry, counts)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path}: not a readable heatmap: {error}") from error
+    if not isinstance(document, dict):
+        raise WeightsError(f"{path}: not a heatmap")
+    return document

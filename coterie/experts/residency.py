@@ -1,0 +1,139 @@
+"""Which expert lies in which device slot, who is pinned, and who was used last.
+
+Bookkeeping alone: it moves no bytes and chooses no victim. Every operation is O(1), so that a
+strategy can ask it anything while a layer waits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import KeysView
+
+from coterie.core.errors import InternalError
+from coterie.experts.geometry import Key
+
+
+class Residency:
+    """A slot holds one expert or nothing. Pinned experts are outside every order of use."""
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 0:
+            raise InternalError(f"{num_slots} slots")
+        self.num_slots = num_slots
+        # loaded before they were asked for, and not used since
+        self.prefetched: set[Key] = set()
+        self._slots: dict[Key, int] = {}
+        self._keys: list[Key | None] = [None] * num_slots
+        # lowest slot first
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._pins: set[Key] = set()
+        self._clock = 0
+        self._used: dict[Key, int] = {}
+        # unpinned, least recently used first: of all layers, and of each
+        self._order: OrderedDict[Key, None] = OrderedDict()
+        self._layers: dict[int, OrderedDict[Key, None]] = {}
+
+    def slot_of(self, key: Key) -> int | None:
+        return self._slots.get(key)
+
+    def key_at(self, slot: int) -> Key | None:
+        return self._keys[slot]
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._slots
+
+    def free(self) -> int:
+        return len(self._free)
+
+    def keys(self) -> KeysView[Key]:
+        return self._slots.keys()
+
+    def place(self, key: Key, *, early: bool = False) -> int:
+        """Give `key` a free slot. `early`: nobody asked for it yet."""
+        if key in self._slots:
+            raise InternalError(f"expert {key} already lies in a slot")
+        if not self._free:
+            raise InternalError("no free slot")
+        slot = self._free.pop()
+        self._slots[key] = slot
+        self._keys[slot] = key
+        if early:
+            self.prefetched.add(key)
+        self._clock += 1
+        self._used[key] = self._clock
+        self._enlist(key)
+        return slot
+
+    def evict(self, key: Key) -> int:
+        """Take an unpinned expert out; its slot becomes the next one given away."""
+        if key in self._pins:
+            raise InternalError(f"expert {key} is pinned")
+        return self._drop(key)
+
+    def forget(self, key: Key) -> None:
+        """The bytes of `key` never arrived: it lies nowhere, pinned or not."""
+        if key in self._slots:
+            self.unpin(key)
+            self._drop(key)
+
+    def _drop(self, key: Key) -> int:
+        slot = self._slots.pop(key)
+        self._keys[slot] = None
+        self._free.append(slot)
+        del self._used[key]
+        del self._order[key]
+        del self._layers[key[0]][key]
+        self.prefetched.discard(key)
+        return slot
+
+    def pin(self, key: Key) -> None:
+        """Never a victim from now on."""
+        if key not in self._slots:
+            raise InternalError(f"expert {key} lies in no slot")
+        if key not in self._pins:
+            self._pins.add(key)
+            del self._order[key]
+            del self._layers[key[0]][key]
+
+    def unpin(self, key: Key) -> None:
+        if key in self._pins:
+            self._pins.remove(key)
+            self._enlist(key)
+
+    def _enlist(self, key: Key) -> None:
+        self._order[key] = None
+        layer = self._layers.get(key[0])
+        if layer is None:
+            layer = self._layers[key[0]] = OrderedDict()
+        layer[key] = None
+
+    def is_pinned(self, key: Key) -> bool:
+        return key in self._pins
+
+    def pinned(self) -> frozenset[Key]:
+        return frozenset(self._pins)
+
+    @property
+    def movable(self) -> int:
+        """Slots that are not taken by a pinned expert."""
+        return self.num_slots - len(self._pins)
+
+    def touch(self, key: Key) -> None:
+        """`key` is used now."""
+        self._clock += 1
+        self._used[key] = self._clock
+        if key not in self._pins:
+            self._order.move_to_end(key)
+            self._layers[key[0]].move_to_end(key)
+
+    def age(self, key: Key) -> int:
+        """Uses of any expert since `key` was used."""
+        return self._clock - self._used[key]
+
+    def by_age(self) -> KeysView[Key]:
+        """Unpinned experts, least recently used first."""
+        return self._order.keys()
+
+    def layer_by_age(self, layer: int) -> KeysView[Key]:
+        """The same for one layer."""
+        return self._layers.setdefault(layer, OrderedDict()).keys()
