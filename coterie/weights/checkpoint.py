@@ -23,6 +23,7 @@ from coterie.weights.gguf_config import (
     tensor_names,
 )
 from coterie.weights.gguf_tensors import map_file, read_tensor
+from coterie.weights.pages import Extent, release, samples
 from coterie.weights.quantize import Weight, dense
 from coterie.weights.safetensors import SafetensorsCheckpoint
 
@@ -46,6 +47,18 @@ class Checkpoint(Protocol):
     def stored_as(self, name: str) -> str: ...
 
     def read(self, name: str) -> Weight: ...
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of the tensor as stored, its rows in the order of `read`."""
+        ...
+
+    def extent(self, name: str) -> Extent:
+        """Where `name` lies on disk, its rows in the file's order."""
+        ...
+
+    def release(self) -> None:
+        """Give back the pages that reading has filled; tensors that were read stay valid."""
+        ...
 
     def fingerprint(self) -> str: ...
 
@@ -95,14 +108,34 @@ class GGUFCheckpoint:
         info = self._info(name)
         return read_tensor(self._data, info, self._row_order(info))
 
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        info = self._info(name)
+        data = self._data[info.offset : info.offset + info.nbytes]
+        order = self._row_order(info)
+        return data if order is None else data.reshape(info.shape[0], -1)[order].reshape(-1)
+
+    def extent(self, name: str) -> Extent:
+        info = self._info(name)
+        return Extent(self.path, info.offset, info.nbytes)
+
+    def release(self) -> None:
+        release(self.path, self._data)
+
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         digest.update(self._data[: self._file.header_bytes].tobytes())
         digest.update(str(self._file.size_bytes).encode())
-        for info in self._file.tensors.values():
-            end = info.offset + min(info.nbytes, _SAMPLE_BYTES)
-            digest.update(self._data[info.offset : end].tobytes())
+        tensors = self._file.tensors.values()
+        starts = [(info.offset, min(info.nbytes, _SAMPLE_BYTES)) for info in tensors]
+        for sample in samples(self.path, starts):
+            digest.update(sample)
         return digest.hexdigest()
+
+    def without_tensors(self) -> bytes:
+        """A GGUF file with this one's metadata and no tensors: all that a tokenizer needs."""
+        head = bytearray(self._data[: self._file.metadata_bytes].tobytes())
+        head[8:16] = bytes(8)  # the number of tensors
+        return bytes(head)
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self._names:

@@ -76,6 +76,8 @@ class GGUFFile:
     version: int
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    # where the metadata ends, and after it the table of tensors
+    metadata_bytes: int
     header_bytes: int
     size_bytes: int
 
@@ -121,11 +123,12 @@ class _Reader:
             if key in metadata:
                 raise self.broken(f"metadata key {key!r} appears twice")
             metadata[key] = self._value(self._number("I", f"the type of {key!r}"), key)
+        metadata_end = self.at
         raw = [self._tensor() for _ in range(num_tensors)]
         header = self.at
         start = _aligned(header, self._alignment(metadata))
         tensors = self._placed(raw, start, self._alignment(metadata))
-        return GGUFFile(self.path, version, metadata, tensors, header, self.size)
+        return GGUFFile(self.path, version, metadata, tensors, metadata_end, header, self.size)
 
     def broken(self, what: str) -> WeightsError:
         return WeightsError(f"{self.path}: damaged GGUF file, {what}. {_AGAIN}")

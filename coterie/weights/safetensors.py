@@ -18,8 +18,10 @@ import numpy.typing as npt
 import torch
 
 from coterie.core.errors import WeightsError
+from coterie.weights.gguf_tensors import decode
 from coterie.weights.json_file import read_json
-from coterie.weights.quantize import Dense, Weight
+from coterie.weights.pages import Extent, release, samples
+from coterie.weights.quantize import Weight
 
 INDEX = "model.safetensors.index.json"
 
@@ -31,6 +33,9 @@ _BITS = {
     "I16": 16, "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8,
     "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
+
+# quant_method in config.json -> what people call it
+_METHODS = {"fp8": "FP8 in blocks (fp8)", "fbgemm_fp8": "FP8 (fbgemm_fp8)", "mxfp4": "MXFP4"}
 
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_RANK = 8
@@ -87,20 +92,29 @@ class SafetensorsCheckpoint:
                 f"{self._where[name].path}: tensor {name!r} is stored as {entry.dtype}; "
                 f"{', '.join(_READ)} are supported. Use a checkpoint in one of them, or GGUF."
             )
-        dtype = _READ[entry.dtype]
-        raw = self._where[name].data[entry.begin : entry.end]
-        if entry.begin % dtype.itemsize:
-            raw = raw.copy()  # torch needs aligned memory; old writers did not pad the header
-        return Dense(torch.from_numpy(raw).view(dtype).view(entry.shape))
+        return decode(torch.from_numpy(self.raw(name)), entry.dtype, entry.shape)
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        entry = self._entry(name)
+        return self._where[name].data[entry.begin : entry.end]
+
+    def extent(self, name: str) -> Extent:
+        entry = self._entry(name)
+        return Extent(self._where[name].path, entry.begin, entry.end - entry.begin)
+
+    def release(self) -> None:
+        for shard in self._shards.values():
+            release(shard.path, shard.data)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for file, shard in self._shards.items():
             digest.update(f"{file} {len(shard.data)}".encode())
             digest.update(shard.data[: shard.data_start].tobytes())
-            for entry in shard.entries.values():
-                end = min(entry.end, entry.begin + _SAMPLE_BYTES)
-                digest.update(shard.data[entry.begin : end].tobytes())
+            spans = [(entry.begin, entry.end - entry.begin) for entry in shard.entries.values()]
+            starts = [(begin, min(length, _SAMPLE_BYTES)) for begin, length in spans]
+            for sample in samples(shard.path, starts):
+                digest.update(sample)
         return digest.hexdigest()
 
     def _located(self, name: str, file: str) -> _Shard:
@@ -159,8 +173,9 @@ def _refuse_quantised(path: Path, config: dict[str, Any]) -> None:
     quantisation = config.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+        known = _METHODS.get(str(method), str(method or "an unknown method"))
         raise WeightsError(
-            f"{path}: quantised with {method or 'an unknown method'}, which is not supported. "
+            f"{path}: quantised with {known}, which is not supported. "
             "Use the unquantised checkpoint with --dtype int8 or int4, or a GGUF file."
         )
 
