@@ -24,6 +24,38 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+}
+
+# what each architecture's config has beside the shared keys: 8 experts, 2 of them per token
+OWN_KEYS: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 16},
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48},
+    "olmoe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "head_dim": 16,
+    },
+    "deepseek_v2": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+    },
 }
 
 CORPUS = [
@@ -45,12 +77,13 @@ CHAT_TEMPLATE = (
 
 
 def tiny_checkpoint(architecture: str, seed: int = 0, **overrides: Any) -> Path:
-    """A Hugging Face safetensors directory of a random `architecture` (llama, mistral, qwen3).
+    """A Hugging Face safetensors directory of a random `architecture` (a key of ARCHITECTURES).
 
     `overrides` are config.json keys; `dtype` ("bfloat16") is what the tensors are stored as.
-    Weights are drawn wide enough that greedy output varies.
+    Weights are drawn wide enough that greedy output and routing vary.
     """
-    kind = architecture.removesuffix("ForCausalLM").lower()
+    classes = {name: kind for kind, name in ARCHITECTURES.items()}
+    kind = classes.get(architecture, architecture)
     facts = json.dumps([ARCHITECTURES[kind], seed, overrides], sort_keys=True, default=str)
     digest = hashlib.sha256((facts + _own_source()).encode()).hexdigest()[:16]
     home = Path(tempfile.gettempdir()) / f"coterie-tiny-{os.getuid()}"
@@ -91,7 +124,7 @@ def _write(path: Path, kind: str, seed: int, overrides: dict[str, Any]) -> None:
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16 if kind == "llama" else 32,
+        "head_dim": 32,
         "max_position_embeddings": 1024,
         "initializer_range": 0.15,
         "bos_token_id": 0,
@@ -99,8 +132,7 @@ def _write(path: Path, kind: str, seed: int, overrides: dict[str, Any]) -> None:
         "pad_token_id": 2,
         "tie_word_embeddings": False,
     }
-    if kind == "mistral":
-        settings["sliding_window"] = None
+    settings.update(OWN_KEYS.get(kind, {}))
     settings.update(overrides)
     shards = settings.pop("max_shard_size", "5GB")
     dtype = getattr(torch, settings.pop("dtype", "float32"))
@@ -123,6 +155,8 @@ def _draw(model: Any) -> None:
             torch.nn.init.uniform_(parameter, 0.6, 1.4)
         elif name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.2)
+        elif name.endswith(".gate.weight"):
+            torch.nn.init.normal_(parameter, std=0.3)
 
 
 def _write_tokenizer(path: Path) -> None:

@@ -6,6 +6,7 @@ Plain tensors on the model's device. Knows nothing of requests, schedulers or bl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,3 +29,34 @@ class AttentionBatch:
     block_size: int
     # "decode" when no row belongs to a prompt: expert strategies tell the two apart
     phase: str = "prefill"
+
+
+def split_batch(batch: AttentionBatch, chunk_tokens: int) -> list[AttentionBatch]:
+    """The same rows in order, at most `chunk_tokens` at a time. A sequence may be cut: its later
+    rows see what its earlier ones wrote."""
+    starts = batch.query_starts.tolist()
+    total = starts[-1]
+    if total <= chunk_tokens:
+        return [batch]
+    return [
+        _rows_between(batch, starts, begin, min(begin + chunk_tokens, total))
+        for begin in range(0, total, chunk_tokens)
+    ]
+
+
+def _rows_between(batch: AttentionBatch, starts: list[int], begin: int, end: int) -> AttentionBatch:
+    pairs = enumerate(pairwise(starts))
+    touched = [i for i, (first, last) in pairs if first < end and last > begin]
+    low, high = touched[0], touched[-1] + 1
+    bounds = batch.query_starts[low : high + 1].clamp(begin, end) - begin
+    # rows of the last sequence that are not in this chunk have not been written yet
+    behind = (batch.query_starts[low + 1 : high + 1] - end).clamp_min(0)
+    return AttentionBatch(
+        positions=batch.positions[begin:end],
+        slots=batch.slots[begin:end],
+        query_starts=bounds,
+        context_lens=batch.context_lens[low:high] - behind,
+        block_tables=batch.block_tables[low:high],
+        block_size=batch.block_size,
+        phase=batch.phase,
+    )

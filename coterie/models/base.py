@@ -1,15 +1,14 @@
 """A causal language model ready to run, and how one is loaded.
 
-`MODELS` names every architecture. Two paths run the same parts: the fused native decoder on a CPU
-with compiled kernels, plain torch (with Triton on CUDA) everywhere else. Knows no requests.
+`MODELS` names every architecture. Knows no requests, and of experts only that a runtime has them.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +16,20 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.kernels import linear, reference
+from coterie.kernels import linear
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.decoder import DecoderShape
-from coterie.models import llama, mistral, qwen3
+from coterie.models import llama, mistral, qwen3, qwen3_moe
+from coterie.models.assemble import Assembly, assemble
 from coterie.models.cuda_graph import DecodeGraphs
-from coterie.models.layers import PartReader, Parts, Placement, Progress
+from coterie.models.experts import ExpertsFactory, ExpertsWanted, open_with
+from coterie.models.layers import Progress
+from coterie.models.moe import Experts, MoeStack
+from coterie.models.reader import Placement, Reader
 from coterie.models.spec import ModelSpec, token_ids
 from coterie.weights.quantize import DTYPES
 
 if TYPE_CHECKING:
+    from coterie.core.dispatch import DispatchSettings, ExpertUsage
     from coterie.weights.checkpoint import Checkpoint
 
 __all__ = ["MODELS", "CausalLM", "ModelSpec", "load_model"]
@@ -35,40 +38,52 @@ MODELS: dict[str, Callable[[dict[str, Any], int | None], ModelSpec]] = {
     "LlamaForCausalLM": llama.read,
     "MistralForCausalLM": mistral.read,
     "Qwen3ForCausalLM": qwen3.read,
+    "Qwen3MoeForCausalLM": qwen3_moe.read,
 }
 
 # How a file's tensor types are kept under "auto": GGUF's other quantised forms are widened exactly.
 _KEPT_AS = {"BF16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4"}
 
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """One way to run the parts: `stack` is (hidden [T, D], caches, batch) -> hidden [T, D], `norm`
-    is (hidden, weight, eps) -> hidden."""
-
-    stack: Callable[[Tensor, Sequence[Tensor], AttentionBatch], Tensor]
-    norm: Callable[[Tensor, Tensor, float], Tensor]
+_IN_LAYER = re.compile(r"(^|\.)(layers|blocks)\.\d")
 
 
 class CausalLM:
     """Embedding, decoder stack, final norm and LM head of one loaded model."""
 
-    def __init__(self, spec: ModelSpec, parts: Parts, dtype: str, run: Backend) -> None:
+    def __init__(
+        self, spec: ModelSpec, dtype: str, parts: Assembly, moe: MoeStack | None = None
+    ) -> None:
         self.spec, self.dtype = spec, dtype
-        self.device = parts.norm.device
-        self.weight_bytes = parts.weight_bytes
-        self.kv_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
-        self._parts, self._run = parts, run
+        self.device = parts.device
+        # of what is always in memory; experts are their runtime's
+        self.weight_bytes = parts.nbytes
+        self.kv_dtype = kv_dtype(dtype)
+        self._embed, self._head, self._norm = parts.ends.embedding, parts.ends.head, parts.norm
+        self._backbone, self._moe = parts.backbone, moe
         # captured decode steps on CUDA; None runs every step eagerly
         self.graphs: DecodeGraphs | None = None
 
+    @property
+    def experts(self) -> Experts | None:
+        return self._moe.experts if self._moe else None
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Rows that walk through a group of layers together, where a strategy groups layers."""
+        return self._moe.chunk_tokens if self._moe else 0
+
+    @chunk_tokens.setter
+    def chunk_tokens(self, tokens: int) -> None:
+        if self._moe:
+            self._moe.chunk_tokens = tokens
+
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """One layer's cache; a model needs `spec.num_layers` of them."""
-        return (2, num_blocks, self.spec.num_kv_heads, block_size, self.spec.head_dim)
+        spec = self.spec
+        return (spec.kv_planes, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
 
     def kv_bytes_per_token(self) -> int:
-        values = 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim
-        return values * self.kv_dtype.itemsize
+        return kv_bytes_per_token(self.spec, self.dtype)
 
     @torch.inference_mode()
     def forward(
@@ -90,17 +105,28 @@ class CausalLM:
         self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor], rows: Tensor
     ) -> Tensor:
         """`forward` without captured graphs."""
-        hidden = self._run.stack(self._parts.embedding(token_ids), kv, batch)
+        hidden = self._embed(token_ids)
+        if self._moe is None:
+            hidden = self._backbone(hidden, kv, batch, 0, self.spec.num_layers)
+        else:
+            hidden = self._moe(hidden, kv, batch)
         if len(rows) == 0:
             return hidden.new_empty((0, self.spec.vocab), dtype=torch.float32)
-        picked = self._run.norm(hidden[rows], self._parts.norm, self.spec.eps)
-        return self._parts.head(picked).float()
+        return self._head(self._norm(hidden[rows])).float()
 
     @torch.inference_mode()
     def prepare(self, kv: Sequence[Tensor], block_size: int, max_sequences: int) -> None:
         """Do now what the first steps over these caches would otherwise wait for."""
         if self.graphs is not None:
             self.graphs.prepare(kv, block_size, max_sequences)
+
+    def take_usage(self) -> tuple[ExpertUsage, list[ExpertUsage]] | None:
+        """What the experts of the last forward cost: in all, and by sequence. None when dense."""
+        return self._moe.take_usage() if self._moe else None
+
+    def close(self) -> None:
+        if self._moe:
+            self._moe.experts.close()
 
 
 def load_model(
@@ -111,21 +137,55 @@ def load_model(
     backend: str | None = None,
     max_context: int | None = None,
     progress: Progress | None = None,
+    dispatch: DispatchSettings | None = None,
+    experts: ExpertsFactory | None = None,
 ) -> CausalLM:
-    """Read `checkpoint` at `dtype` for `device`; `progress` hears (layers done, layers)."""
+    """Read `checkpoint` at `dtype` for `device`; `progress` hears (layers done, layers).
+
+    `dispatch` says where the experts of a MoE model live; `experts` opens them instead.
+    """
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
     spec = read_spec(checkpoint, max_context)
     kept = stored_dtype(checkpoint) if dtype == "auto" else dtype
     backend = backend or best_backend(device)
     products = "cpu" if backend == "cpu" else "reference"
-    hidden_dtype = _hidden_dtype(kept, device)
-    reader = PartReader(checkpoint, spec, dtype, Placement(products, device, hidden_dtype))
-    parts = reader.read(progress)
-    model = CausalLM(spec, parts, kept, _make_backend(backend, spec, parts))
-    if backend == "triton" and model.device.type == "cuda":
-        model.graphs = DecodeGraphs(model.compute, spec.max_positions, model.device)
-    return model
+    placement = Placement(products, device, _hidden_dtype(kept, device))
+    reader, hear = Reader(checkpoint, spec, dtype, placement), progress or _silent
+    parts = assemble(reader, backend, hear)
+    reader.finish()
+    checkpoint.release()
+    hear(spec.num_layers + 1, spec.num_layers + 1)
+    if spec.moe is None:
+        model = CausalLM(spec, kept, parts)
+        if backend == "triton" and model.device.type == "cuda":
+            model.graphs = DecodeGraphs(model.compute, spec.max_positions, model.device)
+        return model
+    opened = (experts or open_with(dispatch))(
+        ExpertsWanted(
+            checkpoint=checkpoint,
+            moe=spec.moe,
+            hidden=spec.hidden,
+            dtype=dtype,
+            device=device,
+            kv_bytes=kv_bytes_per_token(spec, kept) * spec.max_positions,
+        )
+    )
+    moe = MoeStack(parts.backbone, parts.moe_layers, spec.num_layers, opened)
+    return CausalLM(spec, kept, parts, moe)
+
+
+def _silent(done: int, total: int) -> None:
+    """Nobody asked to hear of progress."""
+
+
+def kv_dtype(dtype: str) -> torch.dtype:
+    return torch.float32 if dtype == "fp32" else torch.bfloat16
+
+
+def kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
+    values = spec.kv_planes * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    return values * kv_dtype(dtype).itemsize
 
 
 def read_spec(checkpoint: Checkpoint, max_context: int | None = None) -> ModelSpec:
@@ -147,8 +207,8 @@ def stored_dtype(checkpoint: Checkpoint) -> str:
     sizes: Counter[str] = Counter()
     for name in checkpoint.names():
         shape = checkpoint.shape(name)
-        if len(shape) == 2 and ".layers." in name:
-            sizes[_KEPT_AS.get(checkpoint.stored_as(name), "fp32")] += shape[0] * shape[1]
+        if len(shape) >= 2 and _IN_LAYER.search(name):
+            sizes[_KEPT_AS.get(checkpoint.stored_as(name), "fp32")] += math.prod(shape)
     return max(sizes, key=lambda kept: sizes[kept]) if sizes else "fp32"
 
 
@@ -163,28 +223,3 @@ def best_backend(device: str) -> str:
     if torch.device(device).type == "cuda" and find_spec("triton"):
         return "triton"
     return linear.best_backend(device)
-
-
-def _make_backend(backend: str, spec: ModelSpec, parts: Parts) -> Backend:
-    cos, sin = (table.to(parts.norm.device) for table in spec.rope.tables())
-    shape = DecoderShape(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        hidden=spec.hidden,
-        intermediate=spec.intermediate,
-        eps=spec.eps,
-        attention_scale=spec.attention_scale,
-    )
-    if backend == "triton":
-        from coterie.kernels import triton_layers
-
-        stack = partial(triton_layers.decoder, shape, parts.layers, cos, sin)
-        return Backend(stack, triton_layers.rms_norm)
-    # the native decoder has no place for biases after o or in the MLP: those models run its
-    # products from the torch path
-    if backend == "cpu" and not (spec.o_bias or spec.mlp_bias):
-        from coterie.kernels import cpu
-
-        return Backend(cpu.NativeDecoder(shape, parts.layers, cos, sin).forward, cpu.rms_norm)
-    return Backend(partial(reference.decoder, shape, parts.layers, cos, sin), reference.rms_norm)

@@ -6,41 +6,22 @@ name, and not how the parts are run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from coterie.core.errors import WeightsError
+from coterie.kernels import reference
 from coterie.kernels.decoder import DecoderLayer
-from coterie.kernels.linear import Linear, ReferenceLinear, make_linear
-from coterie.weights.quantize import Dense, Int4, Int8, Weight, convert, dense
+from coterie.kernels.linear import Linear, ReferenceLinear
+from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight, convert, dense
 
 if TYPE_CHECKING:
-    from coterie.models.spec import ModelSpec
-    from coterie.weights.checkpoint import Checkpoint
+    from coterie.models.reader import Reader
 
 Progress = Callable[[int, int], None]
-
-# Buffers that older files carry; they are computed here.
-_COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
-
-
-class BiasedLinear:
-    """A product with a bias behind it, for the few models that have one after o or in the MLP."""
-
-    def __init__(self, product: Linear, bias: Tensor) -> None:
-        self.product, self.bias = product, bias
-        self.in_features, self.out_features = product.in_features, product.out_features
-
-    @property
-    def nbytes(self) -> int:
-        return self.product.nbytes + self.bias.nbytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.product(x) + self.bias.to(x.dtype)
 
 
 class Embedding:
@@ -55,7 +36,7 @@ class Embedding:
         return self.weight.nbytes
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        return dense(_rows(self.weight, token_ids), self.dtype)
+        return dense(rows_of(self.weight, token_ids), self.dtype)
 
 
 def _moved(weight: Weight, device: torch.device) -> Weight:
@@ -66,9 +47,11 @@ def _moved(weight: Weight, device: torch.device) -> Weight:
             return Int8(q.to(device), scale.to(device))
         case Int4(q, scale, minimum):
             return Int4(q.to(device), scale.to(device), minimum.to(device))
+        case Blocks(kind, data):
+            return Blocks(kind, data.to(device))
 
 
-def _rows(weight: Weight, index: Tensor) -> Weight:
+def rows_of(weight: Weight, index: Tensor) -> Weight:
     match weight:
         case Dense(tensor):
             return Dense(tensor[index])
@@ -76,155 +59,108 @@ def _rows(weight: Weight, index: Tensor) -> Weight:
             return Int8(q[index], scale[index])
         case Int4(q, scale, minimum):
             return Int4(q[index], scale[index], minimum[index])
+        case Blocks(kind, data):
+            return Blocks(kind, data[index])
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Where the parts live: the products' backend, the device, the type of activations."""
-
-    backend: str
-    device: str
-    hidden_dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a dense decoder is made of."""
+class Ends:
+    """The two tables of words around a decoder stack."""
 
     embedding: Embedding
-    layers: tuple[DecoderLayer, ...]
-    norm: Tensor
     head: Linear
-    weight_bytes: int
 
-
-class PartReader:
-    """Reads a checkpoint at one precision for one backend and device."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, spec: ModelSpec, dtype: str, placement: Placement
-    ) -> None:
-        self._checkpoint, self._spec, self._dtype = checkpoint, spec, dtype
-        self._placement = placement
-        self._device = torch.device(placement.device)
-        self._left = {name for name in checkpoint.names() if not name.endswith(_COMPUTED)}
-
-    def read(self, progress: Progress | None = None) -> Parts:
-        spec = self._spec
-        embedding, head = self._ends()
-        total = spec.num_layers + 1
-        layers = []
-        for index in range(spec.num_layers):
-            if progress:
-                progress(index + 1, total)
-            layers.append(self._layer(index))
-        norm = self._vector("model.norm.weight", spec.hidden)
-        if self._left:
-            raise WeightsError(
-                f"{self._checkpoint.path}: {spec.architecture} has no place for the tensor "
-                f"{min(self._left)!r} ({len(self._left)} such tensors)"
-            )
-        if progress:
-            progress(total, total)
-        own_copy = 0 if _shared(embedding, head) else embedding.nbytes
-        size = own_copy + head.nbytes + sum(_layer_bytes(layer) for layer in layers)
-        return Parts(embedding, tuple(layers), norm, head, size)
-
-    def _ends(self) -> tuple[Embedding, Linear]:
-        """Embedding and LM head. At int4 both stay at int8, as GGUF files keep them: they decide
-        the token directly and are read once per step."""
-        spec, name = self._spec, "model.embed_tokens.weight"
-        dtype = "int8" if self._dtype == "int4" else self._dtype
-        stored = self._take(name, (spec.vocab, spec.hidden))
-        table = convert(stored, dtype)
-        last = table
-        if spec.tied:
-            self._left.discard("lm_head.weight")
-        else:
-            last = self._matrix("lm_head.weight", spec.vocab, spec.hidden, dtype)
-        head = make_linear([last], self._placement.backend, self._device)
-        if spec.tied and isinstance(head, ReferenceLinear):
-            # one copy in memory: the rows of the head are the embedding
-            table = Dense(head.weight)
-        elif dtype == "fp32":
-            # as stored is smaller and widens to the same values
-            table = stored
-        return Embedding(table, self._device, self._placement.hidden_dtype), head
-
-    def _layer(self, index: int) -> DecoderLayer:
-        spec, base = self._spec, f"model.layers.{index}."
-        attention, mlp = base + "self_attn.", base + "mlp."
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        normed = spec.qk_norm
-        return DecoderLayer(
-            input_norm=self._vector(base + "input_layernorm.weight", spec.hidden),
-            qkv=self._product(
-                [
-                    self._matrix(attention + "q_proj.weight", q_size, spec.hidden),
-                    self._matrix(attention + "k_proj.weight", kv_size, spec.hidden),
-                    self._matrix(attention + "v_proj.weight", kv_size, spec.hidden),
-                ]
-            ),
-            q_norm=self._vector(attention + "q_norm.weight", spec.head_dim) if normed else None,
-            k_norm=self._vector(attention + "k_norm.weight", spec.head_dim) if normed else None,
-            qkv_bias=self._qkv_bias(attention, q_size, kv_size) if spec.qkv_bias else None,
-            o=self._with_bias([attention + "o_proj"], (spec.hidden,), q_size, spec.o_bias),
-            post_norm=self._vector(base + "post_attention_layernorm.weight", spec.hidden),
-            gate_up=self._with_bias(
-                [mlp + "gate_proj", mlp + "up_proj"],
-                (spec.intermediate, spec.intermediate),
-                spec.hidden,
-                spec.mlp_bias,
-            ),
-            down=self._with_bias(
-                [mlp + "down_proj"], (spec.hidden,), spec.intermediate, spec.mlp_bias
-            ),
+    @property
+    def own_bytes(self) -> int:
+        """Of the embedding, where it is not the head itself."""
+        table, head = self.embedding.weight, self.head
+        shared = (
+            isinstance(head, ReferenceLinear)
+            and isinstance(table, Dense)
+            and table.tensor.data_ptr() == head.weight.data_ptr()
         )
-
-    def _with_bias(
-        self, names: Sequence[str], rows: Sequence[int], columns: int, biased: bool
-    ) -> Linear:
-        product = self._product(
-            [self._matrix(n + ".weight", r, columns) for n, r in zip(names, rows, strict=True)]
-        )
-        if not biased:
-            return product
-        biases = [self._vector(n + ".bias", r) for n, r in zip(names, rows, strict=True)]
-        return BiasedLinear(product, torch.cat(biases))
-
-    def _qkv_bias(self, attention: str, q_size: int, kv_size: int) -> Tensor:
-        sizes = {"q": q_size, "k": kv_size, "v": kv_size}
-        return torch.cat([self._vector(f"{attention}{n}_proj.bias", s) for n, s in sizes.items()])
-
-    def _product(self, weights: Sequence[Weight]) -> Linear:
-        return make_linear(weights, self._placement.backend, self._device)
-
-    def _matrix(self, name: str, rows: int, columns: int, dtype: str | None = None) -> Weight:
-        return convert(self._take(name, (rows, columns)), dtype or self._dtype)
-
-    def _vector(self, name: str, size: int) -> Tensor:
-        return dense(self._take(name, (size,)), self._placement.hidden_dtype).to(self._device)
-
-    def _take(self, name: str, shape: tuple[int, ...]) -> Weight:
-        if name not in self._left:
-            raise WeightsError(f"{self._checkpoint.path}: the tensor {name!r} is missing")
-        self._left.discard(name)
-        found = tuple(self._checkpoint.shape(name))
-        if found != shape:
-            raise WeightsError(
-                f"{self._checkpoint.path}: {name!r} has shape {found}; config asks for {shape}"
-            )
-        return self._checkpoint.read(name)
+        return 0 if shared else self.embedding.nbytes
 
 
-def _shared(embedding: Embedding, head: Linear) -> bool:
-    table = embedding.weight
-    return (
-        isinstance(head, ReferenceLinear)
-        and isinstance(table, Dense)
-        and table.tensor.data_ptr() == head.weight.data_ptr()
+class GatedMlp:
+    """down(silu(gate(x)) * up(x)): a dense layer's MLP, or the expert that every token passes."""
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self.gate_up, self.down = gate_up, down
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(reference.silu_mul(self.gate_up(x)))
+
+
+def read_ends(
+    reader: Reader, first: str = "model.embed_tokens.weight", last: str = "lm_head.weight"
+) -> Ends:
+    """Embedding and LM head. At int4 both stay at int8, as GGUF files keep them: they decide
+    the token directly and are read once per step."""
+    spec = reader.spec
+    dtype = "int8" if reader.dtype == "int4" else reader.dtype
+    stored = reader.take(first, (spec.vocab, spec.hidden))
+    table = convert(stored, dtype)
+    rows = table
+    if spec.tied:
+        reader.drop(last)
+    else:
+        rows = reader.matrix(last, spec.vocab, spec.hidden, dtype)
+    head = reader.product([rows])
+    if spec.tied and isinstance(head, ReferenceLinear):
+        # one copy in memory: the rows of the head are the embedding
+        table = Dense(head.weight)
+    elif dtype == "fp32":
+        # as stored is smaller and widens to the same values
+        table = stored
+    return Ends(Embedding(table, reader.device, reader.placement.hidden_dtype), head)
+
+
+def read_mlp(reader: Reader, stem: str, width: int) -> GatedMlp:
+    """`stem` is the MLP's name with its dot ("model.layers.0.mlp.")."""
+    hidden, biased = reader.spec.hidden, reader.spec.mlp_bias
+    gate_up = reader.linear([stem + "gate_proj", stem + "up_proj"], [width, width], hidden, biased)
+    return GatedMlp(gate_up, reader.linear([stem + "down_proj"], [hidden], width, biased))
+
+
+def read_layer(reader: Reader, index: int) -> DecoderLayer:
+    """One block; where the layer has experts, its attention half."""
+    spec, base = reader.spec, f"model.layers.{index}."
+    attention = base + "self_attn."
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    names = [f"{attention}{part}_proj" for part in "qkv"]
+    sizes = [q_size, kv_size, kv_size]
+    routed = spec.moe is not None and index in spec.moe.layers
+    mlp = None if routed else read_mlp(reader, base + "mlp.", spec.intermediate)
+    q_norm, k_norm = _qk_norms(reader, attention, q_size, kv_size)
+    return DecoderLayer(
+        input_norm=reader.vector(base + "input_layernorm.weight", spec.hidden),
+        qkv=reader.linear(names, sizes, spec.hidden),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        qkv_bias=_biases(reader, names, sizes) if spec.qkv_bias else None,
+        o=reader.linear([attention + "o_proj"], [spec.hidden], q_size, spec.o_bias),
+        post_norm=None if routed else reader.vector(post_norm(index), spec.hidden),
+        gate_up=mlp.gate_up if mlp else None,
+        down=mlp.down if mlp else None,
     )
 
 
-def _layer_bytes(layer: DecoderLayer) -> int:
-    return sum(product.nbytes for product in (layer.qkv, layer.o, layer.gate_up, layer.down))
+def post_norm(index: int) -> str:
+    return f"model.layers.{index}.post_attention_layernorm.weight"
+
+
+def _qk_norms(
+    reader: Reader, attention: str, q_size: int, kv_size: int
+) -> tuple[Tensor | None, Tensor | None]:
+    spec = reader.spec
+    if not spec.qk_norm:
+        return None, None
+    sizes = (q_size, kv_size) if spec.flat_qk_norm else (spec.head_dim, spec.head_dim)
+    q_norm = reader.vector(attention + "q_norm.weight", sizes[0])
+    return q_norm, reader.vector(attention + "k_norm.weight", sizes[1])
+
+
+def _biases(reader: Reader, names: list[str], sizes: list[int]) -> Tensor:
+    pairs = zip(names, sizes, strict=True)
+    return torch.cat([reader.vector(f"{name}.bias", size) for name, size in pairs])

@@ -39,6 +39,13 @@ class Rope:
         angles = torch.arange(self.served_positions).float()[:, None] * frequencies
         return angles.cos() * factor, angles.sin() * factor
 
+    def magnitude(self) -> float:
+        """What DeepSeek multiplies onto queries and keys beside the tables (mscale_all_dim)."""
+        all_dim = self.parameters.get("mscale_all_dim")
+        if self.kind == "default" or not all_dim:
+            return 1.0
+        return _yarn_scale(float(self.parameters["factor"]), float(all_dim))
+
 
 def read_rope(config: dict[str, Any], head_dim: int, served_positions: int) -> Rope:
     """From `rope_parameters` (new files) or `rope_scaling` and `rope_theta` (older ones)."""

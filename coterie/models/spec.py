@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coterie.core.errors import ConfigError, WeightsError
+from coterie.models.moe_spec import Latent, MoeSpec
 from coterie.models.rope import Rope, read_rope, rope_kind
 
 # Options that change what a dense decoder computes, with the only values this family runs. They
@@ -48,28 +49,43 @@ class ModelSpec:
     tied: bool
     eos_ids: tuple[int, ...]
     bos_id: int | None
-    rope: Rope
+    # None: learned positions (DWR)
+    rope: Rope | None
     # RMS norm over each query and key head before rope
     qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    # the norm is over all query (or key) heads together, and what leaves it may be clipped (OLMoE)
+    flat_qk_norm: bool = False
+    clip_qkv: float | None = None
+    # head_dim is then what the cache holds per token, num_kv_heads 1 (DeepSeek)
+    latent: Latent | None = None
+    moe: MoeSpec | None = None
 
     @property
     def attention_scale(self) -> float:
-        return float(self.head_dim**-0.5)
+        if self.latent is None:
+            return float(self.head_dim**-0.5)
+        scale = float((self.latent.nope + self.latent.rope) ** -0.5)
+        return scale * self.rope.magnitude() ** 2 if self.rope else scale
+
+    @property
+    def kv_planes(self) -> int:
+        """Keys and values, or one latent for both."""
+        return 1 if self.latent else 2
 
 
-def read_dense(config: dict[str, Any], max_context: int | None, **options: bool) -> ModelSpec:
+def read_dense(config: dict[str, Any], max_context: int | None, **options: Any) -> ModelSpec:
     """The keys every architecture of this family shares; `options` are ModelSpec's flags."""
-    _refuse_unknown_meanings(config)
+    refuse_unknown_meanings(config)
     heads, hidden = whole(config, "num_attention_heads"), whole(config, "hidden_size")
     kv_heads = whole(config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise WeightsError(
             f"config: {heads} attention heads cannot share {kv_heads} key-value heads"
         )
-    positions = _positions(config, max_context)
+    positions = served_positions(config, max_context)
     head_dim = whole(config, "head_dim", hidden // heads)
     return ModelSpec(
         architecture=config["architectures"][0],
@@ -106,7 +122,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
 
 
-def _positions(config: dict[str, Any], max_context: int | None) -> int:
+def served_positions(config: dict[str, Any], max_context: int | None) -> int:
     """The served context. No layer ever sees past a sliding window, so within it full attention
     is the same function; contexts beyond the window are not served."""
     limit = whole(config, "max_position_embeddings", 2048)
@@ -117,7 +133,7 @@ def _positions(config: dict[str, Any], max_context: int | None) -> int:
     return min(asked, window) if window else asked
 
 
-def _refuse_unknown_meanings(config: dict[str, Any]) -> None:
+def refuse_unknown_meanings(config: dict[str, Any]) -> None:
     for key, allowed in _NEUTRAL.items():
         value = config.get(key, allowed[0])
         if value not in allowed:

@@ -1,0 +1,144 @@
+"""From a checkpoint's tensors to something that runs: which parts a spec is made of and which
+kernels run them.
+
+Three ways run a stack: fused native, fused Triton, plain torch; models with attention of their own
+are walked block by block. Knows no file format and no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coterie.kernels import reference
+from coterie.kernels.batch import AttentionBatch
+from coterie.kernels.decoder import DecoderLayer, DecoderShape
+from coterie.models.blocks import Block, BlockDecoder, HeadAttention, Ops, Turns, ops_for
+from coterie.models.layers import (
+    Ends,
+    GatedMlp,
+    Progress,
+    post_norm,
+    read_ends,
+    read_layer,
+    read_mlp,
+)
+from coterie.models.moe import Backbone, MoeLayer, Router
+
+if TYPE_CHECKING:
+    from coterie.models.reader import Reader
+    from coterie.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A model's backbone, ready to run, and its layers with experts."""
+
+    ends: Ends
+    backbone: Backbone
+    norm: Callable[[Tensor], Tensor]
+    moe_layers: tuple[MoeLayer, ...]
+    device: torch.device
+    nbytes: int
+
+
+def assemble(reader: Reader, backend: str, progress: Progress) -> Assembly:
+    spec, ops = reader.spec, ops_for(backend)
+    ends = read_ends(reader)
+    layers = []
+    for index in range(spec.num_layers):
+        progress(index + 1, spec.num_layers + 1)
+        layers.append(read_layer(reader, index))
+    backbone = _backbone(backend, spec, layers, reader)
+    norm = reader.vector("model.norm.weight", spec.hidden)
+    moe_layers = read_moe(reader, ops)
+    return Assembly(
+        ends,
+        backbone,
+        _bound(ops, norm, spec.eps),
+        moe_layers,
+        reader.device,
+        reader.product_bytes + ends.own_bytes,
+    )
+
+
+def _bound(ops: Ops, weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+    return lambda hidden: ops.norm(hidden, weight, eps)
+
+
+def read_moe(reader: Reader, ops: Ops) -> tuple[MoeLayer, ...]:
+    """Routers, and what else of the layers with experts is not the store's."""
+    spec, moe = reader.spec, reader.spec.moe
+    if moe is None:
+        return ()
+    layers = []
+    for index in moe.layers:
+        name = moe.router.format(layer=index)
+        router = Router(moe.routing, reader.exact(f"{name}.weight", moe.num_experts, spec.hidden))
+        norm = reader.vector(post_norm(index), spec.hidden)
+        shared = None
+        if moe.shared:
+            shared = read_mlp(reader, f"model.layers.{index}.mlp.shared_experts.", moe.shared)
+        layers.append(MoeLayer(index, router, _bound(ops, norm, spec.eps), shared=shared))
+    return tuple(layers)
+
+
+def decoder_shape(spec: ModelSpec) -> DecoderShape:
+    return DecoderShape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        hidden=spec.hidden,
+        intermediate=spec.intermediate,
+        eps=spec.eps,
+        attention_scale=spec.attention_scale,
+    )
+
+
+def _backbone(
+    backend: str, spec: ModelSpec, layers: Sequence[DecoderLayer], reader: Reader
+) -> Backbone:
+    """The fused decoders where they know the attention, else block by block."""
+    if spec.rope is None:
+        raise TypeError(f"{spec.architecture} has no rotary positions")
+    cos, sin = (table.to(reader.device) for table in spec.rope.tables())
+    shape = decoder_shape(spec)
+    if spec.flat_qk_norm or spec.clip_qkv is not None or spec.moe:
+        ops, turns = ops_for(backend), Turns(cos, sin)
+        blocks = [_block(shape, layer, ops, turns, spec.clip_qkv) for layer in layers]
+        return BlockDecoder(blocks, ops, spec.eps).forward
+    # the native decoder has no place for biases after o or in the MLP: those models run its
+    # products from the torch path
+    if backend == "cpu" and not (spec.o_bias or spec.mlp_bias):
+        from coterie.kernels import cpu
+
+        return cpu.NativeDecoder(shape, layers, cos, sin).forward
+    decoder = _decoder(backend)
+
+    def run(
+        hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch, first: int, last: int
+    ) -> Tensor:
+        return decoder(shape, layers[first:last], cos, sin, hidden, kv[first:last], batch)
+
+    return run
+
+
+def _decoder(backend: str) -> Callable[..., Tensor]:
+    if backend == "triton":
+        from coterie.kernels import triton_layers
+
+        return triton_layers.decoder
+    return reference.decoder
+
+
+def _block(
+    shape: DecoderShape, layer: DecoderLayer, ops: Ops, turns: Turns, clip: float | None
+) -> Block:
+    attend = HeadAttention(shape, layer, ops, turns, clip)
+    if layer.gate_up is None or layer.down is None:
+        return Block(layer.input_norm, attend)
+    return Block(layer.input_norm, attend, layer.post_norm, GatedMlp(layer.gate_up, layer.down))

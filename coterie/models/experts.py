@@ -1,0 +1,63 @@
+"""Opens the experts of a model: its store, and the runtime that places them.
+
+The one place where models meet the expert tier. Knows no strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from coterie.experts.geometry import Geometry
+
+if TYPE_CHECKING:
+    from coterie.core.dispatch import DispatchSettings
+    from coterie.models.moe import Experts
+    from coterie.models.moe_spec import MoeSpec
+    from coterie.weights.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWanted:
+    """What a model needs of its experts."""
+
+    checkpoint: Checkpoint
+    moe: MoeSpec
+    hidden: int
+    # as the user asked: auto keeps what the file stores
+    dtype: str
+    device: str
+    # of one full context, reserved before experts
+    kv_bytes: int
+
+    def geometry(self) -> Geometry:
+        moe = self.moe
+        return Geometry(moe.layers, moe.num_experts, moe.routing.top_k)
+
+
+ExpertsFactory = Callable[[ExpertsWanted], "Experts"]
+
+
+def open_with(dispatch: DispatchSettings | None) -> ExpertsFactory:
+    """The ordinary way: a store over the checkpoint, and a runtime as `dispatch` wishes."""
+
+    def opened(wanted: ExpertsWanted) -> Experts:
+        from coterie.core.dispatch import DispatchSettings
+        from coterie.experts.runtime import open_experts
+        from coterie.experts.store import ExpertNames, open_store
+
+        settings = dispatch or DispatchSettings()
+        store = open_store(
+            wanted.checkpoint,
+            wanted.geometry(),
+            ExpertNames(wanted.moe.parts),
+            wanted.dtype,
+            settings.reads,
+            hidden=wanted.hidden,
+            intermediate=wanted.moe.intermediate,
+            gated=wanted.moe.gated,
+        )
+        return open_experts(store, settings, device=wanted.device, kv_bytes=wanted.kv_bytes)
+
+    return opened

@@ -1,0 +1,121 @@
+"""Takes tensors out of a checkpoint at one precision, for one backend and device.
+
+Owns the check that every tensor is there, has its shape and is used once. Knows no tensor's
+meaning, and never touches what belongs to the expert store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coterie.core.errors import WeightsError
+from coterie.kernels.linear import Linear, make_linear
+from coterie.weights.quantize import Dense, Weight, convert, dense
+
+if TYPE_CHECKING:
+    from coterie.models.spec import ModelSpec
+    from coterie.weights.checkpoint import Checkpoint
+
+# Buffers that older files carry; they are computed here.
+_COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+
+
+class BiasedLinear:
+    """A product with a bias behind it, for the few models that have one after o or in the MLP."""
+
+    def __init__(self, product: Linear, bias: Tensor) -> None:
+        self.product, self.bias = product, bias
+        self.in_features, self.out_features = product.in_features, product.out_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.product.nbytes + self.bias.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.product(x) + self.bias.to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the parts live: the products' backend, the device, the type of activations."""
+
+    backend: str
+    device: str
+    hidden_dtype: torch.dtype
+
+
+class Reader:
+    def __init__(
+        self, checkpoint: Checkpoint, spec: ModelSpec, dtype: str, placement: Placement
+    ) -> None:
+        self.spec, self.dtype, self.placement = spec, dtype, placement
+        self.device = torch.device(placement.device)
+        # of every product handed out
+        self.product_bytes = 0
+        self._checkpoint = checkpoint
+        self._left = {name for name in checkpoint.names() if not name.endswith(_COMPUTED)}
+        self._left -= _expert_names(spec, self._left)
+
+    def finish(self) -> None:
+        """Every tensor must have been taken: one that is dropped in silence changes the model."""
+        if self._left:
+            raise WeightsError(
+                f"{self._checkpoint.path}: {self.spec.architecture} has no place for the tensor "
+                f"{min(self._left)!r} ({len(self._left)} such tensors)"
+            )
+
+    def drop(self, name: str) -> None:
+        """A tensor that repeats another one (the head of a tied model)."""
+        self._left.discard(name)
+
+    def linear(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, biased: bool = False
+    ) -> Linear:
+        """One product over the rows of `names`, each with its bias where `biased`."""
+        pairs = list(zip(names, rows, strict=True))
+        product = self.product([self.matrix(name + ".weight", n, columns) for name, n in pairs])
+        if not biased:
+            return product
+        return BiasedLinear(
+            product, torch.cat([self.vector(name + ".bias", n) for name, n in pairs])
+        )
+
+    def product(self, weights: Sequence[Weight]) -> Linear:
+        product = make_linear(weights, self.placement.backend, self.device)
+        self.product_bytes += product.nbytes
+        return product
+
+    def matrix(self, name: str, rows: int, columns: int, dtype: str | None = None) -> Weight:
+        return convert(self.take(name, (rows, columns)), dtype or self.dtype)
+
+    def exact(self, name: str, rows: int, columns: int) -> Linear:
+        """A product that is kept in fp32 whatever the model is: a rounded router picks others."""
+        return self.product([Dense(dense(self.take(name, (rows, columns))))])
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return dense(self.take(name, (size,)), self.placement.hidden_dtype).to(self.device)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Weight:
+        if name not in self._left:
+            raise WeightsError(f"{self._checkpoint.path}: the tensor {name!r} is missing")
+        self._left.discard(name)
+        found = tuple(self._checkpoint.shape(name))
+        if found != shape:
+            raise WeightsError(
+                f"{self._checkpoint.path}: {name!r} has shape {found}; config asks for {shape}"
+            )
+        return self._checkpoint.read(name)
+
+
+def _expert_names(spec: ModelSpec, names: set[str]) -> set[str]:
+    """Tensors of the routed experts, one by one or stacked: they are the store's."""
+    if spec.moe is None:
+        return set()
+    stems = {template.split("{expert}")[0] for template in spec.moe.parts.values()}
+    prefixes = tuple(stem.format(layer=layer) for stem in stems for layer in spec.moe.layers)
+    return {name for name in names if name.startswith(prefixes)}
