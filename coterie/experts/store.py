@@ -1,0 +1,116 @@
+"""Where experts come from: one contract over checkpoints and packed stores.
+
+`open_store` picks by what lies in the directory. A store hands out kernel-ready records, the layout
+of kernels/expert_layout, whatever the file holds. Knows no tier, no strategy and no budget.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from coterie.experts.geometry import Geometry, Key
+from coterie.kernels.expert_layout import ExpertLayout
+
+if TYPE_CHECKING:
+    from coterie.experts.disk import Disk
+    from coterie.weights.checkpoint import Checkpoint
+
+# names of a layout's parts, in its order
+GATED = ("gate", "up", "down")
+PLAIN = ("fc1", "fc1_bias", "fc2", "fc2_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """part -> tensor name with {layer} and {expert}. Without ".{expert}" it names a stack
+    [experts, rows, columns], as GGUF keeps them."""
+
+    parts: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """gated: gate, up [intermediate, hidden] and down [hidden, intermediate]; otherwise fc1
+    [intermediate, hidden] and fc2 [hidden, intermediate] with their biases."""
+
+    hidden: int
+    intermediate: int
+    gated: bool
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return GATED if self.gated else PLAIN
+
+    def of(self, part: str) -> tuple[int, ...]:
+        rows = self.hidden if part.startswith(("down", "fc2")) else self.intermediate
+        columns = self.hidden + self.intermediate - rows
+        return (rows,) if part.endswith("_bias") else (rows, columns)
+
+
+@dataclass(slots=True)
+class Spent:
+    """Thread seconds beside the reads themselves (`Disk.read_s`), summed over all threads."""
+
+    checksum_s: float = 0.0
+    pack_s: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, checksum_s: float = 0.0, pack_s: float = 0.0) -> None:
+        with self.lock:
+            self.checksum_s += checksum_s
+            self.pack_s += pack_s
+
+
+class Store(Protocol):
+    geometry: Geometry
+    # the largest record, a multiple of the page size; and all present records together
+    slot_bytes: int
+    expert_bytes: int
+    # RAM that each thread inside `read` takes beside `out`
+    staging_bytes: int
+    disk: Disk
+    spent: Spent
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when any expert does."""
+        ...
+
+    def layout(self, layer: int) -> ExpertLayout: ...
+
+    def read_bytes(self, key: Key) -> int:
+        """What one `read` takes from the disk: whole pages."""
+        ...
+
+    def read(self, key: Key, out: Tensor) -> int:
+        """Fill out[: layout(layer).nbytes] with the expert's record, ready for this process's
+        kernels. Blocks; any number of threads may call it. `out` is uint8 on the CPU; at a page
+        boundary it may be read into directly. Answers the bytes taken from disk."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_store(
+    checkpoint: Checkpoint,
+    geometry: Geometry,
+    names: ExpertNames,
+    dtype: str,
+    reads: str = "auto",
+    *,
+    hidden: int,
+    intermediate: int,
+    gated: bool,
+) -> Store:
+    """The experts of `checkpoint` at `dtype` (auto: as stored). Everything that can be known
+    without reading an expert is checked here."""
+    from coterie.experts.checkpoint_store import CheckpointStore
+    from coterie.experts.disk import Disk
+
+    shape = ExpertShape(hidden, intermediate, gated)
+    return CheckpointStore(checkpoint, geometry, names, shape, dtype, Disk(reads))

@@ -1,0 +1,177 @@
+"""Which bytes of a checkpoint hold an expert: one tensor per expert, or a layer's stack.
+
+Finds every expert's pieces, checks names, shapes and types, and tells what each part becomes at the
+precision asked for. Reads nothing but headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from coterie.core.errors import WeightsError
+from coterie.experts.geometry import Geometry, Key
+from coterie.experts.store import ExpertNames, ExpertShape
+from coterie.weights.gguf_tensors import decode
+from coterie.weights.pages import Extent
+from coterie.weights.quantize import GROUP, Dense, Weight
+
+if TYPE_CHECKING:
+    from coterie.weights.checkpoint import Checkpoint
+
+# stored type -> what "auto" keeps it as; fp32 holds fp16 exactly
+_KEPT = {
+    "F32": "fp32", "F16": "fp32", "BF16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4",
+    "Q4_K": "q4_k", "Q6_K": "q6_k",
+}  # fmt: skip
+# readable, but only by widening: at a precision that is asked for
+_WIDENED = ("Q5_0", "Q5_1", "Q5_K")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One part of one expert on disk."""
+
+    part: str
+    name: str
+    extent: Extent
+    stored: str
+    shape: tuple[int, ...]
+    # the bytes hold shape's transpose, in the columns that start here; None: as they are
+    column: int | None = None
+
+    def decode(self, raw: Tensor) -> Weight:
+        if self.column is None:
+            return decode(raw, self.stored, self.shape, keep_blocks=True)
+        rows, columns = self.shape
+        whole = decode(raw, self.stored, (columns, -1))
+        assert isinstance(whole, Dense)
+        return Dense(whole.tensor[:, self.column : self.column + rows].T.contiguous())
+
+
+def locate(
+    checkpoint: Checkpoint, geometry: Geometry, names: ExpertNames, shape: ExpertShape
+) -> dict[Key, tuple[Piece, ...]]:
+    """The pieces of every expert, in the order of the layout's parts."""
+    finder = _Finder(checkpoint, geometry, names, shape)
+    found: dict[Key, tuple[Piece, ...]] = {}
+    for layer in geometry.layers:
+        found.update(finder.layer(layer))
+    return found
+
+
+def kind_of(piece: Piece, dtype: str) -> str:
+    """The kind of matrix a piece becomes at `dtype`."""
+    kept = _KEPT.get(piece.stored)
+    if kept is None and piece.stored not in _WIDENED:
+        raise WeightsError(
+            f"{piece.extent.path}: expert tensor {piece.name!r} is stored as {piece.stored}; "
+            f"{', '.join(_KEPT)} are supported. Use a checkpoint in one of them, or a GGUF file."
+        )
+    if dtype in ("fp32", "bf16"):
+        return dtype
+    if kept is None and dtype == "auto":
+        raise WeightsError(
+            f"{piece.extent.path}: expert tensor {piece.name!r} is stored as {piece.stored}, which "
+            "would be widened to fp32. Ask for a precision: --dtype bf16, int8 or int4."
+        )
+    groupable = dtype != "auto" and piece.shape[-1] % GROUP == 0
+    if groupable and kept in (None, "fp32", "bf16"):
+        return dtype
+    return kept or "fp32"
+
+
+class _Finder:
+    def __init__(
+        self, checkpoint: Checkpoint, geometry: Geometry, names: ExpertNames, shape: ExpertShape
+    ) -> None:
+        self.checkpoint, self.geometry, self.shape = checkpoint, geometry, shape
+        self.templates = {part: names.parts[part] for part in shape.parts}
+        self.known = frozenset(checkpoint.names())
+
+    def layer(self, layer: int) -> Iterable[tuple[Key, tuple[Piece, ...]]]:
+        experts = self.geometry.present(layer)
+        parts = []
+        for part in self.shape.parts:
+            single = self.templates[part].format(layer=layer, expert=experts[0])
+            if single in self.known:
+                parts.append([self._single(layer, expert, part) for expert in experts])
+            else:
+                parts.append(self._from_stack(layer, part))
+        for index, expert in enumerate(experts):
+            yield (layer, expert), tuple(pieces[index] for pieces in parts)
+
+    def _single(self, layer: int, expert: int, part: str) -> Piece:
+        name = self.templates[part].format(layer=layer, expert=expert)
+        if name not in self.known:
+            raise WeightsError(
+                f"{self.checkpoint.path}: has no tensor {name!r}. Fetch or convert it again."
+            )
+        found, wanted = self.checkpoint.shape(name), self.shape.of(part)
+        if found != wanted:
+            raise self._wrong_shape(name, wanted)
+        stored = self.checkpoint.stored_as(name)
+        return Piece(part, name, self.checkpoint.extent(name), stored, wanted)
+
+    def _from_stack(self, layer: int, part: str) -> list[Piece]:
+        name, fused = self._stack_name(layer, part)
+        count, wanted = self.geometry.num_experts, self.shape.of(part)
+        found = self.checkpoint.shape(name)
+        rows = wanted[0] * (2 if fused else 1)
+        straight, turned = (count, rows, *wanted[1:]), (count, *wanted[1:], rows)
+        # square stacks lie as their layer's other stacks do
+        is_turned = found != straight or (straight == turned and self._turned(layer))
+        if found not in (straight, turned) or (is_turned and len(wanted) == 1):
+            raise self._wrong_shape(name, straight)
+        second = fused and part == "up"
+        return [self._slice(part, name, e, second, is_turned) for e in self.geometry.present(layer)]
+
+    def _slice(self, part: str, name: str, expert: int, second: bool, is_turned: bool) -> Piece:
+        """Expert `expert`'s share of the stack; `second`: behind the gate it is fused with."""
+        whole, stored = self.checkpoint.extent(name), self.checkpoint.stored_as(name)
+        wanted = self.shape.of(part)
+        stack = self.checkpoint.shape(name)
+        stride = whole.nbytes // stack[0]
+        start = whole.offset + expert * stride
+        if is_turned:
+            if stored not in ("F32", "F16", "BF16"):
+                raise self._wrong_shape(name, (stack[0], stack[2], stack[1]))
+            extent = Extent(whole.path, start, stride)
+            return Piece(part, name, extent, stored, wanted, wanted[0] if second else 0)
+        nbytes = stride // stack[1] * wanted[0]
+        extent = Extent(whole.path, start + (nbytes if second else 0), nbytes)
+        return Piece(part, name, extent, stored, wanted)
+
+    def _stack_name(self, layer: int, part: str) -> tuple[str, bool]:
+        """The name of the stack that holds `part`, and whether it holds gate and up."""
+        stem = self.templates[part].replace(".{expert}", "").format(layer=layer)
+        fused = stem.replace("gate_proj", "gate_up_proj").replace(".up_proj", ".gate_up_proj")
+        for name in dict.fromkeys((stem, fused)):
+            for candidate in (name, name.removesuffix(".weight")):
+                if candidate in self.known:
+                    return candidate, name != stem
+        single = self.templates[part].format(layer=layer, expert=0)
+        raise WeightsError(
+            f"{self.checkpoint.path}: has no tensor {single!r} and no stack {stem!r}. "
+            "Fetch or convert it again."
+        )
+
+    def _turned(self, layer: int) -> bool:
+        """Whether a stack of the layer that is not square lies transposed."""
+        count = self.geometry.num_experts
+        for part in self.shape.parts:
+            name, fused = self._stack_name(layer, part)
+            rows, *columns = self.shape.of(part)
+            rows *= 2 if fused else 1
+            if [rows] != columns and columns:
+                return self.checkpoint.shape(name) == (count, *columns, rows)
+        return False
+
+    def _wrong_shape(self, name: str, wanted: tuple[int, ...]) -> WeightsError:
+        return WeightsError(
+            f"{self.checkpoint.path}: expert tensor {name!r} is {self.checkpoint.shape(name)}, not "
+            f"{wanted} as config.json says. Fetch or convert it again."
+        )
