@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from typing import ClassVar
 
-KIND_F32, KIND_BF16, KIND_INT8, KIND_INT4 = range(4)
+KIND_F32, KIND_BF16, KIND_INT8, KIND_INT4, KIND_Q4K, KIND_Q6K = range(6)
 
 
 class Part(Structure):
@@ -84,6 +84,39 @@ class DecoderCall(Structure):
     ]
 
 
+class ExpertPart(Structure):
+    _fields_: ClassVar = [
+        ("kind", c_int32),
+        ("rows", c_int32),
+        ("offset", c_int64),
+        ("bias", c_int64),
+    ]
+
+
+class ExpertShape(Structure):
+    _fields_: ClassVar = [
+        ("hidden", c_int32),
+        ("intermediate", c_int32),
+        ("num_inner", c_int32),
+        ("inner", ExpertPart * 2),
+        ("outer", ExpertPart),
+    ]
+
+
+class ExpertCall(Structure):
+    _fields_: ClassVar = [
+        ("shape", ExpertShape),
+        ("x", c_void_p),
+        ("tokens", c_int64),
+        ("ids", c_void_p),
+        ("top_k", c_int64),
+        ("records", POINTER(c_void_p)),
+        ("num_experts", c_int64),
+        ("out", c_void_p),
+        ("threads", c_int64),
+    ]
+
+
 def declare(library: ctypes.CDLL) -> None:
     """Gives every entry point its argument and result types."""
     signatures = {
@@ -98,6 +131,8 @@ def declare(library: ctypes.CDLL) -> None:
         ),
         "ct_rms_norm": (None, [c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p]),
         "ct_decoder": (None, [POINTER(DecoderCall)]),
+        "ct_experts": (None, [POINTER(ExpertCall)]),
+        "ct_combine": (None, [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from coterie.kernels.expert_layout import ExpertLayout
+from coterie.kernels import abi
+from coterie.kernels.build import native
+from coterie.kernels.expert_layout import KINDS, ExpertLayout
 from coterie.kernels.expert_record import dense_parts
 
 
@@ -34,10 +37,10 @@ class RecordTable:
         self._records.pop(expert, None)
         self.pointers[expert] = None
 
-    def items(self) -> list[tuple[int, Tensor]]:
-        return list(self._records.items())
-
-    def pick(self, experts: Iterable[int]) -> list[tuple[int, Tensor]]:
+    def pick(self, experts: Iterable[int] | None = None) -> list[tuple[int, Tensor]]:
+        """The records of `experts`, or all."""
+        if experts is None:
+            return list(self._records.items())
         return [(expert, self._records[expert]) for expert in experts]
 
 
@@ -58,12 +61,56 @@ def run_experts(
     (and in `only`, if given); other rows of out [T * K, D] fp32 are left alone. topk_ids: int32 on
     the CPU. All records lie on one device."""
     if isinstance(records, RecordTable):
-        pairs = records.items() if only is None else records.pick(only)
+        table, pairs = records, records.pick(only)
     else:
         pairs = [pair for pair in records if only is None or pair[0] in only]
+        table = None
     if not pairs or not len(x):
         return
-    run_experts_torch(layout, x, topk_ids, pairs, out)
+    library = native() if pairs[0][1].device.type == "cpu" else None
+    if library is None:
+        run_experts_torch(layout, x, topk_ids, pairs, out)
+        return
+    pointers = table.pointers if table and only is None else _pointers(pairs)
+    rows, ids = x.to(torch.float32).contiguous(), topk_ids.contiguous()
+    call = abi.ExpertCall(
+        _shape(layout),
+        rows.data_ptr(),
+        len(rows),
+        ids.data_ptr(),
+        ids.shape[1],
+        pointers,
+        len(pointers),
+        out.data_ptr(),
+        threads or torch.get_num_threads(),
+    )
+    library.call.ct_experts(ctypes.byref(call))
+
+
+def _pointers(records: Sequence[tuple[int, Tensor]]) -> ctypes.Array[ctypes.c_void_p]:
+    pointers = (ctypes.c_void_p * (max(expert for expert, _ in records) + 1))()
+    for expert, record in records:
+        pointers[expert] = record.data_ptr()
+    return pointers
+
+
+@lru_cache(maxsize=64)
+def _shape(layout: ExpertLayout) -> abi.ExpertShape:
+    places = {place.name: place for place in layout.parts()}
+
+    def part(name: str) -> abi.ExpertPart:
+        place, bias = places[name], places.get(f"{name}_bias")
+        kind = KINDS.index(place.kind)
+        return abi.ExpertPart(kind, place.rows, place.offset, -1 if bias is None else bias.offset)
+
+    inner = ("gate", "up") if layout.gated else ("fc1",)
+    return abi.ExpertShape(
+        layout.hidden,
+        layout.intermediate,
+        len(inner),
+        (abi.ExpertPart * 2)(*map(part, inner)),
+        part("down" if layout.gated else "fc2"),
+    )
 
 
 def run_experts_torch(
@@ -124,6 +171,21 @@ def combine(
     tokens, top_k = topk_weights.shape
     rows = out.view(tokens, top_k, -1)
     weights = topk_weights.to(device=out.device, dtype=torch.float32)
+    library = native() if out.device.type == "cpu" else None
+    if library is not None and out.is_contiguous():
+        total = torch.empty(tokens, rows.shape[2])
+        weights = weights.contiguous()
+        count = threads or torch.get_num_threads()
+        library.call.ct_combine(
+            out.data_ptr(),
+            weights.data_ptr(),
+            tokens,
+            top_k,
+            rows.shape[2],
+            total.data_ptr(),
+            count,
+        )
+        return total.to(dtype)
     total = rows[:, 0] * weights[:, :1]
     for k in range(1, top_k):
         total = total + rows[:, k] * weights[:, k : k + 1]

@@ -1,10 +1,12 @@
+#include <initializer_list>
+
 #include "activations.h"
 
 static unsigned forms_of(const Matrix& matrix) {
     unsigned forms = 0;
     for (int i = 0; i < matrix.num_parts; ++i) {
         const int32_t kind = matrix.parts[i].kind;
-        if (kind >= KIND_INT8) forms |= FORM_PLANES;
+        if (kind == KIND_INT8 || kind == KIND_INT4) forms |= FORM_PLANES;
         else if (kind == KIND_BF16 && amx_ready()) forms |= FORM_BF16;
         else forms |= FORM_F32;
     }
@@ -95,6 +97,36 @@ float rms_factor(const float* x, int64_t n, float eps) {
 
 void scaled_product(const float* x, const float* weight, float factor, int64_t n, float* out) {
     for (int64_t i = 0; i < n; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+// erf to about one unit in the last place; both branches are computed, then chosen by lane.
+static vf verf(vf a) {
+    const vf x = vmax(vmin(a, vset(4.0f)), vset(-4.0f));  // erf(4) rounds to 1
+    const vf t = vabs(x), s = vmul(x, x), edge = vset(0.927734375f);
+    vf far = vfma(vset(3.83197126e-4f), vset(-1.72853470e-5f), t);
+    far = vfma(vfma(vset(2.42546219e-2f), vset(-3.88396438e-3f), t), far, s);
+    for (float c : {-1.06777877e-1f, -6.34846687e-1f, -1.28717512e-1f}) far = vfma(vset(c), far, t);
+    far = vfma(vsub(vset(0.0f), t), far, t);
+    far = vsub(vset(1.0f), vexp(far));
+    far = vmul(far, vsub(vkeep(vset(2.0f), x, vset(0.0f)), vset(1.0f)));
+    vf near = vset(-5.96761703e-4f);
+    for (float c : {4.99119423e-3f, -2.67681349e-2f, 1.12819925e-1f, -3.76125336e-1f, 1.28379166e-1f})
+        near = vfma(vset(c), near, s);
+    near = vfma(x, near, x);
+    return vadd(vkeep(far, t, edge), vsub(near, vkeep(near, t, edge)));
+}
+
+void gelu(const float* x, int64_t n, float* out) {
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) {
+        const vf v = vload(x + i);
+        vstore(out + i, vmul(vmul(v, vset(0.5f)), vadd(vset(1.0f), verf(vmul(v, vset(0.70710678118654752f))))));
+    }
+    if (i == n) return;
+    alignas(64) float last[VL] = {}, tail[VL];
+    memcpy(last, x + i, (n - i) * sizeof(float));
+    gelu(last, VL, tail);
+    memcpy(out + i, tail, (n - i) * sizeof(float));
 }
 
 void silu_product(const float* gate, const float* up, int64_t n, float* out) {

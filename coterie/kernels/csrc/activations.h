@@ -15,6 +15,7 @@ class Encoder {
   public:
     Encoder(InputBuffers& buffers, const Matrix& matrix);
     const Input& input() const { return in_; }
+    unsigned forms() const { return forms_; }
 
     // Fills all rows, shared among the team. `make(row, from, to, out)` writes columns from..to of a
     // row to out[0..]; columns come in spans of whole groups.
@@ -25,14 +26,14 @@ class Encoder {
         team.share(tasks, grain < 1 ? 1 : grain, [&](int64_t begin, int64_t end) {
             for (int64_t task = begin; task < end; ++task) {
                 const int64_t row = task / spans, from = task % spans * width;
-                fill_span(row, from, from + width < k_ ? from + width : k_, make);
+                put(row, from, from + width < k_ ? from + width : k_, make);
             }
         });
         return in_;
     }
 
-  private:
-    template <class Make> void fill_span(int64_t row, int64_t from, int64_t to, Make make) {
+    // One span of one row, in whole groups (the row's end excepted).
+    template <class Make> void put(int64_t row, int64_t from, int64_t to, Make make) {
         if (from >= to) return;
         // made whole, so that what a row needs once (its norm) is computed once
         float* out = forms_ & FORM_F32 ? x_ + row * in_.ldx + from : row_scratch(to - from);
@@ -42,6 +43,8 @@ class Encoder {
                 encode(row, at, at + GROUP < to ? at + GROUP : to, out + (at - from));
         if (to == k_) pad(row);
     }
+
+  private:
     int64_t spans_of(const Team& team, int64_t rows) const;
     static float* row_scratch(int64_t width);
     void encode(int64_t row, int64_t from, int64_t to, const float* x);
@@ -58,4 +61,5 @@ class Encoder {
 
 float rms_factor(const float* x, int64_t n, float eps);
 void scaled_product(const float* x, const float* weight, float factor, int64_t n, float* out);
+void gelu(const float* x, int64_t n, float* out);  // x * (1 + erf(x / sqrt(2))) / 2
 void silu_product(const float* gate, const float* up, int64_t n, float* out);

@@ -1,7 +1,7 @@
 // Shares one product among the team: tasks are blocks of rows x runs of panels.
 #include "gemm.h"
 
-static void run_tile(int32_t kind, const TileJob& job) {
+void run_tile(int32_t kind, const TileJob& job) {
 #if CT_AMX
     if (amx_ready()) {
         if (kind == KIND_BF16) return amx_bf16_tile(job);
@@ -13,7 +13,9 @@ static void run_tile(int32_t kind, const TileJob& job) {
         case KIND_F32: return f32_tile(job);
         case KIND_BF16: return bf16_tile(job);
         case KIND_INT8: return quant_tile<false>(job);
-        default: return quant_tile<true>(job);
+        case KIND_INT4: return quant_tile<true>(job);
+        case KIND_Q4K: return q4k_tile(job);
+        default: return q6k_tile(job);
     }
 }
 

@@ -16,9 +16,14 @@ struct TileJob {
     int rows;
     int64_t k;
     float* tile;
+    int64_t height = INT64_MAX;  // rows of weights from the first panel on; blocks are not padded
 };
 
+void run_tile(int32_t kind, const TileJob& job);  // the kernel for this kind, machine and shape
 void f32_tile(const TileJob& job);
+void f32_span(const TileJob& job, int64_t from, int64_t to);  // one panel, which begins at k = from
+void q4k_tile(const TileJob& job);
+void q6k_tile(const TileJob& job);
 void bf16_tile(const TileJob& job);
 template <bool INT4> void quant_tile(const TileJob& job);
 #if CT_AMX

@@ -99,6 +99,12 @@ CT_INLINE void vload2(const uint16_t* p, vf& a, vf& b) {
 CT_INLINE vf vload_half(const uint16_t* p) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 }
+CT_INLINE vf vload_bytes(const uint8_t* p) {  // unsigned
+    uint32_t four;
+    memcpy(&four, p, 4);
+    const uint16x8_t wide = vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)));
+    return vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide)));
+}
 // Four activations at x; lane L multiplies one vector of weights.
 using xq = float32x4_t;
 CT_INLINE xq xload(const float* x) { return vld1q_f32(x); }

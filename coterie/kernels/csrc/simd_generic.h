@@ -76,6 +76,11 @@ CT_INLINE vf vload_half(const uint16_t* p) {
     for (int i = 0; i < VL; ++i) out[i] = half_to_float(p[i]);
     return out;
 }
+CT_INLINE vf vload_bytes(const uint8_t* p) {  // unsigned
+    vf out = {};
+    for (int i = 0; i < VL; ++i) out[i] = float(p[i]);
+    return out;
+}
 CT_INLINE xq xload(const float* x) { return {x}; }
 CT_INLINE xb xbload(const int8_t* x) { return {x}; }
 CT_INLINE vb vbload(const uint8_t* p) { return load_as<vb>(p); }

@@ -61,6 +61,9 @@ CT_INLINE vf widen(const uint16_t* p) {
 CT_INLINE vf vload_half(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+CT_INLINE vf vload_bytes(const uint8_t* p) {  // unsigned
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
 using vb = __m512i;
 CT_INLINE vb vbload(const uint8_t* p) { return _mm512_loadu_si512(p); }
 CT_INLINE vb vbload_low(const uint8_t* p) {
@@ -146,6 +149,9 @@ CT_INLINE vf widen(const uint16_t* p) {
 }
 CT_INLINE vf vload_half(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+CT_INLINE vf vload_bytes(const uint8_t* p) {  // unsigned
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 using vb = __m256i;
 CT_INLINE vb vbload(const uint8_t* p) {

@@ -2,7 +2,7 @@
 #pragma once
 #include "simd.h"
 
-enum Kind : int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_INT8 = 2, KIND_INT4 = 3 };
+enum Kind : int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_INT8 = 2, KIND_INT4 = 3, KIND_Q4K = 4, KIND_Q6K = 5 };
 
 // The rows of one stored weight, packed into ceil(rows / 16) panels.
 struct Part {
@@ -91,6 +91,9 @@ CT_INLINE int64_t panel_bytes(int32_t kind, int64_t k) {
         case KIND_F32: return round_up(k, 4) * PANEL * 4;
         case KIND_BF16: return round_up(k, BF16_K) * PANEL * 2;
         case KIND_INT8: return k / GROUP * INT8_RECORD;
-        default: return k / GROUP * INT4_RECORD;
+        case KIND_INT4: return k / GROUP * INT4_RECORD;
+        // sixteen rows as stored: blocks of 256
+        case KIND_Q4K: return PANEL * (k / 256) * 144;
+        default: return PANEL * (k / 256) * 210;
     }
 }
