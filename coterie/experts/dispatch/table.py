@@ -16,10 +16,11 @@ from coterie.experts.dispatch.cpu_only import CpuOnly
 from coterie.experts.dispatch.hot_cached_static import HotCachedStatic
 from coterie.experts.dispatch.layer_grouped import LayerGrouped
 from coterie.experts.dispatch.lru import Lru
-from coterie.experts.dispatch.persistent import Persistent
+from coterie.experts.dispatch.persistent import Persistent, fallback
 from coterie.experts.dispatch.pins import spare_slots
 from coterie.experts.dispatch.static_pin import StaticPin
 from coterie.experts.dispatch.weighted_pin import WeightedPin
+from coterie.experts.geometry import Geometry
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "cpu_only": CpuOnly,
@@ -65,6 +66,16 @@ def parse(text: str) -> tuple[Choice, Choice]:
         return prefill, _choice(parts[1])
     alone = _DECODE.get(prefill.name)
     return prefill, prefill if alone is None else Choice(alone)
+
+
+def resolve(text: str, geometry: Geometry, num_slots: int) -> str:
+    """The same choice, with `persistent` replaced where the slots do not hold all experts."""
+    prefill, decode = map(str, parse(text))
+    instead = fallback(geometry, num_slots)
+    if instead != "persistent":
+        prefill = instead if prefill == "persistent" else prefill
+        decode = "active_only" if decode == "persistent" else decode
+    return prefill if prefill == decode else f"{prefill}+{decode}"
 
 
 def build(text: str, scene: Scene) -> tuple[Strategy, Strategy]:
