@@ -10,7 +10,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ class Experts(Protocol):
     def load_group(self, index: int) -> None: ...
     def hint(self, layer: int, predicted: Tensor) -> None: ...
     def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]: ...
+    def update(self) -> None: ...
+    def report(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
@@ -126,23 +128,30 @@ class MoeStack:
 
     def __call__(self, hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch) -> Tensor:
         groups = self.experts.groups(batch.phase) if batch.phase == "prefill" else None
+        owners = _owners(batch)
         if groups is None:
-            return self._walk(hidden, kv, batch, range(len(self._layers)))
+            return self._walk(hidden, kv, batch, owners, range(len(self._layers)))
         chunks = split_batch(batch, self.chunk_tokens)
-        parts = list(torch.split(hidden, [len(chunk.positions) for chunk in chunks]))
+        sizes = [len(chunk.positions) for chunk in chunks]
+        parts = list(torch.split(hidden, sizes))
+        owned = [None] * len(chunks) if owners is None else torch.split(owners, sizes)
         for number, group in enumerate(groups):
             self.experts.load_group(number)
             places = [self._places[layer] for layer in group]
             for index, chunk in enumerate(chunks):
-                parts[index] = self._walk(parts[index], kv, chunk, places)
+                parts[index] = self._walk(parts[index], kv, chunk, owned[index], places)
         return torch.cat(parts)
 
     def _walk(
-        self, hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch, places: Sequence[int]
+        self,
+        hidden: Tensor,
+        kv: Sequence[Tensor],
+        batch: AttentionBatch,
+        owners: Tensor | None,
+        places: Sequence[int],
     ) -> Tensor:
         """The MoE layers at `places`, each with the dense ones before it; the last one of all also
         with those behind it."""
-        owners = _owners(batch)
         for place in places:
             layer = self._layers[place]
             first = self._layers[place - 1].index + 1 if place else 0
