@@ -78,6 +78,9 @@ class CheckpointStore:
         self.spent.add(pack_s=time.perf_counter() - started)
         return at
 
+    def tensors(self) -> frozenset[str]:
+        return frozenset(piece.name for pieces in self._pieces.values() for piece in pieces)
+
     def close(self) -> None:
         self.disk.close()
 

@@ -93,6 +93,10 @@ class Store(Protocol):
         boundary it may be read into directly. Answers the bytes taken from disk."""
         ...
 
+    def tensors(self) -> frozenset[str]:
+        """Names of the checkpoint's tensors that hold experts: the others are the backbone."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -111,6 +115,12 @@ def open_store(
     without reading an expert is checked here."""
     from coterie.experts.checkpoint_store import CheckpointStore
     from coterie.experts.disk import Disk
+    from coterie.experts.index import INDEX_FILE
+    from coterie.experts.packed_store import expect_model, open_packed
 
     shape = ExpertShape(hidden, intermediate, gated)
+    if (checkpoint.path / INDEX_FILE).exists():
+        packed = open_packed(checkpoint.path, dtype, Disk(reads))
+        expect_model(packed, geometry, shape)
+        return packed
     return CheckpointStore(checkpoint, geometry, names, shape, dtype, Disk(reads))
