@@ -68,7 +68,9 @@ class Router:
         """Ids int32 [T, K] on the CPU, weights fp32 [T, K] on hidden's device."""
         routing, scores = self._routing, self._scores(hidden)
         weights, ids = torch.topk(scores, routing.top_k)
-        if routing.normalise:
+        if routing.equal:
+            weights = torch.ones_like(weights)
+        elif routing.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         if routing.scale != 1.0:
             weights = weights * routing.scale

@@ -22,6 +22,8 @@ class Routing:
     # the chosen probabilities are divided by their sum
     normalise: bool
     scale: float = 1.0
+    # every chosen expert counts 1, whatever its probability (carved models)
+    equal: bool = False
     # experts are picked from the `top_groups` groups that hold the best ones
     groups: int = 1
     top_groups: int = 1
