@@ -49,6 +49,7 @@ class Layer(Structure):
         ("post_norm", c_void_p),
         ("gate_up", POINTER(Matrix)),
         ("down", POINTER(Matrix)),
+        ("whole_norm", c_int32),
     ]
 
 

@@ -147,7 +147,9 @@ class _BatchView:
 def _cache(kv_layer: Tensor) -> abi.Cache:
     if not kv_layer.is_contiguous() or kv_layer.dtype not in (torch.float32, torch.bfloat16):
         raise InternalError("a KV cache must be contiguous and fp32 or bf16")
-    return abi.Cache(kv_layer.data_ptr(), kv_layer.shape[1], kv_layer.dtype == torch.bfloat16)
+    # a cache with one plane serves as keys and as values: the second lies no blocks behind the first
+    apart = kv_layer.shape[1] if kv_layer.shape[0] == 2 else 0
+    return abi.Cache(kv_layer.data_ptr(), apart, kv_layer.dtype == torch.bfloat16)
 
 
 class NativeDecoder:
@@ -168,8 +170,10 @@ class NativeDecoder:
         )
         self._kept: list[object] = [layers]  # what the C structures point into
         self._tables = _floats(cos), _floats(sin)
-        self._layers = (abi.Layer * len(layers))(*(self._layer(layer) for layer in layers))
-        self._caches: tuple[tuple[int, ...], ctypes.Array[abi.Cache]] | None = None
+        whole = [layer.norms_whole(shape) for layer in layers]
+        self._layers = (abi.Layer * len(layers))(*map(self._layer, layers, whole))
+        self._caches = (abi.Cache * len(layers))()
+        self._batch: tuple[AttentionBatch, _BatchView] | None = None
 
     def forward(
         self,
@@ -178,19 +182,22 @@ class NativeDecoder:
         batch: AttentionBatch,
         first: int = 0,
         last: int | None = None,
+        overwrite: bool = False,
     ) -> Tensor:
         """hidden [T, D] after layers first..last (exclusive), before the final norm.
 
-        `kv` has one cache for every layer of the stack.
+        `kv` has one cache for every layer of the stack. overwrite: `hidden` may hold the result.
         """
         last = len(self._layers) if last is None else last
-        out = _floats(hidden).clone()
-        view = _BatchView(batch)
-        caches = self._cache_array(kv)
+        out = _floats(hidden)
+        if out is hidden and not overwrite:
+            out = hidden.clone()
+        view = self._view(batch)
+        self._place_caches(kv, first, last)
         call = abi.DecoderCall(
             self._shape,
             ctypes.cast(ctypes.byref(self._layers[first]), ctypes.POINTER(abi.Layer)),
-            ctypes.cast(ctypes.byref(caches[first]), ctypes.POINTER(abi.Cache)),
+            ctypes.cast(ctypes.byref(self._caches[first]), ctypes.POINTER(abi.Cache)),
             last - first,
             self._tables[0].data_ptr(),
             self._tables[1].data_ptr(),
@@ -201,7 +208,7 @@ class NativeDecoder:
         self._run(ctypes.byref(call))
         return out
 
-    def _layer(self, layer: DecoderLayer) -> abi.Layer:
+    def _layer(self, layer: DecoderLayer, whole_norm: bool) -> abi.Layer:
         return abi.Layer(
             self._vector(layer.input_norm),
             self._matrix(layer.qkv),
@@ -212,6 +219,7 @@ class NativeDecoder:
             self._vector(layer.post_norm),
             self._matrix(layer.gate_up),
             self._matrix(layer.down),
+            whole_norm,
         )
 
     def _vector(self, tensor: Tensor | None) -> int | None:
@@ -222,14 +230,20 @@ class NativeDecoder:
         return kept.data_ptr()
 
     @staticmethod
-    def _matrix(linear: Linear) -> ctypes._Pointer[abi.Matrix]:
+    def _matrix(linear: Linear | None) -> ctypes._Pointer[abi.Matrix] | None:
+        if linear is None:
+            return None
         if not isinstance(linear, PackedLinear):
             raise ConfigError("the native decoder needs packed products (backend 'cpu')")
         return ctypes.pointer(linear.matrix)
 
-    def _cache_array(self, kv: Sequence[Tensor]) -> ctypes.Array[abi.Cache]:
-        """Rebuilt only when the caches move."""
-        key = tuple(layer.data_ptr() for layer in kv)
-        if self._caches is None or self._caches[0] != key:
-            self._caches = key, (abi.Cache * len(kv))(*(_cache(layer) for layer in kv))
-        return self._caches[1]
+    def _view(self, batch: AttentionBatch) -> _BatchView:
+        """Made once per batch: a model of many stacks walks it layer by layer."""
+        if self._batch is None or self._batch[0] is not batch:
+            self._batch = batch, _BatchView(batch)
+        return self._batch[1]
+
+    def _place_caches(self, kv: Sequence[Tensor], first: int, last: int) -> None:
+        for index in range(first, last):
+            if self._caches[index].data != kv[index].data_ptr():
+                self._caches[index] = _cache(kv[index])

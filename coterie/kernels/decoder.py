@@ -36,14 +36,22 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One block: norm, qkv (+ bias, + q/k norm), rope, attention, o, norm, gate_up, down."""
+    """One block: norm, qkv (+ bias, + q/k norm), rope, attention, o, norm, gate_up, down.
+
+    Without post_norm, gate_up and down only the attention half runs: what follows is elsewhere.
+    """
 
     input_norm: Tensor  # [hidden]
     qkv: Linear  # rows: q heads, then k heads, then v heads
-    q_norm: Tensor | None  # [head_dim], over each query head before rope (Qwen3)
-    k_norm: Tensor | None  # [head_dim]
+    # before rope; [head_dim]: over each head (Qwen3), longer: over all heads at once (OLMoE)
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     qkv_bias: Tensor | None  # [q_size + 2 * kv_size]
     o: Linear
-    post_norm: Tensor  # [hidden]
-    gate_up: Linear  # rows: gate, then up
-    down: Linear
+    post_norm: Tensor | None = None  # [hidden]
+    gate_up: Linear | None = None  # rows: gate, then up
+    down: Linear | None = None
+
+    def norms_whole(self, shape: DecoderShape) -> bool:
+        """Whether q and k are normed over all their heads at once."""
+        return self.q_norm is not None and len(self.q_norm) != shape.head_dim

@@ -112,26 +112,30 @@ def decoder(
     turn = cos[batch.positions], sin[batch.positions]
     for layer, kv_layer in zip(layers, kv, strict=True):
         normed = rms_norm(hidden, layer.input_norm, shape.eps)
-        q, k, v = _project(shape, layer, normed)
+        q, k, v = project(shape, layer, layer.qkv(normed))
         write_kv(rotary(k, *turn), v, kv_layer, batch.slots)
         mixed = attention(rotary(q, *turn), kv_layer, batch, shape.attention_scale)
         hidden = hidden + layer.o(mixed.reshape(-1, shape.q_size))
+        if layer.post_norm is None or layer.gate_up is None or layer.down is None:
+            continue
         normed = rms_norm(hidden, layer.post_norm, shape.eps)
         hidden = hidden + layer.down(silu_mul(layer.gate_up(normed)))
     return hidden
 
 
-def _project(
-    shape: DecoderShape, layer: DecoderLayer, normed: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def project(shape: DecoderShape, layer: DecoderLayer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [T, heads, head_dim], biased and normed, not yet rotated."""
-    qkv = layer.qkv(normed)
     if layer.qkv_bias is not None:
         qkv = qkv + layer.qkv_bias.to(qkv.dtype)
-    parts = torch.split(qkv, [shape.q_size, shape.kv_size, shape.kv_size], dim=-1)
-    q, k, v = (part.view(len(normed), -1, shape.head_dim) for part in parts)
+    q, k, v = torch.split(qkv, [shape.q_size, shape.kv_size, shape.kv_size], dim=-1)
     if layer.q_norm is not None:
-        q = rms_norm(q, layer.q_norm, shape.eps)
+        q = _norm_heads(q, layer.q_norm, shape.eps)
     if layer.k_norm is not None:
-        k = rms_norm(k, layer.k_norm, shape.eps)
-    return q, k, v
+        k = _norm_heads(k, layer.k_norm, shape.eps)
+    by_head = (len(qkv), -1, shape.head_dim)
+    return q.reshape(by_head), k.reshape(by_head), v.reshape(by_head)
+
+
+def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, heads * head_dim], normed over as many elements as the weight has."""
+    return rms_norm(x.reshape(len(x), -1, len(weight)), weight, eps)

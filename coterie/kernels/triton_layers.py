@@ -10,6 +10,7 @@ decode the number of launches is what costs. Import it only where triton is inst
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coterie.kernels import reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
 from coterie.kernels.triton_attention import paged_attention
@@ -193,6 +195,14 @@ def place_heads(
     return q
 
 
+def _normed_whole(
+    shape: DecoderShape, layer: DecoderLayer, qkv: Tensor
+) -> tuple[DecoderLayer, Tensor]:
+    """Bias and norms over all heads by torch; the layer that is left has neither."""
+    heads = torch.cat([part.flatten(1) for part in reference.project(shape, layer, qkv)], dim=1)
+    return replace(layer, qkv_bias=None, q_norm=None, k_norm=None), heads
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where gate is the first half of the last dimension."""
     rows, width = len(gate_up), gate_up.shape[1] // 2
@@ -215,9 +225,13 @@ def decoder(
     delta: Tensor | None = None
     for layer, kv_layer in zip(layers, kv, strict=True):
         qkv = layer.qkv(add_norm(hidden, delta, layer.input_norm, shape.eps))
+        if layer.norms_whole(shape):
+            layer, qkv = _normed_whole(shape, layer, qkv)
         q = place_heads(shape, layer, qkv, (cos, sin), kv_layer, batch)
         mixed = paged_attention(q, kv_layer, batch, shape.attention_scale)
         delta = layer.o(mixed.view(len(hidden), -1))
+        if layer.post_norm is None or layer.gate_up is None or layer.down is None:
+            continue
         normed = add_norm(hidden, delta, layer.post_norm, shape.eps)
         delta = layer.down(silu_mul(layer.gate_up(normed)))
     return hidden if delta is None else hidden + delta

@@ -4,7 +4,7 @@
 #include "activations.h"
 #include "attention.h"
 
-constexpr int LAYER_PHASES = 10;  // four products with their inputs, placing heads, attention
+constexpr int LAYER_PHASES = 11;  // four products with their inputs, norm, placing heads, attention
 
 struct Workspace {
     InputBuffers input;
@@ -77,11 +77,11 @@ static void store_kv(const Cache& cache, int64_t at, const float* x, int dim) {
 static void place_head(const DecoderCall& call, const Layer& layer, const Cache& cache, int64_t row, int head, float* x, float* q, int padded) {
     const Shape& s = call.shape;
     const int dim = s.head_dim, half = dim / 2;
-    if (layer.qkv_bias)
+    if (layer.qkv_bias && !layer.whole_norm)
         for (int d = 0; d < dim; ++d) x[d] += layer.qkv_bias[head * dim + d];
     const bool is_query = head < s.heads, is_key = !is_query && head < s.heads + s.kv_heads;
     const float* norm = is_query ? layer.q_norm : is_key ? layer.k_norm : nullptr;
-    if (norm) scaled_product(x, norm, rms_factor(x, dim, s.eps), dim, x);
+    if (norm && !layer.whole_norm) scaled_product(x, norm, rms_factor(x, dim, s.eps), dim, x);
     const int64_t position = call.batch.positions[row];
     if (is_query || is_key) rotate(x, call.cos + position * half, call.sin + position * half, half);
     if (is_query) {
@@ -95,12 +95,24 @@ static void place_head(const DecoderCall& call, const Layer& layer, const Cache&
     store_kv(cache, ((block * s.kv_heads + kv_head) * size + slot % size) * dim, x, dim);
 }
 
+// Bias and norm of one row's queries and keys, each over all its heads.
+static void norm_whole(const DecoderCall& call, const Layer& layer, float* x) {
+    const Shape& s = call.shape;
+    const int64_t q = int64_t(s.heads) * s.head_dim, kv = int64_t(s.kv_heads) * s.head_dim;
+    if (layer.qkv_bias)
+        for (int64_t i = 0; i < q + 2 * kv; ++i) x[i] += layer.qkv_bias[i];
+    scaled_product(x, layer.q_norm, rms_factor(x, q, s.eps), q, x);
+    scaled_product(x + q, layer.k_norm, rms_factor(x + q, kv, s.eps), kv, x + q);
+}
+
 static void attend(Team& team, Workspace& ws, const DecoderCall& call, const Layer& layer, const Cache& cache) {
     const Shape& s = call.shape;
     const int64_t rows = call.batch.rows, heads = s.heads + 2 * s.kv_heads;
     float* qkv = ws.qkv.at<float>();
     float* q = ws.q.at<float>();
     const int64_t tasks = rows * heads, grain = tasks / (team.size() * 4);
+    if (layer.whole_norm)
+        team.share(rows, 1, [&](int64_t row, int64_t) { norm_whole(call, layer, qkv + row * heads * s.head_dim); });
     team.share(tasks, grain < 1 ? 1 : grain, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
             place_head(call, layer, cache, i / heads, int(i % heads), qkv + i * s.head_dim, q, ws.attention.padded_dim());
@@ -115,6 +127,7 @@ static void run_layer(Team& team, Workspace& ws, const DecoderCall& call, const 
     norm_gemm(team, ws, *layer.qkv, call.hidden, layer.input_norm, eps, rows, ws.qkv.at<float>());
     attend(team, ws, call, layer, cache);
     plain_gemm(team, ws, *layer.o, ws.out.at<float>(), rows, call.hidden, ADD);
+    if (!layer.post_norm) return;
     norm_gemm(team, ws, *layer.gate_up, call.hidden, layer.post_norm, eps, rows, gate_up);
     silu_gemm(team, ws, *layer.down, gate_up, rows, call.hidden);
 }
@@ -132,7 +145,7 @@ void ct_decoder(const DecoderCall* call) {
     ws.gate_up.need<float>(rows * 2 * s.intermediate);
     for (int64_t i = 0; i < call->num_layers; ++i)
         for (const Matrix* matrix : {call->layers[i].qkv, call->layers[i].o, call->layers[i].gate_up, call->layers[i].down})
-            ws.input.reserve(*matrix, rows);
+            if (matrix) ws.input.reserve(*matrix, rows);
     auto body = [&](Team& team) {
         for (int64_t i = 0; i < call->num_layers; ++i) run_layer(team, ws, *call, call->layers[i], call->caches[i]);
     };

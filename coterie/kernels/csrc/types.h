@@ -32,9 +32,10 @@ struct Layer {
     const float* k_norm;    // null likewise
     const float* qkv_bias;  // null likewise
     const Matrix* o;
-    const float* post_norm;
+    const float* post_norm;  // null: the layer ends after attention, and has no gate_up and down
     const Matrix* gate_up;
     const Matrix* down;
+    int32_t whole_norm;  // q_norm and k_norm go over all heads at once
 };
 
 struct Batch {
