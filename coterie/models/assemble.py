@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from coterie.kernels import reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
+from coterie.models import mla
 from coterie.models.blocks import Block, BlockDecoder, HeadAttention, Ops, Turns, ops_for
 from coterie.models.layers import (
     Ends,
@@ -32,6 +33,8 @@ from coterie.models.moe import Backbone, MoeLayer, Router
 if TYPE_CHECKING:
     from coterie.models.reader import Reader
     from coterie.models.spec import ModelSpec
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +52,7 @@ class Assembly:
 def assemble(reader: Reader, backend: str, progress: Progress) -> Assembly:
     spec, ops = reader.spec, ops_for(backend)
     ends = read_ends(reader)
-    layers = []
-    for index in range(spec.num_layers):
-        progress(index + 1, spec.num_layers + 1)
-        layers.append(read_layer(reader, index))
-    backbone = _backbone(backend, spec, layers, reader)
+    backbone = _read_backbone(reader, backend, progress)
     norm = reader.vector("model.norm.weight", spec.hidden)
     moe_layers = read_moe(reader, ops)
     return Assembly(
@@ -99,16 +98,26 @@ def decoder_shape(spec: ModelSpec) -> DecoderShape:
     )
 
 
-def _backbone(
-    backend: str, spec: ModelSpec, layers: Sequence[DecoderLayer], reader: Reader
-) -> Backbone:
+def _read_backbone(reader: Reader, backend: str, progress: Progress) -> Backbone:
     """The fused decoders where they know the attention, else block by block."""
+    spec = reader.spec
     if spec.rope is None:
         raise TypeError(f"{spec.architecture} has no rotary positions")
     cos, sin = (table.to(reader.device) for table in spec.rope.tables())
-    shape = decoder_shape(spec)
+    shape, ops, turns = decoder_shape(spec), ops_for(backend), Turns(cos, sin)
+
+    def each(read: Callable[[int], _T]) -> list[_T]:
+        layers = []
+        for index in range(spec.num_layers):
+            progress(index + 1, spec.num_layers + 1)
+            layers.append(read(index))
+        return layers
+
+    if spec.latent:
+        blocks = each(lambda index: mla.read_block(reader, index, ops, backend, turns))
+        return BlockDecoder(blocks, ops, spec.eps).forward
+    layers = each(lambda index: read_layer(reader, index))
     if spec.flat_qk_norm or spec.clip_qkv is not None or spec.moe:
-        ops, turns = ops_for(backend), Turns(cos, sin)
         blocks = [_block(shape, layer, ops, turns, spec.clip_qkv) for layer in layers]
         return BlockDecoder(blocks, ops, spec.eps).forward
     # the native decoder has no place for biases after o or in the MLP: those models run its

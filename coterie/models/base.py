@@ -18,7 +18,7 @@ from torch import Tensor
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.kernels import linear
 from coterie.kernels.batch import AttentionBatch
-from coterie.models import llama, mistral, qwen3, qwen3_moe
+from coterie.models import deepseek_v2, llama, mistral, mixtral, olmoe, qwen3, qwen3_moe
 from coterie.models.assemble import Assembly, assemble
 from coterie.models.cuda_graph import DecodeGraphs
 from coterie.models.experts import ExpertsFactory, ExpertsWanted, open_with
@@ -39,6 +39,9 @@ MODELS: dict[str, Callable[[dict[str, Any], int | None], ModelSpec]] = {
     "MistralForCausalLM": mistral.read,
     "Qwen3ForCausalLM": qwen3.read,
     "Qwen3MoeForCausalLM": qwen3_moe.read,
+    "MixtralForCausalLM": mixtral.read,
+    "OlmoeForCausalLM": olmoe.read,
+    "DeepseekV2ForCausalLM": deepseek_v2.read,
 }
 
 # How a file's tensor types are kept under "auto": GGUF's other quantised forms are widened exactly.

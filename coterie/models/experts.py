@@ -13,6 +13,7 @@ from coterie.experts.geometry import Geometry
 
 if TYPE_CHECKING:
     from coterie.core.dispatch import DispatchSettings
+    from coterie.experts.store import Store
     from coterie.models.moe import Experts
     from coterie.models.moe_spec import MoeSpec
     from coterie.weights.checkpoint import Checkpoint
@@ -45,19 +46,24 @@ def open_with(dispatch: DispatchSettings | None) -> ExpertsFactory:
     def opened(wanted: ExpertsWanted) -> Experts:
         from coterie.core.dispatch import DispatchSettings
         from coterie.experts.runtime import open_experts
-        from coterie.experts.store import ExpertNames, open_store
 
         settings = dispatch or DispatchSettings()
-        store = open_store(
-            wanted.checkpoint,
-            wanted.geometry(),
-            ExpertNames(wanted.moe.parts),
-            wanted.dtype,
-            settings.reads,
-            hidden=wanted.hidden,
-            intermediate=wanted.moe.intermediate,
-            gated=wanted.moe.gated,
-        )
+        store = store_of(wanted, settings.reads)
         return open_experts(store, settings, device=wanted.device, kv_bytes=wanted.kv_bytes)
 
     return opened
+
+
+def store_of(wanted: ExpertsWanted, reads: str) -> Store:
+    from coterie.experts.store import ExpertNames, open_store
+
+    return open_store(
+        wanted.checkpoint,
+        wanted.geometry(),
+        ExpertNames(wanted.moe.parts),
+        wanted.dtype,
+        reads,
+        hidden=wanted.hidden,
+        intermediate=wanted.moe.intermediate,
+        gated=wanted.moe.gated,
+    )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
+from coterie.kernels.latent import HeadLinear
 from coterie.kernels.linear import Linear, make_linear
 from coterie.weights.quantize import Dense, Weight, convert, dense
 
@@ -87,6 +88,11 @@ class Reader:
 
     def product(self, weights: Sequence[Weight]) -> Linear:
         product = make_linear(weights, self.placement.backend, self.device)
+        self.product_bytes += product.nbytes
+        return product
+
+    def per_head(self, weights: Sequence[Weight]) -> HeadLinear:
+        product = HeadLinear(weights, self.placement.backend, self.device)
         self.product_bytes += product.nbytes
         return product
 

@@ -1,0 +1,156 @@
+"""Multi-head latent attention: keys and values of all heads come from one small vector per token.
+
+Only that vector is cached. Queries are brought to its space and the mixed vector is brought back
+per head, so that no key or value of a past token is ever computed again. Owns the tensors' names
+and order. Knows no experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coterie.kernels import reference
+from coterie.kernels.batch import AttentionBatch
+from coterie.kernels.latent import HeadLinear, attention_for, write_latent
+from coterie.kernels.linear import Linear
+from coterie.models.blocks import Block, Ops, Turns
+from coterie.models.layers import post_norm, read_mlp, rows_of
+from coterie.models.moe_spec import Latent
+from coterie.models.reader import BiasedLinear
+from coterie.weights.quantize import Dense, Weight, dense
+
+if TYPE_CHECKING:
+    from coterie.models.reader import Reader
+
+# transformers gives the two inner norms this, whatever the config says of the others
+_INNER_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """One product, or two with a norm between them."""
+
+    last: Linear
+    first: Linear | None = None
+    norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentParts:
+    queries: Queries
+    kv_a: Linear  # rows: the latent, then the key that is turned
+    kv_norm: Tensor  # [kv_rank]
+    key_up: HeadLinear  # nope -> kv_rank
+    value_up: HeadLinear  # kv_rank -> value
+    o: Linear
+
+
+class LatentAttention:
+    def __init__(self, parts: LatentParts, latent: Latent, scale: float, turns: Turns) -> None:
+        self._parts, self._latent, self._scale, self._turns = parts, latent, scale, turns
+        self._norm, self._attention = reference.rms_norm, attention_for("reference")
+
+    def use(self, ops: Ops, backend: str) -> LatentAttention:
+        """Run on the kernels of `backend`."""
+        self._norm, self._attention = ops.norm, attention_for(backend)
+        return self
+
+    def __call__(self, x: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> Tensor:
+        parts, latent, turn = self._parts, self._latent, self._turns(batch)
+        rank, rows = latent.kv_rank, parts.kv_a(x)
+        normed = self._norm(rows[:, :rank].contiguous(), parts.kv_norm, _INNER_EPS)
+        key = reference.rotary(rows[:, None, rank:], *turn)[:, 0]
+        write_latent(torch.cat((normed, key), dim=-1), kv_layer, batch.slots)
+        q = self._queries(x).view(len(x), -1, latent.nope + latent.rope)
+        wide = parts.key_up(q[..., : latent.nope])
+        q = torch.cat((wide, reference.rotary(q[..., latent.nope :], *turn)), dim=-1)
+        mixed = self._attention(q, kv_layer, batch, self._scale)
+        return parts.o(parts.value_up(mixed[..., :rank]).reshape(len(x), -1))
+
+    def _queries(self, x: Tensor) -> Tensor:
+        queries = self._parts.queries
+        if queries.first is not None and queries.norm is not None:
+            x = self._norm(queries.first(x), queries.norm, _INNER_EPS)
+        return queries.last(x)
+
+
+def read_block(reader: Reader, index: int, ops: Ops, backend: str, turns: Turns) -> Block:
+    """One layer; where it has experts, its attention half."""
+    spec, base = reader.spec, f"model.layers.{index}."
+    latent = spec.latent
+    if latent is None:
+        raise TypeError(f"{spec.architecture} has no latent attention")
+    parts = _read_parts(reader, base + "self_attn.", latent)
+    attend = LatentAttention(parts, latent, spec.attention_scale, turns).use(ops, backend)
+    input_norm = reader.vector(base + "input_layernorm.weight", spec.hidden)
+    if spec.moe is not None and index in spec.moe.layers:
+        return Block(input_norm, attend)
+    mlp = read_mlp(reader, base + "mlp.", spec.intermediate)
+    return Block(input_norm, attend, reader.vector(post_norm(index), spec.hidden), mlp)
+
+
+def _read_parts(reader: Reader, stem: str, latent: Latent) -> LatentParts:
+    spec = reader.spec
+    turned = latent.kv_rank + latent.rope
+    kv_a = reader.matrix(stem + "kv_a_proj_with_mqa.weight", turned, spec.hidden)
+    order = _halves(1, latent.kv_rank, latent.rope)
+    product = reader.product([rows_of(kv_a, order)])
+    if spec.qkv_bias:
+        bias = reader.vector(stem + "kv_a_proj_with_mqa.bias", turned)
+        product = BiasedLinear(product, bias[order.to(bias.device)])
+    key_up, value_up = _ups(reader, stem, latent)
+    return LatentParts(
+        queries=_read_queries(reader, stem, latent),
+        kv_a=product,
+        kv_norm=reader.vector(stem + "kv_a_layernorm.weight", latent.kv_rank),
+        key_up=key_up,
+        value_up=value_up,
+        o=reader.linear(
+            [stem + "o_proj"], [spec.hidden], spec.num_heads * latent.value, spec.o_bias
+        ),
+    )
+
+
+def _read_queries(reader: Reader, stem: str, latent: Latent) -> Queries:
+    spec, rank = reader.spec, latent.q_rank
+    rows = spec.num_heads * (latent.nope + latent.rope)
+    order = _halves(spec.num_heads, latent.nope, latent.rope)
+    if rank is None:
+        weight = reader.matrix(stem + "q_proj.weight", rows, spec.hidden)
+        return Queries(reader.product([rows_of(weight, order)]))
+    weight = reader.matrix(stem + "q_b_proj.weight", rows, rank)
+    return Queries(
+        last=reader.product([rows_of(weight, order)]),
+        first=reader.linear([stem + "q_a_proj"], [rank], spec.hidden, spec.qkv_bias),
+        norm=reader.vector(stem + "q_a_layernorm.weight", rank),
+    )
+
+
+def _halves(heads: int, plain: int, turned: int) -> Tensor:
+    """Rows in an order in which the turned part has its pairs as halves, not side by side: scores
+    do not depend on the order, and one rotary kernel serves all models."""
+    pairs = torch.arange(plain, plain + turned).view(-1, 2).T.reshape(-1)
+    one = torch.cat((torch.arange(plain), pairs))
+    return (torch.arange(heads)[:, None] * (plain + turned) + one).reshape(-1)
+
+
+def _ups(reader: Reader, stem: str, latent: Latent) -> tuple[HeadLinear, HeadLinear]:
+    """kv_b_proj, head by head: [nope rows of keys, value rows] x kv_rank."""
+    heads, size = reader.spec.num_heads, latent.nope + latent.value
+    weight = reader.matrix(stem + "kv_b_proj.weight", heads * size, latent.kv_rank)
+    rows = torch.arange(heads * size).view(heads, size)
+    keys = [_transposed(rows_of(weight, own[: latent.nope])) for own in rows]
+    values = [rows_of(weight, own[latent.nope :]) for own in rows]
+    key_up, value_up = reader.per_head(keys), reader.per_head(values)
+    return key_up, value_up
+
+
+def _transposed(weight: Weight) -> Weight:
+    """Quantised groups run along a row, so that a turned matrix is kept dense."""
+    if isinstance(weight, Dense):
+        return Dense(weight.tensor.T.contiguous())
+    return Dense(dense(weight).T.contiguous())

@@ -1,0 +1,121 @@
+"""How long a model's step takes without its experts: measured, through the model itself.
+
+Loads everything but the routed experts and walks the layers with experts that answer nothing. What
+remains is attention, routers, the head, and the walk. Knows no strategy and no tier.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from coterie.core.dispatch import ExpertUsage
+from coterie.experts.machine import Curve
+from coterie.kernels.batch import AttentionBatch
+from coterie.models.base import load_model
+
+if TYPE_CHECKING:
+    from coterie.experts.geometry import Geometry
+    from coterie.experts.step import ExpertStep
+    from coterie.models.base import CausalLM
+    from coterie.models.experts import ExpertsWanted
+    from coterie.weights.checkpoint import Checkpoint
+
+ROWS = (1, 16, 128)
+_BLOCK = 16
+
+
+class NoExperts:
+    """In the experts' place: every layer answers zeros at once."""
+
+    wants_hints = False
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
+    def run(self, step: ExpertStep) -> Tensor:
+        return torch.zeros_like(step.hidden)
+
+    def groups(self, phase: str) -> tuple[tuple[int, ...], ...] | None:
+        return None
+
+    def load_group(self, index: int) -> None:
+        """There is nothing to load."""
+
+    def hint(self, layer: int, predicted: Tensor) -> None:
+        """There is nothing to prepare."""
+
+    def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
+        return ExpertUsage(), [ExpertUsage()]
+
+    def update(self) -> None:
+        """There is nothing to rearrange."""
+
+    def report(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class Solo:
+    """One sequence over its own cache, without an engine."""
+
+    def __init__(self, model: CausalLM, max_tokens: int) -> None:
+        self.model, self.length = model, 0
+        blocks = -(-max_tokens // _BLOCK)
+        shape = model.kv_shape(blocks, _BLOCK)
+        self._tables = torch.arange(blocks, dtype=torch.int32)[None].to(model.device)
+        self._kv = [
+            torch.zeros(shape, dtype=model.kv_dtype, device=model.device)
+            for _ in range(model.spec.num_layers)
+        ]
+
+    def step(self, tokens: Sequence[int], phase: str) -> float:
+        """Seconds of one forward pass over `tokens`, to the last row's logits."""
+        device, count = self.model.device, len(tokens)
+        where = torch.arange(self.length, self.length + count)
+        self.length += count
+        batch = AttentionBatch(
+            positions=where.to(device),
+            slots=where.to(device),
+            query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
+            context_lens=torch.tensor([self.length], dtype=torch.int32, device=device),
+            block_tables=self._tables,
+            block_size=_BLOCK,
+            phase=phase,
+        )
+        ids = torch.tensor(tokens, device=device)
+        began = time.perf_counter()
+        logits = self.model.forward(ids, batch, self._kv, torch.tensor([count - 1], device=device))
+        logits.argmax(-1).item()
+        return time.perf_counter() - began
+
+
+def load_backbone(checkpoint: Checkpoint, dtype: str, device: str) -> CausalLM:
+    """The model with nothing in its experts' place."""
+
+    def none(wanted: ExpertsWanted) -> NoExperts:
+        return NoExperts(wanted.geometry())
+
+    return load_model(checkpoint, dtype=dtype, device=device, experts=none)
+
+
+def measure_backbone(model: CausalLM) -> Curve:
+    """Seconds of a step by rows; the context is a few hundred tokens long."""
+    rows = [count for count in ROWS if count <= model.spec.max_positions // 2]
+    return Curve(tuple(rows), tuple(_step_s(model, count) for count in rows))
+
+
+def _step_s(model: CausalLM, rows: int) -> float:
+    repeats = {1: 12, 16: 5}.get(rows, 2)
+    solo = Solo(model, max_tokens=rows * (repeats + 1) + 64)
+    phase = "decode" if rows == 1 else "prefill"
+    tokens = [index % model.spec.vocab for index in range(rows)]
+    solo.step(tokens, phase)
+    return statistics.median(solo.step(tokens, phase) for _ in range(repeats))
