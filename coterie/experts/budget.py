@@ -1,0 +1,134 @@
+"""How many experts each tier may hold: budgets as written by the user, turned into slots.
+
+Sizes in bytes count the KV of one full context on the device; shares and counts are experts alone.
+Knows no memory but the numbers it is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coterie.core.errors import ConfigError
+from coterie.core.settings import parse_bytes
+
+if TYPE_CHECKING:
+    from coterie.core.dispatch import DispatchSettings
+
+# of what is free now, when no budget was given: the rest is for activations and other processes
+AUTO_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """A store, as budgets see it."""
+
+    total: int
+    slot_bytes: int
+    expert_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Which tiers the strategies use, and what is free on each."""
+
+    device: bool
+    host: bool
+    free_device_bytes: int
+    free_host_bytes: int
+    # one full context's KV, reserved before experts
+    kv_bytes: int = 0
+    # the device tier lies in RAM too (no accelerator)
+    one_memory: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TierSlots:
+    device: int
+    host: int
+
+
+def size_tiers(settings: DispatchSettings, sizes: ExpertSizes, needs: Needs) -> TierSlots:
+    """Slots of both tiers; a budget that cannot hold one expert where one is needed is refused."""
+    device = min(_device_slots(settings, sizes, needs), sizes.total)
+    if needs.device and device == 0:
+        least = needs.kv_bytes + sizes.slot_bytes
+        raise ConfigError(
+            f"device_budget {settings.device_budget or 'auto'} holds no expert: one context's KV "
+            f"and one expert take {least:,} bytes",
+            param="device_budget",
+        )
+    host = min(_host_slots(settings, sizes, needs, device), sizes.total)
+    if needs.host and host == 0:
+        raise ConfigError(
+            f"host_budget {settings.host_budget or 'auto'} holds no expert: one takes "
+            f"{sizes.slot_bytes:,} bytes and strategy {settings.strategy} computes on the host",
+            param="host_budget",
+        )
+    return TierSlots(device, host)
+
+
+def _device_slots(settings: DispatchSettings, sizes: ExpertSizes, needs: Needs) -> int:
+    if not needs.device:
+        return 0
+    if settings.cache_capacity:
+        return settings.cache_capacity
+    text = settings.device_budget
+    if text.endswith("%"):
+        return share(text, sizes.total, "device_budget")
+    if text:
+        free = parse_bytes(text, "device_budget") - needs.kv_bytes
+        return max(0, free) // sizes.slot_bytes
+    free = needs.free_device_bytes
+    if needs.one_memory:
+        free //= 2
+    return max(0, int(free * AUTO_SHARE) - needs.kv_bytes) // sizes.slot_bytes
+
+
+def _host_slots(settings: DispatchSettings, sizes: ExpertSizes, needs: Needs, device: int) -> int:
+    text = settings.host_budget
+    if text.endswith("%"):
+        return share(text, sizes.total, "host_budget")
+    if text:
+        return _fitting(parse_bytes(text, "host_budget"), sizes)
+    if device >= sizes.total and not needs.host:
+        return 0
+    free = int(needs.free_host_bytes * AUTO_SHARE)
+    if needs.one_memory:
+        free -= device * sizes.slot_bytes
+    return max(_fitting(free, sizes), int(needs.host))
+
+
+def _fitting(budget_bytes: int, sizes: ExpertSizes) -> int:
+    # records may differ in size: when all fit, each has a place of its own length
+    if budget_bytes >= sizes.expert_bytes:
+        return sizes.total
+    return max(0, budget_bytes) // sizes.slot_bytes
+
+
+def share(text: str, total: int, param: str) -> int:
+    """`25%` of all experts; at least one when it is more than nothing."""
+    try:
+        percent = float(text[:-1])
+    except ValueError:
+        percent = -1.0
+    if not 0 <= percent <= 100:
+        raise ConfigError(f"{param} is {text!r}; write 6GB or 25%", param=param)
+    return max(int(total * percent / 100), int(percent > 0))
+
+
+def free_host_bytes() -> int:
+    """RAM that can be taken without pushing anything out, inside this container."""
+    free = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
+    return free if limit is None or used is None else min(free, max(0, limit - used))
+
+
+def _number(path: str) -> int | None:
+    file = Path(path)
+    text = file.read_text().strip() if file.exists() else ""
+    return int(text) if text.isdigit() else None

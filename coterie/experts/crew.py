@@ -1,0 +1,84 @@
+"""A few threads that do jobs in the background, those that someone waits for first.
+
+Knows nothing of what a job does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+Job = Callable[[], None]
+
+
+class Crew:
+    """Threads that run jobs: urgent ones in order; others when no urgent one waits or runs."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._threads: list[threading.Thread] = []
+        self._urgent: deque[Job] = deque()
+        self._spare: deque[Job] = deque()
+        self._waiting = self._urgent_running = self._spare_running = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    @property
+    def idle(self) -> bool:
+        return not (self._urgent or self._spare or self._urgent_running or self._spare_running)
+
+    def put(self, job: Job, *, urgent: bool) -> None:
+        with self._changed:
+            (self._urgent if urgent else self._spare).append(job)
+            if not self._waiting and len(self._threads) < self._size:
+                thread = threading.Thread(target=self._work, name="experts", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify()
+
+    def withdraw(self, job: Job) -> bool:
+        """Take back a job that is not urgent, if it has not begun."""
+        with self._changed:
+            if job not in self._spare:
+                return False
+            self._spare.remove(job)
+            return True
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _next(self) -> tuple[Job, bool] | None:
+        if self._urgent:
+            self._urgent_running += 1
+            return self._urgent.popleft(), True
+        if self._spare and not self._urgent_running:
+            self._spare_running += 1
+            return self._spare.popleft(), False
+        return None
+
+    def _work(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._changed:
+                    while (taken := self._next()) is None and not self._closed:
+                        self._waiting += 1
+                        self._changed.wait()
+                        self._waiting -= 1
+                if taken is None:
+                    return
+                job, urgent = taken
+                try:
+                    job()
+                finally:
+                    with self._changed:
+                        self._urgent_running -= urgent
+                        self._spare_running -= not urgent
+                        self._changed.notify()
+                del job, taken

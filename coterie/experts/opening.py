@@ -1,0 +1,141 @@
+"""Puts a model's experts together: which strategies run, in how many slots, with what they know.
+
+Decides from settings and free memory alone; loads nothing. Knows no router and no request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from coterie.experts.budget import ExpertSizes, Needs, TierSlots, free_host_bytes, size_tiers
+from coterie.experts.dispatch.base import Costs, Scene, Strategy
+from coterie.experts.dispatch.persistent import fallback
+from coterie.experts.dispatch.table import build, parse
+from coterie.experts.residency import Residency
+from coterie.experts.tiers import DeviceTier, HostTier
+
+if TYPE_CHECKING:
+    from coterie.core.dispatch import DispatchSettings
+    from coterie.experts.heatmap import Heatmap
+    from coterie.experts.store import Store
+
+_log = logging.getLogger(__name__)
+
+# strategies that compute on the host, and the one that uses nothing else
+_HOST = frozenset({"cpu_only", "hot_cached_static"})
+_NO_DEVICE = frozenset({"cpu_only"})
+
+# what `auto` runs: (store, settings, site) -> a strategy's name
+Chooser = Callable[["Store", "DispatchSettings", "Site"], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where experts are to live, and what is known about it."""
+
+    device: torch.device
+    # one full context's KV, reserved before experts
+    kv_bytes: int = 0
+    heatmap: Heatmap | None = None
+    # measured on this machine; None = guessed from sizes
+    costs: Costs | None = None
+    chooser: Chooser | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a runtime is made of."""
+
+    store: Store
+    host: HostTier
+    device: DeviceTier
+    slots: Residency
+    # by phase
+    strategies: dict[str, Strategy]
+    # as it runs, fallbacks applied
+    strategy: str
+    predict: str
+
+
+def prepare(store: Store, settings: DispatchSettings, site: Site) -> Parts:
+    text = choose_strategy(store, settings, site)
+    names = {choice.name for choice in parse(text)}
+    tiers = size_tiers(settings, sizes_of(store), needs_of(names, site))
+    text = _that_fits(text, store, tiers)
+    slots = Residency(tiers.device)
+    scene = Scene(
+        geometry=store.geometry,
+        slots=slots,
+        heatmap=site.heatmap,
+        costs=site.costs or guessed_costs(store, site.device),
+        host_can_run=tiers.host > 0,
+        deterministic=settings.deterministic,
+    )
+    prefill, decode = build(text, scene)
+    on_cuda = site.device.type == "cuda"
+    return Parts(
+        store=store,
+        host=HostTier(store, tiers.host, pinned=on_cuda),
+        device=DeviceTier(store, tiers.device, site.device),
+        slots=slots,
+        strategies={"prefill": prefill, "decode": decode},
+        strategy=text,
+        predict="protect"
+        if settings.deterministic and settings.predict != "off"
+        else settings.predict,
+    )
+
+
+def choose_strategy(store: Store, settings: DispatchSettings, site: Site) -> str:
+    if settings.strategy != "auto":
+        return settings.strategy
+    if site.chooser is not None:
+        return site.chooser(store, settings, site)
+    limited = settings.device_budget or settings.cache_capacity
+    return "adaptive" if limited or site.device.type == "cuda" else "cpu_only"
+
+
+def sizes_of(store: Store) -> ExpertSizes:
+    return ExpertSizes(store.geometry.total, store.slot_bytes, store.expert_bytes)
+
+
+def needs_of(names: set[str], site: Site) -> Needs:
+    on_cuda = site.device.type == "cuda"
+    free_host = free_host_bytes()
+    return Needs(
+        device=not names <= _NO_DEVICE,
+        host=bool(names & _HOST),
+        free_device_bytes=torch.cuda.mem_get_info(site.device)[0] if on_cuda else free_host,
+        free_host_bytes=free_host,
+        kv_bytes=site.kv_bytes,
+        one_memory=not on_cuda,
+    )
+
+
+def _that_fits(text: str, store: Store, tiers: TierSlots) -> str:
+    """`persistent` as what it falls back to when the slots do not hold every expert."""
+    geometry = store.geometry
+    parts = [str(choice) for choice in parse(text)]
+    if "persistent" not in parts or tiers.device >= geometry.total:
+        return text
+    instead = fallback(geometry, tiers.device)
+    largest = max(len(geometry.present(layer)) for layer in geometry.layers)
+    waves = " in waves inside a layer" if largest > tiers.device else ""
+    _log.warning(
+        "persistent needs %d slots and has %d: running %s%s",
+        geometry.total, tiers.device, instead, waves,
+    )  # fmt: skip
+    prefill, decode = (instead if part == "persistent" else part for part in parts)
+    return f"{prefill}+{'active_only' if decode.startswith('layer_grouped') else decode}"
+
+
+def guessed_costs(store: Store, device: torch.device) -> Costs:
+    """Rough rates of a desktop: 10 GB/s of RAM for one expert, a link of 20, a disk of 2."""
+    size = store.slot_bytes
+    fast = 1e12 if device.type == "cuda" else 1e10
+    return Costs(size / 2e10, size / fast, size / 1e10, size / 2e9)

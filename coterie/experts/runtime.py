@@ -1,0 +1,242 @@
+"""A model's experts at work: the strategy decides, loads and kernels carry out, layer by layer.
+
+Owns tiers, strategies and counters for the life of an engine. After an error everything is as if
+the failed loads had never been asked for. Knows no router, no request and no file format.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from coterie.core.errors import InternalError
+from coterie.experts.demand import classify, demand_of, first_uses
+from coterie.experts.executor import Executor
+from coterie.experts.layer_job import LayerJob
+from coterie.experts.loads import Loads
+from coterie.experts.opening import Chooser, Parts, Site, prepare
+from coterie.experts.report import report
+from coterie.experts.telemetry import Span, Tally, Telemetry
+from coterie.experts.transfer import Transfer
+from coterie.kernels.expert_mlp import combine
+
+if TYPE_CHECKING:
+    from coterie.core.dispatch import DispatchSettings, ExpertUsage
+    from coterie.experts.dispatch.base import Costs
+    from coterie.experts.geometry import Key
+    from coterie.experts.heatmap import Heatmap
+    from coterie.experts.step import ExpertStep
+    from coterie.experts.store import Store
+    from coterie.experts.trace import Trace
+    from coterie.experts.transfer import Arrival
+
+
+class ExpertRuntime:
+    """One thread (the engine's) calls it."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts, self.geometry = parts, parts.store.geometry
+        self._host, self._device, self._slots = parts.host, parts.device, parts.slots
+        self._transfer = Transfer(parts.store, parts.host, parts.device)
+        self._loads = Loads(parts.device, self._transfer)
+        self._loads.retired = self._retired
+        self._loads.sole = self._stays
+        self.executor = Executor(parts.host, self._loads, self._transfer)
+        self.telemetry = Telemetry(self.geometry)
+        # the next layer's probable experts, until this layer has run
+        self._hinted: tuple[int, list[int]] | None = None
+        # recorders, off unless asked for
+        self.heatmap: Heatmap | None = None
+        self.trace: Trace | None = None
+        self.spans: list[Span] | None = None
+        self.update_calls = self.swaps = 0
+        self._layouts = {layer: parts.store.layout(layer) for layer in self.geometry.layers}
+        self._out = torch.empty(0)
+        self._layer: int | None = None
+        self._phase = "prefill"
+
+    def start(self) -> None:
+        """Load what strategies want before the first request."""
+        for strategy in dict.fromkeys(self.parts.strategies.values()):
+            for key, slot in strategy.start():
+                self._loads.start(key, slot, None)
+        self._finish_loads()
+
+    @torch.inference_mode()
+    def run(self, step: ExpertStep) -> Tensor:
+        """[T, D]: every row's experts, weighted and summed in top-k order."""
+        begin = time.perf_counter()
+        if self._transfer.failed:
+            self._reconcile()
+        demand = demand_of(step)
+        if self.heatmap is not None:
+            self.heatmap.add(demand.layer, demand.experts, demand.counts)
+        if self.trace is not None:
+            self.trace.record(demand)
+        first = first_uses(self._slots, demand)
+        waves = self.parts.strategies[step.phase].decide(demand)
+        job = LayerJob(step, self._layouts[step.layer], self._room(step), self.executor.kernel)
+        job.exact = self.spans is not None
+        self._layer, self._phase = step.layer, step.phase
+        job.classes = classify(demand, waves, first)
+        job.tally.lookup_s = time.perf_counter() - begin
+        try:
+            self.executor.run(job, waves)
+        except BaseException:
+            self._reconcile()
+            raise
+        finally:
+            self._layer = None
+        result = combine(job.out, step.topk_weights, dtype=step.hidden.dtype)
+        self._count(job, begin)
+        self._prefetch()
+        return result
+
+    def _count(self, job: LayerJob, begin: float) -> None:
+        job.close()
+        if self.spans is not None:
+            self.spans += job.spans(begin, time.perf_counter())
+        self.telemetry.add(job.layer, job.tally)
+        if job.step.owners is not None:
+            self.telemetry.attribute(job)
+
+    def _room(self, step: ExpertStep) -> Tensor:
+        """[T * K, D] fp32 that is kept between layers: fresh memory costs page faults."""
+        rows, width = step.topk_ids.numel(), step.hidden.shape[1]
+        if self._out.numel() < rows * width or self._out.device != step.hidden.device:
+            self._out = torch.empty(rows * width, dtype=torch.float32, device=step.hidden.device)
+        return self._out[: rows * width].view(rows, width)
+
+    def groups(self, phase: str) -> tuple[tuple[int, ...], ...] | None:
+        return self.parts.strategies[phase].groups() if phase == "prefill" else None
+
+    def load_group(self, index: int) -> None:
+        """Start loading a group; its layers wait for their own experts."""
+        for key, slot in self.parts.strategies["prefill"].load_group(index):
+            self._loads.start(key, slot, None)
+
+    @property
+    def wants_hints(self) -> bool:
+        return self.parts.predict != "off" and self._slots.num_slots > 0
+
+    def hint(self, layer: int, predicted: Tensor) -> None:
+        """`layer` will probably ask for these: keep them, and load them if the link is idle."""
+        experts = sorted(set(predicted.reshape(-1).tolist()))
+        if self.trace is not None:
+            self.trace.hint(layer, experts)
+        if self.wants_hints:
+            self.parts.strategies[self._phase].protect(layer, experts)
+            self._hinted = layer, experts
+
+    def _prefetch(self) -> None:
+        """Behind a layer's own loads, while the link is idle."""
+        if self._hinted is None:
+            return
+        layer, experts = self._hinted
+        self._hinted = None
+        if self.parts.predict in ("prefetch", "auto") and self._transfer.idle:
+            for key, slot in self.parts.strategies[self._phase].prefetch(layer, experts):
+                self._loads.start(key, slot, None, urgent=False)
+
+    def update(self) -> None:
+        """Between tokens: let the strategies rearrange slots, in the background."""
+        self.update_calls += 1
+        for strategy in dict.fromkeys(self.parts.strategies.values()):
+            for key, slot in strategy.update():
+                self.swaps += 1
+                self._loads.start(key, slot, None, urgent=False)
+
+    def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
+        """What the step cost: in all, and by sequence (one entry when owners were not told)."""
+        self._loads.sweep()
+        if self.trace is not None:
+            self.trace.end_step()
+        return self.telemetry.end_step()
+
+    def check(self) -> None:
+        """Raises unless slots, tiers and beliefs agree and nothing is in use between steps."""
+        self._finish_loads()
+        self._host.check()
+        self._device.check()
+        if self._host.pinned_keys:
+            raise InternalError(f"host entries left in use: {self._host.pinned_keys}")
+        for key in list(self._slots.keys()):
+            if self._device.slot_of(key) != self._slots.slot_of(key):
+                raise InternalError(f"expert {key} does not lie where it is believed to")
+        if len(self._device.keys()) > self._slots.num_slots:
+            raise InternalError("more experts than slots")
+
+    def report(self) -> dict[str, Any]:
+        """Everything counted since start, as plain values."""
+        self._loads.sweep()
+        return report(self)
+
+    def close(self) -> None:
+        for arrival in self._loads.settle():
+            self._device.vacate(arrival.slot or 0)
+        self.executor.close()
+        self._transfer.close()
+        self._host.close()
+        self._device.close()
+        self.parts.store.close()
+
+    def _stays(self, key: Key) -> bool:
+        """On the device for good: a copy in RAM would be a second one."""
+        return self._slots.num_slots >= self.geometry.total or self._slots.is_pinned(key)
+
+    def _retired(self, arrival: Arrival, tally: Tally | None) -> None:
+        if arrival.error is not None:
+            return
+        mine = tally if tally is not None and arrival.key[0] == self._layer else Tally()
+        mine.host_hits += arrival.host_hit
+        mine.host_misses += not arrival.host_hit
+        mine.moved_bytes += arrival.moved_bytes
+        mine.read_bytes += arrival.read_bytes
+        mine.io_s += arrival.done_s - arrival.begun_s
+        if mine is not tally:
+            self.telemetry.add(arrival.key[0], mine)
+
+    def _finish_loads(self) -> None:
+        for arrival in self._loads.settle():
+            self._reconcile()
+            if arrival.error is not None:
+                raise arrival.error
+
+    def _reconcile(self) -> None:
+        """Forget whatever did not arrive, so that beliefs and bytes agree again."""
+        for arrival in self._loads.settle():
+            if arrival.slot is not None:
+                self._device.vacate(arrival.slot)
+        self._transfer.failed = False
+        for key in list(self._slots.keys()):
+            slot = self._slots.slot_of(key)
+            if self._device.slot_of(key) != slot or not self._device.holds(key[0], (key[1],)):
+                self._slots.forget(key)
+        for key in list(self._device.keys()):
+            if key not in self._slots:
+                self._device.vacate(self._device.slot_of(key) or 0)
+
+
+def open_experts(
+    store: Store,
+    settings: DispatchSettings,
+    *,
+    device: str | torch.device = "cpu",
+    kv_bytes: int = 0,
+    heatmap: Heatmap | None = None,
+    costs: Costs | None = None,
+    chooser: Chooser | None = None,
+) -> ExpertRuntime:
+    """Size the tiers, build the strategies and load what they want at start. `kv_bytes` of one full
+    context come off a device budget in bytes; `chooser` names what `auto` runs."""
+    site = Site(torch.device(device), kv_bytes, heatmap, costs, chooser)
+    runtime = ExpertRuntime(prepare(store, settings, site))
+    try:
+        runtime.start()
+    except BaseException:
+        runtime.close()
+        raise
+    return runtime

@@ -1,0 +1,148 @@
+"""What experts cost: counts, bytes and seconds per layer, per step and per sequence.
+
+Counts of a sequence are its own demands (an expert that two sequences need is counted for both);
+its bytes and seconds are its share, so that those add up to the step's. Knows no tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.core.dispatch import ExpertUsage
+
+if TYPE_CHECKING:
+    from coterie.experts.geometry import Geometry
+    from coterie.experts.layer_job import LayerJob
+
+FIELDS = tuple(item.name for item in fields(ExpertUsage))
+
+
+class Tally:
+    """`ExpertUsage` while it is being counted."""
+
+    __slots__ = FIELDS
+
+    def __init__(self) -> None:
+        self.device_hits = self.prefetch_hits = self.device_misses = self.host_runs = 0
+        self.host_hits = self.host_misses = self.moved_bytes = self.read_bytes = 0
+        self.routing_s = self.lookup_s = self.io_s = self.compute_s = self.stall_s = 0.0
+
+    def add(self, other: Tally) -> None:
+        for name in FIELDS:
+            value = getattr(other, name)
+            if value:
+                setattr(self, name, getattr(self, name) + value)
+
+    def usage(self) -> ExpertUsage:
+        return ExpertUsage(*(getattr(self, name) for name in FIELDS))
+
+    def as_dict(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in FIELDS}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What one side of a layer did, and when: layer, device, host, wait or load."""
+
+    layer: int
+    what: str
+    begin_s: float
+    end_s: float
+
+    @property
+    def length_s(self) -> float:
+        return self.end_s - self.begin_s
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of intervals, as disjoint ones in order."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def outside(waits: Iterable[tuple[float, float]], work: Iterable[tuple[float, float]]) -> float:
+    """Seconds of `waits` in which no `work` was done."""
+    busy = covered(work)
+    alone = 0.0
+    for begin, end in covered(waits):
+        alone += end - begin
+        alone -= sum(max(0.0, min(end, b) - max(begin, a)) for a, b in busy)
+    return alone
+
+
+class Telemetry:
+    """Totals by layer since start, and what the running step took."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.layers = {layer: Tally() for layer in geometry.layers}
+        self._num_experts = geometry.num_experts
+        self._step = Tally()
+        # of the running step, when it tells whose rows are whose
+        self._sequences: list[Tally] = []
+
+    def add(self, layer: int, tally: Tally) -> None:
+        self.layers[layer].add(tally)
+        self._step.add(tally)
+
+    def routed(self, layer: int, seconds: float) -> None:
+        self.layers[layer].routing_s += seconds
+        self._step.routing_s += seconds
+
+    def attribute(self, job: LayerJob) -> None:
+        """Tell the sequences of a step apart."""
+        ids, owned = job.step.topk_ids, job.step.owners
+        if owned is None:
+            return
+        owners = owned.numpy()
+        rows = np.bincount(owners)
+        while len(self._sequences) < len(rows):
+            self._sequences.append(Tally())
+        need = np.zeros((len(rows), self._num_experts), dtype=bool)
+        need[np.repeat(owners, ids.shape[1]), ids.numpy().ravel()] = True
+        classes = job.classes
+        self._own(need, "device_hits", classes.hits)
+        self._own(need, "prefetch_hits", classes.early)
+        self._own(need, "device_misses", classes.misses)
+        self._own(need, "host_runs", classes.host)
+        self._share(need[:, [*classes.misses, *job.late]], rows / rows.sum(), job.tally)
+
+    def _own(self, need: NDArray[np.bool_], name: str, experts: tuple[int, ...]) -> None:
+        if not experts:
+            return
+        counts = need[:, experts].sum(axis=1)
+        for mine, count in zip(self._sequences, counts.tolist(), strict=False):
+            setattr(mine, name, getattr(mine, name) + count)
+
+    def _share(self, late: NDArray[np.bool_], rows: NDArray[np.float64], tally: Tally) -> None:
+        """`late` [S, N]: who needed the experts that had to be fetched."""
+        fetched = (late / np.maximum(late.sum(axis=0), 1)).sum(axis=1)
+        fetched = fetched / fetched.sum() if fetched.any() else rows
+        for mine, part, work in zip(self._sequences, fetched, rows, strict=False):
+            for name in ("moved_bytes", "read_bytes", "host_hits", "host_misses"):
+                setattr(mine, name, getattr(mine, name) + round(getattr(tally, name) * part))
+            mine.io_s += tally.io_s * part
+            mine.stall_s += tally.stall_s * part
+            mine.lookup_s += tally.lookup_s * work
+            mine.compute_s += tally.compute_s * work
+
+    def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
+        total = self._step.usage()
+        parts = [one.usage() for one in self._sequences] or [total]
+        self._step, self._sequences = Tally(), []
+        return total, parts
+
+    def total(self) -> Tally:
+        whole = Tally()
+        for tally in self.layers.values():
+            whole.add(tally)
+        return whole

@@ -1,0 +1,280 @@
+"""The two tiers above the disk: experts cached in host RAM, and fixed slots on the device.
+
+A tier knows whose bytes lie where and who is using them, and never holds more than its slots.
+It neither reads nor copies (transfer.py does) and chooses nothing but the host tier's victim.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coterie.core.errors import InternalError
+from coterie.experts.arena import Arena
+from coterie.kernels.expert_mlp import RecordTable
+
+if TYPE_CHECKING:
+    from coterie.experts.geometry import Key
+    from coterie.experts.store import Store
+    from coterie.experts.transfer import Arrival
+
+
+class Entry:
+    """An expert's place in host RAM. Pinned while someone reads or writes it."""
+
+    __slots__ = ("arrival", "key", "pins", "place", "reading", "record")
+
+    def __init__(self, key: Key, place: int, record: Tensor, arrival: Arrival) -> None:
+        self.key, self.place, self.record = key, place, record
+        self.pins = 1
+        # None once the bytes are here
+        self.arrival: Arrival | None = arrival
+        # one thread has taken it upon itself to read them
+        self.reading = False
+
+
+class HostTier:
+    """A cache in RAM over the store, least recently used first out. All methods are thread-safe.
+
+    With room for every expert nothing is ever evicted, and `holds` answers without a lock.
+    """
+
+    def __init__(self, store: Store, num_slots: int, *, pinned: bool = False) -> None:
+        geometry = store.geometry
+        self.num_slots = min(num_slots, geometry.total)
+        self.complete = self.num_slots == geometry.total
+        self._store = store
+        self._places = self._cut(store)
+        self.budget_bytes = sum(nbytes for _, nbytes in self._places)
+        self._arena = Arena(self.budget_bytes, pinned)
+        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._entries: OrderedDict[Key, Entry] = OrderedDict()
+        self._changed = threading.Condition()
+        self._ready: dict[int, set[int]] = {layer: set() for layer in geometry.layers}
+        self.tables = {layer: RecordTable(geometry.num_experts) for layer in geometry.layers}
+        # lookups that found an expert here (or on its way), and those that had to read the disk
+        self.hits: Counter[int] = Counter()
+        self.misses: Counter[int] = Counter()
+        self.evictions: Counter[int] = Counter()
+
+    def _cut(self, store: Store) -> list[tuple[int, int]]:
+        if not self.complete:
+            return [(at * store.slot_bytes, store.slot_bytes) for at in range(self.num_slots)]
+        # every expert has a place of its own length, in the order of keys
+        places, offset = [], 0
+        keys = store.geometry.keys()
+        for layer, _ in keys:
+            size = store.layout(layer).nbytes
+            places.append((offset, size))
+            offset += size
+        self._home = {key: place for place, key in enumerate(keys)}
+        return places
+
+    def holds(self, layer: int, experts: tuple[int, ...]) -> bool:
+        """All are here to stay: they may be read without being pinned."""
+        return self.complete and self._ready[layer].issuperset(experts)
+
+    def touch(self, layer: int, experts: tuple[int, ...]) -> None:
+        """Count a lookup of experts that `holds` said are here."""
+        self.hits[layer] += len(experts)
+
+    def acquire(self, key: Key, arrival: Arrival, *, block: bool = False) -> Entry | None:
+        """Pin `key`'s entry, made for `arrival` if there is none; None when every slot is in use.
+        An entry whose `arrival` is not None has no bytes yet: see `claim`."""
+        with self._changed:
+            while True:
+                entry = self._entries.get(key)
+                if entry is not None:
+                    entry.pins += 1
+                    self._entries.move_to_end(key)
+                    self.hits[key[0]] += 1
+                    return entry
+                place = self._make_room(key)
+                if place is not None:
+                    return self._enter(key, place, arrival)
+                if not block:
+                    return None
+                self._changed.wait()
+
+    def find(self, key: Key) -> Entry | None:
+        """Pin `key`'s entry if its bytes are here. Counts a hit, never a miss."""
+        with self._changed:
+            entry = self._entries.get(key)
+            if entry is None or entry.arrival is not None:
+                return None
+            entry.pins += 1
+            self._entries.move_to_end(key)
+            self.hits[key[0]] += 1
+            return entry
+
+    def claim(self, entry: Entry) -> bool:
+        """Whether the caller is the one to read this entry's bytes."""
+        with self._changed:
+            mine = entry.arrival is not None and not entry.reading
+            entry.reading = entry.reading or mine
+            self.misses[entry.key[0]] += mine
+            return mine
+
+    def missed(self, layer: int) -> None:
+        """Count a read that goes past this tier."""
+        with self._changed:
+            self.misses[layer] += 1
+
+    def filled(self, entry: Entry) -> None:
+        with self._changed:
+            layer, expert = entry.key
+            entry.arrival = None
+            self.tables[layer].set(expert, entry.record)
+            self._ready[layer].add(expert)
+
+    def release(self, entry: Entry) -> None:
+        with self._changed:
+            entry.pins -= 1
+            if entry.pins == 0 and entry.arrival is not None:
+                self._remove(entry)  # its bytes never came
+            self._changed.notify_all()
+
+    def drop(self, key: Key) -> None:
+        """Forget `key` (unless it is in use): the device holds it for good."""
+        with self._changed:
+            entry = self._entries.get(key)
+            if entry is not None and entry.pins == 0:
+                self._remove(entry)
+
+    def close(self) -> None:
+        with self._changed:
+            for entry in list(self._entries.values()):
+                self._remove(entry)
+        self._arena.close()
+
+    @property
+    def used_bytes(self) -> int:
+        with self._changed:
+            return sum(self._places[entry.place][1] for entry in self._entries.values())
+
+    @property
+    def pinned_keys(self) -> list[Key]:
+        with self._changed:
+            return [entry.key for entry in self._entries.values() if entry.pins]
+
+    def check(self) -> None:
+        """Every place is free or holds exactly one entry, and tables name what is here."""
+        with self._changed:
+            taken = [entry.place for entry in self._entries.values()]
+            if sorted(taken + self._free) != list(range(self.num_slots)):
+                raise InternalError("host tier: slots do not add up")
+            here = {key for key, entry in self._entries.items() if entry.arrival is None}
+            named = {(layer, e) for layer, experts in self._ready.items() for e in experts}
+            if here != named:
+                raise InternalError("host tier: a table names an expert that is not here")
+
+    def _enter(self, key: Key, place: int, arrival: Arrival) -> Entry:
+        offset, _ = self._places[place]
+        record = self._arena.view(offset, self._store.layout(key[0]).nbytes)
+        entry = self._entries[key] = Entry(key, place, record, arrival)
+        return entry
+
+    def _make_room(self, key: Key) -> int | None:
+        if self.complete:
+            place = self._home[key]
+            self._free.remove(place)
+            return place
+        if not self._free:
+            victim = next((e for e in self._entries.values() if e.pins == 0), None)
+            if victim is None:
+                return None
+            self.evictions[victim.key[0]] += 1
+            self._remove(victim)
+        return self._free.pop()
+
+    def _remove(self, entry: Entry) -> None:
+        layer, expert = entry.key
+        del self._entries[entry.key]
+        self._free.append(entry.place)
+        self._ready[layer].discard(expert)
+        self.tables[layer].clear(expert)
+
+
+class DeviceTier:
+    """Slots of equal size on the device; on a machine without one, a second arena in RAM.
+
+    `Residency` says what strategies believe lies in a slot, this says what does. One thread (the
+    engine's) begins fills; the thread that filled a slot says so.
+    """
+
+    def __init__(self, store: Store, num_slots: int, device: torch.device) -> None:
+        self.num_slots, self.device = num_slots, device
+        self._store = store
+        self.budget_bytes = num_slots * store.slot_bytes
+        self._arena: Arena | None = None
+        if device.type == "cpu":
+            self._arena = Arena(self.budget_bytes)
+            whole = self._arena.view(0, self.budget_bytes)
+        else:
+            whole = torch.empty(self.budget_bytes, dtype=torch.uint8, device=device)
+        size = store.slot_bytes
+        self._slots = [whole[at * size : (at + 1) * size] for at in range(num_slots)]
+        self._keys: list[Key | None] = [None] * num_slots
+        # loads under way, by slot
+        self.pending: dict[int, Arrival] = {}
+        geometry = store.geometry
+        self._where: dict[Key, int] = {}
+        self._ready: dict[int, set[int]] = {layer: set() for layer in geometry.layers}
+        self.tables = {layer: RecordTable(geometry.num_experts) for layer in geometry.layers}
+        self.evictions: Counter[int] = Counter()
+
+    def record(self, key: Key, slot: int) -> Tensor:
+        return self._slots[slot][: self._store.layout(key[0]).nbytes]
+
+    def slot_of(self, key: Key) -> int | None:
+        """The slot that holds (or is being filled with) `key`."""
+        return self._where.get(key)
+
+    def key_at(self, slot: int) -> Key | None:
+        return self._keys[slot]
+
+    def begin(self, key: Key, slot: int) -> None:
+        """From now on `slot` is for `key`; nobody reads it until `filled`."""
+        self.vacate(slot, evicted=True)
+        old = self._where.get(key)
+        if old is not None:
+            self.vacate(old)
+        self._keys[slot], self._where[key] = key, slot
+
+    def filled(self, key: Key, slot: int) -> None:
+        self.tables[key[0]].set(key[1], self.record(key, slot))
+        self._ready[key[0]].add(key[1])
+
+    def holds(self, layer: int, experts: tuple[int, ...]) -> bool:
+        """The bytes of all are here, or their copies are in the device's own order."""
+        return self._ready[layer].issuperset(experts)
+
+    def vacate(self, slot: int, *, evicted: bool = False) -> None:
+        key = self._keys[slot]
+        if key is None:
+            return
+        self._keys[slot] = None
+        del self._where[key]
+        self._ready[key[0]].discard(key[1])
+        self.tables[key[0]].clear(key[1])
+        self.evictions[key[0]] += evicted
+
+    def keys(self) -> list[Key]:
+        return list(self._where)
+
+    def close(self) -> None:
+        for slot in range(self.num_slots):
+            self.vacate(slot)
+        self._slots.clear()
+        if self._arena is not None:
+            self._arena.close()
+
+    def check(self) -> None:
+        """Slots and their names agree both ways."""
+        named = {key: slot for slot, key in enumerate(self._keys) if key is not None}
+        if named != self._where:
+            raise InternalError("device tier: a slot is not where it is said to be")

@@ -1,0 +1,219 @@
+"""Moves experts between tiers in the background: a few threads, a bounded number under way.
+
+Loads that a step waits for go first; loads made on a guess run only while nobody waits. Every load
+ends in its `Arrival`, with bytes, times, or the error. Chooses nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from coterie.core.errors import CoterieError, WeightsError
+from coterie.experts.crew import Crew, Job
+from coterie.experts.cuda_copies import CudaCopies
+
+if TYPE_CHECKING:
+    from coterie.experts.geometry import Key
+    from coterie.experts.store import Store
+    from coterie.experts.tiers import DeviceTier, Entry, HostTier
+
+DEPTH = 8
+
+
+class Arrival:
+    """The promise of one expert's bytes in one place. Told to whoever asked, once."""
+
+    __slots__ = (
+        "_lock", "_sinks", "begun_s", "done_s", "error", "event", "host_hit", "job", "key",
+        "moved_bytes", "read_bytes", "slot",
+    )  # fmt: skip
+
+    def __init__(self, key: Key, slot: int | None = None) -> None:
+        self.key, self.slot = key, slot
+        self.error: CoterieError | None = None
+        self.read_bytes = self.moved_bytes = 0
+        self.host_hit = False
+        self.begun_s = self.done_s = 0.0
+        # CUDA: recorded behind the copy; a stream that reads the slot waits for it
+        self.event: Any = None
+        # what the crew was given, while it may still be withdrawn
+        self.job: Job | None = None
+        self._lock = threading.Lock()
+        self._sinks: list[SimpleQueue[Arrival]] | None = []
+
+    @property
+    def done(self) -> bool:
+        return self._sinks is None
+
+    def tell(self, sink: SimpleQueue[Arrival]) -> None:
+        """Put this into `sink` when it is done (now, if it is)."""
+        with self._lock:
+            if self._sinks is not None:
+                self._sinks.append(sink)
+                return
+        sink.put(self)
+
+    def finish(self, error: CoterieError | None = None) -> None:
+        with self._lock:
+            sinks, self._sinks = self._sinks, None
+            self.error, self.done_s = error, time.perf_counter()
+        for sink in sinks or ():
+            sink.put(self)
+
+    def settle(self) -> Arrival:
+        """Wait for the end, whatever it is."""
+        if not self.done:
+            sink: SimpleQueue[Arrival] = SimpleQueue()
+            self.tell(sink)
+            sink.get()
+        return self
+
+    def wait(self) -> Arrival:
+        self.settle()
+        if self.error is not None:
+            raise self.error
+        return self
+
+
+class Transfer:
+    """The threads, and the roads between disk, host and device."""
+
+    def __init__(
+        self, store: Store, host: HostTier, device: DeviceTier, depth: int = DEPTH
+    ) -> None:
+        self._store, self._host, self._device = store, host, device
+        self._crew = Crew(depth)
+        self._copies: CudaCopies | None = None
+        if device.device.type == "cuda" and device.num_slots:
+            self._copies = CudaCopies(device.device, depth, store.slot_bytes)
+        # guesses that failed, and that nobody waits for
+        self.failed = False
+
+    @property
+    def idle(self) -> bool:
+        return self._crew.idle
+
+    def to_host(self, entry: Entry) -> Arrival:
+        """Read an acquired entry's bytes; the caller keeps its pin."""
+        arrival = entry.arrival
+        assert arrival is not None
+        self._crew.put(partial(self._read_entry, entry, arrival), urgent=True)
+        return arrival
+
+    def to_device(self, key: Key, slot: int, *, urgent: bool = True, sole: bool = False) -> Arrival:
+        """Fill a slot that nothing computes from now. `sole`: keep no copy in the host tier."""
+        arrival = Arrival(key, slot)
+        self._device.begin(key, slot)
+        self._device.pending[slot] = arrival
+        fence = self._copies.fence() if self._copies else None
+        arrival.job = partial(self._fill, arrival, fence, sole)
+        self._crew.put(arrival.job, urgent=urgent)
+        return arrival
+
+    def hurry(self, arrival: Arrival) -> None:
+        """A step waits for what was loaded on a guess."""
+        if arrival.job is not None and self._crew.withdraw(arrival.job):
+            self._crew.put(arrival.job, urgent=True)
+
+    def cancel(self, arrival: Arrival) -> bool:
+        """Whether a load on a guess could be called off before it began."""
+        if arrival.job is None or not self._crew.withdraw(arrival.job):
+            return False
+        arrival.finish(WeightsError(f"expert {arrival.key}: load called off"))
+        return True
+
+    def close(self) -> None:
+        self._crew.close()
+        if self._copies:
+            self._copies.close()
+
+    def _fill(self, arrival: Arrival, fence: Any, sole: bool) -> None:
+        arrival.begun_s = time.perf_counter()
+        slot, key = arrival.slot, arrival.key
+        assert slot is not None
+        try:
+            target = self._device.record(key, slot)
+            mine = Arrival(key)
+            entry = self._host.find(key) if sole else self._host.acquire(key, mine)
+            if entry is None:
+                self._fill_past_host(arrival, target, fence)
+            else:
+                self._fill_from(entry, mine, arrival, target, fence)
+                if sole:
+                    self._host.drop(key)
+        except CoterieError as problem:
+            self.failed = True
+            arrival.finish(problem)
+        except Exception as problem:
+            self.failed = True
+            arrival.finish(WeightsError(f"expert {key} could not be loaded: {problem}"))
+
+    def _fill_from(
+        self, entry: Entry, mine: Arrival, arrival: Arrival, target: Tensor, fence: Any
+    ) -> None:
+        try:
+            source = entry.arrival
+            # a read that another load asked for is that one's to count
+            arrival.host_hit = source is not mine
+            if source is not None:
+                if self._host.claim(entry):
+                    self._read_claimed(entry, source)
+                source.wait()
+                arrival.read_bytes = 0 if arrival.host_hit else source.read_bytes
+            self._copy(entry.record, arrival, target, fence)
+        finally:
+            self._host.release(entry)
+
+    def _fill_past_host(self, arrival: Arrival, target: Tensor, fence: Any) -> None:
+        self._host.missed(arrival.key[0])
+        if self._copies is None:
+            arrival.read_bytes = self._store.read(arrival.key, target)
+            self._arrived(arrival, target.numel())
+            return
+        staging = self._copies.take()
+        try:
+            arrival.read_bytes = self._store.read(arrival.key, staging[: target.numel()])
+            self._copy(staging, arrival, target, fence)
+        finally:
+            self._copies.put_back(staging)
+
+    def _copy(self, source: Tensor, arrival: Arrival, target: Tensor, fence: Any) -> None:
+        size = target.numel()
+        if self._copies is None:
+            # ctypes lets other threads run meanwhile, and starts no threads of its own
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
+            self._arrived(arrival, size)
+            return
+        arrival.event = self._copies.copy(source[:size], target, fence)
+        self._arrived(arrival, size)
+        # the source may be reused only when the copy is over
+        arrival.event.synchronize()
+
+    def _arrived(self, arrival: Arrival, size: int) -> None:
+        assert arrival.slot is not None
+        arrival.moved_bytes = size
+        self._device.filled(arrival.key, arrival.slot)
+        arrival.finish()
+
+    def _read_entry(self, entry: Entry, arrival: Arrival) -> None:
+        if self._host.claim(entry):
+            self._read_claimed(entry, arrival)
+
+    def _read_claimed(self, entry: Entry, arrival: Arrival) -> None:
+        arrival.begun_s = time.perf_counter()
+        try:
+            arrival.read_bytes = self._store.read(entry.key, entry.record)
+        except CoterieError as problem:
+            arrival.finish(problem)
+        except Exception as problem:
+            arrival.finish(WeightsError(f"expert {entry.key} could not be read: {problem}"))
+        else:
+            self._host.filled(entry)
+            arrival.finish()
