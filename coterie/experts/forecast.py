@@ -1,0 +1,148 @@
+"""A workload replayed through a strategy and priced: what would move, and how long it would take.
+
+Calls the same `decide` as the runtime, over the same bookkeeping, with the host tier replayed
+beside it. Moves no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from coterie.experts.belady import belady
+from coterie.experts.budget import TierSlots
+from coterie.experts.cost import HostShelf, Outcome, Prices, Turn, turn_of
+from coterie.experts.dispatch.base import Demand, Scene, Strategy
+from coterie.experts.dispatch.table import build, resolve
+from coterie.experts.dispatch.tally import decide
+from coterie.experts.geometry import Geometry, Key
+from coterie.experts.machine import Curve
+from coterie.experts.residency import Residency
+from coterie.experts.trace import Trace, TraceStep
+from coterie.experts.workload import Workload, tokens_of
+
+BELADY = "belady"
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A machine, a model and a division of the memory."""
+
+    geometry: Geometry
+    tiers: TierSlots
+    prices: Prices
+    # seconds of a step without experts, by rows; and what its bytes need at best
+    backbone: Curve
+    backbone_limit_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Forecast:
+    strategy: str
+    tiers: TierSlots
+    prefill: Outcome = field(default_factory=Outcome)
+    decode: Outcome = field(default_factory=Outcome)
+
+
+def forecast(text: str, outlook: Outlook, load: Workload) -> Forecast:
+    """`load` under the strategies of `text`."""
+    result = Forecast(text, outlook.tiers)
+    walk = _Walk(resolve(text, outlook.geometry, outlook.tiers.device), outlook, load)
+    for index, step in enumerate(load.steps):
+        outcome = result.prefill if step.phase == "prefill" else result.decode
+        walk.step(step, outcome if index >= load.warm else Outcome())
+    return result
+
+
+class _Walk:
+    """One engine's life: strategies, slots and host tier, step after step."""
+
+    def __init__(self, text: str, outlook: Outlook, load: Workload) -> None:
+        self.outlook, self.prices = outlook, outlook.prices
+        self.slots, self.shelf = Residency(outlook.tiers.device), HostShelf(outlook.tiers.host)
+        can_run = outlook.tiers.host > 0
+        costs = self.prices.profile.costs(can_run)
+        scene = Scene(outlook.geometry, self.slots, load.heatmap, costs, can_run)
+        self.prefill, self.decode = build(text, scene)
+        self.both = tuple(dict.fromkeys((self.prefill, self.decode)))
+        for strategy in self.both:
+            strategy.start()
+        # what is pinned on the device has no second copy
+        hot = load.heatmap.hottest(outlook.geometry.total)
+        self.shelf.fill(key for key in hot if not self.slots.is_pinned(key))
+
+    def step(self, step: TraceStep, outcome: Outcome) -> None:
+        strategy = self.prefill if step.phase == "prefill" else self.decode
+        groups = strategy.groups() if step.phase == "prefill" else None
+        for group, visit in step.walk(groups):
+            if group is not None:
+                self._load(strategy.load_group(group), outcome)
+            self._layer(strategy, visit.demand, outcome)
+        for each in self.both:
+            self._load(each.update(), outcome)
+        _end_step(step, self.outlook, outcome)
+
+    def _layer(self, strategy: Strategy, demand: Demand, outcome: Outcome) -> None:
+        waves, tally = decide(strategy, demand)
+        turns = [turn_of(wave, demand, self.shelf) for wave in waves]
+        outcome.add(turns, self.prices)
+        outcome.hits += tally.hits
+        outcome.prefetch_hits += tally.prefetch_hits
+        outcome.misses += tally.misses
+        outcome.host_runs += tally.host_runs
+        outcome.seconds += self.prices.machine.layer_s
+
+    def _load(self, loads: Sequence[tuple[Key, int]], outcome: Outcome) -> None:
+        if loads:
+            from_disk = sum(not self.shelf.take(key) for key, _ in loads)
+            outcome.add([Turn(from_host=len(loads) - from_disk, from_disk=from_disk)], self.prices)
+
+
+def optimum(outlook: Outlook, load: Workload) -> Forecast:
+    """Belady's choice of victims, which knows the future: no strategy can hit more. Its misses are
+    spread evenly over the layers; those that the host tier cannot hold come from disk."""
+    result = Forecast(BELADY, outlook.tiers)
+    for phase, outcome in (("prefill", result.prefill), ("decode", result.decode)):
+        steps = [step for step in load.steps if step.phase == phase]
+        warm = sum(step.phase == phase for step in load.steps[: load.warm])
+        whole, before = (_belady(outlook, part) for part in (steps, steps[:warm]))
+        demands = (whole[0] + whole[1]) - (before[0] + before[1])
+        outcome.hits = max(0, whole[0] - before[0])
+        outcome.misses = demands - outcome.hits
+        _price_evenly(outlook, steps[warm:], outcome)
+    return result
+
+
+def _belady(outlook: Outlook, steps: Sequence[TraceStep]) -> tuple[int, int]:
+    trace = Trace(outlook.geometry, max(1, len(steps)))
+    trace.steps.extend(steps)
+    counts = belady(trace, outlook.tiers.device)
+    return counts.hits, counts.misses
+
+
+def _price_evenly(outlook: Outlook, steps: Sequence[TraceStep], outcome: Outcome) -> None:
+    share = outcome.misses / max(1, outcome.demands)
+    held = min(1.0, outlook.tiers.host / max(1, outlook.geometry.total - outlook.tiers.device))
+    owed = read = 0.0
+    for step in steps:
+        for _, visit in step.walk():
+            counts = visit.demand.counts
+            owed += share * len(counts)
+            late = min(int(owed), len(counts))
+            owed -= late
+            read += late * (1 - held)
+            disk = min(int(read), late)
+            read -= disk
+            turn = Turn(counts[late:], counts[:late], (), late - disk, disk)
+            outcome.add([turn], outlook.prices)
+            outcome.seconds += outlook.prices.machine.layer_s
+        _end_step(step, outlook, outcome)
+
+
+def _end_step(step: TraceStep, outlook: Outlook, outcome: Outcome) -> None:
+    outcome.steps += 1
+    for chunk in step.chunks:
+        tokens = tokens_of(chunk, outlook.geometry.top_k)
+        outcome.tokens += tokens
+        outcome.seconds += outlook.backbone.at(tokens)
+        outcome.limit_s += outlook.backbone_limit_s

@@ -1,0 +1,269 @@
+"""Measures this machine for experts: memory, disk, link, kernels, and the runtime's own overhead.
+
+Takes a few seconds, once; machine.py keeps the result. Uses the real store, the real kernels and
+the real runtime, so that what it says holds for them. Knows no strategy and no cost model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coterie.experts import machine as kept
+from coterie.experts.machine import Curve, Identity, Machine, Move, Profile
+from coterie.experts.transfer import DEPTH
+from coterie.kernels.build import native
+from coterie.kernels.expert_layout import ExpertLayout
+from coterie.kernels.expert_mlp import run_experts
+from coterie.kernels.expert_record import pack_record
+from coterie.weights.quantize import Dense, Weight, convert
+
+if TYPE_CHECKING:
+    from coterie.experts.store import Store
+
+Say = Callable[[str], None]
+
+ROWS = (1, 4, 16, 64)
+# past every cache; a smaller set of experts than this is measured as it is
+COLD_BYTES = 192 << 20
+_DRAM_BYTES = 256 << 20
+_EXPERTS_PER_CALL = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where experts are computed, and by how many host threads."""
+
+    device: str
+    threads: int
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+    def wait(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+
+def ensure(store: Store, place: Place, *, again: bool = False, say: Say | None = None) -> Machine:
+    """This machine with a profile of `store`'s records: from the kept file, else measured now."""
+    say = say or _quiet
+    who = identity(place)
+    known = None if again else kept.load(who)
+    name = profile_name(store, place)
+    if known is not None and name in known.profiles:
+        return known
+    if known is None:
+        say("measuring this machine (once): memory, runtime")
+        known = measure_machine(who, place)
+    say("measuring this machine (once): disk, link, expert kernels")
+    known = known.with_profile(name, measure_profile(store, place))
+    kept.save(known)
+    return known
+
+
+def identity(place: Place) -> Identity:
+    library = native()
+    device = torch.cuda.get_device_name(place.device) if place.is_cuda else "cpu"
+    kernels = "torch" if library is None else f"{library.isa} {library.path.stem}"
+    return Identity(_cpu_name(), place.threads, device, str(torch.__version__), kernels)
+
+
+def profile_name(store: Store, place: Place) -> str:
+    """Layout, store, device and file system: what a record's cost depends on."""
+    layout = store.layout(store.geometry.layers[0])
+    shape = f"{'-'.join(layout.kinds)} {layout.hidden}x{layout.intermediate}"
+    bank = "cold" if store.expert_bytes >= COLD_BYTES else f"{store.expert_bytes >> 20}MiB"
+    return f"{shape} {type(store).__name__} {place.device} {bank} {_file_system(store)}"
+
+
+def measure_machine(who: Identity, place: Place) -> Machine:
+    dram = read_bandwidth("cpu", place)
+    device = read_bandwidth(place.device, place) if place.is_cuda else dram
+    return Machine(who, time.time(), dram, device, layer_s=2e-4)
+
+
+def measure_profile(store: Store, place: Place) -> Profile:
+    layout = store.layout(store.geometry.layers[0])
+    size = store.slot_bytes
+    count = max(2, min(COLD_BYTES // size, store.geometry.total))
+    record = _sample_record(layout, size)
+    bank = [record.clone() for _ in range(count)]
+    read = measure_reads(store, bank)
+    for slot in bank:
+        slot.copy_(record)
+    host, host_call = measure_runs(layout, bank, Place("cpu", place.threads))
+    link = measure_link(bank, place)
+    if not place.is_cuda:
+        return Profile(size, read, link, host, host, host_call, host_call)
+    device, device_call = measure_runs(layout, [r.to(place.device) for r in bank], place)
+    return Profile(size, read, link, host, device, host_call, device_call)
+
+
+def read_bandwidth(device: str, place: Place) -> float:
+    """Bytes per second of reading an array past every cache: the best of five."""
+    data = torch.ones(_DRAM_BYTES // 4, dtype=torch.float32, device=device)
+    return _DRAM_BYTES / min(_times(data.sum, place, 5))
+
+
+def measure_reads(store: Store, bank: Sequence[Tensor]) -> Move:
+    """Random experts into slots, at the runtime's queue depth and one at a time."""
+    keys = store.geometry.keys()
+    stride = max(1, len(keys) // 48)
+    picked = keys[::stride][:48]
+    for key in picked[:DEPTH]:
+        store.read(key, bank[0])  # a first read also checks the checksum
+    slots = [bank[i % len(bank)] for i in range(len(picked))]
+    if len(bank) < len(picked):
+        picked, slots = picked[: len(bank)], slots[: len(bank)]
+    with ThreadPoolExecutor(DEPTH) as pool:
+        for _ in pool.map(store.read, picked, slots):
+            pass
+        spent, began = time.process_time(), time.perf_counter()
+        for _ in pool.map(store.read, picked, slots):
+            pass
+        wall, core = time.perf_counter() - began, time.process_time() - spent
+    alone = [_timed(partial(store.read, key, bank[0])) for key in picked[:8]]
+    return Move(wall / len(picked), statistics.median(alone), core / len(picked))
+
+
+def measure_link(bank: Sequence[Tensor], place: Place) -> Move:
+    """Host memory to device slots: a copy by the pool on a CPU, a pinned copy on CUDA."""
+    half = len(bank) // 2
+    source, target = list(bank[:half]), list(bank[half : 2 * half])
+    if place.is_cuda:
+        source = [record.pin_memory() for record in source]
+        target = [record.to(place.device) for record in target]
+    copy = _copy_to_cuda if place.is_cuda else _copy_in_ram
+    with ThreadPoolExecutor(DEPTH) as pool:
+
+        def all_of_them() -> None:
+            for _ in pool.map(copy, target, source):
+                pass
+
+        all_of_them()
+        spent = time.process_time()
+        wall = _times(all_of_them, place, 3)
+        core = 0.0 if place.is_cuda else (time.process_time() - spent) / 4
+    alone = _times(partial(copy, target[0], source[1]), place, 5)
+    return Move(statistics.median(wall) / half, statistics.median(alone), core / half)
+
+
+def _copy_in_ram(target: Tensor, source: Tensor) -> None:
+    # as the runtime does: other threads run meanwhile
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+
+
+def _copy_to_cuda(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def measure_runs(layout: ExpertLayout, bank: Sequence[Tensor], place: Place) -> tuple[Curve, float]:
+    """Seconds per expert by rows, and the fixed seconds of a call. Every call takes the next
+    experts of the bank, so that their bytes come from memory as they do in a model."""
+    taken = _Cycle(bank)
+    many = min(_EXPERTS_PER_CALL, len(bank))
+    seconds = []
+    call_s = 0.0
+    for rows in ROWS:
+        repeats = 9 if rows < 64 else 3
+        several = _run_s(layout, taken, many, rows, place, repeats)
+        if rows == 1 and many > 1:
+            single = _run_s(layout, taken, 1, rows, place, repeats)
+            each = (several - single) / (many - 1)
+            call_s = max(0.0, single - each)
+        seconds.append((several - call_s) / many)
+    return Curve(ROWS, tuple(seconds)), call_s
+
+
+class _Cycle:
+    def __init__(self, bank: Sequence[Tensor]) -> None:
+        self.bank, self.next = bank, 0
+
+    def take(self, count: int) -> list[tuple[int, Tensor]]:
+        first, self.next = self.next, self.next + count
+        return [(i, self.bank[(first + i) % len(self.bank)]) for i in range(count)]
+
+
+def _run_s(
+    layout: ExpertLayout, taken: _Cycle, experts: int, rows: int, place: Place, repeats: int
+) -> float:
+    dtype = torch.bfloat16 if place.is_cuda else torch.float32
+    hidden = torch.randn(rows, layout.hidden).to(place.device, dtype)
+    ids = torch.arange(experts, dtype=torch.int32).repeat(rows, 1)
+    out = torch.empty(rows * experts, layout.hidden, device=place.device)
+
+    def run() -> None:
+        threads = None if place.is_cuda else place.threads
+        run_experts(layout, hidden, ids, taken.take(experts), out, threads)
+
+    return statistics.median(_times(run, place, repeats))
+
+
+def _sample_record(layout: ExpertLayout, size: int) -> Tensor:
+    """One expert of small random weights, laid out as the kernels want it."""
+    record = torch.zeros(size, dtype=torch.uint8)
+    drawn = torch.Generator().manual_seed(0)
+    parts: dict[str, Weight | Tensor] = {}
+    for part in layout.parts():
+        shape = (part.rows, part.columns) if part.columns else (part.rows,)
+        values = torch.randn(shape, generator=drawn) * 0.02
+        parts[part.name] = values if not part.columns else convert(Dense(values), part.kind)
+    pack_record(layout, parts, record)
+    return record
+
+
+def _times(run: Callable[[], object], place: Place, repeats: int) -> list[float]:
+    run()
+    place.wait()
+
+    def once() -> None:
+        run()
+        place.wait()
+
+    return [_timed(once) for _ in range(repeats)]
+
+
+def _timed(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts = dict(_pair(line) for line in reversed(lines) if ":" in line)
+    named = facts.get("model name") or " ".join(
+        facts[key] for key in ("CPU implementer", "CPU part") if key in facts
+    )
+    return f"{platform.machine()} {named}".strip()
+
+
+def _pair(line: str) -> tuple[str, str]:
+    name, _, value = line.partition(":")
+    return name.strip(), value.strip()
+
+
+def _file_system(store: Store) -> str:
+    path = getattr(store, "path", None)
+    return f"fs{os.stat(path).st_dev}" if path else "fs?"
+
+
+def _quiet(_: str) -> None:
+    return None

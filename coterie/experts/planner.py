@@ -1,0 +1,258 @@
+"""What each strategy would give on this machine, before anything is loaded, and which to take.
+
+Replays a workload through every strategy, prices the outcome and picks prefill first: the fastest
+prefill, then the fastest decode among the pairs that do not slow it down. Reads no weights and
+measures nothing. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from coterie.core.dispatch import DispatchSettings
+from coterie.core.errors import ConfigError
+from coterie.core.settings import parse_bytes
+from coterie.experts.budget import AUTO_SHARE, ExpertSizes, Needs, TierSlots, size_tiers
+from coterie.experts.cost import Outcome, Prices
+from coterie.experts.dispatch.table import STRATEGIES, parse
+from coterie.experts.forecast import BELADY, Forecast, Outlook, forecast, optimum
+from coterie.experts.geometry import Geometry
+from coterie.experts.machine import Curve, Machine
+from coterie.experts.workload import Workload
+
+# predictions closer than this are the same speed
+SAME = 0.03
+# demands that `choose` replays through each strategy, over all divisions
+QUICK = 300
+# strategies that compute on the host, and the one that uses nothing else
+_HOST = frozenset({"cpu_only", "hot_cached_static"})
+_NO_DEVICE = frozenset({"cpu_only"})
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model as a planner sees it."""
+
+    geometry: Geometry
+    sizes: ExpertSizes
+    # read once per step: all weights but the routed experts
+    backbone_bytes: int
+    kv_token_bytes: int = 0
+    # tokens of one context, whose KV is reserved before any expert
+    context: int = 0
+    # seconds of a step without experts, by rows; None = estimated from its bytes
+    backbone: Curve | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.context * self.kv_token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """One way to divide the memory: the budgets as a user would write them."""
+
+    settings: DispatchSettings
+    # what is free; which tiers are needed depends on the strategy
+    needs: Needs
+
+    def tiers(self, text: str, sizes: ExpertSizes) -> TierSlots | None:
+        """The slots the runtime would give `text`; None where it would refuse."""
+        names = {choice.name for choice in parse(text)}
+        needs = replace(self.needs, device=not names <= _NO_DEVICE, host=bool(names & _HOST))
+        try:
+            return size_tiers(self.settings, sizes, needs)
+        except ConfigError:
+            return None
+
+    def kv_room(self, experts: TierSlots, slot_bytes: int) -> int:
+        """Bytes on the device that experts leave to KV."""
+        text, taken = self.settings.device_budget, experts.device * slot_bytes
+        if text and not text.endswith("%") and not self.settings.cache_capacity:
+            return max(0, parse_bytes(text, "device_budget") - taken)
+        if self.needs.one_memory:
+            taken += experts.host * slot_bytes
+        return max(0, int(self.needs.free_device_bytes * AUTO_SHARE) - taken)
+
+
+def divisions(settings: DispatchSettings, needs: Needs) -> list[Division]:
+    """The budgets as given. Where nothing is given and both tiers lie in one memory, also all of
+    it for device slots: nothing is then held twice."""
+    ways = [Division(settings, needs)]
+    given = settings.device_budget or settings.host_budget or settings.cache_capacity
+    if needs.one_memory and not given:
+        whole = f"{int(needs.free_device_bytes * AUTO_SHARE)}B"
+        ways.append(Division(replace(settings, device_budget=whole, host_budget="0B"), needs))
+    return ways
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    strategy: str
+    # as given ("" = automatic)
+    device_budget: str
+    host_budget: str
+    device_slots: int
+    host_slots: int
+    device_bytes: int
+    host_bytes: int
+    # experts that are in neither tier at once
+    disk_bytes: int
+    prefill_hit_rate: float
+    decode_hit_rate: float
+    prefill_tokens_s: float
+    decode_tokens_s: float
+    # what the bytes this row moves allow, and the predicted share of it
+    decode_limit_tokens_s: float
+    decode_share: float
+    moved_bytes_per_token: float
+    read_bytes_per_token: float
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`device_budget` and `host_budget` are "" where the given ones (or the automatic) hold."""
+
+    strategy: str
+    reason: str
+    device_budget: str = ""
+    host_budget: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All that a plan is made from."""
+
+    subject: Subject
+    machine: Machine
+    # the key of the record's profile in the machine
+    profile: str
+    load: Workload
+
+    def outlook(self, tiers: TierSlots) -> Outlook:
+        subject, machine = self.subject, self.machine
+        prices = Prices(machine, machine.profiles[self.profile], tiers.host > 0)
+        least_s = subject.backbone_bytes / machine.device_bytes_s
+        curve = backbone_curve(subject, machine)
+        return Outlook(subject.geometry, tiers, prices, curve, least_s)
+
+
+def plan(case: Case, ways: Sequence[Division]) -> list[PlanRow]:
+    """A row per strategy and sensible pair for every division, and one for Belady's optimum."""
+    rows = []
+    for division in ways:
+        outcomes = _forecasts(case, division, 3)
+        most = max((each.tiers for each in outcomes), key=lambda tiers: tiers.device)
+        if most.device:
+            outcomes.append(optimum(case.outlook(most), case.load))
+        rows += [_row(case.subject, division, each) for each in outcomes]
+    return rows
+
+
+def choose(case: Case, ways: Sequence[Division]) -> Choice:
+    """What `--strategy auto` runs. Well under a second: a part of the workload, no optimum."""
+    short = replace(case, load=case.load.shortened(QUICK // len(ways)))
+    return pick(
+        _row(case.subject, division, each)
+        for division in ways
+        for each in _forecasts(short, division, 2)
+    )
+
+
+def pick(rows: Iterable[PlanRow]) -> Choice:
+    """Prefill first; then decode, among the rows whose prefill is as fast."""
+    real = [row for row in rows if row.strategy != BELADY]
+    if not real:
+        raise ConfigError("no strategy fits these budgets", param="device_budget")
+    fastest = max(real, key=lambda row: row.prefill_tokens_s)
+    floor = fastest.prefill_tokens_s * (1 - SAME)
+    equal = [row for row in real if row.prefill_tokens_s >= floor]
+    quickest = max(row.decode_tokens_s for row in equal)
+    near = [row for row in equal if row.decode_tokens_s >= quickest * (1 - SAME)]
+    # among equals the one that leaves most memory, and of those the plainest name
+    best = min(near, key=lambda row: (row.device_bytes + row.host_bytes, "+" in row.strategy))
+    return Choice(best.strategy, _reason(best, real), best.device_budget, best.host_budget)
+
+
+def _reason(best: PlanRow, rows: Sequence[PlanRow]) -> str:
+    slower = max((r.prefill_tokens_s for r in rows if r.strategy != best.strategy), default=0.0)
+    faster = max(rows, key=lambda row: row.decode_tokens_s)
+    first = "as fast as any" if slower >= best.prefill_tokens_s * (1 - SAME) else "the fastest"
+    text = (
+        f"{best.strategy}: its prefill is {first} ({best.prefill_tokens_s:.0f} tok/s), and with "
+        f"that its decode is the fastest ({best.decode_tokens_s:.1f} tok/s)"
+    )
+    if faster.decode_tokens_s > best.decode_tokens_s * (1 + SAME):
+        text += (
+            f"; {faster.strategy} would decode at {faster.decode_tokens_s:.1f} but prefill at "
+            f"{faster.prefill_tokens_s:.0f}"
+        )
+    return text
+
+
+def as_json(rows: Sequence[PlanRow], choice: Choice) -> dict[str, Any]:
+    return {"rows": [asdict(row) for row in rows], "choice": asdict(choice)}
+
+
+def backbone_curve(subject: Subject, machine: Machine) -> Curve:
+    """Measured through the model, else its bytes at the device's rate (rows cost alike: the
+    estimate is of the reading alone)."""
+    if subject.backbone is not None:
+        return subject.backbone
+    seconds = subject.backbone_bytes / machine.device_bytes_s
+    return Curve((1, 64), (seconds, seconds * 4))
+
+
+def _forecasts(case: Case, division: Division, best: int) -> list[Forecast]:
+    """All strategies alone, then the best at prefill paired with the best at decode."""
+    singles = [each for name in STRATEGIES if (each := _forecast(case, division, name))]
+    prefills = sorted(singles, key=lambda each: -each.prefill.tokens_s)[:best]
+    decodes = sorted(singles, key=lambda each: -each.decode.tokens_s)[:best]
+    pairs = [
+        _forecast(case, division, f"{first.strategy}+{second.strategy}")
+        for first in prefills
+        for second in decodes
+        if first.strategy != second.strategy
+    ]
+    return singles + [each for each in pairs if each]
+
+
+def _forecast(case: Case, division: Division, text: str) -> Forecast | None:
+    tiers = division.tiers(text, case.subject.sizes)
+    return forecast(text, case.outlook(tiers), case.load) if tiers else None
+
+
+def _row(subject: Subject, division: Division, outcome: Forecast) -> PlanRow:
+    sizes, tiers = subject.sizes, outcome.tiers
+    held = min(tiers.device + tiers.host, sizes.total)
+    room = division.kv_room(tiers, sizes.slot_bytes)
+    return PlanRow(
+        strategy=outcome.strategy,
+        device_budget=division.settings.device_budget,
+        host_budget=division.settings.host_budget,
+        device_slots=tiers.device,
+        host_slots=tiers.host,
+        device_bytes=tiers.device * sizes.slot_bytes,
+        host_bytes=min(tiers.host * sizes.slot_bytes, sizes.expert_bytes),
+        disk_bytes=sizes.expert_bytes * (sizes.total - held) // max(1, sizes.total),
+        prefill_hit_rate=outcome.prefill.hit_rate,
+        decode_hit_rate=outcome.decode.hit_rate,
+        prefill_tokens_s=outcome.prefill.tokens_s,
+        decode_tokens_s=outcome.decode.tokens_s,
+        decode_limit_tokens_s=outcome.decode.limit_tokens_s,
+        decode_share=_share(outcome.decode),
+        moved_bytes_per_token=_per_token(outcome.decode.moved, outcome.decode, sizes),
+        read_bytes_per_token=_per_token(outcome.decode.read, outcome.decode, sizes),
+        kv_tokens=room // subject.kv_token_bytes if subject.kv_token_bytes else 0,
+    )
+
+
+def _share(outcome: Outcome) -> float:
+    return outcome.tokens_s / outcome.limit_tokens_s if outcome.limit_s else 0.0
+
+
+def _per_token(records: int, outcome: Outcome, sizes: ExpertSizes) -> float:
+    return records * sizes.slot_bytes / max(1, outcome.tokens)
