@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from coterie import __version__
-from coterie.cli import bench, chat, doctor, pull, run, serve
+from coterie.cli import bench, carve, chat, doctor, pull, run, serve
 from coterie.cli.terminal import width
 from coterie.core.errors import ConfigError, CoterieError, InvalidRequest
 
@@ -25,6 +25,7 @@ COMMANDS: dict[str, ModuleType] = {
     "run": run,
     "chat": chat,
     "pull": pull,
+    "carve": carve,
     "doctor": doctor,
     "bench": bench,
 }

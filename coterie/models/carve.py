@@ -1,0 +1,165 @@
+"""Cuts a dense gated MLP into a shared part and experts, without training.
+
+The neurons that matter most on calibration text stay on for every token; the others are grouped by
+what they do together, in groups of equal size, and a linear router is fitted to predict how much
+each group will contribute. Owns the arithmetic of one layer; knows no file and no text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coterie.core.errors import ConfigError
+
+# of the neurons, when nobody says how many are always on: with fewer the carved model of a small
+# dense one writes nonsense
+_SHARED_SHARE = 1 / 3
+
+# groups are found on random projections of the neurons' activations, which keep their angles
+_SKETCH = 512
+_ROUNDS = 8
+
+# the fit's ridge, as a share of the mean square of its inputs
+_RIDGE = 1e-2
+
+# the largest logit on calibration text: a softmax over larger ones rounds small ones to equal zeros
+_TOP_LOGIT = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Carving:
+    """How a layer is cut: `experts` groups of `width` neurons, `active` of them run per token,
+    `shared` neurons always."""
+
+    experts: int
+    active: int
+    shared: int
+    width: int
+    seed: int = 0
+
+    def share(self, active: int) -> float:
+        """Of a layer's neurons that run when `active` experts do."""
+        return (self.shared + active * self.width) / (self.shared + self.experts * self.width)
+
+
+def plan_carving(
+    intermediate: int, experts: int, active: int, shared: int | None = None, seed: int = 0
+) -> Carving:
+    """Checks the numbers; `shared` None takes about a third of the neurons."""
+    if experts < 2 or experts > intermediate:
+        raise ConfigError(
+            f"{experts} experts cannot be cut from {intermediate} neurons", param="experts"
+        )
+    if not 1 <= active <= experts:
+        raise ConfigError(f"{active} of {experts} experts cannot be active", param="active")
+    if shared is None:
+        width = _even(int(intermediate * (1 - _SHARED_SHARE)) // experts)
+        return Carving(experts, active, intermediate - experts * width, width, seed)
+    left = intermediate - shared
+    if shared < 0 or left < experts:
+        raise ConfigError(
+            f"{shared} shared neurons of {intermediate} leave nothing for {experts} experts",
+            param="shared",
+        )
+    if left % experts:
+        low = intermediate - (left // experts + 1) * experts
+        near = [str(n) for n in (low, low + experts) if n >= 0]
+        raise ConfigError(
+            f"{left} neurons do not divide into {experts} experts; --shared {' or '.join(near)} "
+            "would",
+            param="shared",
+        )
+    return Carving(experts, active, shared, left // experts, seed)
+
+
+def _even(width: int) -> int:
+    """A whole number of kernel panels or half panels where that is possible; at least one."""
+    for step in (16, 8):
+        if width >= step:
+            return width // step * step
+    return max(width, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One layer's carving: neuron numbers of the dense MLP, and the router."""
+
+    shared: Tensor  # [S] int64, ascending
+    experts: Tensor  # [E, W] int64, ascending in each row
+    router: Tensor  # [E, D] fp32
+
+    def scores(self, rows: Tensor) -> Tensor:
+        return rows.float() @ self.router.T
+
+    def mask(self, rows: Tensor, active: int) -> Tensor:
+        """1 for the neurons [T, I] that run when each row picks its `active` best experts."""
+        picked = torch.topk(self.scores(rows), active).indices
+        total = len(self.shared) + self.experts.numel()
+        mask = torch.zeros(len(rows), total)
+        mask[:, self.shared] = 1.0
+        return mask.scatter_(1, self.experts[picked].flatten(1), 1.0)
+
+
+def cut_layer(rows: Tensor, activations: Tensor, down: Tensor, carving: Carving) -> Cut:
+    """rows [T, D] went into the MLP, activations [T, I] into its `down` [D, I], all fp32."""
+    # what a neuron adds to the output, by size
+    weight = activations.abs() * down.norm(dim=0)
+    order = torch.argsort(weight.square().mean(0), descending=True, stable=True)
+    shared = order[: carving.shared].sort().values
+    rest = order[carving.shared :].sort().values
+    weight = weight[:, rest]
+    labels = balanced_groups(_sketch(weight, carving.seed), carving.experts, carving.seed)
+    members = torch.argsort(labels, stable=True).view(carving.experts, carving.width)
+    energy = torch.stack([weight[:, group].square().sum(1) for group in members], dim=1).sqrt()
+    return Cut(shared, rest[members], _fit(rows, energy))
+
+
+def _sketch(weight: Tensor, seed: int) -> Tensor:
+    """A unit vector [_SKETCH] per neuron: alike for neurons that are active together."""
+    draw = torch.Generator().manual_seed(seed)
+    mix = torch.randn(len(weight), _SKETCH, generator=draw)
+    return torch.nn.functional.normalize(weight.T @ mix, dim=1)
+
+
+def balanced_groups(points: Tensor, groups: int, seed: int) -> Tensor:
+    """Labels [N] of k-means on the sphere in which every group has N / groups points."""
+    count = len(points)
+    draw = torch.Generator().manual_seed(seed)
+    centres = points[torch.randperm(count, generator=draw)[:groups]]
+    labels = torch.zeros(count, dtype=torch.int64)
+    for _ in range(_ROUNDS):
+        labels = _assign(points @ centres.T, count // groups)
+        sums = torch.zeros_like(centres).index_add_(0, labels, points)
+        centres = torch.nn.functional.normalize(sums, dim=1)
+    return labels
+
+
+def _assign(likeness: Tensor, room: int) -> Tensor:
+    """Every point to a group of at most `room`, so that no point and group would rather have each
+    other: points ask the group they like best, full groups turn the least alike away."""
+    likeness = likeness.clone()
+    points = torch.arange(len(likeness))
+    while True:
+        best, wish = likeness.max(dim=1)
+        # by group, in it by likeness; ties by number
+        order = torch.argsort(best, descending=True, stable=True)
+        order = order[torch.argsort(wish[order], stable=True)]
+        wishes = wish[order]
+        starts = torch.searchsorted(wishes, wishes)
+        refused = order[points - starts >= room]
+        if not len(refused):
+            return wish
+        likeness[refused, wish[refused]] = float("-inf")
+
+
+def _fit(rows: Tensor, energy: Tensor) -> Tensor:
+    """The linear map [E, D] from rows to energies with the least squared error."""
+    square = rows.T @ rows
+    ridge = _RIDGE * square.diagonal().mean().clamp_min(1e-12)
+    square.diagonal().add_(ridge)
+    router: Tensor = torch.linalg.solve(square, rows.T @ energy).T
+    largest = (rows @ router.T).abs().max().clamp_min(1e-12)
+    return (router * (_TOP_LOGIT / largest)).contiguous()

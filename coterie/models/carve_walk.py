@@ -1,0 +1,143 @@
+"""Walks a dense model over calibration text layer by layer and cuts each layer as it passes.
+
+One layer's weights are in memory at a time. Held-out text walks along with different numbers of
+active experts, which gives the report its perplexities. Knows no file that is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coterie.core.errors import WeightsError
+from coterie.kernels import reference
+from coterie.kernels.batch import AttentionBatch
+from coterie.kernels.decoder import DecoderLayer
+from coterie.kernels.linear import ReferenceLinear
+from coterie.models.assemble import decoder_shape
+from coterie.models.carve import Carving, Cut, cut_layer
+from coterie.models.carved import DENSE
+from coterie.models.layers import read_ends, read_layer
+from coterie.models.reader import Placement, Reader
+
+if TYPE_CHECKING:
+    from coterie.models.spec import ModelSpec
+    from coterie.weights.checkpoint import Checkpoint
+
+_BLOCK = 16
+
+# (rows into the MLP [T, D], activations [T, I]) -> activations
+Change = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Perplexity on one held-out text; active None is the dense model."""
+
+    text: str
+    active: int | None
+    perplexity: float
+
+
+class Walk:
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+        if spec.architecture not in DENSE or spec.rope is None or spec.mlp_bias:
+            raise WeightsError(
+                f"{checkpoint.path}: only {', '.join(DENSE)} without biases in the MLP can be "
+                f"carved, not {spec.architecture}. Use another model."
+            )
+        self._spec, self._shape = spec, decoder_shape(spec)
+        self._reader = Reader(
+            checkpoint, spec, "fp32", Placement("reference", "cpu", torch.float32)
+        )
+        self._cos, self._sin = spec.rope.tables()
+        self._ends = read_ends(self._reader)
+        self.measured: list[Measured] = []
+
+    @torch.inference_mode()
+    def cuts(
+        self,
+        carving: Carving,
+        calibration: Tensor,
+        held_out: dict[str, Tensor],
+        actives: Sequence[int],
+    ) -> Iterator[Cut]:
+        """One cut per layer. Texts are windows of token ids [windows, tokens]; perplexities of
+        `held_out` with each number of active experts are in `measured` at the end."""
+        main = _Stream(calibration, self._ends.embedding)
+        tried: list[tuple[str, int | None, _Stream]] = [
+            (name, active, _Stream(ids, self._ends.embedding))
+            for name, ids in held_out.items()
+            for active in (None, *actives)
+        ]
+        for index in range(self._spec.num_layers):
+            layer = read_layer(self._reader, index)
+            cut = self._cut(main, layer, carving)
+            for _, active, stream in tried:
+                self._pass(stream, layer, _change(cut, active))
+            yield cut
+        norm = self._reader.vector("model.norm.weight", self._spec.hidden)
+        for name, active, stream in tried:
+            rows = reference.rms_norm(stream.hidden, norm, self._spec.eps)
+            value = _perplexity(rows, stream.ids, self._ends.head)
+            self.measured.append(Measured(name, active, value))
+
+    def _cut(self, stream: _Stream, layer: DecoderLayer, carving: Carving) -> Cut:
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def look(rows: Tensor, activations: Tensor) -> Tensor:
+            seen.append((rows, activations))
+            return activations
+
+        self._pass(stream, layer, look)
+        assert isinstance(layer.down, ReferenceLinear)
+        return cut_layer(*seen[0], layer.down.weight, carving)
+
+    def _pass(self, stream: _Stream, layer: DecoderLayer, change: Change) -> None:
+        assert layer.post_norm is not None and layer.gate_up is not None and layer.down is not None
+        attention = replace(layer, post_norm=None, gate_up=None, down=None)
+        shape, ids = self._shape, stream.ids
+        blocks = ids.numel() // _BLOCK
+        cache = torch.empty(2, blocks, shape.num_kv_heads, _BLOCK, shape.head_dim)
+        hidden = reference.decoder(
+            shape, [attention], self._cos, self._sin, stream.hidden, [cache], stream.batch
+        )
+        rows = reference.rms_norm(hidden, layer.post_norm, shape.eps)
+        activations = change(rows, reference.silu_mul(layer.gate_up(rows)))
+        stream.hidden = hidden + layer.down(activations)
+
+
+class _Stream:
+    """Windows of one text on their way through the layers."""
+
+    def __init__(self, ids: Tensor, embed: Callable[[Tensor], Tensor]) -> None:
+        self.ids, self.hidden = ids, embed(ids.flatten())
+        count, length = ids.shape
+        self.batch = AttentionBatch(
+            positions=torch.arange(length).repeat(count),
+            slots=torch.arange(count * length),
+            query_starts=torch.arange(0, count * length + 1, length, dtype=torch.int32),
+            context_lens=torch.full((count,), length, dtype=torch.int32),
+            block_tables=torch.arange(count * length // _BLOCK, dtype=torch.int32).view(count, -1),
+            block_size=_BLOCK,
+        )
+
+
+def _change(cut: Cut, active: int | None) -> Change:
+    if active is None:
+        return lambda rows, activations: activations
+    return lambda rows, activations: activations * cut.mask(rows, active)
+
+
+def _perplexity(rows: Tensor, ids: Tensor, head: Callable[[Tensor], Tensor]) -> float:
+    """Over every token but the first of each window."""
+    total = 0.0
+    for window, hidden in zip(ids, rows.view(*ids.shape, -1), strict=True):
+        logits = head(hidden[:-1]).float()
+        total += float(torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum"))
+    return math.exp(total / (ids.numel() - len(ids)))
