@@ -34,7 +34,7 @@ class Classes:
 def demand_of(step: ExpertStep) -> Demand:
     ids = step.topk_ids
     if ids.shape[0] == 1:
-        experts = tuple(sorted(ids[0].tolist()))
+        experts = tuple(sorted(ids.tolist()[0]))
         return Demand(step.layer, step.phase, experts, (1,) * len(experts))
     if ids.numel() <= _FEW_PAIRS:
         counts: dict[int, int] = {}

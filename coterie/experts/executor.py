@@ -14,7 +14,7 @@ import torch
 
 from coterie.experts.device_side import DeviceSide
 from coterie.experts.host_side import HostSide
-from coterie.kernels.expert_mlp import RecordTable, run_experts
+from coterie.kernels.expert_mlp import Records, run_experts
 
 if TYPE_CHECKING:
     from coterie.experts.dispatch.base import Wave
@@ -45,31 +45,40 @@ class Executor:
             self._both(job, waves, host)
 
     def _resident(self, job: LayerJob, wave: Wave) -> bool:
-        """The common case: everything lies on one side already. Whether it was so."""
+        """The common case: all bytes are in one memory already, so one call computes everything.
+        Whether it was so."""
         if self._device.pending:
             self._loads.sweep()
-        if wave.load or self._device.pending:
+        if wave.load or self._device.pending or not self._device.holds(job.layer, wave.device):
             return False
-        if not wave.host and self._device.holds(job.layer, wave.device):
+        if not wave.host:
             self._quick(job, self._device.tables[job.layer], "device")
             return True
-        on_cpu = job.step.hidden.device.type == "cpu"
-        if not wave.device and on_cpu and self._host.holds(job.layer, wave.host):
-            self._host.touch(job.layer, wave.host)
-            job.tally.host_hits += len(wave.host)
-            self._quick(job, self._host.tables[job.layer], "host")
-            return True
-        return False
+        if job.out.is_cuda:
+            return False
+        entries = self._host.find_all(job.layer, wave.host)
+        if entries is None:
+            return False
+        job.tally.host_hits += len(entries)
+        records: Records = self._host.tables[job.layer]
+        if wave.device:
+            records = [(entry.key[1], entry.record) for entry in entries]
+            records += self._device.tables[job.layer].pick(wave.device)
+        try:
+            self._quick(job, records, "host")
+        finally:
+            self._host.release(*entries)
+        return True
 
-    def _quick(self, job: LayerJob, table: RecordTable, side: str) -> None:
-        begin = time.perf_counter()
-        self.kernel(job.layout, job.step.hidden, job.step.topk_ids, table, job.out)
+    def _quick(self, job: LayerJob, records: Records, side: str) -> None:
+        step, begin = job.step, time.perf_counter()
+        self.kernel(job.layout, step.hidden, step.topk_ids, records, job.out)
         if job.exact and job.out.is_cuda:
             torch.cuda.current_stream(job.out.device).synchronize()
         job.worked[side].append((begin, time.perf_counter()))
 
     def _both(self, job: LayerJob, waves: Sequence[Wave], host: tuple[int, ...]) -> None:
-        self._split_threads(job, len(host))
+        self._split_threads(job)
         self._on_host(job)
         future = self._helper.submit(self._host_in_helper, job, host)
         try:
@@ -84,19 +93,16 @@ class Executor:
         with torch.inference_mode():
             self._host_side.run(job, host)
 
-    def _split_threads(self, job: LayerJob, host_experts: int) -> None:
+    def _split_threads(self, job: LayerJob) -> None:
         """In proportion to rows, where both sides run on the same cores."""
         threads = torch.get_num_threads()
-        if job.step.hidden.device.type != "cpu" or threads < 2:
-            return
-        experts = max(1, int(torch.unique(job.step.topk_ids).numel()))
-        job.host_threads = min(threads - 1, max(1, round(threads * host_experts / experts)))
-        job.device_threads = threads - job.host_threads
+        if not job.out.is_cuda and threads > 1:
+            job.host_threads = min(threads - 1, max(1, round(threads * job.host_share())))
+            job.device_threads = threads - job.host_threads
 
     def _on_host(self, job: LayerJob) -> None:
-        hidden = job.step.hidden
-        if hidden.device.type != "cpu":
-            job.host_x = hidden.to("cpu", torch.float32)
+        if job.out.is_cuda:
+            job.host_x = job.step.hidden.to("cpu", torch.float32)
             job.host_out = torch.empty(job.out.shape, dtype=torch.float32)
 
     def _bring(self, job: LayerJob, host: tuple[int, ...]) -> None:

@@ -24,11 +24,6 @@ class HostSide:
         self._host, self._transfer = host, transfer
 
     def run(self, job: LayerJob, experts: tuple[int, ...]) -> None:
-        if self._host.holds(job.layer, experts):
-            self._host.touch(job.layer, experts)
-            job.tally.host_hits += len(experts)
-            job.compute_host(self._host.tables[job.layer], list(experts))
-            return
         turn = _Turn(self._host, self._transfer, job)
         try:
             turn.run(experts)
@@ -93,8 +88,8 @@ class _Turn:
     def _compute(self) -> None:
         experts = [entry.key[1] for entry in self._ready]
         self._job.compute_host(self._host.tables[self._job.layer], experts)
-        while self._ready:
-            self._host.release(self._ready.pop())
+        done, self._ready = self._ready, []
+        self._host.release(*done)
 
     def _await(self) -> None:
         begin = time.perf_counter()
@@ -123,5 +118,4 @@ class _Turn:
             arrival = entry.arrival
             if arrival is not None:
                 arrival.settle()  # its bytes are being written: the place is not free yet
-        for entry in (*self._ready, *self._loading.values()):
-            self._host.release(entry)
+        self._host.release(*self._ready, *self._loading.values())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from coterie.experts.demand import Classes
+from coterie.experts.dispatch.base import Demand
 from coterie.experts.telemetry import Span, Tally, outside
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 Kernel = Callable[..., None]
 Interval = tuple[float, float]
 
+_NOTHING = Demand(0, "decode", (), ())
+
 
 class LayerJob:
     """One layer's rows, where results go, and what happened when."""
@@ -31,7 +34,8 @@ class LayerJob:
     def __init__(self, step: ExpertStep, layout: ExpertLayout, out: Tensor, kernel: Kernel) -> None:
         self.step, self.layout, self.layer, self.out = step, layout, step.layer, out
         self.tally = Tally()
-        self.classes = Classes()
+        # what is asked for, and how it is met
+        self.demand, self.classes = _NOTHING, Classes()
         self._kernel = kernel
         self.device_threads: int | None = None
         self.host_threads: int | None = None
@@ -43,6 +47,12 @@ class LayerJob:
         self.waits: list[Interval] = []
         # seconds on the device are only known by waiting for it
         self.exact = False
+
+    def host_share(self) -> float:
+        """Of all rows' work, what host experts do."""
+        host = set(self.classes.host)
+        rows = zip(self.demand.experts, self.demand.counts, strict=True)
+        return sum(n for e, n in rows if e in host) / max(1, sum(self.demand.counts))
 
     def compute_host(self, table: RecordTable, experts: list[int]) -> None:
         begin = time.perf_counter()

@@ -54,7 +54,7 @@ class ExpertRuntime:
         self.spans: list[Span] | None = None
         self.update_calls = self.swaps = 0
         self._layouts = {layer: parts.store.layout(layer) for layer in self.geometry.layers}
-        self._out = torch.empty(0)
+        self._out = self._out_view = torch.empty(0)
         self._layer: int | None = None
         self._phase = "prefill"
 
@@ -65,9 +65,14 @@ class ExpertRuntime:
                 self._loads.start(key, slot, None)
         self._finish_loads()
 
-    @torch.inference_mode()
     def run(self, step: ExpertStep) -> Tensor:
         """[T, D]: every row's experts, weighted and summed in top-k order."""
+        if torch.is_inference_mode_enabled():
+            return self._run(step)
+        with torch.inference_mode():
+            return self._run(step)
+
+    def _run(self, step: ExpertStep) -> Tensor:
         begin = time.perf_counter()
         if self._transfer.failed:
             self._reconcile()
@@ -81,7 +86,7 @@ class ExpertRuntime:
         job = LayerJob(step, self._layouts[step.layer], self._room(step), self.executor.kernel)
         job.exact = self.spans is not None
         self._layer, self._phase = step.layer, step.phase
-        job.classes = classify(demand, waves, first)
+        job.demand, job.classes = demand, classify(demand, waves, first)
         job.tally.lookup_s = time.perf_counter() - begin
         try:
             self.executor.run(job, waves)
@@ -106,9 +111,12 @@ class ExpertRuntime:
     def _room(self, step: ExpertStep) -> Tensor:
         """[T * K, D] fp32 that is kept between layers: fresh memory costs page faults."""
         rows, width = step.topk_ids.numel(), step.hidden.shape[1]
-        if self._out.numel() < rows * width or self._out.device != step.hidden.device:
-            self._out = torch.empty(rows * width, dtype=torch.float32, device=step.hidden.device)
-        return self._out[: rows * width].view(rows, width)
+        if self._out_view.shape != (rows, width):
+            if self._out.numel() < rows * width:
+                device = step.hidden.device
+                self._out = torch.empty(rows * width, dtype=torch.float32, device=device)
+            self._out_view = self._out[: rows * width].view(rows, width)
+        return self._out_view
 
     def groups(self, phase: str) -> tuple[tuple[int, ...], ...] | None:
         return self.parts.strategies[phase].groups() if phase == "prefill" else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +41,7 @@ class Entry:
 class HostTier:
     """A cache in RAM over the store, least recently used first out. All methods are thread-safe.
 
-    With room for every expert nothing is ever evicted, and `holds` answers without a lock.
+    With room for every expert nothing is ever evicted.
     """
 
     def __init__(self, store: Store, num_slots: int, *, pinned: bool = False) -> None:
@@ -74,14 +75,6 @@ class HostTier:
         self._home = {key: place for place, key in enumerate(keys)}
         return places
 
-    def holds(self, layer: int, experts: tuple[int, ...]) -> bool:
-        """All are here to stay: they may be read without being pinned."""
-        return self.complete and self._ready[layer].issuperset(experts)
-
-    def touch(self, layer: int, experts: tuple[int, ...]) -> None:
-        """Count a lookup of experts that `holds` said are here."""
-        self.hits[layer] += len(experts)
-
     def acquire(self, key: Key, arrival: Arrival, *, block: bool = False) -> Entry | None:
         """Pin `key`'s entry, made for `arrival` if there is none; None when every slot is in use.
         An entry whose `arrival` is not None has no bytes yet: see `claim`."""
@@ -111,6 +104,20 @@ class HostTier:
             self.hits[key[0]] += 1
             return entry
 
+    def find_all(self, layer: int, experts: Sequence[int]) -> list[Entry] | None:
+        """Pin all of these, or none if one is not here."""
+        if not self._ready[layer].issuperset(experts):
+            return None
+        with self._changed:
+            if not self._ready[layer].issuperset(experts):
+                return None
+            entries = [self._entries[layer, expert] for expert in experts]
+            for entry in entries:
+                entry.pins += 1
+                self._entries.move_to_end(entry.key)
+            self.hits[layer] += len(entries)
+            return entries
+
     def claim(self, entry: Entry) -> bool:
         """Whether the caller is the one to read this entry's bytes."""
         with self._changed:
@@ -131,11 +138,12 @@ class HostTier:
             self.tables[layer].set(expert, entry.record)
             self._ready[layer].add(expert)
 
-    def release(self, entry: Entry) -> None:
+    def release(self, *entries: Entry) -> None:
         with self._changed:
-            entry.pins -= 1
-            if entry.pins == 0 and entry.arrival is not None:
-                self._remove(entry)  # its bytes never came
+            for entry in entries:
+                entry.pins -= 1
+                if entry.pins == 0 and entry.arrival is not None:
+                    self._remove(entry)  # its bytes never came
             self._changed.notify_all()
 
     def drop(self, key: Key) -> None:
