@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
+    "dwr": "DWRForCausalLM",
 }
 
 # what each architecture's config has beside the shared keys: 8 experts, 2 of them per token
@@ -42,6 +43,7 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
         "intermediate_size": 48,
         "head_dim": 16,
     },
+    "dwr": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48},
     "deepseek_v2": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
@@ -103,7 +105,8 @@ def tiny_checkpoint(architecture: str, seed: int = 0, **overrides: Any) -> Path:
 def _own_source() -> str:
     import transformers
 
-    return Path(__file__).read_text() + str(transformers.__version__)
+    sources = [Path(__file__), Path(__file__).with_name("dwr_static.py")]
+    return "".join(source.read_text() for source in sources) + str(transformers.__version__)
 
 
 @contextmanager
@@ -136,6 +139,12 @@ def _write(path: Path, kind: str, seed: int, overrides: dict[str, Any]) -> None:
     settings.update(overrides)
     shards = settings.pop("max_shard_size", "5GB")
     dtype = getattr(torch, settings.pop("dtype", "float32"))
+    if kind == "dwr":
+        from dwr_static import random_dwr
+
+        random_dwr(settings, seed).save(path, dtype)
+        _write_tokenizer(path)
+        return
     model_class = getattr(transformers, ARCHITECTURES[kind])
     config = model_class.config_class(**settings)
     with torch.random.fork_rng():

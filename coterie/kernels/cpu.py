@@ -147,7 +147,7 @@ class _BatchView:
 def _cache(kv_layer: Tensor) -> abi.Cache:
     if not kv_layer.is_contiguous() or kv_layer.dtype not in (torch.float32, torch.bfloat16):
         raise InternalError("a KV cache must be contiguous and fp32 or bf16")
-    # a cache with one plane serves as keys and as values: the second lies no blocks behind the first
+    # one plane serves as keys and values: the second lies no blocks behind the first
     apart = kv_layer.shape[1] if kv_layer.shape[0] == 2 else 0
     return abi.Cache(kv_layer.data_ptr(), apart, kv_layer.dtype == torch.bfloat16)
 

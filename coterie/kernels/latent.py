@@ -6,7 +6,7 @@ the first `rank` values of what comes out are the mixed latents. Knows no model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,12 +54,3 @@ def write_latent(rows: Tensor, kv_layer: Tensor, slots: Tensor) -> None:
 def latent_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
     """Causal attention of q [T, heads, rank + rope]; softmax in fp32."""
     return reference.paged_attention(q, kv_layer.expand(2, -1, -1, -1, -1), batch, scale)
-
-
-def attention_for(backend: str) -> Callable[[Tensor, Tensor, AttentionBatch, float], Tensor]:
-    """The native kernel on a CPU; torch on every other device."""
-    if backend == "cpu":
-        from coterie.kernels import cpu
-
-        return cpu.paged_attention
-    return latent_attention

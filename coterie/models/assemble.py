@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -114,10 +115,10 @@ def _read_backbone(reader: Reader, backend: str, progress: Progress) -> Backbone
         return layers
 
     if spec.latent:
-        blocks = each(lambda index: mla.read_block(reader, index, ops, backend, turns))
+        blocks = each(lambda index: mla.read_block(reader, index, ops, turns))
         return BlockDecoder(blocks, ops, spec.eps).forward
     layers = each(lambda index: read_layer(reader, index))
-    if spec.flat_qk_norm or spec.clip_qkv is not None or spec.moe:
+    if spec.clip_qkv is not None:
         blocks = [_block(shape, layer, ops, turns, spec.clip_qkv) for layer in layers]
         return BlockDecoder(blocks, ops, spec.eps).forward
     # the native decoder has no place for biases after o or in the MLP: those models run its
@@ -125,7 +126,8 @@ def _read_backbone(reader: Reader, backend: str, progress: Progress) -> Backbone
     if backend == "cpu" and not (spec.o_bias or spec.mlp_bias):
         from coterie.kernels import cpu
 
-        return cpu.NativeDecoder(shape, layers, cos, sin).forward
+        # whatever comes in was made for this call
+        return partial(cpu.NativeDecoder(shape, layers, cos, sin).forward, overwrite=True)
     decoder = _decoder(backend)
 
     def run(

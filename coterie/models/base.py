@@ -18,7 +18,17 @@ from torch import Tensor
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.kernels import linear
 from coterie.kernels.batch import AttentionBatch
-from coterie.models import deepseek_v2, llama, mistral, mixtral, olmoe, qwen3, qwen3_moe
+from coterie.models import (
+    carved,
+    deepseek_v2,
+    dwr,
+    llama,
+    mistral,
+    mixtral,
+    olmoe,
+    qwen3,
+    qwen3_moe,
+)
 from coterie.models.assemble import Assembly, assemble
 from coterie.models.cuda_graph import DecodeGraphs
 from coterie.models.experts import ExpertsFactory, ExpertsWanted, open_with
@@ -42,6 +52,8 @@ MODELS: dict[str, Callable[[dict[str, Any], int | None], ModelSpec]] = {
     "MixtralForCausalLM": mixtral.read,
     "OlmoeForCausalLM": olmoe.read,
     "DeepseekV2ForCausalLM": deepseek_v2.read,
+    "DWRForCausalLM": dwr.read,
+    carved.ARCHITECTURE: carved.read,
 }
 
 # How a file's tensor types are kept under "auto": GGUF's other quantised forms are widened exactly.
@@ -155,7 +167,8 @@ def load_model(
     products = "cpu" if backend == "cpu" else "reference"
     placement = Placement(products, device, _hidden_dtype(kept, device))
     reader, hear = Reader(checkpoint, spec, dtype, placement), progress or _silent
-    parts = assemble(reader, backend, hear)
+    # without rotary positions it is DWR, which shares no tensor name with the others
+    parts = (assemble if spec.rope else dwr.assemble)(reader, backend, hear)
     reader.finish()
     checkpoint.release()
     hear(spec.num_layers + 1, spec.num_layers + 1)

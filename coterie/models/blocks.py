@@ -15,6 +15,7 @@ from torch import Tensor
 
 from coterie.kernels import reference
 from coterie.kernels.batch import AttentionBatch
+from coterie.kernels.latent import latent_attention
 
 if TYPE_CHECKING:
     from coterie.kernels.decoder import DecoderLayer, DecoderShape
@@ -29,6 +30,8 @@ class Ops:
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
     attention: Callable[[Tensor, Tensor, AttentionBatch, float], Tensor]
+    # over a cache whose one plane is keys and values
+    latent: Callable[[Tensor, Tensor, AttentionBatch, float], Tensor] = latent_attention
 
 
 def ops_for(backend: str) -> Ops:
@@ -39,7 +42,7 @@ def ops_for(backend: str) -> Ops:
     if backend == "cpu":
         from coterie.kernels import cpu
 
-        return Ops(cpu.rms_norm, cpu.paged_attention)
+        return Ops(cpu.rms_norm, cpu.paged_attention, cpu.paged_attention)
     return Ops(reference.rms_norm, reference.paged_attention)
 
 

@@ -1,4 +1,4 @@
-"""DeepseekV2ForCausalLM: latent attention, shared experts beside routed ones, dense first layers."""
+"""DeepseekV2ForCausalLM: latent attention, experts routed and shared, dense first layers."""
 
 from __future__ import annotations
 

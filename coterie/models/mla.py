@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.kernels import reference
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.latent import HeadLinear, attention_for, write_latent
+from coterie.kernels.latent import HeadLinear, write_latent
 from coterie.kernels.linear import Linear
 from coterie.models.blocks import Block, Ops, Turns
 from coterie.models.layers import post_norm, read_mlp, rows_of
@@ -49,43 +49,41 @@ class LatentParts:
     o: Linear
 
 
+@dataclass(frozen=True, slots=True)
 class LatentAttention:
-    def __init__(self, parts: LatentParts, latent: Latent, scale: float, turns: Turns) -> None:
-        self._parts, self._latent, self._scale, self._turns = parts, latent, scale, turns
-        self._norm, self._attention = reference.rms_norm, attention_for("reference")
-
-    def use(self, ops: Ops, backend: str) -> LatentAttention:
-        """Run on the kernels of `backend`."""
-        self._norm, self._attention = ops.norm, attention_for(backend)
-        return self
+    parts: LatentParts
+    latent: Latent
+    scale: float
+    ops: Ops
+    turns: Turns
 
     def __call__(self, x: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> Tensor:
-        parts, latent, turn = self._parts, self._latent, self._turns(batch)
+        parts, latent, turn = self.parts, self.latent, self.turns(batch)
         rank, rows = latent.kv_rank, parts.kv_a(x)
-        normed = self._norm(rows[:, :rank].contiguous(), parts.kv_norm, _INNER_EPS)
+        normed = self.ops.norm(rows[:, :rank].contiguous(), parts.kv_norm, _INNER_EPS)
         key = reference.rotary(rows[:, None, rank:], *turn)[:, 0]
         write_latent(torch.cat((normed, key), dim=-1), kv_layer, batch.slots)
         q = self._queries(x).view(len(x), -1, latent.nope + latent.rope)
         wide = parts.key_up(q[..., : latent.nope])
         q = torch.cat((wide, reference.rotary(q[..., latent.nope :], *turn)), dim=-1)
-        mixed = self._attention(q, kv_layer, batch, self._scale)
+        mixed = self.ops.latent(q, kv_layer, batch, self.scale)
         return parts.o(parts.value_up(mixed[..., :rank]).reshape(len(x), -1))
 
     def _queries(self, x: Tensor) -> Tensor:
-        queries = self._parts.queries
+        queries = self.parts.queries
         if queries.first is not None and queries.norm is not None:
-            x = self._norm(queries.first(x), queries.norm, _INNER_EPS)
+            x = self.ops.norm(queries.first(x), queries.norm, _INNER_EPS)
         return queries.last(x)
 
 
-def read_block(reader: Reader, index: int, ops: Ops, backend: str, turns: Turns) -> Block:
+def read_block(reader: Reader, index: int, ops: Ops, turns: Turns) -> Block:
     """One layer; where it has experts, its attention half."""
     spec, base = reader.spec, f"model.layers.{index}."
     latent = spec.latent
     if latent is None:
         raise TypeError(f"{spec.architecture} has no latent attention")
     parts = _read_parts(reader, base + "self_attn.", latent)
-    attend = LatentAttention(parts, latent, spec.attention_scale, turns).use(ops, backend)
+    attend = LatentAttention(parts, latent, spec.attention_scale, ops, turns)
     input_norm = reader.vector(base + "input_layernorm.weight", spec.hidden)
     if spec.moe is not None and index in spec.moe.layers:
         return Block(input_norm, attend)

@@ -36,8 +36,10 @@ class Experts(Protocol):
     """What a stack asks of `experts.runtime.ExpertRuntime`."""
 
     geometry: Geometry
-    # whether `hint` is of any use now
-    wants_hints: bool
+
+    @property
+    def wants_hints(self) -> bool:
+        """Whether `hint` is of any use now."""
 
     def run(self, step: ExpertStep) -> Tensor: ...
     def groups(self, phase: str) -> tuple[tuple[int, ...], ...] | None: ...

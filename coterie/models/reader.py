@@ -106,6 +106,10 @@ class Reader:
     def vector(self, name: str, size: int) -> Tensor:
         return dense(self.take(name, (size,)), self.placement.hidden_dtype).to(self.device)
 
+    def rows(self, name: str) -> int:
+        """How many the file has: of tables that config may use in part."""
+        return self._checkpoint.shape(name)[0]
+
     def take(self, name: str, shape: tuple[int, ...]) -> Weight:
         if name not in self._left:
             raise WeightsError(f"{self._checkpoint.path}: the tensor {name!r} is missing")

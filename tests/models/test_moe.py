@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from dwr_static import SEED_SHAPE, StaticDWR, load_static
 from paged import Paged, prompt_logits
 from resident import Resident
 from tiny import tiny_checkpoint
@@ -14,6 +15,18 @@ from tiny import tiny_checkpoint
 from coterie.kernels.build import native
 from coterie.models.base import CausalLM, load_model
 from coterie.weights.checkpoint import open_checkpoint
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.6,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+LIMITED = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
@@ -23,6 +36,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe biases, tied": ("qwen3_moe", {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen3_moe one expert": ("qwen3_moe", {"num_experts_per_tok": 1}),
     "qwen3_moe all experts": ("qwen3_moe", {"num_experts_per_tok": 8}),
+    "mixtral": ("mixtral", {}),
+    "mixtral window": ("mixtral", {"sliding_window": 64}),
+    "mixtral three of five": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3}),
+    "olmoe": ("olmoe", {}),
+    "olmoe clipped, normed weights": ("olmoe", {"clip_qkv": 0.8, "norm_topk_prob": True}),
+    "olmoe biases": ("olmoe", {"attention_bias": True, "num_key_value_heads": 4}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2 limited groups": ("deepseek_v2", {**LIMITED, "routed_scaling_factor": 2.5}),
+    "deepseek_v2 low-rank queries, yarn": (
+        "deepseek_v2",
+        {"q_lora_rank": 24, "rope_parameters": YARN, "first_k_dense_replace": 0},
+    ),
+    "deepseek_v2 biases": ("deepseek_v2", {"attention_bias": True, "mlp_bias": True}),
+    "deepseek_v2 wide values": ("deepseek_v2", {"v_head_dim": 24, "q_lora_rank": 24}),
+    "dwr": ("dwr", {}),
+    "dwr three of five": ("dwr", {"num_experts": 5, "num_experts_per_tok": 3}),
 }
 BACKENDS = ["reference", "cpu"]
 
@@ -42,6 +71,8 @@ def oracle(case: str) -> Any:
 
     kind, overrides = CASES[case]
     path = tiny_checkpoint(kind, **overrides)
+    if kind == "dwr":
+        return load_static(path)
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
@@ -52,7 +83,8 @@ def prompt(seed: int, length: int = 50) -> list[int]:
 
 @torch.no_grad()
 def expected(case: str, ids: list[int]) -> torch.Tensor:
-    logits: torch.Tensor = oracle(case)(torch.tensor([ids])).logits[0]
+    out = oracle(case)(torch.tensor([ids]))
+    logits: torch.Tensor = getattr(out, "logits", out)[0]
     return logits
 
 
@@ -67,7 +99,7 @@ def test_prefill_and_decode_logits(case: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", ["qwen3_moe"])
+@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "dwr"])
 def test_mixed_batch_of_prefill_and_decode(case: str, backend: str) -> None:
     """Sequences of different lengths and phases in one step do not see each other."""
     prompts = [prompt(seed, length) for seed, length in enumerate((33, 5, 17))]
@@ -88,3 +120,9 @@ def test_mixed_batch_of_prefill_and_decode(case: str, backend: str) -> None:
     assert paged.lengths == [33, 5, 17]
     for mine, want in zip(got, wants, strict=True):
         assert (torch.cat(mine) - want).abs().max() < 1e-4
+
+
+def test_dwr_has_the_published_size() -> None:
+    with torch.device("meta"):
+        model = StaticDWR(SEED_SHAPE)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 259_712_096
