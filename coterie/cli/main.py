@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from coterie import __version__
-from coterie.cli import bench, carve, chat, doctor, pull, run, serve
+from coterie.cli import bench, carve, chat, doctor, pull, run, serve, store
 from coterie.cli.terminal import width
 from coterie.core.errors import ConfigError, CoterieError, InvalidRequest
 
@@ -26,6 +26,7 @@ COMMANDS: dict[str, ModuleType] = {
     "chat": chat,
     "pull": pull,
     "carve": carve,
+    "store": store,
     "doctor": doctor,
     "bench": bench,
 }

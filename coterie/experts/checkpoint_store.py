@@ -53,6 +53,10 @@ class CheckpointStore:
     def fingerprint(self) -> str:
         return self._checkpoint.fingerprint()
 
+    @property
+    def lineage(self) -> tuple[str, ...]:
+        return (self.fingerprint,)
+
     def layout(self, layer: int) -> ExpertLayout:
         return self._layouts[layer]
 

@@ -102,6 +102,12 @@ class Disk:
     def size(self, path: Path) -> int:
         return self._handle(path).size
 
+    def forget(self) -> None:
+        """Drops what others left of the open files in the page cache."""
+        with self._lock:
+            for handle in self._handles.values():
+                drop_cached(handle.number, 0, 0)
+
     def close(self) -> None:
         with self._lock:
             for handle in self._handles.values():

@@ -75,7 +75,7 @@ class StoreIndex:
 
     def save(self, directory: Path) -> None:
         """Replaces the index in one step."""
-        text = json.dumps({**self._facts(), "fingerprint": self.fingerprint}, indent=1)
+        text = json.dumps({**self._facts(), "fingerprint": self.fingerprint})
         draft = directory / f".{INDEX_FILE}.{os.getpid()}"
         try:
             with draft.open("w", encoding="utf-8") as sink:

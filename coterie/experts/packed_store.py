@@ -45,6 +45,10 @@ class PackedStore:
     def fingerprint(self) -> str:
         return self.index.fingerprint
 
+    @property
+    def lineage(self) -> tuple[str, ...]:
+        return (*self.index.lineage, self.fingerprint)
+
     def layout(self, layer: int) -> ExpertLayout:
         return self._layouts[layer]
 

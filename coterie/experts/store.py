@@ -81,6 +81,12 @@ class Store(Protocol):
         """Changes when any expert does."""
         ...
 
+    @property
+    def lineage(self) -> tuple[str, ...]:
+        """Fingerprints of the experts before an export or an edit, the model's own first. A
+        heatmap of any of them still describes these experts."""
+        ...
+
     def layout(self, layer: int) -> ExpertLayout: ...
 
     def read_bytes(self, key: Key) -> int:

@@ -32,8 +32,25 @@ if sys.platform == "win32":
                 return
             except OSError:
                 time.sleep(0.2)
+
+    def try_lock(handle: int) -> bool:
+        """Whether an open file is ours now; it stays so until it is closed."""
+        try:
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+
 else:
     import fcntl
 
     def _acquire(handle: int) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX)
+
+    def try_lock(handle: int) -> bool:
+        """Whether an open file is ours now; it stays so until it is closed."""
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True

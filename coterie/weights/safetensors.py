@@ -18,12 +18,16 @@ import numpy.typing as npt
 import torch
 
 from coterie.core.errors import WeightsError
+from coterie.weights.gguf_blocks import BLOCK_SIZES
 from coterie.weights.gguf_tensors import decode
 from coterie.weights.json_file import read_json
 from coterie.weights.pages import Extent, release, samples
 from coterie.weights.quantize import Weight
 
 INDEX = "model.safetensors.index.json"
+
+# in a header's metadata: JSON of name -> [GGUF type, shape], for tensors written as plain bytes
+BLOCKS_KEY = "coterie.blocks"
 
 _READ = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -87,7 +91,7 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str) -> Weight:
         entry = self._entry(name)
-        if entry.dtype not in _READ:
+        if entry.dtype not in _READ and entry.dtype not in BLOCK_SIZES:
             raise WeightsError(
                 f"{self._where[name].path}: tensor {name!r} is stored as {entry.dtype}; "
                 f"{', '.join(_READ)} are supported. Use a checkpoint in one of them, or GGUF."
@@ -128,6 +132,17 @@ class SafetensorsCheckpoint:
         if name not in self._where:
             raise WeightsError(f"{self.path}: has no tensor {name!r}. Is this the right model?")
         return self._where[name].entries[name]
+
+
+def read_file(path: Path) -> dict[str, Weight]:
+    """Every tensor of one safetensors file, without a model around it."""
+    shard, tensors = _open_shard(path), {}
+    for name, entry in shard.entries.items():
+        if entry.dtype not in _READ:
+            raise WeightsError(f"{path}: tensor {name!r} is {entry.dtype}; use {', '.join(_READ)}.")
+        raw = torch.from_numpy(shard.data[entry.begin : entry.end])
+        tensors[name] = decode(raw, entry.dtype, entry.shape)
+    return tensors
 
 
 def _shard_names(path: Path) -> dict[str, str]:
@@ -206,7 +221,7 @@ def _entries(path: Path, header: bytes, start: int, size: int) -> dict[str, _Ent
         raise WeightsError(f"{path}: its header is not valid JSON. {_AGAIN}") from error
     if not isinstance(table, dict):
         raise WeightsError(f"{path}: its header is not a JSON object. {_AGAIN}")
-    table.pop("__metadata__", None)
+    metadata = table.pop("__metadata__", None)
     entries = {name: _entry_of(path, name, facts, start) for name, facts in table.items()}
     reached = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
@@ -218,7 +233,29 @@ def _entries(path: Path, header: bytes, start: int, size: int) -> dict[str, _Ent
             f"{path}: truncated or overlong, its tensors end at byte {reached} but the file has "
             f"{size}. {_AGAIN}"
         )
-    return entries
+    return {**entries, **_blocks(path, metadata, entries)}
+
+
+def _blocks(path: Path, metadata: Any, entries: dict[str, _Entry]) -> dict[str, _Entry]:
+    """The entries that hold GGUF's blocks, as what they are."""
+    text = metadata.get(BLOCKS_KEY) if isinstance(metadata, dict) else None
+    if text is None:
+        return {}
+    fault = WeightsError(f"{path}: its metadata {BLOCKS_KEY!r} makes no sense. {_AGAIN}")
+    try:
+        table = json.loads(text)
+        found = {name: (str(kind), _whole_numbers(shape)) for name, (kind, shape) in table.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise fault from error
+    blocks = {}
+    for name, (kind, shape) in found.items():
+        entry, (elements, nbytes) = entries.get(name), BLOCK_SIZES.get(kind, (0, 0))
+        if entry is None or not shape or not elements or shape[-1] % elements:
+            raise fault
+        if math.prod(shape) // elements * nbytes != entry.end - entry.begin:
+            raise fault
+        blocks[name] = _Entry(kind, shape, entry.begin, entry.end)
+    return blocks
 
 
 def _entry_of(path: Path, name: str, facts: Any, start: int) -> _Entry:

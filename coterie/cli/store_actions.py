@@ -1,0 +1,266 @@
+"""What each action of `coterie store` does and prints. Imports the expert tier when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coterie.cli.options import fetch
+from coterie.cli.terminal import facts, nbytes, note, progress, table
+from coterie.core.errors import ConfigError, WeightsError
+
+if TYPE_CHECKING:
+    from coterie.experts.edit import Groups, Pruned
+    from coterie.experts.heatmap import Heatmap
+    from coterie.experts.io_profile import Sample
+    from coterie.experts.store import Store
+    from coterie.models.spec import ModelSpec
+    from coterie.weights.checkpoint import Checkpoint
+
+
+def export(args: argparse.Namespace) -> int:
+    from coterie.experts.export import export as write
+    from coterie.weights.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(fetch(args.model))
+    store = _store_of(checkpoint, args.dtype)
+    with progress(f"exporting {args.out}") as tick:
+        done = write(checkpoint, store, Path(args.out), tick)
+    report = {
+        "store": str(done.path),
+        "experts": len(done.index.records),
+        "dtype": done.index.dtype,
+        "expert_bytes": done.index.end,
+        "backbone_bytes": done.backbone_bytes,
+        "resumed": done.resumed,
+        "fingerprint": done.index.fingerprint,
+    }
+    pairs = [
+        ("store", str(done.path)),
+        ("experts", f"{report['experts']} in {done.index.dtype}, {nbytes(done.index.end)}"),
+        ("backbone", nbytes(done.backbone_bytes)),
+        ("fingerprint", done.index.fingerprint[:16]),
+    ]
+    if done.resumed:
+        pairs.append(("resumed", f"{done.resumed} experts were there already"))
+    return _show(args, report, facts(pairs))
+
+
+def inspect(args: argparse.Namespace) -> int:
+    from coterie.experts.survey import inspect as look
+
+    store = _any_store(args.store)
+    layers = store.geometry.layers
+    if args.layer is not None and args.layer not in layers:
+        raise ConfigError(
+            f"layer {args.layer} has no experts; layers {layers[0]} to {layers[-1]} do",
+            param="layer",
+        )
+    heatmap = _heatmap(args.heatmap, store) if args.heatmap else None
+    wanted = [key for key in store.geometry.keys() if args.layer in (None, key[0])]  # noqa: SIM118
+    with progress(f"reading {args.store}") as tick:
+        found = list(look(store, wanted, heatmap, tick))
+    absent = sorted(key for key in store.geometry.absent if args.layer in (None, key[0]))
+    report = {
+        "fingerprint": store.fingerprint,
+        "experts": [
+            {"layer": f.key[0], "expert": f.key[1], "bytes": f.nbytes, "norms": f.norms}
+            | ({} if f.count is None else {"count": f.count})
+            for f in found
+        ],
+        "absent": [list(key) for key in absent],
+    }
+    parts = list(found[0].norms) if found else []
+    headers = ["layer", "expert", "size", *[f"|{part}|" for part in parts]]
+    headers += ["count"] if heatmap else []
+    rows = []
+    for f in found:
+        row = [str(f.key[0]), str(f.key[1]), nbytes(f.nbytes)]
+        row += [f"{f.norms[part]:.4g}" for part in parts]
+        rows.append(row + ([] if f.count is None else [f"{f.count:.0f}"]))
+    lines = [table(headers, rows)] if rows else ["no experts"]
+    if absent:
+        lines.append(f"absent: {', '.join(f'{layer}/{expert}' for layer, expert in absent)}")
+    return _show(args, report, "\n".join(lines))
+
+
+def verify(args: argparse.Namespace) -> int:
+    from coterie.experts.packed_store import PackedStore
+    from coterie.experts.survey import verify as read_all
+
+    store = _any_store(args.store)
+    with progress(f"verifying {args.store}") as tick:
+        result = read_all(store, tick)
+    checked = isinstance(store, PackedStore)
+    report = {**asdict(result), "checksums": checked, "sound": not result.faults}
+    what = "match their checksums" if checked else "can be read (the model has no checksums)"
+    text = "\n".join(result.faults) or f"{result.experts} experts {what}, {nbytes(result.nbytes)}"
+    _show(args, report, text)
+    return 1 if result.faults else 0
+
+
+def prune(args: argparse.Namespace) -> int:
+    from coterie.experts.edit import prune as drop
+    from coterie.experts.packed_store import open_packed
+
+    path = _packed(args.store)
+    store = open_packed(path)
+    heatmap = _heatmap(args.heatmap, store)
+    store.close()
+    with progress(f"writing {args.out or path}") as tick:
+        done = drop(path, heatmap, _groups(path), Path(args.out) if args.out else None, tick)
+    total = sum(len(experts) for experts in done.dropped.values())
+    report = {
+        "store": str(done.path),
+        "fingerprint": done.fingerprint,
+        "dropped": {str(layer): list(experts) for layer, experts in done.dropped.items()},
+        "spared": {str(layer): list(experts) for layer, experts in done.spared.items()},
+        "experts": total,
+        "bytes": done.freed_bytes,
+    }
+    return _show(args, report, _pruned(done, total, in_place=args.out is None))
+
+
+def _pruned(done: Pruned, total: int, in_place: bool) -> str:
+    rows = [
+        (str(layer), " ".join(map(str, done.dropped[layer])), " ".join(map(str, spared)) or "-")
+        for layer, spared in done.spared.items()
+        if done.dropped[layer] or spared
+    ]
+    lines = [f"{total} experts dropped, {nbytes(done.freed_bytes)}: {done.path}"]
+    if rows:
+        lines += ["the router may no longer pick:"]
+        lines.append(table(("layer", "dropped", "unused, kept for top-k"), rows))
+    if total and in_place:
+        lines.append("experts.bin keeps its size; --out DIR writes a compact copy")
+    return "\n".join(lines)
+
+
+def replace(args: argparse.Namespace) -> int:
+    from coterie.experts.disk import aligned_buffer
+    from coterie.experts.edit import named_parts, replace_expert
+    from coterie.experts.index import read_index
+    from coterie.kernels.expert_record import unpack_record
+    from coterie.weights.safetensors import read_file
+
+    path, key = _packed(args.store), (args.layer, args.expert)
+    index = read_index(path)
+    if key not in index.records:
+        raise ConfigError(f"{path}: has no expert {key[1]} in layer {key[0]}", param="expert")
+    source = Path(args.source)
+    if source.suffix == ".safetensors" and source.is_file():
+        parts = named_parts(read_file(source), index.layout(key[0]))
+    else:
+        store = _any_store(args.source)
+        if key not in store.geometry.keys():  # noqa: SIM118
+            raise WeightsError(f"{args.source}: has no expert {key[1]} in layer {key[0]}")
+        record = aligned_buffer(store.slot_bytes)
+        store.read(key, record)
+        parts = unpack_record(store.layout(key[0]), record)
+    edited = replace_expert(path, key, parts)
+    report = {"store": str(path), "layer": key[0], "expert": key[1]}
+    report |= {"sha256": edited.records[key].sha256, "fingerprint": edited.fingerprint}
+    text = f"expert {key[1]} of layer {key[0]} replaced; fingerprint {edited.fingerprint[:16]}"
+    return _show(args, report, text)
+
+
+def profile(args: argparse.Namespace) -> int:
+    from coterie.experts.io_profile import DEPTHS
+    from coterie.experts.io_profile import profile as measure
+    from coterie.weights.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(fetch(args.model))
+    note("measuring")
+    samples = measure(
+        lambda reads: _store_of(checkpoint, args.dtype, reads), args.bytes, args.depth or DEPTHS
+    )
+    report = [{**asdict(sample), "bytes_s": sample.bytes_s} for sample in samples]
+    return _show(args, {"samples": report}, _profiled(samples))
+
+
+def _profiled(samples: list[Sample]) -> str:
+    rows = []
+    for s in samples:
+        spent = max(s.read_s + s.checksum_s + s.pack_s, 1e-9)
+        shares = [f"{100 * part / spent:.0f}%" for part in (s.read_s, s.checksum_s, s.pack_s)]
+        rate = f"{s.bytes_s / 1e9:.2f}"
+        rows.append((s.reads, str(s.depth), rate, *shares, f"{1e3 * s.open_s:.0f}"))
+    return table(("reads", "depth", "GB/s", "read", "check", "pack", "open ms"), rows)
+
+
+def _show(args: argparse.Namespace, report: dict[str, Any], text: str) -> int:
+    print(json.dumps(report, indent=1) if args.json else text)
+    return 0
+
+
+def _any_store(model: str) -> Store:
+    """A packed store by its index alone; another model through its config."""
+    from coterie.experts.index import INDEX_FILE
+    from coterie.experts.packed_store import open_packed
+    from coterie.weights.checkpoint import open_checkpoint
+
+    path = fetch(model)
+    if (path / INDEX_FILE).exists():
+        return open_packed(path)
+    return _store_of(open_checkpoint(path), "auto")
+
+
+def _packed(name: str) -> Path:
+    from coterie.experts.index import INDEX_FILE
+
+    path = Path(name)
+    if not (path / INDEX_FILE).exists():
+        raise WeightsError(
+            f"{path}: not a packed store (no {INDEX_FILE}). Make one with coterie store export."
+        )
+    return path
+
+
+def _store_of(checkpoint: Checkpoint, dtype: str, reads: str = "auto") -> Store:
+    from coterie.experts.geometry import Geometry
+    from coterie.experts.store import ExpertNames, open_store
+
+    spec = _spec(checkpoint)
+    moe = spec.moe
+    if moe is None:
+        raise WeightsError(f"{checkpoint.path}: a dense model, which has no experts.")
+    return open_store(
+        checkpoint,
+        Geometry(moe.layers, moe.num_experts, moe.routing.top_k),
+        ExpertNames(moe.parts),
+        dtype,
+        reads,
+        hidden=spec.hidden,
+        intermediate=moe.intermediate,
+        gated=moe.gated,
+    )
+
+
+def _spec(checkpoint: Checkpoint) -> ModelSpec:
+    from coterie.models.base import read_spec
+
+    return read_spec(checkpoint)
+
+
+def _groups(path: Path) -> Groups:
+    """How the store's router groups experts."""
+    from coterie.experts.edit import Groups
+    from coterie.weights.checkpoint import open_checkpoint
+
+    moe = _spec(open_checkpoint(path)).moe
+    return Groups(moe.routing.groups, moe.routing.top_groups) if moe else Groups()
+
+
+def _heatmap(path: str, store: Store) -> Heatmap:
+    """Accepted when it was counted on these experts, or on those they came from."""
+    from coterie.experts.heatmap import Heatmap
+    from coterie.weights.json_file import read_json
+
+    document = read_json(Path(path))
+    counted_on = document.get("fingerprint")
+    known = counted_on if counted_on in store.lineage else store.fingerprint
+    workload = str(document.get("workload"))
+    return Heatmap.load(Path(path), store.geometry, fingerprint=known, workload=workload)

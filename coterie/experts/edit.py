@@ -1,0 +1,199 @@
+"""Changes a packed store: drop experts nobody uses, or put another in an expert's place.
+
+A record is never overwritten: new ones are appended, and the index is replaced in one step, so that
+a crash leaves the old store and a running engine keeps reading it. Every change has a new
+fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from torch import Tensor
+
+from coterie.core.errors import WeightsError
+from coterie.experts.disk import PAGE, Disk, aligned_buffer
+from coterie.experts.export import Progress, export
+from coterie.experts.geometry import Geometry, Key
+from coterie.experts.heatmap import Heatmap
+from coterie.experts.index import EXPERTS_FILE, Record, StoreIndex, named, read_index
+from coterie.experts.packed_store import PackedStore
+from coterie.kernels.expert_layout import ExpertLayout, PartPlace
+from coterie.kernels.expert_record import pack_record, rebias, weight_offset
+from coterie.weights.checkpoint import open_checkpoint
+from coterie.weights.lock import try_lock
+from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight, dense
+
+# names by which a safetensors file may call an expert's parts
+_SPELLINGS = {
+    "gate": ("gate", "gate.weight", "gate_proj.weight", "w1.weight"),
+    "up": ("up", "up.weight", "up_proj.weight", "w3.weight"),
+    "down": ("down", "down.weight", "down_proj.weight", "w2.weight"),
+    "fc1": ("fc1", "fc1.weight"),
+    "fc1_bias": ("fc1_bias", "fc1.bias"),
+    "fc2": ("fc2", "fc2.weight"),
+    "fc2_bias": ("fc2_bias", "fc2.bias"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """`dropped`: what the router may no longer pick. `spared`: never used either, but kept because
+    a token needs that many experts."""
+
+    path: Path
+    fingerprint: str
+    dropped: Mapping[int, tuple[int, ...]]
+    spared: Mapping[int, tuple[int, ...]]
+    freed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Routers that pick experts from the best `top` of `count` groups need some in every group."""
+
+    count: int = 1
+    top: int = 1
+
+
+def prune(
+    path: Path,
+    heatmap: Heatmap,
+    groups: Groups | None = None,
+    out: Path | None = None,
+    progress: Progress | None = None,
+) -> Pruned:
+    """Drops the experts that `heatmap` never saw: in place by a new index (`experts.bin` keeps
+    their bytes), or as a compact copy at `out`."""
+    with _editing(path):
+        index = read_index(path)
+        dropped, spared = _never_used(index.geometry, heatmap, groups or Groups())
+        gone = {(layer, expert) for layer, experts in dropped.items() for expert in experts}
+        edited = replace(
+            index,
+            geometry=replace(index.geometry, absent=index.geometry.absent | gone),
+            records={key: record for key, record in index.records.items() if key not in gone},
+            lineage=(*index.lineage, index.fingerprint),
+        )
+        if out is not None:
+            store = PackedStore(path, edited, "auto", Disk())
+            edited = export(open_checkpoint(path), store, out, progress).index
+            store.close()
+        elif gone:
+            edited.save(path)
+        else:
+            edited = index
+    freed = sum(index.records[key].nbytes for key in gone)
+    return Pruned(out or path, edited.fingerprint, dropped, spared, freed)
+
+
+def _never_used(
+    geometry: Geometry, heatmap: Heatmap, groups: Groups
+) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+    if (heatmap.geometry.layers, heatmap.geometry.num_experts) != (
+        geometry.layers,
+        geometry.num_experts,
+    ):
+        raise WeightsError("the heatmap counts other layers and experts than the store has")
+    if heatmap.total() <= 0:
+        raise WeightsError("the heatmap has counted nothing: every expert would be dropped")
+    floor, size = -(-geometry.top_k // groups.top), geometry.num_experts // groups.count
+    dropped, spared = {}, {}
+    for layer in geometry.layers:
+        ranked = heatmap.hottest_of(layer)
+        needed = {
+            expert
+            for group in range(groups.count)
+            for expert in [e for e in ranked if e // size == group][:floor]
+        }
+        unused = [e for e in geometry.present(layer) if heatmap.count((layer, e)) <= 0]
+        dropped[layer] = tuple(e for e in unused if e not in needed)
+        spared[layer] = tuple(e for e in unused if e in needed)
+    return dropped, spared
+
+
+def replace_expert(path: Path, key: Key, parts: Mapping[str, Weight | Tensor]) -> StoreIndex:
+    """Puts `parts` in the place of expert `key`; shapes are checked, precision is the store's."""
+    with _editing(path) as sink:
+        index = read_index(path)
+        if key not in index.records:
+            raise WeightsError(f"{path}: has no {named(key)}")
+        layout = index.layout(key[0])
+        fitted = {place.name: _fitted(key, place, parts) for place in layout.parts()}
+        record = aligned_buffer(layout.nbytes)
+        pack_record(layout, fitted, record)
+        edited = _appended(index, key, layout, record, sink)
+        edited.save(path)
+        return edited
+
+
+def named_parts(tensors: Mapping[str, Weight], layout: ExpertLayout) -> dict[str, Weight | Tensor]:
+    """An expert's parts among the tensors of a file, under any usual name."""
+    found: dict[str, Weight | Tensor] = {}
+    for place in layout.parts():
+        name = next((name for name in _SPELLINGS[place.name] if name in tensors), None)
+        if name is None:
+            spellings = ", ".join(_SPELLINGS[place.name])
+            raise WeightsError(f"no {place.name} among {', '.join(tensors)}; name it {spellings}")
+        found[place.name] = tensors[name] if place.columns else dense(tensors[name])
+    return found
+
+
+def _appended(
+    index: StoreIndex, key: Key, layout: ExpertLayout, record: Tensor, sink: IO[bytes]
+) -> StoreIndex:
+    """The record behind all others, on disk before an index names it."""
+    if index.weight_offset != weight_offset():
+        rebias(layout, record)
+    offset = -(-max(sink.seek(0, os.SEEK_END), index.end) // PAGE) * PAGE
+    sink.seek(offset)
+    sink.write(record.numpy().data)
+    sink.flush()
+    os.fsync(sink.fileno())
+    digest = hashlib.sha256(record.numpy().data).hexdigest()
+    return replace(
+        index,
+        records={**index.records, key: Record(offset, layout.nbytes, digest)},
+        lineage=(*index.lineage, index.fingerprint),
+    )
+
+
+def _fitted(key: Key, place: PartPlace, parts: Mapping[str, Weight | Tensor]) -> Weight | Tensor:
+    part = parts.get(place.name)
+    wanted = (place.rows, place.columns) if place.columns else (place.rows,)
+    if part is None or tuple(part.shape) != wanted:
+        found = "missing" if part is None else f"{tuple(part.shape)}"
+        raise WeightsError(f"{place.name} for {named(key)} is {found}, not {wanted}")
+    if isinstance(part, Tensor) or _kind(part) == place.kind:
+        return part
+    if place.kind in ("q4_k", "q6_k"):
+        raise WeightsError(
+            f"{place.name} of {named(key)} is kept as {place.kind}, which is not written here. "
+            "Export the store with --dtype int8 or int4 first."
+        )
+    return Dense(dense(part))
+
+
+def _kind(weight: Weight) -> str:
+    if isinstance(weight, Blocks):
+        return weight.kind
+    return {Int8: "int8", Int4: "int4", Dense: ""}[type(weight)]
+
+
+@contextmanager
+def _editing(path: Path) -> Iterator[IO[bytes]]:
+    """One change at a time; the lock goes with the process."""
+    file = path / EXPERTS_FILE
+    try:
+        with file.open("r+b") as sink:
+            if not try_lock(sink.fileno()):
+                raise WeightsError(f"{path}: another command is changing it. Wait for it.")
+            yield sink
+    except OSError as error:
+        raise WeightsError(f"{file}: cannot be changed ({error.strerror or error}).") from error
