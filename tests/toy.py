@@ -55,11 +55,15 @@ class ToyModel:
         self.device = torch.device("cpu")
         self.kv_dtype = torch.int64
         self.weight_bytes = 0
+        self.experts = None
         self.fail_next = False
         self.num_rows = 0
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return (2, num_blocks, 1, block_size, 1)
+
+    def take_usage(self) -> None:
+        """There are no experts."""
 
     def prepare(self, kv: Sequence[Tensor], block_size: int, max_sequences: int) -> None:
         """There is nothing to compile."""

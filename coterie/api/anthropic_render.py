@@ -15,6 +15,7 @@ from coterie.api.errors import encode
 from coterie.api.reasoning import CONTENT, REASONING, Piece, Splitter
 from coterie.core.errors import CoterieError
 from coterie.core.events import Delta, Event, Finished, Started, Usage
+from coterie.core.telemetry import metadata
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -68,7 +69,7 @@ def whole(shape: MessageShape, answer: Answer) -> bytes:
     choice = answer.choices[0]
     payload = shape.message(_blocks(shape, choice))
     payload |= stop_fields(choice.finish_reason, choice.stop_match)
-    return encode(payload | {"usage": _final_usage(answer.usage)})
+    return encode(payload | {"usage": _final_usage(answer.usage)} | answer.metadata)
 
 
 def _blocks(shape: MessageShape, choice: Choice) -> list[dict[str, Any]]:
@@ -182,4 +183,5 @@ class MessageStream:
         if self.block < 0:
             frames += self._open(CONTENT)
         last = {"delta": self.stop, "usage": _final_usage(usage)}
+        last |= metadata(usage, finished.timings, finished.experts)
         return frames + self._close() + event("message_delta", last) + event("message_stop", {})

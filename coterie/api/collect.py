@@ -6,8 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
+from typing import Any
 
 from coterie.api.sse import Events, refuse
+from coterie.core.dispatch import ExpertUsage
 from coterie.core.errors import InternalError, from_code
 from coterie.core.events import (
     Delta,
@@ -19,6 +23,7 @@ from coterie.core.events import (
     TokenLogprob,
     Usage,
 )
+from coterie.core.telemetry import metadata
 
 # events of all sources that wait for a slow reader; past it each source's own mailbox folds them
 MAX_WAITING = 64
@@ -50,6 +55,11 @@ class Answer:
     started: list[Started]
     usage: Usage
     timings: Timings
+    experts: ExpertUsage | None = None
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return metadata(self.usage, self.timings, self.experts, len(self.choices))
 
 
 async def collect(events: Events, num_choices: int) -> Answer:
@@ -68,7 +78,7 @@ async def collect(events: Events, num_choices: int) -> Answer:
                 case Started():
                     started.append(event)
                 case Finished():
-                    return Answer(choices, started, event.usage, event.timings)
+                    return Answer(choices, started, event.usage, event.timings, event.experts)
                 case Failed():
                     raise from_code(event.code, event.message, retry_after_s=event.retry_after_s)
     raise InternalError("the answer ended without a result")
@@ -116,6 +126,7 @@ async def _pump(
 
 def _sum(ends: Sequence[Finished]) -> Finished:
     usages, timings = [end.usage for end in ends], [end.timings for end in ends]
+    experts = [end.experts for end in ends if end.experts is not None]
     return Finished(
         request_id=ends[0].request_id,
         choices=tuple(reason for end in ends for reason in end.choices),
@@ -133,4 +144,5 @@ def _sum(ends: Sequence[Finished]) -> Finished:
             total_s=max(t.total_s for t in timings),
             num_preemptions=sum(t.num_preemptions for t in timings),
         ),
+        experts=reduce(add, experts) if experts else None,
     )

@@ -44,9 +44,10 @@ ROWS: dict[str, Row] = {
     "unavailable": Row(503, "server_error", "specialist_unavailable", 529, "overloaded_error"),
     "deadline_exceeded": Row(504, "server_error", "deadline_exceeded", 504, "timeout_error"),
     "worker_crashed": Row(500, "server_error", "worker_crashed", 500, "api_error"),
+    "weights_error": Row(500, "server_error", "weights_error", 500, "api_error"),
     "internal_error": Row(500, "server_error", "internal_error", 500, "api_error"),
 }
-# weights_error, config_error and missing_dependency are ours to mend, not the caller's
+# config_error and missing_dependency are ours to mend, not the caller's
 _FALLBACK = ROWS["internal_error"]
 
 

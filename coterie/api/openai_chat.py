@@ -19,6 +19,7 @@ from coterie.api.openai_render import (
     error_frame,
     finish_fields,
     frame,
+    metadata_of,
     usage_fields,
 )
 from coterie.api.reasoning import REASONING, Piece, Splitter
@@ -67,7 +68,7 @@ def whole(shape: ChatShape, answer: Answer) -> bytes:
     payload["usage"] = usage_fields(answer.usage, reasoning_tokens)
     if shape.prompt_ids is not None:
         payload["prompt_token_ids"] = shape.prompt_ids
-    return encode(payload)
+    return encode(payload | answer.metadata)
 
 
 def _choice(shape: ChatShape, index: int, choice: Choice) -> tuple[dict[str, Any], int]:
@@ -187,7 +188,8 @@ class ChatStream:
             return DONE
         thought = sum(s.reasoning_tokens for s in self.splitters if s is not None)
         payload = self.shape.head("chat.completion.chunk")
-        return frame(payload | {"choices": [], "usage": usage_fields(event.usage, thought)}) + DONE
+        payload |= {"choices": [], "usage": usage_fields(event.usage, thought)}
+        return frame(payload | metadata_of(event)) + DONE
 
 
 _OPEN: dict[str, Any] = {"logprobs": None, "finish_reason": None}

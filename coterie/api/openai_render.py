@@ -11,7 +11,8 @@ from typing import Any
 from coterie.api import errors
 from coterie.api.errors import encode
 from coterie.core.errors import CoterieError
-from coterie.core.events import TokenLogprob, Usage
+from coterie.core.events import Finished, TokenLogprob, Usage
+from coterie.core.telemetry import metadata
 
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keepalive\n\n"
@@ -42,6 +43,11 @@ def usage_fields(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
             "reasoning_tokens": max(usage.reasoning_tokens, reasoning_tokens)
         },
     }
+
+
+def metadata_of(event: Finished) -> dict[str, Any]:
+    """Our own field beside the vendor's, in the frame that carries the usage."""
+    return metadata(event.usage, event.timings, event.experts, len(event.choices))
 
 
 def frame(payload: dict[str, Any]) -> bytes:

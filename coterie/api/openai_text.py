@@ -16,6 +16,7 @@ from coterie.api.openai_render import (
     error_frame,
     finish_fields,
     frame,
+    metadata_of,
     usage_fields,
 )
 from coterie.core.errors import CoterieError
@@ -72,7 +73,8 @@ def whole(shape: TextShape, answer: Answer) -> bytes:
         _choice(shape, index, choice, started.get(shape.part_id(index // shape.num_choices)))
         for index, choice in enumerate(answer.choices)
     ]
-    return encode(shape.head() | {"choices": choices, "usage": shape.usage(answer.usage)})
+    payload = shape.head() | {"choices": choices, "usage": shape.usage(answer.usage)}
+    return encode(payload | answer.metadata)
 
 
 def _choice(
@@ -136,7 +138,7 @@ class TextStream:
             if not self.shape.include_usage:
                 return DONE
             usage = {"choices": [], "usage": self.shape.usage(event.usage)}
-            return frame(self.shape.head() | usage) + DONE
+            return frame(self.shape.head() | usage | metadata_of(event)) + DONE
         return b""
 
     def error(self, error: CoterieError) -> bytes:

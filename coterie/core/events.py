@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coterie.core.dispatch import ExpertUsage
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -75,6 +77,8 @@ class Finished:
     choices: tuple[str, ...]
     usage: Usage
     timings: Timings
+    # only of a model with routed experts
+    experts: ExpertUsage | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from coterie.core.dispatch import ExpertUsage
 from coterie.core.events import Delta, Finished, Started, Timings, TokenLogprob, Usage
 from coterie.core.plan import Assignment
 from coterie.engine.detokenize import Detokenizer, Pieces, Stop
@@ -41,6 +42,8 @@ class ActiveRequest:
     num_preemptions: int = 0
     prompt_scores: dict[int, TokenScore] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
+    # what its experts cost so far; None for a model without any
+    experts: ExpertUsage | None = None
 
     @property
     def request_id(self) -> str:
@@ -123,6 +126,7 @@ class ActiveRequest:
                 total_s=max(now - arrived, 0.0),
                 num_preemptions=self.num_preemptions,
             ),
+            self.experts,
         )
 
     def describe(self, token: int, score: TokenScore) -> TokenLogprob:

@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from heapq import heapify, heappop, heappush
 
+from coterie.core.errors import CoterieError, InternalError, WeightsError
 from coterie.core.events import Delta, Event, Failed
 from coterie.engine.active import ActiveRequest
 from coterie.engine.beam import BeamSearch
 from coterie.engine.scheduler import Scheduler
 from coterie.engine.sequence import Sequence, Status
-from coterie.engine.step import BeamScores, StepPlan, StepResult, TokenScore
+from coterie.engine.step import BeamScores, StepPlan, StepResult, StepUsage, TokenScore
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 SLACK = 64
 # what a client is told; an exception's own words may quote somebody's prompt
 FAILED = "the engine failed on this request; the log has the reason"
+# a weights error's own words name files of this machine
+UNREADABLE = "weights of {lane} could not be read or are damaged; the server's log has the reason"
 
 
 class RequestBook:
@@ -89,6 +92,8 @@ class RequestBook:
 
     def commit(self, plan: StepPlan, result: StepResult, events: list[Event]) -> None:
         """Give every drawn token to its request."""
+        if result.dispatch is not None:
+            self._charge(plan, result.dispatch)
         for (row, position), found in result.prompt_scores.items():
             request = self._requests[plan.rows[row].sequence.request_id]
             request.prompt_scores[position] = found
@@ -112,6 +117,12 @@ class RequestBook:
             except Exception:
                 log.exception("request_broke", extra=self._fields(drawer))
                 self._fail(drawer, events)
+
+    def _charge(self, plan: StepPlan, usage: StepUsage) -> None:
+        for row, cost in zip(plan.rows, usage.rows, strict=True):
+            request = self._requests.get(row.sequence.request_id)
+            if request is not None:
+                request.experts = cost if request.experts is None else request.experts + cost
 
     def _first_token(self, request: ActiveRequest, now: float, events: list[Event]) -> None:
         request.clock.first_token = now
@@ -167,19 +178,26 @@ class RequestBook:
             self._end(request, sequence)
         self._finish(request, events)
 
-    def fail(self, plan: StepPlan, events: list[Event]) -> None:
-        """The step broke: nobody in it can go on."""
+    def fail(self, plan: StepPlan, error: Exception, events: list[Event]) -> None:
+        """The step broke: nobody in it can go on. What a typed error says reaches the clients."""
+        typed = error if isinstance(error, CoterieError) else None
         for row in plan.rows:
             request = self._requests.get(row.sequence.request_id)
             if request is not None:
                 log.error("request_lost_with_step", extra=self._fields(request))
-                self._fail(request, events)
+                self._fail(request, events, typed)
 
-    def _fail(self, request: ActiveRequest, events: list[Event]) -> None:
+    def _fail(
+        self, request: ActiveRequest, events: list[Event], error: CoterieError | None = None
+    ) -> None:
         for sequence in list(request.sequences):
             self._end(request, sequence)
         self._forget(request)
-        events.append(Failed(request.request_id, "internal_error", FAILED))
+        error = error or InternalError(FAILED)
+        message = error.message
+        if isinstance(error, WeightsError):
+            message = UNREADABLE.format(lane=request.assignment.lane)
+        events.append(Failed(request.request_id, error.code, message, error.retry_after_s))
 
     def _fields(self, request: ActiveRequest) -> dict[str, str]:
         return {"request_id": request.request_id, "replica": self._replica}

@@ -13,10 +13,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from coterie.core.errors import WeightsError
 from coterie.core.events import Event
 from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
 from coterie.engine.book import RequestBook
 from coterie.engine.detokenize import Pieces
+from coterie.engine.expert_tier import ExpertTier
 from coterie.engine.intake import open_request, refuse
 from coterie.engine.lane import LaneConfig
 from coterie.engine.pace import Pace
@@ -92,6 +94,7 @@ class Engine:
         self._outbox: list[Event] = []
         self._num_added = 0
         self._counts = dict.fromkeys(COUNTERS, 0.0)
+        self._experts = None if model.experts is None else ExpertTier(model.experts)
 
     def add(self, assignment: Assignment) -> Admitted | Rejected:
         """Take a request into its lane's queue, or say why not. Never raises for bad input."""
@@ -134,15 +137,29 @@ class Engine:
         scheduled = time.perf_counter()
         try:
             result = lane.runner.run(plan)
-        except Exception:
-            log.exception("step_failed", extra={"replica": self._replica})
-            self._book.fail(plan, events)
+        except Exception as error:
+            self._failed(plan, error, events)
             return events
         ran = time.perf_counter()
         lane.scheduler.commit(plan)
         self._book.commit(plan, result, events)
         self._account(index, plan, result, (started, scheduled, ran))
+        if self._experts is not None:
+            self._experts.after_step(plan, result)
         return events
+
+    def settle_experts(self, updates: int) -> None:
+        """Between requests: at most `updates` rounds of moving experts where they are used."""
+        if self._experts is not None:
+            self._experts.update(updates)
+
+    def _failed(self, plan: StepPlan, error: Exception, events: list[Event]) -> None:
+        fields = {"replica": self._replica}
+        if isinstance(error, WeightsError):
+            # names files, never a prompt
+            fields["reason"] = error.message
+        log.exception("step_failed", extra=fields)
+        self._book.fail(plan, error, events)
 
     def lane_states(self) -> tuple[LaneState, ...]:
         return tuple(
@@ -166,15 +183,20 @@ class Engine:
         schedulers = [lane.scheduler for lane in self._lanes]
         total = sum(lane.config.num_blocks for lane in self._lanes)
         available = sum(scheduler.space.cache.num_available for scheduler in schedulers)
-        return self._counts | {
-            "running": sum(len(scheduler.running) for scheduler in schedulers),
-            "waiting": sum(len(scheduler.waiting) for scheduler in schedulers),
-            "kv_usage": (total - available) / total,
-            "cached_blocks": sum(scheduler.space.cache.num_cached for scheduler in schedulers),
-            "prefix_queries_tokens": sum(s.space.prefix_query_tokens for s in schedulers),
-            "prefix_hits_tokens": sum(s.space.prefix_hit_tokens for s in schedulers),
-            "preemptions": sum(scheduler.num_preemptions for scheduler in schedulers),
-        }
+        experts = {} if self._experts is None else self._experts.stats()
+        return (
+            self._counts
+            | experts
+            | {
+                "running": sum(len(scheduler.running) for scheduler in schedulers),
+                "waiting": sum(len(scheduler.waiting) for scheduler in schedulers),
+                "kv_usage": (total - available) / total,
+                "cached_blocks": sum(scheduler.space.cache.num_cached for scheduler in schedulers),
+                "prefix_queries_tokens": sum(s.space.prefix_query_tokens for s in schedulers),
+                "prefix_hits_tokens": sum(s.space.prefix_hit_tokens for s in schedulers),
+                "preemptions": sum(scheduler.num_preemptions for scheduler in schedulers),
+            }
+        )
 
     def check(self) -> None:
         """Raises AssertionError when the books do not add up."""

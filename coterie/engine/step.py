@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from coterie.core.dispatch import ExpertUsage
 from coterie.engine.sequence import Sequence
 
 
@@ -48,6 +49,23 @@ class BeamScores(NamedTuple):
     logprobs: tuple[float, ...]
 
 
+class StepUsage(NamedTuple):
+    """What the experts of a step cost: all of it, and each row's share in the plan's order."""
+
+    total: ExpertUsage
+    rows: Seq[ExpertUsage]
+
+
+def step_usage(plan: StepPlan, total: ExpertUsage, rows: Seq[ExpertUsage]) -> StepUsage:
+    """Routing is one product for all rows: each bears its tokens' share of it."""
+    token_s = total.routing_s / plan.num_tokens
+    shared = [
+        replace(cost, routing_s=token_s * row.num_tokens)
+        for row, cost in zip(plan.rows, rows, strict=True)
+    ]
+    return StepUsage(total, shared)
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     # one token per draw
@@ -59,3 +77,5 @@ class StepResult:
     prompt_scores: Mapping[tuple[int, int], TokenScore] = field(default_factory=dict)
     run_s: float = 0.0
     sample_s: float = 0.0
+    # None where the model has no routed experts
+    dispatch: StepUsage | None = None

@@ -48,6 +48,20 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertInfo:
+    """Routed experts, as they were placed at start. `weight_bytes` leaves them out."""
+
+    strategy: str
+    count: int
+    device_slots: int
+    host_slots: int
+    # all of them; what both tiers may take; what one token passes through
+    expert_bytes: int
+    held_bytes: int
+    token_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaInfo:
     """What a worker found out while loading."""
 
@@ -68,6 +82,8 @@ class ReplicaInfo:
     generation: dict[str, Any]
     # the bytes that the lanes divided; `kv_bytes` is what whole blocks of it came to
     kv_budget: int = 0
+    # only of a model with routed experts
+    experts: ExpertInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,10 +69,11 @@ def main(address: str) -> int:
     channel.send(wire.Loaded(host.info))
     channel.send(Report(lanes=host.engine.lane_states()))
     try:
-        serve(host.engine, channel.receive, channel.send)
+        serve(host.engine, channel.receive, channel.send, host.tend)
     except Exception as error:
         log("engine_died", level="error", error=error, replica=spec.name)
         return 1
+    host.close()
     channel.close()
     return 0
 

@@ -9,28 +9,20 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
 from coterie.core.config import dispatch
 from coterie.core.errors import InvalidRequest, from_code
-from coterie.core.events import (
-    Delta,
-    Event,
-    Failed,
-    Finished,
-    Started,
-    Timings,
-    TokenLogprob,
-    Usage,
-)
+from coterie.core.events import Event, Failed, Finished
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
 from coterie.core.resolve import check_tokens, resolve_limits, resolve_sampling
 from coterie.weights.sources import resolve
 from coterie.workers.base import LaneSpec, WorkerSpec
+from coterie.workers.completion import Completion, Events, Stream, collect
 
 LANE = "embedded"
 _SAMPLING = frozenset(item.name for item in fields(Sampling))
@@ -38,33 +30,6 @@ _LIMITS = frozenset(item.name for item in fields(Limits))
 
 # a prompt is text, or token ids
 PromptLike = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    stop_match: str | int | None = None
-    logprobs: tuple[TokenLogprob, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One prompt's answer. `text` and `token_ids` are those of the first choice."""
-
-    choices: tuple[Choice, ...]
-    usage: Usage
-    timings: Timings
-    prompt_token_ids: tuple[int, ...]
-
-    @property
-    def text(self) -> str:
-        return self.choices[0].text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.choices[0].token_ids
 
 
 class LLM:
@@ -104,6 +69,7 @@ class LLM:
             dispatch=dispatch(experts),
         )
         host = build_engine(spec)
+        self._host = host
         self._engine, self.tokenizer, self.info = host.engine, host.tokenizer, host.info
         self._lock = threading.Lock()
         self._inboxes: dict[str, list[Event]] = {}
@@ -118,7 +84,7 @@ class LLM:
         for stream in streams:
             next(stream)
         return [
-            _collect(assignment, stream)
+            collect(assignment, stream)
             for assignment, stream in zip(assignments, streams, strict=True)
         ]
 
@@ -133,23 +99,28 @@ class LLM:
         assignment = self._assignment(_chat(messages, template_kwargs), options)
         stream = self._run(assignment)
         next(stream)
-        return _collect(assignment, stream)
+        return collect(assignment, stream)
 
-    def stream(
-        self, prompt: PromptLike | Sequence[Mapping[str, str]], **options: Any
-    ) -> Iterator[Delta]:
+    def stream(self, prompt: PromptLike | Sequence[Mapping[str, str]], **options: Any) -> Stream:
         """Deltas as they come, of a prompt or of a conversation. Closing the iterator aborts."""
         chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         value = _chat(prompt, None) if chat else _prompt(prompt)  # type: ignore[arg-type]
-        events = self._run(self._assignment(value, options))
+        assignment = self._assignment(value, options)
+        events = self._run(assignment)
         next(events)
-        return _deltas(events)
+        return Stream(events)
 
     def close(self) -> None:
-        """Abort what runs."""
+        """Abort what runs, save the heatmap of a model with experts and let its memory go."""
         with self._lock:
             for request_id in list(self._inboxes):
                 self._engine.abort(request_id)
+            self._host.close()
+
+    def expert_report(self) -> dict[str, Any] | None:
+        """How the experts' tiers stand and what they did since start; None for a dense model."""
+        with self._lock:
+            return self._host.expert_report()
 
     def __enter__(self) -> LLM:
         return self
@@ -182,7 +153,7 @@ class LLM:
             arrived_at=now,
         )
 
-    def _run(self, assignment: Assignment) -> Iterator[Event | None]:
+    def _run(self, assignment: Assignment) -> Events:
         """Yields None once it is queued, then its events."""
         request_id = assignment.request_id
         inbox = self._inboxes.setdefault(request_id, [])
@@ -255,42 +226,3 @@ def _chat(messages: Sequence[Mapping[str, str]], template_kwargs: Mapping[str, A
     # a conversation that ends with the assistant is continued, not answered
     opened = not turns or turns[-1].role != "assistant"
     return Chat(turns, dict(template_kwargs or {}), add_generation_prompt=opened)
-
-
-def _deltas(events: Iterator[Event | None]) -> Iterator[Delta]:
-    for event in events:
-        if isinstance(event, Failed):
-            raise from_code(event.code, event.message)
-        if isinstance(event, Delta):
-            yield event
-
-
-def _collect(assignment: Assignment, events: Iterator[Event | None]) -> Completion:
-    count = assignment.sampling.n or 1
-    deltas: list[list[Delta]] = [[] for _ in range(count)]
-    for event in events:
-        if isinstance(event, Delta):
-            deltas[event.choice].append(event)
-        elif isinstance(event, Failed):
-            raise from_code(event.code, event.message)
-        elif isinstance(event, Finished):
-            choices = tuple(
-                _choice(items, reason) for items, reason in zip(deltas, event.choices, strict=True)
-            )
-            return Completion(choices, event.usage, event.timings, assignment.prompt_ids)
-        elif isinstance(event, Started):
-            continue
-    raise from_code("internal_error", "the engine ended a request without a word")
-
-
-def _choice(deltas: list[Delta], reason: str) -> Choice:
-    logprobs = None
-    if any(delta.logprobs is not None for delta in deltas):
-        logprobs = tuple(item for delta in deltas for item in delta.logprobs or ())
-    return Choice(
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        finish_reason=reason,
-        stop_match=deltas[-1].stop_match if deltas else None,
-        logprobs=logprobs,
-    )

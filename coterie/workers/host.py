@@ -5,9 +5,10 @@ The only place that reads a checkpoint for serving. Knows no transport.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,20 @@ import torch
 
 from coterie.core.errors import ConfigError
 from coterie.engine.engine import Engine, LaneConfig
-from coterie.models.base import CausalLM, load_model
+from coterie.models.base import (
+    CausalLM,
+    ModelSpec,
+    kv_bytes_per_token,
+    load_model,
+    read_spec,
+    stored_dtype,
+)
 from coterie.models.tokenizer import Tokenizer, load_tokenizer
-from coterie.weights.checkpoint import open_checkpoint
+from coterie.weights.checkpoint import Checkpoint, open_checkpoint
 from coterie.workers import memory
 from coterie.workers.base import LaneSpec, ReplicaInfo, WorkerSpec
+from coterie.workers.expert_host import ExpertHost, refuse_dense
+from coterie.workers.warmup import refine
 
 # generation_config keys that mean something to a request; the rest never leaves the worker
 GENERATION_KEYS = (
@@ -40,6 +50,20 @@ class Host:
     engine: Engine
     tokenizer: Tokenizer
     info: ReplicaInfo
+    experts: ExpertHost | None = None
+
+    def tend(self) -> None:
+        """Now and then, between steps."""
+        if self.experts is not None:
+            self.experts.tend()
+
+    def expert_report(self) -> dict[str, Any] | None:
+        runtime = None if self.experts is None else self.experts.runtime
+        return None if runtime is None else runtime.report()
+
+    def close(self) -> None:
+        if self.experts is not None:
+            self.experts.close()
 
 
 def build_engine(spec: WorkerSpec, progress: Progress | None = None) -> Host:
@@ -48,17 +72,46 @@ def build_engine(spec: WorkerSpec, progress: Progress | None = None) -> Host:
     torch.set_num_threads(threads)
     checkpoint = open_checkpoint(Path(spec.model))
     asked = [lane.context for lane in spec.lanes]
+    context = max(asked) if all(asked) else None
+    shape = read_spec(checkpoint, context)
+    refuse_dense(shape, spec.dispatch)
+    kv_bytes = spec.kv_bytes
+    experts = None
+    if shape.moe is not None:
+        # before the experts, which take what is left
+        kv_bytes = kv_bytes or _moe_kv_bytes(spec, shape, checkpoint, device)
+        experts = ExpertHost(Path(spec.model), spec.dispatch, kv_bytes)
     model = load_model(
         checkpoint,
         dtype=spec.dtype,
         device=device,
-        max_context=max(asked) if all(asked) else None,
+        max_context=context,
         progress=progress,
+        experts=experts.open if experts is not None else None,
     )
-    kv_bytes = spec.kv_bytes or _auto_kv_bytes(spec, model)
-    lanes = plan_lanes(spec.lanes, model, kv_bytes)
+    try:
+        kv_bytes = kv_bytes or _auto_kv_bytes(spec, model)
+        return _host(spec, checkpoint, model, kv_bytes, threads, experts)
+    except BaseException:
+        model.close()
+        raise
+
+
+def _host(
+    spec: WorkerSpec,
+    checkpoint: Checkpoint,
+    model: CausalLM,
+    kv_bytes: int,
+    threads: int,
+    experts: ExpertHost | None,
+) -> Host:
+    whole_prompts = experts is not None and experts.walks_groups
+    model.chunk_tokens = max(lane.max_step_tokens for lane in spec.lanes)
+    lanes = plan_lanes(spec.lanes, model, kv_bytes, whole_prompts)
     tokenizer = load_tokenizer(Path(spec.model))
     engine = Engine(model, tokenizer, lanes, replica=spec.name)
+    if experts is not None and spec.dispatch.warmup == "hybrid":
+        refine(engine, tokenizer, lanes[0].name, lanes[0].max_context)
     info = ReplicaInfo(
         name=spec.name,
         pid=os.getpid(),
@@ -73,16 +126,26 @@ def build_engine(spec: WorkerSpec, progress: Progress | None = None) -> Host:
         max_sequences={lane.name: lane.max_sequences for lane in lanes},
         generation=_generation(checkpoint.generation),
         kv_budget=kv_bytes,
+        experts=None if experts is None else experts.facts(),
     )
-    return Host(engine, tokenizer, info)
+    return Host(engine, tokenizer, info, experts)
 
 
 def plan_lanes(
-    lanes: tuple[LaneSpec, ...], model: CausalLM, kv_bytes: int
+    lanes: tuple[LaneSpec, ...], model: CausalLM, kv_bytes: int, whole_prompts: bool = False
 ) -> tuple[LaneConfig, ...]:
-    """Divide the budget by share. A lane's context never exceeds what its quota can hold."""
+    """Divide the budget by share. A lane's context never exceeds what its quota can hold.
+
+    With `whole_prompts` a prompt comes in one step: the model itself cuts it into chunks.
+    """
     shares = sum(lane.share for lane in lanes)
-    return tuple(_lane(lane, model, int(kv_bytes * lane.share / shares)) for lane in lanes)
+    planned = (_lane(lane, model, int(kv_bytes * lane.share / shares)) for lane in lanes)
+    if not whole_prompts:
+        return tuple(planned)
+    return tuple(
+        replace(lane, max_step_tokens=max(lane.max_step_tokens, lane.max_context))
+        for lane in planned
+    )
 
 
 def _lane(spec: LaneSpec, model: CausalLM, kv_bytes: int) -> LaneConfig:
@@ -117,6 +180,28 @@ def _auto_kv_bytes(spec: WorkerSpec, model: CausalLM) -> int:
     longest = model.spec.max_positions
     useful = sum(lane.max_sequences * (lane.context or longest) for lane in spec.lanes)
     return min(memory.auto_kv_bytes(str(model.device)), useful * model.kv_bytes_per_token())
+
+
+def _moe_kv_bytes(spec: WorkerSpec, shape: ModelSpec, checkpoint: Checkpoint, device: str) -> int:
+    """One full context per lane where contexts were asked for, or where a budget in bytes holds
+    KV and experts together; else a share of what is free, as for any model."""
+    kept = stored_dtype(checkpoint) if spec.dtype == "auto" else spec.dtype
+    token_bytes = kv_bytes_per_token(shape, kept)
+    contexts = [
+        min(lane.context or shape.max_positions, shape.max_positions) for lane in spec.lanes
+    ]
+    blocks = [-(-n // lane.block_size) for n, lane in zip(contexts, spec.lanes, strict=True)]
+    sizes = [n * lane.block_size for n, lane in zip(blocks, spec.lanes, strict=True)]
+    # shares divide the bytes: the lane that is worst off must still hold its context
+    total = sum(lane.share for lane in spec.lanes)
+    pairs = zip(sizes, spec.lanes, strict=True)
+    whole = math.ceil(max(size * total / lane.share for size, lane in pairs)) * token_bytes
+    budget = spec.dispatch.device_budget
+    if budget and not budget.endswith("%"):
+        return whole
+    useful = sum(lane.max_sequences * n for lane, n in zip(spec.lanes, contexts, strict=True))
+    share = min(memory.auto_kv_bytes(device, beside_experts=True), useful * token_bytes)
+    return max(whole, share) if all(lane.context for lane in spec.lanes) else share
 
 
 def _device(asked: str) -> str:

@@ -96,7 +96,8 @@ class InprocReplica:
             host = build_engine(self._spec)
             states = {state.lane: state for state in host.engine.lane_states()}
             loop.call_soon_threadsafe(self._loaded, ready, host.info, states)
-            serve(host.engine, self._receive, publish)
+            serve(host.engine, self._receive, publish, host.tend)
+            host.close()
         except Exception as error:
             # a loop closed without close() has nobody left to tell
             if not loop.is_closed():

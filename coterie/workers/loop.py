@@ -19,8 +19,11 @@ Receive = Callable[[bool], Sequence[Command]]
 Publish = Callable[[Report], None]
 
 
-def serve(engine: Engine, receive: Receive, publish: Publish) -> None:
-    """Runs until a stop command. What the engine raises ends the loop: its state is unknown."""
+def serve(
+    engine: Engine, receive: Receive, publish: Publish, tend: Callable[[], None] | None = None
+) -> None:
+    """Runs until a stop command. What the engine raises ends the loop: its state is unknown.
+    `tend` is called between steps."""
     while True:
         commands = receive(not engine.has_work())
         report = Report()
@@ -34,6 +37,8 @@ def serve(engine: Engine, receive: Receive, publish: Publish) -> None:
         report.lanes = engine.lane_states()
         report.stats = engine.stats()
         publish(report)
+        if tend is not None:
+            tend()
 
 
 def _apply(engine: Engine, command: Command, report: Report) -> None:

@@ -29,13 +29,14 @@ def available_bytes() -> int:
     return free
 
 
-def auto_kv_bytes(device: str) -> int:
-    """The KV budget when none was set: a share of what is free now."""
+def auto_kv_bytes(device: str, *, beside_experts: bool = False) -> int:
+    """The KV budget when none was set: a share of what is free now. `beside_experts`: the weights
+    are not all there yet."""
     if device.startswith("cuda"):
         import torch
 
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * AUTO_KV_SHARE_GPU)
+        return int(free * (AUTO_KV_SHARE if beside_experts else AUTO_KV_SHARE_GPU))
     return min(MAX_AUTO_KV_BYTES, int(available_bytes() * AUTO_KV_SHARE))
 
 

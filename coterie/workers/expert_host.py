@@ -1,0 +1,101 @@
+"""A model's experts inside a worker: opened with what earlier runs counted, closed with what this
+one did.
+
+Between the settings and `experts/runtime.py`; the only place where a heatmap's file, the planner's
+choice and a runtime meet. Knows no requests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coterie.core.dispatch import AUTOMATIC, DispatchSettings
+from coterie.core.errors import ConfigError
+from coterie.experts.runtime import ExpertRuntime, open_experts
+from coterie.models.experts import ExpertsWanted, store_of
+from coterie.workers.base import ExpertInfo
+from coterie.workers.warmup import HeatmapFile, heatmap_path
+
+if TYPE_CHECKING:
+    from coterie.experts.geometry import Geometry
+    from coterie.experts.heatmap import Heatmap
+    from coterie.models.spec import ModelSpec
+
+
+def refuse_dense(spec: ModelSpec, settings: DispatchSettings) -> None:
+    """A setting that cannot do anything is a mistake."""
+    if spec.moe is not None or settings == AUTOMATIC:
+        return
+    named = [
+        name for name in DispatchSettings.__slots__
+        if getattr(settings, name) != getattr(AUTOMATIC, name)
+    ]  # fmt: skip
+    raise ConfigError(
+        f"{spec.architecture} has no routed experts: leave out {', '.join(named)}", param=named[0]
+    )
+
+
+class ExpertHost:
+    """`open` is a `models.experts.ExpertsFactory`."""
+
+    def __init__(self, model: Path, settings: DispatchSettings, kv_bytes: int) -> None:
+        self._model, self._settings, self._kv_bytes = model, settings, kv_bytes
+        self._heatmap: HeatmapFile | None = None
+        self.runtime: ExpertRuntime | None = None
+
+    def open(self, wanted: ExpertsWanted) -> ExpertRuntime:
+        settings = self._settings
+        store = store_of(wanted, settings.reads)
+        try:
+            known = self._known(store.geometry, store.fingerprint)
+            runtime = open_experts(
+                store, settings, device=wanted.device, kv_bytes=self._kv_bytes, heatmap=known
+            )
+        except BaseException:
+            store.close()
+            raise
+        if self._heatmap is not None:
+            runtime.heatmap = self._heatmap.live
+        self.runtime = runtime
+        return runtime
+
+    def _known(self, geometry: Geometry, fingerprint: str) -> Heatmap | None:
+        """Nothing is loaded or counted without a warm-up."""
+        settings = self._settings
+        if settings.warmup == "none":
+            return None
+        path = heatmap_path(self._model, fingerprint, settings.workload)
+        self._heatmap = HeatmapFile(path, fingerprint, settings.workload)
+        return self._heatmap.load(geometry)
+
+    @property
+    def walks_groups(self) -> bool:
+        """Whether a whole prompt must come in one step."""
+        return self.runtime is not None and self.runtime.groups("prefill") is not None
+
+    def facts(self) -> ExpertInfo | None:
+        if self.runtime is None:
+            return None
+        parts = self.runtime.parts
+        geometry, store = parts.store.geometry, parts.store
+        active = len(geometry.layers) * geometry.top_k / max(1, geometry.total)
+        return ExpertInfo(
+            strategy=parts.strategy,
+            count=geometry.total,
+            device_slots=parts.device.num_slots,
+            host_slots=parts.host.num_slots,
+            expert_bytes=store.expert_bytes,
+            held_bytes=parts.device.budget_bytes + parts.host.budget_bytes,
+            token_bytes=int(store.expert_bytes * active),
+        )
+
+    def tend(self) -> None:
+        if self._heatmap is not None:
+            self._heatmap.tend()
+
+    def close(self) -> None:
+        if self._heatmap is not None:
+            self._heatmap.save()
+        if self.runtime is not None:
+            self.runtime.close()
