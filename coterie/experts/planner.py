@@ -16,6 +16,7 @@ from coterie.core.errors import ConfigError
 from coterie.core.settings import parse_bytes
 from coterie.experts.budget import AUTO_SHARE, ExpertSizes, Needs, TierSlots, size_tiers
 from coterie.experts.cost import Outcome, Prices
+from coterie.experts.dispatch.base import Costs
 from coterie.experts.dispatch.table import STRATEGIES, parse
 from coterie.experts.forecast import BELADY, Forecast, Outlook, forecast, optimum
 from coterie.experts.geometry import Geometry
@@ -38,7 +39,7 @@ class Subject:
     geometry: Geometry
     sizes: ExpertSizes
     # read once per step: all weights but the routed experts
-    backbone_bytes: int
+    backbone_bytes: int = 0
     kv_token_bytes: int = 0
     # tokens of one context, whose KV is reserved before any expert
     context: int = 0
@@ -139,6 +140,10 @@ class Case:
         curve = backbone_curve(subject, machine)
         return Outlook(subject.geometry, tiers, prices, curve, least_s)
 
+    def costs(self, host_holds: bool) -> Costs:
+        """What strategies weigh a move against on this machine."""
+        return self.machine.profiles[self.profile].costs(host_holds)
+
 
 def plan(case: Case, ways: Sequence[Division]) -> list[PlanRow]:
     """A row per strategy and sensible pair for every division, and one for Belady's optimum."""
@@ -150,6 +155,12 @@ def plan(case: Case, ways: Sequence[Division]) -> list[PlanRow]:
             outcomes.append(optimum(case.outlook(most), case.load))
         rows += [_row(case.subject, division, each) for each in outcomes]
     return rows
+
+
+def forecast_row(case: Case, division: Division, text: str) -> PlanRow | None:
+    """One strategy alone; None where it would be refused."""
+    each = _forecast(case, division, text)
+    return _row(case.subject, division, each) if each else None
 
 
 def choose(case: Case, ways: Sequence[Division]) -> Choice:

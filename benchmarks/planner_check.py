@@ -1,0 +1,291 @@
+"""Is the planner right? Predictions are saved to a file first, then every strategy runs for real.
+
+The trace comes from one text at full residency; the runs are over another text, at budgets that
+nothing was calibrated on. Rounds are interleaved; the median counts.
+
+    python -m benchmarks.planner_check MODEL [--budgets 12%,25%,50%] [--disk] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.core.dispatch import DispatchSettings, ExpertUsage
+from coterie.experts.dispatch.table import STRATEGIES
+from coterie.experts.heatmap import Heatmap
+from coterie.experts.machine import to_json
+from coterie.experts.planner import PlanRow, forecast_row
+from coterie.experts.runtime import ExpertRuntime, open_experts
+from coterie.experts.step import ExpertStep
+from coterie.experts.trace import Trace
+from coterie.experts.workload import Workload
+from coterie.models.base import CausalLM, load_model
+from coterie.models.experts import ExpertsWanted
+from coterie.models.pace import NoExperts, Solo
+from coterie.models.prospect import Prospect, open_prospect
+from coterie.weights.checkpoint import open_checkpoint
+
+ALLOWED = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    strategy: str
+    budget: str
+    host: str
+
+    def settings(self) -> DispatchSettings:
+        return DispatchSettings(
+            strategy=self.strategy,
+            device_budget=self.budget,
+            host_budget=self.host,
+            predict="off",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    prefill_tokens_s: float
+    decode_tokens_s: float
+    hit_rate: float
+
+
+class Switch:
+    """Experts that can be exchanged under one loaded backbone."""
+
+    wants_hints = False
+
+    def __init__(self, wanted: ExpertsWanted) -> None:
+        self.geometry = wanted.geometry()
+        self.current: ExpertRuntime | NoExperts = NoExperts(self.geometry)
+
+    def run(self, step: ExpertStep) -> Tensor:
+        return self.current.run(step)
+
+    def groups(self, phase: str) -> tuple[tuple[int, ...], ...] | None:
+        return self.current.groups(phase)
+
+    def load_group(self, index: int) -> None:
+        self.current.load_group(index)
+
+    def hint(self, layer: int, predicted: Tensor) -> None:
+        self.current.hint(layer, predicted)
+
+    def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
+        return self.current.end_step()
+
+    def update(self) -> None:
+        self.current.update()
+
+    def report(self) -> dict[str, Any]:
+        return self.current.report()
+
+    def close(self) -> None:
+        self.current.close()
+
+
+class Bench:
+    def __init__(self, prospect: Prospect, args: argparse.Namespace) -> None:
+        self.prospect, self.args = prospect, args
+        self.switch: Switch | None = None
+        self.model = self._load()
+
+    def _load(self) -> CausalLM:
+        def place(wanted: ExpertsWanted) -> Switch:
+            self.switch = Switch(wanted)
+            return self.switch
+
+        prospect = self.prospect
+        return load_model(
+            prospect.checkpoint, dtype=prospect.dtype, device=prospect.device, experts=place
+        )
+
+    def open(self, config: Config, heatmap: Heatmap | None) -> ExpertRuntime:
+        """A store of its own: a runtime closes its store."""
+        prospect = self.prospect
+        fresh = open_prospect(prospect.checkpoint, prospect.dtype, prospect.device)
+        machine = prospect.machine()
+        costs = prospect.case(machine, _empty(prospect)).costs(config.host != "0B")
+        runtime = open_experts(
+            fresh.store, config.settings(), device=prospect.device, heatmap=heatmap, costs=costs
+        )
+        assert self.switch is not None
+        self.switch.current = runtime
+        return runtime
+
+    def request(self, seed: int) -> tuple[float, float, ExpertUsage]:
+        """(prefill seconds, decode seconds, decode usage) of one prompt and forced answer."""
+        args, draw = self.args, random.Random(seed)
+        vocab = self.model.spec.vocab
+        solo = Solo(self.model, args.prompt + args.decode + 1)
+        prompt = [draw.randrange(vocab) for _ in range(args.prompt)]
+        prefill_s = solo.step(prompt, "prefill")
+        self._between()
+        decode_s, hits, demands = 0.0, 0, 0
+        for _ in range(args.decode):
+            decode_s += solo.step([draw.randrange(vocab)], "decode")
+            usage = self._between()
+            found = usage.device_hits + usage.prefetch_hits
+            hits += found
+            demands += found + usage.device_misses + usage.host_runs
+        return prefill_s, decode_s, ExpertUsage(device_hits=hits, device_misses=demands - hits)
+
+    def _between(self) -> ExpertUsage:
+        """What an engine does between steps."""
+        taken = self.model.take_usage()
+        assert taken is not None and self.switch is not None
+        self.switch.update()
+        return taken[0]
+
+    def record(self) -> Trace:
+        """Two requests at full residency."""
+        runtime = self.open(Config("cpu_only", "", "100%"), None)
+        trace = runtime.trace = Trace(self.prospect.store.geometry)
+        for seed in (1, 2):
+            self.request(seed)
+        runtime.close()
+        return trace
+
+    def measure(self, config: Config, heatmap: Heatmap) -> Measured:
+        runtime = self.open(config, heatmap)
+        try:
+            self.request(3)
+            prefill_s, decode_s, usage = self.request(4)
+        finally:
+            runtime.close()
+        return Measured(
+            self.args.prompt / prefill_s,
+            self.args.decode / decode_s,
+            usage.device_hits / (usage.device_hits + usage.device_misses),
+        )
+
+
+def _empty(prospect: Prospect) -> Workload:
+    geometry = prospect.store.geometry
+    return Workload(geometry, (), 0, "", Heatmap(geometry))
+
+
+def configs(args: argparse.Namespace) -> list[Config]:
+    names = args.strategies.split(",") if args.strategies else list(STRATEGIES)
+    hosts = ["100%", args.disk_host] if args.disk else ["100%"]
+    return [
+        Config(name, budget, host)
+        for host in hosts
+        for budget in args.budgets.split(",")
+        for name in names
+    ]
+
+
+def predict(bench: Bench, wanted: Sequence[Config], trace: Trace) -> dict[Config, PlanRow]:
+    """What the planner says, for each configuration, from the trace alone."""
+    prospect = bench.prospect
+    steps = tuple(trace.steps)
+    warm = len(steps) // 2
+    load = Workload(trace.geometry, steps, warm, "recorded trace", trace.heatmap())
+    case = prospect.case(prospect.machine(), load)
+    rows = {}
+    for config in wanted:
+        [division] = prospect.ways(config.settings(), 0)
+        row = forecast_row(case, division, config.strategy)
+        if row is not None:
+            rows[config] = row
+    return rows
+
+
+def main() -> None:
+    args = _arguments()
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    prospect = open_prospect(open_checkpoint(args.model), args.dtype, args.device)
+    machine = prospect.machine(again=True, say=_note)
+    bench = Bench(prospect, args)
+    _note("recording a trace at full residency")
+    trace = bench.record()
+    rows = predict(bench, configs(args), trace)
+    saved = {
+        "machine": to_json(machine),
+        "saved_at": time.time(),
+        "predicted": [{**asdict(config), **asdict(row)} for config, row in rows.items()],
+    }
+    args.save.write_text(json.dumps(saved, indent=1))
+    _note(f"predictions of {len(rows)} configurations saved in {args.save}; now the real runs")
+    taken: dict[Config, list[Measured]] = {config: [] for config in rows}
+    for turn in range(args.rounds):
+        for config in rows:
+            taken[config].append(bench.measure(config, trace.heatmap()))
+        _note(f"round {turn + 1} of {args.rounds} done")
+    bench.model.close()
+    report = [compare(config, rows[config], taken[config]) for config in rows]
+    show(report)
+    if args.json:
+        result = {**saved, "rounds": args.rounds, "compared": report}
+        args.json.write_text(json.dumps(result, indent=1))
+    worst = max(abs(row["decode_ratio"] - 1) for row in report)
+    print(f"\nworst decode error {100 * worst:.0f}% (allowed {100 * ALLOWED:.0f}%)")
+    sys.exit(worst > ALLOWED)
+
+
+def compare(config: Config, row: PlanRow, taken: Sequence[Measured]) -> dict[str, Any]:
+    decode = statistics.median(one.decode_tokens_s for one in taken)
+    prefill = statistics.median(one.prefill_tokens_s for one in taken)
+    return {
+        **asdict(config),
+        "predicted_decode": row.decode_tokens_s,
+        "measured_decode": decode,
+        "decode_ratio": row.decode_tokens_s / decode,
+        "predicted_prefill": row.prefill_tokens_s,
+        "measured_prefill": prefill,
+        "prefill_ratio": row.prefill_tokens_s / prefill,
+        "predicted_hit_rate": row.decode_hit_rate,
+        "measured_hit_rate": statistics.median(one.hit_rate for one in taken),
+        "all_decode": [one.decode_tokens_s for one in taken],
+    }
+
+
+def show(report: Sequence[dict[str, Any]]) -> None:
+    print(f"{'budget':7}{'host':6}{'strategy':19}{'decode tok/s':>22}{'prefill':>20}{'hits':>12}")
+    for row in report:
+        decode = f"{row['predicted_decode']:.1f} / {row['measured_decode']:.1f}"
+        prefill = f"{row['predicted_prefill']:.0f} / {row['measured_prefill']:.0f}"
+        hits = f"{100 * row['predicted_hit_rate']:.0f} / {100 * row['measured_hit_rate']:.0f}%"
+        print(
+            f"{row['budget']:7}{row['host']:6}{row['strategy']:19}{decode:>16}"
+            f"{row['decode_ratio']:6.2f}{prefill:>14}{row['prefill_ratio']:6.2f}{hits:>12}"
+        )
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Check the planner against real runs.")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--budgets", default="12%,25%,50%", help="device budgets")
+    parser.add_argument("--strategies", default="", help="a comma-separated list; default: all")
+    parser.add_argument("--disk", action="store_true", help="also with a small host tier")
+    parser.add_argument("--disk-host", default="25%", help="that host tier")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--decode", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--save", type=Path, default=Path("planner_prediction.json"))
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""A model as a planner sees it: sizes, KV and budgets, found without loading any weights.
+
+The one place where a checkpoint, its store and the planner's values meet. Knows no strategy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from coterie.core.errors import ConfigError
+from coterie.experts import machine as kept
+from coterie.experts.measure import Place, ensure, profile_name
+from coterie.experts.opening import Site, needs_of, sizes_of
+from coterie.experts.planner import Case, Division, Subject, divisions
+from coterie.experts.store import ExpertNames, open_store
+from coterie.experts.workload import Workload, assumed, from_heatmap, from_trace
+from coterie.models.base import kv_bytes_per_token, read_spec, stored_dtype
+from coterie.models.pace import load_backbone, measure_backbone
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from coterie.core.dispatch import DispatchSettings
+    from coterie.experts.heatmap import Heatmap
+    from coterie.experts.machine import Curve, Machine
+    from coterie.experts.measure import Say
+    from coterie.experts.store import Store
+    from coterie.models.spec import ModelSpec
+    from coterie.weights.checkpoint import Checkpoint
+
+# a larger backbone is not loaded for a plan: its pace is estimated from its bytes
+CHEAP_BYTES = 1_500_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """`context` 0 = the model's own."""
+
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    dtype: str
+    device: str
+    store: Store
+
+    @property
+    def place(self) -> Place:
+        return Place(self.device, torch.get_num_threads())
+
+    def subject(self, context: int = 0) -> Subject:
+        kept_as = stored_dtype(self.checkpoint) if self.dtype == "auto" else self.dtype
+        return Subject(
+            geometry=self.store.geometry,
+            sizes=sizes_of(self.store),
+            backbone_bytes=backbone_bytes(self.checkpoint, self.spec),
+            kv_token_bytes=kv_bytes_per_token(self.spec, kept_as),
+            context=min(context or self.spec.max_positions, self.spec.max_positions),
+        )
+
+    def ways(self, settings: DispatchSettings, kv_bytes: int) -> list[Division]:
+        site = Site(torch.device(self.device), kv_bytes)
+        return divisions(settings, needs_of(set(), site))
+
+    def machine(self, *, again: bool = False, say: Say | None = None) -> Machine:
+        """Measured once, then kept; with the pace of this model's backbone where that is cheap."""
+        known = ensure(self.store, self.place, again=again, say=say)
+        name = self.backbone_name
+        if name in known.backbones and not again:
+            return known
+        if backbone_bytes(self.checkpoint, self.spec) > CHEAP_BYTES:
+            return known
+        if say is not None:
+            say("measuring this machine (once): this model's attention")
+        known = known.with_backbone(name, self._backbone())
+        kept.save(known)
+        return known
+
+    def _backbone(self) -> Curve:
+        model = load_backbone(self.checkpoint, self.dtype, self.device)
+        try:
+            return measure_backbone(model)
+        finally:
+            model.close()
+
+    @property
+    def backbone_name(self) -> str:
+        return f"{self.checkpoint.fingerprint()[:16]} {self.dtype} {self.device}"
+
+    def case(self, machine: Machine, load: Workload, context: int = 0) -> Case:
+        pace = machine.backbones.get(self.backbone_name)
+        subject = replace(self.subject(context), backbone=pace)
+        return Case(subject, machine, profile_name(self.store, self.place), load)
+
+    def workload(self, trace: Path | None, heatmap: Heatmap | None) -> Workload:
+        from coterie.experts.trace import Trace
+
+        geometry = self.store.geometry
+        if trace is not None:
+            recorded = Trace.load(trace, geometry, fingerprint=self.store.fingerprint)
+            return from_trace(recorded, f"recorded trace {trace.name}", heatmap)
+        if heatmap is not None and heatmap.total() > 0:
+            return from_heatmap(heatmap, "drawn from the recorded heatmap")
+        return assumed(geometry)
+
+
+def open_prospect(checkpoint: Checkpoint, dtype: str, device: str, reads: str = "auto") -> Prospect:
+    """Opens the store, reads no expert."""
+    spec = read_spec(checkpoint)
+    if spec.moe is None:
+        raise ConfigError(f"{checkpoint.path}: {spec.architecture} has no experts to plan for")
+    from coterie.experts.geometry import Geometry
+
+    moe = spec.moe
+    store = open_store(
+        checkpoint,
+        Geometry(moe.layers, moe.num_experts, moe.routing.top_k),
+        ExpertNames(moe.parts),
+        dtype,
+        reads,
+        hidden=spec.hidden,
+        intermediate=moe.intermediate,
+        gated=moe.gated,
+    )
+    return Prospect(checkpoint, spec, dtype, device, store)
+
+
+def backbone_bytes(checkpoint: Checkpoint, spec: ModelSpec) -> int:
+    """As stored: every tensor but the routed experts and an embedding that is not also the head."""
+    total = 0
+    for name in checkpoint.names():
+        if ".experts." in name or (not spec.tied and "embed_tokens" in name):
+            continue
+        total += checkpoint.extent(name).nbytes
+    return total
