@@ -1,13 +1,14 @@
 """The most demand hits any choice of residents could have had, knowing the future.
 
-After a layer has run, the slots keep those experts, out of what lay there and what was just asked
-for, whose next use is nearest (Belady, with the right not to keep). Bound for every strategy.
+The slots start with what is asked for first. After a layer has run they keep those experts, out of
+what lay there and what was just asked for, whose next use is nearest (Belady, with the right not to
+keep). A bound for every strategy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from coterie.experts.geometry import Key
 from coterie.experts.replay import Counts
@@ -38,8 +39,9 @@ def _optimum(sets: Sequence[Sequence[Key]], num_slots: int) -> Counts:
     following = _next_uses(sets)
     counts = Counts()
     # the valid next use of every resident; the heap (farthest first) may hold outdated entries
-    resident: dict[Key, int] = {}
-    farthest: list[tuple[int, Key]] = []
+    resident = _first_asked(sets, num_slots)
+    farthest = [(-use, key) for key, use in resident.items()]
+    heapify(farthest)
     for asked, uses in zip(sets, following, strict=True):
         for key, use in zip(asked, uses, strict=True):
             if key in resident:
@@ -53,6 +55,17 @@ def _optimum(sets: Sequence[Sequence[Key]], num_slots: int) -> Counts:
             if resident.get(key) == -use:
                 del resident[key]
     return counts
+
+
+def _first_asked(sets: Sequence[Sequence[Key]], limit: int) -> dict[Key, int]:
+    """The experts that are asked for earliest, with the index of that set."""
+    first: dict[Key, int] = {}
+    for index, asked in enumerate(sets):
+        for key in asked:
+            first.setdefault(key, index)
+        if len(first) >= limit:
+            break
+    return dict(list(first.items())[:limit])
 
 
 def _next_uses(sets: Sequence[Sequence[Key]]) -> list[list[int]]:

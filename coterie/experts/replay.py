@@ -27,7 +27,7 @@ class Stage:
     heatmap: Heatmap | None = None
     costs: Costs = NEUTRAL
     host_can_run: bool = True
-    deterministic: bool = True
+    deterministic: bool = False
     # off, protect or prefetch: what is done with the predictions in the trace
     predict: str = "off"
 

@@ -20,6 +20,8 @@ class Residency:
         if num_slots < 0:
             raise InternalError(f"{num_slots} slots")
         self.num_slots = num_slots
+        # grows with every change of what lies where or is pinned
+        self.changes = 0
         # loaded before they were asked for, and not used since
         self.prefetched: set[Key] = set()
         self._slots: dict[Key, int] = {}
@@ -54,6 +56,7 @@ class Residency:
             raise InternalError(f"expert {key} already lies in a slot")
         if not self._free:
             raise InternalError("no free slot")
+        self.changes += 1
         slot = self._free.pop()
         self._slots[key] = slot
         self._keys[slot] = key
@@ -77,6 +80,7 @@ class Residency:
             self._drop(key)
 
     def _drop(self, key: Key) -> int:
+        self.changes += 1
         slot = self._slots.pop(key)
         self._keys[slot] = None
         self._free.append(slot)
@@ -91,12 +95,14 @@ class Residency:
         if key not in self._slots:
             raise InternalError(f"expert {key} lies in no slot")
         if key not in self._pins:
+            self.changes += 1
             self._pins.add(key)
             del self._order[key]
             del self._layers[key[0]][key]
 
     def unpin(self, key: Key) -> None:
         if key in self._pins:
+            self.changes += 1
             self._pins.remove(key)
             self._enlist(key)
 

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 
 from coterie.core.errors import ConfigError
 from coterie.experts.dispatch.active_only import ActiveOnly
+from coterie.experts.dispatch.adaptive import Adaptive
 from coterie.experts.dispatch.base import Scene, Strategy
 from coterie.experts.dispatch.chunked import Chunked
 from coterie.experts.dispatch.cpu_only import CpuOnly
@@ -32,6 +33,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "persistent": Persistent,
     "layer_grouped": LayerGrouped,
     "hot_cached_static": HotCachedStatic,
+    "adaptive": Adaptive,
 }
 
 # one phase only: what serves the other when the name stands alone

@@ -1,0 +1,121 @@
+"""adaptive: keeps what a contest of memories ranks highest, and moves only what pays.
+
+Members hold their slots by score; guests pass through a few scratch slots because they must run
+now. Where the host can compute, a miss that would not pay for its upload runs there instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coterie.experts.dispatch.base import Demand, Scene, Strategy, Wave
+from coterie.experts.dispatch.contest import Contest
+from coterie.experts.dispatch.lanes import Lanes
+from coterie.experts.dispatch.pace import Clock
+from coterie.experts.dispatch.seats import Seats
+from coterie.experts.dispatch.turns import Turns, Walk
+from coterie.experts.geometry import Key
+
+Loads = tuple[tuple[Key, int], ...]
+
+
+class Adaptive(Strategy):
+    name = "adaptive"
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        geometry = scene.geometry
+        width = geometry.num_experts
+        self._base = {layer: index * width for index, layer in enumerate(geometry.layers)}
+        heat = scene.heatmap
+        prior = [0.0] * (len(self._base) * width) if heat is None else heat.counts.ravel().tolist()
+        self._contest = Contest(len(self._base), width, scene.slots.num_slots, prior)
+        self._seats = Seats(scene.geometry, scene.slots, self._contest.leader)
+        self._lanes = Lanes(scene)
+        self._clock = Clock()
+        self._walk = Walk()
+        # what a layer to come was predicted to ask for
+        self._protected: dict[int, frozenset[int]] = {}
+
+    def start(self) -> Loads:
+        heat, slots = self.scene.heatmap, self.scene.slots
+        if heat is None:
+            return ()
+        keys = [key for key in heat.hottest(slots.free()) if key not in slots]
+        return tuple((key, slots.place(key)) for key in keys)
+
+    def groups(self) -> tuple[tuple[int, ...], ...] | None:
+        """Layer by layer: a long prompt's chunks then share what a layer loads."""
+        if self.scene.slots.num_slots >= self.scene.geometry.total:
+            return None
+        return tuple((layer,) for layer in self.scene.geometry.layers)
+
+    def decide(self, demand: Demand) -> Sequence[Wave]:
+        base, seats = self._base[demand.layer], self._seats
+        asked = [base + expert for expert in demand.experts]
+        self._contest.saw(base // self.scene.geometry.num_experts, asked)
+        seats.refresh()
+        if self._protected:
+            self._protected.pop(demand.layer, None)
+            seats.protected = frozenset().union(*self._protected.values())
+        here = seats.use(asked)
+        self._clock.saw(len(asked), len(asked) - len(here))
+        chunked = self._walk.chunked(demand)
+        if len(here) == len(asked):
+            return (Wave(device=demand.experts),)
+        scratch = self._lanes.scratch(demand.phase, chunked)
+        turns = Turns([expert - base for expert in here], set(here))
+        self._place(dict(zip(asked, demand.counts, strict=True)), scratch, turns)
+        return turns.waves()
+
+    def _place(self, rows: dict[int, int], scratch: int, turns: Turns) -> None:
+        """Misses by score: those that lead a member by enough become members, the others run on
+        the host or as guests, in further waves when the scratch slots are taken."""
+        seats, lanes, leader = self._seats, self._lanes, self._contest.leader
+        absent = [expert for expert in rows if expert not in turns.busy]
+        lanes.begin([rows[expert] for expert in absent])
+        for expert in sorted(absent, key=lambda expert: (-leader.scores[expert], expert)):
+            lead = lanes.lead(leader)
+            loaded = lead is not None and seats.admit(expert, lead, scratch, turns.busy)
+            if not loaded and not lanes.prefers_host():
+                loaded = seats.invite(expert, scratch, turns.busy)
+                if not loaded and not lanes.hosting:
+                    turns.next_wave()
+                    loaded = seats.invite(expert, scratch, turns.busy)
+            if loaded:
+                lanes.upload(rows[expert])
+                turns.load(expert, seats.keys[expert], seats.slot_of(expert))
+            else:
+                turns.host.append(seats.keys[expert][1])
+
+    def update(self) -> Loads:
+        """A token has passed; when it is time, a bounded step towards the leader's ranking."""
+        if self._contest.tick():
+            self._seats.rank_by(self._contest.leader)
+        if not self._clock.due():
+            return ()
+        loads: Loads = ()
+        if self._lanes.uploads_pay:
+            self._seats.refresh()
+            scratch = self._lanes.scratch("decode", chunked=False)
+            loads = self._seats.promote(scratch, self._clock.pace.budget)
+        self._clock.done(len(loads))
+        return loads
+
+    def protect(self, layer: int, experts: Sequence[int]) -> None:
+        base = self._base[layer]
+        self._protected[layer] = frozenset(base + expert for expert in experts)
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> Loads:
+        """As guests: a wrong guess costs link time and perhaps another guess, never a member."""
+        if not self._lanes.uploads_pay:
+            return ()
+        base, seats = self._base[layer], self._seats
+        seats.refresh()
+        expected = frozenset(base + expert for expert in experts)
+        loads = []
+        for expert in sorted(expected):
+            key = seats.keys[expert]
+            if key not in self.scene.slots and seats.invite(expert, 0, expected, early=True):
+                loads.append((key, seats.slot_of(expert)))
+        return tuple(loads)

@@ -1,0 +1,66 @@
+"""Link or host? Shares out a layer's misses so that both finish together, by measured costs.
+
+The numbers are fixed at start; with `deterministic`, or where the host cannot compute, every expert
+runs on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from coterie.experts.dispatch.base import Scene
+from coterie.experts.dispatch.memory import Memory
+
+# uses that a newcomer is good for before it has to leave again
+_EXPECTED_USES = 8.0
+# a device that saves less than this share of the host's time is not worth any move
+_WORTHWHILE = 0.05
+
+
+class Lanes:
+    def __init__(self, scene: Scene) -> None:
+        costs = scene.costs
+        self._scene = scene
+        self.hosting = scene.host_can_run and not scene.deterministic
+        self._upload_s = costs.upload_s
+        self._host_s = costs.host_run_s
+        self._saved_s = costs.host_run_s + costs.read_s - costs.device_run_s
+        self.uploads_pay = not self.hosting or self._saved_s > _WORTHWHILE * costs.host_run_s
+        self._link_busy_s = self._host_busy_s = 0.0
+
+    def scratch(self, phase: str, chunked: bool) -> int:
+        """Slots through which guests pass. A prompt asks for much of a layer at once, and a prompt
+        in chunks asks for it again."""
+        slots, geometry = self._scene.slots.movable, self._scene.geometry
+        least = 0 if self.hosting and self._upload_s >= self._host_s else 2
+        few = min(max(least, slots // 64), geometry.top_k, max(1, slots // 2))
+        if not self.uploads_pay or phase != "prefill":
+            return few
+        return min(geometry.num_experts, slots if chunked else max(few, slots // 4))
+
+    def begin(self, rows: Collection[int]) -> None:
+        """A layer's misses, as rows per expert: all on the host until they are taken off it."""
+        self._link_busy_s = 0.0
+        self._host_busy_s = self._host_s * sum(rows)
+
+    def lead(self, memory: Memory) -> float | None:
+        """By how much a newcomer must lead a member to be uploaded; None: never. An upload is free
+        while the host is busy longer anyway, else it has to pay for itself."""
+        if not self.hosting:
+            return memory.lead
+        if not self.uploads_pay:
+            return None
+        if self._link_busy_s + self._upload_s <= self._host_busy_s:
+            return memory.lead
+        unpaid = self._upload_s / self._saved_s - _EXPECTED_USES
+        return memory.lead + max(0.0, unpaid) * memory.weight
+
+    def upload(self, rows: int) -> None:
+        self._link_busy_s += self._upload_s
+        self._host_busy_s -= self._host_s * rows
+
+    def prefers_host(self) -> bool:
+        """Would one more upload finish after the host is done with all that is left?"""
+        if not self.hosting:
+            return False
+        return not self.uploads_pay or self._host_busy_s <= self._link_busy_s + self._upload_s
