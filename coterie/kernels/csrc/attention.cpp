@@ -110,24 +110,37 @@ struct Attention::Work {
 };
 
 #if CT_AMX
-// Where one tile's keys and values lie, values paired on the way; rows of other blocks are copied.
+// One tile's values paired, and its keys pointed at, or copied where blocks are short or padded.
 static void run_amx_tile(const TileWork& work, const KvView<uint16_t>& view, const uint16_t* q, uint16_t* stage) {
     AmxTile t{work.combos, work.dim, work.width, work.state, q, work.limit, work.start, work.count, {}, work.dim * 2, stage};
-    uint16_t* copies = stage + TILE * work.dim;
+    uint16_t* keys = stage + TILE * work.dim;
     const bool whole = view.block_size % 16 == 0 && view.dim == work.dim;
-    for (int i = 0; i < work.count; i += 16) {
-        t.keys[i / 16] = whole ? view.keys + view.at(work.start + i) : copies + i * work.dim;
-        for (int j = i; !whole && j < i + 16; ++j) view.copy_row(view.keys, work, j, copies + j * work.dim);
-    }
-    alignas(64) uint16_t rows[2][MAX_TILE_DIM];
-    for (int i = 0; i < round_up(work.count, 32); i += 2) {
-        const uint16_t* pair[2];
-        for (int j = 0; j < 2; ++j) {
-            if (view.dim == work.dim && i + j < work.count) pair[j] = view.values + view.at(work.start + i + j);
-            else pair[j] = rows[j], view.copy_row(view.values, work, i + j, rows[j]);
+    const int64_t bytes = view.dim * sizeof(uint16_t), rest = (work.dim - view.dim) * sizeof(uint16_t);
+    alignas(64) uint16_t rows[2][MAX_TILE_DIM] = {};
+    int64_t at = 0, left = 0;
+    const int32_t* block = view.table + work.start / view.block_size;
+    for (int i = 0; i < work.count; i += 2, at += 2 * view.dim, left -= 2) {  // blocks hold whole pairs
+        if (left == 0) at = *block++ * view.block_stride, left = view.block_size;
+        const uint16_t *first = view.values + at, *second = i + 1 < work.count ? first + view.dim : nullptr;
+        if (rest) {
+            memcpy(rows[0], first, bytes), first = rows[0];
+            if (second) memcpy(rows[1], second, bytes), second = rows[1];
         }
-        amx_pair_rows(pair[0], pair[1], work.dim, stage + i * work.dim);
+        if (work.combos <= COMBOS)  // decoding: nothing is in the cache yet
+            for (int64_t d = 0; d < 2 * view.dim; d += 32) __builtin_prefetch(view.keys + at + d, 0, 2);
+        amx_pair_rows(first, second, work.dim, stage + i * work.dim);
+        if (whole) {
+            if (i % 16 == 0) t.keys[i / 16] = view.keys + at;
+            continue;
+        }
+        t.keys[i / 16] = keys + i / 16 * 16 * work.dim;
+        for (int j = 0; j < 2; ++j) {  // what lies past the end is hidden by its score
+            memcpy(keys + (i + j) * work.dim, view.keys + at + j * view.dim, bytes);
+            memset(keys + (i + j) * work.dim + view.dim, 0, rest);
+        }
     }
+    const int end = int(round_up(work.count, 2));
+    memset(stage + end * work.dim, 0, (round_up(work.count, 32) - end) * work.dim * sizeof(uint16_t));
     keep_stores(stage);
     amx_attend_tile(t);
 }

@@ -1,11 +1,8 @@
 #include "attention_amx.h"
 
-#include <limits>
+#include "attention_tile.h"
 
 #if CT_AMX
-constexpr float NEVER = -std::numeric_limits<float>::infinity();
-constexpr int PAIRS = TILE / 2;
-
 void amx_pack_queries(const float* const* q, int combos, int dim, uint16_t* out) {
     for (int first = 0; first < combos; first += COMBOS, out += int64_t(dim) * COMBOS)
         for (int c = 0; c < COMBOS; ++c)
@@ -53,31 +50,8 @@ static void score_block(const AmxTile& t, const uint16_t* q, float* s) {
     _tile_stored(3, s + 768, 64);
 }
 
-// Positions that a pair may not see weigh nothing; pairs past the last see nothing at all.
-static void hide(const AmxTile& t, int first, float* s) {
-    for (int c = 0; c < COMBOS; ++c) {
-        int seen = first + c < t.combos ? t.limit[first + c] - t.start : 0;
-        seen = seen < 0 ? 0 : seen < t.count ? seen : t.count;
-        for (int p = seen; p < TILE; ++p) s[p * COMBOS + c] = NEVER;
-    }
-}
-
-// Bits of two weights as bf16, the first below.
-CT_INLINE void store_pair(const float* first, const float* second, uint32_t* out) {
-#if defined(__AVX512F__)
-    const auto rounded = [](const float* from) {  // to nearest even; weights are never NaN
-        const __m512i bits = _mm512_castps_si512(_mm512_loadu_ps(from));
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        return _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
-    };
-    _mm512_storeu_si512(out, _mm512_or_si512(rounded(first), _mm512_slli_epi32(rounded(second), 16)));
-#else
-    for (int c = 0; c < COMBOS; ++c) out[c] = float_to_bf16(first[c]) | uint32_t(float_to_bf16(second[c])) << 16;
-#endif
-}
-
-// [16][16] words from rows `stride_in` apart to columns, rows `stride_out` apart.
-static void transpose16(const uint32_t* in, uint32_t* out, int stride_out) {
+// [16][16] words: rows become columns, `stride` words apart.
+static void transpose16(const float* in, float* out, int stride) {
 #if defined(__AVX512F__)
     __m512i r[16], t[16];
     for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(in + i * 16);
@@ -91,48 +65,33 @@ static void transpose16(const uint32_t* in, uint32_t* out, int stride_out) {
         t[i + 8] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd), t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
     }
     for (int i = 0; i < 4; ++i) {
-        _mm512_storeu_si512(out + i * stride_out, _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88));
-        _mm512_storeu_si512(out + (i + 8) * stride_out, _mm512_shuffle_i32x4(t[i], t[i + 4], 0xdd));
-        _mm512_storeu_si512(out + (i + 4) * stride_out, _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88));
-        _mm512_storeu_si512(out + (i + 12) * stride_out, _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xdd));
+        _mm512_storeu_si512(out + i * stride, _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88));
+        _mm512_storeu_si512(out + (i + 8) * stride, _mm512_shuffle_i32x4(t[i], t[i + 4], 0xdd));
+        _mm512_storeu_si512(out + (i + 4) * stride, _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88));
+        _mm512_storeu_si512(out + (i + 12) * stride, _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xdd));
     }
 #else
     for (int i = 0; i < 16; ++i)
-        for (int j = 0; j < 16; ++j) out[j * stride_out + i] = in[i * 16 + j];
+        for (int j = 0; j < 16; ++j) out[j * stride + i] = in[i * 16 + j];
 #endif
 }
 
-// s becomes the weights; factor: by how much what was mixed so far shrinks. Sums run down the
-// positions in ascending order.
-static void soften_block(const AmxTile& t, int first, float* s, float* factor) {
-    alignas(64) float top[COMBOS], sum[COMBOS], before[COMBOS];
-    for (int c = 0; c < COMBOS; ++c) before[c] = first + c < t.combos ? t.state[(first + c) * t.width + t.dim] : NEVER;
-    vf most[PV], total[PV];
-    each<PV>([&](auto v) { most[v] = vload(before + v * VL), total[v] = vset(0.0f); });
-    for (int p = 0; p < TILE; ++p) each<PV>([&](auto v) { most[v] = vmax(most[v], vload(s + p * COMBOS + v * VL)); });
-    each<PV>([&](auto v) { vstore(top + v * VL, most[v]); });
-    for (int c = 0; c < COMBOS; ++c) factor[c] = top[c] == before[c] ? 0.0f : before[c] - top[c];  // of exp, below
-    for (int c = 0; c < COMBOS; ++c) sum[c] = top[c] == NEVER ? 0.0f : top[c];
-    each<PV>([&](auto v) { most[v] = vload(sum + v * VL); });
-    for (int p = 0; p < TILE; ++p) {
-        vf weight[PV];
-        each<PV>([&](auto v) { weight[v] = vsub(vload(s + p * COMBOS + v * VL), most[v]); });
-        vexp<PV>(weight);
-        each<PV>([&](auto v) { vstore(s + p * COMBOS + v * VL, weight[v]), total[v] = vadd(total[v], weight[v]); });
+// Weights as bf16, to nearest even.
+static void round_weights(const float* s, uint16_t* p) {
+#if defined(__AVX512F__)
+    for (int i = 0; i < TILE; i += 16) {  // weights are never NaN
+        const __m512i bits = _mm512_castps_si512(_mm512_loadu_ps(s + i));
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + i), _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
     }
-    each<PV>([&](auto v) {
-        vstore(sum + v * VL, total[v]);
-        vstore(factor + v * VL, vexp(vload(factor + v * VL)));
-    });
-    for (int c = 0; c < COMBOS && first + c < t.combos; ++c) {
-        if (top[c] == before[c]) factor[c] = 1.0f;
-        float* state = t.state + (first + c) * t.width + t.dim;
-        state[0] = top[c], state[1] = state[1] * factor[c] + sum[c];
-    }
+#else
+    for (int i = 0; i < TILE; ++i) p[i] = float_to_bf16(s[i]);
+#endif
 }
 
 // mixed += weights x values, 64 dimensions at a time. `p`: [16 pairs][TILE] bf16.
-static void mix_block(const AmxTile& t, int first, const uint32_t* p) {
+static void mix_block(const AmxTile& t, int first, const uint16_t* p) {
     const int64_t stride = t.width * sizeof(float), across = int64_t(t.dim) * 4;
     const int steps = t.count > 32 ? 2 : 1;
     float* state = t.state + first * t.width;
@@ -146,7 +105,7 @@ static void mix_block(const AmxTile& t, int first, const uint32_t* p) {
         }
         for (int step = 0; step < steps; ++step) {
             const uint16_t* v = t.values + (int64_t(step) * 16 * t.dim + d) * 2;
-            _tile_loadd(4, p + step * 16, PAIRS * 4);
+            _tile_loadd(4, p + step * 32, TILE * 2);
             _tile_loadd(6, v, across);
             _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(7, v + 32, across);
@@ -167,23 +126,25 @@ static void mix_block(const AmxTile& t, int first, const uint32_t* p) {
 }
 
 void amx_attend_tile(const AmxTile& t) {
-    alignas(64) float s[TILE * COMBOS], factor[COMBOS];
-    alignas(64) uint32_t pairs[PAIRS * COMBOS], p[COMBOS * PAIRS];
+    alignas(64) float across[TILE * COMBOS], s[COMBOS * TILE];
+    alignas(64) uint16_t p[COMBOS * TILE];
+    TileWork work{t.combos, t.dim, t.width, t.state, s, nullptr, t.limit, t.start, t.count};
     for (int first = 0; first < t.combos; first += COMBOS) {
-        const int last = first + COMBOS < t.combos ? first + COMBOS - 1 : t.combos - 1;
-        if (t.limit[last] <= t.start) continue;  // limits ascend: none of these sees anything here
-        score_block(t, t.q + int64_t(first) * t.dim, s);
-        if (t.count < TILE || t.limit[first] - t.start < TILE || last - first < COMBOS - 1) hide(t, first, s);
-        soften_block(t, first, s, factor);
-        for (int i = 0; i < PAIRS; ++i) store_pair(s + 2 * i * COMBOS, s + (2 * i + 1) * COMBOS, pairs + i * COMBOS);
-        transpose16(pairs, p, PAIRS);
-        transpose16(pairs + 256, p + 16, PAIRS);
-        for (int c = 0; first + c <= last; ++c)
-            if (factor[c] != 1.0f)
-                for (int d = 0; d < t.dim; d += VL) {
-                    float* at = t.state + (first + c) * t.width + d;
-                    vstore(at, vmul(vload(at), vset(factor[c])));
-                }
+        const int used = t.combos - first < COMBOS ? t.combos - first : COMBOS;
+        if (t.limit[first + used - 1] <= t.start) continue;  // limits ascend: none of these sees anything here
+        score_block(t, t.q + int64_t(first) * t.dim, across);
+        for (int i = 0; i < t.count; i += 16) transpose16(across + i * COMBOS, s + i, TILE);
+        if (used < COMBOS) memset(p, 0, sizeof(p));
+        work.scores = s - int64_t(first) * TILE;
+        for (int c = 0; c < used; ++c) {
+            if (t.limit[first + c] <= t.start) {
+                memset(p + c * TILE, 0, TILE * sizeof(uint16_t));
+                continue;
+            }
+            soften(work, first + c);
+            for (int i = int(round_up(t.count, 16)); i < TILE; ++i) s[c * TILE + i] = 0.0f;
+            round_weights(s + c * TILE, p + c * TILE);
+        }
         keep_stores(p);
         mix_block(t, first, p);
     }

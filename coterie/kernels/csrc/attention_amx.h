@@ -1,6 +1,5 @@
 // Attention over a bf16 cache on AMX tiles, for every number of rows (so that bits do not depend on
-// it): scores = K Q^T with positions down and (row, head) pairs across, softmax down the columns,
-// mixed += P V. Queries and weights are rounded to bf16; sums are fp32.
+// it): scores = (K Q^T)^T, softmax by row as on vectors, mixed += P V. Queries and weights are rounded to bf16; sums are fp32.
 #pragma once
 #include "amx.h"
 #include "attention.h"

@@ -55,12 +55,6 @@ template <class T> struct KvView {
         }
     }
     int64_t at(int position) const { return table[position / block_size] * block_stride + position % block_size * dim; }
-    // One row of the tile as stored, zero-padded; rows past the end are zeros.
-    void copy_row(const T* base, const TileWork& w, int row, T* to) const {
-        const int64_t real = row < w.count ? dim : 0;
-        if (real) memcpy(to, base + at(w.start + row), real * sizeof(T));
-        memset(to + real, 0, (w.dim - real) * sizeof(T));
-    }
     // All rows widened to fp32, zero-padded to w.dim and, past the end, to four rows.
     void stage(const TileWork& w, float* out, TileRows<float>& rows) const {
         float* const to[2] = {out, out + TILE * w.dim};
