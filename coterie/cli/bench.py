@@ -24,7 +24,8 @@ examples:
   coterie bench --dtype int8 --concurrency 1,8,32
   coterie bench --json > result.json
 
-limit: what reading every weight once per token allows at the measured memory bandwidth.
+limit: what reading every weight once per token allows at the measured memory bandwidth
+(of experts: those that one token passes).
 """
 
 BANDWIDTH_BYTES = 512 * 1024 * 1024
@@ -59,7 +60,8 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
     bench.decode(WARM_TOKENS)
     info = llm.info
     bandwidth = bandwidth_bytes_s(info.threads) if info.device == "cpu" else None
-    limit = bandwidth / info.weight_bytes if bandwidth else None
+    token_bytes = info.weight_bytes + (info.experts.token_bytes if info.experts else 0)
+    limit = bandwidth / token_bytes if bandwidth else None
     decode = bench.median(lambda: bench.decode(args.decode))
     rows = [{"what": "decode, 1 stream", "tokens_s": decode, "limit_tokens_s": limit}]
     prefill = bench.median(lambda: bench.prefill(args.prefill))

@@ -90,9 +90,10 @@ def _krasis(args: argparse.Namespace) -> str | None:
 
 
 def _known(text: str) -> str:
-    from coterie.experts.dispatch.table import parse
+    if text != "auto":
+        from coterie.experts.dispatch.table import parse
 
-    parse(text)
+        parse(text)
     return text
 
 

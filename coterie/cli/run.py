@@ -18,6 +18,8 @@ from coterie.cli.options import (
     fetch,
     token_ids,
 )
+from coterie.cli.report import render, report
+from coterie.cli.terminal import note
 from coterie.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ EPILOG = """\
 examples:
   coterie run --prompt "The capital of France is" --max-tokens 16
   coterie run --chat --prompt "Who wrote Faust?" --temperature 0
+  coterie run ./moe --prompt "Hello" --device-budget 6GB --report
   coterie run --prompt-ids 1,2,3 --json        text, token_ids, usage and timings as JSON
   cat letter.txt | coterie run --prompt -      the prompt from standard input
 """
@@ -73,12 +76,18 @@ def execute(args: argparse.Namespace) -> int:
     with open_llm(args) as llm:
         load_s = time.perf_counter() - started
         if args.json:
-            print(json.dumps(_answer(llm, prompt, options(args), load_s), ensure_ascii=False))
+            answer = _answer(llm, prompt, options(args), load_s, args.report)
+            print(json.dumps(answer, ensure_ascii=False))
             return 0
-        for delta in llm.stream(prompt, **options(args)):
+        stream = llm.stream(prompt, **options(args))
+        for delta in stream:
             sys.stdout.write(delta.text)
             sys.stdout.flush()
-    sys.stdout.write("\n")
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        end = stream.finished
+        if args.report and end is not None:
+            note("\n" + render(report(llm, end.usage, end.timings, end.experts, load_s)))
     return 0
 
 
@@ -93,13 +102,17 @@ def _prompt(args: argparse.Namespace) -> str | list[int] | list[dict[str, str]]:
 
 
 def _answer(
-    llm: LLM, prompt: str | Sequence[Any], given: Mapping[str, Any], load_s: float
+    llm: LLM,
+    prompt: str | Sequence[Any],
+    given: Mapping[str, Any],
+    load_s: float,
+    with_report: bool,
 ) -> dict[str, Any]:
     is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
     done = llm.chat(prompt, **given) if is_chat else llm.generate(prompt, **given)[0]  # type: ignore[arg-type]
     usage = asdict(done.usage)
     usage["total_tokens"] = done.usage.prompt_tokens + done.usage.completion_tokens
-    return {
+    answer = {
         "text": done.text,
         "token_ids": list(done.token_ids),
         "prompt_token_ids": list(done.prompt_token_ids),
@@ -113,3 +126,6 @@ def _answer(
             "threads": llm.info.threads,
         },
     }
+    if with_report:
+        answer["report"] = report(llm, done.usage, done.timings, done.experts, load_s)
+    return answer

@@ -5,15 +5,17 @@ otherwise). Refuses to know where a value comes from.
 
 An engine's `stats()` uses free names: a key that ends in `_s` is seconds spent in that phase since
 start (`schedule_s`, `run_s`, `commit_s`) and becomes `coterie_step_seconds_total`; those in
-`ENGINE_GAUGES` say how things stand now; any other key counts events (`steps`, `preemptions`) and
-becomes `coterie_engine_events_total`.
+`ENGINE_GAUGES` say how things stand now; those in `EXPERT_SERIES` are about experts; any other key
+counts events (`steps`, `preemptions`) and becomes `coterie_engine_events_total`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+
+from coterie.obs.expert_metrics import EXPERT_METRICS, EXPERT_SERIES
+from coterie.obs.metric import Metric
 
 FIRST_TOKEN_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -27,17 +29,6 @@ REQUEST_BUCKETS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A row of the table. A counter's name is written with `_total` behind it."""
-
-    name: str
-    kind: str  # counter | gauge | histogram
-    doc: str
-    labels: tuple[str, ...]
-    buckets: tuple[float, ...] = ()
 
 
 ENGINE_GAUGES = frozenset({"running", "waiting", "kv_usage", "cached_blocks"})
@@ -89,6 +80,7 @@ METRICS = (
     ),
     Metric("coterie_engine_events", "counter", "Engine counters.", ("replica", "event")),
     Metric("coterie_engine_state", "gauge", "How the engine stands.", ("replica", "state")),
+    *EXPERT_METRICS,
     Metric("coterie_gateway_cpu_seconds", "counter", "CPU time of the gateway process.", ()),
     Metric("coterie_gateway_open_streams", "gauge", "Requests the gateway is answering.", ()),
 )  # fmt: skip
@@ -143,7 +135,10 @@ class Registry:
 
     def engine_stats(self, replica: str, stats: Mapping[str, float]) -> None:
         for name, amount in stats.items():
-            if name.endswith("_s"):
+            if name in EXPERT_SERIES:
+                metric, *labels = EXPERT_SERIES[name]
+                self.value(metric, replica, *labels).set(amount)
+            elif name.endswith("_s"):
                 self.value("coterie_step_seconds", replica, name[:-2]).set(amount)
             elif name in ENGINE_GAUGES:
                 self.value("coterie_engine_state", replica, name).set(amount)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -177,6 +177,7 @@ async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 def _details(item: Served) -> dict[str, Any]:
     members = item.replicas.members
+    experts = {} if item.info.experts is None else {"experts": asdict(item.info.experts)}
     return {
         "ready": item.replicas.ready(),
         "replicas": {replica.name: replica.healthy() for replica in members},
@@ -186,4 +187,4 @@ def _details(item: Served) -> dict[str, Any]:
         "weight_bytes": item.info.weight_bytes,
         "kv_bytes": item.info.kv_bytes,
         "max_model_len": item.context,
-    }
+    } | experts
