@@ -17,7 +17,7 @@ from torch.nn import functional
 from coterie.core.errors import InternalError
 from coterie.kernels.build import native
 from coterie.kernels.expert_layout import GROUP, PANEL, ExpertLayout, PartPlace
-from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight, convert, dense
+from coterie.weights.quantize import DTYPES, Blocks, Dense, Int4, Int8, Weight, convert, dense
 
 # int8 and int4: bytes of q, then fp16 scales (and minima) of one group of one panel
 _Q_BYTES = {"int8": 512, "int4": 256}
@@ -73,12 +73,23 @@ def _write(place: PartPlace, value: Weight | Tensor, out: Tensor) -> None:
         out.view(torch.float32).copy_(value)
         return
     _expect(place, value.shape == (place.rows, place.columns))
-    weight = value if isinstance(value, Blocks) else convert(value, place.kind)
+    weight = convert(value, place.kind) if place.kind in DTYPES else value
+    _expect(place, _kind(weight) == place.kind)
     if isinstance(weight, Blocks):
-        _expect(place, weight.kind == place.kind)
         out.copy_(weight.data.reshape(-1))
     elif not _write_native(place, weight, out):
         write_panels(place, weight, out)
+
+
+def _kind(weight: Weight) -> str:
+    match weight:
+        case Int8():
+            return "int8"
+        case Int4():
+            return "int4"
+        case Blocks(kind):
+            return kind
+    return "bf16" if weight.tensor.dtype == torch.bfloat16 else "fp32"
 
 
 def _expect(place: PartPlace, ok: bool) -> None:
