@@ -12,6 +12,7 @@ extern "C" {
 int64_t ct_packed_bytes(int32_t kind, int64_t n, int64_t k);
 void ct_pack(int32_t, int64_t, int64_t, const void*, const void*, const void*, uint8_t*, int64_t);
 void ct_linear(const Matrix*, const float*, int64_t, float*, int64_t);
+void ct_experts(const ExpertCall*);
 void ct_attention(const Shape*, const Batch*, const Cache*, const float*, float*, int64_t);
 const char* ct_isa();
 }
@@ -70,6 +71,111 @@ static void check_linear(int32_t kind, int n, int k) {
     }
 }
 
+// Random weights of one kind as stored, and their values.
+struct Stored {
+    std::vector<float> values;
+    std::vector<uint8_t> packed;
+};
+
+static void k_values(int32_t kind, const uint8_t* block, float* out) {  // as ggml writes it
+    const auto half = [](const uint8_t* p) { return half_to_float(uint16_t(p[0] | p[1] << 8)); };
+    if (kind == KIND_Q4K) {
+        for (int j = 0; j < 8; ++j) {
+            const uint8_t* s = block + 4;
+            const int scale = j < 4 ? s[j] & 63 : (s[j + 4] & 15) | (s[j - 4] >> 6 << 4);
+            const int least = j < 4 ? s[j + 4] & 63 : (s[j + 4] >> 4) | (s[j] >> 6 << 4);
+            for (int l = 0; l < 32; ++l) {
+                const uint8_t q = block[16 + j / 2 * 32 + l];
+                out[j * 32 + l] = half(block) * scale * (j % 2 ? q >> 4 : q & 15) - half(block + 2) * least;
+            }
+        }
+        return;
+    }
+    for (int i = 0; i < 256; ++i) {
+        const int h = i / 128, quarter = i % 128 / 32, l = i % 32;
+        const uint8_t low = block[h * 64 + quarter % 2 * 32 + l], high = block[128 + h * 32 + l];
+        const int q = (quarter < 2 ? low & 15 : low >> 4) | (high >> 2 * quarter & 3) << 4;
+        out[i] = half(block + 208) * int8_t(block[192 + i / 16]) * (q - 32);
+    }
+}
+
+static Stored stored(int32_t kind, int n, int k) {
+    Stored out;
+    out.values.resize(n * k);
+    if (kind == KIND_F32) {
+        for (auto& v : out.values) v = noise() * 0.2f;
+        out.packed.resize(ct_packed_bytes(kind, n, k));
+        ct_pack(kind, n, k, out.values.data(), nullptr, nullptr, out.packed.data(), 1);
+        return out;
+    }
+    const int bytes = kind == KIND_Q4K ? 144 : 210, factor = kind == KIND_Q4K ? 0 : 208;
+    out.packed.resize(n * (k / 256) * bytes);
+    for (auto& b : out.packed) b = uint8_t(int(noise() * 127));
+    for (int i = 0; i < n * (k / 256); ++i) {
+        uint8_t* block = out.packed.data() + i * bytes;
+        block[factor] = 0, block[factor + 1] = kind == KIND_Q4K ? 0x10 : 0x04;  // 0.0005, 0.00006
+        if (kind == KIND_Q4K) block[2] = 0, block[3] = 0x10;
+        k_values(kind, block, out.values.data() + i * 256);
+    }
+    return out;
+}
+
+// Experts with no, one and many rows; the second is not in the table.
+static void check_experts(int32_t kind, bool gated) {
+    constexpr int hidden = 256, inner = 512, tokens = 23, experts = 4;
+    Stored parts[3] = {stored(kind, inner, hidden), stored(kind, inner, hidden), stored(kind, hidden, inner)};
+    std::vector<float> bias[2], x(tokens * hidden), out(tokens * hidden, 99.0f), alone(hidden);
+    for (auto& v : x) v = noise();
+    ExpertShape shape{hidden, inner, gated ? 2 : 1, {}, {}};
+    Buffer buffer;
+    uint8_t* record = buffer.need<uint8_t>(8 << 20);
+    int64_t at = 0;
+    const auto put = [&](const void* from, size_t bytes) {
+        memcpy(record + at, from, bytes);
+        const int64_t here = at;
+        at = round_up(at + bytes, 64);
+        return here;
+    };
+    for (int i = 0; i < 3; ++i) {
+        if (i == 1 && !gated) continue;
+        ExpertPart& part = i == 2 ? shape.outer : shape.inner[i];
+        part = {kind, i == 2 ? hidden : inner, put(parts[i].packed.data(), parts[i].packed.size()), -1};
+        if (gated) continue;
+        bias[i / 2].resize(part.rows);
+        for (auto& v : bias[i / 2]) v = noise();
+        part.bias = put(bias[i / 2].data(), part.rows * 4);
+    }
+    int32_t ids[tokens];
+    for (int t = 0; t < tokens; ++t) ids[t] = t == 3 ? 0 : t % 5 == 4 ? 1 : 3;
+    const uint8_t* records[experts] = {record, nullptr, record, record};
+    const ExpertCall call{shape, x.data(), tokens, ids, 1, records, experts, out.data(), 2};
+    ct_experts(&call);
+    for (int t = 0; t < tokens; ++t) {
+        if (ids[t] == 1) {
+            expect(out[t * hidden] == 99.0f, "absent expert", out[t * hidden], 99);
+            continue;
+        }
+        const ExpertCall one{shape, x.data() + t * hidden, 1, ids + t, 1, records, experts, alone.data(), 1};
+        ct_experts(&one);
+        std::vector<double> middle(inner);
+        for (int i = 0; i < inner; ++i) {
+            double a = gated ? 0 : bias[0][i], b = 0;
+            for (int j = 0; j < hidden; ++j) {
+                a += double(x[t * hidden + j]) * parts[0].values[i * hidden + j];
+                b += double(x[t * hidden + j]) * parts[1].values[i * hidden + j];
+            }
+            middle[i] = gated ? a / (1 + std::exp(-a)) * b : a * 0.5 * (1 + std::erf(a / std::sqrt(2.0)));
+        }
+        for (int i = 0; i < hidden; ++i) {
+            double want = gated ? 0 : bias[1][i];
+            for (int j = 0; j < inner; ++j) want += middle[j] * parts[2].values[i * inner + j];
+            const float got = out[t * hidden + i];
+            expect(std::fabs(want - got) < 1e-3 * (1 + std::fabs(want)), "experts", want, got);
+            expect(alone[i] == got, "company", alone[i], got);
+        }
+    }
+}
+
 static void check_attention(int heads, int kv_heads, int dim, bool is_bf16) {
     const int context = 700, size = 16, blocks = 44;
     std::vector<uint16_t> halves(2 * blocks * kv_heads * size * dim);
@@ -109,6 +215,8 @@ int main() {
     for (bool is_bf16 : {false, true}) {
         check_attention(6, 2, 64, is_bf16), check_attention(4, 4, 80, is_bf16), check_attention(9, 1, 16, is_bf16);
     }
+    for (int32_t kind : {KIND_F32, KIND_Q4K, KIND_Q6K})
+        for (bool gated : {true, false}) check_experts(kind, gated);
     printf("%s: %d failures\n", ct_isa(), failures);
     return failures != 0;
 }

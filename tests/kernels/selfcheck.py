@@ -18,6 +18,9 @@ import torch
 from coterie.kernels import cpu, reference
 from coterie.kernels.build import native
 from coterie.kernels.decoder import DecoderShape
+from coterie.kernels.expert_layout import KINDS as EXPERT_KINDS
+from coterie.kernels.expert_layout import ExpertLayout
+from coterie.kernels.expert_mlp import run_experts, run_experts_torch
 from coterie.weights.quantize import dense
 from tests.kernels.cases import (
     KINDS,
@@ -28,6 +31,7 @@ from tests.kernels.cases import (
     rope_tables,
     weight,
 )
+from tests.kernels.expert_cases import choices, records_of
 
 SHAPE = DecoderShape(9, 3, 64, 576, 1536, 1e-5, 64**-0.5)
 ODD = DecoderShape(6, 2, 80, 96, 160, 1e-6, 80**-0.5)
@@ -92,6 +96,26 @@ def check_decoder(checks: Checks, kind: str, rounded: bool) -> None:
         checks.expect(f"decoder {kind} dim {shape.head_dim} error", error, limit)
 
 
+def check_experts(checks: Checks, kind: str, rounded: bool) -> None:
+    for gated in (True, False):
+        layout = ExpertLayout(256, 512, gated, (kind,) * (3 if gated else 2))
+        records = records_of(layout, 4)
+        x, ids = torch.randn(90, 256), choices(90, 5, 2)
+        got, want, alone = (torch.zeros(180, 256) for _ in range(3))
+        run_experts(layout, x, ids, records, got)
+        run_experts_torch(layout, x, ids, records, want)
+        limit = 1e-2 if rounded else 3e-4 if kind.startswith("int") else 3e-6
+        name = f"experts {kind} {'gated' if gated else 'biased'}"
+        error = ((got - want).abs().max() / want.abs().max()).item()
+        checks.expect(f"{name} error", error, limit)
+        for record in records:
+            for row in range(0, 90, 9):
+                rows, pairs = slice(row, row + 9), slice(row * 2, row * 2 + 18)
+                run_experts(layout, x[rows], ids[rows], [record], alone[pairs])
+        differ = int((alone != got).any(1).sum())
+        checks.expect(f"{name} pairs that change bits", differ, 0)
+
+
 def timed(call: Callable[[], object], seconds: float = 0.25) -> float:
     """Median seconds of one call."""
     call()
@@ -142,6 +166,8 @@ def main() -> int:
         rounded = kind == "bf16" and "amx" in library.isa
         check_linear(checks, kind, rounded)
         check_decoder(checks, kind, rounded)
+    for kind in EXPERT_KINDS:
+        check_experts(checks, kind, kind == "bf16" and "amx" in library.isa)
     check_attention(checks, "amx" in library.isa)
     print(f"{checks.failed} checks failed", flush=True)
     if "--no-speed" not in sys.argv:

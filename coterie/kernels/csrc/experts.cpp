@@ -7,31 +7,6 @@
 
 #include "activations.h"
 
-struct ExpertPart {
-    int32_t kind, rows;
-    int64_t offset;  // of its panels in a record
-    int64_t bias;    // offset of its fp32 bias; -1: none
-};
-
-struct ExpertShape {
-    int32_t hidden, intermediate;
-    int32_t num_inner;    // 2: silu(gate) * up; 1: gelu(fc1)
-    ExpertPart inner[2];  // [intermediate, hidden]
-    ExpertPart outer;     // [hidden, intermediate]
-};
-
-struct ExpertCall {
-    ExpertShape shape;
-    const float* x;  // [tokens][hidden]
-    int64_t tokens;
-    const int32_t* ids;  // [tokens][top_k]
-    int64_t top_k;
-    const uint8_t* const* records;  // [num_experts]; null: not in this call
-    int64_t num_experts;
-    float* out;  // [tokens * top_k][hidden]
-    int64_t threads;
-};
-
 struct Block {  // some rows of one expert
     const uint8_t* record;
     int64_t first;  // in the order of `pairs`

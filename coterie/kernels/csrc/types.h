@@ -54,6 +54,33 @@ struct Cache {  // one layer: [2, num_blocks, kv_heads, block_size, head_dim]
     int32_t is_bf16;
 };
 
+struct ExpertPart {
+    int32_t kind, rows;
+    int64_t offset;  // of its panels in a record
+    int64_t bias;    // offset of its fp32 bias; -1: none
+};
+
+// One expert in a record (kernels/expert_layout.py).
+struct ExpertShape {
+    int32_t hidden, intermediate;
+    int32_t num_inner;    // 2: silu(gate) * up; 1: gelu(fc1)
+    ExpertPart inner[2];  // [intermediate, hidden]
+    ExpertPart outer;     // [hidden, intermediate]
+};
+
+// A MoE layer over rows that have chosen their experts.
+struct ExpertCall {
+    ExpertShape shape;
+    const float* x;  // [tokens][hidden]
+    int64_t tokens;
+    const int32_t* ids;  // [tokens][top_k]
+    int64_t top_k;
+    const uint8_t* const* records;  // [num_experts]; null: not in this call
+    int64_t num_experts;
+    float* out;  // [tokens * top_k][hidden]
+    int64_t threads;
+};
+
 // Activations in every form some part of the matrix reads (the others are null).
 struct Input {
     const float* x;        // [rows][ldx], zero-padded to a multiple of 4 columns
