@@ -17,7 +17,7 @@ from coterie.core.errors import ConfigError, WeightsError
 from coterie.experts.disk import Disk, aligned_buffer, covering
 from coterie.experts.geometry import Geometry, Key
 from coterie.experts.store import ExpertNames, ExpertShape, Spent
-from coterie.experts.tensors import Piece, kind_of, locate
+from coterie.experts.tensors import Piece, fitting, kind_of, locate
 from coterie.kernels.expert_layout import ExpertLayout
 from coterie.kernels.expert_record import pack_record
 from coterie.weights.pages import Extent
@@ -76,8 +76,10 @@ class CheckpointStore:
         kinds = {place.name: place.kind for place in layout.parts()}
         for piece in pieces:
             weight = piece.decode(_within(raw, piece.extent))
-            _refuse_rounding(piece, weight, kinds[piece.part])
-            parts[piece.part] = dense(weight) if piece.part.endswith("_bias") else weight
+            kind = kinds[piece.part]
+            _refuse_rounding(piece, weight, kind)
+            is_bias = piece.part.endswith("_bias")
+            parts[piece.part] = dense(weight) if is_bias else fitting(weight, kind)
         pack_record(layout, parts, out)
         self.spent.add(pack_s=time.perf_counter() - started)
         return at

@@ -18,6 +18,7 @@ from coterie.experts.disk import PAGE, Disk, aligned_buffer
 from coterie.experts.geometry import Geometry, Key
 from coterie.experts.index import EXPERTS_FILE, Record, StoreIndex, named, read_index
 from coterie.experts.store import ExpertShape, Spent
+from coterie.experts.tensors import fitting
 from coterie.kernels.expert_layout import GROUP, ExpertLayout
 from coterie.kernels.expert_record import pack_record, rebias, unpack_record, weight_offset
 from coterie.weights.quantize import DTYPES
@@ -65,7 +66,10 @@ class PackedStore:
         if self.index.weight_offset != weight_offset():
             rebias(stored, data)
         if stored != served:
-            pack_record(served, unpack_record(stored, data), out)
+            parts = unpack_record(stored, data)
+            kinds = {place.name: place.kind for place in served.parts()}
+            fitted = {name: fitting(part, kinds[name]) for name, part in parts.items()}
+            pack_record(served, fitted, out)
         elif not straight:
             out[: record.nbytes].copy_(data)
         self.spent.add(pack_s=time.perf_counter() - started)

@@ -17,7 +17,7 @@ from coterie.experts.geometry import Geometry, Key
 from coterie.experts.store import ExpertNames, ExpertShape
 from coterie.weights.gguf_tensors import decode
 from coterie.weights.pages import Extent
-from coterie.weights.quantize import GROUP, Dense, Weight
+from coterie.weights.quantize import GROUP, Blocks, Dense, Weight, dense
 
 if TYPE_CHECKING:
     from coterie.weights.checkpoint import Checkpoint
@@ -82,6 +82,12 @@ def kind_of(piece: Piece, dtype: str) -> str:
     if groupable and kept in (None, "fp32", "bf16"):
         return dtype
     return kept or "fp32"
+
+
+def fitting(part: Weight | Tensor, kind: str) -> Weight | Tensor:
+    """`part`, ready to be packed as `kind`: K blocks that are not kept are widened."""
+    kept = not isinstance(part, Blocks) or part.kind == kind
+    return part if kept else Dense(dense(part))
 
 
 class _Finder:
