@@ -139,12 +139,26 @@ def _halves(heads: int, plain: int, turned: int) -> Tensor:
 def _ups(reader: Reader, stem: str, latent: Latent) -> tuple[HeadLinear, HeadLinear]:
     """kv_b_proj, head by head: [nope rows of keys, value rows] x kv_rank."""
     heads, size = reader.spec.num_heads, latent.nope + latent.value
+    if reader.has(stem + "k_b_proj.weight"):
+        return _split_ups(reader, stem, latent)
     weight = reader.matrix(stem + "kv_b_proj.weight", heads * size, latent.kv_rank)
     rows = torch.arange(heads * size).view(heads, size)
     keys = [_transposed(rows_of(weight, own[: latent.nope])) for own in rows]
     values = [rows_of(weight, own[latent.nope :]) for own in rows]
-    key_up, value_up = reader.per_head(keys), reader.per_head(values)
-    return key_up, value_up
+    return reader.per_head(keys), reader.per_head(values)
+
+
+def _split_ups(reader: Reader, stem: str, latent: Latent) -> tuple[HeadLinear, HeadLinear]:
+    """As GGUF files keep them: a stack of heads each, the keys' already turned."""
+    heads, rank = reader.spec.num_heads, latent.kv_rank
+    keys = dense(reader.take(stem + "k_b_proj.weight", (heads, rank, latent.nope)))
+    values = dense(reader.take(stem + "v_b_proj.weight", (heads, latent.value, rank)))
+    # stacks come widened: they are rounded no further than to the model's own type
+    kept = torch.bfloat16 if reader.dtype == "bf16" else torch.float32
+    return (
+        reader.per_head([Dense(head.to(kept)) for head in keys]),
+        reader.per_head([Dense(head.to(kept)) for head in values]),
+    )
 
 
 def _transposed(weight: Weight) -> Weight:

@@ -106,6 +106,9 @@ class Reader:
     def vector(self, name: str, size: int) -> Tensor:
         return dense(self.take(name, (size,)), self.placement.hidden_dtype).to(self.device)
 
+    def has(self, name: str) -> bool:
+        return name in self._left
+
     def rows(self, name: str) -> int:
         """How many the file has: of tables that config may use in part."""
         return self._checkpoint.shape(name)[0]

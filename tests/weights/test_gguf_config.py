@@ -130,7 +130,7 @@ def test_sampling_defaults_and_stop_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "word"),
     [
-        ({"llama.expert_count": 8}, "expert_count"),
+        ({"llama.expert_count": 8}, "expert_used_count"),
         ({"llama.rope.dimension_count": 32}, "dimension_count"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
         ({"llama.logit_scale": 0.5}, "logit_scale"),
