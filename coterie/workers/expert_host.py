@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from coterie.core.dispatch import AUTOMATIC, DispatchSettings
 from coterie.core.errors import ConfigError
+from coterie.experts.auto import chooser, known_costs
 from coterie.experts.runtime import ExpertRuntime, open_experts
 from coterie.models.experts import ExpertsWanted, store_of
 from coterie.workers.base import ExpertInfo
@@ -50,7 +51,13 @@ class ExpertHost:
         try:
             known = self._known(store.geometry, store.fingerprint)
             runtime = open_experts(
-                store, settings, device=wanted.device, kv_bytes=self._kv_bytes, heatmap=known
+                store,
+                settings,
+                device=wanted.device,
+                kv_bytes=self._kv_bytes,
+                heatmap=known,
+                costs=known_costs(store, wanted.device),
+                chooser=chooser,
             )
         except BaseException:
             store.close()

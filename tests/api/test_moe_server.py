@@ -1,0 +1,124 @@
+"""A MoE directory as it is, served with less memory than its experts take: stock clients, metadata,
+metrics, and a file that cannot be read for a while."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import anthropic
+import openai
+import pytest
+from served import Served, chat, frames
+from tiny import tiny_checkpoint
+
+TOTAL = 3 * 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("moe")
+    return Path(shutil.copytree(tiny_checkpoint("qwen3_moe"), folder / "secret-place" / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Served]:
+    """Four device slots of 24 experts, nothing in RAM: every miss reads the disk."""
+    served = Served(
+        str(model), "--strategy", "lru", "--cache-capacity", "4", "--host-budget", "0",
+        "--context", "256", "--kv-bytes", "4MB", "--max-sequences", "8", "--workload", "tests",
+    )  # fmt: skip
+    yield served
+    served.stop()
+
+
+def weights(model: Path) -> list[Path]:
+    return sorted(model.glob("*.safetensors"))
+
+
+def test_an_unreadable_file_fails_one_request(server: Served, model: Path) -> None:
+    """First of all tests here: no expert was read yet, so no file is open."""
+    away = [(path, path.with_suffix(".away")) for path in weights(model)]
+    for path, elsewhere in away:
+        path.rename(elsewhere)
+    try:
+        reply = server.post("/v1/chat/completions", chat())
+    finally:
+        for path, elsewhere in away:
+            elsewhere.rename(path)
+    assert reply.status == 500, reply.body
+    error = reply.json["error"]
+    assert error["code"] == "weights_error" and "tiny" in error["message"]
+    assert "secret-place" not in reply.body.decode()
+    # whoever runs the server is told which file it was
+    [line] = [line for line in server.log().splitlines() if '"step_failed"' in line]
+    assert str(model) in json.loads(line)["reason"]
+    assert server.metric("coterie_failures_total") == 1
+    again = server.post("/v1/chat/completions", chat())
+    assert again.status == 200, again.body
+
+
+def test_stock_clients_read_what_an_answer_cost(server: Served) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    messages = [{"role": "user", "content": "hello there"}]
+    asked = {"model": "tiny", "max_tokens": 8, "temperature": 0, "messages": messages}
+    whole = client.chat.completions.create(**asked)  # type: ignore[call-overload]
+    cost = whole.model_extra["coterie"]
+    demands = sum(
+        cost["experts"][name]
+        for name in ("device_hits", "prefetch_hits", "device_misses", "host_runs")
+    )
+    assert demands >= 7 * 3 * 2
+    assert cost["experts"]["read_bytes"] > 0 and cost["experts"]["host_hits"] == 0
+    assert 0 < cost["experts"]["fallback_rate"] <= 1
+    assert cost["timings"]["ttft_s"] > 0 and cost["timings"]["decode_tok_s"] > 0
+    stream = client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    )  # type: ignore[call-overload]
+    chunks = list(stream)
+    said = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert said == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == 8
+    assert chunks[-1].model_extra["coterie"]["experts"]["device_misses"] > 0
+    assert all("coterie" not in chunk.model_extra for chunk in chunks[:-1])
+    both = client.completions.create(
+        model="tiny", prompt=["hello", "there"], max_tokens=4, temperature=0
+    )
+    assert both.model_extra["coterie"]["experts"]["read_bytes"] > 0
+
+
+def test_anthropic_answers_carry_it_too(server: Served) -> None:
+    client = anthropic.Anthropic(base_url=server.url, api_key="none")
+    message = client.messages.create(
+        model="tiny", max_tokens=8, messages=[{"role": "user", "content": "hello there"}]
+    )
+    assert message.model_extra["coterie"]["experts"]["device_misses"] > 0
+    body = {"model": "tiny", "max_tokens": 4, "stream": True,
+            "messages": [{"role": "user", "content": "hello"}]}  # fmt: skip
+    reply = server.post("/v1/messages", body, anthropic_version="2023-06-01")
+    [last] = [data for name, data in frames(reply.body) if name == "message_delta"]
+    assert last["coterie"]["timings"]["prefill_s"] > 0
+
+
+def test_metrics_and_health_tell_tiers_apart(server: Served) -> None:
+    server.post("/v1/chat/completions", chat())
+    text = server.get("/metrics").body.decode()
+    assert 'coterie_expert_demands_total{replica="e0r0",met="device_miss"}' in text
+    assert server.metric("coterie_expert_bytes_total") > 0
+    assert server.metric("coterie_expert_memory_bytes") > 0
+    assert 0 <= server.metric("coterie_expert_fallback_rate") <= 1
+    # bounded: nothing is labelled by expert or by layer
+    assert text.count("\ncoterie_expert_") < 40
+    experts = server.get("/health").json["specialists"]["tiny"]["experts"]
+    assert experts["strategy"] == "lru" and experts["count"] == TOTAL
+    assert experts["device_slots"] == 4 and experts["host_slots"] == 0
+    assert experts["held_bytes"] < experts["expert_bytes"]
+
+
+def test_live_traffic_is_kept_when_the_server_stops(server: Served, model: Path) -> None:
+    """Last of all tests here."""
+    assert server.stop() == 0
+    kept = json.loads((model / "heatmaps" / "tests.json").read_text())
+    assert kept["workload"] == "tests" and sum(map(sum, kept["counts"])) > 0

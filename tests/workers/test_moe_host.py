@@ -1,0 +1,262 @@
+"""A MoE model in a worker: budgets, whole prompts, heatmaps, warm-up, counts, broken reads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_checkpoint
+
+from coterie import LLM
+from coterie.core.dispatch import ExpertUsage
+from coterie.core.errors import ConfigError, WeightsError
+from coterie.experts.geometry import Geometry
+from coterie.experts.heatmap import Heatmap
+from coterie.workers.warmup import SAVE_EVERY_S, HeatmapFile, heatmap_path
+
+LAYERS, EXPERTS, TOP_K = 3, 8, 2
+CONTEXT = 128
+# fp32 keys and values of 3 layers, 2 heads of 32
+KV_BYTES = CONTEXT * 2 * 3 * 2 * 32 * 4
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 10, "ignore_eos": True}
+PROMPTS = ([0, 40, 41, 42, 43], [0, 90, 91], [0, 200, 201, 202])
+
+
+@pytest.fixture
+def moe(tmp_path: Path) -> Path:
+    """A folder of its own: heatmaps are written into it."""
+    return Path(shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "moe"))
+
+
+def opened(model: Path, **given: Any) -> LLM:
+    settings = {"strategy": "lru", "cache_capacity": 3, "host_budget": "0", "warmup": "none"}
+    return LLM(
+        str(model),
+        dtype="fp32",
+        threads=1,
+        **({"kv_bytes": 2_000_000, "context": CONTEXT, "max_sequences": 8} | settings | given),
+    )
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[tuple[int, ...]]:
+    """What the model says with every expert in memory, one prompt at a time."""
+    model = tiny_checkpoint("qwen3_moe")
+    with opened(model, strategy="persistent", cache_capacity=LAYERS * EXPERTS) as llm:
+        return [llm.generate(prompt, **GREEDY)[0].token_ids for prompt in PROMPTS]
+
+
+def test_requests_pay_for_their_own_experts(moe: Path, answers: list[tuple[int, ...]]) -> None:
+    with opened(moe) as llm:
+        done = llm.generate(list(PROMPTS), **GREEDY)
+        assert [one.token_ids for one in done] == answers
+        report = llm.expert_report()
+        stats = llm._engine.stats()
+    assert report is not None
+    costs = [one.experts for one in done if one.experts is not None]
+    assert len(costs) == 3 and all(cost.demands > 0 for cost in costs)
+    together = reduce(add, costs)
+    # bytes and seconds are shared out; an expert that two needed is a demand of both
+    for name in ("moved_bytes", "read_bytes"):
+        assert getattr(together, name) == pytest.approx(report["total"][name], abs=200)
+    assert together.io_s == pytest.approx(report["total"]["io_s"], rel=0.05)
+    assert together.demands >= report["demands"] > 0
+    assert together.routing_s > 0
+    assert stats["expert_device_misses"] == report["total"]["device_misses"]
+    assert stats["expert_saved_bytes"] == report["memory_saved_bytes"] > 0
+
+
+def test_one_request_alone_pays_for_everything(moe: Path) -> None:
+    with opened(moe) as llm:
+        [done] = llm.generate(PROMPTS[0], **GREEDY)
+        report = llm.expert_report()
+    assert done.experts is not None and report is not None
+    assert done.experts.demands == report["demands"]
+    assert done.experts.read_bytes == report["total"]["read_bytes"] > 0
+    decoded = (GREEDY["max_tokens"] - 1) * LAYERS * TOP_K
+    assert decoded < done.experts.demands <= decoded + LAYERS * EXPERTS
+
+
+def test_first_token_comes_before_all_experts_are_read(moe: Path) -> None:
+    with opened(moe, strategy="auto", cache_capacity=0, host_budget="") as llm:
+        assert llm.info.experts is not None and llm.info.experts.count == LAYERS * EXPERTS
+        stream = llm.stream(PROMPTS[1][:1], **GREEDY)
+        next(stream)
+        report = llm.expert_report()
+        stream.close()
+    assert report is not None
+    assert 0 < report["tiers"]["host"]["misses"] <= LAYERS * TOP_K < LAYERS * EXPERTS
+
+
+def test_a_budget_in_bytes_holds_the_context_first(moe: Path) -> None:
+    slot = 3 * 48 * 64 * 4
+    free = {"cache_capacity": 0, "kv_bytes": 0}
+    with opened(moe, device_budget=str(KV_BYTES + 2 * slot), **free) as llm:
+        assert llm.info.experts is not None and llm.info.experts.device_slots == 2
+        assert llm.info.contexts["embedded"] == CONTEXT
+        assert llm.info.kv_bytes == KV_BYTES
+    with pytest.raises(ConfigError) as refused:
+        opened(moe, device_budget=str(KV_BYTES + slot - 1), **free)
+    assert refused.value.param == "device_budget"
+
+
+def test_a_prompt_walks_through_groups_as_a_whole(
+    moe: Path, answers: list[tuple[int, ...]]
+) -> None:
+    options = GREEDY | {"max_tokens": 1}
+
+    def moved(llm: LLM, tokens: int) -> tuple[float, float]:
+        before = llm._engine.stats()["steps"]
+        [done] = llm.generate([0, *range(40, 40 + tokens - 1)], **options)
+        assert done.experts is not None
+        return done.experts.moved_bytes, llm._engine.stats()["steps"] - before
+
+    slots = LAYERS * EXPERTS // 2 + EXPERTS
+    grouped = {"strategy": "layer_grouped:2", "cache_capacity": slots, "max_step_tokens": 16}
+    with opened(moe, **grouped) as llm:
+        first = moved(llm, 40)
+        assert first[1] == 1
+        again = [moved(llm, tokens) for tokens in (100, 40, 100)]
+        # the prompt's length does not matter: every group is loaded once
+        assert len({size for size, _ in again}) == 1
+        done = llm.generate(list(PROMPTS), **GREEDY)
+        assert [one.token_ids for one in done] == answers
+    with opened(moe, max_step_tokens=16) as llm:
+        assert moved(llm, 40)[1] == 3
+
+
+def test_updates_come_between_tokens_only(moe: Path) -> None:
+    with opened(moe, strategy="static_pin") as llm:
+        llm.generate(PROMPTS[0], **(GREEDY | {"max_tokens": 1}))
+        assert llm.expert_report()["dcu_calls"] == 0  # type: ignore[index]
+        llm.generate(PROMPTS[0], **GREEDY)
+        assert llm.expert_report()["dcu_calls"] == GREEDY["max_tokens"] - 1  # type: ignore[index]
+
+
+def test_a_heatmap_is_kept_and_found_again(moe: Path) -> None:
+    path = moe / "heatmaps" / "tales.json"
+    kept = {"warmup": "heatmap", "workload": "tales", "strategy": "static_pin"}
+    with opened(moe, **kept) as llm:
+        [done] = llm.generate(PROMPTS[0], **GREEDY)
+        store = llm._host.experts.runtime.parts.store  # type: ignore[union-attr]
+        assert not path.exists()
+    fingerprint, geometry = store.fingerprint, store.geometry
+    known = Heatmap.load(path, geometry, fingerprint=fingerprint, workload="tales")
+    rows = len(PROMPTS[0]) + GREEDY["max_tokens"] - 1
+    assert known.total() == rows * LAYERS * TOP_K
+    with opened(moe, **kept) as llm:
+        slots = llm._host.experts.runtime.parts.slots  # type: ignore[union-attr]
+        hot = known.hottest(1)[0]
+        assert slots.is_pinned(hot)
+        assert llm.generate(PROMPTS[0], **GREEDY)[0].token_ids == done.token_ids
+    again = Heatmap.load(path, geometry, fingerprint=fingerprint, workload="tales")
+    assert again.total() == 2 * known.total()
+    written = path.read_bytes()
+    with opened(moe, **(kept | {"warmup": "none"})) as llm:
+        llm.generate(PROMPTS[0], **GREEDY)
+    assert path.read_bytes() == written
+
+
+def test_hybrid_is_paid_before_the_first_request(moe: Path) -> None:
+    with opened(moe, warmup="hybrid") as llm:
+        stats = llm._engine.stats()
+        assert 2 <= stats["generated_tokens"] <= 48 and stats["expert_device_misses"] > 0
+        assert stats["expert_updates"] >= 80
+        assert stats["waiting"] == stats["running"] == 0
+        llm._host.experts.runtime.check()  # type: ignore[union-attr]
+    assert (moe / "heatmaps" / "default.json").exists()
+
+
+def test_heatmap_files_are_saved_rarely_and_read_with_distrust(tmp_path: Path) -> None:
+    now = [0.0]
+    geometry = Geometry((0, 1), 4, 2)
+    path = tmp_path / "heatmaps" / "w.json"
+
+    def make(fingerprint: str = "f") -> HeatmapFile:
+        return HeatmapFile(path, fingerprint, "w", lambda: now[0])
+
+    file = make()
+    assert file.load(geometry) is None and file.live is not None
+    file.save()
+    assert not path.exists(), "nothing was counted"
+    file.live.add(0, [1, 2], [3, 4])
+    file.tend()
+    assert not path.exists(), "too early"
+    now[0] += SAVE_EVERY_S
+    file.tend()
+    written = path.read_bytes()
+    known = make().load(geometry)
+    assert known is not None and known.count((0, 2)) == 4
+    assert make("other weights").load(geometry) is None
+    path.write_text('{"version": 1')
+    assert make().load(geometry) is None
+    path.write_bytes(written)
+    assert make().load(Geometry((0,), 4, 2)) is None
+
+
+def test_where_heatmaps_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COTERIE_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    assert heatmap_path(folder, "f", "w") == folder / "heatmaps" / "w.json"
+    gguf = folder / "a.gguf"
+    gguf.touch()
+    assert heatmap_path(gguf, "f", "w") == folder / "heatmaps" / "a" / "w.json"
+    monkeypatch.setattr("coterie.workers.warmup.os.access", lambda path, mode: False)
+    state = tmp_path / "home" / "state" / "heatmaps" / "f" / "w.json"
+    assert heatmap_path(folder, "f", "w") == state
+
+
+@pytest.fixture
+def faulty(moe: Path) -> Iterator[tuple[LLM, list[int]]]:
+    """Reads fail while the list holds a number above zero."""
+    with opened(moe) as llm:
+        disk = llm._host.experts.runtime.parts.store.disk  # type: ignore[union-attr]
+        pread, faults = disk.pread, [0]
+
+        def broken(*given: Any) -> Any:
+            if faults[0]:
+                raise OSError(5, "Input/output error")
+            return pread(*given)
+
+        disk.pread = broken
+        yield llm, faults
+
+
+def test_a_broken_read_costs_one_request(
+    faulty: tuple[LLM, list[int]], answers: list[tuple[int, ...]]
+) -> None:
+    llm, faults = faulty
+    faults[0] = 1
+    with pytest.raises(WeightsError) as failure:
+        llm.generate(PROMPTS[0], **GREEDY)
+    assert "embedded" in failure.value.message and "/" not in failure.value.message
+    faults[0] = 0
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        [done] = llm.generate(prompt, **GREEDY)
+        assert done.token_ids == answer
+    llm._host.experts.runtime.check()  # type: ignore[union-attr]
+    llm._engine.check()
+    assert llm._engine.lane_states()[0].running == 0
+
+
+def test_a_dense_model_takes_no_expert_settings() -> None:
+    with pytest.raises(ConfigError, match="no routed experts") as refused:
+        LLM(str(tiny_checkpoint("llama")), kv_bytes=2_000_000, device_budget="25%")
+    assert refused.value.param == "device_budget"
+    with pytest.raises(ConfigError, match="did you mean 'strategy'"):
+        LLM(str(tiny_checkpoint("llama")), stratgy="lru")
+    with pytest.raises(ConfigError, match="25%"):
+        LLM(str(tiny_checkpoint("llama")), host_budget="a lot")
+
+
+def test_usages_add() -> None:
+    one = ExpertUsage(device_hits=1, device_misses=2, host_runs=1, read_bytes=5, stall_s=0.5)
+    both = one + one
+    assert (both.device_hits, both.read_bytes, both.stall_s) == (2, 10, 1.0)
+    assert both.demands == 8 and one.fallback_rate == 0.75 and ExpertUsage().fallback_rate == 0
