@@ -86,8 +86,9 @@ def kind_of(piece: Piece, dtype: str) -> str:
 
 def fitting(part: Weight | Tensor, kind: str) -> Weight | Tensor:
     """`part`, ready to be packed as `kind`: K blocks that are not kept are widened."""
-    kept = not isinstance(part, Blocks) or part.kind == kind
-    return part if kept else Dense(dense(part))
+    if isinstance(part, Blocks) and part.kind != kind:
+        return Dense(dense(part))
+    return part
 
 
 class _Finder:

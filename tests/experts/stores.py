@@ -1,4 +1,4 @@
-"""Small models with experts for tests of stores: safetensors in three spellings, and GGUF stacks."""
+"""Small models with experts for tests of stores: safetensors in three spellings, GGUF stacks."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ import errno
 import mmap
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -115,23 +114,17 @@ def test_truncated_and_missing_files(file: Path) -> None:
 
 
 class Faulty(Disk):
-    """Fails, lingers or hands out little, as told."""
+    """Fails, hands out little, or waits until several threads are inside, as told."""
 
     error = 0
     most_bytes = 1 << 40
-    linger_s = 0.0
-    inside = deepest = 0
-    guard = threading.Lock()
+    together: threading.Barrier | None = None
 
     def pread(self, number: int, view: memoryview, offset: int) -> int:
         if self.error:
             raise OSError(self.error, os.strerror(self.error))
-        with self.guard:
-            self.inside += 1
-            self.deepest = max(self.deepest, self.inside)
-        time.sleep(self.linger_s)
-        with self.guard:
-            self.inside -= 1
+        if self.together is not None:
+            self.together.wait(30)
         return super().pread(number, view[: self.most_bytes], offset)
 
 
@@ -174,14 +167,13 @@ def test_many_threads_read_at_once(tmp_path: Path) -> None:
     weights = stores.draw()
     checkpoint = open_checkpoint(stores.write(tmp_path / "m", stores.singles(weights)))
     disk = Faulty()
-    disk.linger_s = 0.002
+    disk.together = threading.Barrier(8)  # broken, and an error, unless 8 reads are under way
     shape = ExpertShape(stores.HIDDEN, stores.INNER, True)
     store = CheckpointStore(checkpoint, stores.GEOMETRY, stores.NAMES, shape, "auto", disk)
     keys = store.geometry.keys() * 4
     with ThreadPoolExecutor(8) as pool:
         for key, found in zip(keys, pool.map(partial(stores.parts_of, store), keys), strict=True):
             assert all(torch.equal(found[part], weights[key][part]) for part in found)
-    assert disk.deepest == 8
     assert disk.read_bytes == sum(store.read_bytes(key) for key in keys)
 
 

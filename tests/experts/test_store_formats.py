@@ -21,12 +21,11 @@ from coterie.weights.quantize import convert, dense
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-@pytest.mark.parametrize("reads", ["auto", "buffered"])
 @pytest.mark.parametrize("dtype", ["auto", "fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("stored", DTYPES)
-def test_one_tensor_per_expert(tmp_path: Path, stored: str, dtype: str, reads: str) -> None:
+def test_one_tensor_per_expert(tmp_path: Path, stored: str, dtype: str) -> None:
     weights = stores.draw(DTYPES[stored])
-    store = stores.opened(stores.write(tmp_path / "m", stores.singles(weights)), dtype, reads)
+    store = stores.opened(stores.write(tmp_path / "m", stores.singles(weights)), dtype)
     stores.expect(store, weights, dtype)
     kinds = {"auto": "bf16" if stored == "BF16" else "fp32"}
     assert store.layout(0).kinds == (kinds.get(dtype, dtype),) * 3
