@@ -96,7 +96,7 @@ def _host_slots(settings: DispatchSettings, sizes: ExpertSizes, needs: Needs, de
         return 0
     free = int(needs.free_host_bytes * AUTO_SHARE)
     if needs.one_memory:
-        free -= device * sizes.slot_bytes
+        free -= device * sizes.slot_bytes + needs.kv_bytes
     return max(_fitting(free, sizes), int(needs.host))
 
 

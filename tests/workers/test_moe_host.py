@@ -13,8 +13,9 @@ import pytest
 from tiny import tiny_checkpoint
 
 from coterie import LLM
-from coterie.core.dispatch import ExpertUsage
+from coterie.core.dispatch import DispatchSettings, ExpertUsage
 from coterie.core.errors import ConfigError, WeightsError
+from coterie.experts.budget import ExpertSizes, Needs, size_tiers
 from coterie.experts.geometry import Geometry
 from coterie.experts.heatmap import Heatmap
 from coterie.workers.warmup import SAVE_EVERY_S, HeatmapFile, heatmap_path
@@ -103,6 +104,17 @@ def test_a_budget_in_bytes_holds_the_context_first(moe: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         opened(moe, device_budget=str(KV_BYTES + slot - 1), **free)
     assert refused.value.param == "device_budget"
+
+
+@pytest.mark.parametrize("strategy", ["cpu_only", "lru", "hot_cached_static"])
+@pytest.mark.parametrize("kv_bytes", [0, 250, 700])
+def test_what_is_taken_unasked_fits_what_is_free(strategy: str, kv_bytes: int) -> None:
+    sizes = ExpertSizes(total=1000, slot_bytes=10, expert_bytes=10_000)
+    on_host = strategy != "lru"
+    needs = Needs(strategy != "cpu_only", on_host, 2000, 2000, kv_bytes)
+    tiers = size_tiers(DispatchSettings(strategy=strategy), sizes, needs)
+    assert (tiers.device + tiers.host) * 10 + kv_bytes <= 2000
+    assert tiers.host > 0
 
 
 def test_a_prompt_walks_through_groups_as_a_whole(
