@@ -30,7 +30,7 @@ from coterie.experts.planner import PlanRow, forecast_row
 from coterie.experts.runtime import ExpertRuntime, open_experts
 from coterie.experts.step import ExpertStep
 from coterie.experts.trace import Trace
-from coterie.experts.workload import Workload
+from coterie.experts.workload import Workload, from_trace
 from coterie.models.base import CausalLM, load_model
 from coterie.models.experts import ExpertsWanted
 from coterie.models.pace import NoExperts, Solo
@@ -188,12 +188,9 @@ def configs(args: argparse.Namespace) -> list[Config]:
     ]
 
 
-def predict(bench: Bench, wanted: Sequence[Config], trace: Trace) -> dict[Config, PlanRow]:
+def predict(bench: Bench, wanted: Sequence[Config], load: Workload) -> dict[Config, PlanRow]:
     """What the planner says, for each configuration, from the trace alone."""
     prospect = bench.prospect
-    steps = tuple(trace.steps)
-    warm = len(steps) // 2
-    load = Workload(trace.geometry, steps, warm, "recorded trace", trace.heatmap())
     case = prospect.case(prospect.machine(), load)
     rows = {}
     for config in wanted:
@@ -211,8 +208,8 @@ def main() -> None:
     machine = prospect.machine(again=True, say=_note)
     bench = Bench(prospect, args)
     _note("recording a trace at full residency")
-    trace = bench.record()
-    rows = predict(bench, configs(args), trace)
+    load = from_trace(bench.record(), "recorded trace")
+    rows = predict(bench, configs(args), load)
     saved = {
         "machine": to_json(machine),
         "saved_at": time.time(),
@@ -223,7 +220,7 @@ def main() -> None:
     taken: dict[Config, list[Measured]] = {config: [] for config in rows}
     for turn in range(args.rounds):
         for config in rows:
-            taken[config].append(bench.measure(config, trace.heatmap()))
+            taken[config].append(bench.measure(config, load.heatmap))
         _note(f"round {turn + 1} of {args.rounds} done")
     bench.model.close()
     report = [compare(config, rows[config], taken[config]) for config in rows]

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from coterie import __version__
-from coterie.cli import bench, carve, chat, doctor, pull, run, serve, store
+from coterie.cli import bench, carve, chat, doctor, plan, pull, run, serve, store
 from coterie.cli.terminal import width
 from coterie.core.errors import ConfigError, CoterieError, InvalidRequest
 
@@ -27,6 +27,7 @@ COMMANDS: dict[str, ModuleType] = {
     "pull": pull,
     "carve": carve,
     "store": store,
+    "plan": plan,
     "doctor": doctor,
     "bench": bench,
 }

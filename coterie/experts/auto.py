@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from coterie.experts.measure import Place, ensure, profile_name
+from coterie.experts.budget import AUTO_SHARE
+from coterie.experts.machine import load
+from coterie.experts.measure import Place, ensure, identity, profile_name
 from coterie.experts.opening import needs_of, sizes_of
 from coterie.experts.planner import Case, Choice, Division, Subject, choose
 from coterie.experts.workload import assumed, from_heatmap
@@ -22,8 +24,20 @@ _log = logging.getLogger(__name__)
 
 
 def chooser(store: Store, settings: DispatchSettings, site: Site) -> str:
-    """The strategy's name. Measures the machine when it never was (a few seconds)."""
-    return choice(store, settings, site).strategy
+    """The strategy's name. Measures the machine when it never was (a few seconds), unless nothing
+    has to move anyway."""
+    return resting_place(store, settings, site) or choice(store, settings, site).strategy
+
+
+def resting_place(store: Store, settings: DispatchSettings, site: Site) -> str | None:
+    """What runs when no budget is set and memory holds every expert: all stay where they are."""
+    if settings.device_budget or settings.host_budget or settings.cache_capacity:
+        return None
+    needs = needs_of(set(), site)
+    free = int(needs.free_device_bytes * AUTO_SHARE) - needs.kv_bytes
+    if store.slot_bytes * store.geometry.total > free:
+        return None
+    return "cpu_only" if needs.one_memory else "persistent"
 
 
 def choice(store: Store, settings: DispatchSettings, site: Site) -> Choice:
@@ -31,19 +45,21 @@ def choice(store: Store, settings: DispatchSettings, site: Site) -> Choice:
     machine = ensure(store, place, say=_log.info)
     known = site.heatmap
     if known is not None and known.total() > 0:
-        load = from_heatmap(known, "drawn from the recorded heatmap")
+        work = from_heatmap(known, "drawn from the recorded heatmap")
     else:
-        load = assumed(store.geometry)
-    case = Case(Subject(store.geometry, sizes_of(store)), machine, profile_name(store, place), load)
+        work = assumed(store.geometry)
+    case = Case(Subject(store.geometry, sizes_of(store)), machine, profile_name(store, place), work)
     best = choose(case, [Division(settings, needs_of(set(), site))])
     _log.info("strategy %s", best.reason)
     return best
 
 
-def measured_costs(store: Store, site: Site, *, host_holds: bool) -> Costs:
-    """What strategies weigh a move against, as measured on this machine."""
-    place = _place(site)
-    return ensure(store, place).profiles[profile_name(store, place)].costs(host_holds)
+def known_costs(store: Store, device: str) -> Costs | None:
+    """What strategies weigh a move against, if this machine was measured. Never measures."""
+    place = Place(device, torch.get_num_threads())
+    machine = load(identity(place))
+    profile = machine.profiles.get(profile_name(store, place)) if machine else None
+    return profile.costs() if profile else None
 
 
 def _place(site: Site) -> Place:

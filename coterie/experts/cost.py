@@ -75,6 +75,13 @@ class Outcome:
             self.moved += turn.loads
             self.read += turn.from_disk + turn.host_reads
 
+    def add_beside(self, turn: Turn, prices: Prices) -> float:
+        """Loads in the background: they take cores from whatever runs. Answers their own time."""
+        self.seconds += prices.handling_s(turn)
+        self.moved += turn.loads
+        self.read += turn.from_disk
+        return prices.moving_s(turn.from_host, turn.from_disk)
+
 
 @dataclass(frozen=True, slots=True)
 class Prices:
@@ -91,12 +98,10 @@ class Prices:
         host = self._host_s(turn.host)
         moving = self.moving_s(turn.from_host, turn.from_disk)
         reading = turn.host_reads * self.profile.read.each_s
-        handling = self.machine.load_s * (turn.loads + turn.host_reads)
         last = self.profile.device.at(turn.arriving[-1]) if turn.arriving else 0.0
         if self.machine.is_cuda:
-            return max(moving + last, device, host, reading) + handling
-        busy = device + host + self._stolen_s(turn)
-        return max(moving + reading + last, busy) + handling
+            return max(moving + last, device, host, reading) + self.handling_s(turn)
+        return max(moving + reading + last, device + host + self.handling_s(turn))
 
     def moving_s(self, from_host: int, from_disk: int) -> float:
         """Wall time of records on their way to the device, many under way at once."""
@@ -128,11 +133,15 @@ class Prices:
     def _host_s(self, rows: Sequence[int]) -> float:
         return _runs_s(self.profile.host, self.profile.host_call_s, rows)
 
-    def _stolen_s(self, turn: Turn) -> float:
-        """Processor time of copies and reads, spread over the cores that also compute."""
+    def handling_s(self, turn: Turn) -> float:
+        """Time that copies and reads take from computing: the interpreter's, and on a CPU their
+        processor time, spread over the cores that also compute."""
         reads, links = turn.from_disk + turn.host_reads, turn.loads if self.host_tier else 0
-        spent = reads * self.profile.read.core_s + links * self.profile.link.core_s
-        return spent / self.machine.identity.cores
+        spent = self.machine.load_s * (turn.loads + turn.host_reads)
+        if self.machine.is_cuda:
+            return spent
+        cores = reads * self.profile.read.core_s + links * self.profile.link.core_s
+        return spent + cores / self.machine.identity.cores
 
 
 def _runs_s(curve: Curve, call_s: float, rows: Sequence[int]) -> float:

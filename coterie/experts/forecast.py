@@ -40,14 +40,17 @@ class Outlook:
 class Forecast:
     strategy: str
     tiers: TierSlots
+    # what it comes to with these slots: fallbacks applied
+    runs: str
     prefill: Outcome = field(default_factory=Outcome)
     decode: Outcome = field(default_factory=Outcome)
 
 
 def forecast(text: str, outlook: Outlook, load: Workload) -> Forecast:
     """`load` under the strategies of `text`."""
-    result = Forecast(text, outlook.tiers)
-    walk = _Walk(resolve(text, outlook.geometry, outlook.tiers.device), outlook, load)
+    runs = resolve(text, outlook.geometry, outlook.tiers.device)
+    result = Forecast(text, outlook.tiers, runs)
+    walk = _Walk(runs, outlook, load)
     for index, step in enumerate(load.steps):
         outcome = result.prefill if step.phase == "prefill" else result.decode
         walk.step(step, outcome if index >= load.warm else Outcome())
@@ -74,10 +77,14 @@ class _Walk:
     def step(self, step: TraceStep, outcome: Outcome) -> None:
         strategy = self.prefill if step.phase == "prefill" else self.decode
         groups = strategy.groups() if step.phase == "prefill" else None
+        # a group is computed while it is loaded: the longer of the two is its time
+        arrives_s = 0.0
         for group, visit in step.walk(groups):
             if group is not None:
-                self._load(strategy.load_group(group), outcome)
+                outcome.seconds = max(outcome.seconds, arrives_s)
+                arrives_s = outcome.seconds + self._load(strategy.load_group(group), outcome)
             self._layer(strategy, visit.demand, outcome)
+        outcome.seconds = max(outcome.seconds, arrives_s)
         for each in self.both:
             self._load(each.update(), outcome)
         _end_step(step, self.outlook, outcome)
@@ -92,16 +99,16 @@ class _Walk:
         outcome.host_runs += tally.host_runs
         outcome.seconds += self.prices.machine.layer_s
 
-    def _load(self, loads: Sequence[tuple[Key, int]], outcome: Outcome) -> None:
-        if loads:
-            from_disk = sum(not self.shelf.take(key) for key, _ in loads)
-            outcome.add([Turn(from_host=len(loads) - from_disk, from_disk=from_disk)], self.prices)
+    def _load(self, loads: Sequence[tuple[Key, int]], outcome: Outcome) -> float:
+        """Loads that run beside computing; seconds until the last has arrived."""
+        from_disk = sum(not self.shelf.take(key) for key, _ in loads)
+        return outcome.add_beside(Turn((), (), (), len(loads) - from_disk, from_disk), self.prices)
 
 
 def optimum(outlook: Outlook, load: Workload) -> Forecast:
     """Belady's choice of victims, which knows the future: no strategy can hit more. Its misses are
     spread evenly over the layers; those that the host tier cannot hold come from disk."""
-    result = Forecast(BELADY, outlook.tiers)
+    result = Forecast(BELADY, outlook.tiers, BELADY)
     for phase, outcome in (("prefill", result.prefill), ("decode", result.decode)):
         steps = [step for step in load.steps if step.phase == phase]
         warm = sum(step.phase == phase for step in load.steps[: load.warm])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from coterie.experts import machine as kept
 from coterie.experts.machine import Curve, Identity, Machine, Move, Profile
+from coterie.experts.overhead import measure_overhead
 from coterie.experts.transfer import DEPTH
 from coterie.kernels.build import native
 from coterie.kernels.expert_layout import ExpertLayout
@@ -93,7 +93,8 @@ def profile_name(store: Store, place: Place) -> str:
 def measure_machine(who: Identity, place: Place) -> Machine:
     dram = read_bandwidth("cpu", place)
     device = read_bandwidth(place.device, place) if place.is_cuda else dram
-    return Machine(who, time.time(), dram, device, layer_s=2e-4)
+    layer_s, load_s = measure_overhead(place.device)
+    return Machine(who, time.time(), dram, device, layer_s, load_s)
 
 
 def measure_profile(store: Store, place: Place) -> Profile:
@@ -137,7 +138,7 @@ def measure_reads(store: Store, bank: Sequence[Tensor]) -> Move:
             pass
         wall, core = time.perf_counter() - began, time.process_time() - spent
     alone = [_timed(partial(store.read, key, bank[0])) for key in picked[:8]]
-    return Move(wall / len(picked), statistics.median(alone), core / len(picked))
+    return Move(wall / len(picked), low(alone), core / len(picked))
 
 
 def measure_link(bank: Sequence[Tensor], place: Place) -> Move:
@@ -159,7 +160,7 @@ def measure_link(bank: Sequence[Tensor], place: Place) -> Move:
         wall = _times(all_of_them, place, 3)
         core = 0.0 if place.is_cuda else (time.process_time() - spent) / 4
     alone = _times(partial(copy, target[0], source[1]), place, 5)
-    return Move(statistics.median(wall) / half, statistics.median(alone), core / half)
+    return Move(low(wall) / half, low(alone), core / half)
 
 
 def _copy_in_ram(target: Tensor, source: Tensor) -> None:
@@ -210,7 +211,7 @@ def _run_s(
         threads = None if place.is_cuda else place.threads
         run_experts(layout, hidden, ids, taken.take(experts), out, threads)
 
-    return statistics.median(_times(run, place, repeats))
+    return low(_times(run, place, repeats))
 
 
 def _sample_record(layout: ExpertLayout, size: int) -> Tensor:
@@ -235,6 +236,11 @@ def _times(run: Callable[[], object], place: Place, repeats: int) -> list[float]
         place.wait()
 
     return [_timed(once) for _ in range(repeats)]
+
+
+def low(times: Sequence[float]) -> float:
+    """The lower quartile: a neighbour's work is not this machine's speed."""
+    return sorted(times)[(len(times) - 1) // 4]
 
 
 def _timed(run: Callable[[], object]) -> float:

@@ -220,8 +220,10 @@ def backbone_curve(subject: Subject, machine: Machine) -> Curve:
 def _forecasts(case: Case, division: Division, best: int) -> list[Forecast]:
     """All strategies alone, then the best at prefill paired with the best at decode."""
     singles = [each for name in STRATEGIES if (each := _forecast(case, division, name))]
-    prefills = sorted(singles, key=lambda each: -each.prefill.tokens_s)[:best]
-    decodes = sorted(singles, key=lambda each: -each.decode.tokens_s)[:best]
+    # a name that falls back to another's flow is no partner of its own
+    own = [each for each in singles if each.strategy in each.runs]
+    prefills = sorted(own, key=lambda each: -each.prefill.tokens_s)[:best]
+    decodes = sorted(own, key=lambda each: -each.decode.tokens_s)[:best]
     pairs = [
         _forecast(case, division, f"{first.strategy}+{second.strategy}")
         for first in prefills

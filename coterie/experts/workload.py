@@ -20,7 +20,7 @@ from coterie.experts.trace import Trace, TraceStep, Visit
 ZIPF = 0.6
 PROMPT_TOKENS = 512
 # demands of all layers that a plan replays through each strategy: bounds the time it takes
-DEMANDS = 2000
+DEMANDS = 1200
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,13 @@ def tokens_of(chunk: Sequence[Visit], top_k: int) -> int:
 
 
 def from_trace(trace: Trace, source: str, heatmap: Heatmap | None = None) -> Workload:
-    """The first third warms up. `heatmap`: what is known at start, if not the trace itself."""
+    """The first half warms up, and is all that a start knows unless `heatmap` is given: counts
+    that hold the steps to be predicted would flatter every pin."""
     steps = tuple(trace.steps)
-    return Workload(trace.geometry, steps, len(steps) // 3, source, heatmap or trace.heatmap())
+    warm = len(steps) // 2
+    seen = Trace(trace.geometry, max(1, warm))
+    seen.steps.extend(steps[:warm])
+    return Workload(trace.geometry, steps, warm, source, heatmap or seen.heatmap())
 
 
 def from_heatmap(heatmap: Heatmap, source: str, prompt_tokens: int = PROMPT_TOKENS) -> Workload:

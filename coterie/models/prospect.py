@@ -54,7 +54,7 @@ class Prospect:
         return Subject(
             geometry=self.store.geometry,
             sizes=sizes_of(self.store),
-            backbone_bytes=backbone_bytes(self.checkpoint, self.spec),
+            backbone_bytes=backbone_bytes(self.checkpoint, self.spec, self.store),
             kv_token_bytes=kv_bytes_per_token(self.spec, kept_as),
             context=min(context or self.spec.max_positions, self.spec.max_positions),
         )
@@ -69,7 +69,7 @@ class Prospect:
         name = self.backbone_name
         if name in known.backbones and not again:
             return known
-        if backbone_bytes(self.checkpoint, self.spec) > CHEAP_BYTES:
+        if backbone_bytes(self.checkpoint, self.spec, self.store) > CHEAP_BYTES:
             return known
         if say is not None:
             say("measuring this machine (once): this model's attention")
@@ -126,11 +126,11 @@ def open_prospect(checkpoint: Checkpoint, dtype: str, device: str, reads: str = 
     return Prospect(checkpoint, spec, dtype, device, store)
 
 
-def backbone_bytes(checkpoint: Checkpoint, spec: ModelSpec) -> int:
+def backbone_bytes(checkpoint: Checkpoint, spec: ModelSpec, store: Store) -> int:
     """As stored: every tensor but the routed experts and an embedding that is not also the head."""
-    total = 0
-    for name in checkpoint.names():
-        if ".experts." in name or (not spec.tied and "embed_tokens" in name):
-            continue
-        total += checkpoint.extent(name).nbytes
-    return total
+    experts = store.tensors()
+    return sum(
+        checkpoint.extent(name).nbytes
+        for name in checkpoint.names()
+        if name not in experts and (spec.tied or "embed_tokens" not in name)
+    )
