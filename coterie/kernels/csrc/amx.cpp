@@ -21,44 +21,43 @@ bool amx_ready() {
 #endif
 }
 
-// Sixteen rows of activations; short blocks are padded with zeros in scratch.
-struct Rows {
-    const uint8_t* at;
-    int64_t stride;  // bytes
-};
-
-static Rows sixteen(const void* x, int64_t stride, int row, int rows, int64_t bytes, uint8_t* scratch) {
-    const uint8_t* from = static_cast<const uint8_t*>(x) + row * stride;
-    if (rows - row >= 16) return {from, stride};
-    for (int m = 0; m < 16; ++m)
-        if (m < rows - row) memcpy(scratch + m * bytes, from + m * stride, bytes);
-        else memset(scratch + m * bytes, 0, bytes);
-    keep_stores(scratch);
-    return {scratch, bytes};
-}
-
-static void copy_tile(const float* from, float* to, int rows) {
-    for (int m = 0; m < (rows < 16 ? rows : 16); ++m) vstore(to + m * PANEL, vload(from + m * PANEL));
+// Tiles 0, 1 and 4 get `top` rows, 2, 3 and 5 `bottom` rows (16 at most): no row is padded.
+static void shape_tiles(int top, int bottom, int bytes_of_activations, int rows_of_weights) {
+    TileConfig config;
+    const auto some = [](int rows) { return uint8_t(rows < 1 ? 1 : rows < 16 ? rows : 16); };
+    for (int i = 0; i < 8; ++i) {
+        config.rows[i] = i > 5 ? uint8_t(rows_of_weights) : some(i == 2 || i == 3 || i == 5 ? bottom : top);
+        config.bytes_per_row[i] = i == 4 || i == 5 ? uint16_t(bytes_of_activations) : 64;
+    }
+    keep_stores(&config);
+    _tile_loadconfig(&config);
 }
 
 constexpr int64_t AHEAD = 4096;  // bytes between a tile in use and the one being fetched
+#if !defined(CT_FAR_FETCH)
+#define CT_FAR_FETCH 1  // 0: leave the panels of the next call to the hardware's prefetcher
+#endif
 
 static void fetch_tile(const uint8_t* tile) {
     for (int line = 0; line < 16; ++line) __builtin_prefetch(tile + line * 64, 0, 2);
 }
 
-// 32 rows x 2 panels at once: each loaded tile is used twice.
-static void bf16_block(const TileJob& job, int p, int row, Rows top, Rows bottom, bool two_rows, bool two_panels) {
+// 32 rows x 2 panels at once: each loaded tile is used twice. `fetch`: how far ahead weights are
+// asked for; 0: not at all.
+static void bf16_block(const TileJob& job, int p, int row, int64_t fetch) {
+    const bool two_rows = job.rows - row > 16, two_panels = p + 1 < job.panels;
     const uint8_t* w0 = job.panel + p * job.panel_stride;
     const uint8_t* w1 = w0 + job.panel_stride;
-    const int64_t steps = round_up(job.k, BF16_K) / BF16_K;
+    const int64_t stride = job.in->ld_bf16 * 2, steps = round_up(job.k, BF16_K) / BF16_K;
+    const uint8_t* top = reinterpret_cast<const uint8_t*>(job.in->bf16) + (job.row + row) * stride;
+    const uint8_t* bottom = top + 16 * stride;
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     for (int64_t s = 0; s < steps; ++s) {
-        if (!two_rows) {  // few rows: the weights come from memory, faster when asked for early
-            fetch_tile(w0 + s * 1024 + AHEAD);
-            if (two_panels) fetch_tile(w1 + s * 1024 + AHEAD);
+        if (fetch) {
+            fetch_tile(w0 + s * 1024 + fetch);
+            if (two_panels) fetch_tile(w1 + s * 1024 + fetch);
         }
-        _tile_loadd(4, top.at + s * 64, top.stride);
+        _tile_loadd(4, top + s * 64, stride);
         _tile_stream_loadd(6, w0 + s * 1024, 64);
         _tile_dpbf16ps(0, 4, 6);
         if (two_panels) {
@@ -66,32 +65,28 @@ static void bf16_block(const TileJob& job, int p, int row, Rows top, Rows bottom
             _tile_dpbf16ps(1, 4, 7);
         }
         if (!two_rows) continue;
-        _tile_loadd(5, bottom.at + s * 64, bottom.stride);
+        _tile_loadd(5, bottom + s * 64, stride);
         _tile_dpbf16ps(2, 5, 6);
         if (two_panels) _tile_dpbf16ps(3, 5, 7);
     }
-    alignas(64) float out[4][16 * PANEL];
-    _tile_stored(0, out[0], 64); _tile_stored(1, out[1], 64);
-    _tile_stored(2, out[2], 64); _tile_stored(3, out[3], 64);
-    for (int i = 0; i < 4; ++i) {
-        if ((i & 1 && !two_panels) || (i & 2 && !two_rows)) continue;
-        const int at = row + (i & 2 ? 16 : 0);
-        copy_tile(out[i], job.tile + (int64_t(p + (i & 1)) * job.rows + at) * PANEL, job.rows - at);
-    }
+    float* out = job.tile + (int64_t(p) * job.rows + row) * PANEL;
+    float* next = out + int64_t(job.rows) * PANEL;
+    _tile_stored(0, out, 64);
+    if (two_panels) _tile_stored(1, next, 64);
+    if (!two_rows) return;
+    _tile_stored(2, out + 16 * PANEL, 64);
+    if (two_panels) _tile_stored(3, next + 16 * PANEL, 64);
 }
 
 void amx_bf16_tile(const TileJob& job) {
-    static thread_local Buffer scratch;
-    const Input& in = *job.in;
-    const int64_t bytes = in.ld_bf16 * 2;
-    uint8_t* pad = scratch.need<uint8_t>(2 * 16 * bytes);
-    const uint16_t* x = in.bf16 + job.row * in.ld_bf16;
-    load_config(64, 16);
     for (int row = 0; row < job.rows; row += 32) {
-        const bool two_rows = job.rows - row > 16;
-        const Rows top = sixteen(x, bytes, row, job.rows, bytes, pad);
-        const Rows bottom = two_rows ? sixteen(x, bytes, row + 16, job.rows, bytes, pad + 16 * bytes) : top;
-        for (int p = 0; p < job.panels; p += 2) bf16_block(job, p, row, top, bottom, two_rows, p + 1 < job.panels);
+        const int rows = job.rows - row;
+        if (row == 0 || rows < 32) shape_tiles(rows, rows - 16, 64, 16);
+        // few rows: the weights come from memory, faster when asked for early. Many: while the last
+        // rows use what the caches hold, the panels of the next call are fetched
+        const bool far = CT_FAR_FETCH && row > 0 && rows <= 32;
+        const int64_t fetch = job.rows <= 32 ? AHEAD : far ? job.panels * job.panel_stride : 0;
+        for (int p = 0; p < job.panels; p += 2) bf16_block(job, p, row, fetch);
     }
     _tile_release();
 }
@@ -110,14 +105,14 @@ template <bool INT4> static void load_group(const uint8_t* record, uint8_t* unpa
     _tile_loadd(6, unpacked, 64);
 }
 
-// sum += one group of 16 rows, exactly as the vector path adds it.
-template <bool INT4>
-static void add_group(const TileJob& job, const uint8_t* record, int64_t g, int row, const int32_t (*dots)[16 * 16], vf* sum) {
+// sum += one group of ROWS rows (of `rows`, where that is 0), exactly as the vector path adds it.
+template <bool INT4, int ROWS>
+static void add_group(const TileJob& job, const uint8_t* record, int64_t g, int row, int rows, const int32_t (*dots)[16 * 16], vf* sum) {
     const Input& in = *job.in;
     const uint16_t* tail = (const uint16_t*)(record + (INT4 ? 256 : 512));
     const vf scale = vload_half(tail), minimum = INT4 ? vload_half(tail + PANEL) : vset(0.0f);
-    for (int m = 0; m < 16; ++m) {
-        const int64_t at = (job.row + (row + m < job.rows ? row + m : row)) * in.groups + g;
+    for (int m = 0; m < (ROWS ? ROWS : rows); ++m) {
+        const int64_t at = (job.row + row + m) * in.groups + g;
         vi total = viload(dots[0] + m * 16);
         if (PLANES == 2) total = vadd_int(vtimes128(total), viload(dots[1] + m * 16));
         const vf dot = vint_to_float(total, INT4 ? 0 : in.isum[at]);
@@ -126,37 +121,42 @@ static void add_group(const TileJob& job, const uint8_t* record, int64_t g, int 
     }
 }
 
-template <bool INT4> void amx_quant_tile(const TileJob& job) {
+// Up to 16 rows from `row` on of one panel.
+template <bool INT4, int ROWS> static void quant_panel(const TileJob& job, int p, int row) {
     constexpr int BYTES = INT4 ? INT4_RECORD : INT8_RECORD;
-    static thread_local Buffer scratch;
     const Input& in = *job.in;
-    const int64_t bytes = in.groups * 2 * GROUP;
-    uint8_t* pad = scratch.need<uint8_t>(16 * bytes);
+    const int rows = job.rows - row < 16 ? job.rows - row : 16;
+    const int64_t stride = in.groups * 2 * GROUP;
+    const int8_t* x = in.planes + (job.row + row) * stride;
+    const uint8_t* record = job.panel + p * job.panel_stride;
     alignas(64) int32_t dots[2][16 * 16];
     alignas(64) uint8_t unpacked[512];
-    load_config(GROUP, 8);
-    for (int row = 0; row < job.rows; row += 16) {
-        const Rows x = sixteen(in.planes + job.row * bytes, bytes, row, job.rows, bytes, pad);
-        for (int p = 0; p < job.panels; ++p) {
-            const uint8_t* record = job.panel + p * job.panel_stride;
-            vf sum[16];
-            for (int m = 0; m < 16; ++m) sum[m] = vset(0.0f);
-            for (int64_t g = 0; g < in.groups; ++g, record += BYTES) {
-                load_group<INT4>(record, unpacked);
-                _tile_zero(0); _tile_zero(1);
-                _tile_loadd(4, x.at + g * 2 * GROUP, x.stride);
-                _tile_dpbsud(0, 4, 6);
-                _tile_stored(0, dots[0], 64);
-                if (PLANES == 2) {
-                    _tile_loadd(5, x.at + g * 2 * GROUP + GROUP, x.stride);
-                    _tile_dpbsud(1, 5, 6);
-                    _tile_stored(1, dots[1], 64);
-                }
-                add_group<INT4>(job, record, g, row, dots, sum);
-            }
-            float* out = job.tile + (int64_t(p) * job.rows + row) * PANEL;
-            for (int m = 0; m < 16 && row + m < job.rows; ++m) vstore(out + m * PANEL, sum[m]);
+    vf sum[16];
+    for (int m = 0; m < 16; ++m) sum[m] = vset(0.0f);
+    for (int64_t g = 0; g < in.groups; ++g, record += BYTES) {
+        load_group<INT4>(record, unpacked);
+        _tile_zero(0); _tile_zero(2);
+        _tile_loadd(4, x + g * 2 * GROUP, stride);
+        _tile_dpbsud(0, 4, 6);
+        _tile_stored(0, dots[0], 64);
+        if (PLANES == 2) {
+            _tile_loadd(5, x + g * 2 * GROUP + GROUP, stride);
+            _tile_dpbsud(2, 5, 6);
+            _tile_stored(2, dots[1], 64);
         }
+        add_group<INT4, ROWS>(job, record, g, row, rows, dots, sum);
+    }
+    float* out = job.tile + (int64_t(p) * job.rows + row) * PANEL;
+    for (int m = 0; m < rows; ++m) vstore(out + m * PANEL, sum[m]);
+}
+
+template <bool INT4> void amx_quant_tile(const TileJob& job) {
+    for (int row = 0; row < job.rows; row += 16) {
+        const int rows = job.rows - row;
+        if (row == 0 || rows < 16) shape_tiles(rows, rows, GROUP, 8);
+        for (int p = 0; p < job.panels; ++p)
+            if (rows >= 16) quant_panel<INT4, 16>(job, p, row);
+            else quant_panel<INT4, 0>(job, p, row);
     }
     _tile_release();
 }
