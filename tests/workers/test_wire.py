@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from coterie.core.dispatch import DispatchSettings, ExpertUsage
 from coterie.core.events import Delta, Failed, Finished, Started, Timings, TokenLogprob, Usage
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 from coterie.core.request import Limits, Sampling
@@ -41,7 +42,16 @@ def test_reports() -> None:
             Delta("a", 1, "x", (7, 8), (logprob,), "stop", "END"),
             Delta("a", 2, "x", (), None, "stop", 2),
         ],
-        finished=[Finished("a", ("stop", "length"), Usage(1, 2, 1), Timings(0.5, total_s=1.0))],
+        finished=[
+            Finished("a", ("stop", "length"), Usage(1, 2, 1), Timings(0.5, total_s=1.0)),
+            Finished(
+                "b",
+                ("stop",),
+                Usage(1, 2),
+                Timings(),
+                ExpertUsage(device_misses=3, read_bytes=2**40, stall_s=0.5),
+            ),
+        ],
         failed=[Failed("c", "worker_crashed", "twice", 1.0)],
         lanes=(LaneState("a", 1, 2, 3, 4, 5, ("x",), ("d",), 0.5, True),),
         stats={"run_s": 1.5},
@@ -53,7 +63,9 @@ def test_reports() -> None:
 
 
 def test_loading() -> None:
-    spec = WorkerSpec("r0", "/models/a", (LaneSpec("a", context=64, share=0.5),), kv_bytes=7)
+    dispatch = DispatchSettings("lru+active_only", "6GB", "25%", 3, deterministic=True)
+    lanes = (LaneSpec("a", context=64, share=0.5),)
+    spec = WorkerSpec("r0", "/models/a", lanes, kv_bytes=7, dispatch=dispatch)
     assert wire.decode_spec(wire.encode(spec)) == spec
     info = ReplicaInfo(
         name="r0", pid=3, architecture="LlamaForCausalLM", dtype="fp32", device="cpu", threads=2,
