@@ -64,6 +64,7 @@ class ExpertRuntime:
             for key, slot in strategy.start():
                 self._loads.start(key, slot, None)
         self._finish_loads()
+        self.telemetry.end_step()  # no request's step
 
     def run(self, step: ExpertStep) -> Tensor:
         """[T, D]: every row's experts, weighted and summed in top-k order."""

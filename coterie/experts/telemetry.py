@@ -146,10 +146,21 @@ class Telemetry:
             mine.compute_s += tally.compute_s * work
 
     def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
-        total = self._step.usage()
-        parts = [one.usage() for one in self._sequences] or [total]
+        total, several = self._step.usage(), self._sequences
+        if several:
+            self._spread()
+        parts = [one.usage() for one in several] or [total]
         self._step, self._sequences = Tally(), []
         return total, parts
+
+    def _spread(self) -> None:
+        """What no demand of this step asked for (loads on a guess, of whole groups) is everyone's;
+        the first takes what does not divide."""
+        for name in ("moved_bytes", "read_bytes", "host_hits", "host_misses"):
+            told = sum(getattr(one, name) for one in self._sequences)
+            each, rest = divmod(getattr(self._step, name) - told, len(self._sequences))
+            for index, one in enumerate(self._sequences):
+                setattr(one, name, getattr(one, name) + each + (rest if index == 0 else 0))
 
     def total(self) -> Tally:
         whole = Tally()

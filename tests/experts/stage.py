@@ -1,0 +1,205 @@
+"""A real model whose experts live where a case says, driven without an engine; faults on demand.
+
+Prompts go in chunks (or whole, where a strategy walks layer groups), then tokens one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.core.dispatch import DispatchSettings
+from coterie.core.errors import WeightsError
+from coterie.experts.disk import Disk
+from coterie.experts.heatmap import Heatmap
+from coterie.experts.runtime import ExpertRuntime, open_experts
+from coterie.kernels.batch import AttentionBatch
+from coterie.models.base import load_model
+from coterie.models.experts import ExpertsWanted, store_of
+from coterie.weights.checkpoint import open_checkpoint
+
+BLOCK = 16
+PROMPTS = (
+    tuple((7 * i * i + 3 * i + 5) % 94 + 2 for i in range(26)),
+    tuple((11 * i * i + i + 9) % 94 + 2 for i in range(15)),
+    tuple((5 * i * i + 17 * i + 1) % 94 + 2 for i in range(9)),
+)
+NEW_TOKENS = 6
+
+
+class FaultyDisk(Disk):
+    """Real reads, late or broken when told to."""
+
+    def __init__(self) -> None:
+        super().__init__("auto")
+        self.reads_until_fault: int | None = None
+        self.delay_s = 0.0
+        self.calls = 0
+        self._count = threading.Lock()
+
+    def pread(self, number: int, view: memoryview, offset: int) -> int:
+        with self._count:
+            self.calls += 1
+            if self.reads_until_fault is not None:
+                self.reads_until_fault -= 1
+                if self.reads_until_fault < 0:
+                    raise OSError(5, "injected")
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        return super().pread(number, view, offset)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model in a place."""
+
+    path: Path
+    strategy: str
+    capacity: int = 0
+    host: str = "100%"
+    dtype: str = "fp32"
+    device: str = "cpu"
+    predict: str = "auto"
+
+    def dispatch(self) -> DispatchSettings:
+        return DispatchSettings(
+            strategy=self.strategy,
+            cache_capacity=self.capacity,
+            host_budget=self.host,
+            predict=self.predict,
+            warmup="none",
+        )
+
+
+class Stage:
+    """One loaded model; `with` closes it and checks that nothing is left in use."""
+
+    def __init__(self, setting: Setting, heatmap: Heatmap | None = None) -> None:
+        self.setting, self.disk = setting, FaultyDisk()
+        self._heatmap = heatmap
+        self.runtime: ExpertRuntime
+        self.model = load_model(
+            open_checkpoint(setting.path),
+            dtype=setting.dtype,
+            device=setting.device,
+            experts=self._open,
+        )
+
+    def _open(self, wanted: ExpertsWanted) -> ExpertRuntime:
+        store: Any = store_of(wanted, "auto")
+        store.disk = self.disk
+        self.runtime = open_experts(
+            store, self.setting.dispatch(), device=wanted.device, heatmap=self._heatmap
+        )
+        return self.runtime
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        try:
+            if problem[0] is None:
+                self.runtime.check()
+        finally:
+            self.model.close()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], chunk: int, forced: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [S, N, V] and tokens [S, N]: greedy, or the `forced` tokens fed back."""
+        talk = Talk(self, prompts)
+        step = [talk.prompt(chunk)]
+        logits, tokens = [], []
+        for index in range(NEW_TOKENS):
+            logits.append(step[-1])
+            tokens.append(step[-1].argmax(-1) if forced is None else forced[:, index])
+            if index + 1 < NEW_TOKENS:
+                step.append(talk.decode(tokens[-1]))
+        return torch.stack(logits, 1), torch.stack(tokens, 1)
+
+
+class Talk:
+    """Sequences with a cache of their own, blocks of which interleave."""
+
+    def __init__(self, stage: Stage, prompts: Sequence[Sequence[int]]) -> None:
+        self.stage, self.prompts = stage, prompts
+        model, count = stage.model, len(prompts)
+        width = -(-(max(map(len, prompts)) + NEW_TOKENS) // BLOCK)
+        self.tables = torch.arange(count * width, dtype=torch.int32).view(width, count).T
+        shape = model.kv_shape(count * width, BLOCK)
+        self.kv = [
+            torch.zeros(shape, dtype=model.kv_dtype, device=model.device)
+            for _ in range(model.spec.num_layers)
+        ]
+        self.lengths = [0] * count
+
+    def prompt(self, chunk: int) -> Tensor:
+        """The last position's logits of every sequence."""
+        last: dict[int, Tensor] = {}
+        grouped = self.stage.runtime.groups("prefill") is not None
+        self.stage.model.chunk_tokens = chunk
+        size = max(map(len, self.prompts)) if grouped else chunk
+        for start in range(0, max(map(len, self.prompts)), size):
+            parts = [(s, p[start : start + size]) for s, p in enumerate(self.prompts)]
+            parts = [(s, part) for s, part in parts if part]
+            rows = self.forward(parts, "prefill")
+            last |= {s: row for (s, _), row in zip(parts, rows, strict=True)}
+        return torch.stack([last[s] for s in range(len(self.prompts))])
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        parts = [(s, [int(token)]) for s, token in enumerate(tokens)]
+        rows = self.forward(parts, "decode")
+        self.stage.runtime.update()
+        return torch.stack(rows)
+
+    def forward(self, parts: Sequence[tuple[int, Sequence[int]]], phase: str) -> list[Tensor]:
+        model = self.stage.model
+        batch, ids, ends = self._batch(parts, phase)
+        logits = model.forward(ids.to(model.device), batch, self.kv, ends.to(model.device))
+        total, shares = model.take_usage() or (None, [])
+        assert total is not None
+        assert len(shares) in (1, len(parts))
+        assert sum(each.moved_bytes for each in shares) == total.moved_bytes
+        assert sum(each.read_bytes for each in shares) == total.read_bytes
+        return list(logits.float().cpu().clone())
+
+    def _batch(
+        self, parts: Sequence[tuple[int, Sequence[int]]], phase: str
+    ) -> tuple[AttentionBatch, Tensor, Tensor]:
+        positions, slots, context = [], [], []
+        for sequence, tokens in parts:
+            start = self.lengths[sequence]
+            self.lengths[sequence] = start + len(tokens)
+            where = torch.arange(start, start + len(tokens))
+            block = self.tables[sequence, where // BLOCK].long()
+            positions.append(where)
+            slots.append(block * BLOCK + where % BLOCK)
+            context.append(start + len(tokens))
+        starts = torch.tensor([0, *(len(tokens) for _, tokens in parts)]).cumsum(0).int()
+        device = self.stage.model.device
+        batch = AttentionBatch(
+            positions=torch.cat(positions).to(device),
+            slots=torch.cat(slots).to(device),
+            query_starts=starts.to(device),
+            context_lens=torch.tensor(context, dtype=torch.int32, device=device),
+            block_tables=self.tables[[s for s, _ in parts]].contiguous().to(device),
+            block_size=BLOCK,
+            phase=phase,
+        )
+        ids = torch.tensor([token for _, tokens in parts for token in tokens])
+        return batch, ids, starts[1:].long() - 1
+
+
+def expect_weights_error(act: Any) -> None:
+    try:
+        act()
+    except WeightsError:
+        return
+    raise AssertionError("a broken read did not surface as WeightsError")
