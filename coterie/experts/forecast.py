@@ -46,10 +46,13 @@ class Forecast:
     decode: Outcome = field(default_factory=Outcome)
 
 
-def forecast(text: str, outlook: Outlook, load: Workload) -> Forecast:
-    """`load` under the strategies of `text`."""
+def forecast(
+    text: str, outlook: Outlook, load: Workload, tiers: TierSlots | None = None
+) -> Forecast:
+    """`load` under the strategies of `text`. `tiers`: what to call the outlook's, if it stands for
+    larger ones."""
     runs = resolve(text, outlook.geometry, outlook.tiers.device)
-    result = Forecast(text, outlook.tiers, runs)
+    result = Forecast(text, tiers or outlook.tiers, runs)
     walk = _Walk(runs, outlook, load)
     for index, step in enumerate(load.steps):
         outcome = result.prefill if step.phase == "prefill" else result.decode

@@ -27,6 +27,7 @@ from coterie.experts.workload import Workload
 SAME = 0.03
 # demands that `choose` replays through each strategy, over all divisions
 QUICK = 300
+QUICK_LAYERS = 12
 # strategies that compute on the host, and the one that uses nothing else
 _HOST = frozenset({"cpu_only", "hot_cached_static"})
 _NO_DEVICE = frozenset({"cpu_only"})
@@ -133,12 +134,23 @@ class Case:
     profile: str
     load: Workload
 
+    # replay one layer in so many, with as much smaller tiers: faster, nearly the same
+    every: int = 1
+
     def outlook(self, tiers: TierSlots) -> Outlook:
-        subject, machine = self.subject, self.machine
+        subject, machine, part = self.subject, self.machine, self.every
         prices = Prices(machine, machine.profiles[self.profile], tiers.host > 0)
         least_s = subject.backbone_bytes / machine.device_bytes_s
-        curve = backbone_curve(subject, machine)
-        return Outlook(subject.geometry, tiers, prices, curve, least_s)
+        pace = backbone_curve(subject, machine)
+        curve = Curve(pace.rows, tuple(seconds / part for seconds in pace.seconds))
+        slots = TierSlots(-(-tiers.device // part), -(-tiers.host // part))
+        return Outlook(self.load.geometry, slots, prices, curve, least_s / part)
+
+    def quick(self, demands: int) -> Case:
+        """The same on fewer layers and a part of the workload."""
+        every = max(1, len(self.subject.geometry.layers) // QUICK_LAYERS)
+        load = self.load.thinned(every).shortened(demands)
+        return replace(self, load=load, every=every)
 
     def costs(self, host_holds: bool) -> Costs:
         """What strategies weigh a move against on this machine."""
@@ -153,23 +165,21 @@ def plan(case: Case, ways: Sequence[Division]) -> list[PlanRow]:
         most = max((each.tiers for each in outcomes), key=lambda tiers: tiers.device)
         if most.device:
             outcomes.append(optimum(case.outlook(most), case.load))
-        rows += [_row(case.subject, division, each) for each in outcomes]
+        rows += [_row(case, division, each) for each in outcomes]
     return rows
 
 
 def forecast_row(case: Case, division: Division, text: str) -> PlanRow | None:
     """One strategy alone; None where it would be refused."""
     each = _forecast(case, division, text)
-    return _row(case.subject, division, each) if each else None
+    return _row(case, division, each) if each else None
 
 
 def choose(case: Case, ways: Sequence[Division]) -> Choice:
     """What `--strategy auto` runs. Well under a second: a part of the workload, no optimum."""
-    short = replace(case, load=case.load.shortened(QUICK // len(ways)))
+    short = case.quick(QUICK // len(ways))
     return pick(
-        _row(case.subject, division, each)
-        for division in ways
-        for each in _forecasts(short, division, 2)
+        _row(short, division, each) for division in ways for each in _forecasts(short, division, 2)
     )
 
 
@@ -235,11 +245,13 @@ def _forecasts(case: Case, division: Division, best: int) -> list[Forecast]:
 
 def _forecast(case: Case, division: Division, text: str) -> Forecast | None:
     tiers = division.tiers(text, case.subject.sizes)
-    return forecast(text, case.outlook(tiers), case.load) if tiers else None
+    return forecast(text, case.outlook(tiers), case.load, tiers) if tiers else None
 
 
-def _row(subject: Subject, division: Division, outcome: Forecast) -> PlanRow:
-    sizes, tiers = subject.sizes, outcome.tiers
+def _row(case: Case, division: Division, outcome: Forecast) -> PlanRow:
+    subject, part = case.subject, case.every
+    sizes = subject.sizes
+    tiers = outcome.tiers
     held = min(tiers.device + tiers.host, sizes.total)
     room = division.kv_room(tiers, sizes.slot_bytes)
     return PlanRow(
@@ -253,12 +265,12 @@ def _row(subject: Subject, division: Division, outcome: Forecast) -> PlanRow:
         disk_bytes=sizes.expert_bytes * (sizes.total - held) // max(1, sizes.total),
         prefill_hit_rate=outcome.prefill.hit_rate,
         decode_hit_rate=outcome.decode.hit_rate,
-        prefill_tokens_s=outcome.prefill.tokens_s,
-        decode_tokens_s=outcome.decode.tokens_s,
-        decode_limit_tokens_s=outcome.decode.limit_tokens_s,
+        prefill_tokens_s=outcome.prefill.tokens_s / part,
+        decode_tokens_s=outcome.decode.tokens_s / part,
+        decode_limit_tokens_s=outcome.decode.limit_tokens_s / part,
         decode_share=_share(outcome.decode),
-        moved_bytes_per_token=_per_token(outcome.decode.moved, outcome.decode, sizes),
-        read_bytes_per_token=_per_token(outcome.decode.read, outcome.decode, sizes),
+        moved_bytes_per_token=part * _per_token(outcome.decode.moved, outcome.decode, sizes),
+        read_bytes_per_token=part * _per_token(outcome.decode.read, outcome.decode, sizes),
         kv_tokens=room // subject.kv_token_bytes if subject.kv_token_bytes else 0,
     )
 

@@ -42,6 +42,22 @@ class Workload:
         steps = warm + _cut(self.steps[self.warm :], 2 * decodes)
         return Workload(self.geometry, tuple(steps), len(warm), self.source, self.heatmap)
 
+    def thinned(self, every: int) -> Workload:
+        """One layer in `every`."""
+        layers = self.geometry.layers[::every]
+        absent = frozenset(key for key in self.geometry.absent if key[0] in layers)
+        geometry = Geometry(layers, self.geometry.num_experts, self.geometry.top_k, absent)
+        steps = tuple(
+            TraceStep(step.phase, tuple(_of(layers, chunk) for chunk in step.chunks))
+            for step in self.steps
+        )
+        heatmap = Heatmap(geometry, self.heatmap.counts[::every])
+        return Workload(geometry, steps, self.warm, self.source, heatmap)
+
+
+def _of(layers: Sequence[int], chunk: Sequence[Visit]) -> tuple[Visit, ...]:
+    return tuple(visit for visit in chunk if visit.demand.layer in layers)
+
 
 def tokens_of(chunk: Sequence[Visit], top_k: int) -> int:
     """Rows of one pass through the layers."""

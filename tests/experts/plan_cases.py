@@ -1,0 +1,55 @@
+"""A machine of round numbers and small cases for tests of the planner."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from coterie.experts.budget import ExpertSizes, Needs
+from coterie.experts.geometry import Geometry
+from coterie.experts.heatmap import Heatmap
+from coterie.experts.machine import Curve, Identity, Machine, Move, Profile
+from coterie.experts.planner import Case, Subject
+from coterie.experts.workload import Workload, from_heatmap
+
+MB = 10**6
+GEOMETRY = Geometry((0, 1, 2, 3), 16, 2)
+
+
+def machine(device: str = "cpu", **changes: object) -> Machine:
+    """Reads 10 ms, copies 1 ms, runs 2 ms (1 ms on a device of its own) per expert of 10 MB."""
+    fast = 1e-3 if device != "cpu" else 2e-3
+    profile = Profile(
+        record_bytes=10 * MB,
+        read=Move(each_s=10e-3, alone_s=12e-3),
+        link=Move(each_s=1e-3, alone_s=2e-3),
+        host=Curve((1, 4), (2e-3, 5e-3)),
+        device=Curve((1, 4), (fast, fast * 2)),
+    )
+    facts: dict[str, object] = {
+        "identity": Identity("cpu", 2, device, "2.0", "native"),
+        "measured_at": time.time(),
+        "dram_bytes_s": 10e9,
+        "device_bytes_s": 10e9 if device == "cpu" else 100e9,
+        "layer_s": 0.0,
+        "profiles": {"p": profile},
+    }
+    return Machine(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+def skewed(geometry: Geometry = GEOMETRY, power: float = 1.2) -> Workload:
+    shares = (1.0 + np.arange(geometry.num_experts)) ** -power
+    counts = np.stack([np.roll(shares, 3 * row) for row in range(len(geometry.layers))])
+    return from_heatmap(Heatmap(geometry, counts), "a test", prompt_tokens=64).shortened(360)
+
+
+def case(device: str = "cpu", load: Workload | None = None, **changes: object) -> Case:
+    sizes = ExpertSizes(GEOMETRY.total, 10 * MB, 10 * MB * GEOMETRY.total)
+    backbone = Curve((1, 64), (5e-3, 20e-3))
+    subject = Subject(GEOMETRY, sizes, 20 * MB, 1000, context=1000, backbone=backbone)
+    return Case(subject, machine(device, **changes), "p", load or skewed())
+
+
+def needs(free: int = 4000 * MB, *, one_memory: bool = True, kv_bytes: int = MB) -> Needs:
+    return Needs(True, True, free, free, kv_bytes, one_memory)

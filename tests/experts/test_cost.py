@@ -1,0 +1,142 @@
+"""The planner's arithmetic against cases worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_cases import GEOMETRY, case, machine, skewed
+
+from coterie.experts.budget import TierSlots
+from coterie.experts.cost import HostShelf, Outcome, Prices, Turn, turn_of
+from coterie.experts.dispatch.base import Demand, Wave
+from coterie.experts.dispatch.table import STRATEGIES
+from coterie.experts.forecast import forecast, optimum
+from coterie.experts.machine import Machine, Move
+from coterie.experts.replay import Stage, replay
+from coterie.experts.trace import Trace
+from coterie.experts.workload import Workload
+
+
+def prices(device: str = "cpu", *, host_tier: bool = True, **changes: object) -> Prices:
+    known = machine(device, **changes)
+    return Prices(known, known.profiles["p"], host_tier)
+
+
+@pytest.mark.parametrize(
+    ("device", "turn", "seconds"),
+    [
+        # 4 residents of 1 row, 2 ms each
+        ("cpu", Turn(resident=(1, 1, 1, 1)), 8e-3),
+        # a row curve: 4 rows take 5 ms on the host
+        ("cpu", Turn(host=(4, 1)), 7e-3),
+        # on a CPU both sides share the cores; a device of its own hides the shorter side
+        ("cpu", Turn(resident=(1,), host=(1,)), 4e-3),
+        ("gpu", Turn(resident=(1,), host=(1,)), 2e-3),
+        # copies hide behind computing, then computing behind copies: 20 of them, and the last runs
+        ("cpu", Turn(resident=(1,) * 4, arriving=(1,), from_host=1), 10e-3),
+        ("gpu", Turn(resident=(1,), arriving=(1,) * 20, from_host=20), 21e-3),
+        # the disk is the longest chain: 3 reads, the last one's copy, its run
+        ("cpu", Turn(resident=(1,), arriving=(1, 1, 1), from_disk=3), 34e-3),
+        ("cpu", Turn(host=(1, 1), host_reads=2), 20e-3),
+    ],
+)
+def test_a_turn_takes_its_longest_chain(device: str, turn: Turn, seconds: float) -> None:
+    assert prices(device).turn_s(turn) == pytest.approx(seconds)
+
+
+def test_without_a_host_tier_nothing_is_copied_twice() -> None:
+    turn = Turn(arriving=(1, 1), from_disk=2)
+    assert prices(host_tier=True).turn_s(turn) == pytest.approx(24e-3)
+    assert prices(host_tier=False).turn_s(turn) == pytest.approx(22e-3)
+
+
+def test_processor_time_of_copies_is_taken_from_computing() -> None:
+    known = machine()
+    profile = known.profiles["p"]
+    moved = {"p": _with_link(known, Move(profile.link.each_s, profile.link.alone_s, core_s=4e-3))}
+    turn = Turn(resident=(1,) * 8, arriving=(1,), from_host=1)
+    # 9 runs of 2 ms, and 4 ms of one core of two
+    assert prices(profiles=moved).turn_s(turn) == pytest.approx(20e-3)
+
+
+def test_the_limit_counts_bytes_only() -> None:
+    turn = Turn(resident=(1, 1), arriving=(1,), host=(1,), from_host=1)
+    # 30 MB of slots and 10 MB of host memory through 10 GB/s
+    assert prices().limit_s(turn) == pytest.approx(4e-3)
+    # a device reads its own memory ten times faster; the host's 20 MB (one is sent) are longer
+    assert prices("gpu").limit_s(turn) == pytest.approx(2e-3)
+    assert prices().limit_s(Turn(arriving=(1,), from_disk=1)) == pytest.approx(10e-3)
+
+
+def test_a_shelf_keeps_what_was_asked_last() -> None:
+    shelf = HostShelf(2)
+    asked = [(0, 1), (0, 2), (0, 1), (0, 3), (0, 2), (0, 3)]
+    assert [shelf.take(key) for key in asked] == [False, False, True, False, False, True]
+    assert not any(HostShelf(0).take((0, 1)) for _ in range(2))
+
+
+def test_a_wave_becomes_numbers() -> None:
+    shelf = HostShelf(1)
+    shelf.fill([(3, 7)])
+    wave = Wave(load=(((3, 7), 0), ((3, 8), 1)), device=(6, 7, 8), host=(9,))
+    demand = Demand(3, "prefill", (6, 7, 8, 9), (1, 2, 3, 4))
+    expected = Turn((1,), (2, 3), (4,), from_host=1, from_disk=1, host_reads=1)
+    assert turn_of(wave, demand, shelf) == expected
+
+
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_a_forecast_counts_what_a_replay_counts(name: str) -> None:
+    load = skewed()
+    outlook = case().outlook(TierSlots(16, GEOMETRY.total))
+    everything = forecast(name, outlook, _all_counted(load))
+    trace = Trace(GEOMETRY)
+    trace.steps.extend(load.steps)
+    costs = case().costs(host_holds=True)
+    stage = Stage(16, load.heatmap, costs, deterministic=False)
+    replayed = replay(name, trace, stage)
+    for phase, outcome in (("prefill", everything.prefill), ("decode", everything.decode)):
+        counts = replayed.phases[phase]
+        assert (outcome.hits, outcome.misses, outcome.host_runs) == (
+            counts.hits,
+            counts.misses,
+            counts.host_runs,
+        )
+    assert everything.prefill.moved + everything.decode.moved == replayed.moves
+
+
+def test_a_step_is_its_layers_and_the_backbone() -> None:
+    """cpu_only, everything in RAM: 4 layers of 2 experts at 2 ms, 5 ms for the rest."""
+    outlook = case().outlook(TierSlots(0, GEOMETRY.total))
+    decode = forecast("cpu_only", outlook, skewed()).decode
+    assert decode.tokens_s == pytest.approx(1 / 21e-3)
+    assert decode.host_runs == decode.demands and decode.moved == decode.read == 0
+    # 8 experts of 10 MB and 20 MB of backbone through 10 GB/s
+    assert decode.limit_tokens_s == pytest.approx(100)
+
+
+def test_no_strategy_hits_more_than_the_optimum() -> None:
+    load = skewed()
+    outlook = case().outlook(TierSlots(16, GEOMETRY.total))
+    best = optimum(outlook, load).decode.hit_rate
+    reached = [forecast(name, outlook, load).decode.hit_rate for name in STRATEGIES]
+    assert best > 0.5 and max(reached) <= best + 0.02
+
+
+def test_less_host_memory_means_more_reads_and_less_speed() -> None:
+    outlooks = [case().outlook(TierSlots(8, host)) for host in (64, 32, 16)]
+    decodes = [forecast("lru", each, skewed()).decode for each in outlooks]
+    assert decodes[0].read == 0 < decodes[1].read < decodes[2].read
+    assert decodes[0].tokens_s > decodes[1].tokens_s > decodes[2].tokens_s
+
+
+def test_an_empty_outcome_divides_by_nothing() -> None:
+    assert Outcome().tokens_s == Outcome().limit_tokens_s == Outcome().hit_rate == 0.0
+
+
+def _with_link(known: Machine, link: Move) -> object:
+    return replace(known.profiles["p"], link=link)
+
+
+def _all_counted(load: Workload) -> Workload:
+    return replace(load, warm=0)

@@ -1,0 +1,103 @@
+"""What is measured once is kept, used again, and measured anew when it no longer holds."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from plan_cases import machine
+
+from coterie.experts import machine as kept
+from coterie.experts import measure
+from coterie.experts.machine import Curve, Machine
+from coterie.experts.overhead import FeatherStore, measure_overhead
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # compiled kernels stay where they are: their folder is not this one
+    monkeypatch.setattr(kept, "state_dir", lambda: tmp_path / "state")
+    return tmp_path
+
+
+def test_a_curve_is_straight_between_points_and_goes_on_beyond() -> None:
+    curve = Curve((1, 5, 9), (1.0, 3.0, 11.0))
+    assert [curve.at(rows) for rows in (0, 1, 3, 5, 7, 9, 10)] == [1, 1, 2, 3, 7, 11, 13]
+    assert Curve((4,), (2.0,)).at(100) == 2.0
+
+
+def test_a_kept_machine_is_the_same_after_a_round_trip(home: Path) -> None:
+    known = machine().with_backbone("model", Curve((1,), (0.5,)))
+    path = kept.save(known)
+    assert path.is_relative_to(home)
+    assert kept.load(known.identity) == known
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("field", ["cpu", "cores", "device", "torch", "kernels"])
+def test_a_changed_machine_is_stale(home: Path, field: str) -> None:
+    known = machine()
+    kept.save(known)
+    other = replace(known.identity, **{field: 16 if field == "cores" else "another"})
+    assert kept.load(other) is None
+    assert kept.stale(known, other) == f"{field} changed"
+
+
+def test_age_version_and_damage_make_it_stale(home: Path) -> None:
+    old = replace(machine(), measured_at=time.time() - kept.STALE_AFTER_S - 1)
+    path = kept.save(old)
+    assert kept.load(old.identity) is None
+    path.write_text(json.dumps({**kept.to_json(machine()), "version": kept.VERSION + 1}))
+    assert kept.load(old.identity) is None
+    path.write_text("{half a file")
+    assert kept.load(old.identity) is None
+
+
+def test_measuring_happens_once_and_again_when_asked(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "COLD_BYTES", 1 << 20)
+    monkeypatch.setattr(measure, "_DRAM_BYTES", 1 << 22)
+    store, place, said = FeatherStore(), measure.Place("cpu", torch.get_num_threads()), []
+    first = measure.ensure(store, place, say=said.append)
+    assert len(said) == 2
+    assert measure.ensure(store, place, say=said.append) == first and len(said) == 2
+    again = measure.ensure(store, place, again=True, say=said.append)
+    assert len(said) == 4 and again.measured_at > first.measured_at
+    profile = first.profiles[measure.profile_name(store, place)]
+    assert profile.record_bytes == store.slot_bytes
+    assert profile.host.rows == measure.ROWS and min(profile.host.seconds) > 0
+    assert profile.read.each_s > 0 and profile.link.each_s > 0
+    assert 1e8 < first.dram_bytes_s < 1e13
+    assert measure.low([4.0, 1.0, 3.0, 2.0, 9.0]) == 2.0
+
+
+def test_a_new_kind_of_record_is_measured_beside_the_old(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "measure_machine", lambda who, place: _named(who))
+    monkeypatch.setattr(measure, "measure_profile", lambda store, place: machine().profiles["p"])
+    small, large, place = FeatherStore(), FeatherStore(), measure.Place("cpu", 2)
+    large.expert_bytes = measure.COLD_BYTES
+    measure.ensure(small, place)
+    both = measure.ensure(large, place)
+    assert len(both.profiles) == 2
+
+
+def test_the_runtime_has_a_cost_of_its_own() -> None:
+    layer_s, load_s = measure_overhead("cpu")
+    assert 1e-6 < layer_s < 0.2 and 0 <= load_s < 0.2
+
+
+def test_costs_say_where_a_miss_comes_from() -> None:
+    profile = machine().profiles["p"]
+    assert profile.costs().upload_s == profile.link.each_s
+    assert profile.costs(host_holds=False).upload_s == profile.read.each_s
+
+
+def _named(who: kept.Identity) -> Machine:
+    return replace(machine(), identity=who, profiles={})

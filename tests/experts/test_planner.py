@@ -1,0 +1,192 @@
+"""Prefill first, budgets honoured, assumptions told."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from plan_cases import GEOMETRY, MB, case, needs, skewed
+
+from coterie.core.dispatch import DispatchSettings
+from coterie.core.errors import ConfigError
+from coterie.experts import workload
+from coterie.experts.budget import ExpertSizes
+from coterie.experts.dispatch.table import STRATEGIES
+from coterie.experts.forecast import BELADY
+from coterie.experts.geometry import Geometry
+from coterie.experts.planner import (
+    Division,
+    PlanRow,
+    as_json,
+    choose,
+    divisions,
+    forecast_row,
+    pick,
+    plan,
+)
+from coterie.experts.trace import Trace
+
+
+def row(strategy: str, prefill: float, decode: float, size: int = 0) -> PlanRow:
+    zeros = dict.fromkeys(PlanRow.__slots__, 0)
+    given = {"prefill_tokens_s": prefill, "decode_tokens_s": decode, "device_bytes": size}
+    texts = {"strategy": strategy, "device_budget": "", "host_budget": ""}
+    return PlanRow(**{**zeros, **given, **texts})
+
+
+def test_prefill_is_never_given_up_for_decode() -> None:
+    rows = [row("chunked", 100, 1), row("lru", 80, 50), row("lru+chunked", 80, 1)]
+    choice = pick(rows)
+    assert choice.strategy == "chunked"
+    assert "lru would decode at 50.0 but prefill at 80" in choice.reason
+    assert "\n" not in choice.reason and choice.reason.startswith("chunked: ")
+
+
+def test_decode_decides_among_equal_prefills() -> None:
+    rows = [row("chunked", 100, 1), row("chunked+lru", 99, 7), row("lru", 90, 9)]
+    assert pick(rows).strategy == "chunked+lru"
+
+
+def test_among_equals_the_smallest_and_plainest_wins_and_belady_never() -> None:
+    rows = [
+        row(BELADY, 200, 200),
+        row("lru", 100, 10, size=5),
+        row("cpu_only+lru", 100, 10, size=3),
+        row("cpu_only", 100, 10, size=3),
+    ]
+    assert pick(rows).strategy == "cpu_only"
+
+
+def test_budgets_that_hold_nothing_are_told() -> None:
+    with pytest.raises(ConfigError, match="no strategy fits"):
+        pick([row(BELADY, 1, 1)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "slots"),
+    [
+        ({"device_budget": "25%"}, 16),
+        ({"cache_capacity": 5}, 5),
+        ({"device_budget": "101MB"}, 10),
+    ],
+)
+def test_every_row_keeps_to_its_budget(settings: dict[str, object], slots: int) -> None:
+    given = DispatchSettings(host_budget="50%", **settings)  # type: ignore[arg-type]
+    rows = plan(case(), divisions(given, needs()))
+    assert {r.strategy for r in rows} >= {*STRATEGIES, BELADY}
+    for each in rows:
+        alone = each.strategy == "cpu_only"
+        assert each.device_slots == (0 if alone else slots)
+        assert each.device_bytes == each.device_slots * 10 * MB
+        assert each.host_slots == 32 and each.host_bytes == 320 * MB
+        held = min(GEOMETRY.total, each.device_slots + each.host_slots)
+        assert each.disk_bytes == (GEOMETRY.total - held) * 10 * MB
+        assert 0 < each.decode_share <= 1.0 + 1e-9
+        if given.device_budget.endswith("MB"):
+            # 101 MB: 1 MB of KV and 10 experts; without experts all of it is KV
+            assert each.kv_tokens == (101 * MB if alone else 1 * MB) // 1000
+
+
+def test_a_strategy_that_would_be_refused_has_no_row() -> None:
+    given = DispatchSettings(device_budget="25%", host_budget="0B")
+    names = {each.strategy for each in plan(case(), divisions(given, needs()))}
+    assert "cpu_only" not in names and "hot_cached_static" not in names and "lru" in names
+
+
+def test_one_memory_is_divided_both_ways_unless_told_otherwise() -> None:
+    ways = divisions(DispatchSettings(), needs(400 * MB))
+    assert len(ways) == 2
+    rows = plan(case(), ways)
+    split = [each for each in rows if each.strategy == "lru"]
+    assert [each.host_slots > 0 for each in split] == [True, False]
+    assert all(each.device_bytes + each.host_bytes <= 0.8 * 400 * MB for each in split)
+    # nothing is held twice, so more is held
+    assert split[1].device_slots > split[0].device_slots
+    assert len(divisions(DispatchSettings(device_budget="25%"), needs())) == 1
+    assert len(divisions(DispatchSettings(), needs(one_memory=False))) == 1
+
+
+def test_the_choice_carries_the_budgets_it_was_made_for() -> None:
+    rows = plan(case(), divisions(DispatchSettings(), needs(400 * MB)))
+    choice = pick(rows)
+    best = [
+        each
+        for each in rows
+        if (each.strategy, each.device_budget, each.host_budget)
+        == (choice.strategy, choice.device_budget, choice.host_budget)
+    ]
+    assert len(best) == 1
+    floor = max(r.prefill_tokens_s for r in rows if r.strategy != BELADY) * 0.97
+    assert best[0].prefill_tokens_s >= floor
+
+
+def test_auto_on_a_device_of_its_own_runs_experts_there() -> None:
+    way = Division(DispatchSettings(device_budget="100%"), needs(one_memory=False))
+    assert choose(case("gpu"), [way]).strategy != "cpu_only"
+
+
+def test_choosing_takes_well_under_a_second() -> None:
+    geometry = Geometry(tuple(range(48)), 128, 8)
+    wide = case(load=workload.assumed(geometry))
+    subject = replace(wide.subject, geometry=geometry, sizes=_sizes(geometry))
+    began = time.process_time()
+    choice = choose(
+        replace(wide, subject=subject), [Division(DispatchSettings(cache_capacity=1536), needs())]
+    )
+    assert time.process_time() - began < 1.5 and choice.reason
+
+
+def test_fewer_layers_foretell_nearly_the_same() -> None:
+    geometry = Geometry(tuple(range(24)), 16, 2)
+    whole = case(load=skewed(geometry))
+    whole = replace(
+        whole, subject=replace(whole.subject, geometry=geometry, sizes=_sizes(geometry))
+    )
+    way = Division(DispatchSettings(cache_capacity=96), needs())
+    exact = forecast_row(whole, way, "lru")
+    quick = forecast_row(whole.quick(1200), way, "lru")
+    assert exact is not None and quick is not None
+    assert quick.device_slots == exact.device_slots == 96
+    assert quick.decode_tokens_s == pytest.approx(exact.decode_tokens_s, rel=0.1)
+    assert quick.decode_limit_tokens_s == pytest.approx(exact.decode_limit_tokens_s, rel=0.1)
+
+
+def test_what_is_assumed_is_said() -> None:
+    load = workload.assumed(GEOMETRY)
+    assert "assumed" in load.source and "Zipf" in load.source
+    top = [max(visit.demand.counts) for visit in load.steps[0].chunks[0]]
+    assert min(top) > 2 * 512 * GEOMETRY.top_k / GEOMETRY.num_experts / 2
+
+
+def test_a_trace_is_judged_on_steps_its_heatmap_has_not_seen() -> None:
+    trace = Trace(GEOMETRY)
+    trace.steps.extend(skewed().steps)
+    load = workload.from_trace(trace, "recorded")
+    assert load.warm == len(trace.steps) // 2
+    assert load.heatmap.total() < trace.heatmap().total()
+
+
+def test_draws_follow_the_heatmap_and_never_pick_the_absent() -> None:
+    pruned = Geometry((0, 1), 8, 2, absent=frozenset({(1, 0), (1, 1)}))
+    load = workload.assumed(pruned)
+    for step in load.steps:
+        for _, visit in step.walk():
+            demand = visit.demand
+            assert len(set(demand.experts)) == len(demand.experts)
+            assert demand.layer == 0 or min(demand.experts) >= 2
+            if step.phase == "decode":
+                assert len(demand.experts) == 2 and demand.counts == (1, 1)
+
+
+def test_json_holds_every_row_and_the_choice() -> None:
+    rows = plan(case(), divisions(DispatchSettings(cache_capacity=8), needs()))
+    document = json.loads(json.dumps(as_json(rows, pick(rows))))
+    assert set(document) == {"rows", "choice"}
+    assert set(document["rows"][0]) == set(PlanRow.__slots__)
+    assert set(document["choice"]) == {"strategy", "reason", "device_budget", "host_budget"}
+
+
+def _sizes(geometry: Geometry) -> ExpertSizes:
+    return ExpertSizes(geometry.total, 10 * MB, 10 * MB * geometry.total)
