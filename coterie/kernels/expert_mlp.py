@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from coterie.core.errors import InternalError
 from coterie.kernels import abi
 from coterie.kernels.build import native
 from coterie.kernels.expert_layout import KINDS, ExpertLayout
@@ -36,6 +37,13 @@ class RecordTable:
     def clear(self, expert: int) -> None:
         self._records.pop(expert, None)
         self.pointers[expert] = None
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the records lie; None when there is none."""
+        for record in self._records.values():
+            return record.device
+        return None
 
     def pick(self, experts: Iterable[int] | None = None) -> list[tuple[int, Tensor]]:
         """The records of `experts`, or all."""
@@ -60,38 +68,51 @@ def run_experts(
     """out[t * K + k] = MLP of expert topk_ids[t, k] over x[t], where that expert is in `records`
     (and in `only`, if given); other rows of out [T * K, D] fp32 are left alone. topk_ids: int32 on
     the CPU. All records lie on one device."""
-    if isinstance(records, RecordTable):
-        table, pairs = records, records.pick(only)
-    else:
-        pairs = [pair for pair in records if only is None or pair[0] in only]
-        table = None
-    if not pairs or not len(x):
+    if not len(x):
         return
-    library = native() if pairs[0][1].device.type == "cpu" else None
+    table = _table(records, only)
+    if table.device is None:
+        return
+    library = native() if table.device.type == "cpu" else None
     if library is None:
-        run_experts_torch(layout, x, topk_ids, pairs, out)
+        run_experts_torch(layout, x, topk_ids, table.pick(), out)
         return
-    pointers = table.pointers if table and only is None else _pointers(pairs)
-    rows, ids = x.to(torch.float32).contiguous(), topk_ids.contiguous()
+    _check(layout, topk_ids, out)
+    rows, ids = x.to(device="cpu", dtype=torch.float32).contiguous(), topk_ids.contiguous()
     call = abi.ExpertCall(
         _shape(layout),
         rows.data_ptr(),
         len(rows),
         ids.data_ptr(),
         ids.shape[1],
-        pointers,
-        len(pointers),
+        table.pointers,
+        len(table.pointers),
         out.data_ptr(),
         threads or torch.get_num_threads(),
     )
     library.call.ct_experts(ctypes.byref(call))
 
 
-def _pointers(records: Sequence[tuple[int, Tensor]]) -> ctypes.Array[ctypes.c_void_p]:
-    pointers = (ctypes.c_void_p * (max(expert for expert, _ in records) + 1))()
-    for expert, record in records:
-        pointers[expert] = record.data_ptr()
-    return pointers
+def _table(records: Records, only: Sequence[int] | None) -> RecordTable:
+    if isinstance(records, RecordTable):
+        if only is None:
+            return records
+        pairs: Sequence[tuple[int, Tensor]] = records.pick(only)
+    else:
+        pairs = [pair for pair in records if only is None or pair[0] in only]
+    table = RecordTable(max((expert for expert, _ in pairs), default=-1) + 1)
+    for expert, record in pairs:
+        table.set(expert, record)
+    return table
+
+
+def _check(layout: ExpertLayout, topk_ids: Tensor, out: Tensor) -> None:
+    """What the native call takes on trust."""
+    fits = out.shape == (topk_ids.numel(), layout.hidden) and out.is_contiguous()
+    if not fits or out.dtype != torch.float32 or out.device.type != "cpu":
+        raise InternalError("experts on the CPU need a contiguous fp32 row there for every pair")
+    if topk_ids.dtype != torch.int32 or topk_ids.device.type != "cpu":
+        raise InternalError("the chosen experts must be int32, on the CPU")
 
 
 @lru_cache(maxsize=64)

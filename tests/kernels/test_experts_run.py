@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from coterie.core.errors import InternalError
 from coterie.kernels.build import find_compiler, native
 from coterie.kernels.expert_layout import KINDS, ExpertLayout
 from coterie.kernels.expert_mlp import RecordTable, combine, run_experts, run_experts_torch
@@ -157,6 +158,17 @@ def test_nothing_to_do() -> None:
     run_experts(layout, torch.randn(2, 16), ids, records_of(layout, 2)[1:], out)
     assert (out == UNTOUCHED).all()
     run_experts(layout, torch.randn(0, 16), ids[:0], records_of(layout, 1), out[:0])
+
+
+def test_refuses_what_the_native_call_cannot_take() -> None:
+    layout = layout_of("fp32", 16, 16)
+    records, x = records_of(layout, 1), torch.randn(2, 16)
+    ids = torch.zeros(2, 1, dtype=torch.int32)
+    for out in (torch.empty(3, 16), torch.empty(2, 16).half(), torch.empty(16, 2).T):
+        with pytest.raises(InternalError, match="fp32 row"):
+            run_experts(layout, x, ids, records, out)
+    with pytest.raises(InternalError, match="int32"):
+        run_experts(layout, x, ids.long(), records, torch.empty(2, 16))
 
 
 def test_rows_of_bf16_are_widened() -> None:

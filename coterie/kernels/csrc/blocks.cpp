@@ -3,7 +3,6 @@
 #include "gemm.h"
 
 constexpr int BLOCK = 256;
-typedef uint8_t bytes16 __attribute__((vector_size(16)));
 
 CT_INLINE bytes16 load16(const uint8_t* p) {
     bytes16 v;
@@ -48,32 +47,31 @@ CT_INLINE float half_at(const uint8_t* p) {
     return half_to_float(h);
 }
 
-// out[16 columns][16 rows] = scale * (q - centre) - minimum, as the row's own factors say.
-CT_INLINE void expand16(const bytes16 (&q)[16], const float* scale, const float* minimum, float* out) {
-    alignas(16) uint8_t bytes[16 * PANEL];
-    each<16>([&](auto i) { memcpy(bytes + i * PANEL, &q[i], 16); });
-    for (int v = 0; v < PV; ++v) {
-        const vf s = vload(scale + v * VL), m = vload(minimum + v * VL);
-        for (int i = 0; i < 16; ++i)
-            vstore(out + i * PANEL + v * VL, vsub(vmul(s, vload_bytes(bytes + i * PANEL + v * VL)), m));
+// Factors of 16 rows for one group of columns: value = scale * (q - CENTRE) - minimum.
+template <int CENTRE> struct Factors {
+    vf scale[PV], minimum[PV];
+    CT_INLINE void load(Factors& f, const float* scale, const float* minimum) {
+        each<PV>([&](auto v) {
+            f.scale[v] = vload(scale + v * VL);
+            if (!CENTRE) f.minimum[v] = vload(minimum + v * VL);
+        });
     }
-}
-
-CT_INLINE void expand16_centred(const bytes16 (&q)[16], const float* scale, float* out) {
-    alignas(16) uint8_t bytes[16 * PANEL];
-    each<16>([&](auto i) { memcpy(bytes + i * PANEL, &q[i], 16); });
-    const vf centre = vset(32.0f);
-    for (int v = 0; v < PV; ++v) {
-        const vf s = vload(scale + v * VL);
-        for (int i = 0; i < 16; ++i)
-            vstore(out + i * PANEL + v * VL, vmul(s, vsub(vload_bytes(bytes + i * PANEL + v * VL), centre)));
+    // One column of 16 rows.
+    CT_INLINE void put(const Factors& f, bytes16 q, float* out) {
+        vf wide[PV];
+        vfrom_bytes(q, wide);
+        each<PV>([&](auto v) {
+            const vf value = CENTRE ? vmul(f.scale[v], vsub(wide[v], vset(CENTRE)))
+                                    : vsub(vmul(f.scale[v], wide[v]), f.minimum[v]);
+            vstore(out + v * VL, value);
+        });
     }
-}
+};
 
 // d, dmin: fp16; eight 6-bit scales and minima in 12 bytes; 128 bytes of nibbles.
 struct Q4K {
     static constexpr int BYTES = 144;
-    static void expand(const RowSet& rows, float* out) {
+    CT_FLAT static void expand(const RowSet& rows, float* out) {
         alignas(64) float scale[8][PANEL], minimum[8][PANEL];
         for (int r = 0; r < PANEL; ++r) {
             const uint8_t* at = rows.at[r];
@@ -87,13 +85,14 @@ struct Q4K {
             }
         }
         for (int part = 0; part < 8; ++part) {  // 16 bytes: columns of two groups
-            bytes16 q[16], nibble[16];
+            bytes16 q[16];
             RowSet::columns(rows, 16 + part * 16, q);
             const int group = part / 2 * 2, column = group * 32 + part % 2 * 16;
-            each<16>([&](auto i) { nibble[i] = q[i] & 15; });
-            expand16(nibble, scale[group], minimum[group], out + column * PANEL);
-            each<16>([&](auto i) { nibble[i] = q[i] >> 4; });
-            expand16(nibble, scale[group + 1], minimum[group + 1], out + (column + 32) * PANEL);
+            Factors<0> low, high;
+            Factors<0>::load(low, scale[group], minimum[group]);
+            Factors<0>::load(high, scale[group + 1], minimum[group + 1]);
+            each<16>([&](auto i) { Factors<0>::put(low, q[i] & 15, out + (column + i) * PANEL); });
+            each<16>([&](auto i) { Factors<0>::put(high, q[i] >> 4, out + (column + 32 + i) * PANEL); });
         }
     }
 };
@@ -101,7 +100,7 @@ struct Q4K {
 // 128 bytes of low nibbles, 64 of high bits, sixteen int8 scales, d: fp16.
 struct Q6K {
     static constexpr int BYTES = 210;
-    static void expand(const RowSet& rows, float* out) {
+    CT_FLAT static void expand(const RowSet& rows, float* out) {
         alignas(64) float scale[16][PANEL];
         for (int r = 0; r < PANEL; ++r) {
             const float d = half_at(rows.at[r] + 208);
@@ -109,22 +108,20 @@ struct Q6K {
         }
         for (int part = 0; part < 4; ++part) {  // half of the block, 16 of its 32 columns
             const int half = part / 2, at = part % 2 * 16;
-            bytes16 low[16], next[16], high[16], q[16];
+            bytes16 low[16], next[16], high[16];
             RowSet::columns(rows, half * 64 + at, low);
             RowSet::columns(rows, half * 64 + 32 + at, next);
             RowSet::columns(rows, 128 + half * 32 + at, high);
-            const auto emit = [&](int quarter) {
+            const auto emit = [&](int quarter, auto q) {
                 const int column = half * 128 + quarter * 32 + at;
-                expand16_centred(q, scale[column / 16], out + column * PANEL);
+                Factors<32> factors;
+                Factors<32>::load(factors, scale[column / 16], nullptr);
+                each<16>([&](auto i) { Factors<32>::put(factors, q(i), out + (column + i) * PANEL); });
             };
-            each<16>([&](auto i) { q[i] = (low[i] & 15) | ((high[i] & 3) << 4); });
-            emit(0);
-            each<16>([&](auto i) { q[i] = (next[i] & 15) | (((high[i] >> 2) & 3) << 4); });
-            emit(1);
-            each<16>([&](auto i) { q[i] = (low[i] >> 4) | (((high[i] >> 4) & 3) << 4); });
-            emit(2);
-            each<16>([&](auto i) { q[i] = (next[i] >> 4) | ((high[i] >> 6) << 4); });
-            emit(3);
+            emit(0, [&](auto i) { return (low[i] & 15) | ((high[i] & 3) << 4); });
+            emit(1, [&](auto i) { return (next[i] & 15) | (((high[i] >> 2) & 3) << 4); });
+            emit(2, [&](auto i) { return (low[i] >> 4) | (((high[i] >> 4) & 3) << 4); });
+            emit(3, [&](auto i) { return (next[i] >> 4) | ((high[i] >> 6) << 4); });
         }
     }
 };

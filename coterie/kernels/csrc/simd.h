@@ -24,6 +24,8 @@ template <int N, class F> CT_INLINE void each(F f) { each_of(f, std::make_intege
 constexpr int PANEL = 16;  // output rows interleaved in one panel of packed weights
 constexpr int GROUP = 32;  // elements along k that share one scale
 
+typedef uint8_t bytes16 __attribute__((vector_size(16)));
+
 CT_INLINE float half_to_float(uint16_t h) {
     const uint32_t sign = uint32_t(h & 0x8000u) << 16;
     const uint32_t bits = uint32_t(h & 0x7fffu) << 13;
@@ -99,11 +101,13 @@ CT_INLINE void vload2(const uint16_t* p, vf& a, vf& b) {
 CT_INLINE vf vload_half(const uint16_t* p) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 }
-CT_INLINE vf vload_bytes(const uint8_t* p) {  // unsigned
-    uint32_t four;
-    memcpy(&four, p, 4);
-    const uint16x8_t wide = vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)));
-    return vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide)));
+CT_INLINE void vfrom_bytes(bytes16 b, vf (&out)[4]) {  // unsigned
+    const uint8x16_t bytes = (uint8x16_t)b;
+    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
+    out[0] = vcvtq_f32_u32(vmovl_u16(vget_low_u16(low)));
+    out[1] = vcvtq_f32_u32(vmovl_high_u16(low));
+    out[2] = vcvtq_f32_u32(vmovl_u16(vget_low_u16(high)));
+    out[3] = vcvtq_f32_u32(vmovl_high_u16(high));
 }
 // Four activations at x; lane L multiplies one vector of weights.
 using xq = float32x4_t;

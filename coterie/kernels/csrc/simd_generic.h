@@ -76,10 +76,8 @@ CT_INLINE vf vload_half(const uint16_t* p) {
     for (int i = 0; i < VL; ++i) out[i] = half_to_float(p[i]);
     return out;
 }
-CT_INLINE vf vload_bytes(const uint8_t* p) {  // unsigned
-    vf out = {};
-    for (int i = 0; i < VL; ++i) out[i] = float(p[i]);
-    return out;
+CT_INLINE void vfrom_bytes(bytes16 b, vf (&out)[1]) {  // unsigned
+    out[0] = __builtin_convertvector(b, vf);
 }
 CT_INLINE xq xload(const float* x) { return {x}; }
 CT_INLINE xb xbload(const int8_t* x) { return {x}; }

@@ -61,8 +61,8 @@ CT_INLINE vf widen(const uint16_t* p) {
 CT_INLINE vf vload_half(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-CT_INLINE vf vload_bytes(const uint8_t* p) {  // unsigned
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+CT_INLINE void vfrom_bytes(bytes16 b, vf (&out)[1]) {  // unsigned
+    out[0] = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)b));
 }
 using vb = __m512i;
 CT_INLINE vb vbload(const uint8_t* p) { return _mm512_loadu_si512(p); }
@@ -150,8 +150,9 @@ CT_INLINE vf widen(const uint16_t* p) {
 CT_INLINE vf vload_half(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-CT_INLINE vf vload_bytes(const uint8_t* p) {  // unsigned
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+CT_INLINE void vfrom_bytes(bytes16 b, vf (&out)[2]) {  // unsigned
+    out[0] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32((__m128i)b));
+    out[1] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)b, 8)));
 }
 using vb = __m256i;
 CT_INLINE vb vbload(const uint8_t* p) {
