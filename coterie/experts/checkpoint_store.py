@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -86,6 +87,9 @@ class CheckpointStore:
 
     def tensors(self) -> frozenset[str]:
         return frozenset(piece.name for pieces in self._pieces.values() for piece in pieces)
+
+    def files(self) -> frozenset[Path]:
+        return frozenset(piece.extent.path for pieces in self._pieces.values() for piece in pieces)
 
     def close(self) -> None:
         self.disk.close()

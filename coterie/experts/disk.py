@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,11 +103,10 @@ class Disk:
     def size(self, path: Path) -> int:
         return self._handle(path).size
 
-    def forget(self) -> None:
-        """Drops what others left of the open files in the page cache."""
-        with self._lock:
-            for handle in self._handles.values():
-                drop_cached(handle.number, 0, 0)
+    def forget(self, paths: Iterable[Path]) -> None:
+        """Drops what others left of these files in the page cache."""
+        for path in paths:
+            drop_cached(self._handle(path).number, 0, 0)
 
     def close(self) -> None:
         with self._lock:

@@ -78,6 +78,9 @@ class PackedStore:
     def tensors(self) -> frozenset[str]:
         return frozenset()
 
+    def files(self) -> frozenset[Path]:
+        return frozenset({self._file})
+
     def close(self) -> None:
         self.disk.close()
 

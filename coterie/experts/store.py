@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -101,6 +102,10 @@ class Store(Protocol):
 
     def tensors(self) -> frozenset[str]:
         """Names of the checkpoint's tensors that hold experts: the others are the backbone."""
+        ...
+
+    def files(self) -> frozenset[Path]:
+        """What `read` reads from."""
         ...
 
     def close(self) -> None: ...
