@@ -7,7 +7,7 @@ strategy can ask it anything while a layer waits.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import KeysView
+from collections.abc import Iterable, KeysView
 
 from coterie.core.errors import InternalError
 from coterie.experts.geometry import Key
@@ -126,11 +126,23 @@ class Residency:
 
     def touch(self, key: Key) -> None:
         """`key` is used now."""
-        self._clock += 1
-        self._used[key] = self._clock
-        if key not in self._pins:
-            self._order.move_to_end(key)
-            self._layers[key[0]].move_to_end(key)
+        self.use((key,))
+
+    def use(self, keys: Iterable[Key]) -> list[Key]:
+        """Touch those that lie in a slot; answers the others."""
+        absent = []
+        slots, used, pins, clock = self._slots, self._used, self._pins, self._clock
+        for key in keys:
+            if key not in slots:
+                absent.append(key)
+                continue
+            clock += 1
+            used[key] = clock
+            if key not in pins:
+                self._order.move_to_end(key)
+                self._layers[key[0]].move_to_end(key)
+        self._clock = clock
+        return absent
 
     def age(self, key: Key) -> int:
         """Uses of any expert since `key` was used."""

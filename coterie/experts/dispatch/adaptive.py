@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from coterie.experts.dispatch.base import Demand, Scene, Strategy, Wave
 from coterie.experts.dispatch.contest import Contest
+from coterie.experts.dispatch.hot_cached_static import spread_evenly
 from coterie.experts.dispatch.lanes import Lanes
 from coterie.experts.dispatch.pace import Clock
 from coterie.experts.dispatch.seats import Seats
@@ -38,11 +39,15 @@ class Adaptive(Strategy):
         self._protected: dict[int, frozenset[int]] = {}
 
     def start(self) -> Loads:
-        heat, slots = self.scene.heatmap, self.scene.slots
-        if heat is None:
-            return ()
-        keys = [key for key in heat.hottest(slots.free()) if key not in slots]
-        return tuple((key, slots.place(key)) for key in keys)
+        """The hottest; without a heatmap the first of every layer, unless all fit (they then come
+        as they are asked for)."""
+        scene, slots = self.scene, self.scene.slots
+        if scene.heatmap is None:
+            few = slots.num_slots < scene.geometry.total
+            keys = spread_evenly(scene.geometry, slots.free()) if few else []
+        else:
+            keys = scene.heatmap.hottest(slots.free())
+        return tuple((key, slots.place(key)) for key in keys if key not in slots)
 
     def groups(self) -> tuple[tuple[int, ...], ...] | None:
         """Layer by layer: a long prompt's chunks then share what a layer loads."""
@@ -58,23 +63,25 @@ class Adaptive(Strategy):
         if self._protected:
             self._protected.pop(demand.layer, None)
             seats.protected = frozenset().union(*self._protected.values())
-        here = seats.use(asked)
-        self._clock.saw(len(asked), len(asked) - len(here))
+        absent = seats.use(asked)
+        self._clock.saw(len(asked), len(absent))
         chunked = self._walk.chunked(demand)
-        if len(here) == len(asked):
+        if not absent:
             return (Wave(device=demand.experts),)
-        scratch = self._lanes.scratch(demand.phase, chunked)
+        here = [expert for expert in asked if expert not in absent]
         turns = Turns([expert - base for expert in here], set(here))
-        self._place(dict(zip(asked, demand.counts, strict=True)), scratch, turns)
+        scratch = self._lanes.scratch(demand.phase, chunked)
+        counts = dict(zip(asked, demand.counts, strict=True))
+        rows = {expert: counts[expert] for expert in absent}
+        self._lanes.begin(rows.values(), chunked)
+        self._place(rows, scratch, turns)
         return turns.waves()
 
     def _place(self, rows: dict[int, int], scratch: int, turns: Turns) -> None:
         """Misses by score: those that lead a member by enough become members, the others run on
         the host or as guests, in further waves when the scratch slots are taken."""
         seats, lanes, leader = self._seats, self._lanes, self._contest.leader
-        absent = [expert for expert in rows if expert not in turns.busy]
-        lanes.begin([rows[expert] for expert in absent])
-        for expert in sorted(absent, key=lambda expert: (-leader.scores[expert], expert)):
+        for expert in sorted(rows, key=lambda expert: (-leader.scores[expert], expert)):
             lead = lanes.lead(leader)
             loaded = lead is not None and seats.admit(expert, lead, scratch, turns.busy)
             if not loaded and not lanes.prefers_host():

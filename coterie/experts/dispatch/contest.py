@@ -22,9 +22,9 @@ POLICIES = (
 )
 _WATCHED_LAYERS = 6
 # hits of so many tokens ago count half in the contest
-_HALF_LIFE = 96.0
+_HALF_LIFE = 128.0
 # share by which a challenger must lead
-_LEAD = 1.01
+_LEAD = 1.02
 
 
 class Shadow:

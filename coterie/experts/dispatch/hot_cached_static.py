@@ -23,7 +23,7 @@ class HotCachedStatic(Strategy):
         scene, slots = self.scene, self.scene.slots
         limit = min(self._limit, slots.free())
         if scene.heatmap is None:
-            keys = _evenly(scene.geometry, limit)
+            keys = spread_evenly(scene.geometry, limit)
         else:
             keys = scene.heatmap.hottest(limit)
         loads = tuple((key, slots.place(key)) for key in keys if key not in slots)
@@ -40,7 +40,7 @@ class HotCachedStatic(Strategy):
         return (Wave(device=device, host=tuple(e for e in demand.experts if e not in here)),)
 
 
-def _evenly(geometry: Geometry, limit: int) -> list[Key]:
+def spread_evenly(geometry: Geometry, limit: int) -> list[Key]:
     """The first experts of every layer, one each in turn."""
     ranked = [
         (rank, (layer, expert))

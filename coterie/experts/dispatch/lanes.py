@@ -27,21 +27,26 @@ class Lanes:
         self._saved_s = costs.host_run_s + costs.read_s - costs.device_run_s
         self.uploads_pay = not self.hosting or self._saved_s > _WORTHWHILE * costs.host_run_s
         self._link_busy_s = self._host_busy_s = 0.0
+        self._row_s = self._host_s
 
     def scratch(self, phase: str, chunked: bool) -> int:
         """Slots through which guests pass. A prompt asks for much of a layer at once, and a prompt
         in chunks asks for it again."""
         slots, geometry = self._scene.slots.movable, self._scene.geometry
-        least = 0 if self.hosting and self._upload_s >= self._host_s else 2
+        least = 1 if slots < 32 else 2
+        if self.hosting and self._upload_s >= self._host_s:
+            least = 0
         few = min(max(least, slots // 64), geometry.top_k, max(1, slots // 2))
         if not self.uploads_pay or phase != "prefill":
             return few
         return min(geometry.num_experts, slots if chunked else max(few, slots // 4))
 
-    def begin(self, rows: Collection[int]) -> None:
-        """A layer's misses, as rows per expert: all on the host until they are taken off it."""
+    def begin(self, rows: Collection[int], chunked: bool) -> None:
+        """A layer's misses, as rows per expert: all on the host until they are taken off it. A
+        prompt in chunks would ask the host for them at least twice."""
         self._link_busy_s = 0.0
-        self._host_busy_s = self._host_s * sum(rows)
+        self._row_s = self._host_s * (2 if chunked else 1)
+        self._host_busy_s = self._row_s * sum(rows)
 
     def lead(self, memory: Memory) -> float | None:
         """By how much a newcomer must lead a member to be uploaded; None: never. An upload is free
@@ -57,7 +62,7 @@ class Lanes:
 
     def upload(self, rows: int) -> None:
         self._link_busy_s += self._upload_s
-        self._host_busy_s -= self._host_s * rows
+        self._host_busy_s -= self._row_s * rows
 
     def prefers_host(self) -> bool:
         """Would one more upload finish after the host is done with all that is left?"""

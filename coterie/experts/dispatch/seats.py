@@ -6,7 +6,7 @@ numbers here (layer index * num_experts + expert).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from coterie.experts.dispatch.memory import Memory, Ranking
 from coterie.experts.geometry import Geometry, Key
@@ -40,19 +40,16 @@ class Seats:
         self._memory = memory
         self._members.rank_by(memory)
 
-    def use(self, asked: Collection[int]) -> list[int]:
-        """These are asked for now. Answers who of them is here; a guest that deserves it changes
+    def use(self, asked: Sequence[int]) -> list[int]:
+        """These are asked for now. Answers who of them is absent; a guest that deserves it changes
         places with the lowest member, which moves nothing."""
-        slots, keys, guests = self.slots, self.keys, self._guests
-        here = []
-        for expert in asked:
-            key = keys[expert]
-            if key in slots:
-                slots.touch(key)
-                here.append(expert)
+        keys, guests = self.keys, self._guests
+        absent = self.slots.use([keys[expert] for expert in asked])
+        if guests:
+            for expert in asked:
                 if expert in guests:
                     self._promote_guest(expert)
-        return here
+        return [self._number[key] for key in absent] if absent else []
 
     def _promote_guest(self, expert: int) -> None:
         lowest = self._members.lowest()

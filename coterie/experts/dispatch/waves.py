@@ -22,17 +22,11 @@ def fill(slots: Residency, demand: Demand, room: Room) -> list[Wave]:
     An expert for which there is no room even then (every slot pinned) runs on the host.
     """
     layer = demand.layer
-    device: list[int] = []
-    misses: list[Key] = []
-    for expert in demand.experts:
-        key = (layer, expert)
-        if key in slots:
-            slots.touch(key)
-            device.append(expert)
-        else:
-            misses.append(key)
+    misses = slots.use((layer, expert) for expert in demand.experts)
     if not misses:
         return [Wave(device=demand.experts)]
+    absent = {expert for _, expert in misses}
+    device = [expert for expert in demand.experts if expert not in absent]
     busy = {(layer, expert) for expert in device}
     waves: list[Wave] = []
     load: list[tuple[Key, int]] = []
