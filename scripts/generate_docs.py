@@ -22,18 +22,30 @@ def cli_reference() -> str:
     lines += ["", "```text", EPILOG.rstrip(), "```"]
     commands = subparsers(build_parser())
     for name, module in COMMANDS.items():
-        lines += ["", f"## coterie {name}", "", f"{module.HELP[0].upper()}{module.HELP[1:]}.", ""]
-        lines += ["| Option | Meaning |", "|---|---|"]
-        lines += [option_row(action) for action in commands[name]._actions[1:]]
-        lines += ["", "```text", module.EPILOG.rstrip(), "```"]
+        lines += ["", f"## coterie {name}", "", sentence(module.HELP), ""]
+        actions = subparsers(commands[name])
+        lines += [] if actions else [*options(commands[name]), ""]
+        lines += ["```text", module.EPILOG.rstrip(), "```"]
+        for action, parser in actions.items():
+            lines += ["", f"### coterie {name} {action}", "", sentence(parser.description or "")]
+            lines += ["", *options(parser), "", "```text", (parser.epilog or "").rstrip(), "```"]
     return "\n".join(lines) + "\n"
+
+
+def sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def options(parser: argparse.ArgumentParser) -> list[str]:
+    rows = [option_row(action) for action in parser._actions[1:]]
+    return ["| Option | Meaning |", "|---|---|", *rows]
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
-    raise RuntimeError("the parser has no commands")
+    return {}
 
 
 def option_row(action: argparse.Action) -> str:

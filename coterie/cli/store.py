@@ -89,14 +89,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     made = action("verify", actions.verify, "read every expert and check it", _VERIFY)
     made.add_argument("store", metavar="STORE", help="a packed store, or any MoE model")
     made = action("prune", actions.prune, "drop experts a workload never used", _PRUNE)
-    made.add_argument("store", metavar="STORE")
+    made.add_argument("store", metavar="STORE", help="a packed store")
     made.add_argument("--heatmap", required=True, metavar="FILE", help="counts of a workload")
     made.add_argument("--out", metavar="DIR", help="write a copy (default: change STORE)")
     made = action("replace", actions.replace, "put another expert in one's place", _REPLACE)
-    made.add_argument("store", metavar="STORE")
-    made.add_argument("layer", type=_number, metavar="LAYER")
-    made.add_argument("expert", type=_number, metavar="EXPERT")
-    made.add_argument("--from", required=True, dest="source", metavar="SRC")
+    made.add_argument("store", metavar="STORE", help="a packed store")
+    made.add_argument("layer", type=_number, metavar="LAYER", help="number of the layer")
+    made.add_argument("expert", type=_number, metavar="EXPERT", help="number of the expert in it")
+    made.add_argument(
+        "--from", required=True, dest="source", metavar="SRC", help="a model, or a safetensors file"
+    )
     made = action("profile", actions.profile, "measure how fast experts are read", _PROFILE)
     _add_model(made)
     made.add_argument(
