@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from coterie.core.errors import WeightsError
 from coterie.experts.disk import Disk
 from coterie.experts.heatmap import Heatmap
 from coterie.experts.runtime import ExpertRuntime, open_experts
+from coterie.experts.step import ExpertStep
 from coterie.kernels.batch import AttentionBatch
 from coterie.models.base import load_model
 from coterie.models.experts import ExpertsWanted, store_of
@@ -78,6 +79,10 @@ class Setting:
         )
 
 
+# by layer, in the order of visits: the experts of each row, and their weights
+Routes = dict[int, list[tuple[Tensor, Tensor]]]
+
+
 class Stage:
     """One loaded model; `with` closes it and checks that nothing is left in use."""
 
@@ -109,6 +114,35 @@ class Stage:
                 self.runtime.check()
         finally:
             self.model.close()
+
+    def record_routes(self) -> Routes:
+        """Filled from now on."""
+        routes: Routes = {}
+        real = self.runtime.run
+
+        def run(step: ExpertStep) -> Tensor:
+            routes.setdefault(step.layer, []).append((step.topk_ids, step.topk_weights.cpu()))
+            return real(step)
+
+        self.runtime.run = run  # type: ignore[method-assign]
+        return routes
+
+    def follow(self, routes: Routes) -> list[float]:
+        """Send rows where `routes` sent them: near ties between experts are not what is compared.
+        Answers a list that gets the share of rows each step would have sent elsewhere."""
+        visits = {layer: iter(known) for layer, known in routes.items()}
+        diverged: list[float] = []
+        real = self.runtime.run
+
+        def run(step: ExpertStep) -> Tensor:
+            ids, weights = next(visits[step.layer])
+            other = ids.sort(-1).values != step.topk_ids.sort(-1).values
+            diverged.append(float(other.any(-1).float().mean()))
+            weights = weights.to(step.topk_weights.device)
+            return real(replace(step, topk_ids=ids, topk_weights=weights))
+
+        self.runtime.run = run  # type: ignore[method-assign]
+        return diverged
 
     def generate(
         self, prompts: Sequence[Sequence[int]], chunk: int, forced: Tensor | None = None
