@@ -267,8 +267,8 @@ def _pair(line: str) -> tuple[str, str]:
 
 
 def _file_system(store: Store) -> str:
-    path = getattr(store, "path", None)
-    return f"fs{os.stat(path).st_dev}" if path else "fs?"
+    devices = {os.stat(path).st_dev for path in store.files()}
+    return "fs" + "-".join(map(str, sorted(devices)))
 
 
 def _quiet(_: str) -> None:

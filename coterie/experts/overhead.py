@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -44,6 +45,9 @@ class FeatherStore:
         return 0
 
     def tensors(self) -> frozenset[str]:
+        return frozenset()
+
+    def files(self) -> frozenset[Path]:
         return frozenset()
 
     def close(self) -> None:

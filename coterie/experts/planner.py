@@ -162,7 +162,8 @@ def plan(case: Case, ways: Sequence[Division]) -> list[PlanRow]:
     rows = []
     for division in ways:
         outcomes = _forecasts(case, division, 3)
-        most = max((each.tiers for each in outcomes), key=lambda tiers: tiers.device)
+        tiers = [each.tiers for each in outcomes]
+        most = max(tiers, key=lambda each: each.device, default=TierSlots(0, 0))
         if most.device:
             outcomes.append(optimum(case.outlook(most), case.load))
         rows += [_row(case, division, each) for each in outcomes]

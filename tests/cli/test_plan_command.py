@@ -1,0 +1,86 @@
+"""`coterie plan`: a table that fits a terminal, JSON that a script can read, one measurement."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from benchmarks.random_moe import Shape, write
+from coterie.cli.main import main
+from coterie.experts import machine, measure
+from coterie.experts.dispatch.table import STRATEGIES
+
+SHAPE = Shape(2, 8, 2, 64, 32, 4, 2, 16, 320, 128, skew=0.5)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("moe"), SHAPE)
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept apart from this user's own measurements; small arrays are enough here."""
+    folder = tmp_path_factory.getbasetemp() / "plan-state"
+    monkeypatch.setattr(machine, "state_dir", lambda: folder)
+    monkeypatch.setattr(measure, "_DRAM_BYTES", 1 << 22)
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main(["plan", *arguments])
+    return status, out.getvalue(), err.getvalue()
+
+
+def test_the_table_fits_80_columns_and_names_its_choice(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, _ = run(str(model), "--device-budget", "25%", "--host-budget", "100%")
+    assert status == 0
+    assert max(map(len, out.splitlines())) <= 80
+    shown = {line.split()[0].strip(">+") for line in out.splitlines() if line.strip()}
+    assert shown >= {*STRATEGIES, "belady", "choice", "workload"}
+    assert sum(line.startswith(">") for line in out.splitlines()) == 1
+    assert "Zipf" in out and "strategy" in shown
+
+
+def test_json_is_whole_and_can_be_saved(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    status, out, _ = run(
+        str(model), "--json", "--cache-capacity", "4", "--context", "100", "--save", str(file)
+    )
+    document = json.loads(out)
+    assert status == 0 and json.loads(file.read_text()) == document
+    assert {"model", "machine", "workload", "rows", "choice", "made_at"} == set(document)
+    assert document["model"]["experts"] == 16 and document["model"]["top_k"] == 2
+    assert document["model"]["context"] == 100 and document["model"]["backbone_measured"]
+    # 2 planes, 2 layers, 2 heads of 16 in bf16
+    assert document["model"]["kv_bytes"] == 100 * 2 * 2 * 2 * 16 * 2
+    slots = {row["strategy"]: row["device_slots"] for row in document["rows"]}
+    assert slots["lru"] == 4 and slots["cpu_only"] == 0
+    assert all(row["decode_tokens_s"] > 0 for row in document["rows"])
+
+
+def test_the_machine_is_measured_once(model: Path) -> None:
+    run(str(model), "--cache-capacity", "4")
+    _, _, said = run(str(model), "--cache-capacity", "8")
+    assert "measuring" not in said
+    _, _, said = run(str(model), "--cache-capacity", "8", "--remeasure")
+    assert "measuring" in said
+
+
+def test_a_budget_too_small_and_a_wrong_trace_are_told(model: Path, tmp_path: Path) -> None:
+    budgets = ("--device-budget", "1KB", "--host-budget", "0B")
+    status, _, said = run(str(model), *budgets)
+    assert status == 2 and "no strategy fits" in said.splitlines()[-1]
+    wrong = tmp_path / "trace.npz"
+    wrong.write_bytes(os.urandom(64))
+    status, _, said = run(str(model), "--trace", str(wrong))
+    assert status == 1 and "not a readable trace" in said
