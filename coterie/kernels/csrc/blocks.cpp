@@ -9,17 +9,10 @@ CT_INLINE bytes16 load16(const uint8_t* p) {
     memcpy(&v, p, 16);
     return v;
 }
-#if defined(__clang__) || __GNUC__ >= 12
-#define CT_ZIP(a, b, first)                                                                        \
-    __builtin_shufflevector(a, b, first, first + 16, first + 1, first + 17, first + 2, first + 18, \
-                            first + 3, first + 19, first + 4, first + 20, first + 5, first + 21,   \
-                            first + 6, first + 22, first + 7, first + 23)
-#else
-#define CT_ZIP(a, b, first)                                                                        \
-    __builtin_shuffle(a, b, bytes16{first, first + 16, first + 1, first + 17, first + 2, first + 18, \
-                                    first + 3, first + 19, first + 4, first + 20, first + 5, first + 21, \
-                                    first + 6, first + 22, first + 7, first + 23})
-#endif
+#define CT_ZIP(a, b, first)                                                                     \
+    CT_SHUFFLE(bytes16, a, b, first, first + 16, first + 1, first + 17, first + 2, first + 18, \
+               first + 3, first + 19, first + 4, first + 20, first + 5, first + 21, first + 6, \
+               first + 22, first + 7, first + 23)
 
 // Sixteen bytes of each of 16 rows -> 16 columns of 16 bytes.
 CT_INLINE void transpose(bytes16 (&a)[16]) {

@@ -5,58 +5,79 @@
 //   int4  per group: [4][16][4] bytes (low nibble k, high nibble k + 16), 16 scales, 16 minima
 #include "team.h"
 
-template <class T> static const T* row_at(const void* base, int64_t row, int64_t n, int64_t width) {
-    return row < n ? static_cast<const T*>(base) + row * width : nullptr;
+// Sixteen rows of one panel; rows past the end are zeros.
+struct PanelRows {
+    const uint8_t* at[PANEL];
+    PanelRows(const void* base, int64_t panel, int64_t n, int64_t row_bytes) {
+        static thread_local Buffer zeros;  // the widest of a call's sources comes first
+        for (int64_t r = 0; r < PANEL; ++r) {
+            const int64_t row = panel * PANEL + r;
+            if (row < n) at[r] = static_cast<const uint8_t*>(base) + row * row_bytes;
+            else at[r] = static_cast<const uint8_t*>(memset(zeros.need<uint8_t>(row_bytes), 0, row_bytes));
+        }
+    }
+};
+
+// Words `first` .. first + count of 16 rows -> out[count][16], each word xor `flip`.
+static void interleave(const PanelRows& rows, int64_t first, int64_t count, uint32_t flip, uint8_t* out) {
+    const auto store = [&](int64_t word, int r, words4 v) { memcpy(out + (word * PANEL + r) * 4, &v, 16); };
+    const int64_t whole = count / 4 * 4;
+    for (int64_t i = 0; i < whole; i += 4)
+        for (int r = 0; r < PANEL; r += 4) {
+            words4 v[4];
+            for (int m = 0; m < 4; ++m) {
+                memcpy(&v[m], rows.at[r + m] + (first + i) * 4, 16);
+                v[m] ^= flip;
+            }
+            const words4 a = CT_SHUFFLE(words4, v[0], v[1], 0, 4, 1, 5), b = CT_SHUFFLE(words4, v[2], v[3], 0, 4, 1, 5);
+            const words4 c = CT_SHUFFLE(words4, v[0], v[1], 2, 6, 3, 7), d = CT_SHUFFLE(words4, v[2], v[3], 2, 6, 3, 7);
+            store(i, r, CT_SHUFFLE(words4, a, b, 0, 1, 4, 5));
+            store(i + 1, r, CT_SHUFFLE(words4, a, b, 2, 3, 6, 7));
+            store(i + 2, r, CT_SHUFFLE(words4, c, d, 0, 1, 4, 5));
+            store(i + 3, r, CT_SHUFFLE(words4, c, d, 2, 3, 6, 7));
+        }
+    for (int64_t i = whole; i < count; ++i)
+        for (int r = 0; r < PANEL; ++r) {
+            uint32_t word;
+            memcpy(&word, rows.at[r] + (first + i) * 4, 4);
+            word ^= flip;
+            memcpy(out + (i * PANEL + r) * 4, &word, 4);
+        }
+}
+
+// fp16 values of one group, one per row, to `out`.
+static void gather_halves(const PanelRows& rows, int64_t group, uint8_t* out) {
+    for (int r = 0; r < PANEL; ++r) memcpy(out + 2 * r, rows.at[r] + 2 * group, 2);
 }
 
 static void pack_f32(int64_t n, int64_t k, const void* src, int64_t panel, uint8_t* dst) {
-    float* out = reinterpret_cast<float*>(dst);
-    for (int r = 0; r < PANEL; ++r) {
-        const float* row = row_at<float>(src, panel * PANEL + r, n, k);
-        for (int64_t i = 0; i < round_up(k, 4); ++i) out[i * PANEL + r] = row && i < k ? row[i] : 0.0f;
-    }
+    interleave(PanelRows(src, panel, n, k * 4), 0, k, 0, dst);
+    memset(dst + k * PANEL * 4, 0, (round_up(k, 4) - k) * PANEL * 4);
 }
 
 static void pack_bf16(int64_t n, int64_t k, const void* src, int64_t panel, uint8_t* dst) {
-    uint16_t* out = reinterpret_cast<uint16_t*>(dst);
-    for (int r = 0; r < PANEL; ++r) {
-        const uint16_t* row = row_at<uint16_t>(src, panel * PANEL + r, n, k);
-        for (int64_t i = 0; i < round_up(k, BF16_K); ++i)
-            out[(i / 2 * PANEL + r) * 2 + i % 2] = row && i < k ? row[i] : uint16_t(0);
+    const PanelRows rows(src, panel, n, k * 2);
+    interleave(rows, 0, k / 2, 0, dst);
+    memset(dst + k / 2 * PANEL * 4, 0, (round_up(k, BF16_K) / 2 - k / 2) * PANEL * 4);
+    if (k % 2)
+        for (int r = 0; r < PANEL; ++r) memcpy(dst + (k / 2 * PANEL + r) * 4, rows.at[r] + (k - 1) * 2, 2);
+}
+
+static void pack_int8(int64_t n, int64_t k, const void* q, const void* scale, int64_t panel, uint8_t* dst) {
+    static_assert(W_OFFSET == 0 || W_OFFSET == 128, "an offset of 128 turns the highest bit");
+    const PanelRows rows(q, panel, n, k), scales(scale, panel, n, k / GROUP * 2);
+    for (int64_t g = 0; g < k / GROUP; ++g, dst += INT8_RECORD) {
+        interleave(rows, g * 8, 8, W_OFFSET ? 0x80808080u : 0u, dst);
+        gather_halves(scales, g, dst + 512);
     }
 }
 
-static void pack_int8(int64_t n, int64_t k, const void* q, const void* scale, int64_t panel,
-                      uint8_t* dst) {
-    const int64_t groups = k / GROUP;
-    for (int r = 0; r < PANEL; ++r) {
-        const int8_t* row = row_at<int8_t>(q, panel * PANEL + r, n, k);
-        const uint16_t* scales = row_at<uint16_t>(scale, panel * PANEL + r, n, groups);
-        for (int64_t g = 0; g < groups; ++g) {
-            uint8_t* out = dst + g * INT8_RECORD;
-            for (int j = 0; j < GROUP; ++j)
-                out[j / 4 * 64 + r * 4 + j % 4] = uint8_t((row ? row[g * GROUP + j] : 0) + W_OFFSET);
-            reinterpret_cast<uint16_t*>(out + 512)[r] = scales ? scales[g] : uint16_t(0);
-        }
-    }
-}
-
-static void pack_int4(int64_t n, int64_t k, const void* q, const void* scale, const void* minimum,
-                      int64_t panel, uint8_t* dst) {
-    const int64_t groups = k / GROUP;
-    for (int r = 0; r < PANEL; ++r) {
-        const int64_t at = panel * PANEL + r;
-        const uint8_t* row = row_at<uint8_t>(q, at, n, k / 2);
-        const uint16_t* scales = row_at<uint16_t>(scale, at, n, groups);
-        const uint16_t* minima = row_at<uint16_t>(minimum, at, n, groups);
-        for (int64_t g = 0; g < groups; ++g) {
-            uint8_t* out = dst + g * INT4_RECORD;
-            for (int j = 0; j < GROUP / 2; ++j)
-                out[j / 4 * 64 + r * 4 + j % 4] = row ? row[g * GROUP / 2 + j] : uint8_t(0);
-            uint16_t* tail = reinterpret_cast<uint16_t*>(out + 256);
-            tail[r] = scales ? scales[g] : uint16_t(0);
-            tail[PANEL + r] = minima ? minima[g] : uint16_t(0);
-        }
+static void pack_int4(int64_t n, int64_t k, const void* q, const void* scale, const void* minimum, int64_t panel, uint8_t* dst) {
+    const PanelRows rows(q, panel, n, k / 2), scales(scale, panel, n, k / GROUP * 2), minima(minimum, panel, n, k / GROUP * 2);
+    for (int64_t g = 0; g < k / GROUP; ++g, dst += INT4_RECORD) {
+        interleave(rows, g * 4, 4, 0, dst);
+        gather_halves(scales, g, dst + 256);
+        gather_halves(minima, g, dst + 256 + 2 * PANEL);
     }
 }
 

@@ -25,6 +25,12 @@ constexpr int PANEL = 16;  // output rows interleaved in one panel of packed wei
 constexpr int GROUP = 32;  // elements along k that share one scale
 
 typedef uint8_t bytes16 __attribute__((vector_size(16)));
+typedef uint32_t words4 __attribute__((vector_size(16)));
+#if defined(__clang__) || __GNUC__ >= 12
+#define CT_SHUFFLE(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define CT_SHUFFLE(type, a, b, ...) __builtin_shuffle(a, b, type{__VA_ARGS__})
+#endif
 
 CT_INLINE float half_to_float(uint16_t h) {
     const uint32_t sign = uint32_t(h & 0x8000u) << 16;
