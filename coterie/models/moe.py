@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from coterie.core.errors import WeightsError
 from coterie.experts.step import ExpertStep
 from coterie.kernels.batch import AttentionBatch, split_batch
 
@@ -125,10 +126,7 @@ class MoeStack:
         # spent in routers since the last `take_usage`
         self._routing_s = 0.0
         for layer in layers:
-            absent = set(range(experts.geometry.num_experts))
-            absent -= set(experts.geometry.present(layer.index))
-            if absent:
-                layer.router.exclude(sorted(absent))
+            _mask(layer, experts.geometry)
 
     def __call__(self, hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch) -> Tensor:
         groups = self.experts.groups(batch.phase) if batch.phase == "prefill" else None
@@ -185,6 +183,19 @@ class MoeStack:
         total, by_sequence = self.experts.end_step()
         spent, self._routing_s = self._routing_s, 0.0
         return replace(total, routing_s=total.routing_s + spent), by_sequence
+
+
+def _mask(layer: MoeLayer, geometry: Geometry) -> None:
+    """Keep a router to the experts that its store has."""
+    present = geometry.present(layer.index)
+    if len(present) < geometry.top_k:
+        raise WeightsError(
+            f"layer {layer.index} has {len(present)} experts left, but every token needs "
+            f"{geometry.top_k}. Prune less."
+        )
+    absent = set(range(geometry.num_experts)).difference(present)
+    if absent:
+        layer.router.exclude(sorted(absent))
 
 
 def _owners(batch: AttentionBatch) -> Tensor | None:

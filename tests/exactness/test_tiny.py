@@ -16,6 +16,12 @@ PATHS = [
     ("mistral", "cpu"),
     ("qwen3", "cpu"),
     ("llama", "reference"),
+    ("qwen3_moe", "cpu"),
+    ("deepseek_v2", "cpu"),
+    pytest.param("mixtral", "cpu", marks=pytest.mark.full),
+    pytest.param("olmoe", "cpu", marks=pytest.mark.full),
+    pytest.param("qwen3_moe", "reference", marks=pytest.mark.full),
+    pytest.param("deepseek_v2", "reference", marks=pytest.mark.full),
     pytest.param("mistral", "reference", marks=pytest.mark.full),
     pytest.param("qwen3", "reference", marks=pytest.mark.full),
 ]

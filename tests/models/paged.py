@@ -47,6 +47,7 @@ class Paged:
             context_lens=torch.tensor(context, dtype=torch.int32, device=device),
             block_tables=self.tables[[sequence for sequence, _ in rows]].to(device),
             block_size=self.block_size,
+            phase="decode" if max(counts) == 1 else "prefill",
         )
         tokens = torch.tensor([token for _, part in rows for token in part], device=device)
         wanted = torch.arange(len(tokens), device=device)

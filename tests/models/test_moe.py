@@ -1,4 +1,4 @@
-"""Logits of every MoE architecture and router option against transformers, all experts resident."""
+"""Logits of every MoE architecture and router option against transformers, experts in place."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from dwr_static import SEED_SHAPE, StaticDWR, load_static
 from paged import Paged, prompt_logits
-from resident import Resident
 from tiny import tiny_checkpoint
 
+from coterie.core.dispatch import DispatchSettings
 from coterie.kernels.build import native
 from coterie.models.base import CausalLM, load_model
 from coterie.weights.checkpoint import open_checkpoint
@@ -62,7 +62,8 @@ def model_for(case: str, backend: str) -> CausalLM:
         pytest.skip("no compiler on this machine")
     kind, overrides = CASES[case]
     checkpoint = open_checkpoint(tiny_checkpoint(kind, **overrides))
-    return load_model(checkpoint, dtype="fp32", backend=backend, experts=Resident)
+    settings = DispatchSettings(strategy="persistent", warmup="none", predict="off")
+    return load_model(checkpoint, dtype="fp32", backend=backend, dispatch=settings)
 
 
 @cache
