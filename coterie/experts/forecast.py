@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from coterie.experts.belady import belady
 from coterie.experts.budget import TierSlots
 from coterie.experts.cost import HostShelf, Outcome, Prices, Turn, turn_of
+from coterie.experts.demand import classify, first_uses
 from coterie.experts.dispatch.base import Demand, Scene, Strategy
 from coterie.experts.dispatch.table import build, resolve
-from coterie.experts.dispatch.tally import decide
 from coterie.experts.geometry import Geometry, Key
 from coterie.experts.machine import Curve
 from coterie.experts.residency import Residency
@@ -93,13 +93,14 @@ class _Walk:
         _end_step(step, self.outlook, outcome)
 
     def _layer(self, strategy: Strategy, demand: Demand, outcome: Outcome) -> None:
-        waves, tally = decide(strategy, demand)
-        turns = [turn_of(wave, demand, self.shelf) for wave in waves]
-        outcome.add(turns, self.prices)
-        outcome.hits += tally.hits
-        outcome.prefetch_hits += tally.prefetch_hits
-        outcome.misses += tally.misses
-        outcome.host_runs += tally.host_runs
+        first = first_uses(self.slots, demand)
+        waves = strategy.decide(demand)
+        outcome.add([turn_of(wave, demand, self.shelf) for wave in waves], self.prices)
+        classes = classify(demand, waves, first)
+        outcome.hits += len(classes.hits)
+        outcome.prefetch_hits += len(classes.early)
+        outcome.misses += len(classes.misses)
+        outcome.host_runs += len(classes.host)
         outcome.seconds += self.prices.machine.layer_s
 
     def _load(self, loads: Sequence[tuple[Key, int]], outcome: Outcome) -> float:
