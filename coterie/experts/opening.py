@@ -14,8 +14,7 @@ import torch
 
 from coterie.experts.budget import ExpertSizes, Needs, TierSlots, free_host_bytes, size_tiers
 from coterie.experts.dispatch.base import Costs, Scene, Strategy
-from coterie.experts.dispatch.persistent import fallback
-from coterie.experts.dispatch.table import build, parse
+from coterie.experts.dispatch.table import build, parse, resolve
 from coterie.experts.residency import Residency
 from coterie.experts.tiers import DeviceTier, HostTier
 
@@ -78,6 +77,8 @@ def prepare(store: Store, settings: DispatchSettings, site: Site) -> Parts:
     )
     prefill, decode = build(text, scene)
     on_cuda = site.device.type == "cuda"
+    # what is idle depends on time: a fixed placement may only protect
+    timid = settings.deterministic and settings.predict != "off"
     return Parts(
         store=store,
         host=HostTier(store, tiers.host, pinned=on_cuda),
@@ -85,9 +86,7 @@ def prepare(store: Store, settings: DispatchSettings, site: Site) -> Parts:
         slots=slots,
         strategies={"prefill": prefill, "decode": decode},
         strategy=text,
-        predict="protect"
-        if settings.deterministic and settings.predict != "off"
-        else settings.predict,
+        predict="protect" if timid else settings.predict,
     )
 
 
@@ -120,18 +119,21 @@ def needs_of(names: set[str], site: Site) -> Needs:
 def _that_fits(text: str, store: Store, tiers: TierSlots) -> str:
     """`persistent` as what it falls back to when the slots do not hold every expert."""
     geometry = store.geometry
-    parts = [str(choice) for choice in parse(text)]
-    if "persistent" not in parts or tiers.device >= geometry.total:
-        return text
-    instead = fallback(geometry, tiers.device)
-    largest = max(len(geometry.present(layer)) for layer in geometry.layers)
-    waves = " in waves inside a layer" if largest > tiers.device else ""
-    _log.warning(
-        "persistent needs %d slots and has %d: running %s%s",
-        geometry.total, tiers.device, instead, waves,
-    )  # fmt: skip
-    prefill, decode = (instead if part == "persistent" else part for part in parts)
-    return f"{prefill}+{'active_only' if decode.startswith('layer_grouped') else decode}"
+    runs = resolve(text, geometry, tiers.device)
+    if runs != resolve(text, geometry, geometry.total):
+        largest = max(len(geometry.present(layer)) for layer in geometry.layers)
+        waves = ", a layer in waves" if largest > tiers.device else ""
+        _log.warning(
+            "persistent needs %d slots and has %d: running %s%s",
+            geometry.total, tiers.device, runs, waves,
+        )  # fmt: skip
+    return runs
+
+
+def heeds_hints(strategy: Strategy) -> bool:
+    """Whether guesses at the next layer's experts change anything it does."""
+    own = type(strategy)
+    return own.protect is not Strategy.protect or own.prefetch is not Strategy.prefetch
 
 
 def guessed_costs(store: Store, device: torch.device) -> Costs:

@@ -22,6 +22,7 @@ def report(runtime: ExpertRuntime) -> dict[str, Any]:
         "fallback_rate": late / asked if asked else 0.0,
         "dcu_calls": runtime.update_calls,
         "swaps": runtime.swaps,
+        "prediction": runtime.predictor.report(),
         "total": total.as_dict(),
         "tiers": {"device": _device(runtime), "host": _host(runtime)},
         "layers": {layer: _layer(runtime, layer) for layer in runtime.geometry.layers},

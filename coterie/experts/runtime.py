@@ -17,7 +17,8 @@ from coterie.experts.demand import classify, demand_of, first_uses
 from coterie.experts.executor import Executor
 from coterie.experts.layer_job import LayerJob
 from coterie.experts.loads import Loads
-from coterie.experts.opening import Chooser, Parts, Site, prepare
+from coterie.experts.opening import Chooser, Parts, Site, heeds_hints, prepare
+from coterie.experts.predict import Predictor
 from coterie.experts.report import report
 from coterie.experts.telemetry import Span, Tally, Telemetry
 from coterie.experts.transfer import Transfer
@@ -25,7 +26,7 @@ from coterie.kernels.expert_mlp import combine
 
 if TYPE_CHECKING:
     from coterie.core.dispatch import DispatchSettings, ExpertUsage
-    from coterie.experts.dispatch.base import Costs
+    from coterie.experts.dispatch.base import Costs, Demand
     from coterie.experts.geometry import Key
     from coterie.experts.heatmap import Heatmap
     from coterie.experts.step import ExpertStep
@@ -46,7 +47,11 @@ class ExpertRuntime:
         self._loads.sole = self._stays
         self.executor = Executor(parts.host, self._loads, self._transfer)
         self.telemetry = Telemetry(self.geometry)
-        # the next layer's probable experts, until this layer has run
+        self.predictor = Predictor(parts.predict)
+        few = 0 < parts.slots.num_slots < self.geometry.total
+        self._heeds_hints = few and heeds_hints(parts.strategies["decode"])
+        # loaded on a guess and not used since; the next layer's guess, until this layer has run
+        self._guessed: set[Key] = set()
         self._hinted: tuple[int, list[int]] | None = None
         # recorders, off unless asked for
         self.heatmap: Heatmap | None = None
@@ -56,7 +61,6 @@ class ExpertRuntime:
         self._layouts = {layer: parts.store.layout(layer) for layer in self.geometry.layers}
         self._out = self._out_view = torch.empty(0)
         self._layer: int | None = None
-        self._phase = "prefill"
 
     def start(self) -> None:
         """Load what strategies want before the first request."""
@@ -83,10 +87,11 @@ class ExpertRuntime:
         if self.trace is not None:
             self.trace.record(demand)
         first = first_uses(self._slots, demand)
+        self._judge(demand, first)
         waves = self.parts.strategies[step.phase].decide(demand)
         job = LayerJob(step, self._layouts[step.layer], self._room(step), self.executor.kernel)
         job.exact = self.spans is not None
-        self._layer, self._phase = step.layer, step.phase
+        self._layer = step.layer
         job.demand, job.classes = demand, classify(demand, waves, first)
         job.tally.lookup_s = time.perf_counter() - begin
         try:
@@ -129,16 +134,25 @@ class ExpertRuntime:
 
     @property
     def wants_hints(self) -> bool:
-        return self.parts.predict != "off" and self._slots.num_slots > 0
+        return self.trace is not None or (self._heeds_hints and self.predictor.protects)
 
     def hint(self, layer: int, predicted: Tensor) -> None:
-        """`layer` will probably ask for these: keep them, and load them if the link is idle."""
+        """`layer` will probably ask for these: keep them, and load them if the link is idle. Models
+        guess while they decode only: a prompt asks for most experts anyway."""
         experts = sorted(set(predicted.reshape(-1).tolist()))
         if self.trace is not None:
             self.trace.hint(layer, experts)
-        if self.wants_hints:
-            self.parts.strategies[self._phase].protect(layer, experts)
+        self.predictor.predict(layer, experts)
+        if self._heeds_hints and self.predictor.protects:
+            self.parts.strategies["decode"].protect(layer, experts)
             self._hinted = layer, experts
+
+    def _judge(self, demand: Demand, first: set[Key]) -> None:
+        """Tell the predictor what was really asked for, and which guesses were of use."""
+        self.predictor.ask(demand.layer, demand.experts)
+        if first and self._guessed:
+            self.predictor.used(len(first & self._guessed))
+            self._guessed -= first
 
     def _prefetch(self) -> None:
         """Behind a layer's own loads, while the link is idle."""
@@ -146,9 +160,15 @@ class ExpertRuntime:
             return
         layer, experts = self._hinted
         self._hinted = None
-        if self.parts.predict in ("prefetch", "auto") and self._transfer.idle:
-            for key, slot in self.parts.strategies[self._phase].prefetch(layer, experts):
-                self._loads.start(key, slot, None, urgent=False)
+        if not self.predictor.prefetches or not self._transfer.idle:
+            return
+        loads = self.parts.strategies["decode"].prefetch(layer, experts)
+        for key, slot in loads:
+            self._loads.start(key, slot, None, urgent=False)
+        if loads:
+            self._guessed = {key for key in self._guessed if key in self._slots.prefetched}
+            self._guessed.update(key for key, _ in loads)
+            self.predictor.fetch(len(loads), len(loads) * self._layouts[layer].nbytes)
 
     def update(self) -> None:
         """Between tokens: let the strategies rearrange slots, in the background."""

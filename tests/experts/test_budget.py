@@ -1,0 +1,78 @@
+"""Budgets as users write them, and the slots they come to."""
+
+from __future__ import annotations
+
+import pytest
+
+from coterie.core.dispatch import DispatchSettings
+from coterie.core.errors import ConfigError
+from coterie.experts.budget import ExpertSizes, Needs, TierSlots, size_tiers
+
+SLOT = 1_000_000
+SIZES = ExpertSizes(total=64, slot_bytes=SLOT, expert_bytes=60 * SLOT)
+NEEDS = Needs(
+    device=True, host=False, free_device_bytes=20 * SLOT, free_host_bytes=200 * SLOT, kv_bytes=SLOT
+)
+
+
+def slots(needs: Needs = NEEDS, **settings: object) -> TierSlots:
+    return size_tiers(DispatchSettings(strategy="lru", **settings), SIZES, needs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "device"),
+    [
+        ({"device_budget": "10MB"}, 9),  # one context's KV comes first
+        ({"device_budget": "25%"}, 16),
+        ({"device_budget": "0.1%"}, 1),
+        ({"device_budget": "1GB"}, 64),
+        ({"cache_capacity": 7}, 7),
+        ({"cache_capacity": 700}, 64),
+        ({"cache_capacity": 7, "device_budget": "10MB"}, 7),
+    ],
+)
+def test_device_slots(settings: dict[str, object], device: int) -> None:
+    assert slots(**settings).device == device
+
+
+@pytest.mark.parametrize(
+    ("budget", "host"),
+    [("0", 0), ("3MB", 3), ("50%", 32), ("59999999", 59), ("60MB", 64), ("100%", 64), ("", 64)],
+)
+def test_host_slots(budget: str, host: int) -> None:
+    """All fit as soon as their own sizes do, though slots are as large as the largest."""
+    assert slots(cache_capacity=4, host_budget=budget).host == host
+
+
+def test_nothing_is_kept_twice_when_the_device_holds_all() -> None:
+    assert slots(cache_capacity=64) == TierSlots(64, 0)
+
+
+def test_ram_is_shared_where_the_device_is_ram() -> None:
+    needs = Needs(
+        device=True, host=True, free_device_bytes=50 * SLOT, free_host_bytes=50 * SLOT, kv_bytes=0
+    )
+    found = slots(needs)
+    assert (found.device + found.host) * SLOT <= 40 * SLOT
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({"device_budget": "1500KB"}, "device_budget"),
+        ({"device_budget": "120%"}, "device_budget"),
+        ({"device_budget": "x%"}, "device_budget"),
+        ({"cache_capacity": 1, "host_budget": "-1%"}, "host_budget"),
+    ],
+)
+def test_what_cannot_hold_an_expert_is_refused(settings: dict[str, object], param: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        slots(**settings)
+    assert refused.value.param == param
+
+
+def test_computing_on_the_host_needs_a_place_there() -> None:
+    needs = Needs(device=False, host=True, free_device_bytes=0, free_host_bytes=200 * SLOT)
+    assert slots(needs, host_budget="1MB") == TierSlots(0, 1)
+    with pytest.raises(ConfigError, match="computes on the host"):
+        slots(needs, host_budget="0")
