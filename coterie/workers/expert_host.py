@@ -10,31 +10,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coterie.core.dispatch import AUTOMATIC, DispatchSettings
-from coterie.core.errors import ConfigError
 from coterie.experts.auto import chooser, known_costs
 from coterie.experts.runtime import ExpertRuntime, open_experts
 from coterie.models.experts import ExpertsWanted, store_of
 from coterie.workers.base import ExpertInfo
-from coterie.workers.warmup import HeatmapFile, heatmap_path
+from coterie.workers.warmup import HeatmapFile, heatmap_path, refine
 
 if TYPE_CHECKING:
+    from coterie.core.dispatch import DispatchSettings
+    from coterie.engine.engine import Engine, LaneConfig
     from coterie.experts.geometry import Geometry
     from coterie.experts.heatmap import Heatmap
-    from coterie.models.spec import ModelSpec
-
-
-def refuse_dense(spec: ModelSpec, settings: DispatchSettings) -> None:
-    """A setting that cannot do anything is a mistake."""
-    if spec.moe is not None or settings == AUTOMATIC:
-        return
-    named = [
-        name for name in DispatchSettings.__slots__
-        if getattr(settings, name) != getattr(AUTOMATIC, name)
-    ]  # fmt: skip
-    raise ConfigError(
-        f"{spec.architecture} has no routed experts: leave out {', '.join(named)}", param=named[0]
-    )
+    from coterie.models.tokenizer import Tokenizer
 
 
 class ExpertHost:
@@ -80,6 +67,11 @@ class ExpertHost:
     def walks_groups(self) -> bool:
         """Whether a whole prompt must come in one step."""
         return self.runtime is not None and self.runtime.groups("prefill") is not None
+
+    def refine(self, engine: Engine, tokenizer: Tokenizer, lane: LaneConfig) -> None:
+        """The hybrid warm-up, when it was asked for."""
+        if self._settings.warmup == "hybrid":
+            refine(engine, tokenizer, lane.name, lane.max_context)
 
     def facts(self) -> ExpertInfo | None:
         if self.runtime is None:

@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from coterie.core.dispatch import AUTOMATIC, DispatchSettings
 from coterie.core.errors import ConfigError
 from coterie.engine.engine import Engine, LaneConfig
 from coterie.models.base import (
@@ -28,8 +29,9 @@ from coterie.models.tokenizer import Tokenizer, load_tokenizer
 from coterie.weights.checkpoint import Checkpoint, open_checkpoint
 from coterie.workers import memory
 from coterie.workers.base import LaneSpec, ReplicaInfo, WorkerSpec
-from coterie.workers.expert_host import ExpertHost, refuse_dense
-from coterie.workers.warmup import refine
+
+if TYPE_CHECKING:
+    from coterie.workers.expert_host import ExpertHost
 
 # generation_config keys that mean something to a request; the rest never leaves the worker
 GENERATION_KEYS = (
@@ -74,10 +76,12 @@ def build_engine(spec: WorkerSpec, progress: Progress | None = None) -> Host:
     asked = [lane.context for lane in spec.lanes]
     context = max(asked) if all(asked) else None
     shape = read_spec(checkpoint, context)
-    refuse_dense(shape, spec.dispatch)
+    _refuse_dense(shape, spec.dispatch)
     kv_bytes = spec.kv_bytes
     experts = None
     if shape.moe is not None:
+        from coterie.workers.expert_host import ExpertHost
+
         # before the experts, which take what is left
         kv_bytes = kv_bytes or _moe_kv_bytes(spec, shape, checkpoint, device)
         experts = ExpertHost(Path(spec.model), spec.dispatch, kv_bytes)
@@ -110,8 +114,8 @@ def _host(
     lanes = plan_lanes(spec.lanes, model, kv_bytes, whole_prompts)
     tokenizer = load_tokenizer(Path(spec.model))
     engine = Engine(model, tokenizer, lanes, replica=spec.name)
-    if experts is not None and spec.dispatch.warmup == "hybrid":
-        refine(engine, tokenizer, lanes[0].name, lanes[0].max_context)
+    if experts is not None:
+        experts.refine(engine, tokenizer, lanes[0])
     info = ReplicaInfo(
         name=spec.name,
         pid=os.getpid(),
@@ -129,6 +133,19 @@ def _host(
         experts=None if experts is None else experts.facts(),
     )
     return Host(engine, tokenizer, info, experts)
+
+
+def _refuse_dense(spec: ModelSpec, settings: DispatchSettings) -> None:
+    """A setting that cannot do anything is a mistake."""
+    if spec.moe is not None or settings == AUTOMATIC:
+        return
+    named = [
+        name for name in DispatchSettings.__slots__
+        if getattr(settings, name) != getattr(AUTOMATIC, name)
+    ]  # fmt: skip
+    raise ConfigError(
+        f"{spec.architecture} has no routed experts: leave out {', '.join(named)}", param=named[0]
+    )
 
 
 def plan_lanes(
