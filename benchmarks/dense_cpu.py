@@ -148,7 +148,13 @@ def measure(chosen: list[System], rounds: int, cases: dict[str, Any]) -> list[fl
     return bandwidths
 
 
-def table(chosen: list[System], cases: dict[str, Any], bandwidth: float) -> str:
+def table(
+    chosen: list[System],
+    cases: dict[str, Any],
+    bandwidth: float,
+    token_bytes: dict[str, int] = BYTES,
+) -> str:
+    """`token_bytes` is what one token must read, by precision."""
     lines = ["| system | " + " | ".join(cases) + " | share of decode limit |"]
     lines.append("|---" * (len(cases) + 2) + "|")
     for system in chosen:
@@ -160,9 +166,9 @@ def table(chosen: list[System], cases: dict[str, Any], bandwidth: float) -> str:
             values = system.rates.get(case)
             cells.append(f"{median(values):.1f}" if values else "-")
         decode = system.rates.get("decode 1 stream")
-        share = median(decode) * BYTES[system.bits] / bandwidth if decode else 0.0
+        share = median(decode) * token_bytes[system.bits] / bandwidth if decode else 0.0
         lines.append(f"| {system.name} | " + " | ".join(cells) + f" | {share:.0%} |")
-    limits = ", ".join(f"{bits} {bandwidth / size:.0f}" for bits, size in BYTES.items())
+    limits = ", ".join(f"{bits} {bandwidth / size:.0f}" for bits, size in token_bytes.items())
     lines.append(f"\nread bandwidth {bandwidth / 1e9:.1f} GB/s; decode limit in tok/s: {limits}")
     return "\n".join(lines)
 

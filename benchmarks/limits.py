@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
+
+PAGE = 4096
 
 
 def best_of(run: Callable[[], object], repeats: int = 7) -> float:
@@ -30,3 +37,42 @@ def matmul_rate(dtype: torch.dtype = torch.float32, size: int = 1024) -> float:
     """Floating-point operations per second of torch's own matrix product."""
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     return 2 * size**3 / best_of(lambda: a @ b)
+
+
+def disk_bandwidth(
+    files: Sequence[Path], chunk_bytes: int, depth: int = 8, total_bytes: int = 1 << 30
+) -> float:
+    """Bytes per second of direct reads of `chunk_bytes` at random places of `files`, `depth` at a
+    time: what experts of that size can be read at. Past the page cache where the file system
+    allows it, else the cache is dropped before."""
+    chunk_bytes = -(-chunk_bytes // PAGE) * PAGE
+    draw = random.Random(0)
+    usable = [file for file in files if file.stat().st_size >= chunk_bytes]
+    opened = [_open_direct(file) for file in usable]
+    jobs = []
+    for _ in range(max(depth, total_bytes // chunk_bytes)):
+        which = draw.randrange(len(usable))
+        last = (usable[which].stat().st_size - chunk_bytes) // PAGE
+        jobs.append((opened[which], draw.randint(0, last) * PAGE))
+    buffers = [mmap.mmap(-1, chunk_bytes) for _ in range(depth)]
+
+    def lane(number: int) -> int:
+        return sum(os.preadv(fd, [buffers[number]], at) for fd, at in jobs[number::depth])
+
+    try:
+        with ThreadPoolExecutor(depth) as pool:
+            begin = time.perf_counter()
+            read = sum(pool.map(lane, range(depth)))
+            return read / (time.perf_counter() - begin)
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def _open_direct(file: Path) -> int:
+    try:
+        return os.open(file, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        fd = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return fd

@@ -1,7 +1,9 @@
-"""Coterie's engine, in process. Arguments: model path, dtype, threads."""
+"""Coterie's engine, in process. Arguments: model path, dtype, threads, and for a model with experts
+`DispatchSettings` as JSON."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import torch
 from protocol import prompt_ids, serve
 
+from coterie.core.dispatch import DispatchSettings
 from coterie.core.events import Delta, Failed
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Limits, Sampling
@@ -19,14 +22,15 @@ from coterie.weights.checkpoint import open_checkpoint
 
 
 class Peer:
-    def __init__(self, path: str, dtype: str, threads: int) -> None:
+    def __init__(self, path: str, dtype: str, threads: int, experts: str = "{}") -> None:
         torch.set_num_threads(threads)
-        model = load_model(open_checkpoint(Path(path)), dtype=dtype)
+        dispatch = DispatchSettings(**json.loads(experts))
+        model = load_model(open_checkpoint(Path(path)), dtype=dtype, dispatch=dispatch)
         # every measurement uses fresh prompts, so the prefix cache would only cost
         lane = LaneConfig(
             name="bench",
             num_blocks=2400,
-            max_context=8192,
+            max_context=min(8192, model.spec.max_positions),
             prefix_cache=False,
             max_sequences=64,
             max_step_tokens=1024,
@@ -85,4 +89,4 @@ class Peer:
 
 
 if __name__ == "__main__":
-    serve(Peer(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    serve(Peer(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:]))

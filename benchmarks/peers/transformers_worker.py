@@ -1,4 +1,8 @@
-"""transformers `generate` on CPU. Arguments: model directory, dtype (fp32 or bf16), threads."""
+"""transformers `generate` on CPU. Arguments: model directory, dtype (fp32 or bf16), threads.
+
+A model with experts runs with whichever of the library's expert implementations is fastest here,
+chosen for decode and for prefill by a short trial at start.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,38 @@ import time
 
 import torch
 from protocol import prompt_ids, serve
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
+
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
 
 class Peer:
     def __init__(self, path: str, dtype: str, threads: int) -> None:
         torch.set_num_threads(threads)
         kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-        self.model = LlamaForCausalLM.from_pretrained(path, dtype=kind).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=kind).eval()
+        # operation -> implementation; empty for a dense model
+        self.best: dict[str, str] = {}
+        if getattr(self.model.config, "num_experts", 0):
+            self._choose()
+
+    def _choose(self) -> None:
+        rates: dict[str, dict[str, float]] = {"decode": {}, "prefill": {}}
+        for name in EXPERTS:
+            try:
+                self.model.set_experts_implementation(name)
+                self.prefill(16, 0)
+                rates["prefill"][name] = self.prefill(64, 0)
+                rates["decode"][name] = self.decode(8, 4, 0)
+            except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
+                # an implementation that this CPU or this version does not have
+                print(f"{name}: {error}", file=sys.stderr)
+        self.best = {case: max(found, key=found.__getitem__) for case, found in rates.items()}
+        print(f"experts: {self.best} of {rates}", file=sys.stderr)
+
+    def _use(self, case: str) -> None:
+        if self.best:
+            self.model.set_experts_implementation(self.best[case])
 
     def _generate(self, ids: torch.Tensor, tokens: int) -> float:
         begin = time.perf_counter()
@@ -30,10 +58,12 @@ class Peer:
         return time.perf_counter() - begin
 
     def decode(self, prompt: int, tokens: int, seed: int) -> float:
+        self._use("decode")
         ids = torch.tensor([prompt_ids(prompt, seed)])
         return tokens / (self._generate(ids, tokens + 1) - self._generate(ids, 1))
 
     def prefill(self, prompt: int, seed: int) -> float:
+        self._use("prefill")
         ids = torch.tensor([prompt_ids(prompt, seed)])
         begin = time.perf_counter()
         with torch.inference_mode():

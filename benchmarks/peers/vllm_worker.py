@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
+from pathlib import Path
 
 threads = int(sys.argv[3])
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -21,10 +23,11 @@ from vllm import LLM, SamplingParams  # noqa: E402
 class Peer:
     def __init__(self, path: str, dtype: str) -> None:
         kind = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+        config = json.loads((Path(path) / "config.json").read_text())
         self.llm = LLM(
             path,
             dtype=kind,
-            max_model_len=8192,
+            max_model_len=min(8192, config["max_position_embeddings"]),
             max_num_seqs=64,
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
