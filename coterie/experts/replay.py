@@ -1,16 +1,17 @@
 """Runs any strategy over a recorded trace without moving a byte: what would it have hit?
 
 It asks the strategy exactly what the runtime asks, in the same order, and counts by the same rule
-(`dispatch/tally.py`). The same inputs give the same numbers.
+(`demand.py`). The same inputs give the same numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from coterie.experts.dispatch.base import Costs, Scene, Strategy
+from coterie.experts.demand import Classes, classify, first_uses
+from coterie.experts.dispatch.base import Costs, Scene, Strategy, Wave
 from coterie.experts.dispatch.table import build, resolve
-from coterie.experts.dispatch.tally import Tally, decide
 from coterie.experts.heatmap import Heatmap
 from coterie.experts.residency import Residency
 from coterie.experts.trace import Trace, TraceStep
@@ -43,13 +44,13 @@ class Counts:
     moves: int = 0
     waves: int = 0
 
-    def add(self, tally: Tally, waves: int) -> None:
-        self.hits += tally.hits
-        self.prefetch_hits += tally.prefetch_hits
-        self.misses += tally.misses
-        self.host_runs += tally.host_runs
-        self.moves += tally.moves
-        self.waves += waves
+    def add(self, classes: Classes, waves: Sequence[Wave]) -> None:
+        self.hits += len(classes.hits)
+        self.prefetch_hits += len(classes.early)
+        self.misses += len(classes.misses)
+        self.host_runs += len(classes.host)
+        self.moves += sum(len(wave.load) for wave in waves)
+        self.waves += len(waves)
 
     @property
     def demands(self) -> int:
@@ -113,11 +114,13 @@ def _walk(strategy: Strategy, step: TraceStep, stage: Stage, result: ReplayResul
             if stage.predict == "prefetch" and following.predicted:
                 loads = strategy.prefetch(following.demand.layer, following.predicted)
                 result.prefetch_moves += len(loads)
-        waves, tally = decide(strategy, visit.demand)
+        first = first_uses(strategy.scene.slots, visit.demand)
+        waves = strategy.decide(visit.demand)
+        classes = classify(visit.demand, waves, first)
         layer, phase = visit.demand.layer, step.phase
         for counts in (
             result.total,
             result.phases.setdefault(phase, Counts()),
             result.layers.setdefault(layer, Counts()),
         ):
-            counts.add(tally, len(waves))
+            counts.add(classes, waves)

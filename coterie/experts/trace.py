@@ -129,7 +129,7 @@ class Trace:
     @classmethod
     def load(cls, path: Path, geometry: Geometry, *, fingerprint: str) -> Trace:
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             visits = arrays["visits"].tolist()
             experts, counts = arrays["experts"].tolist(), arrays["counts"].tolist()

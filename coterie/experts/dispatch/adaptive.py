@@ -88,7 +88,11 @@ class Adaptive(Strategy):
                 loaded = seats.invite(expert, scratch, turns.busy)
                 if not loaded and not lanes.hosting:
                     turns.next_wave()
-                    loaded = seats.invite(expert, scratch, turns.busy)
+                    loaded = seats.invite(expert, scratch, ())
+                    if not loaded and seats.protected:
+                        # a guess gives way to what must run
+                        seats.protected = frozenset()
+                        loaded = seats.invite(expert, scratch, ())
             if loaded:
                 lanes.upload(rows[expert])
                 turns.load(expert, seats.keys[expert], seats.slot_of(expert))

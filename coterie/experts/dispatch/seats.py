@@ -52,7 +52,7 @@ class Seats:
         return [self._number[key] for key in absent] if absent else []
 
     def _promote_guest(self, expert: int) -> None:
-        lowest = self._members.lowest()
+        lowest = self._members.lowest(self.protected)
         if lowest is None or not self._leads(expert, lowest, self._memory.lead):
             return
         self._members.remove(lowest)
@@ -88,8 +88,6 @@ class Seats:
             if len(self._guests) >= scratch:
                 return False
             lowest = self._members.lowest(self._shielded(busy))
-            if lowest is None:
-                lowest = self._members.lowest(busy)
             if lowest is None:
                 return False
             self._members.remove(lowest)
@@ -133,8 +131,6 @@ class Seats:
             return True
         shielded = self._shielded(busy)
         leaving = next((guest for guest in self._guests if guest not in shielded), None)
-        if leaving is None:
-            leaving = next((guest for guest in self._guests if guest not in busy), None)
         if leaving is None:
             return False
         del self._guests[leaving]

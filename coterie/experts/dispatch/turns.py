@@ -23,16 +23,16 @@ class Turns:
 
     def next_wave(self) -> None:
         """What the open wave holds has run: its slots may be used again."""
-        self._closed.append(Wave(tuple(self._loads), tuple(self._device)))
+        if self._device:
+            self._closed.append(Wave(tuple(self._loads), tuple(self._device)))
         self._loads, self._device = [], []
         self.busy.clear()
 
     def waves(self) -> list[Wave]:
         """All of them; the host works from the first one on."""
-        if self._loads or self._device or not self._closed:
-            self.next_wave()
-        first = self._closed[0]
-        return [Wave(first.load, first.device, tuple(self.host)), *self._closed[1:]]
+        self.next_wave()
+        first, *others = self._closed or [Wave()]
+        return [Wave(first.load, first.device, tuple(self.host)), *others]
 
 
 class Walk:

@@ -1,0 +1,80 @@
+"""Residency against a plain model of itself."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.core.errors import InternalError
+from coterie.experts.residency import Residency
+
+KEYS = [(layer, expert) for layer in range(2) for expert in range(4)]
+OPS = st.lists(
+    st.tuples(
+        st.sampled_from(["place", "evict", "touch", "pin", "unpin", "forget"]),
+        st.sampled_from(KEYS),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(OPS, st.integers(0, 6))
+def test_it_follows_a_list_in_order_of_use(ops: list[tuple[str, tuple[int, int]]], n: int) -> None:
+    slots, order, pins = Residency(n), [], set()
+    for op, key in ops:
+        here = key in order
+        allowed = {
+            "place": not here and len(order) < n,
+            "evict": here and key not in pins,
+            "pin": here,
+            "touch": here,
+        }.get(op, True)
+        if not allowed:
+            if op != "touch":
+                with pytest.raises((InternalError, KeyError)):
+                    getattr(slots, op)(key)
+            continue
+        getattr(slots, op)(key)
+        if op in ("evict", "forget") and here:
+            order.remove(key)
+            pins.discard(key)
+        if op == "place" or (op == "touch"):
+            order = [*(k for k in order if k != key), key]
+        if op == "pin":
+            pins.add(key)
+        if op == "unpin" and key in pins:
+            pins.remove(key)
+            order = [*(k for k in order if k != key), key]
+    assert sorted(slots.keys()) == sorted(order)
+    assert list(slots.by_age()) == [k for k in order if k not in pins]
+    assert list(slots.layer_by_age(1)) == [k for k in order if k not in pins and k[0] == 1]
+    assert slots.free() == n - len(order) and slots.movable == n - len(pins)
+    taken = [slots.slot_of(key) for key in order]
+    assert len(set(taken)) == len(taken)
+    assert [slots.key_at(slot) for slot in taken if slot is not None] == order
+
+
+def test_age_counts_uses() -> None:
+    slots = Residency(3)
+    for key in KEYS[:3]:
+        slots.place(key)
+    assert slots.use([KEYS[0], KEYS[5], KEYS[0]]) == [KEYS[5]]
+    assert [slots.age(key) for key in KEYS[:3]] == [0, 3, 2]
+
+
+def test_an_early_expert_is_early_until_it_leaves() -> None:
+    slots = Residency(1)
+    slots.place(KEYS[0], early=True)
+    assert slots.prefetched == {KEYS[0]}
+    slots.evict(KEYS[0])
+    assert not slots.prefetched
+
+
+def test_what_never_arrived_is_forgotten_even_when_pinned() -> None:
+    slots = Residency(1)
+    slots.place(KEYS[0])
+    slots.pin(KEYS[0])
+    slots.forget(KEYS[0])
+    assert slots.free() == 1 and not slots.pinned()
