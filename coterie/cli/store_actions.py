@@ -263,6 +263,8 @@ def _heatmap(path: str, store: Store) -> Heatmap:
     from coterie.experts.heatmap import Heatmap
     from coterie.weights.json_file import read_json
 
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: no such heatmap", param="heatmap")
     document = read_json(Path(path))
     counted_on = document.get("fingerprint")
     known = counted_on if counted_on in store.lineage else store.fingerprint

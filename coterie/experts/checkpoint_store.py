@@ -49,6 +49,7 @@ class CheckpointStore:
         self.expert_bytes = sum(sizes[layer] for layer, _ in self._pieces)
         self.staging_bytes = max((self.read_bytes(key) for key in self._pieces), default=0)
         self._thread = threading.local()
+        disk.open(self.files())
 
     @cached_property
     def fingerprint(self) -> str:

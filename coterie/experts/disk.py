@@ -103,10 +103,16 @@ class Disk:
     def size(self, path: Path) -> int:
         return self._handle(path).size
 
-    def forget(self, paths: Iterable[Path]) -> None:
-        """Drops what others left of these files in the page cache."""
+    def open(self, paths: Iterable[Path]) -> None:
+        """Now rather than at the first read, so that what cannot be read is said at once."""
         for path in paths:
-            drop_cached(self._handle(path).number, 0, 0)
+            self._handle(path)
+
+    def forget(self) -> None:
+        """Drops what others left of the open files in the page cache."""
+        with self._lock:
+            for handle in self._handles.values():
+                drop_cached(handle.number, 0, 0)
 
     def close(self) -> None:
         with self._lock:
@@ -124,22 +130,22 @@ class Disk:
         got = 0
         while got < needed:
             room = view[got : got + _MAX_CALL_BYTES]
+            direct = handle.direct  # another thread may reopen it meanwhile
             try:
                 count = self.pread(handle.number, room, offset + got)
             except OSError as error:
-                if not handle.direct or self.reads == "direct" or error.errno not in _NOT_DIRECT:
+                if not direct or self.reads == "direct" or error.errno not in _NOT_DIRECT:
                     raise
                 self._reopen_buffered(handle)
                 continue
             if count == 0:
                 break
             got += count
-            if handle.direct and got < needed and count < PAGE:
+            if direct and got < needed and count < PAGE:
                 break
-            if handle.direct and got < needed:
-                got = (
-                    got // PAGE * PAGE
-                )  # direct reads start at a page: what is past it comes again
+            if direct and got < needed:
+                # direct reads start at a page: what is past it comes again
+                got = got // PAGE * PAGE
         if not handle.direct:
             drop_cached(handle.number, offset, len(view))
         return got

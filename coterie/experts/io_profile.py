@@ -73,7 +73,7 @@ def _sample(opened: Callable[[str], Store], reads: str, depth: int, limit_bytes:
         buffers = [aligned_buffer(store.slot_bytes) for _ in range(depth)]
         for buffer in buffers:
             buffer.fill_(1)  # the pages are there before the clock runs
-        store.disk.forget(store.files())
+        store.disk.forget()
         first_s = _timed(store, keys, buffers)
         spent = (store.disk.read_s, store.spent.checksum_s, store.spent.pack_s)
         wall_s = _timed(store, keys, buffers)

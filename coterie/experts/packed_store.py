@@ -41,6 +41,7 @@ class PackedStore:
         self._staging_bytes = largest
         self._checked: set[Key] = set()
         self._thread = threading.local()
+        disk.open(self.files())
 
     @property
     def fingerprint(self) -> str:
