@@ -40,8 +40,11 @@ ATTENTION += [
     for batch in ("decode", "mixed")
     for heads in ("4x2x80", "8x1x128", "2x2x16")
 ]
+# olmoe: norms over all heads, and layers that end after attention
 DECODERS = [
-    f"decoder/{batch}/{kind}" for batch in ("decode", "mixed") for kind in ("plain", "qwen3")
+    f"decoder/{batch}/{kind}"
+    for batch in ("decode", "mixed")
+    for kind in ("plain", "qwen3", "olmoe")
 ]
 
 
@@ -129,18 +132,19 @@ def random_stack(kind: str, generator: Any) -> tuple[Any, list[Any], Any, Any]:
     def product(rows: int, columns: int) -> Any:
         return ReferenceLinear([Dense(draw(rows, columns))])
 
-    special = kind == "qwen3"
+    special, whole = kind != "plain", kind == "olmoe"
+    norms = (shape.q_size, shape.kv_size) if whole else (shape.head_dim,) * 2
     layers = [
         DecoderLayer(
             input_norm=1 + draw(96),
             qkv=product(total, 96),
-            q_norm=1 + draw(24) if special else None,
-            k_norm=1 + draw(24) if special else None,
+            q_norm=1 + draw(norms[0]) if special else None,
+            k_norm=1 + draw(norms[1]) if special else None,
             qkv_bias=draw(total) if special else None,
             o=product(96, shape.q_size),
-            post_norm=1 + draw(96),
-            gate_up=product(288, 96),
-            down=product(96, 144),
+            post_norm=None if whole else 1 + draw(96),
+            gate_up=None if whole else product(288, 96),
+            down=None if whole else product(96, 144),
         )
         for _ in range(2)
     ]
