@@ -61,6 +61,7 @@ class ExpertRuntime:
         self._layouts = {layer: parts.store.layout(layer) for layer in self.geometry.layers}
         self._out = self._out_view = torch.empty(0)
         self._layer: int | None = None
+        self._closed = False
 
     def start(self) -> None:
         """Load what strategies want before the first request."""
@@ -204,6 +205,9 @@ class ExpertRuntime:
         return report(self)
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         for arrival in self._loads.settle():
             self._device.vacate(arrival.slot or 0)
         self.executor.close()

@@ -231,6 +231,7 @@ class DeviceTier:
         self.pending: dict[int, Arrival] = {}
         geometry = store.geometry
         self._where: dict[Key, int] = {}
+        self._lock = threading.Lock()
         self._ready: dict[int, set[int]] = {layer: set() for layer in geometry.layers}
         self.tables = {layer: RecordTable(geometry.num_experts) for layer in geometry.layers}
         self.evictions: Counter[int] = Counter()
@@ -251,25 +252,30 @@ class DeviceTier:
         old = self._where.get(key)
         if old is not None:
             self.vacate(old)
-        self._keys[slot], self._where[key] = key, slot
+        with self._lock:
+            self._keys[slot], self._where[key] = key, slot
 
     def filled(self, key: Key, slot: int) -> None:
-        self.tables[key[0]].set(key[1], self.record(key, slot))
-        self._ready[key[0]].add(key[1])
+        """The bytes came; of no use when another slot is for `key` by now."""
+        with self._lock:
+            if self._where.get(key) == slot:
+                self.tables[key[0]].set(key[1], self.record(key, slot))
+                self._ready[key[0]].add(key[1])
 
     def holds(self, layer: int, experts: tuple[int, ...]) -> bool:
         """The bytes of all are here, or their copies are in the device's own order."""
         return self._ready[layer].issuperset(experts)
 
     def vacate(self, slot: int, *, evicted: bool = False) -> None:
-        key = self._keys[slot]
-        if key is None:
-            return
-        self._keys[slot] = None
-        del self._where[key]
-        self._ready[key[0]].discard(key[1])
-        self.tables[key[0]].clear(key[1])
-        self.evictions[key[0]] += evicted
+        with self._lock:
+            key = self._keys[slot]
+            if key is None:
+                return
+            self._keys[slot] = None
+            del self._where[key]
+            self._ready[key[0]].discard(key[1])
+            self.tables[key[0]].clear(key[1])
+            self.evictions[key[0]] += evicted
 
     def keys(self) -> list[Key]:
         return list(self._where)

@@ -17,7 +17,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -171,10 +171,24 @@ def fails_cleanly(strategy: str, device: str = "cpu") -> str:
     return "3 faults, then right"
 
 
+def order_changes_nothing(strategy: str, device: str = "cpu") -> str:
+    """Reads that end in any order, guesses that come too late or not at all: the same logits."""
+    case = Case("olmoe", strategy, 5, 16, "fp32", "disk", batched=True)
+    expected, tokens, _ = reference("olmoe", "fp32", 16, True, device)
+    with Stage(replace(case.setting(device), predict="prefetch")) as stage:
+        stage.disk.jitter_s = 0.004
+        for _ in range(2):
+            logits, own = stage.generate(case.prompts, case.chunk)
+            assert torch.equal(own, tokens)
+            assert float((logits - expected).abs().max()) <= FP32_TOLERANCE
+    return "2 times the same"
+
+
 def checks(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
     """Everything that is not a case of promise 1, by name."""
     for strategy in STRATEGIES:
         yield f"fault-{strategy}", lambda s=strategy: fails_cleanly(s, device)
+        yield f"order-{strategy}", lambda s=strategy: order_changes_nothing(s, device)
         yield f"invariants-{strategy}", lambda s=strategy: traffic.invariants(s, device)
     for module in (traffic, faults, overlap):
         for name, check in module.CHECKS.items():

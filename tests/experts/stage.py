@@ -5,6 +5,7 @@ Prompts go in chunks (or whole, where a strategy walks layer groups), then token
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -42,6 +43,9 @@ class FaultyDisk(Disk):
         super().__init__("auto")
         self.reads_until_fault: int | None = None
         self.delay_s = 0.0
+        # up to this much more, drawn per read
+        self.jitter_s = 0.0
+        self._random = random.Random(3)
         self.calls = 0
         self._count = threading.Lock()
 
@@ -52,8 +56,8 @@ class FaultyDisk(Disk):
                 self.reads_until_fault -= 1
                 if self.reads_until_fault < 0:
                     raise OSError(5, "injected")
-        if self.delay_s:
-            time.sleep(self.delay_s)
+        if self.delay_s or self.jitter_s:
+            time.sleep(self.delay_s + self.jitter_s * self._random.random())
         return super().pread(number, view, offset)
 
 
