@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from tiny import tiny_checkpoint
 
 from coterie.core.dispatch import DispatchSettings
 from coterie.kernels.build import native
+from coterie.models import dwr
 from coterie.models.base import CausalLM, load_model
 from coterie.weights.checkpoint import open_checkpoint
 
@@ -99,6 +101,20 @@ def test_prefill_and_decode_logits(case: str, backend: str) -> None:
         assert (got - want).abs().max() < 1e-4, chunk
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "dwr"])
+def test_native_bits_do_not_depend_on_the_chunk(kind: str, dtype: str) -> None:
+    if native() is None:
+        pytest.skip("no compiler on this machine")
+    ids, settings = prompt(4, 24), DispatchSettings(strategy="persistent", predict="off")
+    checkpoint = open_checkpoint(tiny_checkpoint(kind))
+    model = load_model(checkpoint, dtype=dtype, backend="cpu", dispatch=settings)
+    want = prompt_logits(model, ids, 24)
+    for chunk in (1, 7):
+        assert torch.equal(prompt_logits(model, ids, chunk), want), chunk
+    model.close()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "dwr"])
 def test_mixed_batch_of_prefill_and_decode(case: str, backend: str) -> None:
@@ -123,7 +139,14 @@ def test_mixed_batch_of_prefill_and_decode(case: str, backend: str) -> None:
         assert (torch.cat(mine) - want).abs().max() < 1e-4
 
 
-def test_dwr_has_the_published_size() -> None:
+def test_dwr_has_the_published_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm):
+        monkeypatch.setattr(kind, "reset_parameters", lambda _: None)
     with torch.device("meta"):
         model = StaticDWR(SEED_SHAPE)
     assert sum(parameter.numel() for parameter in model.parameters()) == 259_712_096
+    spec = dwr.read({"architectures": ["DWRForCausalLM"], **SEED_SHAPE})
+    assert spec.moe is not None
+    expert = sum(math.prod(p.shape) for p in model.blocks[0].experts[0].parameters())
+    assert expert == 2_099_712 == 2 * spec.hidden * spec.moe.intermediate + 2048 + 512
+    assert len(spec.moe.layers) * spec.moe.num_experts == 96
