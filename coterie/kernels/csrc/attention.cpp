@@ -110,24 +110,48 @@ struct Attention::Work {
 };
 
 #if CT_AMX
+// Walks the rows of one KV head two by two; blocks hold whole pairs.
+struct PairWalk {
+    const KvView<uint16_t>& view;
+    const int32_t* block;
+    int64_t at = 0, left = 0;
+
+    PairWalk(const KvView<uint16_t>& from, int start) : view(from), block(from.table + start / from.block_size) {}
+    int64_t next() {
+        if (left == 0) at = *block++ * view.block_stride, left = view.block_size;
+        const int64_t here = at;
+        at += 2 * view.dim, left -= 2;
+        return here;
+    }
+};
+
+struct Ahead {  // what is wanted after this tile
+    KvView<uint16_t> view;
+    int start, count;
+};
+
 // One tile's values paired, and its keys pointed at, or copied where blocks are short or padded.
-static void run_amx_tile(const TileWork& work, const KvView<uint16_t>& view, const uint16_t* q, uint16_t* stage) {
+static void run_amx_tile(const TileWork& work, const KvView<uint16_t>& view, const uint16_t* q, uint16_t* stage, const Ahead& ahead) {
     AmxTile t{work.combos, work.dim, work.width, work.state, q, work.limit, work.start, work.count, {}, work.dim * 2, stage};
     uint16_t* keys = stage + TILE * work.dim;
     const bool whole = view.block_size % 16 == 0 && view.dim == work.dim;
     const int64_t bytes = view.dim * sizeof(uint16_t), rest = (work.dim - view.dim) * sizeof(uint16_t);
     alignas(64) uint16_t rows[2][MAX_TILE_DIM] = {};
-    int64_t at = 0, left = 0;
-    const int32_t* block = view.table + work.start / view.block_size;
-    for (int i = 0; i < work.count; i += 2, at += 2 * view.dim, left -= 2) {  // blocks hold whole pairs
-        if (left == 0) at = *block++ * view.block_stride, left = view.block_size;
+    PairWalk walk(view, work.start), later(ahead.view, ahead.start);
+    for (int i = 0; i < work.count; i += 2) {
+        const int64_t at = walk.next();
+        if (i < ahead.count) {
+            const int64_t soon = later.next();
+            for (int64_t d = 0; d < 2 * view.dim; d += 32) {
+                __builtin_prefetch(ahead.view.keys + soon + d, 0, 2);
+                __builtin_prefetch(ahead.view.values + soon + d, 0, 2);
+            }
+        }
         const uint16_t *first = view.values + at, *second = i + 1 < work.count ? first + view.dim : nullptr;
         if (rest) {
             memcpy(rows[0], first, bytes), first = rows[0];
             if (second) memcpy(rows[1], second, bytes), second = rows[1];
         }
-        if (work.combos <= COMBOS)  // decoding: nothing is in the cache yet
-            for (int64_t d = 0; d < 2 * view.dim; d += 32) __builtin_prefetch(view.keys + at + d, 0, 2);
         amx_pair_rows(first, second, work.dim, stage + i * work.dim);
         if (whole) {
             if (i % 16 == 0) t.keys[i / 16] = view.keys + at;
@@ -163,7 +187,11 @@ void Attention::run_split(const AttentionTask& task, const AttentionCall& call, 
 #if CT_AMX
             if constexpr (sizeof(T) == 2)
                 if (work.queries) {
-                    run_amx_tile(tile, view, work.queries + head * queries(combos), reinterpret_cast<uint16_t*>(work.stage));
+                    const bool last = head + 1 == task.kv_heads;
+                    const int from = last ? start + TILE : start, left = combos > COMBOS ? 0 : end - from;
+                    const Ahead ahead{{*call.cache, shape_, batch_, task.sequence, task.kv_head + (last ? 0 : head + 1)},
+                                      left > 0 ? from : start, left < TILE ? left : TILE};
+                    run_amx_tile(tile, view, work.queries + head * queries(combos), reinterpret_cast<uint16_t*>(work.stage), ahead);
                     continue;
                 }
 #endif

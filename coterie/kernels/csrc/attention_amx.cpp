@@ -1,8 +1,11 @@
 #include "attention_amx.h"
 
-#include "attention_tile.h"
+#include <limits>
 
 #if CT_AMX
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+constexpr int FEW = 6;  // pairs that are softened one by one
+
 void amx_pack_queries(const float* const* q, int combos, int dim, uint16_t* out) {
     for (int first = 0; first < combos; first += COMBOS, out += int64_t(dim) * COMBOS)
         for (int c = 0; c < COMBOS; ++c)
@@ -76,18 +79,109 @@ static void transpose16(const float* in, float* out, int stride) {
 #endif
 }
 
-// Weights as bf16, to nearest even.
-static void round_weights(const float* s, uint16_t* p) {
 #if defined(__AVX512F__)
-    for (int i = 0; i < TILE; i += 16) {  // weights are never NaN
-        const __m512i bits = _mm512_castps_si512(_mm512_loadu_ps(s + i));
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + i), _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
-    }
+// Bits of bf16 in the low halves, to nearest even; weights are never NaN.
+CT_INLINE __m512i rounded(const float* from) {
+    const __m512i bits = _mm512_castps_si512(_mm512_loadu_ps(from));
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    return _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+}
+#endif
+
+// Sixteen partial sums, added in the order that both ways of softening share.
+CT_INLINE float tree_sum(float* parts) {
+    for (int h = 8; h; h /= 2)
+        for (int j = 0; j < h; ++j) parts[j] += parts[j + h];
+    return parts[0];
+}
+
+// The new maximum and sum of a pair, and by how much what was mixed so far shrinks.
+static float settle(const AmxTile& t, int pair, float top, float factor, float sum) {
+    float* state = t.state + pair * t.width + t.dim;
+    if (state[0] == top) factor = 1.0f;
+    state[0] = top, state[1] = state[1] * factor + sum;
+    return factor;
+}
+
+static void shrink(const AmxTile& t, int pair, float factor) {
+    if (factor == 1.0f) return;
+    float* at = t.state + pair * t.width;
+    for (int d = 0; d < t.dim; d += VL) vstore(at + d, vmul(vload(at + d), vset(factor)));
+}
+
+static int seen_by(const AmxTile& t, int pair) {
+    const int seen = t.limit[pair] - t.start;
+    return seen < 0 ? 0 : seen < t.count ? seen : t.count;
+}
+
+// One pair's scores, position by position, to weights: for few pairs.
+static void soften_row(const AmxTile& t, int pair, float* s, uint16_t* p) {
+    constexpr int N = TILE / VL;
+    const int seen = seen_by(t, pair);
+    for (int i = seen; i < TILE; ++i) s[i] = NEVER;
+    const float before = t.state[pair * t.width + t.dim];
+    vf x[N], most = vset(before);
+    each<N>([&](auto i) { x[i] = vload(s + i * VL), most = vmax(most, x[i]); });
+    const float top = vmaxall(most);
+    each<N>([&](auto i) { x[i] = vsub(x[i], vset(top)); });
+    vexp<N>(x);
+    alignas(64) float sums[16] = {}, factor[VL];
+    each<N>([&](auto i) { vstore(s + i * VL, x[i]); });
+    for (int i = 0; i < TILE; i += 16)
+        for (int j = 0; j < 16; j += VL) vstore(sums + j, vadd(vload(sums + j), vload(s + i + j)));
+    vstore(factor, vexp(vset(before - top)));
+    shrink(t, pair, settle(t, pair, top, factor[0], tree_sum(sums)));
+#if defined(__AVX512F__)
+    for (int i = 0; i < TILE; i += 16)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + i), _mm512_cvtepi32_epi16(rounded(s + i)));
 #else
     for (int i = 0; i < TILE; ++i) p[i] = float_to_bf16(s[i]);
 #endif
+}
+
+// Two positions' weights as pairs of bf16.
+CT_INLINE void store_pair(const float* first, const float* second, float* out) {
+#if defined(__AVX512F__)
+    _mm512_storeu_si512(out, _mm512_or_si512(rounded(first), _mm512_slli_epi32(rounded(second), 16)));
+#else
+    for (int c = 0; c < COMBOS; ++c) {
+        const uint32_t bits = float_to_bf16(first[c]) | uint32_t(float_to_bf16(second[c])) << 16;
+        memcpy(out + c, &bits, 4);
+    }
+#endif
+}
+
+// Sixteen pairs side by side: the same numbers as soften_row, fewer instructions for many pairs.
+static void soften_across(const AmxTile& t, int first, int used, float* s, float* p) {
+    alignas(64) float top[COMBOS], factor[COMBOS], sums[16 * COMBOS], before[COMBOS], pairs[TILE / 2 * COMBOS];
+    if (t.count < TILE || used < COMBOS || t.limit[first] - t.start < TILE)
+        for (int c = 0; c < COMBOS; ++c)
+            for (int i = c < used ? seen_by(t, first + c) : 0; i < TILE; ++i) s[i * COMBOS + c] = NEVER;
+    for (int c = 0; c < COMBOS; ++c) before[c] = c < used ? t.state[(first + c) * t.width + t.dim] : 0.0f;
+    vf most[PV];
+    each<PV>([&](auto v) { most[v] = vload(before + v * VL); });
+    for (int i = 0; i < TILE; ++i) each<PV>([&](auto v) { most[v] = vmax(most[v], vload(s + i * COMBOS + v * VL)); });
+    each<PV>([&](auto v) {
+        vstore(top + v * VL, most[v]);
+        vstore(factor + v * VL, vexp(vsub(vload(before + v * VL), most[v])));
+    });
+    for (int c = 0; c < COMBOS; ++c) before[c] = top[c] == NEVER ? 0.0f : top[c];  // these see nothing yet
+    each<PV>([&](auto v) { most[v] = vload(before + v * VL); });
+    for (int j = 0; j < 16; ++j)
+        for (int v = 0; v < PV; ++v) {
+            vf x[4];
+            each<4>([&](auto i) { x[i] = vsub(vload(s + (16 * i + j) * COMBOS + v * VL), most[v]); });
+            vexp<4>(x);
+            each<4>([&](auto i) { vstore(s + (16 * i + j) * COMBOS + v * VL, x[i]); });
+            vstore(sums + j * COMBOS + v * VL, vadd(vadd(vadd(x[0], x[1]), x[2]), x[3]));
+        }
+    for (int h = 8; h; h /= 2)
+        for (int j = 0; j < h * COMBOS; j += VL) vstore(sums + j, vadd(vload(sums + j), vload(sums + h * COMBOS + j)));
+    for (int c = 0; c < used; ++c)
+        if (t.limit[first + c] > t.start) shrink(t, first + c, settle(t, first + c, top[c], factor[c], sums[c]));
+    for (int i = 0; i < TILE / 2; ++i) store_pair(s + 2 * i * COMBOS, s + (2 * i + 1) * COMBOS, pairs + i * COMBOS);
+    transpose16(pairs, p, TILE / 2);
+    transpose16(pairs + 256, p + 16, TILE / 2);
 }
 
 // mixed += weights x values, 64 dimensions at a time. `p`: [16 pairs][TILE] bf16.
@@ -128,22 +222,17 @@ static void mix_block(const AmxTile& t, int first, const uint16_t* p) {
 void amx_attend_tile(const AmxTile& t) {
     alignas(64) float across[TILE * COMBOS], s[COMBOS * TILE];
     alignas(64) uint16_t p[COMBOS * TILE];
-    TileWork work{t.combos, t.dim, t.width, t.state, s, nullptr, t.limit, t.start, t.count};
     for (int first = 0; first < t.combos; first += COMBOS) {
         const int used = t.combos - first < COMBOS ? t.combos - first : COMBOS;
         if (t.limit[first + used - 1] <= t.start) continue;  // limits ascend: none of these sees anything here
         score_block(t, t.q + int64_t(first) * t.dim, across);
-        for (int i = 0; i < t.count; i += 16) transpose16(across + i * COMBOS, s + i, TILE);
-        if (used < COMBOS) memset(p, 0, sizeof(p));
-        work.scores = s - int64_t(first) * TILE;
-        for (int c = 0; c < used; ++c) {
-            if (t.limit[first + c] <= t.start) {
-                memset(p + c * TILE, 0, TILE * sizeof(uint16_t));
-                continue;
-            }
-            soften(work, first + c);
-            for (int i = int(round_up(t.count, 16)); i < TILE; ++i) s[c * TILE + i] = 0.0f;
-            round_weights(s + c * TILE, p + c * TILE);
+        if (used > FEW) {
+            soften_across(t, first, used, across, reinterpret_cast<float*>(p));
+        } else {
+            for (int i = 0; i < TILE; i += 16) transpose16(across + i * COMBOS, s + i, TILE);
+            memset(p, 0, sizeof(p));
+            for (int c = 0; c < used; ++c)
+                if (t.limit[first + c] > t.start) soften_row(t, first + c, s + c * TILE, p + c * TILE);
         }
         keep_stores(p);
         mix_block(t, first, p);
