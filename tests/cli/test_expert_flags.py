@@ -112,7 +112,8 @@ def test_report_fits_a_terminal(
 
 
 def test_report_as_json(moe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--strategy", "active_only", "--cache-capacity", "1", "--host-budget", "0"]
+    flags = ["--strategy", "active_only", "--cache-capacity", "1", "--host-budget", "0",
+             "--predict", "off"]  # fmt: skip
     assert main(["run", moe, "--prompt", "hello", *ASKED, *flags, "--json", "--report"]) == 0
     report = json.loads(capsys.readouterr().out)["report"]
     assert report["speed"]["ttft_s"] > 0 and report["speed"]["decode_tok_s"] > 0
