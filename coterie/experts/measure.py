@@ -7,7 +7,6 @@ the real runtime, so that what it says holds for them. Knows no strategy and no 
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -83,11 +82,12 @@ def identity(place: Place) -> Identity:
 
 
 def profile_name(store: Store, place: Place) -> str:
-    """Layout, store, device and file system: what a record's cost depends on."""
+    """Layout, device and the store itself, since it lies on a disk of its own: what a record's cost
+    depends on."""
     layout = store.layout(store.geometry.layers[0])
     shape = f"{'-'.join(layout.kinds)} {layout.hidden}x{layout.intermediate}"
     bank = "cold" if store.expert_bytes >= COLD_BYTES else f"{store.expert_bytes >> 20}MiB"
-    return f"{shape} {type(store).__name__} {place.device} {bank} {_file_system(store)}"
+    return f"{shape} {type(store).__name__} {store.fingerprint[:16]} {place.device} {bank}"
 
 
 def measure_machine(who: Identity, place: Place) -> Machine:
@@ -264,11 +264,6 @@ def _cpu_name() -> str:
 def _pair(line: str) -> tuple[str, str]:
     name, _, value = line.partition(":")
     return name.strip(), value.strip()
-
-
-def _file_system(store: Store) -> str:
-    devices = {os.stat(path).st_dev for path in store.files()}
-    return "fs" + "-".join(map(str, sorted(devices)))
 
 
 def _quiet(_: str) -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ROWS = (1, 16, 128)
 _BLOCK = 16
+# past every cache
+_BANK_BYTES = 128 << 20
 
 
 class NoExperts:
@@ -36,9 +38,27 @@ class NoExperts:
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
+        # bytes that experts would read per layer: they push the backbone out of caches
+        self.layer_bytes = 0
+        # spent on reading those, which is not the backbone's
+        self.away_s = 0.0
+        self._bank = torch.empty(0)
+        self._next = 0
 
     def run(self, step: ExpertStep) -> Tensor:
+        if self.layer_bytes and not step.hidden.is_cuda:
+            began = time.perf_counter()
+            self._read(self.layer_bytes // 4)
+            self.away_s += time.perf_counter() - began
         return torch.zeros_like(step.hidden)
+
+    def _read(self, count: int) -> None:
+        if not len(self._bank):
+            self._bank = torch.ones(max(_BANK_BYTES // 4, count))
+        if self._next + count > len(self._bank):
+            self._next = 0
+        self._bank[self._next : self._next + count].sum()
+        self._next += count
 
     def groups(self, phase: str) -> tuple[tuple[int, ...], ...] | None:
         return None
@@ -105,8 +125,11 @@ def load_backbone(checkpoint: Checkpoint, dtype: str, device: str) -> CausalLM:
     return load_model(checkpoint, dtype=dtype, device=device, experts=none)
 
 
-def measure_backbone(model: CausalLM) -> Curve:
-    """Seconds of a step by rows; the context is a few hundred tokens long."""
+def measure_backbone(model: CausalLM, layer_bytes: int = 0) -> Curve:
+    """Seconds of a step by rows; the context is a few hundred tokens long. `layer_bytes`: what the
+    experts of one token read per layer."""
+    assert isinstance(model.experts, NoExperts)
+    model.experts.layer_bytes = layer_bytes
     rows = [count for count in ROWS if count <= model.spec.max_positions // 2]
     return Curve(tuple(rows), tuple(_step_s(model, count) for count in rows))
 
@@ -117,6 +140,13 @@ def _step_s(model: CausalLM, rows: int) -> float:
     phase = "decode" if rows == 1 else "prefill"
     tokens = [index % model.spec.vocab for index in range(rows)]
     solo.step(tokens, phase)
-    times = sorted(solo.step(tokens, phase) for _ in range(repeats))
+    times = sorted(_without_experts_s(solo, tokens, phase) for _ in range(repeats))
     # the lower quartile: a neighbour's work is not this model's pace
     return times[(repeats - 1) // 4]
+
+
+def _without_experts_s(solo: Solo, tokens: Sequence[int], phase: str) -> float:
+    experts = solo.model.experts
+    assert isinstance(experts, NoExperts)
+    before = experts.away_s
+    return solo.step(tokens, phase) - (experts.away_s - before)

@@ -80,7 +80,7 @@ class Prospect:
     def _backbone(self) -> Curve:
         model = load_backbone(self.checkpoint, self.dtype, self.device)
         try:
-            return measure_backbone(model)
+            return measure_backbone(model, self.store.geometry.top_k * self.store.slot_bytes)
         finally:
             model.close()
 

@@ -82,7 +82,7 @@ def test_a_new_kind_of_record_is_measured_beside_the_old(
     monkeypatch.setattr(measure, "measure_machine", lambda who, place: _named(who))
     monkeypatch.setattr(measure, "measure_profile", lambda store, place: machine().profiles["p"])
     small, large, place = FeatherStore(), FeatherStore(), measure.Place("cpu", 2)
-    large.expert_bytes = measure.COLD_BYTES
+    large.fingerprint = "another"
     measure.ensure(small, place)
     both = measure.ensure(large, place)
     assert len(both.profiles) == 2
