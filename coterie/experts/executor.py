@@ -49,7 +49,9 @@ class Executor:
         Whether it was so."""
         if self._device.pending:
             self._loads.sweep()
-        if wave.load or self._device.pending or not self._device.holds(job.layer, wave.device):
+        # on CUDA a slot whose copy was not yet swept is not ordered before what runs now
+        unordered = job.out.is_cuda and bool(self._device.pending)
+        if wave.load or unordered or not self._device.holds(job.layer, wave.device):
             return False
         if not wave.host:
             self._quick(job, self._device.tables[job.layer], "device")

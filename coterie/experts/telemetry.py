@@ -57,7 +57,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What one side of a layer did, and when: layer, device, host, wait or load."""
+    """A layer, or what one of its sides did, and when: layer, device, host or wait."""
 
     layer: int
     what: str
