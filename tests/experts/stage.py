@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,8 +84,8 @@ class Setting:
         )
 
 
-# by layer, in the order of visits: the experts of each row, and their weights
-Routes = dict[int, list[tuple[Tensor, Tensor]]]
+# by layer, sequence and position: the experts of a row, and their weights
+Routes = dict[tuple[int, int, int], tuple[Tensor, Tensor]]
 
 
 class Stage:
@@ -93,6 +94,9 @@ class Stage:
     def __init__(self, setting: Setting, heatmap: Heatmap | None = None) -> None:
         self.setting, self.disk = setting, FaultyDisk()
         self._heatmap = heatmap
+        # (sequence, position) of the forward's rows, and how many of them each layer has seen
+        self._rows: list[tuple[int, int]] = []
+        self._seen: Counter[int] = Counter()
         self.runtime: ExpertRuntime
         self.model = load_model(
             open_checkpoint(setting.path),
@@ -119,13 +123,23 @@ class Stage:
         finally:
             self.model.close()
 
+    def begin(self, rows: list[tuple[int, int]]) -> None:
+        """A forward over these rows starts; a layer may see them in several chunks."""
+        self._rows, self._seen = rows, Counter()
+
+    def _places(self, step: ExpertStep) -> list[tuple[int, int, int]]:
+        first = self._seen[step.layer]
+        self._seen[step.layer] += len(step.topk_ids)
+        return [(step.layer, *row) for row in self._rows[first : self._seen[step.layer]]]
+
     def record_routes(self) -> Routes:
         """Filled from now on."""
         routes: Routes = {}
         real = self.runtime.run
 
         def run(step: ExpertStep) -> Tensor:
-            routes.setdefault(step.layer, []).append((step.topk_ids, step.topk_weights.cpu()))
+            picked = zip(step.topk_ids, step.topk_weights.cpu(), strict=True)
+            routes.update(zip(self._places(step), picked, strict=True))
             return real(step)
 
         self.runtime.run = run  # type: ignore[method-assign]
@@ -134,15 +148,15 @@ class Stage:
     def follow(self, routes: Routes) -> list[float]:
         """Send rows where `routes` sent them: near ties between experts are not what is compared.
         Answers a list that gets the share of rows each step would have sent elsewhere."""
-        visits = {layer: iter(known) for layer, known in routes.items()}
         diverged: list[float] = []
         real = self.runtime.run
 
         def run(step: ExpertStep) -> Tensor:
-            ids, weights = next(visits[step.layer])
+            known = [routes[place] for place in self._places(step)]
+            ids = torch.stack([each[0] for each in known])
             other = ids.sort(-1).values != step.topk_ids.sort(-1).values
             diverged.append(float(other.any(-1).float().mean()))
-            weights = weights.to(step.topk_weights.device)
+            weights = torch.stack([each[1] for each in known]).to(step.topk_weights.device)
             return real(replace(step, topk_ids=ids, topk_weights=weights))
 
         self.runtime.run = run  # type: ignore[method-assign]
@@ -199,6 +213,9 @@ class Talk:
 
     def forward(self, parts: Sequence[tuple[int, Sequence[int]]], phase: str) -> list[Tensor]:
         model = self.stage.model
+        self.stage.begin(
+            [(s, self.lengths[s] + i) for s, tokens in parts for i in range(len(tokens))]
+        )
         batch, ids, ends = self._batch(parts, phase)
         logits = model.forward(ids.to(model.device), batch, self.kv, ends.to(model.device))
         total, shares = model.take_usage() or (None, [])
