@@ -177,17 +177,20 @@ def load_model(
         if backend == "triton" and model.device.type == "cuda":
             model.graphs = DecodeGraphs(model.compute, spec.max_positions, model.device)
         return model
-    opened = (experts or open_with(dispatch))(
-        ExpertsWanted(
-            checkpoint=checkpoint,
-            moe=spec.moe,
-            hidden=spec.hidden,
-            dtype=dtype,
-            device=device,
-            kv_bytes=kv_bytes_per_token(spec, kept) * spec.max_positions,
-        )
+    wanted = ExpertsWanted(
+        checkpoint=checkpoint,
+        moe=spec.moe,
+        hidden=spec.hidden,
+        dtype=dtype,
+        device=device,
+        kv_bytes=kv_bytes_per_token(spec, kept) * spec.max_positions,
     )
-    moe = MoeStack(parts.backbone, parts.moe_layers, spec.num_layers, opened)
+    opened = (experts or open_with(dispatch))(wanted)
+    try:
+        moe = MoeStack(parts.backbone, parts.moe_layers, spec.num_layers, opened)
+    except WeightsError:
+        opened.close()
+        raise
     return CausalLM(spec, kept, parts, moe)
 
 

@@ -260,3 +260,29 @@ def test_latents_are_all_that_is_cached() -> None:
     model, _ = loaded("deepseek_v2")
     assert model.kv_shape(10, 16) == (1, 10, 1, 16, 40)
     assert model.kv_bytes_per_token() == 3 * 40 * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("qwen3_moe", "model.layers.1.mlp.experts.3.gate_proj.weight"),
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w1.weight"),
+        ("olmoe", "model.layers.1.mlp.experts.3.gate_proj.weight"),
+        ("deepseek_v2", "model.layers.1.mlp.experts.3.gate_proj.weight"),
+        ("dwr", "blocks.1.experts.3.fc1.weight"),
+    ],
+)
+def test_templates_are_what_transformers_writes(kind: str, name: str) -> None:
+    """In memory transformers fuses and stacks experts; on disk they lie one by one."""
+    checkpoint = open_checkpoint(tiny_checkpoint(kind))
+    moe = read_spec(checkpoint).moe
+    assert moe is not None
+    wanted = {
+        template.format(layer=layer, expert=expert)
+        for template in moe.parts.values()
+        for layer in moe.layers
+        for expert in range(moe.num_experts)
+    }
+    stored = set(checkpoint.names())
+    assert name in wanted and wanted <= stored
+    assert not any(".experts." in other for other in stored - wanted)
