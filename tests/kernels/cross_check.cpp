@@ -203,8 +203,9 @@ static void check_attention(int heads, int kv_heads, int dim, bool is_bf16) {
             total += weight;
             for (int d = 0; d < dim; ++d) mixed[d] += weight * kv[at + int64_t(blocks) * kv_heads * size * dim + d];
         }
+        const double limit = CT_AMX && is_bf16 ? 2e-2 : 1e-5;  // tiles round queries and weights to bf16
         for (int d = 0; d < dim; ++d)
-            expect(std::fabs(mixed[d] / total - out[h * dim + d]) < 1e-5, "attention", mixed[d] / total, out[h * dim + d]);
+            expect(std::fabs(mixed[d] / total - out[h * dim + d]) < limit, "attention", mixed[d] / total, out[h * dim + d]);
     }
 }
 
