@@ -30,7 +30,7 @@ from coterie.experts.planner import PlanRow, forecast_row
 from coterie.experts.runtime import ExpertRuntime, open_experts
 from coterie.experts.step import ExpertStep
 from coterie.experts.trace import Trace
-from coterie.experts.workload import Workload, from_trace
+from coterie.experts.workload import Workload
 from coterie.models.base import CausalLM, load_model
 from coterie.models.experts import ExpertsWanted
 from coterie.models.pace import NoExperts, Solo
@@ -152,21 +152,35 @@ class Bench:
         return taken[0]
 
     def record(self) -> Trace:
-        """Two requests at full residency."""
+        """Requests at full residency: the first for warming up, the others to be counted."""
         runtime = self.open(Config("cpu_only", "", "100%"), None)
         trace = runtime.trace = Trace(self.prospect.store.geometry)
-        for seed in (1, 2):
+        for seed in range(self.args.requests + 1):
             self.request(seed)
         runtime.close()
         return trace
 
     def measure(self, config: Config, heatmap: Heatmap) -> Measured:
+        """Other texts than the trace's, in the same number."""
         runtime = self.open(config, heatmap)
         try:
-            self.request(3)
-            return self.request(4)
+            _, *taken = [self.request(1000 + seed) for seed in range(self.args.requests + 1)]
         finally:
             runtime.close()
+        return Measured(
+            sum(one.prefill_s for one in taken),
+            tuple(second for one in taken for second in one.decode_s),
+            statistics.mean(one.hit_rate for one in taken),
+        )
+
+
+def workload_of(trace: Trace, requests: int) -> Workload:
+    """What is known at start is the first request alone."""
+    steps = tuple(trace.steps)
+    warm = len(steps) // (requests + 1)
+    seen = Trace(trace.geometry)
+    seen.steps.extend(steps[:warm])
+    return Workload(trace.geometry, steps, warm, "recorded trace", seen.heatmap())
 
 
 def _empty(prospect: Prospect) -> Workload:
@@ -205,7 +219,7 @@ def main() -> None:
     machine = prospect.machine(again=True, say=_note)
     bench = Bench(prospect, args)
     _note("recording a trace at full residency")
-    load = from_trace(bench.record(), "recorded trace")
+    load = workload_of(bench.record(), args.requests)
     rows = predict(bench, configs(args), load)
     saved = {
         "machine": to_json(machine),
@@ -235,8 +249,9 @@ def compare(
 ) -> dict[str, Any]:
     """Token by token over the rounds: the median, or on a busy machine the shortest."""
     middle = min if args.busy else statistics.median
-    decode = args.decode / sum(map(middle, zip(*(one.decode_s for one in taken), strict=True)))
-    prefill = args.prompt / middle([one.prefill_s for one in taken])
+    tokens, prompts = args.decode * args.requests, args.prompt * args.requests
+    decode = tokens / sum(map(middle, zip(*(one.decode_s for one in taken), strict=True)))
+    prefill = prompts / middle([one.prefill_s for one in taken])
     return {
         **asdict(config),
         "predicted_decode": row.decode_tokens_s,
@@ -247,7 +262,7 @@ def compare(
         "prefill_ratio": row.prefill_tokens_s / prefill,
         "predicted_hit_rate": row.decode_hit_rate,
         "measured_hit_rate": statistics.median(one.hit_rate for one in taken),
-        "rounds_decode": [args.decode / sum(one.decode_s) for one in taken],
+        "rounds_decode": [tokens / sum(one.decode_s) for one in taken],
     }
 
 
@@ -279,6 +294,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--decode", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=3, help="counted in every round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--busy", action="store_true", help="others use this machine too")
     parser.add_argument("--save", type=Path, default=Path("planner_prediction.json"))

@@ -103,6 +103,12 @@ class Prices:
             return max(moving + last, device, host, reading) + self.handling_s(turn)
         return max(moving + reading + last, device + host + self.handling_s(turn))
 
+    def layer_s(self, turns: Sequence[Turn]) -> float:
+        """The runtime's own time for a layer of these turns."""
+        host = any(turn.host for turn in turns)
+        device = any(turn.resident or turn.loads for turn in turns)
+        return self.machine.layer_s + (self.machine.both_s if host and device else 0.0)
+
     def moving_s(self, from_host: int, from_disk: int) -> float:
         """Wall time of records on their way to the device, many under way at once."""
         if not from_host + from_disk:

@@ -95,13 +95,14 @@ class _Walk:
     def _layer(self, strategy: Strategy, demand: Demand, outcome: Outcome) -> None:
         first = first_uses(self.slots, demand)
         waves = strategy.decide(demand)
-        outcome.add([turn_of(wave, demand, self.shelf) for wave in waves], self.prices)
+        turns = [turn_of(wave, demand, self.shelf) for wave in waves]
+        outcome.add(turns, self.prices)
+        outcome.seconds += self.prices.layer_s(turns)
         classes = classify(demand, waves, first)
         outcome.hits += len(classes.hits)
         outcome.prefetch_hits += len(classes.early)
         outcome.misses += len(classes.misses)
         outcome.host_runs += len(classes.host)
-        outcome.seconds += self.prices.machine.layer_s
 
     def _load(self, loads: Sequence[tuple[Key, int]], outcome: Outcome) -> float:
         """Loads that run beside computing; seconds until the last has arrived."""
@@ -146,7 +147,7 @@ def _price_evenly(outlook: Outlook, steps: Sequence[TraceStep], outcome: Outcome
             read -= disk
             turn = Turn(counts[late:], counts[:late], (), late - disk, disk)
             outcome.add([turn], outlook.prices)
-            outcome.seconds += outlook.prices.machine.layer_s
+            outcome.seconds += outlook.prices.layer_s([turn])
         _end_step(step, outlook, outcome)
 
 

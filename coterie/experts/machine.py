@@ -21,7 +21,7 @@ from coterie.experts.dispatch.base import Costs
 from coterie.weights.home import state_dir
 
 # a file of another version is measured again
-VERSION = 1
+VERSION = 2
 # machines change (a neighbour moves in, a disk fills): measured again after this
 STALE_AFTER_S = 30 * 24 * 3600.0
 
@@ -95,9 +95,10 @@ class Machine:
     # reading with all threads; the device's own memory (the same on a CPU)
     dram_bytes_s: float
     device_bytes_s: float
-    # the runtime's own time per MoE layer, and per expert it loads
+    # the runtime's own time per MoE layer, per expert it loads, and per layer with two sides
     layer_s: float
     load_s: float = 0.0
+    both_s: float = 0.0
     profiles: Mapping[str, Profile] = field(default_factory=dict)
     # model fingerprint -> seconds of a step without its experts, by rows
     backbones: Mapping[str, Curve] = field(default_factory=dict)

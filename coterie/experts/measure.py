@@ -93,8 +93,8 @@ def profile_name(store: Store, place: Place) -> str:
 def measure_machine(who: Identity, place: Place) -> Machine:
     dram = read_bandwidth("cpu", place)
     device = read_bandwidth(place.device, place) if place.is_cuda else dram
-    layer_s, load_s = measure_overhead(place.device)
-    return Machine(who, time.time(), dram, device, layer_s, load_s)
+    spent = measure_overhead(place.device)
+    return Machine(who, time.time(), dram, device, spent.layer_s, spent.load_s, spent.both_s)
 
 
 def measure_profile(store: Store, place: Place) -> Profile:
@@ -203,9 +203,12 @@ def _run_s(
     layout: ExpertLayout, taken: _Cycle, experts: int, rows: int, place: Place, repeats: int
 ) -> float:
     dtype = torch.bfloat16 if place.is_cuda else torch.float32
-    hidden = torch.randn(rows, layout.hidden).to(place.device, dtype)
-    ids = torch.arange(experts, dtype=torch.int32).repeat(rows, 1)
-    out = torch.empty(rows * experts, layout.hidden, device=place.device)
+    # a decoded token goes to all of them, a prompt's tokens to two each
+    picks = experts if rows == 1 else min(2, experts)
+    tokens = rows * experts // picks
+    hidden = torch.randn(tokens, layout.hidden).to(place.device, dtype)
+    ids = torch.arange(tokens * picks, dtype=torch.int32).view(tokens, picks) % experts
+    out = torch.empty(tokens * picks, layout.hidden, device=place.device)
 
     def run() -> None:
         threads = None if place.is_cuda else place.threads

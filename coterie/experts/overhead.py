@@ -6,13 +6,17 @@ Between layers caches are filled with other bytes, as real experts do.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from coterie.core.dispatch import DispatchSettings
 from coterie.experts.disk import Disk
 from coterie.experts.geometry import Geometry, Key
+from coterie.experts.heatmap import Heatmap
 from coterie.experts.runtime import ExpertRuntime, open_experts
 from coterie.experts.step import ExpertStep
 from coterie.experts.store import Spent
@@ -51,21 +55,39 @@ class FeatherStore:
     def tensors(self) -> frozenset[str]:
         return frozenset()
 
+    def files(self) -> frozenset[Path]:
+        return frozenset()
+
     def close(self) -> None:
         self.disk.close()
 
 
-def measure_overhead(device: str) -> tuple[float, float]:
-    """Seconds per MoE layer when all is resident, and what each load adds to that."""
-    resident = _layer_s(device, slots=_EXPERTS)
-    missing = _layer_s(device, slots=_TOP_K)
-    return resident, max(0.0, missing - resident) / _TOP_K
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Seconds per MoE layer when all is resident; what each load adds, and what it adds that host
+    and device both have experts to run."""
+
+    layer_s: float
+    load_s: float
+    both_s: float
 
 
-def _layer_s(device: str, slots: int) -> float:
-    """Neighbouring steps ask for different experts: with few slots every one is a miss."""
-    settings = DispatchSettings("lru", cache_capacity=slots, host_budget="100%", predict="off")
-    runtime = open_experts(FeatherStore(), settings, device=device)
+def measure_overhead(device: str) -> Overhead:
+    resident = _layer_s(device, "lru", slots=_EXPERTS)
+    missing = _layer_s(device, "lru", slots=_TOP_K)
+    shared = _layer_s(device, "hot_cached_static", slots=_EXPERTS // 2)
+    load_s = max(0.0, missing - resident) / _TOP_K
+    return Overhead(resident, load_s, max(0.0, shared - resident))
+
+
+def _layer_s(device: str, strategy: str, slots: int) -> float:
+    """Neighbouring steps ask for different experts: with few slots every one is a miss. Half of
+    every step's experts are hot."""
+    settings = DispatchSettings(strategy, cache_capacity=slots, host_budget="100%", predict="off")
+    store = FeatherStore()
+    hot = np.tile([1.0, 0.0], _EXPERTS // 2)[None]
+    heatmap = Heatmap(store.geometry, hot)
+    runtime = open_experts(store, settings, device=device, heatmap=heatmap)
     try:
         steps = [_step(device, first) for first in range(0, _EXPERTS, _TOP_K)]
         banks, times = torch.ones(8, _WASH_BYTES // 4), []

@@ -60,6 +60,12 @@ def test_processor_time_of_copies_is_taken_from_computing() -> None:
     assert prices(profiles=moved).turn_s(turn) == pytest.approx(20e-3)
 
 
+def test_a_layer_with_two_sides_costs_the_runtime_more() -> None:
+    known = prices(layer_s=1e-4, both_s=2e-4)
+    assert known.layer_s([Turn(host=(1,))]) == known.layer_s([Turn(resident=(1,))]) == 1e-4
+    assert known.layer_s([Turn(resident=(1,)), Turn(host=(1,))]) == pytest.approx(3e-4)
+
+
 def test_the_limit_counts_bytes_only() -> None:
     turn = Turn(resident=(1, 1), arriving=(1,), host=(1,), from_host=1)
     # 30 MB of slots and 10 MB of host memory through 10 GB/s
