@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Kernel = Callable[..., None]
 Interval = tuple[float, float]
 
-_NOTHING = Demand(0, "decode", (), ())
+_NOTHING, _NONE = Demand(0, "decode", (), ()), Classes()
 
 
 class LayerJob:
@@ -35,7 +35,7 @@ class LayerJob:
         self.step, self.layout, self.layer, self.out = step, layout, step.layer, out
         self.tally = Tally()
         # what is asked for, and how it is met
-        self.demand, self.classes = _NOTHING, Classes()
+        self.demand, self.classes = _NOTHING, _NONE
         self._kernel = kernel
         self.device_threads: int | None = None
         self.host_threads: int | None = None

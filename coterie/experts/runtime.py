@@ -88,7 +88,8 @@ class ExpertRuntime:
         if self.trace is not None:
             self.trace.record(demand)
         first = first_uses(self._slots, demand)
-        self._judge(demand, first)
+        if self._heeds_hints:
+            self._judge(demand, first)
         waves = self.parts.strategies[step.phase].decide(demand)
         job = LayerJob(step, self._layouts[step.layer], self._room(step), self.executor.kernel)
         job.exact = self.spans is not None
@@ -143,8 +144,8 @@ class ExpertRuntime:
         experts = sorted(set(predicted.reshape(-1).tolist()))
         if self.trace is not None:
             self.trace.hint(layer, experts)
-        self.predictor.predict(layer, experts)
         if self._heeds_hints and self.predictor.protects:
+            self.predictor.predict(layer, experts)
             self.parts.strategies["decode"].protect(layer, experts)
             self._hinted = layer, experts
 

@@ -25,12 +25,10 @@ FIELDS = tuple(item.name for item in fields(ExpertUsage))
 class Tally:
     """`ExpertUsage` while it is being counted."""
 
-    __slots__ = FIELDS
-
-    def __init__(self) -> None:
-        self.device_hits = self.prefetch_hits = self.device_misses = self.host_runs = 0
-        self.host_hits = self.host_misses = self.moved_bytes = self.read_bytes = 0
-        self.routing_s = self.lookup_s = self.io_s = self.compute_s = self.stall_s = 0.0
+    # class attributes until they are counted: one of these is made per layer of every token
+    device_hits = prefetch_hits = device_misses = host_runs = 0
+    host_hits = host_misses = moved_bytes = read_bytes = 0
+    routing_s = lookup_s = io_s = compute_s = stall_s = 0.0
 
     def add(self, other: Tally) -> None:
         # written out: this runs twice per layer of every token

@@ -114,7 +114,8 @@ class HostTier:
             entries = [self._entries[layer, expert] for expert in experts]
             for entry in entries:
                 entry.pins += 1
-                self._entries.move_to_end(entry.key)
+                if not self.complete:
+                    self._entries.move_to_end(entry.key)
             self.hits[layer] += len(entries)
             return entries
 
