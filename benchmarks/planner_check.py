@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.dispatch import DispatchSettings, ExpertUsage
+from coterie.experts.auto import known_costs
 from coterie.experts.dispatch.table import STRATEGIES
 from coterie.experts.heatmap import Heatmap
 from coterie.experts.machine import to_json
@@ -117,11 +118,13 @@ class Bench:
     def open(self, config: Config, heatmap: Heatmap | None) -> ExpertRuntime:
         """A store of its own: a runtime closes its store."""
         prospect = self.prospect
-        fresh = open_prospect(prospect.checkpoint, prospect.dtype, prospect.device)
-        machine = prospect.machine()
-        costs = prospect.case(machine, _empty(prospect)).costs(config.host != "0B")
+        store = open_prospect(prospect.checkpoint, prospect.dtype, prospect.device).store
         runtime = open_experts(
-            fresh.store, config.settings(), device=prospect.device, heatmap=heatmap, costs=costs
+            store,
+            config.settings(),
+            device=prospect.device,
+            heatmap=heatmap,
+            costs=known_costs(store, prospect.device),
         )
         assert self.switch is not None
         self.switch.current = runtime
@@ -181,11 +184,6 @@ def workload_of(trace: Trace, requests: int) -> Workload:
     seen = Trace(trace.geometry)
     seen.steps.extend(steps[:warm])
     return Workload(trace.geometry, steps, warm, "recorded trace", seen.heatmap())
-
-
-def _empty(prospect: Prospect) -> Workload:
-    geometry = prospect.store.geometry
-    return Workload(geometry, (), 0, "", Heatmap(geometry))
 
 
 def configs(args: argparse.Namespace) -> list[Config]:

@@ -95,6 +95,8 @@ class Prices:
         """One wave. Loads and the last arrival's run are a chain; so is all the computing; the
         longer chain is the wave's time."""
         device = self._device_s(turn.resident + turn.arriving)
+        # arrivals run as they come, in calls of their own
+        device += self.profile.device_call_s * len(turn.arriving)
         host = self._host_s(turn.host)
         moving = self.moving_s(turn.from_host, turn.from_disk)
         reading = turn.host_reads * self.profile.read.each_s
