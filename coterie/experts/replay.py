@@ -98,7 +98,9 @@ def replay(text: str, trace: Trace, stage: Stage) -> ReplayResult:
     for step in trace.steps:
         _walk(prefill if step.phase == "prefill" else decode, step, stage, result)
         result.steps[step.phase] = result.steps.get(step.phase, 0) + 1
-        result.update_moves += sum(len(strategy.update()) for strategy in both)
+        if step.phase == "decode":
+            # as the engine: between tokens
+            result.update_moves += sum(len(strategy.update()) for strategy in both)
     return result
 
 
