@@ -33,7 +33,7 @@ class Peer:
                 self.model.set_experts_implementation(name)
                 self.prefill(16, 0)
                 rates["prefill"][name] = self.prefill(64, 0)
-                rates["decode"][name] = self.decode(8, 4, 0)
+                rates["decode"][name] = self.decode(8, 16, 0)
             except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
                 # an implementation that this CPU or this version does not have
                 print(f"{name}: {error}", file=sys.stderr)
