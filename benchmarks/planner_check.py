@@ -137,7 +137,7 @@ class Bench:
         solo = Solo(self.model, args.prompt + args.decode + 1)
         prompt = [draw.randrange(vocab) for _ in range(args.prompt)]
         prefill_s = solo.step(prompt, "prefill")
-        self._between()
+        self.model.take_usage()
         decode_s, hits, demands = [], 0, 0
         for _ in range(args.decode):
             decode_s.append(solo.step([draw.randrange(vocab)], "decode"))
@@ -148,7 +148,7 @@ class Bench:
         return Measured(prefill_s, tuple(decode_s), hits / demands)
 
     def _between(self) -> ExpertUsage:
-        """What an engine does between steps."""
+        """What an engine does between tokens."""
         taken = self.model.take_usage()
         assert taken is not None and self.switch is not None
         self.switch.update()

@@ -88,8 +88,10 @@ class _Walk:
                 arrives_s = outcome.seconds + self._load(strategy.load_group(group), outcome)
             self._layer(strategy, visit.demand, outcome)
         outcome.seconds = max(outcome.seconds, arrives_s)
-        for each in self.both:
-            self._load(each.update(), outcome)
+        if step.phase == "decode":
+            # as the engine: between tokens
+            for each in self.both:
+                self._load(each.update(), outcome)
         _end_step(step, self.outlook, outcome)
 
     def _layer(self, strategy: Strategy, demand: Demand, outcome: Outcome) -> None:

@@ -185,7 +185,8 @@ def measure_runs(layout: ExpertLayout, bank: Sequence[Tensor], place: Place) -> 
         if rows == 1 and many > 1:
             single = _run_s(layout, taken, 1, rows, place, repeats)
             each = (several - single) / (many - 1)
-            call_s = max(0.0, single - each)
+            # a disturbed take must not make the rest negative
+            call_s = min(max(0.0, single - each), several / 2)
         seconds.append((several - call_s) / many)
     return Curve(ROWS, tuple(seconds)), call_s
 
