@@ -297,7 +297,7 @@ def main() -> None:
         args.markdown.write_text(text)
     if args.json:
         record = {
-            "options": {name: str(value) for name, value in vars(args).items()},
+            "options": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
             "replay_decode": [asdict(c) | asdict(r) for c, r in decode.items()],
             "replay_whole": [asdict(c) | asdict(r) for c, r in whole.items()],
             "live": [asdict(c) | {"runs": [asdict(r) for r in runs]} for c, runs in live.items()],

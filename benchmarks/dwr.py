@@ -166,7 +166,7 @@ def main() -> None:
     if args.json:
         record = {
             "weights": origin(model),
-            "options": {k: str(v) for k, v in vars(args).items()},
+            "options": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
             "runs": [
                 asdict(case) | asdict(run) | {"all_tok_s": [one.tok_s for one in taken[case]]}
                 for case, run in results.items()
