@@ -18,6 +18,7 @@ import numpy.typing as npt
 # absent outside Linux
 _advise_file = getattr(os, "posix_fadvise", None)
 _DROP_MAPPED = getattr(mmap, "MADV_DONTNEED", None)
+_EXPECT_RANDOM = getattr(mmap, "MADV_RANDOM", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,12 @@ class Extent:
 
 def release(path: Path, mapped: npt.NDArray[np.uint8]) -> None:
     """Gives back the pages of a mapped file. Views stay valid: a page that is touched again is
-    read again. The mapping must hold nothing that was written to it."""
+    read again, alone. The mapping must hold nothing that was written to it."""
     mapping = getattr(mapped, "_mmap", None)
     if isinstance(mapping, mmap.mmap) and _DROP_MAPPED is not None:
         mapping.madvise(_DROP_MAPPED)
+        if _EXPECT_RANDOM is not None:
+            mapping.madvise(_EXPECT_RANDOM)
     with _opened(path) as handle:
         drop_cached(handle, 0, 0)
 

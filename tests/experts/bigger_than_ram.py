@@ -65,7 +65,8 @@ def measure(strategy: str) -> dict[str, Any]:
     before = status_bytes("RssAnon")
     setting = Setting(path, strategy, slots, "12.5%" if on_host else "0")
     with Stage(setting) as stage:
-        read = disk_bytes()
+        # strategies may have loaded at start
+        read, counted = disk_bytes(), stage.runtime.report()["total"]["read_bytes"]
         peak = 0
         for prompt in PROMPTS:
             stage.generate([prompt], 7)
@@ -81,7 +82,7 @@ def measure(strategy: str) -> dict[str, Any]:
             "grown_bytes": peak - before,
             "cached_bytes": cached_bytes(file),
             "file_bytes": file.stat().st_size,
-            "read_bytes": report["total"]["read_bytes"],
+            "read_bytes": report["total"]["read_bytes"] - counted,
             "kernel_read_bytes": disk_bytes() - read,
             "misses": report["total"]["host_misses"],
         }
