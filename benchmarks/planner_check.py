@@ -292,7 +292,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--decode", type=int, default=32)
-    parser.add_argument("--requests", type=int, default=3, help="counted in every round")
+    parser.add_argument("--requests", type=int, default=6, help="counted in every round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--busy", action="store_true", help="others use this machine too")
     parser.add_argument("--save", type=Path, default=Path("planner_prediction.json"))
