@@ -20,6 +20,8 @@ from coterie.experts.loads import Loads
 from coterie.experts.opening import Chooser, Parts, Site, heeds_hints, prepare
 from coterie.experts.predict import Predictor
 from coterie.experts.report import report
+from coterie.experts.resident import Resident, Standing
+from coterie.experts.rest import Rest
 from coterie.experts.telemetry import Span, Tally, Telemetry
 from coterie.experts.transfer import Transfer
 from coterie.kernels.expert_mlp import combine
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from coterie.experts.store import Store
     from coterie.experts.trace import Trace
     from coterie.experts.transfer import Arrival
+
+# tokens after which experts that nobody has asked for are read too, where RAM holds them all
+FILL_AFTER = 32
 
 
 class ExpertRuntime:
@@ -59,6 +64,8 @@ class ExpertRuntime:
         self.spans: list[Span] | None = None
         self.update_calls = self.swaps = 0
         self._layouts = {layer: parts.store.layout(layer) for layer in self.geometry.layers}
+        self._standing = Standing(parts, self.telemetry)
+        self._rest = Rest(self._transfer, self.telemetry)
         self._out = self._out_view = torch.empty(0)
         self._layer: int | None = None
         self._closed = False
@@ -107,6 +114,17 @@ class ExpertRuntime:
         self._count(job, begin)
         self._prefetch()
         return result
+
+    def resident(self, phase: str) -> Resident | None:
+        """Where all experts are, while there is nothing to decide, move or record by layer."""
+        recording = self.trace is not None or self.spans is not None
+        return None if recording else self._standing.find(phase)
+
+    def ran(self, found: Resident, routed: Tensor, owners: Tensor | None, seconds: float) -> None:
+        """Count a step that `resident` allowed: routed int32 [layers, T, K]."""
+        rows = self._standing.count(found, routed, owners, seconds)
+        if self.heatmap is not None:
+            self.heatmap.counts += rows
 
     def _count(self, job: LayerJob, begin: float) -> None:
         job.close()
@@ -175,14 +193,23 @@ class ExpertRuntime:
     def update(self) -> None:
         """Between tokens: let the strategies rearrange slots, in the background."""
         self.update_calls += 1
+        if self.update_calls == FILL_AFTER:
+            self._read_the_rest()
         for strategy in dict.fromkeys(self.parts.strategies.values()):
             for key, slot in strategy.update():
                 self.swaps += 1
                 self._loads.start(key, slot, None, urgent=False)
 
+    def _read_the_rest(self) -> None:
+        """In the background, where RAM holds everything and nobody moves it away again."""
+        if self._host.complete and self.parts.strategies["decode"].settled():
+            keys = self.geometry.keys()
+            self._rest.start(key for key in keys if not self._stays(key))
+
     def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
         """What the step cost: in all, and by sequence (one entry when owners were not told)."""
         self._loads.sweep()
+        self._rest.sweep()
         if self.trace is not None:
             self.trace.end_step()
         return self.telemetry.end_step()

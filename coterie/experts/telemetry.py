@@ -124,6 +124,16 @@ class Telemetry:
         self._own(need, "host_runs", classes.host)
         self._share(need[:, [*classes.misses, *job.late]], rows / rows.sum(), job.tally)
 
+    def attribute_resident(self, hits: list[int], host: list[int], compute_s: float) -> None:
+        """The same for a step without decisions: experts met, by sequence."""
+        while len(self._sequences) < len(hits):
+            self._sequences.append(Tally())
+        met = sum(hits) + sum(host)
+        for mine, slots, runs in zip(self._sequences, hits, host, strict=False):
+            mine.device_hits += slots
+            mine.host_runs += runs
+            mine.compute_s += compute_s * (slots + runs) / max(1, met)
+
     def _own(self, need: NDArray[np.bool_], name: str, experts: tuple[int, ...]) -> None:
         if not experts:
             return

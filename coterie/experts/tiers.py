@@ -119,6 +119,10 @@ class HostTier:
             self.hits[layer] += len(entries)
             return entries
 
+    def holds(self, layer: int, experts: Sequence[int]) -> bool:
+        """The bytes of all are here."""
+        return self._ready[layer].issuperset(experts)
+
     def claim(self, entry: Entry) -> bool:
         """Whether the caller is the one to read this entry's bytes."""
         with self._changed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -116,6 +117,24 @@ class Transfer:
         arrival.job = partial(self._fill, arrival, fence, sole)
         self._crew.put(arrival.job, urgent=urgent)
         return arrival
+
+    def fill(self, keys: Iterator[Key], done: Callable[[Key, int], None]) -> None:
+        """Read these into the host tier while nobody waits for anything, one after the other."""
+        key = next(keys, None)
+        if key is not None:
+            self._crew.put(partial(self._fill_host, key, keys, done), urgent=False)
+
+    def _fill_host(self, key: Key, keys: Iterator[Key], done: Callable[[Key, int], None]) -> None:
+        arrival = Arrival(key)
+        entry = self._host.acquire(key, arrival)
+        if entry is not None:
+            try:
+                if entry.arrival is arrival and self._host.claim(entry):
+                    self._read_claimed(entry, arrival)
+                    done(key, arrival.read_bytes)
+            finally:
+                self._host.release(entry)
+        self.fill(keys, done)
 
     def hurry(self, arrival: Arrival) -> None:
         """A step waits for what was loaded on a guess."""

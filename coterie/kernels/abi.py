@@ -50,6 +50,7 @@ class Layer(Structure):
         ("gate_up", POINTER(Matrix)),
         ("down", POINTER(Matrix)),
         ("whole_norm", c_int32),
+        ("moe", c_void_p),  # MoePart, or null
     ]
 
 
@@ -82,6 +83,7 @@ class DecoderCall(Structure):
         ("batch", Batch),
         ("hidden", c_void_p),
         ("threads", c_int64),
+        ("routed", c_void_p),
     ]
 
 
@@ -101,6 +103,27 @@ class ExpertShape(Structure):
         ("num_inner", c_int32),
         ("inner", ExpertPart * 2),
         ("outer", ExpertPart),
+    ]
+
+
+class Route(Structure):
+    _fields_: ClassVar = [
+        ("product", POINTER(Matrix)),
+        ("bias", c_void_p),
+        ("penalty", c_void_p),
+        ("top_k", c_int32),
+        ("normalise", c_int32),
+        ("equal", c_int32),
+        ("scale", c_float),
+    ]
+
+
+class MoePart(Structure):
+    _fields_: ClassVar = [
+        ("norm", c_void_p),
+        ("route", Route),
+        ("shape", ExpertShape),
+        ("records", POINTER(c_void_p)),
     ]
 
 
@@ -133,6 +156,7 @@ def declare(library: ctypes.CDLL) -> None:
         "ct_rms_norm": (None, [c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p]),
         "ct_decoder": (None, [POINTER(DecoderCall)]),
         "ct_experts": (None, [POINTER(ExpertCall)]),
+        "ct_route": (None, [POINTER(Route), c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
         "ct_combine": (None, [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64]),
     }
     for name, (result, arguments) in signatures.items():

@@ -172,8 +172,14 @@ class NativeDecoder:
         self._tables = _floats(cos), _floats(sin)
         whole = [layer.norms_whole(shape) for layer in layers]
         self._layers = (abi.Layer * len(layers))(*map(self._layer, layers, whole))
+        self._parts: list[abi.MoePart | None] = [None] * len(layers)
         self._caches = (abi.Cache * len(layers))()
         self._batch: tuple[AttentionBatch, _BatchView] | None = None
+
+    def attach(self, index: int, part: abi.MoePart | None) -> None:
+        """From now on layer `index` ends in these experts (None: before its experts)."""
+        self._parts[index] = part
+        self._layers[index].moe = None if part is None else ctypes.addressof(part)
 
     def forward(
         self,
@@ -183,10 +189,12 @@ class NativeDecoder:
         first: int = 0,
         last: int | None = None,
         overwrite: bool = False,
+        routed: Tensor | None = None,
     ) -> Tensor:
         """hidden [T, D] after layers first..last (exclusive), before the final norm.
 
         `kv` has one cache for every layer of the stack. overwrite: `hidden` may hold the result.
+        routed: int32 [last - first, T, K], what attached routers chose.
         """
         last = len(self._layers) if last is None else last
         out = _floats(hidden)
@@ -204,6 +212,7 @@ class NativeDecoder:
             view.struct,
             out.data_ptr(),
             torch.get_num_threads(),
+            None if routed is None else routed.data_ptr(),
         )
         self._run(ctypes.byref(call))
         return out
@@ -220,6 +229,7 @@ class NativeDecoder:
             self._matrix(layer.gate_up),
             self._matrix(layer.down),
             whole_norm,
+            None,
         )
 
     def _vector(self, tensor: Tensor | None) -> int | None:

@@ -80,7 +80,7 @@ def run_experts(
     _check(layout, topk_ids, out)
     rows, ids = x.to(device="cpu", dtype=torch.float32).contiguous(), topk_ids.contiguous()
     call = abi.ExpertCall(
-        _shape(layout),
+        expert_shape(layout),
         rows.data_ptr(),
         len(rows),
         ids.data_ptr(),
@@ -116,7 +116,7 @@ def _check(layout: ExpertLayout, topk_ids: Tensor, out: Tensor) -> None:
 
 
 @lru_cache(maxsize=64)
-def _shape(layout: ExpertLayout) -> abi.ExpertShape:
+def expert_shape(layout: ExpertLayout) -> abi.ExpertShape:
     places = {place.name: place for place in layout.parts()}
 
     def part(name: str) -> abi.ExpertPart:

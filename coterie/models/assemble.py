@@ -18,8 +18,10 @@ from torch import Tensor
 from coterie.kernels import reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
+from coterie.kernels.routing import Router
 from coterie.models import mla
 from coterie.models.blocks import Block, BlockDecoder, HeadAttention, Ops, Turns, ops_for
+from coterie.models.express import Express
 from coterie.models.layers import (
     Ends,
     GatedMlp,
@@ -29,7 +31,7 @@ from coterie.models.layers import (
     read_layer,
     read_mlp,
 )
-from coterie.models.moe import Backbone, MoeLayer, Router
+from coterie.models.moe import Backbone, MoeLayer
 
 if TYPE_CHECKING:
     from coterie.models.reader import Reader
@@ -48,6 +50,8 @@ class Assembly:
     moe_layers: tuple[MoeLayer, ...]
     device: torch.device
     nbytes: int
+    # all layers in one call, where the backbone is the native decoder and knows the experts' layers
+    express: Express | None = None
 
 
 def assemble(reader: Reader, backend: str, progress: Progress) -> Assembly:
@@ -63,7 +67,15 @@ def assemble(reader: Reader, backend: str, progress: Progress) -> Assembly:
         moe_layers,
         reader.device,
         reader.product_bytes + ends.own_bytes,
+        _express(backbone, moe_layers, spec.num_layers),
     )
+
+
+def _express(backbone: Backbone, layers: tuple[MoeLayer, ...], num_layers: int) -> Express | None:
+    decoder = getattr(getattr(backbone, "func", None), "__self__", None)
+    if decoder is None or not layers or not Express.fits(layers):
+        return None
+    return Express(decoder, layers, num_layers)
 
 
 def _bound(ops: Ops, weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
@@ -83,7 +95,8 @@ def read_moe(reader: Reader, ops: Ops) -> tuple[MoeLayer, ...]:
         shared = None
         if moe.shared:
             shared = read_mlp(reader, f"model.layers.{index}.mlp.shared_experts.", moe.shared)
-        layers.append(MoeLayer(index, router, _bound(ops, norm, spec.eps), shared=shared))
+        before = _bound(ops, norm, spec.eps)
+        layers.append(MoeLayer(index, router, before, shared=shared, norm=norm))
     return tuple(layers)
 
 

@@ -187,7 +187,7 @@ def load_model(
     )
     opened = (experts or open_with(dispatch))(wanted)
     try:
-        moe = MoeStack(parts.backbone, parts.moe_layers, spec.num_layers, opened)
+        moe = MoeStack(parts.backbone, parts.moe_layers, spec.num_layers, opened, parts.express)
     except WeightsError:
         opened.close()
         raise

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from coterie.core.errors import ConfigError
@@ -93,7 +93,8 @@ class CarvedDirectory:
 
     def _write(self, file: str, tensors: dict[str, Tensor]) -> None:
         self._where |= dict.fromkeys(tensors, file)
-        save_file({name: value.contiguous() for name, value in tensors.items()}, self._draft / file)
+        # save_file would leave it unreadable for other users
+        (self._draft / file).write_bytes(save({k: v.contiguous() for k, v in tensors.items()}))
 
     def _config(self) -> dict[str, Any]:
         config = dict(self._checkpoint.config)

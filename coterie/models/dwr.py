@@ -18,10 +18,11 @@ from coterie.core.errors import WeightsError
 from coterie.kernels import reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.linear import Linear
+from coterie.kernels.routing import Router
 from coterie.models.assemble import Assembly
 from coterie.models.blocks import Ops, ops_for
 from coterie.models.layers import Progress, read_ends
-from coterie.models.moe import MoeLayer, Router
+from coterie.models.moe import MoeLayer
 from coterie.models.moe_spec import MoeSpec, Routing, check_moe
 from coterie.models.spec import (
     ModelSpec,

@@ -33,11 +33,14 @@ class ExpertsWanted:
     kv_bytes: int
 
     def geometry(self) -> Geometry:
-        moe = self.moe
-        return Geometry(moe.layers, moe.num_experts, moe.routing.top_k)
+        return _geometry(self.moe)
 
 
 ExpertsFactory = Callable[[ExpertsWanted], "Experts"]
+
+
+def _geometry(moe: MoeSpec) -> Geometry:
+    return Geometry(moe.layers, moe.num_experts, moe.routing.top_k)
 
 
 def open_with(dispatch: DispatchSettings | None) -> ExpertsFactory:
@@ -55,15 +58,22 @@ def open_with(dispatch: DispatchSettings | None) -> ExpertsFactory:
 
 
 def store_of(wanted: ExpertsWanted, reads: str) -> Store:
+    return open_layers(wanted.checkpoint, wanted.moe, wanted.hidden, wanted.dtype, reads)
+
+
+def open_layers(
+    checkpoint: Checkpoint, moe: MoeSpec, hidden: int, dtype: str, reads: str = "auto"
+) -> Store:
+    """The experts of every MoE layer; reads none of them."""
     from coterie.experts.store import ExpertNames, open_store
 
     return open_store(
-        wanted.checkpoint,
-        wanted.geometry(),
-        ExpertNames(wanted.moe.parts),
-        wanted.dtype,
+        checkpoint,
+        _geometry(moe),
+        ExpertNames(moe.parts),
+        dtype,
         reads,
-        hidden=wanted.hidden,
-        intermediate=wanted.moe.intermediate,
-        gated=wanted.moe.gated,
+        hidden=hidden,
+        intermediate=moe.intermediate,
+        gated=moe.gated,
     )

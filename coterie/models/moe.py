@@ -1,4 +1,4 @@
-"""Layers with experts: the router, the block around the experts, and the walk over the stack.
+"""Layers with experts: the block around the experts, and the walk over the stack.
 
 Whatever places and computes experts stands behind `Experts`; everything else of a layer (attention,
 dense layers, the expert every token passes) is the backbone's. Knows no strategy and no tier.
@@ -18,12 +18,13 @@ from torch import Tensor
 from coterie.core.errors import WeightsError
 from coterie.experts.step import ExpertStep
 from coterie.kernels.batch import AttentionBatch, split_batch
+from coterie.models.express import Express, ride
 
 if TYPE_CHECKING:
     from coterie.core.dispatch import ExpertUsage
     from coterie.experts.geometry import Geometry
-    from coterie.kernels.linear import Linear
-    from coterie.models.moe_spec import Routing
+    from coterie.experts.resident import Resident
+    from coterie.kernels.routing import Router
 
 # (hidden [T, D], caches, batch, first, last) -> hidden behind those layers: dense ones whole, ones
 # with experts up to their experts
@@ -42,6 +43,10 @@ class Experts(Protocol):
     def wants_hints(self) -> bool:
         """Whether `hint` is of any use now."""
 
+    def resident(self, phase: str) -> Resident | None: ...
+    def ran(
+        self, found: Resident, routed: Tensor, owners: Tensor | None, seconds: float
+    ) -> None: ...
     def run(self, step: ExpertStep) -> Tensor: ...
     def groups(self, phase: str) -> tuple[tuple[int, ...], ...] | None: ...
     def load_group(self, index: int) -> None: ...
@@ -50,56 +55,6 @@ class Experts(Protocol):
     def update(self) -> None: ...
     def report(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
-
-
-class Router:
-    """Which experts a row goes to and how much each counts, in fp32 whatever the model is."""
-
-    def __init__(self, routing: Routing, product: Linear, bias: Tensor | None = None) -> None:
-        self._routing, self._product, self._bias = routing, product, bias
-        # -2 for experts that are not there, 0 for the others
-        self._penalty: Tensor | None = None
-
-    def exclude(self, absent: Sequence[int]) -> None:
-        """Never pick `absent`. The others keep the probabilities they had: where none of the absent
-        would have been picked, nothing changes."""
-        penalty = torch.zeros(self._product.out_features)
-        penalty[list(absent)] = -2.0
-        self._penalty = penalty
-
-    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids int32 [T, K] on the CPU, weights fp32 [T, K] on hidden's device."""
-        routing, scores = self._routing, self._scores(hidden)
-        weights, ids = torch.topk(scores, routing.top_k)
-        if routing.equal:
-            weights = torch.ones_like(weights)
-        elif routing.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
-        if routing.scale != 1.0:
-            weights = weights * routing.scale
-        return ids.to("cpu", torch.int32), weights
-
-    def _scores(self, hidden: Tensor) -> Tensor:
-        logits = self._product(hidden.float())
-        if self._bias is not None:
-            logits = logits + self._bias
-        scores = torch.softmax(logits, dim=-1)
-        if self._penalty is not None:
-            self._penalty = self._penalty.to(scores.device)
-            scores = scores + self._penalty
-        if self._routing.groups > 1:
-            scores = self._within_groups(scores)
-        return scores
-
-    def _within_groups(self, scores: Tensor) -> Tensor:
-        """0 outside the groups whose best experts are the best."""
-        routing = self._routing
-        grouped = scores.view(len(scores), routing.groups, -1)
-        chosen = torch.topk(grouped.amax(-1), routing.top_groups).indices
-        outside = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device)
-        outside.scatter_(1, chosen, False)
-        limited = grouped.masked_fill(outside[:, :, None], 0.0).view_as(scores)
-        return limited if self._penalty is None else torch.where(scores < 0, scores, limited)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +66,22 @@ class MoeLayer:
     after: Callable[[Tensor, Tensor], Tensor] = operator.add
     # the expert every token passes
     shared: Callable[[Tensor], Tensor] | None = None
+    # weight of `before`, where that is an RMS norm
+    norm: Tensor | None = None
 
 
 class MoeStack:
     """A decoder stack some of whose layers end in experts."""
 
     def __init__(
-        self, backbone: Backbone, layers: Sequence[MoeLayer], num_layers: int, experts: Experts
+        self,
+        backbone: Backbone,
+        layers: Sequence[MoeLayer],
+        num_layers: int,
+        experts: Experts,
+        express: Express | None = None,
     ) -> None:
+        self._express = express
         self._backbone, self._layers, self._num_layers = backbone, layers, num_layers
         self._places = {layer.index: place for place, layer in enumerate(layers)}
         self.experts = experts
@@ -129,8 +92,13 @@ class MoeStack:
             _mask(layer, experts.geometry)
 
     def __call__(self, hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch) -> Tensor:
-        groups = self.experts.groups(batch.phase) if batch.phase == "prefill" else None
         owners = _owners(batch)
+        if self._express is not None:
+            step = hidden, kv, batch
+            whole = ride(self._express, self.experts, step, owners, self.chunk_tokens)
+            if whole is not None:
+                return whole
+        groups = self.experts.groups(batch.phase) if batch.phase == "prefill" else None
         if groups is None:
             return self._walk(hidden, kv, batch, owners, range(len(self._layers)))
         chunks = split_batch(batch, self.chunk_tokens)

@@ -10,23 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coterie.core.errors import WeightsError
+from coterie.kernels.routing import Routing
+
+__all__ = ["Latent", "MoeSpec", "Routing", "check_moe", "flag", "gated_parts"]
 
 GATED_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Softmax over all experts, then the `top_k` best."""
-
-    top_k: int
-    # the chosen probabilities are divided by their sum
-    normalise: bool
-    scale: float = 1.0
-    # every chosen expert counts 1, whatever its probability (carved models)
-    equal: bool = False
-    # experts are picked from the `top_groups` groups that hold the best ones
-    groups: int = 1
-    top_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,12 @@ class NoExperts:
         self._bank[self._next : self._next + count].sum()
         self._next += count
 
+    def resident(self, phase: str) -> None:
+        """Every layer asks, so that what lies between the experts is all that is measured."""
+
+    def ran(self, found: object, routed: Tensor, owners: Tensor | None, seconds: float) -> None:
+        """Never called: nothing is resident."""
+
     def groups(self, phase: str) -> tuple[tuple[int, ...], ...] | None:
         return None
 

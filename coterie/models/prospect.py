@@ -15,9 +15,9 @@ from coterie.experts import machine as kept
 from coterie.experts.measure import Place, ensure, profile_name
 from coterie.experts.opening import Site, needs_of, sizes_of
 from coterie.experts.planner import Case, Division, Subject, divisions
-from coterie.experts.store import ExpertNames, open_store
 from coterie.experts.workload import Workload, assumed, from_heatmap, from_trace
 from coterie.models.base import kv_bytes_per_token, read_spec, stored_dtype
+from coterie.models.experts import open_layers
 from coterie.models.pace import load_backbone, measure_backbone
 
 if TYPE_CHECKING:
@@ -110,19 +110,7 @@ def open_prospect(checkpoint: Checkpoint, dtype: str, device: str, reads: str = 
     spec = read_spec(checkpoint)
     if spec.moe is None:
         raise ConfigError(f"{checkpoint.path}: {spec.architecture} has no experts to plan for")
-    from coterie.experts.geometry import Geometry
-
-    moe = spec.moe
-    store = open_store(
-        checkpoint,
-        Geometry(moe.layers, moe.num_experts, moe.routing.top_k),
-        ExpertNames(moe.parts),
-        dtype,
-        reads,
-        hidden=spec.hidden,
-        intermediate=moe.intermediate,
-        gated=moe.gated,
-    )
+    store = open_layers(checkpoint, spec.moe, spec.hidden, dtype, reads)
     return Prospect(checkpoint, spec, dtype, device, store)
 
 

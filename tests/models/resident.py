@@ -40,6 +40,9 @@ class Resident:
         run_experts(self.layout, step.hidden, step.topk_ids, self.tables[step.layer], out)
         return combine(out, step.topk_weights).to(step.hidden.dtype)
 
+    def resident(self, phase: str) -> None:
+        """Every layer asks: that is what is tested."""
+
     def groups(self, phase: str) -> tuple[tuple[int, ...], ...] | None:
         return self.layer_groups if phase == "prefill" else None
 

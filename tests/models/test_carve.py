@@ -92,6 +92,10 @@ def test_every_neuron_is_in_exactly_one_place(carved: Path) -> None:
     assert torch.equal(found, expected[order])
 
 
+def test_others_may_read_it(carved: Path) -> None:
+    assert {file.stat().st_mode & 0o044 for file in carved.glob("*.safetensors")} == {0o044}
+
+
 def test_it_is_an_ordinary_directory(carved: Path) -> None:
     assert {"config.json", "tokenizer.json", "carve.json", INDEX} <= {
         file.name for file in carved.iterdir()

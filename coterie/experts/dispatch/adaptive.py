@@ -55,6 +55,9 @@ class Adaptive(Strategy):
             return None
         return tuple((layer,) for layer in self.scene.geometry.layers)
 
+    def settled(self) -> bool:
+        return not self._lanes.uploads_pay or super().settled()
+
     def decide(self, demand: Demand) -> Sequence[Wave]:
         base, seats = self._base[demand.layer], self._seats
         asked = [base + expert for expert in demand.experts]

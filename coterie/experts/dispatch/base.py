@@ -86,6 +86,10 @@ class Strategy:
         """Place the demanded experts. Called once per MoE layer and step, in layer order."""
         raise TypeError(f"{self.name} does not decide")
 
+    def settled(self) -> bool:
+        """Whether no decision of this strategy could move anything any more."""
+        return len(self.scene.slots.keys()) >= self.scene.geometry.total
+
     def groups(self) -> tuple[tuple[int, ...], ...] | None:
         """Groups of MoE layers through which all chunks of a prompt walk before the next group is
         loaded; None = every chunk runs through all layers."""

@@ -14,6 +14,9 @@ from coterie.experts.dispatch.base import Demand, Strategy, Wave
 class Chunked(Strategy):
     name = "chunked"
 
+    def settled(self) -> bool:
+        return False
+
     def decide(self, demand: Demand) -> Sequence[Wave]:
         slots, layer = self.scene.slots, demand.layer
         wanted = set(demand.experts)

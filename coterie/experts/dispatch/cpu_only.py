@@ -10,5 +10,8 @@ from coterie.experts.dispatch.base import Demand, Strategy, Wave
 class CpuOnly(Strategy):
     name = "cpu_only"
 
+    def settled(self) -> bool:
+        return True
+
     def decide(self, demand: Demand) -> Sequence[Wave]:
         return (Wave(host=demand.experts),)

@@ -31,6 +31,9 @@ class HotCachedStatic(Strategy):
             slots.pin(key)
         return loads
 
+    def settled(self) -> bool:
+        return True
+
     def decide(self, demand: Demand) -> Sequence[Wave]:
         slots, layer = self.scene.slots, demand.layer
         device = tuple(e for e in demand.experts if (layer, e) in slots)

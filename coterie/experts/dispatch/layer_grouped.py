@@ -23,6 +23,10 @@ class LayerGrouped(ActiveOnly):
         count = groups_that_fit(scene.geometry, scene.slots.movable, groups)
         self._groups = split_layers(scene.geometry, count)
 
+    def settled(self) -> bool:
+        """A group is loaded for every prompt, whatever lies there."""
+        return False
+
     def groups(self) -> tuple[tuple[int, ...], ...] | None:
         return self._groups
 

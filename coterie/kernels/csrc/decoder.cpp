@@ -1,14 +1,15 @@
 // The C entry points that run whole stacks: one call, one team, every layer.
 #include <initializer_list>
 
-#include "activations.h"
 #include "attention.h"
+#include "moe.h"
 
-constexpr int LAYER_PHASES = 11;  // four products with their inputs, norm, placing heads, attention
+constexpr int LAYER_PHASES = 7 + MOE_PHASES;  // two products with their inputs, norm, placing heads, attention
 
 struct Workspace {
     InputBuffers input;
     Attention attention;
+    MoeSpace moe;
     Buffer qkv, q, out, gate_up;
 };
 
@@ -27,6 +28,7 @@ struct DecoderCall {
     Batch batch;
     float* hidden;  // [rows][hidden], updated in place
     int64_t threads;
+    int32_t* routed;  // [num_layers][rows][top_k]: what routers chose; null when no layer has one here
 };
 
 // y = norm(x) W^T
@@ -37,14 +39,6 @@ static void norm_gemm(Team& team, Workspace& ws, const Matrix& matrix, const flo
         const float* at = x + row * k;
         scaled_product(at + from, weight + from, rms_factor(at, k, eps), end - from, out);
     }), rows, y, STORE);
-}
-
-// y (=, +=) x W^T
-static void plain_gemm(Team& team, Workspace& ws, const Matrix& matrix, const float* x, int64_t rows, float* y, Epilogue epilogue) {
-    Encoder encoder(ws.input, matrix);
-    gemm(team, matrix, encoder.fill(team, rows, [&](int64_t row, int64_t from, int64_t end, float* out) {
-        memcpy(out, x + row * matrix.k + from, (end - from) * sizeof(float));
-    }), rows, y, epilogue);
 }
 
 // y += (silu(gate) * up) W^T
@@ -120,13 +114,19 @@ static void attend(Team& team, Workspace& ws, const DecoderCall& call, const Lay
     ws.attention.run(team, {q, ws.out.at<float>(), &cache});
 }
 
-static void run_layer(Team& team, Workspace& ws, const DecoderCall& call, const Layer& layer, const Cache& cache) {
+static void run_layer(Team& team, Workspace& ws, const DecoderCall& call, int64_t index) {
+    const Layer& layer = call.layers[index];
+    const Cache& cache = call.caches[index];
     const int64_t rows = call.batch.rows;
     const float eps = call.shape.eps;
     float* gate_up = ws.gate_up.at<float>();
     norm_gemm(team, ws, *layer.qkv, call.hidden, layer.input_norm, eps, rows, ws.qkv.at<float>());
     attend(team, ws, call, layer, cache);
-    plain_gemm(team, ws, *layer.o, ws.out.at<float>(), rows, call.hidden, ADD);
+    plain_gemm(team, ws.input, *layer.o, ws.out.at<float>(), rows, call.hidden, ADD);
+    if (layer.moe) {
+        int32_t* ids = call.routed + index * rows * layer.moe->route.top_k;
+        run_moe(team, ws.moe, *layer.moe, eps, rows, call.hidden, ids);
+    }
     if (!layer.post_norm) return;
     norm_gemm(team, ws, *layer.gate_up, call.hidden, layer.post_norm, eps, rows, gate_up);
     silu_gemm(team, ws, *layer.down, gate_up, rows, call.hidden);
@@ -146,8 +146,10 @@ void ct_decoder(const DecoderCall* call) {
     for (int64_t i = 0; i < call->num_layers; ++i)
         for (const Matrix* matrix : {call->layers[i].qkv, call->layers[i].o, call->layers[i].gate_up, call->layers[i].down})
             if (matrix) ws.input.reserve(*matrix, rows);
+    for (int64_t i = 0; i < call->num_layers; ++i)
+        if (call->layers[i].moe) reserve_moe(ws.moe, *call->layers[i].moe, rows);
     auto body = [&](Team& team) {
-        for (int64_t i = 0; i < call->num_layers; ++i) run_layer(team, ws, *call, call->layers[i], call->caches[i]);
+        for (int64_t i = 0; i < call->num_layers; ++i) run_layer(team, ws, *call, i);
     };
     run_team(int(call->threads), call->num_layers * LAYER_PHASES, body);
 }
@@ -155,7 +157,7 @@ void ct_decoder(const DecoderCall* call) {
 void ct_linear(const Matrix* matrix, const float* x, int64_t rows, float* y, int64_t threads) {
     Workspace& ws = workspace();
     ws.input.reserve(*matrix, rows);
-    auto body = [&](Team& team) { plain_gemm(team, ws, *matrix, x, rows, y, STORE); };
+    auto body = [&](Team& team) { plain_gemm(team, ws.input, *matrix, x, rows, y, STORE); };
     run_team(int(threads), 2, body);
 }
 

@@ -36,6 +36,7 @@ struct Layer {
     const Matrix* gate_up;
     const Matrix* down;
     int32_t whole_norm;  // q_norm and k_norm go over all heads at once
+    const struct MoePart* moe;  // null: no experts here, or they are run by someone else
 };
 
 struct Batch {
@@ -66,6 +67,25 @@ struct ExpertShape {
     int32_t num_inner;    // 2: silu(gate) * up; 1: gelu(fc1)
     ExpertPart inner[2];  // [intermediate, hidden]
     ExpertPart outer;     // [hidden, intermediate]
+};
+
+// How a router picks: softmax over all experts, then the top_k best.
+struct Route {
+    const Matrix* product;  // [num_experts, hidden]
+    const float* bias;      // null: none
+    const float* penalty;   // added to the probabilities; null: every expert may be picked
+    int32_t top_k;
+    int32_t normalise;      // the chosen probabilities are divided by their sum
+    int32_t equal;          // every chosen expert counts 1
+    float scale;
+};
+
+// The second half of a layer whose experts all lie in memory.
+struct MoePart {
+    const float* norm;
+    Route route;
+    ExpertShape shape;
+    const uint8_t* const* records;  // [num_experts]
 };
 
 // A MoE layer over rows that have chosen their experts.

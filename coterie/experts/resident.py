@@ -1,0 +1,129 @@
+"""Experts that all lie in memory for good, as one value: where each layer's records are.
+
+While it holds, nothing is to be decided or moved, and a whole stack may run without asking. Made
+from tiers and strategies; changes neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.experts.dispatch.base import Demand
+from coterie.experts.telemetry import Tally
+from coterie.kernels.expert_mlp import RecordTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from coterie.experts.opening import Parts
+    from coterie.experts.telemetry import Telemetry
+    from coterie.kernels.expert_layout import ExpertLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    tables: Mapping[int, RecordTable]
+    layouts: Mapping[int, ExpertLayout]
+    # [layers, experts]: computed from a device slot, by the strategy's own decision
+    on_device: NDArray[np.bool_]
+
+
+class Standing:
+    """Finds it, once, and counts the steps that ran on it."""
+
+    def __init__(self, parts: Parts, telemetry: Telemetry) -> None:
+        self._parts, self._telemetry = parts, telemetry
+        self._found: dict[str, Resident] = {}
+
+    def find(self, phase: str) -> Resident | None:
+        found = self._found.get(phase) or find_resident(self._parts, phase)
+        if found is not None:
+            self._found[phase] = found
+        return found
+
+    def count(
+        self, found: Resident, routed: Tensor, owners: Tensor | None, seconds: float
+    ) -> NDArray[np.int64]:
+        """Rows per layer and expert. `seconds` of the step go to the layers alike."""
+        ids, mask, geometry = routed.numpy(), found.on_device, self._parts.store.geometry
+        rows = demands(ids, geometry.num_experts)
+        used = rows > 0
+        hits = (used & mask).sum(axis=1).tolist()
+        for layer, slots, met in zip(geometry.layers, hits, used.sum(axis=1).tolist(), strict=True):
+            tally = Tally()
+            tally.device_hits, tally.host_runs = slots, met - slots
+            tally.host_hits = met - slots
+            tally.compute_s = seconds / len(hits)
+            self._telemetry.add(layer, tally)
+        if owners is not None:
+            self._telemetry.attribute_resident(*own_demands(ids, owners.tolist(), mask), seconds)
+        return rows
+
+
+def find_resident(parts: Parts, phase: str) -> Resident | None:
+    """None unless the strategies have nothing left to decide and every byte is here."""
+    strategies = parts.strategies
+    if parts.device.device.type != "cpu" or not strategies[phase].settled():
+        return None
+    tables = _tables(parts, all(each.settled() for each in strategies.values()))
+    if tables is None:
+        return None
+    geometry = parts.store.geometry
+    layouts = {layer: parts.store.layout(layer) for layer in geometry.layers}
+    mask = np.zeros((len(geometry.layers), geometry.num_experts), dtype=bool)
+    for row, layer in enumerate(geometry.layers):
+        present = geometry.present(layer)
+        demand = Demand(layer, phase, present, (1,) * len(present))
+        for wave in strategies[phase].decide(demand):
+            mask[row, list(wave.device)] = True
+    return Resident(tables, layouts, mask)
+
+
+def _tables(parts: Parts, still: bool) -> Mapping[int, RecordTable] | None:
+    """Host RAM if it holds everything; the slots, or both together, if nobody moves anything."""
+    host, device, geometry = parts.host, parts.device, parts.store.geometry
+    everywhere = {layer: geometry.present(layer) for layer in geometry.layers}
+    if all(host.holds(layer, experts) for layer, experts in everywhere.items()):
+        return host.tables if host.complete else None
+    if not still:
+        return None
+    merged = {}
+    for layer, experts in everywhere.items():
+        table = RecordTable(geometry.num_experts)
+        for tier in (host, device):
+            for expert, record in tier.tables[layer].pick():
+                table.set(expert, record)
+        if len(table.pick()) < len(experts) or not (host.complete or device_holds_all(parts)):
+            return None
+        merged[layer] = table
+    return merged
+
+
+def device_holds_all(parts: Parts) -> bool:
+    return parts.device.num_slots >= parts.store.geometry.total
+
+
+def demands(routed: NDArray[np.int32], num_experts: int) -> NDArray[np.int64]:
+    """[layers, experts]: rows per expert of routed [layers, rows, k]."""
+    layers = len(routed)
+    flat = routed.reshape(layers, -1) + np.arange(layers, dtype=np.int64)[:, None] * num_experts
+    return np.bincount(flat.ravel(), minlength=layers * num_experts).reshape(layers, num_experts)
+
+
+def own_demands(
+    routed: NDArray[np.int32], owners: Sequence[int], on_device: NDArray[np.bool_]
+) -> tuple[list[int], list[int]]:
+    """By sequence: experts met from slots, and on the host."""
+    layers, _, top_k = routed.shape
+    width = on_device.shape[1]
+    need = np.zeros((max(owners) + 1, layers, width), dtype=bool)
+    rows = np.repeat(np.asarray(owners), top_k)
+    for layer in range(layers):
+        need[rows, layer, routed[layer].ravel()] = True
+    hits = (need & on_device).sum(axis=(1, 2))
+    return hits.tolist(), (need.sum(axis=(1, 2)) - hits).tolist()

@@ -1,0 +1,33 @@
+"""Reads experts that nobody has asked for yet, while nobody waits for anything.
+
+So that a model that fits in RAM starts at once and is whole a little later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coterie.experts.geometry import Key
+    from coterie.experts.telemetry import Telemetry
+    from coterie.experts.transfer import Transfer
+
+
+class Rest:
+    def __init__(self, transfer: Transfer, telemetry: Telemetry) -> None:
+        self._transfer, self._telemetry = transfer, telemetry
+        # read by the crew, not counted yet
+        self._read: SimpleQueue[tuple[Key, int]] = SimpleQueue()
+
+    def start(self, keys: Iterator[Key]) -> None:
+        self._transfer.fill(keys, lambda key, size: self._read.put((key, size)))
+
+    def sweep(self) -> None:
+        """Count what has come, for the layers: no request asked for it."""
+        while not self._read.empty():
+            key, size = self._read.get()
+            tally = self._telemetry.layers[key[0]]
+            tally.host_misses += 1
+            tally.read_bytes += size

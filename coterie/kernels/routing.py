@@ -1,0 +1,116 @@
+"""Which experts a row goes to and how much each counts: softmax over all, then the best few.
+
+`Router` is the rule with its product, native where that is compiled; `choose` is the plain twin,
+which also knows groups. Both give ids int32 on the CPU and weights fp32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coterie.kernels import abi
+from coterie.kernels.build import native
+from coterie.kernels.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Softmax over all experts, then the `top_k` best."""
+
+    top_k: int
+    # the chosen probabilities are divided by their sum
+    normalise: bool
+    scale: float = 1.0
+    # every chosen expert counts 1, whatever its probability (carved models)
+    equal: bool = False
+    # experts are picked from the `top_groups` groups that hold the best ones
+    groups: int = 1
+    top_groups: int = 1
+
+
+def choose(rule: Routing, logits: Tensor, penalty: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Ids int32 [T, K] on the CPU, weights fp32 [T, K] where the logits are."""
+    scores = torch.softmax(logits, dim=-1)
+    if penalty is not None:
+        scores = scores + penalty
+    if rule.groups > 1:
+        scores = _within_groups(rule, scores, penalty is not None)
+    weights, ids = torch.topk(scores, rule.top_k)
+    if rule.equal:
+        weights = torch.ones_like(weights)
+    elif rule.normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if rule.scale != 1.0:
+        weights = weights * rule.scale
+    return ids.to("cpu", torch.int32), weights
+
+
+def _within_groups(rule: Routing, scores: Tensor, penalised: bool) -> Tensor:
+    """0 outside the groups whose best experts are the best."""
+    grouped = scores.view(len(scores), rule.groups, -1)
+    chosen = torch.topk(grouped.amax(-1), rule.top_groups).indices
+    outside = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device)
+    outside.scatter_(1, chosen, False)
+    limited = grouped.masked_fill(outside[:, :, None], 0.0).view_as(scores)
+    return torch.where(scores < 0, scores, limited) if penalised else limited
+
+
+class Router:
+    """A router: its product, its rule, and what may not be picked."""
+
+    def __init__(self, rule: Routing, product: Linear, bias: Tensor | None = None) -> None:
+        self.routing, self.product, self._bias = rule, product, bias
+        # -2 for experts that are not there, 0 for the others
+        self._penalty: Tensor | None = None
+        # the native form; None: torch
+        self.route: abi.Route | None = None
+        library, matrix = native(), getattr(product, "matrix", None)
+        if library is not None and isinstance(matrix, abi.Matrix) and rule.groups == 1:
+            self._call = library.call.ct_route
+            self.route = self._native(matrix)
+
+    def exclude(self, absent: Sequence[int]) -> None:
+        """Never pick `absent`; the others keep the probabilities they had."""
+        penalty = torch.zeros(self.product.out_features)
+        penalty[list(absent)] = -2.0
+        self._penalty = penalty
+        if self.route is not None:
+            self.route.penalty = penalty.data_ptr()
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        if self.route is None:
+            return self._in_torch(hidden)
+        rows = hidden.float().contiguous()
+        ids = torch.empty(len(rows), self.routing.top_k, dtype=torch.int32)
+        weights = torch.empty(len(rows), self.routing.top_k)
+        self._call(
+            ctypes.byref(self.route),
+            rows.data_ptr(),
+            len(rows),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return ids, weights
+
+    def _in_torch(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.product(hidden.float())
+        if self._bias is not None:
+            logits = logits + self._bias
+        if self._penalty is not None:
+            self._penalty = self._penalty.to(logits.device)
+        return choose(self.routing, logits, self._penalty)
+
+    def _native(self, matrix: abi.Matrix) -> abi.Route:
+        rule = self.routing
+        if self._bias is not None:
+            self._bias = self._bias.float().contiguous()
+        bias = None if self._bias is None else self._bias.data_ptr()
+        return abi.Route(
+            ctypes.pointer(matrix), bias, None, rule.top_k, rule.normalise, rule.equal, rule.scale
+        )
