@@ -19,7 +19,7 @@ from coterie.cli.options import (
     token_ids,
 )
 from coterie.cli.report import render, report
-from coterie.cli.terminal import note
+from coterie.cli.terminal import narrate, note
 from coterie.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def open_llm(args: argparse.Namespace) -> LLM:
     from coterie.workers.embedded import LLM
 
+    narrate()
     return LLM(
         str(fetch(args.model)),
         dtype=args.dtype or "auto",

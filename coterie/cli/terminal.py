@@ -5,6 +5,7 @@ Progress goes to stderr, results to stdout. Uses rich for the bar when it is the
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import textwrap
@@ -22,6 +23,20 @@ def width() -> int:
 
 def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+class _Said(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        reason = getattr(record, "reason", None)
+        note(f"coterie: {record.getMessage()}" + (f": {reason}" if reason else ""))
+
+
+def narrate() -> None:
+    """Show what this process logs while it loads and runs a model, as plain lines."""
+    logger = logging.getLogger("coterie")
+    if not any(isinstance(handler, _Said) for handler in logger.handlers):
+        logger.addHandler(_Said())
+        logger.setLevel(logging.INFO)
 
 
 @contextmanager

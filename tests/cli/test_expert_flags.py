@@ -111,6 +111,19 @@ def test_report_fits_a_terminal(
         assert word in shown, word
 
 
+def test_what_is_decided_while_loading_is_said(
+    moe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budgets = ["--strategy", "persistent", "--cache-capacity", "4"]
+    broken = Path(moe) / "heatmaps" / "default.json"
+    broken.parent.mkdir()
+    broken.write_text("{}")
+    assert main(["run", moe, "--prompt", "hello", *ASKED, *budgets]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("coterie: persistent needs 24 slots and has 4") for line in said)
+    assert any(line.startswith("coterie: heatmap_ignored: ") and moe in line for line in said)
+
+
 def test_report_as_json(moe: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--strategy", "active_only", "--cache-capacity", "1", "--host-budget", "0",
              "--predict", "off"]  # fmt: skip
