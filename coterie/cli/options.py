@@ -47,7 +47,12 @@ def add_dispatch(parser: argparse.ArgumentParser) -> None:
     add("--strategy", type=strategy, metavar="NAME", help="NAME, PREFILL+DECODE or auto")
     add("--device-budget", type=budget, metavar="SIZE", help="6GB, or a share such as 25%%")
     add("--host-budget", type=budget, metavar="SIZE", help="RAM for experts; 0 = none")
-    add("--cache-capacity", type=count, metavar="N", help="experts on the device")
+    add(
+        "--cache-capacity",
+        type=count,
+        metavar="N",
+        help="experts on the device, instead of its budget",
+    )
     add("--warmup", choices=WARMUPS, help="before the first request (default: heatmap)")
     add("--workload", metavar="NAME", help="names the heatmap (default: default)")
     add("--predict", choices=PREDICTIONS, help="use of the next layer's guess (default: auto)")

@@ -85,7 +85,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     made = action("inspect", actions.inspect, "sizes, norms and counts of experts", _INSPECT)
     made.add_argument("store", metavar="STORE", help="a packed store, or any MoE model")
     made.add_argument("--layer", type=_number, metavar="N", help="one layer only")
-    made.add_argument("--heatmap", metavar="FILE", help="counts of a workload")
+    made.add_argument("--heatmap", metavar="FILE", help="counts (default: those beside the model)")
     made = action("verify", actions.verify, "read every expert and check it", _VERIFY)
     made.add_argument("store", metavar="STORE", help="a packed store, or any MoE model")
     made = action("prune", actions.prune, "drop experts a workload never used", _PRUNE)

@@ -95,7 +95,16 @@ def test_inspect_shows_one_layer_with_counts(model: Path, packed: Path, capsys: 
         norm = float(open_checkpoint(model).read(name).tensor.norm())
         assert shown["experts"][3]["norms"]["up"] == pytest.approx(norm)
     assert main(["store", "inspect", str(packed), "--layer", "1"]) == 0
-    assert "|down|" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "|down|" in text and "count" not in text
+    # what live traffic left beside the model is shown without being named
+    beside = packed / "heatmaps" / "default.json"
+    heatmap_file(beside, open_packed(packed).fingerprint, {2: 5})
+    assert main(["store", "inspect", str(packed), "--layer", "1"]) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[:4]] == [
+        "count", "0", "0", "5",
+    ]  # fmt: skip
+    shutil.rmtree(beside.parent)
     assert "layer 7 has no experts" in refused(capsys, "inspect", packed, "--layer", 7)
     foreign = heatmap_file(packed.with_name("other.json"), "other", {3: 7})
     assert "another fingerprint" in refused(capsys, "inspect", packed, "--heatmap", foreign)
