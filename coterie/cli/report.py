@@ -50,7 +50,7 @@ def _held(standing: Mapping[str, Any]) -> float:
 
 def _experts(used: Mapping[str, Any], standing: Mapping[str, Any]) -> list[tuple[str, str]]:
     device, host = standing["tiers"]["device"], standing["tiers"]["host"]
-    times = ("routing", "lookup", "io", "compute", "stall")
+    times = ("routing", "lookup", "compute", "stall")
     return [
         ("strategy", str(standing["strategy"])),
         (
@@ -65,7 +65,9 @@ def _experts(used: Mapping[str, Any], standing: Mapping[str, Any]) -> list[tuple
             f"computed here {used['host_runs']}; {nbytes(used['read_bytes'])} read from disk, "
             f"{host['evictions']} evictions",
         ),
+        # several reads are under way at once: their seconds may exceed the clock's
         ("time", ", ".join(f"{name} {seconds(used[f'{name}_s'])}" for name in times)),
+        ("io", f"{seconds(used['io_s'])} in all reads and copies, beside the above"),
         (
             "changes",
             f"updates {standing['dcu_calls']}, swaps {standing['swaps']}, "

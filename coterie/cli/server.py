@@ -133,6 +133,13 @@ def banner(url: str, pipeline: Pipeline) -> str:
         ]
         about = [known["dtype"], known["device"], f"context {known['max_model_len']}", *sizes]
         pairs.append(("model", f"{name} ({', '.join(about)})"))
+        experts = known.get("experts")
+        if experts:
+            held = f"{nbytes(experts['held_bytes'])} of {nbytes(experts['expert_bytes'])} in memory"
+            slots = f"{experts['device_slots']} device and {experts['host_slots']} host slots"
+            pairs.append(
+                ("experts", f"{experts['count']} by {experts['strategy']}: {slots}, {held}")
+            )
     model = next(iter(specialists))
     body = f'{{"model":"{model}","messages":[{{"role":"user","content":"Hello"}}]}}'
     command = f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
