@@ -59,7 +59,7 @@ def inspect(args: argparse.Namespace) -> int:
             f"layer {args.layer} has no experts; layers {layers[0]} to {layers[-1]} do",
             param="layer",
         )
-    heatmap = _heatmap(args.heatmap, store) if args.heatmap else None
+    heatmap = _counts(args.heatmap, store, fetch(args.store))
     wanted = [key for key in store.geometry.keys() if args.layer in (None, key[0])]  # noqa: SIM118
     with progress(f"reading {args.store}") as tick:
         found = list(look(store, wanted, heatmap, tick))
@@ -79,7 +79,7 @@ def inspect(args: argparse.Namespace) -> int:
     rows = []
     for f in found:
         row = [str(f.key[0]), str(f.key[1]), nbytes(f.nbytes)]
-        row += [f"{f.norms[part]:.4g}" for part in parts]
+        row += [f"{f.norms[part]:#.4g}" for part in parts]
         rows.append(row + ([] if f.count is None else [f"{f.count:.0f}"]))
     lines = [table(headers, rows)] if rows else ["no experts"]
     if absent:
@@ -224,23 +224,12 @@ def _packed(name: str) -> Path:
 
 
 def _store_of(checkpoint: Checkpoint, dtype: str, reads: str = "auto") -> Store:
-    from coterie.experts.geometry import Geometry
-    from coterie.experts.store import ExpertNames, open_store
+    from coterie.models.experts import open_layers
 
     spec = _spec(checkpoint)
-    moe = spec.moe
-    if moe is None:
+    if spec.moe is None:
         raise WeightsError(f"{checkpoint.path}: a dense model, which has no experts.")
-    return open_store(
-        checkpoint,
-        Geometry(moe.layers, moe.num_experts, moe.routing.top_k),
-        ExpertNames(moe.parts),
-        dtype,
-        reads,
-        hidden=spec.hidden,
-        intermediate=moe.intermediate,
-        gated=moe.gated,
-    )
+    return open_layers(checkpoint, spec.moe, spec.hidden, dtype, reads)
 
 
 def _spec(checkpoint: Checkpoint) -> ModelSpec:
@@ -256,6 +245,20 @@ def _groups(path: Path) -> Groups:
 
     moe = _spec(open_checkpoint(path)).moe
     return Groups(moe.routing.groups, moe.routing.top_groups) if moe else Groups()
+
+
+def _counts(given: str | None, store: Store, model: Path) -> Heatmap | None:
+    """The heatmap that was named, else the default workload's beside the model, if it fits."""
+    if given:
+        return _heatmap(given, store)
+    from coterie.workers.warmup import heatmap_path
+
+    usual = heatmap_path(model, store.fingerprint, "default")
+    try:
+        return _heatmap(str(usual), store) if usual.is_file() else None
+    except WeightsError as error:
+        note(f"coterie: {error.message}")
+        return None
 
 
 def _heatmap(path: str, store: Store) -> Heatmap:
