@@ -148,6 +148,10 @@ def declare(library: ctypes.CDLL) -> None:
         "ct_weight_offset": (c_int32, []),
         "ct_packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
         "ct_pack": (None, [c_int32, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
+        "ct_quantise": (
+            None,
+            [c_int32, c_int64, c_void_p, c_int32, *[c_void_p] * 3, c_int64],
+        ),
         "ct_linear": (None, [POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64]),
         "ct_attention": (
             None,

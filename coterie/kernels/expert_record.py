@@ -17,7 +17,8 @@ from torch.nn import functional
 from coterie.core.errors import InternalError
 from coterie.kernels.build import native
 from coterie.kernels.expert_layout import GROUP, PANEL, ExpertLayout, PartPlace
-from coterie.weights.quantize import DTYPES, Blocks, Dense, Int4, Int8, Weight, convert, dense
+from coterie.kernels.quantise import rounded
+from coterie.weights.quantize import DTYPES, Blocks, Dense, Int4, Int8, Weight, dense
 
 # int8 and int4: bytes of q, then fp16 scales (and minima) of one group of one panel
 _Q_BYTES = {"int8": 512, "int4": 256}
@@ -73,7 +74,7 @@ def _write(place: PartPlace, value: Weight | Tensor, out: Tensor) -> None:
         out.view(torch.float32).copy_(value)
         return
     _expect(place, value.shape == (place.rows, place.columns))
-    weight = convert(value, place.kind) if place.kind in DTYPES else value
+    weight = rounded(value, place.kind) if place.kind in DTYPES else value
     _expect(place, _kind(weight) == place.kind)
     if isinstance(weight, Blocks):
         out.copy_(weight.data.reshape(-1))

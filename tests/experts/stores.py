@@ -15,10 +15,11 @@ from torch import Tensor
 from coterie.experts.geometry import Geometry, Key
 from coterie.experts.store import ExpertNames, Store, open_store
 from coterie.kernels.expert_record import unpack_record
+from coterie.kernels.quantise import rounded
 from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint, open_checkpoint
 from coterie.weights.gguf import read_gguf
 from coterie.weights.gguf_tensors import map_file
-from coterie.weights.quantize import Dense, convert, dense
+from coterie.weights.quantize import Dense, dense
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "weights"))
 from gguf_files import add_tensor, finish
@@ -120,7 +121,7 @@ def expect(store: Store, weights: Weights, dtype: str = "auto") -> None:
     for key in store.geometry.keys():  # noqa: SIM118
         found = parts_of(store, key)
         for part, tensor in weights[key].items():
-            wanted = tensor.float() if tensor.ndim == 1 else dense(convert(Dense(tensor), dtype))
+            wanted = tensor.float() if tensor.ndim == 1 else dense(rounded(Dense(tensor), dtype))
             assert torch.equal(found[part], wanted), (key, part)
 
 
