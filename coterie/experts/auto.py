@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from coterie.experts.budget import AUTO_SHARE
 from coterie.experts.machine import load
 from coterie.experts.measure import Place, ensure, identity, profile_name
 from coterie.experts.opening import needs_of, sizes_of
-from coterie.experts.planner import Case, Choice, Division, Subject, choose
+from coterie.experts.planner import Case, Choice, Subject, choose, divisions
 from coterie.experts.workload import assumed, from_heatmap
 
 if TYPE_CHECKING:
@@ -23,10 +24,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def chooser(store: Store, settings: DispatchSettings, site: Site) -> str:
-    """The strategy's name. Measures the machine when it never was (a few seconds), unless nothing
-    has to move anyway."""
-    return resting_place(store, settings, site) or choice(store, settings, site).strategy
+def chooser(store: Store, settings: DispatchSettings, site: Site) -> DispatchSettings:
+    """The settings with a strategy, and with the division of memory it was chosen for. Measures the
+    machine when it never was (a few seconds), unless nothing has to move anyway."""
+    resting = resting_place(store, settings, site)
+    if resting is not None:
+        return replace(settings, strategy=resting)
+    best = choice(store, settings, site)
+    return replace(
+        settings,
+        strategy=best.strategy,
+        device_budget=best.device_budget,
+        host_budget=best.host_budget,
+    )
 
 
 def resting_place(store: Store, settings: DispatchSettings, site: Site) -> str | None:
@@ -48,9 +58,11 @@ def choice(store: Store, settings: DispatchSettings, site: Site) -> Choice:
         work = from_heatmap(known, "drawn from the recorded heatmap")
     else:
         work = assumed(store.geometry)
-    case = Case(Subject(store.geometry, sizes_of(store)), machine, profile_name(store, place), work)
-    best = choose(case, [Division(settings, needs_of(set(), site))])
-    _log.info("strategy %s", best.reason)
+    name = profile_name(store, place)
+    pace = machine.backbones.get(name)
+    case = Case(Subject(store.geometry, sizes_of(store), backbone=pace), machine, name, work)
+    best = choose(case, divisions(settings, needs_of(set(), site)))
+    _log.info("strategy %s%s", best.reason, "" if pace else " (experts alone, without attention)")
     return best
 
 

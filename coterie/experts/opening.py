@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 _HOST = frozenset({"cpu_only", "hot_cached_static"})
 _NO_DEVICE = frozenset({"cpu_only"})
 
-# what `auto` runs: (store, settings, site) -> a strategy's name
-Chooser = Callable[["Store", "DispatchSettings", "Site"], str]
+# what `auto` runs: (store, settings, site) -> settings that name a strategy and its budgets
+Chooser = Callable[["Store", "DispatchSettings", "Site"], "DispatchSettings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ class Parts:
 
 
 def prepare(store: Store, settings: DispatchSettings, site: Site) -> Parts:
-    text = choose_strategy(store, settings, site)
+    settings = choose_strategy(store, settings, site)
+    text = settings.strategy
     names = {choice.name for choice in parse(text)}
     tiers = size_tiers(settings, sizes_of(store), needs_of(names, site))
     text = _that_fits(text, store, tiers)
@@ -90,13 +91,14 @@ def prepare(store: Store, settings: DispatchSettings, site: Site) -> Parts:
     )
 
 
-def choose_strategy(store: Store, settings: DispatchSettings, site: Site) -> str:
+def choose_strategy(store: Store, settings: DispatchSettings, site: Site) -> DispatchSettings:
     if settings.strategy != "auto":
-        return settings.strategy
+        return settings
     if site.chooser is not None:
         return site.chooser(store, settings, site)
     limited = settings.device_budget or settings.cache_capacity
-    return "adaptive" if limited or site.device.type == "cuda" else "cpu_only"
+    name = "adaptive" if limited or site.device.type == "cuda" else "cpu_only"
+    return replace(settings, strategy=name)
 
 
 def sizes_of(store: Store) -> ExpertSizes:
