@@ -16,6 +16,7 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from weights.gguf_files import random_blocks
 
 ARCHITECTURES = {
     "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
@@ -29,7 +30,8 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 def write_twins(
     source: Path, folder: Path, kind: str, *, split_kv: bool = False
 ) -> tuple[Path, Path]:
-    """`folder`/model.gguf at `kind` (F32 or Q8_0), and a directory of the values that are in it."""
+    """`folder`/model.gguf at `kind` (F32, Q8_0, or Q4_K_M: experts of random Q4_K and Q6_K blocks,
+    the rest in Q8_0), and a directory of the values that are in it."""
     config = json.loads((source / "config.json").read_text())
     tensors = {k: v.numpy() for k, v in load_file(source / "model.safetensors").items()}
     architecture = ARCHITECTURES[config["architectures"][0]]
@@ -39,13 +41,13 @@ def write_twins(
     _add_metadata(writer, config, split_kv)
     twin: dict[str, np.ndarray] = {}
     for name, values in _stacked(tensors).items():
-        kept = _rounded(values, kind)
+        kept = _rounded(values, _type_of(name, kind))
         for single, part in _unstacked(name, kept):
             twin[single] = part
         for stored_name, stored in _converted(name, kept, config, split_kv):
             found = names.get_name(stored_name, try_suffixes=(".weight", ".bias"))
             assert found, stored_name
-            _add(writer, found, stored, kind)
+            _add(writer, found, stored, _type_of(name, kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -76,11 +78,26 @@ def _unstacked(name: str, values: np.ndarray) -> list[tuple[str, np.ndarray]]:
     return [(name.replace(".experts.", f".experts.{i}."), one) for i, one in enumerate(values)]
 
 
+def _type_of(name: str, kind: str) -> str:
+    if kind != "Q4_K_M":
+        return kind
+    if ".experts." not in name:
+        return "Q8_0"
+    return "Q6_K" if "down_proj" in name else "Q4_K"
+
+
 def _rounded(values: np.ndarray, kind: str) -> np.ndarray:
     if kind == "F32" or values.ndim < 2 or values.shape[-1] % 32:
         return values
-    quantised = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
-    return gguf.quants.dequantize(quantised, gguf.GGMLQuantizationType[kind])
+    return gguf.quants.dequantize(_quantised(values, kind), gguf.GGMLQuantizationType[kind])
+
+
+def _quantised(values: np.ndarray, kind: str) -> np.ndarray:
+    if not kind.endswith("_K"):
+        return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+    # the package only reads these: blocks drawn by the tensor's size, whatever its values
+    raw = random_blocks(values.reshape(-1, values.shape[-1]), kind)
+    return raw.reshape(*values.shape[:-1], -1)
 
 
 def _converted(
@@ -105,7 +122,7 @@ def _add(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> N
         writer.add_tensor(name, values.astype(np.float32))
         return
     raw_type = gguf.GGMLQuantizationType[kind]
-    writer.add_tensor(name, gguf.quants.quantize(values, raw_type), raw_dtype=raw_type)
+    writer.add_tensor(name, _quantised(values, kind), raw_dtype=raw_type)
 
 
 def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], split_kv: bool) -> None:

@@ -70,3 +70,24 @@ def test_greedy_tokens_are_those_of_the_twin(case: str, kind: str, tmp_path: Pat
     assert error.median() < (1e-5 if kind == "F32" else 0.02)
     for model in (mine, theirs, kept):
         model.close()
+
+
+def test_k_quants_run_as_they_are_stored(tmp_path: Path) -> None:
+    """Experts of Q4_K and Q6_K, through slots that hold few of them: the blocks' own values."""
+    widths = {"hidden_size": 256, "moe_intermediate_size": 256}
+    source = tiny_checkpoint("qwen3_moe", norm_topk_prob=True, **widths)
+    path, twin = write_twins(source, tmp_path, "Q4_K_M")
+    settings = DispatchSettings("lru", cache_capacity=5, host_budget="0", predict="off")
+    stored = load_model(open_checkpoint(path), dispatch=settings)
+    assert stored.experts is not None
+    assert stored.experts.parts.store.layout(1).kinds == ("q4_k", "q4_k", "q6_k")
+    # 4.5, 4.5 and 6.5625 bits a weight, in whole pages
+    assert stored.experts.parts.store.slot_bytes <= 256 * 256 * 15.5625 / 8 + 4096
+    plain, wide = loaded(path, "fp32"), loaded(twin, "fp32")
+    ids = torch.randint(4, 384, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    want = prompt_logits(wide, ids, 20)
+    assert (prompt_logits(plain, ids, 20) - want).abs().max() < 1e-4 * want.abs().max()
+    error = (prompt_logits(stored, ids, 20) - want).norm(dim=1) / want.norm(dim=1)
+    assert error.median() < 0.02
+    for model in (stored, plain, wide):
+        model.close()
