@@ -50,6 +50,7 @@ def _held(standing: Mapping[str, Any]) -> float:
 
 def _experts(used: Mapping[str, Any], standing: Mapping[str, Any]) -> list[tuple[str, str]]:
     device, host = standing["tiers"]["device"], standing["tiers"]["host"]
+    guessed = [("guesses", _guesses(standing["prediction"]))]
     times = ("routing", "lookup", "compute", "stall")
     return [
         ("strategy", str(standing["strategy"])),
@@ -73,7 +74,18 @@ def _experts(used: Mapping[str, Any], standing: Mapping[str, Any]) -> list[tuple
             f"updates {standing['dcu_calls']}, swaps {standing['swaps']}, "
             f"fallback rate {100 * used['fallback_rate']:.1f}%",
         ),
+        *(guessed if standing["prediction"]["predictions"] else []),
     ]
+
+
+def _guesses(known: Mapping[str, Any]) -> str:
+    """How the next layer's experts were foretold, and what that was used for."""
+    why = f"; off: {known['why_off']}" if known["why_off"] else ""
+    return (
+        f"{100 * known['slot_overlap']:.0f}% of experts, {100 * known['exact_match']:.0f}% of "
+        f"layers exactly; {known['prefetched']} fetched ahead, {known['useful_prefetches']} of "
+        f"them used{why}"
+    )
 
 
 def seconds(value: float) -> str:

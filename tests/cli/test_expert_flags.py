@@ -111,6 +111,16 @@ def test_report_fits_a_terminal(
         assert word in shown, word
 
 
+def test_report_tells_how_good_guesses_were(moe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    budgets = ["--strategy", "adaptive", "--cache-capacity", "6", "--host-budget", "0"]
+    asked = ["run", moe, "--prompt", "hello", *ASKED, *budgets, "--report", "--predict"]
+    assert main([*asked, "prefetch"]) == 0
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "guesses " in shown and "% of layers exactly" in shown and "fetched ahead" in shown
+    assert main([*asked, "off"]) == 0
+    assert "guesses" not in capsys.readouterr().err
+
+
 def test_what_is_decided_while_loading_is_said(
     moe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
