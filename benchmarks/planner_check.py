@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from coterie.core.dispatch import DispatchSettings, ExpertUsage
 from coterie.experts.auto import known_costs
@@ -29,7 +28,6 @@ from coterie.experts.heatmap import Heatmap
 from coterie.experts.machine import to_json
 from coterie.experts.planner import PlanRow, forecast_row
 from coterie.experts.runtime import ExpertRuntime, open_experts
-from coterie.experts.step import ExpertStep
 from coterie.experts.trace import Trace
 from coterie.experts.workload import Workload
 from coterie.models.base import CausalLM, load_model
@@ -68,35 +66,11 @@ class Measured:
 class Switch:
     """Experts that can be exchanged under one loaded backbone."""
 
-    wants_hints = False
-
     def __init__(self, wanted: ExpertsWanted) -> None:
-        self.geometry = wanted.geometry()
-        self.current: ExpertRuntime | NoExperts = NoExperts(self.geometry)
+        self.current: ExpertRuntime | NoExperts = NoExperts(wanted.geometry())
 
-    def run(self, step: ExpertStep) -> Tensor:
-        return self.current.run(step)
-
-    def groups(self, phase: str) -> tuple[tuple[int, ...], ...] | None:
-        return self.current.groups(phase)
-
-    def load_group(self, index: int) -> None:
-        self.current.load_group(index)
-
-    def hint(self, layer: int, predicted: Tensor) -> None:
-        self.current.hint(layer, predicted)
-
-    def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
-        return self.current.end_step()
-
-    def update(self) -> None:
-        self.current.update()
-
-    def report(self) -> dict[str, Any]:
-        return self.current.report()
-
-    def close(self) -> None:
-        self.current.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.current, name)
 
 
 class Bench:
@@ -106,7 +80,7 @@ class Bench:
         self.model = self._load()
 
     def _load(self) -> CausalLM:
-        def place(wanted: ExpertsWanted) -> Switch:
+        def place(wanted: ExpertsWanted) -> Any:
             self.switch = Switch(wanted)
             return self.switch
 
@@ -154,6 +128,14 @@ class Bench:
         self.switch.update()
         return taken[0]
 
+    def _settle(self, runtime: ExpertRuntime) -> None:
+        """What is read in the background after a warm-up is no part of any token."""
+        parts, deadline = runtime.parts, time.monotonic() + 60
+        if parts.host.complete and parts.strategies["decode"].settled():
+            while runtime.resident("decode") is None and time.monotonic() < deadline:
+                self._between()
+                time.sleep(0.02)
+
     def record(self) -> Trace:
         """Requests at full residency: the first for warming up, the others to be counted."""
         runtime = self.open(Config("cpu_only", "", "100%"), None)
@@ -167,7 +149,9 @@ class Bench:
         """Other texts than the trace's, in the same number."""
         runtime = self.open(config, heatmap)
         try:
-            _, *taken = [self.request(1000 + seed) for seed in range(self.args.requests + 1)]
+            self.request(1000)
+            self._settle(runtime)
+            taken = [self.request(1001 + seed) for seed in range(self.args.requests)]
         finally:
             runtime.close()
         return Measured(

@@ -47,6 +47,8 @@ class Outcome:
     prefetch_hits: int = 0
     misses: int = 0
     host_runs: int = 0
+    # steps that ran all layers in one call
+    rides: int = 0
     # records to the device, and from disk
     moved: int = 0
     read: int = 0
@@ -74,6 +76,12 @@ class Outcome:
             self.limit_s += prices.limit_s(turn)
             self.moved += turn.loads
             self.read += turn.from_disk + turn.host_reads
+
+    def add_resident(self, turns: Iterable[Turn], prices: Prices) -> None:
+        """A layer of a step that runs in one call: nobody is asked, nothing moves."""
+        for turn in turns:
+            self.seconds += prices.resident_s(turn)
+            self.limit_s += prices.limit_s(turn)
 
     def add_beside(self, turn: Turn, prices: Prices) -> float:
         """Loads in the background: they take cores from whatever runs. Answers their own time."""
@@ -104,6 +112,10 @@ class Prices:
         if self.machine.is_cuda:
             return max(moving + last, device, host, reading) + self.handling_s(turn)
         return max(moving + reading + last, device + host + self.handling_s(turn))
+
+    def resident_s(self, turn: Turn) -> float:
+        """Experts inside a call that is under way anyway."""
+        return sum(map(self.profile.host.at, turn.resident + turn.host))
 
     def layer_s(self, turns: Sequence[Turn]) -> float:
         """The runtime's own time for a layer of these turns."""

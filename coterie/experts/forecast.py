@@ -16,7 +16,7 @@ from coterie.experts.demand import classify, first_uses
 from coterie.experts.dispatch.base import Demand, Scene, Strategy
 from coterie.experts.dispatch.table import build, resolve
 from coterie.experts.geometry import Geometry, Key
-from coterie.experts.machine import Curve
+from coterie.experts.machine import Pace
 from coterie.experts.residency import Residency
 from coterie.experts.trace import Trace, TraceStep
 from coterie.experts.workload import Workload, tokens_of
@@ -31,8 +31,8 @@ class Outlook:
     geometry: Geometry
     tiers: TierSlots
     prices: Prices
-    # seconds of a step without experts, by rows; and what its bytes need at best
-    backbone: Curve
+    # a step without experts; and what its bytes need at best
+    backbone: Pace
     backbone_limit_s: float = 0.0
 
 
@@ -67,7 +67,8 @@ class _Walk:
         self.outlook, self.prices = outlook, outlook.prices
         self.slots, self.shelf = Residency(outlook.tiers.device), HostShelf(outlook.tiers.host)
         can_run = outlook.tiers.host > 0
-        costs = self.prices.profile.costs(can_run)
+        share = outlook.tiers.host / outlook.geometry.total
+        costs = self.prices.profile.costs().with_host(share)
         scene = Scene(outlook.geometry, self.slots, load.heatmap, costs, can_run)
         self.prefill, self.decode = build(text, scene)
         self.both = tuple(dict.fromkeys((self.prefill, self.decode)))
@@ -79,27 +80,42 @@ class _Walk:
 
     def step(self, step: TraceStep, outcome: Outcome) -> None:
         strategy = self.prefill if step.phase == "prefill" else self.decode
-        groups = strategy.groups() if step.phase == "prefill" else None
+        rides = self._rides(strategy)
+        groups = strategy.groups() if step.phase == "prefill" and not rides else None
         # a group is computed while it is loaded: the longer of the two is its time
         arrives_s = 0.0
         for group, visit in step.walk(groups):
             if group is not None:
                 outcome.seconds = max(outcome.seconds, arrives_s)
                 arrives_s = outcome.seconds + self._load(strategy.load_group(group), outcome)
-            self._layer(strategy, visit.demand, outcome)
+            self._layer(strategy, visit.demand, outcome, rides)
         outcome.seconds = max(outcome.seconds, arrives_s)
         if step.phase == "decode":
             # as the engine: between tokens
             for each in self.both:
                 self._load(each.update(), outcome)
-        _end_step(step, self.outlook, outcome)
+        _end_step(step, self.outlook, outcome, rides)
 
-    def _layer(self, strategy: Strategy, demand: Demand, outcome: Outcome) -> None:
+    def _rides(self, strategy: Strategy) -> bool:
+        """As `resident.find_resident`: nothing left to decide, and all bytes in one memory."""
+        tiers, total = self.outlook.tiers, self.outlook.geometry.total
+        if self.outlook.backbone.express is None or not strategy.settled():
+            return False
+        if all(each.settled() for each in self.both):
+            return max(tiers.host, tiers.device) >= total
+        # what the device holds for good has no copy in host memory
+        pinned = tiers.device >= total or any(map(self.slots.is_pinned, self.slots.keys()))
+        return tiers.host >= total and not pinned
+
+    def _layer(self, strategy: Strategy, demand: Demand, outcome: Outcome, rides: bool) -> None:
         first = first_uses(self.slots, demand)
         waves = strategy.decide(demand)
         turns = [turn_of(wave, demand, self.shelf) for wave in waves]
-        outcome.add(turns, self.prices)
-        outcome.seconds += self.prices.layer_s(turns)
+        if rides:
+            outcome.add_resident(turns, self.prices)
+        else:
+            outcome.add(turns, self.prices)
+            outcome.seconds += self.prices.layer_s(turns)
         classes = classify(demand, waves, first)
         outcome.hits += len(classes.hits)
         outcome.prefetch_hits += len(classes.early)
@@ -153,10 +169,13 @@ def _price_evenly(outlook: Outlook, steps: Sequence[TraceStep], outcome: Outcome
         _end_step(step, outlook, outcome)
 
 
-def _end_step(step: TraceStep, outlook: Outlook, outcome: Outcome) -> None:
+def _end_step(step: TraceStep, outlook: Outlook, outcome: Outcome, rides: bool = False) -> None:
     outcome.steps += 1
+    outcome.rides += rides
+    pace = outlook.backbone
+    curve = pace.express if rides and pace.express else pace.walk
     for chunk in step.chunks:
         tokens = tokens_of(chunk, outlook.geometry.top_k)
         outcome.tokens += tokens
-        outcome.seconds += outlook.backbone.at(tokens)
+        outcome.seconds += curve.at(tokens)
         outcome.limit_s += outlook.backbone_limit_s

@@ -21,7 +21,7 @@ from coterie.experts.dispatch.base import Costs
 from coterie.weights.home import state_dir
 
 # a file of another version is measured again
-VERSION = 2
+VERSION = 3
 # machines change (a neighbour moves in, a disk fills): measured again after this
 STALE_AFTER_S = 30 * 24 * 3600.0
 
@@ -82,10 +82,20 @@ class Profile:
     host_call_s: float = 0.0
     device_call_s: float = 0.0
 
-    def costs(self, host_holds: bool = True) -> Costs:
+    def costs(self) -> Costs:
         """What a strategy's pay-back test reads."""
-        upload = self.link.each_s if host_holds else self.read.each_s
-        return Costs(upload, self.device.at(1), self.host.at(1), self.read.each_s)
+        link, read = self.link.each_s, self.read.each_s
+        return Costs(link, self.device.at(1), self.host.at(1), read)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds of a model's step without its experts, by rows."""
+
+    # layer by layer, the runtime asked at each
+    walk: Curve
+    # all layers in one native call, as while nothing moves; None: this model cannot
+    express: Curve | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +110,8 @@ class Machine:
     load_s: float = 0.0
     both_s: float = 0.0
     profiles: Mapping[str, Profile] = field(default_factory=dict)
-    # model fingerprint -> seconds of a step without its experts, by rows
-    backbones: Mapping[str, Curve] = field(default_factory=dict)
+    # by the names of `profiles`
+    backbones: Mapping[str, Pace] = field(default_factory=dict)
 
     @property
     def is_cuda(self) -> bool:
@@ -110,8 +120,8 @@ class Machine:
     def with_profile(self, name: str, profile: Profile) -> Machine:
         return replace(self, profiles={**self.profiles, name: profile})
 
-    def with_backbone(self, name: str, curve: Curve) -> Machine:
-        return replace(self, backbones={**self.backbones, name: curve})
+    def with_backbone(self, name: str, pace: Pace) -> Machine:
+        return replace(self, backbones={**self.backbones, name: pace})
 
 
 def stale(machine: Machine, now: Identity) -> str:
@@ -156,7 +166,7 @@ def from_json(data: Mapping[str, Any]) -> Machine:
     fields = {name: value for name, value in data.items() if name != "version"}
     fields["identity"] = Identity(**data["identity"])
     fields["profiles"] = {name: _profile(value) for name, value in data["profiles"].items()}
-    fields["backbones"] = {name: _curve(value) for name, value in data["backbones"].items()}
+    fields["backbones"] = {name: _pace(value) for name, value in data["backbones"].items()}
     return Machine(**fields)
 
 
@@ -164,6 +174,10 @@ def _profile(data: Mapping[str, Any]) -> Profile:
     moves = {name: Move(**data[name]) for name in ("read", "link")}
     curves = {name: _curve(data[name]) for name in ("host", "device")}
     return Profile(**{**data, **moves, **curves})
+
+
+def _pace(data: Mapping[str, Any]) -> Pace:
+    return Pace(_curve(data["walk"]), _curve(data["express"]) if data["express"] else None)
 
 
 def _curve(data: Mapping[str, Any]) -> Curve:

@@ -22,12 +22,11 @@ from torch import Tensor
 from coterie.experts import machine as kept
 from coterie.experts.machine import Curve, Identity, Machine, Move, Profile
 from coterie.experts.overhead import measure_overhead
+from coterie.experts.stock import COLD_BYTES, sample_record
 from coterie.experts.transfer import DEPTH
 from coterie.kernels.build import native
 from coterie.kernels.expert_layout import ExpertLayout
 from coterie.kernels.expert_mlp import run_experts
-from coterie.kernels.expert_record import pack_record
-from coterie.weights.quantize import Dense, Weight, convert
 
 if TYPE_CHECKING:
     from coterie.experts.store import Store
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 ROWS = (1, 4, 16, 64)
-# past every cache; a smaller set of experts than this is measured as it is
-COLD_BYTES = 192 << 20
+# what measuring takes, roughly: told to whoever waits
+SECONDS = 4.0
 _DRAM_BYTES = 256 << 20
 _EXPERTS_PER_CALL = 8
 
@@ -57,18 +56,25 @@ class Place:
             torch.cuda.synchronize(self.device)
 
 
-def ensure(store: Store, place: Place, *, again: bool = False, say: Say | None = None) -> Machine:
-    """This machine with a profile of `store`'s records: from the kept file, else measured now."""
+def ensure(
+    store: Store,
+    place: Place,
+    *,
+    again: bool = False,
+    say: Say | None = None,
+    more_s: float = 0.0,
+) -> Machine:
+    """This machine with a profile of `store`'s records: from the kept file, else measured now.
+    `more_s`: what the caller is going to measure behind it."""
     say = say or _quiet
     who = identity(place)
     known = None if again else kept.load(who)
     name = profile_name(store, place)
     if known is not None and name in known.profiles:
         return known
+    say(f"measuring this machine, once, about {SECONDS + more_s:.0f} s")
     if known is None:
-        say("measuring this machine (once): memory, runtime")
         known = measure_machine(who, place)
-    say("measuring this machine (once): disk, link, expert kernels")
     known = known.with_profile(name, measure_profile(store, place))
     kept.save(known)
     return known
@@ -101,7 +107,7 @@ def measure_profile(store: Store, place: Place) -> Profile:
     layout = store.layout(store.geometry.layers[0])
     size = store.slot_bytes
     count = max(2, min(COLD_BYTES // size, store.geometry.total))
-    record = _sample_record(layout, size)
+    record = sample_record(layout, size)
     bank = [record.clone() for _ in range(count)]
     read = measure_reads(store, bank)
     for slot in bank:
@@ -216,19 +222,6 @@ def _run_s(
         run_experts(layout, hidden, ids, taken.take(experts), out, threads)
 
     return low(_times(run, place, repeats))
-
-
-def _sample_record(layout: ExpertLayout, size: int) -> Tensor:
-    """One expert of small random weights, laid out as the kernels want it."""
-    record = torch.zeros(size, dtype=torch.uint8)
-    drawn = torch.Generator().manual_seed(0)
-    parts: dict[str, Weight | Tensor] = {}
-    for part in layout.parts():
-        shape = (part.rows, part.columns) if part.columns else (part.rows,)
-        values = torch.randn(shape, generator=drawn) * 0.02
-        parts[part.name] = values if not part.columns else convert(Dense(values), part.kind)
-    pack_record(layout, parts, record)
-    return record
 
 
 def _times(run: Callable[[], object], place: Place, repeats: int) -> list[float]:

@@ -68,11 +68,12 @@ def prepare(store: Store, settings: DispatchSettings, site: Site) -> Parts:
     tiers = size_tiers(settings, sizes_of(store), needs_of(names, site))
     text = _that_fits(text, store, tiers)
     slots = Residency(tiers.device)
+    costs = site.costs or guessed_costs(store, site.device)
     scene = Scene(
         geometry=store.geometry,
         slots=slots,
         heatmap=site.heatmap,
-        costs=site.costs or guessed_costs(store, site.device),
+        costs=costs.with_host(tiers.host / store.geometry.total),
         host_can_run=tiers.host > 0,
         deterministic=settings.deterministic,
     )

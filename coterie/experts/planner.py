@@ -16,11 +16,10 @@ from coterie.core.errors import ConfigError
 from coterie.core.settings import parse_bytes
 from coterie.experts.budget import AUTO_SHARE, ExpertSizes, Needs, TierSlots, size_tiers
 from coterie.experts.cost import Outcome, Prices
-from coterie.experts.dispatch.base import Costs
 from coterie.experts.dispatch.table import STRATEGIES, parse
 from coterie.experts.forecast import BELADY, Forecast, Outlook, forecast, optimum
 from coterie.experts.geometry import Geometry
-from coterie.experts.machine import Curve, Machine
+from coterie.experts.machine import Curve, Machine, Pace
 from coterie.experts.workload import Workload
 
 # predictions closer than this are the same speed
@@ -44,8 +43,8 @@ class Subject:
     kv_token_bytes: int = 0
     # tokens of one context, whose KV is reserved before any expert
     context: int = 0
-    # seconds of a step without experts, by rows; None = estimated from its bytes
-    backbone: Curve | None = None
+    # a step without experts; None = estimated from its bytes
+    backbone: Pace | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -112,6 +111,8 @@ class PlanRow:
     moved_bytes_per_token: float
     read_bytes_per_token: float
     kv_tokens: int
+    # whether decoding runs all layers in one call: there is nothing to decide or to move
+    one_call: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,20 +142,20 @@ class Case:
         subject, machine, part = self.subject, self.machine, self.every
         prices = Prices(machine, machine.profiles[self.profile], tiers.host > 0)
         least_s = subject.backbone_bytes / machine.device_bytes_s
-        pace = backbone_curve(subject, machine)
-        curve = Curve(pace.rows, tuple(seconds / part for seconds in pace.seconds))
-        slots = TierSlots(-(-tiers.device // part), -(-tiers.host // part))
-        return Outlook(self.load.geometry, slots, prices, curve, least_s / part)
+        pace = backbone_pace(subject, machine)
+        pace = Pace(_part(pace.walk, part), pace.express and _part(pace.express, part))
+        slots = TierSlots(self._slots(tiers.device), self._slots(tiers.host))
+        return Outlook(self.load.geometry, slots, prices, pace, least_s / part)
+
+    def _slots(self, count: int) -> int:
+        """The same share of the layers that are replayed; all of them when it is all."""
+        return -(-count * self.load.geometry.total // self.subject.geometry.total)
 
     def quick(self, demands: int) -> Case:
         """The same on fewer layers and a part of the workload."""
         every = max(1, len(self.subject.geometry.layers) // QUICK_LAYERS)
         load = self.load.thinned(every).shortened(demands)
         return replace(self, load=load, every=every)
-
-    def costs(self, host_holds: bool) -> Costs:
-        """What strategies weigh a move against on this machine."""
-        return self.machine.profiles[self.profile].costs(host_holds)
 
 
 def plan(case: Case, ways: Sequence[Division]) -> list[PlanRow]:
@@ -219,13 +220,17 @@ def as_json(rows: Sequence[PlanRow], choice: Choice) -> dict[str, Any]:
     return {"rows": [asdict(row) for row in rows], "choice": asdict(choice)}
 
 
-def backbone_curve(subject: Subject, machine: Machine) -> Curve:
+def _part(curve: Curve, part: int) -> Curve:
+    return Curve(curve.rows, tuple(seconds / part for seconds in curve.seconds))
+
+
+def backbone_pace(subject: Subject, machine: Machine) -> Pace:
     """Measured through the model, else its bytes at the device's rate (rows cost alike: the
     estimate is of the reading alone)."""
     if subject.backbone is not None:
         return subject.backbone
     seconds = subject.backbone_bytes / machine.device_bytes_s
-    return Curve((1, 64), (seconds, seconds * 4))
+    return Pace(Curve((1, 64), (seconds, seconds * 4)))
 
 
 def _forecasts(case: Case, division: Division, best: int) -> list[Forecast]:
@@ -273,6 +278,7 @@ def _row(case: Case, division: Division, outcome: Forecast) -> PlanRow:
         moved_bytes_per_token=part * _per_token(outcome.decode.moved, outcome.decode, sizes),
         read_bytes_per_token=part * _per_token(outcome.decode.read, outcome.decode, sizes),
         kv_tokens=room // subject.kv_token_bytes if subject.kv_token_bytes else 0,
+        one_call=outcome.decode.rides > 0,
     )
 
 

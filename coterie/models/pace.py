@@ -1,26 +1,33 @@
 """How long a model's step takes without its experts: measured, through the model itself.
 
 Loads everything but the routed experts and walks the layers with experts that answer nothing. What
-remains is attention, routers, the head, and the walk. Knows no strategy and no tier.
+remains is attention, routers, the head, and the walk. Then, where the model can, all layers in one
+call over records that mean nothing, whose price is taken off. Knows no strategy and no tier.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from coterie.core.dispatch import ExpertUsage
-from coterie.experts.machine import Curve
+from coterie.experts.machine import Curve, Pace
+from coterie.experts.resident import demands
+from coterie.experts.stock import Stock
 from coterie.kernels.batch import AttentionBatch
 from coterie.models.base import load_model
 
 if TYPE_CHECKING:
     from coterie.experts.geometry import Geometry
+    from coterie.experts.resident import Resident
     from coterie.experts.step import ExpertStep
+    from coterie.experts.store import Store
     from coterie.models.base import CausalLM
     from coterie.models.experts import ExpertsWanted
     from coterie.weights.checkpoint import Checkpoint
@@ -44,6 +51,9 @@ class NoExperts:
         self.away_s = 0.0
         self._bank = torch.empty(0)
         self._next = 0
+        # as if all experts were in memory, and what the last step asked of them
+        self.stock: Stock | None = None
+        self.routed: Tensor | None = None
 
     def run(self, step: ExpertStep) -> Tensor:
         if self.layer_bytes and not step.hidden.is_cuda:
@@ -60,11 +70,11 @@ class NoExperts:
         self._bank[self._next : self._next + count].sum()
         self._next += count
 
-    def resident(self, phase: str) -> None:
-        """Every layer asks, so that what lies between the experts is all that is measured."""
+    def resident(self, phase: str) -> Resident | None:
+        return self.stock.resident if self.stock is not None else None
 
-    def ran(self, found: object, routed: Tensor, owners: Tensor | None, seconds: float) -> None:
-        """Never called: nothing is resident."""
+    def ran(self, found: Resident, routed: Tensor, owners: Tensor | None, seconds: float) -> None:
+        self.routed = routed
 
     def groups(self, phase: str) -> tuple[tuple[int, ...], ...] | None:
         return None
@@ -131,28 +141,54 @@ def load_backbone(checkpoint: Checkpoint, dtype: str, device: str) -> CausalLM:
     return load_model(checkpoint, dtype=dtype, device=device, experts=none)
 
 
-def measure_backbone(model: CausalLM, layer_bytes: int = 0) -> Curve:
-    """Seconds of a step by rows; the context is a few hundred tokens long. `layer_bytes`: what the
-    experts of one token read per layer."""
-    assert isinstance(model.experts, NoExperts)
-    model.experts.layer_bytes = layer_bytes
-    rows = [count for count in ROWS if count <= model.spec.max_positions // 2]
-    return Curve(tuple(rows), tuple(_step_s(model, count) for count in rows))
+def measure_pace(model: CausalLM, store: Store, expert: Curve) -> Pace:
+    """Steps by rows; the context is a few hundred tokens long. `expert`: seconds by its rows."""
+    experts = model.experts
+    assert isinstance(experts, NoExperts)
+    # what a token's experts read per layer
+    experts.layer_bytes = store.geometry.top_k * store.slot_bytes
+    rows = tuple(count for count in ROWS if count <= model.spec.max_positions // 2)
+    walk = Curve(rows, tuple(_of_rows(model, count, _walk_s) for count in rows))
+    if model.device.type != "cpu":
+        return Pace(walk)
+    experts.stock = Stock(store)
+    ride_s = _of_rows(model, 1, partial(_ride_s, expert))
+    if experts.routed is None:
+        # never asked: the model has no such road
+        return Pace(walk)
+    # what is saved is the walk's own time, which does not grow with rows
+    saved_s = walk.seconds[0] - ride_s
+    return Pace(walk, Curve(walk.rows, tuple(max(ride_s, s - saved_s) for s in walk.seconds)))
 
 
-def _step_s(model: CausalLM, rows: int) -> float:
-    repeats = {1: 12, 16: 5}.get(rows, 2)
+def _of_rows(
+    model: CausalLM, rows: int, step_s: Callable[[Solo, Sequence[int], str], float]
+) -> float:
+    repeats = {1: 16, 16: 5}.get(rows, 2)
     solo = Solo(model, max_tokens=rows * (repeats + 1) + 64)
     phase = "decode" if rows == 1 else "prefill"
-    tokens = [index % model.spec.vocab for index in range(rows)]
-    solo.step(tokens, phase)
-    times = sorted(_without_experts_s(solo, tokens, phase) for _ in range(repeats))
-    # the lower quartile: a neighbour's work is not this model's pace
-    return times[(repeats - 1) // 4]
+    draw = random.Random(rows)
+    times = []
+    for _ in range(repeats + 1):
+        times.append(step_s(solo, [draw.randrange(model.spec.vocab) for _ in range(rows)], phase))
+    # the first warms up; the lower quartile: a neighbour's work is not this model's pace
+    return sorted(times[1:])[(repeats - 1) // 4]
 
 
-def _without_experts_s(solo: Solo, tokens: Sequence[int], phase: str) -> float:
+def _walk_s(solo: Solo, tokens: Sequence[int], phase: str) -> float:
     experts = solo.model.experts
     assert isinstance(experts, NoExperts)
     before = experts.away_s
     return solo.step(tokens, phase) - (experts.away_s - before)
+
+
+def _ride_s(expert: Curve, solo: Solo, tokens: Sequence[int], phase: str) -> float:
+    """What a step takes beside its experts, each of which is priced as a plan does."""
+    experts = solo.model.experts
+    assert isinstance(experts, NoExperts) and experts.stock is not None
+    experts.stock.turn()
+    seconds = solo.step(tokens, phase)
+    if experts.routed is None:
+        return seconds
+    rows = demands(experts.routed.numpy(), experts.geometry.num_experts)
+    return max(0.0, seconds - sum(expert.at(int(count)) for count in rows[rows > 0]))

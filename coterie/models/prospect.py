@@ -18,14 +18,14 @@ from coterie.experts.planner import Case, Division, Subject, divisions
 from coterie.experts.workload import Workload, assumed, from_heatmap, from_trace
 from coterie.models.base import kv_bytes_per_token, read_spec, stored_dtype
 from coterie.models.experts import open_layers
-from coterie.models.pace import load_backbone, measure_backbone
+from coterie.models.pace import load_backbone, measure_pace
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from coterie.core.dispatch import DispatchSettings
     from coterie.experts.heatmap import Heatmap
-    from coterie.experts.machine import Curve, Machine
+    from coterie.experts.machine import Machine, Pace
     from coterie.experts.measure import Say
     from coterie.experts.store import Store
     from coterie.models.spec import ModelSpec
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # a larger backbone is not loaded for a plan: its pace is estimated from its bytes
 CHEAP_BYTES = 1_500_000_000
+# how long that takes, roughly: told to whoever waits
+LEAST_S, LOAD_BYTES_S = 2.0, 4e8
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,33 +67,39 @@ class Prospect:
 
     def machine(self, *, again: bool = False, say: Say | None = None) -> Machine:
         """Measured once, then kept; with the pace of this model's backbone where that is cheap."""
-        known = ensure(self.store, self.place, again=again, say=say)
-        name = self.backbone_name
-        if name in known.backbones and not again:
+        size = backbone_bytes(self.checkpoint, self.spec, self.store)
+        cheap = size <= CHEAP_BYTES
+        more_s = (LEAST_S + size / LOAD_BYTES_S) if cheap else 0.0
+        told = []
+
+        def tell(text: str) -> None:
+            told.append(text)
+            if say is not None and len(told) == 1:
+                say(text)
+
+        known = ensure(self.store, self.place, again=again, say=tell, more_s=more_s)
+        if not cheap or (self.profile_name in known.backbones and not again):
             return known
-        if backbone_bytes(self.checkpoint, self.spec, self.store) > CHEAP_BYTES:
-            return known
-        if say is not None:
-            say("measuring this machine (once): this model's attention")
-        known = known.with_backbone(name, self._backbone())
+        tell(f"measuring this model's attention, once, about {more_s:.0f} s")
+        known = known.with_backbone(self.profile_name, self._pace(known))
         kept.save(known)
         return known
 
-    def _backbone(self) -> Curve:
+    def _pace(self, machine: Machine) -> Pace:
         model = load_backbone(self.checkpoint, self.dtype, self.device)
         try:
-            return measure_backbone(model, self.store.geometry.top_k * self.store.slot_bytes)
+            return measure_pace(model, self.store, machine.profiles[self.profile_name].host)
         finally:
             model.close()
 
     @property
-    def backbone_name(self) -> str:
-        return f"{self.checkpoint.fingerprint()[:16]} {self.dtype} {self.device}"
+    def profile_name(self) -> str:
+        return profile_name(self.store, self.place)
 
     def case(self, machine: Machine, load: Workload, context: int = 0) -> Case:
-        pace = machine.backbones.get(self.backbone_name)
+        pace = machine.backbones.get(self.profile_name)
         subject = replace(self.subject(context), backbone=pace)
-        return Case(subject, machine, profile_name(self.store, self.place), load)
+        return Case(subject, machine, self.profile_name, load)
 
     def workload(self, trace: Path | None, heatmap: Heatmap | None) -> Workload:
         from coterie.experts.trace import Trace

@@ -9,7 +9,7 @@ import numpy as np
 from coterie.experts.budget import ExpertSizes, Needs
 from coterie.experts.geometry import Geometry
 from coterie.experts.heatmap import Heatmap
-from coterie.experts.machine import Curve, Identity, Machine, Move, Profile
+from coterie.experts.machine import Curve, Identity, Machine, Move, Pace, Profile
 from coterie.experts.planner import Case, Subject
 from coterie.experts.workload import Workload, from_heatmap
 
@@ -46,7 +46,7 @@ def skewed(geometry: Geometry = GEOMETRY, power: float = 1.2) -> Workload:
 
 def case(device: str = "cpu", load: Workload | None = None, **changes: object) -> Case:
     sizes = ExpertSizes(GEOMETRY.total, 10 * MB, 10 * MB * GEOMETRY.total)
-    backbone = Curve((1, 64), (5e-3, 20e-3))
+    backbone = Pace(Curve((1, 64), (5e-3, 20e-3)))
     subject = Subject(GEOMETRY, sizes, 20 * MB, 1000, context=1000, backbone=backbone)
     return Case(subject, machine(device, **changes), "p", load or skewed())
 

@@ -12,7 +12,7 @@ from coterie.experts.cost import HostShelf, Outcome, Prices, Turn, turn_of
 from coterie.experts.dispatch.base import Demand, Wave
 from coterie.experts.dispatch.table import STRATEGIES
 from coterie.experts.forecast import forecast, optimum
-from coterie.experts.machine import Machine, Move
+from coterie.experts.machine import Curve, Machine, Move, Pace
 from coterie.experts.replay import Stage, replay
 from coterie.experts.trace import Trace
 from coterie.experts.workload import Workload
@@ -98,7 +98,7 @@ def test_a_forecast_counts_what_a_replay_counts(name: str) -> None:
     everything = forecast(name, outlook, _all_counted(load))
     trace = Trace(GEOMETRY)
     trace.steps.extend(load.steps)
-    costs = case().costs(host_holds=True)
+    costs = machine().profiles["p"].costs().with_host(1.0)
     stage = Stage(16, load.heatmap, costs, deterministic=False)
     replayed = replay(name, trace, stage)
     for phase, outcome in (("prefill", everything.prefill), ("decode", everything.decode)):
@@ -119,6 +119,31 @@ def test_a_step_is_its_layers_and_the_backbone() -> None:
     assert decode.host_runs == decode.demands and decode.moved == decode.read == 0
     # 8 experts of 10 MB and 20 MB of backbone through 10 GB/s
     assert decode.limit_tokens_s == pytest.approx(100)
+
+
+def test_a_step_with_nothing_left_to_decide_is_priced_as_one_call() -> None:
+    """Everything in RAM and at rest: no runtime between layers, 3 ms beside 16 ms of experts."""
+    subject = replace(case().subject, backbone=Pace(Curve((1,), (5e-3,)), Curve((1,), (3e-3,))))
+    known = replace(case(layer_s=1e-3, both_s=1e-3), subject=subject)
+    whole, half = TierSlots(16, GEOMETRY.total), TierSlots(16, GEOMETRY.total // 2)
+
+    def rides(text: str, tiers: TierSlots) -> tuple[bool, bool, float]:
+        each = forecast(text, known.outlook(tiers), skewed())
+        assert each.prefill.rides in (0, each.prefill.steps)
+        return each.prefill.rides > 0, each.decode.rides > 0, each.decode.tokens_s
+
+    for name in ("cpu_only", "hot_cached_static", "adaptive"):
+        assert rides(name, whole) == (True, True, pytest.approx(1 / 19e-3))
+    assert rides("persistent", TierSlots(GEOMETRY.total, 0))[:2] == (True, True)
+    # strategies that move, experts on disk, and pins that have no copy in RAM walk
+    for name in ("lru", "active_only", "static_pin", "chunked", "layer_grouped", "persistent"):
+        assert rides(name, whole)[:2] == (False, False)
+    assert rides("cpu_only", half)[:2] == (False, False)
+    assert rides("cpu_only+lru", whole)[:2] == (True, False)
+    assert rides("cpu_only+static_pin", whole)[:2] == (False, False)
+    # 4 layers of the runtime's own time on the walk
+    walked = forecast("cpu_only", case(layer_s=1e-3).outlook(whole), skewed()).decode
+    assert walked.tokens_s == pytest.approx(1 / 25e-3) and not walked.rides
 
 
 def test_no_strategy_hits_more_than_the_optimum() -> None:

@@ -8,7 +8,7 @@ slot is `Residency`'s.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -51,6 +51,13 @@ class Costs:
     host_run_s: float
     # one expert from disk to host memory
     read_s: float = 0.0
+
+    def with_host(self, share: float) -> Costs:
+        """The same where host memory holds this share of all experts: with none of them a miss
+        comes from disk, with all nothing is ever read again."""
+        if share >= 1:
+            return replace(self, read_s=0.0)
+        return self if share > 0 else replace(self, upload_s=max(self.upload_s, self.read_s))
 
 
 @dataclass(frozen=True, slots=True)
