@@ -7,7 +7,9 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.cli.options import (
@@ -31,6 +33,7 @@ examples:
   coterie run --prompt "The capital of France is" --max-tokens 16
   coterie run --chat --prompt "Who wrote Faust?" --temperature 0
   coterie run ./moe --prompt "Hello" --device-budget 6GB --report
+  coterie run ./moe --prompt - --trace run.npz < letter.txt    then: coterie plan --trace run.npz
   coterie run --prompt-ids 1,2,3 --json        text, token_ids, usage and timings as JSON
   cat letter.txt | coterie run --prompt -      the prompt from standard input
 """
@@ -47,6 +50,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at the end token")
     parser.add_argument("--json", action="store_true", help="print JSON when it is done")
     parser.add_argument("--report", action="store_true", help="say afterwards what it cost")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="record routing for coterie plan"
+    )
     add_dispatch(parser)
 
 
@@ -74,7 +80,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 def execute(args: argparse.Namespace) -> int:
     prompt = _prompt(args)
     started = time.perf_counter()
-    with open_llm(args) as llm:
+    with open_llm(args) as llm, llm.traced(args.trace) if args.trace else nullcontext():
         load_s = time.perf_counter() - started
         if args.json:
             answer = _answer(llm, prompt, options(args), load_s, args.report)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from coterie.core.config import dispatch
-from coterie.core.errors import InvalidRequest, from_code
+from coterie.core.errors import ConfigError, InvalidRequest, from_code
 from coterie.core.events import Event, Failed, Finished
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
@@ -121,6 +123,19 @@ class LLM:
         """How the experts' tiers stand and what they did since start; None for a dense model."""
         with self._lock:
             return self._host.expert_report()
+
+    @contextmanager
+    def traced(self, path: Path) -> Iterator[None]:
+        """Writes which experts were asked for inside: what `coterie plan --trace` replays."""
+        experts = self._host.experts
+        if experts is None:
+            raise ConfigError(
+                f"{self.info.architecture} has no routed experts to trace", param="trace"
+            )
+        experts.record()
+        yield
+        with self._lock:
+            experts.save_trace(path)
 
     def __enter__(self) -> LLM:
         return self

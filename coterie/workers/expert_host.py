@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from coterie.experts.auto import chooser, known_costs
 from coterie.experts.runtime import ExpertRuntime, open_experts
+from coterie.experts.trace import Trace
 from coterie.models.experts import ExpertsWanted, store_of
 from coterie.workers.base import ExpertInfo
 from coterie.workers.warmup import HeatmapFile, heatmap_path, refine
@@ -72,6 +73,16 @@ class ExpertHost:
         """The hybrid warm-up, when it was asked for."""
         if self._settings.warmup == "hybrid":
             refine(engine, tokenizer, lane.name, lane.max_context)
+
+    def record(self) -> None:
+        """Keep which experts every step asks for, from now on."""
+        if self.runtime is not None:
+            self.runtime.trace = Trace(self.runtime.geometry)
+
+    def save_trace(self, path: Path) -> None:
+        runtime = self.runtime
+        if runtime is not None and runtime.trace is not None:
+            runtime.trace.save(path, fingerprint=runtime.parts.store.fingerprint)
 
     def facts(self) -> ExpertInfo | None:
         if self.runtime is None:

@@ -121,6 +121,21 @@ def test_report_tells_how_good_guesses_were(moe: str, capsys: pytest.CaptureFixt
     assert "guesses" not in capsys.readouterr().err
 
 
+def test_a_trace_is_what_plan_replays(
+    moe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = str(tmp_path / "run.npz")
+    assert main(["run", moe, "--prompt", "hello", *ASKED, "--trace", kept]) == 0
+    budgets = ["--cache-capacity", "6", "--host-budget", "100%"]
+    capsys.readouterr()
+    assert main(["plan", moe, *budgets, "--trace", kept, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["workload"] == "recorded trace run.npz"
+    dense = str(tiny_checkpoint("llama"))
+    assert main(["run", dense, "--prompt", "hello", *ASKED, "--trace", kept]) == 2
+    assert "no routed experts" in capsys.readouterr().err
+
+
 def test_what_is_decided_while_loading_is_said(
     moe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
