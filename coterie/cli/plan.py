@@ -189,7 +189,15 @@ def _table(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
             lines.append((f"   {second}", *[""] * (len(headers) - 1)))
     first = rows[0]
     title = f"device {first['device_budget'] or 'auto'}, host {first['host_budget'] or 'auto'}"
-    return f"{title}\n{table(headers, lines)}"
+    return f"{title}\n{table(headers, lines)}{_one_call(rows)}"
+
+
+def _one_call(rows: Sequence[dict[str, Any]]) -> str:
+    """Which of them are spared the way through the runtime at every layer."""
+    names = [row["strategy"] for row in rows if row["one_call"] and "+" not in row["strategy"]]
+    if not names:
+        return ""
+    return "\n" + facts([("one call", f"{', '.join(names)}: nothing moves, all layers at once")])
 
 
 def _worth_showing(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

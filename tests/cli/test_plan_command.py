@@ -14,7 +14,9 @@ from benchmarks.random_moe import Shape, write
 from coterie.cli.main import main
 from coterie.experts import machine, measure
 from coterie.experts.dispatch.table import STRATEGIES
+from coterie.kernels.build import native
 
+NATIVE = native() is not None
 SHAPE = Shape(2, 8, 2, 64, 32, 4, 2, 16, 320, 128, skew=0.5)
 
 
@@ -49,6 +51,9 @@ def test_the_table_fits_80_columns_and_names_its_choice(
     assert shown >= {*STRATEGIES, "belady", "choice", "workload"}
     assert sum(line.startswith(">") for line in out.splitlines()) == 1
     assert "Zipf" in out and "strategy" in shown
+    told = "".join(line for line in out.splitlines() if line.startswith("one call"))
+    assert ("cpu_only" in told) == ("hot_cached_static" in told) == NATIVE
+    assert "lru" not in told
 
 
 def test_json_is_whole_and_can_be_saved(model: Path, tmp_path: Path) -> None:
@@ -66,6 +71,9 @@ def test_json_is_whole_and_can_be_saved(model: Path, tmp_path: Path) -> None:
     slots = {row["strategy"]: row["device_slots"] for row in document["rows"]}
     assert slots["lru"] == 4 and slots["cpu_only"] == 0
     assert all(row["decode_tokens_s"] > 0 for row in document["rows"])
+    alone = {row["strategy"] for row in document["rows"] if row["one_call"]}
+    assert ("cpu_only" in alone) == NATIVE
+    assert alone.isdisjoint({"lru", "static_pin", "chunked", "belady"})
 
 
 def test_the_machine_is_measured_once(model: Path) -> None:
@@ -73,7 +81,7 @@ def test_the_machine_is_measured_once(model: Path) -> None:
     _, _, said = run(str(model), "--cache-capacity", "8")
     assert "measuring" not in said
     _, _, said = run(str(model), "--cache-capacity", "8", "--remeasure")
-    assert "measuring" in said
+    assert said.count("measuring this machine, once, about") == len(said.splitlines()) == 1
 
 
 def test_a_budget_too_small_and_a_wrong_trace_are_told(model: Path, tmp_path: Path) -> None:
