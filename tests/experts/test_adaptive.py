@@ -135,22 +135,56 @@ def test_a_decision_is_cheap() -> None:
 
 
 def test_a_ranking_finds_the_lowest_as_scores_grow() -> None:
-    memory = Memory(Policy(half_life=4.0, margin=1.0), [0.0] * 6)
+    memory = Memory(Policy(half_life=4.0, margin=1.0), 6, [0.0] * 6)
     ranking = Ranking(memory)
     for expert in range(5):
-        memory.scores[expert] += 1.0 + expert
+        memory.saw(0, [expert])
         ranking.add(expert)
     assert ranking.lowest() == 0 and ranking.lowest({0, 1}) == 2
-    memory.scores[0] += 9.0
+    memory.saw(0, [0])
     ranking.remove(1)
     assert ranking.lowest() == 2
     ranking.remove(2)
     ranking.add(1)
     assert ranking.lowest() == 1
-    for _ in range(2000):
-        if memory.tick():
-            ranking.rank_by(memory)
-    assert memory.weight < 1e60 and ranking.lowest() == 1
+    # newer uses weigh more and more, until all are scaled down
+    for _ in range(8000):
+        memory.saw(0, [5])
+    assert memory.weights[0] < 1e201 and memory.value(5) == pytest.approx(1 / (1 - 2**-0.25))
+    assert ranking.lowest() in (0, 1, 3, 4) and memory.value(1) < 1e-9
+
+
+def test_age_is_counted_in_visits_of_the_own_layer() -> None:
+    memory = Memory(Policy(half_life=2.0, margin=0.0), 4, [0.0] * 8)
+    ranking = Ranking(memory)
+    for layer, expert in ((0, 1), (1, 6)):
+        memory.saw(layer, [expert])
+        ranking.add(expert)
+    # the next token has passed layer 0 and not yet layer 1
+    memory.saw(0, [2])
+    assert memory.value(6) == 1.0 and ranking.lowest() == 1
+    memory.saw(1, [7])
+    assert memory.value(6) == memory.value(1) < memory.value(2) == 1.0
+
+
+@pytest.mark.parametrize("half_life", [1.5, 16.0, 1e9])
+def test_a_prompts_rows_count_as_visits(half_life: float) -> None:
+    policy = Policy(half_life, margin=0.0)
+    by_rows, at_once = Memory(policy, 4, [0.0] * 4), Memory(policy, 4, [0.0] * 4)
+    for memory in (by_rows, at_once):
+        memory.saw(0, [2, 3])
+    for _ in range(30):
+        by_rows.saw(0, [0, 1])
+    at_once.read(0, [0, 1], [30, 30], 30)
+    for expert in range(4):
+        assert at_once.value(expert) == pytest.approx(by_rows.value(expert))
+
+
+def test_deterministic_with_hardly_a_slot_stays_put() -> None:
+    trace = make("skewed", GEOMETRY, 60, prompts=20)
+    stage = Stage(GEOMETRY.top_k, heatmap=trace.heatmap(), deterministic=True)
+    ours, static = replay("adaptive", trace, stage), replay("hot_cached_static", trace, stage)
+    assert ours.moves == 0 and ours.total == static.total
 
 
 def test_the_contest_follows_the_traffic() -> None:

@@ -65,9 +65,8 @@ def test_a_perfect_prediction_helps(predict: str) -> None:
             guessed.hint(visit.demand.layer, visit.demand.experts)
             guessed.record(visit.demand)
         guessed.end_step()
-    stage = Stage(SLOTS, host_can_run=False)
-    without = replay("adaptive", guessed, stage)
-    helped = replay("adaptive", guessed, Stage(SLOTS, host_can_run=False, predict=predict))
+    without = replay("adaptive", guessed, Stage(24, host_can_run=False))
+    helped = replay("adaptive", guessed, Stage(24, host_can_run=False, predict=predict))
     met = helped.total.hits + helped.total.prefetch_hits
     assert met > without.total.hits
     assert (helped.prefetch_moves > 0) == (predict == "prefetch")

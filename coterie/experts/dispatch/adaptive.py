@@ -61,7 +61,7 @@ class Adaptive(Strategy):
     def decide(self, demand: Demand) -> Sequence[Wave]:
         base, seats = self._base[demand.layer], self._seats
         asked = [base + expert for expert in demand.experts]
-        self._contest.saw(base // self.scene.geometry.num_experts, asked)
+        self._remember(demand, base // self.scene.geometry.num_experts, asked)
         seats.refresh()
         if self._protected:
             self._protected.pop(demand.layer, None)
@@ -80,12 +80,20 @@ class Adaptive(Strategy):
         self._place(rows, scratch, turns)
         return turns.waves()
 
+    def _remember(self, demand: Demand, index: int, asked: Sequence[int]) -> None:
+        """A prompt's rows are as many visits; a batch of sequences is one."""
+        if demand.phase == "prefill":
+            rows = max(1, sum(demand.counts) // self.scene.geometry.top_k)
+            self._contest.read(index, asked, demand.counts, rows)
+        else:
+            self._contest.saw(index, asked)
+
     def _place(self, rows: dict[int, int], scratch: int, turns: Turns) -> None:
         """Misses by score: those that lead a member by enough become members, the others run on
         the host or as guests, in further waves when the scratch slots are taken."""
         seats, lanes, leader = self._seats, self._lanes, self._contest.leader
-        for expert in sorted(rows, key=lambda expert: (-leader.scores[expert], expert)):
-            lead = lanes.lead(leader)
+        for expert in sorted(rows, key=lambda expert: (-leader.value(expert), expert)):
+            lead = lanes.lead(leader.policy.margin)
             loaded = lead is not None and seats.admit(expert, lead, scratch, turns.busy)
             if not loaded and not lanes.prefers_host():
                 loaded = seats.invite(expert, scratch, turns.busy)
@@ -121,15 +129,16 @@ class Adaptive(Strategy):
         self._protected[layer] = frozenset(base + expert for expert in experts)
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> Loads:
-        """As guests: a wrong guess costs link time and perhaps another guess, never a member."""
+        """As guests: a wrong guess costs link time and a scratch slot, no more."""
         if not self._lanes.uploads_pay:
             return ()
         base, seats = self._base[layer], self._seats
         seats.refresh()
+        scratch = self._lanes.scratch("decode", chunked=False)
         expected = frozenset(base + expert for expert in experts)
         loads = []
         for expert in sorted(expected):
             key = seats.keys[expert]
-            if key not in self.scene.slots and seats.invite(expert, 0, expected, early=True):
+            if key not in self.scene.slots and seats.invite(expert, scratch, expected, early=True):
                 loads.append((key, seats.slot_of(expert)))
         return tuple(loads)

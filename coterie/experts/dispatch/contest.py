@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from coterie.experts.dispatch.memory import Memory, Policy, Ranking
 
 POLICIES = (
-    # this conversation: uses of the last tokens, with inertia
-    Policy(half_life=6.0, margin=1.5),
+    # this paragraph
+    Policy(half_life=5.0, margin=0.25),
     # plain recency, for slots that hold nearly all that is in use
     Policy(half_life=1.5, margin=0.0),
-    # this hour
-    Policy(half_life=32.0, margin=1.5),
+    # this conversation, with inertia
+    Policy(half_life=16.0, margin=1.0),
     # all time and the heatmap
     Policy(half_life=1e9, margin=1.5, prior=4.0),
 )
@@ -24,7 +24,7 @@ _WATCHED_LAYERS = 6
 # hits of so many tokens ago count half in the contest
 _HALF_LIFE = 128.0
 # share by which a challenger must lead
-_LEAD = 1.02
+_AHEAD = 1.02
 
 
 class Shadow:
@@ -47,7 +47,10 @@ class Shadow:
         ranking, memory = self.ranking, self._memory
         if len(ranking.members) >= self._num_slots:
             lowest = ranking.lowest()
-            if lowest is None or memory.scores[expert] <= memory.scores[lowest] + memory.lead:
+            if (
+                lowest is None
+                or memory.value(expert) <= memory.value(lowest) + memory.policy.margin
+            ):
                 return
             ranking.remove(lowest)
         ranking.add(expert)
@@ -57,7 +60,7 @@ class Contest:
     """Experts are numbered layer by layer: layer index * num_experts + expert."""
 
     def __init__(self, layers: int, num_experts: int, num_slots: int, prior: list[float]) -> None:
-        self.memories = [Memory(policy, prior) for policy in POLICIES]
+        self.memories = [Memory(policy, num_experts, prior) for policy in POLICIES]
         step = max(1, layers // _WATCHED_LAYERS)
         self.watched = frozenset(range(step // 2, layers, step))
         share = max(1, round(num_slots * len(self.watched) / layers))
@@ -79,27 +82,32 @@ class Contest:
     def saw(self, layer_index: int, experts: Sequence[int]) -> None:
         """A demand: remembered by all, played by the shadows when the layer is watched."""
         for memory in self.memories:
-            scores, weight = memory.scores, memory.weight
-            for expert in experts:
-                scores[expert] += weight
+            memory.saw(layer_index, experts)
+        self._play(layer_index, experts)
+
+    def read(
+        self, layer_index: int, experts: Sequence[int], counts: Sequence[int], rows: int
+    ) -> None:
+        """The same of a piece of a prompt."""
+        for memory in self.memories:
+            memory.read(layer_index, experts, counts, rows)
+        self._play(layer_index, experts)
+
+    def _play(self, layer_index: int, experts: Sequence[int]) -> None:
         if layer_index in self.watched:
             for shadow in self._shadows:
                 shadow.saw(experts)
 
     def tick(self) -> bool:
-        """A token has passed. True when rankings by the leader must be made anew."""
-        stale = False
-        for memory, shadow in zip(self.memories, self._shadows, strict=True):
+        """A token has passed. True when another memory leads now."""
+        for shadow in self._shadows:
             shadow.hits *= self._keep
-            if memory.tick():
-                shadow.ranking.rank_by(memory)
-                stale |= memory is self.leader
-        return self._elect() or stale
+        return self._elect()
 
     def _elect(self) -> bool:
         hits = {id(memory): shadow.hits for memory, shadow in self._pairs()}
         best, _ = max(self._pairs(), key=lambda pair: pair[1].hits)
-        if hits[id(best)] <= hits[id(self.leader)] * _LEAD + 1.0:
+        if hits[id(best)] <= hits[id(self.leader)] * _AHEAD + 1.0:
             return False
         self.leader = best
         return True

@@ -1,7 +1,7 @@
 """Link or host? Shares out a layer's misses so that both finish together, by measured costs.
 
-The numbers are fixed at start; with `deterministic`, or where the host cannot compute, every expert
-runs on the device.
+The numbers are fixed at start. Where the host cannot compute, every expert runs on the device; so
+it does with `deterministic`, unless the slots are too few for that.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from coterie.experts.dispatch.base import Scene
-from coterie.experts.dispatch.memory import Memory
 
-# uses that a newcomer is good for before it has to leave again
-_EXPECTED_USES = 8.0
+# hits that a newcomer is good for, before it has to leave again, per use by which it leads
+_HITS_PER_LEAD = 2.5
 # a device that saves less than this share of the host's time is not worth any move
 _WORTHWHILE = 0.05
 
@@ -21,11 +20,14 @@ class Lanes:
     def __init__(self, scene: Scene) -> None:
         costs = scene.costs
         self._scene = scene
-        self.hosting = scene.host_can_run and not scene.deterministic
+        # slots too few for one row: those who are in stay for good, all others run on the host
+        few = scene.slots.num_slots <= scene.geometry.top_k
+        self.hosting = scene.host_can_run and (few or not scene.deterministic)
         self._upload_s = costs.upload_s
         self._host_s = costs.host_run_s
         self._saved_s = costs.host_run_s + costs.read_s - costs.device_run_s
-        self.uploads_pay = not self.hosting or self._saved_s > _WORTHWHILE * costs.host_run_s
+        worthwhile = self._saved_s > _WORTHWHILE * costs.host_run_s
+        self.uploads_pay = not self.hosting or (worthwhile and not scene.deterministic)
         self._link_busy_s = self._host_busy_s = 0.0
         self._row_s = self._host_s
 
@@ -48,17 +50,16 @@ class Lanes:
         self._row_s = self._host_s * (2 if chunked else 1)
         self._host_busy_s = self._row_s * sum(rows)
 
-    def lead(self, memory: Memory) -> float | None:
-        """By how much a newcomer must lead a member to be uploaded; None: never. An upload is free
-        while the host is busy longer anyway, else it has to pay for itself."""
+    def lead(self, margin: float) -> float | None:
+        """By how much a newcomer must lead a member to be uploaded; None: never. Little when it is
+        loaded anyway or the host is busy longer anyway; else the upload has to pay for itself."""
         if not self.hosting:
-            return memory.lead
+            return margin
         if not self.uploads_pay:
             return None
         if self._link_busy_s + self._upload_s <= self._host_busy_s:
-            return memory.lead
-        unpaid = self._upload_s / self._saved_s - _EXPECTED_USES
-        return memory.lead + max(0.0, unpaid) * memory.weight
+            return margin
+        return max(margin, self._upload_s / (self._saved_s * _HITS_PER_LEAD))
 
     def upload(self, rows: int) -> None:
         self._link_busy_s += self._upload_s

@@ -1,94 +1,165 @@
 """How much an expert was used lately, under one half-life, and residents ranked by that.
 
-Instead of letting old scores fade, newer uses weigh more: scores then only grow, and a heap with
-outdated (too low) entries still finds the lowest resident in O(log n).
+Every layer has a clock of its own: age is counted in visits of the layer, so an expert of a layer
+that this token has not reached yet is not older than one of a layer it has passed. Instead of
+letting old scores fade, newer uses weigh more: scores then only grow, and a heap with outdated (too
+low) entries still finds the lowest resident of a layer in O(log n).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 
-_RESCALE = 1e60
+_RESCALE = 1e200
+_NOBODY = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    # tokens after which a use counts half; infinite for plain frequency
+    # visits of its layer after which a use counts half; infinite for plain frequency
     half_life: float
-    # fresh uses by which a newcomer must lead before it takes a resident's place
+    # fresh uses by which a newcomer must lead a resident whose place it takes
     margin: float
     # what one count of the heatmap is worth
     prior: float = 0.0
 
 
 class Memory:
-    """Scores of all experts (by number) under one policy."""
+    """Scores of all experts under one policy. Experts are numbered layer by layer."""
 
-    def __init__(self, policy: Policy, prior: Iterable[float]) -> None:
+    def __init__(self, policy: Policy, width: int, prior: Iterable[float]) -> None:
         self.policy = policy
+        # experts of a layer
+        self.width = width
         self.scores = [count * policy.prior for count in prior]
-        self.weight = 1.0
+        # what a use of this layer counts now
+        self.weights = [1.0] * (len(self.scores) // width)
+        self.followers: list[Ranking] = []
         self._growth = 2.0 ** (1.0 / policy.half_life)
 
-    @property
-    def lead(self) -> float:
-        """How far above a resident's score a newcomer's must lie."""
-        return self.policy.margin * self.weight
+    def value(self, expert: int) -> float:
+        """In uses of just now: comparable between layers."""
+        return self.scores[expert] / self.weights[expert // self.width]
 
-    def tick(self) -> bool:
-        """A token has passed. True when all scores were scaled down (rankings are then stale)."""
-        self.weight *= self._growth
-        if self.weight < _RESCALE:
-            return False
-        scale = 1.0 / self.weight
-        self.scores[:] = [score * scale for score in self.scores]
-        self.weight = 1.0
-        return True
+    def above(self, bar: float) -> list[int]:
+        """Who has a higher value than this."""
+        width = self.width
+        return [
+            expert
+            for layer, weight in enumerate(self.weights)
+            for expert, score in enumerate(
+                self.scores[layer * width : (layer + 1) * width], layer * width
+            )
+            if score > bar * weight
+        ]
+
+    def saw(self, layer: int, experts: Sequence[int]) -> None:
+        """A visit of the layer that asks for these."""
+        weight = self.weights[layer] = self.weights[layer] * self._growth
+        scores = self.scores
+        for expert in experts:
+            scores[expert] += weight
+        if weight > _RESCALE:
+            self.weights[layer] = 1.0
+            self._scale(layer, 1.0 / weight)
+        for ranking in self.followers:
+            ranking.stale.add(layer)
+
+    def read(self, layer: int, experts: Sequence[int], counts: Sequence[int], rows: int) -> None:
+        """A piece of a prompt: as many visits as it has rows, alike in what they ask for."""
+        fade = self._growth**-rows
+        lasting = (1.0 - fade) / (1.0 - 1.0 / self._growth) if self._growth > 1.0 else rows
+        each = self.weights[layer] * lasting / rows
+        self._scale(layer, fade)
+        for expert, count in zip(experts, counts, strict=True):
+            self.scores[expert] += each * count
+
+    def _scale(self, layer: int, scale: float) -> None:
+        own = slice(layer * self.width, (layer + 1) * self.width)
+        self.scores[own] = [score * scale for score in self.scores[own]]
+        for ranking in self.followers:
+            ranking.rank_layer(layer)
 
 
 class Ranking:
-    """A set of experts that can tell its lowest scored member."""
+    """A set of experts that can tell its lowest valued member."""
 
     def __init__(self, memory: Memory) -> None:
         self.members: set[int] = set()
+        # layers whose lowest member may be another one now
+        self.stale: set[int] = set()
+        # per layer (score when pushed, expert); experts that left stay until they surface
+        self._heaps: list[list[tuple[float, int]]] = [[] for _ in memory.weights]
+        self._lows = [_NOBODY] * len(memory.weights)
         self._memory = memory
-        # (score when pushed, expert); experts that left stay until they surface
-        self._heap: list[tuple[float, int]] = []
+        memory.followers.append(self)
 
     def add(self, expert: int) -> None:
         self.members.add(expert)
-        heappush(self._heap, (self._memory.scores[expert], expert))
-        if len(self._heap) > 4 * len(self.members) + 64:
-            self.rank_by(self._memory)
+        layer = expert // self._memory.width
+        heap = self._heaps[layer]
+        heappush(heap, (self._memory.scores[expert], expert))
+        self.stale.add(layer)
+        if len(heap) > 2 * self._memory.width + 16:
+            self.rank_layer(layer)
 
     def remove(self, expert: int) -> None:
         self.members.discard(expert)
+        self.stale.add(expert // self._memory.width)
 
     def rank_by(self, memory: Memory) -> None:
         """Rank anew, by these scores. O(n)."""
+        self._memory.followers.remove(self)
+        memory.followers.append(self)
         self._memory = memory
-        scores = memory.scores
-        self._heap = [(scores[expert], expert) for expert in self.members]
-        heapify(self._heap)
+        heaps: list[list[tuple[float, int]]] = [[] for _ in memory.weights]
+        width, scores = memory.width, memory.scores
+        for expert in self.members:
+            heaps[expert // width].append((scores[expert], expert))
+        for heap in heaps:
+            heapify(heap)
+        self._heaps = heaps
+        self.stale.update(range(len(heaps)))
+
+    def rank_layer(self, layer: int) -> None:
+        width, scores = self._memory.width, self._memory.scores
+        own = range(layer * width, (layer + 1) * width)
+        self._heaps[layer] = [(scores[expert], expert) for expert in own if expert in self.members]
+        heapify(self._heaps[layer])
+        self.stale.add(layer)
 
     def lowest(self, busy: Collection[int] = ()) -> int | None:
-        """The member with the lowest score that is not busy; ties go to the lowest number."""
-        heap, scores, members = self._heap, self._memory.scores, self.members
-        aside: list[tuple[float, int]] = []
+        """The member with the lowest value that is not busy; ties go to the lowest number."""
+        lows = self._lows
+        for layer in self.stale:
+            lows[layer] = self._low(layer)
+        self.stale.clear()
+        passed: list[tuple[int, tuple[float, int]]] = []
         found = None
+        while (low := min(lows)) < _NOBODY:
+            layer = lows.index(low)
+            heap = self._heaps[layer]
+            if heap[0][1] not in busy:
+                found = heap[0][1]
+                break
+            passed.append((layer, heappop(heap)))
+            lows[layer] = self._low(layer)
+        for layer, entry in passed:
+            heappush(self._heaps[layer], entry)
+            self.stale.add(layer)
+        return found
+
+    def _low(self, layer: int) -> float:
+        """The lowest value in a layer, whose heap then begins with that member."""
+        heap, scores, members = self._heaps[layer], self._memory.scores, self.members
         while heap:
             score, expert = heap[0]
             if expert not in members:
                 heappop(heap)
             elif score != scores[expert]:
                 heapreplace(heap, (scores[expert], expert))
-            elif expert in busy:
-                aside.append(heappop(heap))
             else:
-                found = expert
-                break
-        for entry in aside:
-            heappush(heap, entry)
-        return found
+                return score / self._memory.weights[layer]
+        return _NOBODY

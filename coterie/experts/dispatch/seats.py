@@ -53,7 +53,7 @@ class Seats:
 
     def _promote_guest(self, expert: int) -> None:
         lowest = self._members.lowest(self.protected)
-        if lowest is None or not self._leads(expert, lowest, self._memory.lead):
+        if lowest is None or not self._leads(expert, lowest, self._memory.policy.margin):
             return
         self._members.remove(lowest)
         del self._guests[expert]
@@ -99,15 +99,14 @@ class Seats:
 
     def promote(self, scratch: int, budget: int) -> tuple[tuple[Key, int], ...]:
         """Load the absent experts that clearly lead members: the highest, `budget` at most."""
-        lowest, scores = self._members.lowest(), self._memory.scores
+        lowest, memory = self._members.lowest(), self._memory
         if lowest is None:
             return ()
-        lead = 2.0 * self._memory.lead + self._memory.weight
-        bar = scores[lowest] + lead
+        lead = 2.0 * memory.policy.margin + 1.0
         rising = [
-            (-score, expert)
-            for expert, score in enumerate(scores)
-            if score > bar and self.keys[expert] not in self.slots
+            (-memory.value(expert), expert)
+            for expert in memory.above(memory.value(lowest) + lead)
+            if self.keys[expert] not in self.slots
         ]
         chosen = [
             expert
@@ -122,8 +121,7 @@ class Seats:
         return slot
 
     def _leads(self, expert: int, member: int, lead: float) -> bool:
-        scores = self._memory.scores
-        return scores[expert] > scores[member] + lead
+        return self._memory.value(expert) > self._memory.value(member) + lead
 
     def _free_slot(self, busy: Collection[int]) -> bool:
         """A free slot, or one that the guest who came first leaves."""
