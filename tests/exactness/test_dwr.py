@@ -15,11 +15,10 @@ def test_greedy_through_the_engine(backend: str) -> None:
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(4, 384, (n,), generator=generator).tolist() for n in (1, 9, 33, 70)]
     oracle = load_static(path)
-    for lane in (
-        {},
-        {"num_blocks": 14, "prefix_cache": False},
-        {"max_step_tokens": 13, "max_sequences": 4},
-    ):
+    small = {"max_step_tokens": 13, "max_sequences": 4}
+    lanes = ({}, {"num_blocks": 14, "prefix_cache": False}, small)
+    # lanes are the engine's business: once through all of them is enough
+    for lane in lanes if backend == "cpu" else lanes[:1]:
         got = run(model_at(path, backend), path, prompts, **lane)
         for ids, tokens in zip(prompts, got.tokens, strict=True):
             assert len(set(tokens)) > 4
