@@ -32,6 +32,8 @@ class Crew:
 
     def put(self, job: Job, *, urgent: bool) -> None:
         with self._changed:
+            if self._closed and not urgent:
+                return
             (self._urgent if urgent else self._spare).append(job)
             if not self._waiting and len(self._threads) < self._size:
                 thread = threading.Thread(target=self._work, name="experts", daemon=True)
@@ -48,8 +50,10 @@ class Crew:
             return True
 
     def close(self) -> None:
+        """Ends what runs and what is urgent; what nobody waits for is dropped."""
         with self._changed:
             self._closed = True
+            self._spare.clear()
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()

@@ -90,22 +90,21 @@ def _tables(parts: Parts, still: bool) -> Mapping[int, RecordTable] | None:
     everywhere = {layer: geometry.present(layer) for layer in geometry.layers}
     if all(host.holds(layer, experts) for layer, experts in everywhere.items()):
         return host.tables if host.complete else None
-    if not still:
+    if not still or not (host.complete or device.num_slots >= geometry.total):
         return None
-    merged = {}
-    for layer, experts in everywhere.items():
-        table = RecordTable(geometry.num_experts)
+    if not all(_all_here(parts, layer, experts) for layer, experts in everywhere.items()):
+        return None
+    merged = {layer: RecordTable(geometry.num_experts) for layer in everywhere}
+    for layer, table in merged.items():
         for tier in (host, device):
             for expert, record in tier.tables[layer].pick():
                 table.set(expert, record)
-        if len(table.pick()) < len(experts) or not (host.complete or device_holds_all(parts)):
-            return None
-        merged[layer] = table
     return merged
 
 
-def device_holds_all(parts: Parts) -> bool:
-    return parts.device.num_slots >= parts.store.geometry.total
+def _all_here(parts: Parts, layer: int, experts: tuple[int, ...]) -> bool:
+    away = [e for e in experts if not parts.host.holds(layer, (e,))]
+    return not away or parts.device.holds(layer, tuple(away))
 
 
 def demands(routed: NDArray[np.int32], num_experts: int) -> NDArray[np.int64]:

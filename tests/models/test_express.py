@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -32,16 +32,34 @@ def runtime_of(model: CausalLM) -> ExpertRuntime:
     return model.experts
 
 
+def wait_for(ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ready()
+
+
 @pytest.fixture(params=["qwen3_moe", "mixtral", "olmoe"])
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+PLACES = {
+    "fp32": {"strategy": "persistent", "device_budget": "100%"},
+    "bf16": {"strategy": "cpu_only", "host_budget": "100%"},
+    "int8": {"strategy": "hot_cached_static", "device_budget": "40%", "host_budget": "100%"},
+}
+
+
+@pytest.mark.parametrize("dtype", PLACES)
 def test_same_bits_as_the_walk(kind: str, dtype: str) -> None:
-    fast = opened(kind, dtype, strategy="persistent", device_budget="100%")
-    slow = opened(kind, dtype, strategy="persistent", device_budget="100%")
-    assert runtime_of(fast).resident("prefill") is not None
+    fast, slow = (opened(kind, dtype, **PLACES[dtype]) for _ in range(2))
+    for model in (fast, slow):  # all experts are read, whatever the router thinks of them
+        runtime = runtime_of(model)
+        for _ in range(FILL_AFTER):
+            runtime.update()
+        wait_for(lambda runtime=runtime: runtime.resident("prefill") is not None)
+        runtime.end_step()
     runtime_of(slow).spans = []  # someone watches layer by layer
     assert runtime_of(slow).resident("prefill") is None
     for chunk in (40, 7, 1):
@@ -83,11 +101,27 @@ def test_the_rest_is_read_in_the_background() -> None:
     assert runtime.resident("decode") is None
     for _ in range(FILL_AFTER):
         runtime.update()
-    deadline = time.monotonic() + 30
-    while runtime.resident("decode") is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert runtime.resident("decode") is not None
+    wait_for(lambda: runtime.resident("decode") is not None)
     runtime.end_step()
     total = runtime.telemetry.total()
     assert total.host_misses == runtime.geometry.total
     model.close()
+
+
+def test_closing_does_not_read_the_rest() -> None:
+    """Stopping while experts are read in the background waits for the read under way alone."""
+    model = opened("qwen3_moe", "fp32", strategy="cpu_only")
+    runtime = runtime_of(model)
+    disk, read = runtime.parts.store.disk, runtime.parts.store.disk.pread
+
+    def slow(number: int, view: memoryview, offset: int) -> int:
+        time.sleep(0.1)
+        return read(number, view, offset)
+
+    disk.pread = slow  # type: ignore[method-assign]
+    for _ in range(FILL_AFTER):
+        runtime.update()
+    begin = time.monotonic()
+    model.close()
+    assert time.monotonic() - begin < 1.0
+    assert runtime.geometry.total * 0.3 > 2.0  # three reads each: all of them would have taken this
