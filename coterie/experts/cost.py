@@ -103,8 +103,6 @@ class Prices:
         """One wave. Loads and the last arrival's run are a chain; so is all the computing; the
         longer chain is the wave's time."""
         device = self._device_s(turn.resident + turn.arriving)
-        # arrivals run as they come, in calls of their own
-        device += self.profile.device_call_s * len(turn.arriving)
         host = self._host_s(turn.host)
         moving = self.moving_s(turn.from_host, turn.from_disk)
         reading = turn.host_reads * self.profile.read.each_s
@@ -112,6 +110,10 @@ class Prices:
         if self.machine.is_cuda:
             return max(moving + last, device, host, reading) + self.handling_s(turn)
         return max(moving + reading + last, device + host + self.handling_s(turn))
+
+    @property
+    def load_s(self) -> float:
+        return max(self.machine.load_s, self.profile.load_s)
 
     def resident_s(self, turn: Turn) -> float:
         """Experts inside a call that is under way anyway."""
@@ -157,7 +159,8 @@ class Prices:
         """Time that copies and reads take from computing: the interpreter's, and on a CPU their
         processor time, spread over the cores that also compute."""
         reads, links = turn.from_disk + turn.host_reads, turn.loads if self.host_tier else 0
-        spent = self.machine.load_s * (turn.loads + turn.host_reads)
+        # arrivals run as they come, in calls of their own: that is in here
+        spent = self.load_s * (turn.loads + turn.host_reads)
         if self.machine.is_cuda:
             return spent
         cores = reads * self.profile.read.core_s + links * self.profile.link.core_s

@@ -81,6 +81,8 @@ class Profile:
     device: Curve
     host_call_s: float = 0.0
     device_call_s: float = 0.0
+    # what the runtime takes per load, beside the copy's processor time
+    load_s: float = 0.0
 
     def costs(self) -> Costs:
         """What a strategy's pay-back test reads."""
@@ -105,7 +107,8 @@ class Machine:
     # reading with all threads; the device's own memory (the same on a CPU)
     dram_bytes_s: float
     device_bytes_s: float
-    # the runtime's own time per MoE layer, per expert it loads, and per layer with two sides
+    # the runtime's own time per MoE layer, per expert it loads (at least: a record that weighs
+    # something arrives alone, see Profile), and per layer with two sides
     layer_s: float
     load_s: float = 0.0
     both_s: float = 0.0

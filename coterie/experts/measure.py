@@ -21,7 +21,7 @@ from torch import Tensor
 
 from coterie.experts import machine as kept
 from coterie.experts.machine import Curve, Identity, Machine, Move, Profile
-from coterie.experts.overhead import measure_overhead
+from coterie.experts.overhead import measure_load, measure_overhead
 from coterie.experts.stock import COLD_BYTES, sample_record
 from coterie.experts.transfer import DEPTH
 from coterie.kernels.build import native
@@ -114,10 +114,21 @@ def measure_profile(store: Store, place: Place) -> Profile:
         slot.copy_(record)
     host, host_call = measure_runs(layout, bank, Place("cpu", place.threads))
     link = measure_link(bank, place)
-    if not place.is_cuda:
-        return Profile(size, read, link, host, host, host_call, host_call)
-    device, device_call = measure_runs(layout, [r.to(place.device) for r in bank], place)
-    return Profile(size, read, link, host, device, host_call, device_call)
+    on_device = (host, host_call)
+    if place.is_cuda:
+        on_device = measure_runs(layout, [r.to(place.device) for r in bank], place)
+    del bank
+    load_s = _load_s(layout, place, link)
+    return Profile(size, read, link, host, on_device[0], host_call, on_device[1], load_s)
+
+
+def _load_s(layout: ExpertLayout, place: Place, link: Move) -> float:
+    """Records too large for this take long enough to hide it."""
+    experts = min(COLD_BYTES // layout.nbytes, 64) // 8 * 8
+    if not experts:
+        return 0.0
+    copying = link.each_s if place.is_cuda else link.core_s / place.threads
+    return max(0.0, measure_load(place.device, layout, experts) - copying)
 
 
 def read_bandwidth(device: str, place: Place) -> float:

@@ -1,6 +1,7 @@
-"""What the runtime itself takes per layer and per load, measured on experts that weigh nothing.
+"""What the runtime itself takes per layer and per load, measured on experts that mean nothing.
 
-Between layers caches are filled with other bytes, as real experts do.
+Weightless ones for the layer's own time; ones of a model's size for a load, which arrives later
+then, and alone. Between layers caches are filled with other bytes, as real experts do.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ from coterie.experts.store import Spent
 from coterie.kernels.expert_layout import ExpertLayout
 
 _EXPERTS, _TOP_K, _HIDDEN = 16, 4, 64
+_FEATHER = ExpertLayout(_HIDDEN, 32, True, ("fp32", "fp32", "fp32"))
 _REPEATS = 48
 # what the experts of a layer push out of the caches, roughly
 _WASH_BYTES = 4 << 20
 
 
 class FeatherStore:
-    """Tiny experts that are all zeros, and are read from nowhere."""
+    """Experts that are all zeros, and are read from nowhere; tiny unless told otherwise."""
 
     fingerprint = "feather"
     lineage = ("feather",)
     staging_bytes = 0
 
-    def __init__(self) -> None:
-        self.geometry = Geometry((0,), _EXPERTS, _TOP_K)
-        self._layout = ExpertLayout(_HIDDEN, 32, True, ("fp32", "fp32", "fp32"))
-        self.slot_bytes = self._layout.nbytes
-        self.expert_bytes = self.slot_bytes * _EXPERTS
+    def __init__(self, layout: ExpertLayout = _FEATHER, experts: int = _EXPERTS) -> None:
+        self.geometry = Geometry((0,), experts, _TOP_K)
+        self._layout = layout
+        self.slot_bytes = layout.nbytes
+        self.expert_bytes = self.slot_bytes * experts
         self.disk, self.spent = Disk("buffered"), Spent()
 
     def layout(self, layer: int) -> ExpertLayout:
@@ -73,25 +75,31 @@ class Overhead:
 
 
 def measure_overhead(device: str) -> Overhead:
-    resident = _layer_s(device, "lru", slots=_EXPERTS)
-    missing = _layer_s(device, "lru", slots=_TOP_K)
-    shared = _layer_s(device, "hot_cached_static", slots=_EXPERTS // 2)
-    load_s = max(0.0, missing - resident) / _TOP_K
-    return Overhead(resident, load_s, max(0.0, shared - resident))
+    resident = _layer_s(device, FeatherStore(), "lru", slots=_EXPERTS)
+    shared = _layer_s(device, FeatherStore(), "hot_cached_static", slots=_EXPERTS // 2)
+    return Overhead(resident, measure_load(device), max(0.0, shared - resident))
 
 
-def _layer_s(device: str, strategy: str, slots: int) -> float:
+def measure_load(device: str, layout: ExpertLayout = _FEATHER, experts: int = _EXPERTS) -> float:
+    """What a load out of host memory adds to a layer that waits for it."""
+    resident = _layer_s(device, FeatherStore(layout, experts), "lru", slots=experts)
+    missing = _layer_s(device, FeatherStore(layout, experts), "lru", slots=_TOP_K)
+    return max(0.0, missing - resident) / _TOP_K
+
+
+def _layer_s(device: str, store: FeatherStore, strategy: str, slots: int) -> float:
     """Neighbouring steps ask for different experts: with few slots every one is a miss. Half of
     every step's experts are hot."""
     settings = DispatchSettings(strategy, cache_capacity=slots, host_budget="100%", predict="off")
-    store = FeatherStore()
-    hot = np.tile([1.0, 0.0], _EXPERTS // 2)[None]
+    experts = store.geometry.num_experts
+    hot = np.tile([1.0, 0.0], experts // 2)[None]
     heatmap = Heatmap(store.geometry, hot)
     runtime = open_experts(store, settings, device=device, heatmap=heatmap)
     try:
-        steps = [_step(device, first) for first in range(0, _EXPERTS, _TOP_K)]
+        width = store.layout(0).hidden
+        steps = [_step(device, first, width) for first in range(0, experts, _TOP_K)]
         banks, times = torch.ones(8, _WASH_BYTES // 4), []
-        for turn in range(_REPEATS):
+        for turn in range(len(steps) * 2 + _REPEATS):
             banks[turn % 8].sum()
             times.append(_run_s(runtime, steps[turn % len(steps)]))
         settled = sorted(times[len(steps) * 2 :])
@@ -100,10 +108,10 @@ def _layer_s(device: str, strategy: str, slots: int) -> float:
         runtime.close()
 
 
-def _step(device: str, first: int) -> ExpertStep:
+def _step(device: str, first: int, width: int) -> ExpertStep:
     ids = torch.arange(first, first + _TOP_K, dtype=torch.int32)[None]
     weights = torch.full((1, _TOP_K), 1.0 / _TOP_K, device=device)
-    return ExpertStep(0, "decode", torch.zeros(1, _HIDDEN, device=device), ids, weights)
+    return ExpertStep(0, "decode", torch.zeros(1, width, device=device), ids, weights)
 
 
 def _run_s(runtime: ExpertRuntime, step: ExpertStep) -> float:
