@@ -1,9 +1,10 @@
 """Is the planner right? Predictions are saved to a file first, then every strategy runs for real.
 
-The trace comes from one text at full residency; the runs are over another text, at budgets that
-nothing was calibrated on. Rounds are interleaved; the median counts.
+The trace comes from full residency; the runs share its warm-up text (whose heatmap is all that is
+known at start), are counted over other texts, and have budgets that nothing was calibrated on.
+Rounds are interleaved; the median counts.
 
-    python -m benchmarks.planner_check MODEL [--budgets 12%,25%,50%] [--disk] [--json FILE]
+    python -m benchmarks.planner_check MODEL [--budgets 12%,25%] [--disk lru] [--json FILE]
 """
 
 from __future__ import annotations
@@ -146,10 +147,10 @@ class Bench:
         return trace
 
     def measure(self, config: Config, heatmap: Heatmap) -> Measured:
-        """Other texts than the trace's, in the same number."""
+        """The trace's warm-up, then other texts than its own, in the same number."""
         runtime = self.open(config, heatmap)
         try:
-            self.request(1000)
+            self.request(0)
             self._settle(runtime)
             taken = [self.request(1001 + seed) for seed in range(self.args.requests)]
         finally:
@@ -172,12 +173,12 @@ def workload_of(trace: Trace, requests: int) -> Workload:
 
 def configs(args: argparse.Namespace) -> list[Config]:
     names = args.strategies.split(",") if args.strategies else list(STRATEGIES)
-    hosts = ["100%", args.disk_host] if args.disk else ["100%"]
-    return [
-        Config(name, budget, host)
-        for host in hosts
-        for budget in args.budgets.split(",")
-        for name in names
+    budgets = args.budgets.split(",")
+    resident = [Config(name, budget, "100%") for budget in budgets for name in names]
+    return resident + [
+        Config(name, budget, args.disk_host)
+        for budget in budgets
+        for name in (args.disk.split(",") if args.disk else ())
     ]
 
 
@@ -269,7 +270,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("model", type=Path)
     parser.add_argument("--budgets", default="12%,25%,50%", help="device budgets")
     parser.add_argument("--strategies", default="", help="a comma-separated list; default: all")
-    parser.add_argument("--disk", action="store_true", help="also with a small host tier")
+    parser.add_argument("--disk", default="", help="strategies to run with a small host tier too")
     parser.add_argument("--disk-host", default="25%", help="that host tier")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
