@@ -5,7 +5,7 @@ So that a model that fits in RAM starts at once and is whole a little later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,10 @@ class Rest:
         # read by the crew, not counted yet
         self._read: SimpleQueue[tuple[Key, int]] = SimpleQueue()
 
-    def start(self, keys: Iterator[Key]) -> None:
-        self._transfer.fill(keys, lambda key, size: self._read.put((key, size)))
+    def start(self, keys: Iterator[Key], elsewhere: Callable[[Key], bool]) -> None:
+        """All but those that lie elsewhere for good."""
+        wanted = (key for key in keys if not elsewhere(key))
+        self._transfer.fill(wanted, lambda key, size: self._read.put((key, size)))
 
     def sweep(self) -> None:
         """Count what has come, for the layers: no request asked for it."""

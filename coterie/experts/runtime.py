@@ -193,18 +193,12 @@ class ExpertRuntime:
     def update(self) -> None:
         """Between tokens: let the strategies rearrange slots, in the background."""
         self.update_calls += 1
-        if self.update_calls == FILL_AFTER:
-            self._read_the_rest()
+        if self.update_calls == FILL_AFTER and self._host.complete:
+            self._rest.start(iter(self.geometry.keys()), self._stays)
         for strategy in dict.fromkeys(self.parts.strategies.values()):
             for key, slot in strategy.update():
                 self.swaps += 1
                 self._loads.start(key, slot, None, urgent=False)
-
-    def _read_the_rest(self) -> None:
-        """In the background, where RAM holds everything and nobody moves it away again."""
-        if self._host.complete and self.parts.strategies["decode"].settled():
-            keys = self.geometry.keys()
-            self._rest.start(key for key in keys if not self._stays(key))
 
     def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
         """What the step cost: in all, and by sequence (one entry when owners were not told)."""
