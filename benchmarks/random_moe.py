@@ -41,6 +41,9 @@ class Shape:
     positions: int = 4096
     # 0 = every expert alike; the scale of the e-th most popular router row is (1 + e) ** -skew
     skew: float = 0.0
+    # of the embeddings, in units of other weights: 1 makes routing follow the context's mean (which
+    # hardly moves from token to token), 10 the token itself, as training does
+    spread: float = 1.0
     seed: int = 0
 
     @property
@@ -169,15 +172,21 @@ class _Draw:
         count = int(np.prod(size))
         raw: npt.NDArray[np.uint64] = self.source.random_raw(-(-count // 4))
         drawn = self.table[raw.view(np.uint16)[:count]]
+        if name.startswith("model.embed_tokens") and self.shape.spread != 1.0:
+            return _bf16(_wide(drawn) * np.float32(self.shape.spread))
         if name.endswith("mlp.gate.weight") and self.shape.skew:
             return self._skewed(drawn.reshape(size))
         return drawn
 
     def _skewed(self, router: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
-        wide = (router.astype(np.uint32) << 16).view(np.float32)
         order = np.random.Generator(self.source).permutation(self.shape.experts)
         scale = (1.0 + order.astype(np.float32)) ** np.float32(-self.shape.skew)
-        return _bf16(wide * scale[:, None])
+        return _bf16(_wide(router) * scale[:, None])
+
+
+def _wide(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    values: npt.NDArray[np.float32] = (bits.astype(np.uint32) << 16).view(np.float32)
+    return values
 
 
 def _bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
