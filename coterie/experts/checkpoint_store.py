@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.experts.disk import Disk, aligned_buffer, covering
+from coterie.experts.disk import Disk, aligned_buffer
 from coterie.experts.geometry import Geometry, Key
+from coterie.experts.reading import Reading, Target, read_bytes
 from coterie.experts.store import ExpertNames, ExpertShape, Spent
-from coterie.experts.tensors import Piece, fitting, kind_of, locate
+from coterie.experts.tensors import Piece, kind_of, locate
 from coterie.kernels.expert_layout import ExpertLayout
-from coterie.kernels.expert_record import pack_record
-from coterie.weights.pages import Extent
-from coterie.weights.quantize import DTYPES, Dense, Weight, dense
+from coterie.weights.quantize import DTYPES
 
 if TYPE_CHECKING:
     from coterie.weights.checkpoint import Checkpoint
@@ -44,6 +43,9 @@ class CheckpointStore:
         self._checkpoint = checkpoint
         self._pieces = locate(checkpoint, geometry, names, shape)
         self._layouts = {layer: self._layout(layer, shape, dtype) for layer in geometry.layers}
+        self._targets = {layer: Target(layout) for layer, layout in self._layouts.items()}
+        # made when they are first needed
+        self._readings: dict[Key, Reading] = {}
         sizes = {layer: layout.nbytes for layer, layout in self._layouts.items()}
         self.slot_bytes = max(sizes.values(), default=0)
         self.expert_bytes = sum(sizes[layer] for layer, _ in self._pieces)
@@ -63,28 +65,15 @@ class CheckpointStore:
         return self._layouts[layer]
 
     def read_bytes(self, key: Key) -> int:
-        ranges = _merged(self._pieces[key])
-        return sum(covering(each.offset, each.nbytes).nbytes for each in ranges)
+        return read_bytes(self._expert(key))
 
     def read(self, key: Key, out: Tensor) -> int:
-        pieces, layout = self._expert(key), self._layouts[key[0]]
-        staging, at = self._staging(), 0
-        raw: dict[Extent, Tensor] = {}
-        for each in _merged(pieces):
-            raw[each] = self.disk.read(each.path, each.offset, each.nbytes, staging[at:])
-            at += covering(each.offset, each.nbytes).nbytes
+        way, staging = self._reading(key), self._staging()
+        way.fetch(self.disk, staging)
         started = time.perf_counter()
-        parts: dict[str, Weight | Tensor] = {}
-        kinds = {place.name: place.kind for place in layout.parts()}
-        for piece in pieces:
-            weight = piece.decode(_within(raw, piece.extent))
-            kind = kinds[piece.part]
-            _refuse_rounding(piece, weight, kind)
-            is_bias = piece.part.endswith("_bias")
-            parts[piece.part] = dense(weight) if is_bias else fitting(weight, kind)
-        pack_record(layout, parts, out)
+        way.pack(staging, out)
         self.spent.add(pack_s=time.perf_counter() - started)
-        return at
+        return way.nbytes
 
     def tensors(self) -> frozenset[str]:
         return frozenset(piece.name for pieces in self._pieces.values() for piece in pieces)
@@ -99,6 +88,12 @@ class CheckpointStore:
         if key not in self._pieces:
             raise WeightsError(f"{self._checkpoint.path}: has no expert {key[1]} in layer {key[0]}")
         return self._pieces[key]
+
+    def _reading(self, key: Key) -> Reading:
+        found = self._readings.get(key)
+        if found is None:
+            found = self._readings[key] = Reading(self._expert(key), self._targets[key[0]])
+        return found
 
     def _layout(self, layer: int, shape: ExpertShape, dtype: str) -> ExpertLayout:
         """One for the whole layer: slots and kernels know no other."""
@@ -121,35 +116,3 @@ class CheckpointStore:
             self._thread.buffer = aligned_buffer(self.staging_bytes)
         buffer: Tensor = self._thread.buffer
         return buffer
-
-
-def _merged(pieces: tuple[Piece, ...]) -> list[Extent]:
-    """As few reads as possible: pieces that touch the same or neighbouring pages come together."""
-    merged: list[Extent] = []
-    for piece in sorted(pieces, key=lambda p: (p.extent.path, p.extent.offset, p.extent.nbytes)):
-        new, last = piece.extent, merged[-1] if merged else None
-        span = covering(last.offset, last.nbytes) if last else None
-        if last and span and new.path == last.path and new.offset <= span.offset + span.nbytes:
-            end = max(last.offset + last.nbytes, new.offset + new.nbytes)
-            merged[-1] = Extent(last.path, last.offset, end - last.offset)
-        else:
-            merged.append(new)
-    return merged
-
-
-def _within(raw: dict[Extent, Tensor], wanted: Extent) -> Tensor:
-    """The bytes of `wanted` from the range that was read around it."""
-    for extent, data in raw.items():
-        start = wanted.offset - extent.offset
-        if extent.path == wanted.path and 0 <= start <= extent.nbytes - wanted.nbytes:
-            return data[start : start + wanted.nbytes]
-    raise ValueError(f"{wanted} was not read")
-
-
-def _refuse_rounding(piece: Piece, weight: Weight, kind: str) -> None:
-    """Q4_0 scales beyond fp16's range do not fit int4; rounding them again would go unseen."""
-    if piece.stored == "Q4_0" and kind == "int4" and isinstance(weight, Dense):
-        raise WeightsError(
-            f"{piece.extent.path}: expert tensor {piece.name!r} has scales that int4 cannot hold. "
-            "Use --dtype fp32 or bf16."
-        )

@@ -35,7 +35,9 @@ class Crew:
             if self._closed and not urgent:
                 return
             (self._urgent if urgent else self._spare).append(job)
-            if not self._waiting and len(self._threads) < self._size:
+            # a thread that was told of a job counts as waiting until it has taken it
+            jobs = len(self._urgent) + len(self._spare)
+            if jobs > self._waiting and len(self._threads) < self._size:
                 thread = threading.Thread(target=self._work, name="experts", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -84,5 +86,6 @@ class Crew:
                     with self._changed:
                         self._urgent_running -= urgent
                         self._spare_running -= not urgent
-                        self._changed.notify()
+                        if self._spare and not (self._urgent or self._urgent_running):
+                            self._changed.notify()
                 del job, taken

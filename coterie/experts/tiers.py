@@ -48,7 +48,7 @@ class HostTier:
         geometry = store.geometry
         self.num_slots = min(num_slots, geometry.total)
         self.complete = self.num_slots == geometry.total
-        self._store = store
+        self._nbytes = {layer: store.layout(layer).nbytes for layer in geometry.layers}
         self._places = self._cut(store)
         self.budget_bytes = sum(nbytes for _, nbytes in self._places)
         self._arena = Arena(self.budget_bytes, pinned)
@@ -69,9 +69,8 @@ class HostTier:
         places, offset = [], 0
         keys = store.geometry.keys()
         for layer, _ in keys:
-            size = store.layout(layer).nbytes
-            places.append((offset, size))
-            offset += size
+            places.append((offset, self._nbytes[layer]))
+            offset += self._nbytes[layer]
         self._home = {key: place for place, key in enumerate(keys)}
         return places
 
@@ -187,7 +186,7 @@ class HostTier:
 
     def _enter(self, key: Key, place: int, arrival: Arrival) -> Entry:
         offset, _ = self._places[place]
-        record = self._arena.view(offset, self._store.layout(key[0]).nbytes)
+        record = self._arena.view(offset, self._nbytes[key[0]])
         entry = self._entries[key] = Entry(key, place, record, arrival)
         return entry
 
@@ -221,7 +220,6 @@ class DeviceTier:
 
     def __init__(self, store: Store, num_slots: int, device: torch.device) -> None:
         self.num_slots, self.device = num_slots, device
-        self._store = store
         self.budget_bytes = num_slots * store.slot_bytes
         self._arena: Arena | None = None
         if device.type == "cpu":
@@ -231,6 +229,7 @@ class DeviceTier:
             whole = torch.empty(self.budget_bytes, dtype=torch.uint8, device=device)
         size = store.slot_bytes
         self._slots = [whole[at * size : (at + 1) * size] for at in range(num_slots)]
+        self._nbytes = {layer: store.layout(layer).nbytes for layer in store.geometry.layers}
         self._keys: list[Key | None] = [None] * num_slots
         # loads under way, by slot
         self.pending: dict[int, Arrival] = {}
@@ -242,7 +241,7 @@ class DeviceTier:
         self.evictions: Counter[int] = Counter()
 
     def record(self, key: Key, slot: int) -> Tensor:
-        return self._slots[slot][: self._store.layout(key[0]).nbytes]
+        return self._slots[slot][: self._nbytes[key[0]]]
 
     def slot_of(self, key: Key) -> int | None:
         """The slot that holds (or is being filled with) `key`."""

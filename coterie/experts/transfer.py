@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     from coterie.experts.store import Store
     from coterie.experts.tiers import DeviceTier, Entry, HostTier
 
-DEPTH = 8
+# reads and copies under way at most, and bytes that keep any disk busy: large records need fewer
+DEPTH, _FLIGHT_BYTES = 8, 8 << 20
+_FEWEST = 4
+
+
+def depth_for(record_bytes: int) -> int:
+    """Every thread more takes time from whoever computes."""
+    return max(_FEWEST, min(DEPTH, _FLIGHT_BYTES // max(1, record_bytes)))
 
 
 class Arrival:
@@ -86,10 +93,9 @@ class Arrival:
 class Transfer:
     """The threads, and the roads between disk, host and device."""
 
-    def __init__(
-        self, store: Store, host: HostTier, device: DeviceTier, depth: int = DEPTH
-    ) -> None:
+    def __init__(self, store: Store, host: HostTier, device: DeviceTier) -> None:
         self._store, self._host, self._device = store, host, device
+        depth = depth_for(store.slot_bytes)
         self._crew = Crew(depth)
         self._copies: CudaCopies | None = None
         if device.device.type == "cuda" and device.num_slots:
