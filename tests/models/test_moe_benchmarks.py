@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import dispatch_sweep, dwr, moe_cpu, random_moe
+from benchmarks import dispatch_sweep, dwr, moe_cpu, moe_disk, random_moe
 from benchmarks.dense_cpu import System, table
 from benchmarks.limits import disk_bandwidth
 from coterie.experts.dispatch.base import Demand
@@ -34,11 +34,12 @@ def test_resident_table_and_verdict() -> None:
 
 
 def test_disk_limit_is_bandwidth_over_the_run_s_own_misses() -> None:
-    run = moe_cpu.DiskRun(6.0, 0.25, 100e6, 1e9, 0.5)
-    assert run.limit_tok_s == pytest.approx(10.0) and run.share == pytest.approx(0.6)
-    assert "| bf16 lru | 6.00 | 25.0% | 100 | 1.00 | 10.00 | 60% |" in moe_cpu.disk_table(
-        {"bf16 lru": [run]}, "25%"
-    )
+    run = moe_disk.DiskRun(6.0, 0.25, 100e6, 120e6, 1e9, 0.5, 8.0)
+    assert run.disk_tok_s == pytest.approx(10.0) and run.disk_share == pytest.approx(0.6)
+    assert run.share == pytest.approx(0.75), "all experts in RAM are slower than the disk"
+    text = moe_disk.disk_table({"bf16 lru": [run]}, "25%")
+    row = "| bf16 lru | 6.00 | 25.0% | 100 | 120 | 1.00 | 50% | 10.00 | 60% | 8.00 | 75% |"
+    assert row in text
 
 
 def test_disk_bandwidth_reads_the_files(tmp_path: Path) -> None:
