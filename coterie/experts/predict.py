@@ -15,6 +15,7 @@ from coterie.core.errors import ConfigError
 # shares; below the first a use is switched off, at the second it may come back
 _PROTECT_OFF, _PROTECT_ON = 0.30, 0.40
 _PREFETCH_OFF, _PREFETCH_ON = 0.50, 0.60
+_LINK_OFF, _LINK_ON = 0.05, 0.10
 # outcomes to see before judging, and to wait before another try
 _WINDOW = 256
 _FIRST_REST, _LONGEST_REST = 2048, 65536
@@ -79,6 +80,7 @@ class Predictor:
     _pending: dict[int, frozenset[int]] = field(default_factory=dict)
     _protect: Switch = field(default_factory=lambda: Switch(_PROTECT_OFF, _PROTECT_ON))
     _prefetch: Switch = field(default_factory=lambda: Switch(_PREFETCH_OFF, _PREFETCH_ON))
+    _link: Switch = field(default_factory=lambda: Switch(_LINK_OFF, _LINK_ON))
 
     def __post_init__(self) -> None:
         if self.mode not in PREDICTIONS:
@@ -93,7 +95,7 @@ class Predictor:
     def prefetches(self) -> bool:
         """What they name may also be loaded, in idle link time."""
         if self.mode == "auto":
-            return self._protect.active and self._prefetch.active
+            return self._protect.active and self._prefetch.active and self._link.active
         return self.mode == "prefetch"
 
     def predict(self, layer: int, experts: Collection[int]) -> None:
@@ -103,6 +105,7 @@ class Predictor:
         """What the layer really asked for."""
         self._protect.passed(len(experts))
         self._prefetch.passed(len(experts))
+        self._link.passed(len(experts))
         guess = self._pending.pop(layer, None)
         if guess is None or not experts:
             return
@@ -112,6 +115,10 @@ class Predictor:
         self.overlap += found
         self.exact += guess == frozenset(experts)
         self._protect.saw(found, len(experts), "slot overlap")
+
+    def link(self, idle: bool) -> None:
+        """Whether there was time to load what is predicted now."""
+        self._link.saw(float(idle), 1, "idle link")
 
     def fetch(self, loads: int, nbytes: int) -> None:
         """So many experts were loaded because they were predicted."""
@@ -142,4 +149,6 @@ class Predictor:
     def _why_off(self) -> str:
         if self.mode == "off":
             return "asked for"
-        return self._protect.reason or self._prefetch.reason if self.mode == "auto" else ""
+        if self.mode != "auto":
+            return ""
+        return self._protect.reason or self._prefetch.reason or self._link.reason

@@ -180,7 +180,11 @@ class ExpertRuntime:
             return
         layer, experts = self._hinted
         self._hinted = None
-        if not self.predictor.prefetches or not self._transfer.idle:
+        if not self.predictor.prefetches:
+            return
+        idle = self._transfer.idle
+        self.predictor.link(idle)
+        if not idle:
             return
         loads = self.parts.strategies["decode"].prefetch(layer, experts)
         for key, slot in loads:

@@ -68,3 +68,12 @@ def test_a_fixed_mode_is_kept(mode: str, protects: bool, prefetches: bool) -> No
 def test_unknown_modes_are_refused() -> None:
     with pytest.raises(ConfigError):
         Predictor("perhaps")
+
+
+def test_a_link_that_is_never_idle_ends_prefetches() -> None:
+    predictor = Predictor("auto")
+    play(predictor, 4, 4, 200)
+    for _ in range(300):
+        predictor.link(idle=False)
+    assert predictor.protects and not predictor.prefetches
+    assert "idle link 0%" in str(predictor.report()["why_off"])
