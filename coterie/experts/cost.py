@@ -160,7 +160,9 @@ class Prices:
         processor time, spread over the cores that also compute."""
         reads, links = turn.from_disk + turn.host_reads, turn.loads if self.host_tier else 0
         # arrivals run as they come, in calls of their own: that is in here
-        spent = self.load_s * (turn.loads + turn.host_reads)
+        awaited = min(turn.loads, len(turn.arriving))
+        spent = self.load_s * (awaited + turn.host_reads)
+        spent += self.machine.beside_s * (turn.loads - awaited)
         if self.machine.is_cuda:
             return spent
         cores = reads * self.profile.read.core_s + links * self.profile.link.core_s

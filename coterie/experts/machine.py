@@ -21,7 +21,7 @@ from coterie.experts.dispatch.base import Costs
 from coterie.weights.home import state_dir
 
 # a file of another version is measured again
-VERSION = 3
+VERSION = 4
 # machines change (a neighbour moves in, a disk fills): measured again after this
 STALE_AFTER_S = 30 * 24 * 3600.0
 
@@ -81,7 +81,7 @@ class Profile:
     device: Curve
     host_call_s: float = 0.0
     device_call_s: float = 0.0
-    # what the runtime takes per load, beside the copy's processor time
+    # what the runtime takes per awaited load, beside the copy's processor time
     load_s: float = 0.0
 
     def costs(self) -> Costs:
@@ -107,11 +107,12 @@ class Machine:
     # reading with all threads; the device's own memory (the same on a CPU)
     dram_bytes_s: float
     device_bytes_s: float
-    # the runtime's own time per MoE layer, per expert it loads (at least: a record that weighs
-    # something arrives alone, see Profile), and per layer with two sides
+    # the runtime's own time per MoE layer; per expert that a layer waits for (at least: a record
+    # that weighs something arrives alone, see Profile); per layer with two sides; per other load
     layer_s: float
     load_s: float = 0.0
     both_s: float = 0.0
+    beside_s: float = 0.0
     profiles: Mapping[str, Profile] = field(default_factory=dict)
     # by the names of `profiles`
     backbones: Mapping[str, Pace] = field(default_factory=dict)

@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,7 +100,7 @@ def measure_machine(who: Identity, place: Place) -> Machine:
     dram = read_bandwidth("cpu", place)
     device = read_bandwidth(place.device, place) if place.is_cuda else dram
     spent = measure_overhead(place.device)
-    return Machine(who, time.time(), dram, device, spent.layer_s, spent.load_s, spent.both_s)
+    return Machine(who, time.time(), dram, device, **asdict(spent))
 
 
 def measure_profile(store: Store, place: Place) -> Profile:

@@ -66,18 +66,24 @@ class FeatherStore:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Seconds per MoE layer when all is resident; what each load adds, and what it adds that host
-    and device both have experts to run."""
+    """Seconds per MoE layer when all is resident; what each load adds that the layer waits for,
+    what it adds that host and device both have experts to run, and what a load beside it adds."""
 
     layer_s: float
     load_s: float
     both_s: float
+    beside_s: float
 
 
 def measure_overhead(device: str) -> Overhead:
     resident = _layer_s(device, FeatherStore(), "lru", slots=_EXPERTS)
     shared = _layer_s(device, FeatherStore(), "hot_cached_static", slots=_EXPERTS // 2)
-    return Overhead(resident, measure_load(device), max(0.0, shared - resident))
+    # all experts are loaded, few of them asked for
+    through = _layer_s(device, FeatherStore(), "chunked", slots=_EXPERTS)
+    load_s = measure_load(device)
+    beside_s = (through - resident - _TOP_K * load_s) / (_EXPERTS - _TOP_K)
+    shared_s = max(0.0, shared - resident)
+    return Overhead(resident, load_s, shared_s, min(max(0.0, beside_s), load_s))
 
 
 def measure_load(device: str, layout: ExpertLayout = _FEATHER, experts: int = _EXPERTS) -> float:

@@ -60,6 +60,15 @@ def test_processor_time_of_copies_is_taken_from_computing() -> None:
     assert prices(profiles=moved).turn_s(turn) == pytest.approx(20e-3)
 
 
+def test_a_load_that_nobody_waits_for_costs_less() -> None:
+    known = prices(load_s=3e-3, beside_s=1e-3)
+    # 2 ms of running, then 3 ms for the one that is asked for and 1 ms for each other
+    turn = Turn(arriving=(1,), from_host=3)
+    assert known.turn_s(turn) == pytest.approx(7e-3)
+    record = replace(known.profile, load_s=4e-3)
+    assert replace(known, profile=record).turn_s(turn) == pytest.approx(8e-3)
+
+
 def test_a_layer_with_two_sides_costs_the_runtime_more() -> None:
     known = prices(layer_s=1e-4, both_s=2e-4)
     assert known.layer_s([Turn(host=(1,))]) == known.layer_s([Turn(resident=(1,))]) == 1e-4

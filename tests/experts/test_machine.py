@@ -92,6 +92,7 @@ def test_a_new_kind_of_record_is_measured_beside_the_old(
 def test_the_runtime_has_a_cost_of_its_own() -> None:
     spent = measure_overhead("cpu")
     assert 1e-6 < spent.layer_s < 0.2 and 0 <= spent.load_s < 0.2 and 0 <= spent.both_s < 0.2
+    assert 0 <= spent.beside_s <= spent.load_s
 
 
 def test_costs_say_where_a_miss_comes_from() -> None:
