@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -160,7 +160,7 @@ def _sampled(seed: int) -> dict[str, Any]:
     return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": seed, "ignore_eos": True}
 
 
-def disk_table(taken: dict[str, Sequence[DiskRun]], budget: str) -> str:
+def disk_table(taken: Mapping[str, Sequence[DiskRun]], budget: str) -> str:
     lines = [
         f"experts in RAM: {budget}, the rest on disk; medians",
         "",
