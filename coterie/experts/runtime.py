@@ -178,12 +178,10 @@ class ExpertRuntime:
         """Behind a layer's own loads, while the link is idle."""
         if self._hinted is None:
             return
-        layer, experts = self._hinted
-        self._hinted = None
+        (layer, experts), self._hinted = self._hinted, None
         if not self.predictor.prefetches:
             return
-        idle = self._transfer.idle
-        self.predictor.link(idle)
+        self.predictor.link(idle := self._transfer.idle)
         if not idle:
             return
         loads = self.parts.strategies["decode"].prefetch(layer, experts)
