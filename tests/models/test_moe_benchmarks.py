@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import dispatch_sweep, dwr, moe_cpu, moe_disk, random_moe
+from benchmarks import dispatch_sweep, dwr, moe_cpu, moe_disk, random_moe, sweep_tables
 from benchmarks.dense_cpu import System, table
 from benchmarks.limits import disk_bandwidth
 from coterie.experts.dispatch.base import Demand
@@ -68,13 +68,25 @@ def test_sweep_replays_every_strategy_beside_the_optimum() -> None:
     names = ["lru", "static_pin", "adaptive"]
     found = dispatch_sweep.replays(picked, picked.heatmap(), names, [1, 4, 16])
     for slots in (1, 4, 16):
-        best = found[dispatch_sweep.Case("belady", slots, "off")].hit_rate
+        best = found[sweep_tables.Case("belady", slots, "off")].hit_rate
         for name in names:
-            assert found[dispatch_sweep.Case(name, slots, "off")].hit_rate <= best + 1e-9
-    text = dispatch_sweep.table(found, geometry.total, "hits")
-    assert text.count("\n") == 2 + 2 * len(names)
-    said = dispatch_sweep.verdict(found, geometry.total)
+            assert found[sweep_tables.Case(name, slots, "off")].hit_rate <= best + 1e-9
+    text = sweep_tables.table(found, geometry.total, "hits")
+    # adaptive alone heeds predictions
+    assert text.count("\n") == 2 + 1 + len(names)
+    said = sweep_tables.hit_verdict(found, geometry.total)
     assert len(said) == 2 and all("adaptive" in line for line in said)
+
+
+def test_sweep_compares_speeds_with_the_best_other() -> None:
+    speeds = {"lru": 8.0, "cpu_only": 10.0, "adaptive": 9.6}
+    found = {
+        sweep_tables.Case(name, 4, "off"): sweep_tables.Result(0.0, 0.0, tok_s=speed)
+        for name, speed in speeds.items()
+    }
+    found[sweep_tables.Case("adaptive", 4, "prefetch")] = sweep_tables.Result(0, 0, tok_s=5.0)
+    (line,) = sweep_tables.speed_verdict(found)
+    assert "best other cpu_only 10.0: 96% (holds), with prediction 50%" in line
 
 
 def test_sweep_capacities() -> None:

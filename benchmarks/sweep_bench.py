@@ -1,0 +1,171 @@
+"""A carved model whose experts are exchanged under one loaded backbone: traces and live runs.
+
+Knows no table and no verdict: see dispatch_sweep.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.sweep_tables import Case, Result
+from coterie.core.dispatch import DispatchSettings, ExpertUsage
+from coterie.experts.auto import known_costs
+from coterie.experts.dispatch.base import Costs
+from coterie.experts.heatmap import Heatmap
+from coterie.experts.measure import Place, ensure
+from coterie.experts.runtime import ExpertRuntime, open_experts
+from coterie.experts.store import ExpertNames, Store, open_store
+from coterie.experts.trace import Trace
+from coterie.models.base import CausalLM, load_model
+from coterie.models.carve_texts import calibration, held_out
+from coterie.models.experts import ExpertsWanted
+from coterie.models.pace import NoExperts, Solo
+from coterie.models.tokenizer import load_tokenizer
+from coterie.weights.checkpoint import open_checkpoint
+
+# tokens before a live run is timed: slots fill, threads start
+WARM = 8
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Swap:
+    """Stands where a model's experts stand, and hands everything to whichever runtime is in."""
+
+    def __init__(self, wanted: ExpertsWanted) -> None:
+        self.wanted = wanted
+        self.current: ExpertRuntime | NoExperts = NoExperts(wanted.geometry())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.current, name)
+
+    def store(self) -> Store:
+        """Opened anew: a runtime closes its own."""
+        wanted = self.wanted
+        return open_store(
+            wanted.checkpoint,
+            wanted.geometry(),
+            ExpertNames(wanted.moe.parts),
+            wanted.dtype,
+            hidden=wanted.hidden,
+            intermediate=wanted.moe.intermediate,
+            gated=wanted.moe.gated,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What every live run has in common."""
+
+    heatmap: Heatmap
+    costs: Costs | None
+    host: str
+    texts: Sequence[Sequence[int]]
+    decode: int
+
+
+class Bench:
+    """One loaded backbone under which experts are exchanged."""
+
+    def __init__(self, model: Path, dtype: str, prompt: int) -> None:
+        self.prompt = prompt
+        self.swap: Swap | None = None
+        self.model = self._load(model, dtype)
+        tokenizer = load_tokenizer(model)
+        self.texts = [row.tolist() for rows in held_out(tokenizer).values() for row in rows]
+        self.known = calibration(tokenizer, None, 8).tolist()
+
+    def _load(self, path: Path, dtype: str) -> CausalLM:
+        def place(wanted: ExpertsWanted) -> Any:
+            self.swap = Swap(wanted)
+            return self.swap
+
+        return load_model(open_checkpoint(path), dtype=dtype, experts=place)
+
+    def open(
+        self, settings: DispatchSettings, heatmap: Heatmap | None = None, costs: Costs | None = None
+    ) -> ExpertRuntime:
+        assert self.swap is not None
+        runtime = open_experts(self.swap.store(), settings, heatmap=heatmap, costs=costs)
+        self.swap.current = runtime
+        return runtime
+
+    def costs(self) -> Costs | None:
+        """Measured once per machine, as `coterie plan` does."""
+        assert self.swap is not None
+        store = self.swap.store()
+        try:
+            ensure(store, Place("cpu", torch.get_num_threads()), say=say)
+            return known_costs(store, "cpu")
+        finally:
+            store.close()
+
+    def read(self, ids: Sequence[int], decode: int) -> tuple[float, ExpertUsage]:
+        """Decode seconds and decode usage of one text: a prompt, then its continuation."""
+        solo = Solo(self.model, len(ids))
+        solo.step(ids[: self.prompt], "prefill")
+        self._between()
+        seconds, total = 0.0, ExpertUsage()
+        for token in ids[self.prompt : self.prompt + decode]:
+            seconds += solo.step([token], "decode")
+            total += self._between()
+        return seconds, total
+
+    def _between(self) -> ExpertUsage:
+        taken = self.model.take_usage()
+        assert taken is not None and self.swap is not None
+        self.swap.update()
+        return taken[0]
+
+    def trace(self, texts: Iterable[Sequence[int]], decode: int, kept: Path | None) -> Trace:
+        """What the routers ask for, with what the layer before would have predicted."""
+        assert self.swap is not None
+        store = self.swap.store()
+        geometry, fingerprint = store.geometry, store.fingerprint
+        store.close()
+        if kept is not None and kept.exists():
+            return Trace.load(kept, geometry, fingerprint=fingerprint)
+        say("recording a trace")
+        runtime = self.open(DispatchSettings(strategy="cpu_only", predict="off"))
+        trace = runtime.trace = Trace(geometry)
+        try:
+            for ids in texts:
+                self.read(ids, decode)
+        finally:
+            runtime.close()
+        if kept is not None:
+            trace.save(kept, fingerprint=fingerprint)
+        return trace
+
+    def measure(self, case: Case, live: Live) -> Result:
+        settings = DispatchSettings(
+            strategy=case.strategy,
+            cache_capacity=case.slots,
+            host_budget=live.host,
+            predict=case.predict,
+            warmup="none",
+        )
+        runtime = self.open(settings, live.heatmap, live.costs)
+        try:
+            self.read(self.known[-1], WARM)
+            seconds, usage = 0.0, ExpertUsage()
+            for ids in live.texts:
+                spent, used = self.read(ids, live.decode)
+                seconds, usage = seconds + spent, usage + used
+        finally:
+            runtime.close()
+        asked = max(1, usage.demands)
+        return Result(
+            usage.device_hits / asked,
+            usage.prefetch_hits / asked,
+            usage.host_runs / asked,
+            len(live.texts) * live.decode / seconds,
+        )
