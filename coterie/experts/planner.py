@@ -195,8 +195,15 @@ def pick(rows: Iterable[PlanRow]) -> Choice:
     equal = [row for row in real if row.prefill_tokens_s >= floor]
     quickest = max(row.decode_tokens_s for row in equal)
     near = [row for row in equal if row.decode_tokens_s >= quickest * (1 - SAME)]
-    # among equals the one that leaves most memory, and of those the plainest name
-    best = min(near, key=lambda row: (row.device_bytes + row.host_bytes, "+" in row.strategy))
+    # among equals the one that leaves most memory, of those a plain name, then the faster
+    best = min(
+        near,
+        key=lambda row: (
+            row.device_bytes + row.host_bytes,
+            "+" in row.strategy,
+            -row.decode_tokens_s,
+        ),
+    )
     return Choice(best.strategy, _reason(best, real), best.device_budget, best.host_budget)
 
 
@@ -206,7 +213,7 @@ def _reason(best: PlanRow, rows: Sequence[PlanRow]) -> str:
     first = "as fast as any" if slower >= best.prefill_tokens_s * (1 - SAME) else "the fastest"
     text = (
         f"{best.strategy}: its prefill is {first} ({best.prefill_tokens_s:.0f} tok/s), and with "
-        f"that its decode is the fastest ({best.decode_tokens_s:.1f} tok/s)"
+        f"that its decode is within {SAME:.0%} of the fastest ({best.decode_tokens_s:.1f} tok/s)"
     )
     if faster.decode_tokens_s > best.decode_tokens_s * (1 + SAME):
         text += (
