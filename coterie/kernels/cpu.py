@@ -174,6 +174,7 @@ class NativeDecoder:
         self._layers = (abi.Layer * len(layers))(*map(self._layer, layers, whole))
         self._parts: list[abi.MoePart | None] = [None] * len(layers)
         self._caches = (abi.Cache * len(layers))()
+        self._placed: list[object] = [None] * len(layers)
         self._batch: tuple[AttentionBatch, _BatchView] | None = None
 
     def attach(self, index: int, part: abi.MoePart | None) -> None:
@@ -255,5 +256,8 @@ class NativeDecoder:
 
     def _place_caches(self, kv: Sequence[Tensor], first: int, last: int) -> None:
         for index in range(first, last):
-            if self._caches[index].data != kv[index].data_ptr():
-                self._caches[index] = _cache(kv[index])
+            # a new cache may lie where a freed one of another shape did
+            layer = kv[index]
+            key = layer.data_ptr(), layer.shape, layer.dtype
+            if self._placed[index] != key:
+                self._caches[index], self._placed[index] = _cache(layer), key

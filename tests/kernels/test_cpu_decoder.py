@@ -100,3 +100,20 @@ def test_rms_norm_equals_reference() -> None:
         x, scale = torch.randn(5, width), torch.rand(width)
         want = reference.rms_norm(x, scale, 1e-5)
         assert torch.allclose(cpu.rms_norm(x, scale, 1e-5), want, rtol=2e-6, atol=1e-7)
+
+
+def test_a_cache_of_another_shape_at_the_same_address() -> None:
+    """Memory comes back: a longer cache may start where a freed shorter one did."""
+    torch.manual_seed(5)
+    layers = decoder_layers(SMALL, ["fp32"], ("cpu",))["cpu"]
+    tables = rope_tables(1000, SMALL.head_dim)
+    memory = torch.zeros(2 * 64 * SMALL.kv_size * 16)
+    decoder = cpu.NativeDecoder(SMALL, layers, *tables)
+    for spec in ([(0, 5)], [(0, 40), (100, 3)]):
+        batch = paged_batch(spec)
+        cache = cache_for(batch, SMALL.num_kv_heads, SMALL.head_dim, torch.float32)
+        moved = memory[: cache.numel()].view(cache.shape)
+        moved.copy_(cache)
+        hidden = torch.randn(len(batch.positions), SMALL.hidden)
+        fresh = cpu.NativeDecoder(SMALL, layers, *tables).forward(hidden, [cache], batch)
+        assert torch.equal(decoder.forward(hidden, [moved], batch), fresh)
