@@ -136,7 +136,8 @@ def _that_fits(text: str, store: Store, tiers: TierSlots) -> str:
 def heeds_hints(strategy: Strategy) -> bool:
     """Whether guesses at the next layer's experts change anything it does."""
     own = type(strategy)
-    return own.protect is not Strategy.protect or own.prefetch is not Strategy.prefetch
+    hears = own.protect is not Strategy.protect or own.prefetch is not Strategy.prefetch
+    return hears and not strategy.settled()
 
 
 def guessed_costs(store: Store, device: torch.device) -> Costs:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from coterie.experts.dispatch.base import Demand, Scene, Strategy, Wave
 from coterie.experts.dispatch.contest import Contest
-from coterie.experts.dispatch.hot_cached_static import spread_evenly
+from coterie.experts.dispatch.hot_cached_static import as_they_lie, spread_evenly
 from coterie.experts.dispatch.lanes import Lanes
 from coterie.experts.dispatch.pace import Clock
 from coterie.experts.dispatch.seats import Seats
@@ -59,6 +59,8 @@ class Adaptive(Strategy):
         return not self._lanes.uploads_pay or super().settled()
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
+        if not self._lanes.uploads_pay:
+            return as_they_lie(self.scene.slots, demand)
         base, seats = self._base[demand.layer], self._seats
         asked = [base + expert for expert in demand.experts]
         self._remember(demand, base // self.scene.geometry.num_experts, asked)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from coterie.experts.dispatch.base import Demand, Scene, Strategy, Wave
 from coterie.experts.geometry import Geometry, Key
+from coterie.experts.residency import Residency
 
 
 class HotCachedStatic(Strategy):
@@ -35,12 +36,17 @@ class HotCachedStatic(Strategy):
         return True
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
-        slots, layer = self.scene.slots, demand.layer
-        device = tuple(e for e in demand.experts if (layer, e) in slots)
-        if len(device) == len(demand.experts):
-            return (Wave(device=device),)
-        here = set(device)
-        return (Wave(device=device, host=tuple(e for e in demand.experts if e not in here)),)
+        return as_they_lie(self.scene.slots, demand)
+
+
+def as_they_lie(slots: Residency, demand: Demand) -> tuple[Wave]:
+    """From slots what is there, on the host what is not."""
+    layer = demand.layer
+    device = tuple(e for e in demand.experts if (layer, e) in slots)
+    if len(device) == len(demand.experts):
+        return (Wave(device=device),)
+    here = set(device)
+    return (Wave(device=device, host=tuple(e for e in demand.experts if e not in here)),)
 
 
 def spread_evenly(geometry: Geometry, limit: int) -> list[Key]:
