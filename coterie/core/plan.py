@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from coterie.core.request import Limits, Sampling
 
@@ -14,6 +16,17 @@ class AdapterChoice:
     name: str
     digest: str
     weight: float = 1.0
+
+
+def stack_key(adapters: Sequence[AdapterChoice]) -> str:
+    """Names a stack by what it computes: its digests and weights in order. Empty for none."""
+    if not adapters:
+        return ""
+    hasher = blake2b(digest_size=16, person=b"coterie-stack")
+    for adapter in adapters:
+        data = f"{adapter.digest} {float(adapter.weight).hex()}".encode()
+        hasher.update(len(data).to_bytes(8, "little") + data)
+    return hasher.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from coterie.kernels.patch import Segment
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
@@ -29,6 +31,8 @@ class AttentionBatch:
     block_size: int
     # "decode" when no row belongs to a prompt: expert strategies tell the two apart
     phase: str = "prefill"
+    # rows with adapters, in order, not overlapping; rows outside run the model as it is
+    patches: tuple[Segment, ...] = ()
 
 
 def split_batch(batch: AttentionBatch, chunk_tokens: int) -> list[AttentionBatch]:
@@ -59,4 +63,13 @@ def _rows_between(batch: AttentionBatch, starts: list[int], begin: int, end: int
         block_tables=batch.block_tables[low:high],
         block_size=batch.block_size,
         phase=batch.phase,
+        patches=_cut(batch.patches, begin, end),
+    )
+
+
+def _cut(patches: tuple[Segment, ...], begin: int, end: int) -> tuple[Segment, ...]:
+    return tuple(
+        part._replace(first=max(part.first, begin) - begin, last=min(part.last, end) - begin)
+        for part in patches
+        if part.first < end and part.last > begin
     )

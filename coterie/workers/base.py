@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from coterie.core.adapters import DEFAULTS, AdapterSettings
 from coterie.core.dispatch import AUTOMATIC, DispatchSettings
 from coterie.core.events import Delta, Event, Failed, Finished, Started
-from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
+from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 
 Sink = Callable[[Event], None]
 
@@ -45,6 +46,9 @@ class WorkerSpec:
     kv_bytes: int = 0  # 0 = by the machine's free memory
     log_level: str = "info"
     dispatch: DispatchSettings = AUTOMATIC
+    adapters: AdapterSettings = DEFAULTS
+    # folder of adapters by digest; empty = this worker runs none
+    library: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +92,13 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a worker is told. `kind` is submit, abort or stop."""
+    """What a worker is told. `kind` is submit, abort, preload or stop."""
 
     kind: str
     request_id: str = ""
     assignment: Assignment | None = None
+    # of preload: a stack that a request is about to need
+    adapters: tuple[AdapterChoice, ...] = ()
 
 
 @dataclass(slots=True)

@@ -1,0 +1,67 @@
+"""An adapter as it was read, and what composing it must ask of the model.
+
+`ADAPTERS` in table.py names every kind. Knows no pool and no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from coterie.kernels.patch import Site
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an adapter does to one module, in PEFT's own terms. What is None is left out."""
+
+    a: Tensor | None = None  # lora_A [r, in]
+    b: Tensor | None = None  # lora_B [out, r]
+    # alpha / r, or alpha / sqrt(r), with the patterns applied
+    scaling: float = 1.0
+    magnitude: Tensor | None = None  # DoRA: [out]
+    # IA3: [out], or [in] where `feedforward`
+    vector: Tensor | None = None
+    feedforward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One adapter on the host, as stored. Immutable."""
+
+    digest: str
+    kind: str
+    # by the module's path in the model: "model.layers.0.self_attn.q_proj"
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    # [tokens, hidden]
+    soft: Tensor | None = None
+    nbytes: int = 0
+
+
+class Target(Protocol):
+    """One matrix of the model that a change can be for."""
+
+    site: Site
+    in_features: int
+    out_features: int
+    bias: Tensor | None  # [out]
+
+    def row_norms_squared(self) -> Tensor:
+        """[out] fp64: |W_i|^2 of the weight as the kernels see it. Kept after the first call."""
+
+    def project(self, x: Tensor) -> Tensor:
+        """x [n, in] fp32 -> W x, [n, out] fp32, without the bias."""
+
+
+class Targets(Protocol):
+    """The model, as far as adapters may change it (models/adapt.py)."""
+
+    hidden: int
+
+    def find(self, path: str) -> Target:
+        """The matrix at a module path. Raises WeightsError that says why it cannot be adapted:
+        no such module, an embedding, a routed expert, an absorbed matrix ..."""

@@ -1,0 +1,59 @@
+"""Adapters as the gateway knows them: cards from a registry, and the budgets of every engine.
+
+Values only. Knows no file, no tensor and no kind's meaning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coterie.core.settings import key
+
+# most adapters in one request
+MAX_STACK = 10
+# LoRA, DoRA, IA3 and soft prompts, by the names of their files in adapters/
+KINDS = ("lora", "dora", "ia3", "soft_prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """Adapters of every engine: what an `.expert` file carries."""
+
+    device_bytes: int = key(
+        512 * 10**6,
+        "bytes",
+        "Room for adapters where the model runs, fixed at start; 0 = no adapters.",
+        low=0,
+    )
+    host_bytes: int = key(
+        10**9, "bytes", "RAM for adapters that were read from disk before.", low=0
+    )
+    batching: str = key(
+        "mixed",
+        "text",
+        "`mixed`: one step serves every adapter; `grouped`: one step, one adapter.",
+        among=("mixed", "grouped"),
+    )
+
+
+DEFAULTS = AdapterSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCard:
+    """One installed version of an adapter. Its digest is its identity."""
+
+    name: str
+    version: str
+    digest: str
+    kind: str
+    # fingerprints of the base models it was made for
+    bases: tuple[str, ...]
+    # of a soft prompt: they count in KV and context
+    num_virtual_tokens: int
+    nbytes: int
+    installed_at: float
+    # key id whose signature was verified at installation; empty = unsigned, allowed by the operator
+    signer: str = ""
+    pinned: bool = False
+    description: str = ""

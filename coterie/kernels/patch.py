@@ -1,0 +1,67 @@
+"""What adapters change in a step, as values: patches of single matrices, and which rows they are for.
+
+A stack of adapters, however many and of whatever kinds, comes down to one `Patch` per matrix and
+one table of soft tokens. Knows no adapter kind, no file and no pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# The matrices of a decoder layer, in the order that native tables keep them.
+PARTS = ("q", "k", "v", "o", "gate", "up", "down")
+
+# (layer, part); parts outside PARTS belong to models that are walked in Python ("shared_gate",
+# "q_a", ...), and (-1, "head") is the LM head
+Site = tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """y = out_scale * (W (in_scale * x)) + shift + (x a^T) b, in fp32.
+
+    Low-rank terms read x as it came, whatever in_scale says. What is None is left out.
+    """
+
+    a: Tensor | None = None  # [R, in], fp32 or bf16, contiguous
+    b: Tensor | None = None  # [R, out], same type as a
+    in_scale: Tensor | None = None  # [in] fp32
+    out_scale: Tensor | None = None  # [out] fp32
+    shift: Tensor | None = None  # [out] fp32
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.a is None else len(self.a)
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.a, self.b, self.in_scale, self.out_scale, self.shift)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stack:
+    """One composed stack of adapters, where the kernels read it. Immutable while anyone has it."""
+
+    # of the ordered digests and weights: core.plan.stack_key
+    key: str
+    # its place among the resident stacks, below the pool's max_stacks
+    slot: int
+    patches: Mapping[Site, Patch]
+    # [tokens, hidden] fp32: rows whose token id is vocab + i read soft[i] instead of the embedding
+    soft: Tensor | None = None
+    # backends keep their own tables of a stack here, by backend name
+    tables: dict[str, Any] = field(default_factory=dict)
+
+
+class Segment(NamedTuple):
+    """Rows first .. last (exclusive) of a step run with `stack`."""
+
+    first: int
+    last: int
+    stack: Stack
