@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from coterie.kernels import patched
 from coterie.weights.quantize import Weight, dense
 
 if TYPE_CHECKING:
@@ -107,19 +108,30 @@ def decoder(
     kv: Sequence[Tensor],
     batch: AttentionBatch,
     attention: Attention = paged_attention,
+    first: int = 0,
 ) -> Tensor:
-    """Run `layers` over hidden [T, D]; `kv` has one cache per given layer. No final norm."""
-    turn = cos[batch.positions], sin[batch.positions]
-    for layer, kv_layer in zip(layers, kv, strict=True):
+    """Run `layers` over hidden [T, D]; `kv` has one cache per given layer. No final norm.
+
+    The first given layer is number `first` of the model: patches are told apart by it.
+    """
+    turn, patches = (cos[batch.positions], sin[batch.positions]), batch.patches
+    heads = (("q", shape.q_size), ("k", shape.kv_size), ("v", shape.kv_size))
+    inner = (("gate", shape.intermediate), ("up", shape.intermediate))
+    for index, (layer, kv_layer) in enumerate(zip(layers, kv, strict=True), first):
         normed = rms_norm(hidden, layer.input_norm, shape.eps)
-        q, k, v = project(shape, layer, layer.qkv(normed))
+        qkv = patched.linear(layer.qkv, normed, index, heads, patches)
+        q, k, v = project(shape, layer, qkv)
         write_kv(rotary(k, *turn), v, kv_layer, batch.slots)
         mixed = attention(rotary(q, *turn), kv_layer, batch, shape.attention_scale)
-        hidden = hidden + layer.o(mixed.reshape(-1, shape.q_size))
+        mixed = mixed.reshape(-1, shape.q_size)
+        hidden = hidden + patched.linear(layer.o, mixed, index, (("o", shape.hidden),), patches)
         if layer.post_norm is None or layer.gate_up is None or layer.down is None:
             continue
         normed = rms_norm(hidden, layer.post_norm, shape.eps)
-        hidden = hidden + layer.down(silu_mul(layer.gate_up(normed)))
+        acts = silu_mul(patched.linear(layer.gate_up, normed, index, inner, patches))
+        hidden = hidden + patched.linear(
+            layer.down, acts, index, (("down", shape.hidden),), patches
+        )
     return hidden
 
 
