@@ -41,6 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "32 streams 128+128": {"op": "concurrent", "streams": 32, "prompt": 128, "tokens": 128},
     "decode 8 x 4,096": {"op": "long_context", "streams": 8, "prompt": 4096, "tokens": 16},
 }
+# workers that run in this environment
+OWN = dict.fromkeys(("coterie", "transformers", "peft"), sys.executable)
 # a system that decodes slower than this is left out, with its figure: it would take an hour
 TOO_SLOW_TOK_S = 10.0
 
@@ -91,7 +93,7 @@ class System:
 
 
 def worker(peer: str, *arguments: str) -> list[str]:
-    python = {"coterie": sys.executable, "transformers": sys.executable}.get(peer)
+    python = OWN.get(peer)
     return [python or str(python_of(peer)), str(HERE / "peers" / f"{peer}_worker.py"), *arguments]
 
 
