@@ -1,0 +1,216 @@
+"""The thread behind the pool: disk to host cache, compose, host to device; one stack at a time.
+
+Stacks whose adapters are in RAM go before those that must be read. What finds no room on the device
+waits in the order it came, and nobody passes it: room that appears is for the first in line. RAM
+beside the host cache is bounded by one stack's adapters and its composed form.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from coterie.adapters.compose import compose
+from coterie.adapters.image import Image
+from coterie.core.errors import CoterieError, InvalidRequest, Overloaded, WeightsError
+from coterie.kernels.patch import Stack
+from coterie.obs.trace import log
+
+if TYPE_CHECKING:
+    from coterie.adapters.base import Adapter, Targets
+    from coterie.adapters.host_cache import HostCache
+    from coterie.adapters.library import Library
+    from coterie.adapters.residency import Entry, Residency
+    from coterie.adapters.upload import Upload
+
+# loads under way at most: far more than an engine's queue holds
+MAX_LOADS = 1024
+# a stack that found no room and that nobody asked for since is forgotten
+ABANDONED_S = 10.0
+# the guard lets go with time alone: look again this often
+_RETRY_S = 0.1
+
+
+class Loader:
+    def __init__(
+        self,
+        library: Library,
+        host: HostCache,
+        targets: Targets,
+        residency: Residency,
+        upload: Upload,
+    ) -> None:
+        self._library, self._host, self._targets = library, host, targets
+        self._residency, self._upload = residency, upload
+        # set whenever a stack became ready, full or failed
+        self.news = threading.Event()
+        # since start: loads and seconds by stage
+        self.counts: Counter[str] = Counter()
+        self.seconds: dict[str, float] = dict.fromkeys(("disk", "compose", "place"), 0.0)
+        self._reads: deque[Entry] = deque()
+        self._places: deque[Entry] = deque()
+        # the first in line found no room
+        self._blocked = False
+        self._image: tuple[str, Image] | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    # with `residency.changed` held: put, retry
+
+    def put(self, entry: Entry) -> None:
+        if len(self._reads) + len(self._places) >= MAX_LOADS:
+            raise Overloaded(f"{MAX_LOADS} adapters are being loaded already", retry_after_s=1.0)
+        if all(choice.digest in self._host for choice in entry.facts.adapters):
+            self._line_up(entry)
+        else:
+            self._reads.append(entry)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="adapters", daemon=True)
+            self._thread.start()
+        self._residency.changed.notify_all()
+
+    def retry(self) -> None:
+        """Somebody let go of room."""
+        if self._blocked:
+            self._blocked = False
+            self._residency.changed.notify_all()
+
+    def close(self) -> None:
+        with self._residency.changed:
+            self._closed = True
+            self._residency.changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._image = None
+
+    def __len__(self) -> int:
+        return len(self._reads) + len(self._places)
+
+    def _line_up(self, entry: Entry) -> None:
+        self._places.append(entry)
+        if self._blocked:
+            self._wait(entry)
+
+    def _wait(self, entry: Entry) -> None:
+        if entry.state != "full":
+            entry.state, entry.waits_since_s = "full", self._residency.clock()
+            self.news.set()
+
+    def _work(self) -> None:
+        with torch.inference_mode():
+            while (entry := self._next()) is not None:
+                try:
+                    if self._places and entry is self._places[0]:
+                        self._place(entry)
+                    else:
+                        self._read(entry)
+                except CoterieError as problem:
+                    self._fail(entry, problem)
+                except Exception as problem:
+                    log("adapter_load_failed", level="error", error=problem)
+                    self._fail(entry, WeightsError(f"adapters could not be loaded: {problem!r}"))
+                del entry
+
+    def _next(self) -> Entry | None:
+        changed = self._residency.changed
+        with changed:
+            while not self._closed:
+                if self._places and not self._blocked:
+                    return self._places[0]
+                if self._reads:
+                    return self._reads.popleft()
+                if not changed.wait(_RETRY_S if self._blocked else None):
+                    self._blocked = False
+        return None
+
+    def _read(self, entry: Entry) -> None:
+        for choice in entry.facts.adapters:
+            # what RAM cannot keep is read when there is room on the device
+            if choice.digest not in self._host and entry.facts.nbytes <= self._host.budget_bytes:
+                self._adapter(choice.digest)
+        with self._residency.changed:
+            self._line_up(entry)
+
+    def _adapter(self, digest: str) -> Adapter:
+        adapter = self._host.get(digest)
+        if adapter is not None:
+            self.counts["host"] += 1
+            return adapter
+        begun = time.perf_counter()
+        adapter = self._library.load(digest)
+        self.counts["disk"] += 1
+        self.seconds["disk"] += time.perf_counter() - begun
+        self._host.put(adapter)
+        return adapter
+
+    def _place(self, entry: Entry) -> None:
+        residency = self._residency
+        image = self._composed(entry)
+        if image.nbytes > residency.slab.nbytes:
+            raise InvalidRequest(
+                f"these adapters take {image.nbytes} bytes together and there is room for "
+                f"{residency.slab.nbytes}; raise adapters.device_bytes"
+            )
+        with residency.changed:
+            now_s = residency.clock()
+            if entry.state == "full" and now_s - entry.asked_s > ABANDONED_S:
+                self._drop(entry)
+                return
+            waited_s = now_s - entry.waits_since_s if entry.state == "full" else 0.0
+            slot = residency.make_room(entry, image.nbytes, waited_s)
+            if slot is None:
+                self._blocked = True
+                for waiting in self._places:
+                    self._wait(waiting)
+                return
+        self._image = None
+        self._fill(entry, image, slot)
+
+    def _fill(self, entry: Entry, image: Image, slot: int) -> None:
+        residency, block = self._residency, entry.block
+        assert block is not None
+        begun = time.perf_counter()
+        try:
+            room = residency.slab.view(block)
+            event = self._upload.copy(image, room)
+            patches, soft = image.views(room)
+        except BaseException:
+            with residency.changed:
+                residency.cancel(entry, slot)
+            raise
+        self.counts["loads"] += 1
+        self.seconds["place"] += time.perf_counter() - begun
+        with residency.changed:
+            self._places.popleft()
+            entry.stack = Stack(entry.key, slot, patches, soft)
+            entry.event, entry.state = event, "ready"
+        self.news.set()
+
+    def _composed(self, entry: Entry) -> Image:
+        """Kept while the first in line waits for room."""
+        if self._image is not None and self._image[0] == entry.key:
+            return self._image[1]
+        parts = [(self._adapter(choice.digest), choice.weight) for choice in entry.facts.adapters]
+        begun = time.perf_counter()
+        image = Image(compose(parts, self._targets))
+        self.seconds["compose"] += time.perf_counter() - begun
+        self._image = (entry.key, image)
+        return image
+
+    def _fail(self, entry: Entry, problem: CoterieError) -> None:
+        with self._residency.changed:
+            if self._places and self._places[0] is entry:
+                self._places.popleft()
+            entry.error, entry.state = problem, "failed"
+            entry.waits_since_s = self._residency.clock()
+            self._image = None
+        self.news.set()
+
+    def _drop(self, entry: Entry) -> None:
+        self._places.popleft()
+        self._image = None
+        del self._residency.entries[entry.key]

@@ -1,0 +1,227 @@
+"""Stacks of adapters for one engine: fixed room on the device, a cache in RAM, a library on disk.
+
+The engine's thread calls it and never waits; a loader thread works behind it. A stack is known by
+its key (`core.plan.stack_key`), lies still from `take` to `release`, and is composed again whenever
+it was pushed out. Knows no requests and no scheduling.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from coterie.adapters.host_cache import HostCache
+from coterie.adapters.loader import Loader
+from coterie.adapters.residency import Clock, Entry, Residency, StackFacts
+from coterie.adapters.slab import Slab
+from coterie.adapters.upload import upload_for
+from coterie.core.adapters import MAX_STACK, AdapterSettings
+from coterie.core.errors import CoterieError, InternalError, InvalidRequest, NotFound, Overloaded
+from coterie.core.plan import AdapterChoice, stack_key
+
+if TYPE_CHECKING:
+    import torch
+
+    from coterie.adapters.base import Targets
+    from coterie.adapters.files import Facts
+    from coterie.adapters.library import Library
+    from coterie.kernels.patch import Stack
+
+MAX_STACKS = 128
+# stacks and adapters whose facts are remembered
+MAX_KNOWN = 4096
+# a stack that failed is tried again for whoever asks this much later
+RETRY_S = 1.0
+MAX_FAILED = 256
+
+
+class AdapterPool:
+    max_stacks = MAX_STACKS
+
+    def __init__(
+        self,
+        library: Library,
+        targets: Targets,
+        settings: AdapterSettings,
+        device: torch.device,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.library, self._clock = library, clock
+        self._host = HostCache(settings.host_bytes)
+        slab = Slab(settings.device_bytes, device)
+        self._residency = Residency(slab, MAX_STACKS, clock)
+        self._upload = upload_for(device, slab.nbytes)
+        self._loader = Loader(library, self._host, targets, self._residency, self._upload)
+        # least recently asked for first
+        self._known: OrderedDict[str, StackFacts] = OrderedDict()
+        self._files: OrderedDict[str, Facts] = OrderedDict()
+        self._hits = 0
+
+    def describe(self, adapters: Sequence[AdapterChoice]) -> StackFacts:
+        """What a stack is, from its files' headers. Raises when it cannot be run here."""
+        key = stack_key(adapters)
+        facts = self._known.get(key)
+        if facts is None:
+            facts = self._known[key] = self._facts(key, tuple(adapters))
+            _forget(self._known, MAX_KNOWN)
+        self._known.move_to_end(key)
+        return facts
+
+    def want(self, adapters: Sequence[AdapterChoice]) -> None:
+        """Begin to load a stack that is not here, and let go of it less easily if it is."""
+        self._want(self.describe(adapters))
+
+    def state(self, key: str) -> str:
+        """ready, loading, full (in RAM, and no room on the device now) or failed. A stack that was
+        pushed out again is wanted again by asking."""
+        entry = self._residency.entries.get(key)
+        if entry is None:
+            return self._ask_again(key)
+        entry.asked_s = self._clock()
+        return entry.state
+
+    def failure(self, key: str) -> CoterieError:
+        entry = self._residency.entries.get(key)
+        if entry is None:
+            return NotFound(f"no stack {key[:12]} was asked for here")
+        return entry.error or InternalError(f"stack {key[:12]} has not failed")
+
+    def take(self, key: str) -> Stack:
+        """A ready stack; it stays until it was released as often as taken."""
+        residency = self._residency
+        with residency.changed:
+            entry = self._ready(key)
+            self._hits += 1
+            residency.take(entry)
+            event, entry.event = entry.event, None
+        if event is not None:
+            self._upload.arrived(event)
+        assert entry.stack is not None
+        return entry.stack
+
+    def release(self, key: str) -> None:
+        residency = self._residency
+        with residency.changed:
+            idle = residency.release(self._ready(key))
+        if idle:
+            self._upload.fence()
+            with residency.changed:
+                self._loader.retry()
+
+    def stack(self, key: str) -> Stack:
+        """Of a taken key."""
+        stack = self._residency.entries[key].stack
+        assert stack is not None
+        return stack
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a load has ended in some way: for an engine that has nothing else to do."""
+        self._loader.news.wait(timeout_s)
+        self._loader.news.clear()
+
+    def resident(self) -> tuple[str, ...]:
+        """Digests whose stacks are ready."""
+        with self._residency.changed:
+            ready = [e for e in self._residency.entries.values() if e.state == "ready"]
+        return tuple({choice.digest: None for e in ready for choice in e.facts.adapters})
+
+    def stats(self) -> dict[str, float]:
+        """Totals since start, and how much is where now."""
+        residency, loader = self._residency, self._loader
+        return {
+            "adapter_hits": float(self._hits),
+            "adapter_loads": float(loader.counts["loads"]),
+            "adapter_loads_disk": float(loader.counts["disk"]),
+            "adapter_loads_host": float(loader.counts["host"]),
+            "adapter_load_disk_s": loader.seconds["disk"],
+            "adapter_compose_s": loader.seconds["compose"],
+            "adapter_place_s": loader.seconds["place"],
+            "adapter_evictions": float(residency.evictions),
+            "adapter_host_evictions": float(self._host.evictions),
+            "adapter_resident": float(residency.resident),
+            "adapter_resident_bytes": float(residency.slab.used_bytes),
+            "adapter_host_bytes": float(self._host.used_bytes),
+            "adapter_loading": float(len(loader)),
+        }
+
+    def check(self) -> None:
+        """Raises InternalError when the books do not add up."""
+        self._residency.check()
+
+    def close(self) -> None:
+        self._loader.close()
+        self._upload.close()
+        self._residency.entries.clear()
+        self._host.clear()
+        self._residency.slab.close()
+
+    def _facts(self, key: str, adapters: tuple[AdapterChoice, ...]) -> StackFacts:
+        if not 1 <= len(adapters) <= MAX_STACK:
+            raise InvalidRequest(f"a request takes up to {MAX_STACK} adapters, not {len(adapters)}")
+        for choice in adapters:
+            if not math.isfinite(choice.weight):
+                raise InvalidRequest(f"the weight of {choice.name} is {choice.weight}")
+        files = [self._file(choice) for choice in adapters]
+        nbytes = sum(facts.nbytes for facts in files)
+        room = self._residency.slab.nbytes
+        if nbytes > room:
+            raise InvalidRequest(
+                f"these adapters take {nbytes} bytes and there is room for {room}: "
+                "use fewer, or raise adapters.device_bytes"
+            )
+        tokens = sum(facts.num_virtual_tokens for facts in files)
+        return StackFacts(key, adapters, tokens, nbytes)
+
+    def _file(self, choice: AdapterChoice) -> Facts:
+        facts = self._files.get(choice.digest)
+        if facts is None:
+            facts = self._files[choice.digest] = self.library.facts(choice.digest)
+            _forget(self._files, MAX_KNOWN)
+        self._files.move_to_end(choice.digest)
+        return facts
+
+    def _want(self, facts: StackFacts) -> Entry:
+        residency, now_s = self._residency, self._clock()
+        with residency.changed:
+            entry = residency.entries.get(facts.key)
+            if entry is not None and entry.state == "failed":
+                if now_s - entry.waits_since_s < RETRY_S:
+                    return entry
+                entry = None
+            if entry is None:
+                self._trim()
+                entry = Entry(facts, now_s)
+                self._loader.put(entry)
+                residency.entries[facts.key] = entry
+            entry.asked_s = now_s
+            return entry
+
+    def _ask_again(self, key: str) -> str:
+        facts = self._known.get(key)
+        if facts is None:
+            return "failed"
+        try:
+            return self._want(facts).state
+        except Overloaded:
+            return "loading"
+
+    def _ready(self, key: str) -> Entry:
+        entry = self._residency.entries.get(key)
+        if entry is None or entry.stack is None:
+            raise InternalError(f"stack {key[:12]} is not ready")
+        return entry
+
+    def _trim(self) -> None:
+        """Failures nobody asked about go, the oldest first."""
+        entries = self._residency.entries
+        failed = [entry for entry in entries.values() if entry.state == "failed"]
+        for entry in failed[: max(0, len(failed) - MAX_FAILED)]:
+            del entries[entry.key]
+
+
+def _forget(known: OrderedDict[str, Any], limit: int) -> None:
+    while len(known) > limit:
+        known.popitem(last=False)

@@ -1,0 +1,164 @@
+"""Which stacks lie where on the device, who uses them, and who goes when room is needed.
+
+The rule (LRU-2 with a guard):
+- A stack somebody has taken stays where it is.
+- Of the others, those go whose last use but one is longest ago: a stack used once goes before one
+  that is used again and again, however recently. How often a stack was used outlives its eviction.
+- Only neighbours make room: of all runs of blocks that are wide enough, the one whose most useful
+  stack is least useful.
+- The guard: a stack that somebody asked for and has not taken yet is spared, until whoever needs
+  the room has waited for HOLD_S. So stacks in a queue cannot push each other out in turn.
+
+Bookkeeping alone; everything is called with `changed` held unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from coterie.adapters.slab import Block, Slab
+from coterie.core.errors import CoterieError, InternalError
+from coterie.core.plan import AdapterChoice
+from coterie.kernels.patch import Stack
+
+HOLD_S = 2.0
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class StackFacts:
+    """What is known of a stack without its bytes. Uses are counted in takes of any stack."""
+
+    key: str
+    adapters: tuple[AdapterChoice, ...]
+    num_virtual_tokens: int
+    # of its files: what it takes on the device is known when it was composed
+    nbytes: int
+    last_use: int = 0
+    use_before: int = 0
+
+
+class Entry:
+    """A stack that is resident, on its way, or failed on it."""
+
+    __slots__ = (
+        "asked_s", "block", "error", "event", "facts", "stack", "state", "taken_s", "users",
+        "waits_since_s",
+    )  # fmt: skip
+
+    def __init__(self, facts: StackFacts, now_s: float) -> None:
+        self.facts = facts
+        self.state = "loading"
+        self.users = 0
+        self.stack: Stack | None = None
+        self.block: Block | None = None
+        self.error: CoterieError | None = None
+        # CUDA: of the copy, until someone has waited for it
+        self.event: Any = None
+        self.asked_s, self.taken_s = now_s, -1.0
+        # when it first found no room; since when it failed
+        self.waits_since_s = now_s
+
+    @property
+    def key(self) -> str:
+        return self.facts.key
+
+
+class Residency:
+    def __init__(self, slab: Slab, max_stacks: int, clock: Clock = time.monotonic) -> None:
+        self.slab, self.clock = slab, clock
+        self.changed = threading.Condition()
+        self.entries: dict[str, Entry] = {}
+        self.evictions = 0
+        # lowest first, so that tables by slot stay short
+        self._slots = list(range(max_stacks - 1, -1, -1))
+        self._max_stacks = max_stacks
+        self._uses = 0
+
+    def take(self, entry: Entry) -> None:
+        facts = entry.facts
+        self._uses += 1
+        facts.use_before, facts.last_use = facts.last_use, self._uses
+        entry.users += 1
+        entry.taken_s = self.clock()
+
+    def release(self, entry: Entry) -> bool:
+        """Whether that was its last user."""
+        if entry.users <= 0:
+            raise InternalError(f"adapters {entry.key[:12]}: released more often than taken")
+        entry.users -= 1
+        return entry.users == 0
+
+    def make_room(self, entry: Entry, nbytes: int, waited_s: float) -> int | None:
+        """Give `entry` a block and answer its slot; None when there is no room now."""
+        victims = self._victims(nbytes, guarded=waited_s < HOLD_S)
+        if victims is None:
+            return None
+        for key in victims:
+            self.evict(self.entries[key])
+        entry.block = self.slab.reserve(nbytes, entry.key)
+        if entry.block is None:
+            raise InternalError("slab: room that was made is not there")
+        return self._slots.pop()
+
+    def evict(self, entry: Entry) -> None:
+        self.give_back(entry)
+        del self.entries[entry.key]
+        self.evictions += 1
+
+    def give_back(self, entry: Entry) -> None:
+        """Its block and slot are free again."""
+        if entry.users or entry.block is None or entry.stack is None:
+            raise InternalError(f"adapters {entry.key[:12]}: in use, and told to go")
+        self.slab.free(entry.block)
+        self._slots.append(entry.stack.slot)
+        entry.block = entry.stack = None
+
+    def cancel(self, entry: Entry, slot: int) -> None:
+        """What `make_room` gave, and was not filled."""
+        if entry.block is not None:
+            self.slab.free(entry.block)
+            entry.block = None
+        self._slots.append(slot)
+
+    def _victims(self, nbytes: int, *, guarded: bool) -> list[str] | None:
+        def cost(key: str) -> tuple[float, ...] | None:
+            entry = self.entries[key]
+            if entry.users or entry.state != "ready":
+                return None
+            if guarded and entry.asked_s > entry.taken_s:
+                return None
+            return (entry.facts.use_before, entry.facts.last_use)
+
+        victims = self.slab.cheapest(nbytes, cost)
+        if victims is None or victims or self._slots:
+            return victims
+        idle = [(c, key) for key in self.entries if (c := self._cost_of(key, cost)) is not None]
+        return [min(idle)[1]] if idle else None
+
+    def _cost_of(
+        self, key: str, cost: Callable[[str], tuple[float, ...] | None]
+    ) -> tuple[float, ...] | None:
+        return None if self.entries[key].block is None else cost(key)
+
+    @property
+    def resident(self) -> int:
+        """Stacks on the device. Needs no lock."""
+        return self._max_stacks - len(self._slots)
+
+    def check(self) -> None:
+        """Every block has its entry, every resident entry its block and a slot of its own."""
+        with self.changed:
+            self.slab.check()
+            placed = [entry for entry in self.entries.values() if entry.stack is not None]
+            slots = [entry.stack.slot for entry in placed if entry.stack is not None]
+            if len(set(slots) | set(self._slots)) != len(slots) + len(self._slots):
+                raise InternalError("adapters: two stacks share a slot")
+            used = sum(entry.block.nbytes for entry in placed if entry.block is not None)
+            if used > self.slab.used_bytes:
+                raise InternalError("adapters: a resident stack has no bytes")

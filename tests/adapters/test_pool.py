@@ -1,0 +1,65 @@
+"""The pool's contract: what is ready is right, taken stacks lie still, budgets hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from pool_rig import choose, delta, fetch, open_pool, settle, stored_delta, write_lora
+
+from coterie.core.errors import InvalidRequest, NotFound
+from coterie.core.plan import stack_key
+
+
+def test_a_stack_is_loaded_taken_and_right(tmp_path: Path) -> None:
+    one, two = write_lora(tmp_path, 1), write_lora(tmp_path, 2, rank=3)
+    pool = open_pool(tmp_path)
+    single, both = choose(one), (*choose(one, weight=0.5), *choose(two, weight=-2.0))
+    assert pool.describe(both).key == stack_key(both) and pool.describe(both).nbytes > 0
+    first, second = fetch(pool, single), fetch(pool, both)
+    assert first.key == stack_key(single) and first.slot != second.slot
+    torch.testing.assert_close(delta(first), stored_delta(tmp_path, one))
+    wanted = stored_delta(tmp_path, one, weight=0.5) + stored_delta(tmp_path, two, weight=-2.0)
+    torch.testing.assert_close(delta(second), wanted)
+    assert pool.stack(first.key) is first
+    assert set(pool.resident()) == {one, two}
+    stats = pool.stats()
+    assert stats["adapter_loads_disk"] == 2 and stats["adapter_resident"] == 2
+    assert stats["adapter_resident_bytes"] > 0 and stats["adapter_host_bytes"] > 0
+    pool.check()
+    pool.close()
+
+
+def test_a_stack_pushed_out_comes_back_by_asking(tmp_path: Path) -> None:
+    digests = [write_lora(tmp_path, seed) for seed in range(3)]
+    room = 2 * (4 * (48 + 64) * 4 * 4 + 256)
+    pool = open_pool(tmp_path, device_bytes=room)
+    for digest in digests:
+        pool.release(fetch(pool, choose(digest)).key)
+    assert pool.stats()["adapter_evictions"] == 1
+    again = stack_key(choose(digests[0]))
+    assert pool.state(again) in ("loading", "ready")
+    assert settle(pool, again) == "ready"
+    torch.testing.assert_close(delta(pool.take(again)), stored_delta(tmp_path, digests[0]))
+    assert pool.stats()["adapter_loads_disk"] == 3
+    pool.check()
+    pool.close()
+
+
+def test_what_cannot_be_run_is_refused_by_type(tmp_path: Path) -> None:
+    digest = write_lora(tmp_path, 1)
+    pool = open_pool(tmp_path, device_bytes=1024)
+    with pytest.raises(NotFound, match="library"):
+        pool.describe(choose("0" * 64))
+    with pytest.raises(NotFound, match="digest"):
+        pool.describe(choose("../../etc/passwd"))
+    with pytest.raises(InvalidRequest, match="up to 10"):
+        pool.describe(choose(*[digest] * 11))
+    with pytest.raises(InvalidRequest, match="device_bytes"):
+        pool.describe(choose(digest))
+    with pytest.raises(InvalidRequest, match="weight"):
+        pool.describe(choose(digest, weight=float("nan")))
+    assert pool.state("never heard of") == "failed"
+    assert isinstance(pool.failure("never heard of"), NotFound)
+    pool.close()
