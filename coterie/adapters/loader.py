@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
 
 from coterie.adapters.compose import compose
+from coterie.adapters.history import History
 from coterie.adapters.image import Image
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded, WeightsError
 from coterie.kernels.patch import Stack
@@ -48,14 +49,13 @@ class Loader:
         self._residency, self._upload = residency, upload
         # set whenever a stack became ready, full or failed
         self.news = threading.Event()
-        # since start: loads and seconds by stage
-        self.counts: Counter[str] = Counter()
-        self.seconds: dict[str, float] = dict.fromkeys(("disk", "compose", "place"), 0.0)
+        self.history = History()
         self._reads: deque[Entry] = deque()
         self._places: deque[Entry] = deque()
         # the first in line found no room
         self._blocked = False
-        self._image: tuple[str, Image] | None = None
+        # of the first in line: its key, and the seconds it took
+        self._image: tuple[str, Image, float] | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -138,18 +138,17 @@ class Loader:
     def _adapter(self, digest: str) -> Adapter:
         adapter = self._host.get(digest)
         if adapter is not None:
-            self.counts["host"] += 1
+            self.history.found()
             return adapter
         begun = time.perf_counter()
         adapter = self._library.load(digest)
-        self.counts["disk"] += 1
-        self.seconds["disk"] += time.perf_counter() - begun
+        self.history.read(digest, time.perf_counter() - begun)
         self._host.put(adapter)
         return adapter
 
     def _place(self, entry: Entry) -> None:
         residency = self._residency
-        image = self._composed(entry)
+        image, compose_s = self._composed(entry)
         if image.nbytes > residency.slab.nbytes:
             raise InvalidRequest(
                 f"these adapters take {image.nbytes} bytes together and there is room for "
@@ -168,12 +167,14 @@ class Loader:
                     self._wait(waiting)
                 return
         self._image = None
+        begun = time.perf_counter()
         self._fill(entry, image, slot)
+        digests = [choice.digest for choice in entry.facts.adapters]
+        self.history.loaded(digests, compose_s, time.perf_counter() - begun)
 
     def _fill(self, entry: Entry, image: Image, slot: int) -> None:
         residency, block = self._residency, entry.block
         assert block is not None
-        begun = time.perf_counter()
         try:
             room = residency.slab.view(block)
             event = self._upload.copy(image, room)
@@ -182,24 +183,22 @@ class Loader:
             with residency.changed:
                 residency.cancel(entry, slot)
             raise
-        self.counts["loads"] += 1
-        self.seconds["place"] += time.perf_counter() - begun
         with residency.changed:
             self._places.popleft()
             entry.stack = Stack(entry.key, slot, patches, soft)
             entry.event, entry.state = event, "ready"
+            residency.version += 1
         self.news.set()
 
-    def _composed(self, entry: Entry) -> Image:
+    def _composed(self, entry: Entry) -> tuple[Image, float]:
         """Kept while the first in line waits for room."""
-        if self._image is not None and self._image[0] == entry.key:
-            return self._image[1]
-        parts = [(self._adapter(choice.digest), choice.weight) for choice in entry.facts.adapters]
-        begun = time.perf_counter()
-        image = Image(compose(parts, self._targets))
-        self.seconds["compose"] += time.perf_counter() - begun
-        self._image = (entry.key, image)
-        return image
+        if self._image is None or self._image[0] != entry.key:
+            adapters = entry.facts.adapters
+            parts = [(self._adapter(choice.digest), choice.weight) for choice in adapters]
+            begun = time.perf_counter()
+            image = Image(compose(parts, self._targets))
+            self._image = (entry.key, image, time.perf_counter() - begun)
+        return self._image[1:]
 
     def _fail(self, entry: Entry, problem: CoterieError) -> None:
         with self._residency.changed:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from coterie.adapters.base import Targets
     from coterie.adapters.files import Facts
+    from coterie.adapters.history import LoadTimes
     from coterie.adapters.library import Library
     from coterie.kernels.patch import Stack
 
@@ -47,17 +48,22 @@ class AdapterPool:
         targets: Targets,
         settings: AdapterSettings,
         device: torch.device,
+        *,
+        slab: Slab | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
+        """`slab`: room on the device that was set aside before the model took the rest."""
         self.library, self._clock = library, clock
         self._host = HostCache(settings.host_bytes)
-        slab = Slab(settings.device_bytes, device)
+        slab = slab or Slab(settings.device_bytes, device)
         self._residency = Residency(slab, MAX_STACKS, clock)
         self._upload = upload_for(device, slab.nbytes)
         self._loader = Loader(library, self._host, targets, self._residency, self._upload)
         # least recently asked for first
         self._known: OrderedDict[str, StackFacts] = OrderedDict()
         self._files: OrderedDict[str, Facts] = OrderedDict()
+        # of the residency's version
+        self._resident: tuple[int, tuple[str, ...]] = (0, ())
         self._hits = 0
 
     def describe(self, adapters: Sequence[AdapterChoice]) -> StackFacts:
@@ -71,15 +77,17 @@ class AdapterPool:
         return facts
 
     def want(self, adapters: Sequence[AdapterChoice]) -> None:
-        """Begin to load a stack that is not here, and let go of it less easily if it is."""
-        self._want(self.describe(adapters))
+        """Begin to load a stack that is not here. When too many are being loaded, whoever asks for
+        its state later begins it."""
+        self._ask(self.describe(adapters))
 
     def state(self, key: str) -> str:
         """ready, loading, full (in RAM, and no room on the device now) or failed. A stack that was
         pushed out again is wanted again by asking."""
         entry = self._residency.entries.get(key)
         if entry is None:
-            return self._ask_again(key)
+            facts = self._known.get(key)
+            return "failed" if facts is None else self._ask(facts)
         entry.asked_s = self._clock()
         return entry.state
 
@@ -124,27 +132,40 @@ class AdapterPool:
 
     def resident(self) -> tuple[str, ...]:
         """Digests whose stacks are ready."""
-        with self._residency.changed:
-            ready = [e for e in self._residency.entries.values() if e.state == "ready"]
-        return tuple({choice.digest: None for e in ready for choice in e.facts.adapters})
+        residency = self._residency
+        if self._resident[0] != residency.version:
+            with residency.changed:
+                ready = [e for e in residency.entries.values() if e.state == "ready"]
+                digests = {choice.digest: None for e in ready for choice in e.facts.adapters}
+                self._resident = (residency.version, tuple(digests))
+        return self._resident[1]
+
+    def loads(self) -> dict[str, LoadTimes]:
+        """What loading cost, of the adapters loaded last."""
+        return self._loader.history.told()
+
+    @property
+    def version(self) -> int:
+        """Changes when `resident` or `loads` may."""
+        return self._residency.version
 
     def stats(self) -> dict[str, float]:
         """Totals since start, and how much is where now."""
-        residency, loader = self._residency, self._loader
+        residency, history = self._residency, self._loader.history
         return {
             "adapter_hits": float(self._hits),
-            "adapter_loads": float(loader.counts["loads"]),
-            "adapter_loads_disk": float(loader.counts["disk"]),
-            "adapter_loads_host": float(loader.counts["host"]),
-            "adapter_load_disk_s": loader.seconds["disk"],
-            "adapter_compose_s": loader.seconds["compose"],
-            "adapter_place_s": loader.seconds["place"],
+            "adapter_loads": float(history.counts["loads"]),
+            "adapter_loads_disk": float(history.counts["disk"]),
+            "adapter_loads_host": float(history.counts["host"]),
+            "adapter_load_disk_s": history.seconds["disk"],
+            "adapter_compose_s": history.seconds["compose"],
+            "adapter_place_s": history.seconds["place"],
             "adapter_evictions": float(residency.evictions),
             "adapter_host_evictions": float(self._host.evictions),
             "adapter_resident": float(residency.resident),
             "adapter_resident_bytes": float(residency.slab.used_bytes),
             "adapter_host_bytes": float(self._host.used_bytes),
-            "adapter_loading": float(len(loader)),
+            "adapter_loading": float(len(self._loader)),
         }
 
     def check(self) -> None:
@@ -199,10 +220,7 @@ class AdapterPool:
             entry.asked_s = now_s
             return entry
 
-    def _ask_again(self, key: str) -> str:
-        facts = self._known.get(key)
-        if facts is None:
-            return "failed"
+    def _ask(self, facts: StackFacts) -> str:
         try:
             return self._want(facts).state
         except Overloaded:

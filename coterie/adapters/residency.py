@@ -6,8 +6,9 @@ The rule (LRU-2 with a guard):
   that is used again and again, however recently. How often a stack was used outlives its eviction.
 - Only neighbours make room: of all runs of blocks that are wide enough, the one whose most useful
   stack is least useful.
-- The guard: a stack that somebody asked for and has not taken yet is spared, until whoever needs
-  the room has waited for HOLD_S. So stacks in a queue cannot push each other out in turn.
+- The guard: a stack that was brought in and not taken yet is spared while somebody asks for it,
+  until whoever needs the room has waited for HOLD_S. So stacks in a queue cannot push each other
+  out before they were of use.
 
 Bookkeeping alone; everything is called with `changed` held unless it says otherwise.
 """
@@ -26,6 +27,8 @@ from coterie.core.plan import AdapterChoice
 from coterie.kernels.patch import Stack
 
 HOLD_S = 2.0
+# asked for this recently = somebody asks for it
+ASKED_S = 1.0
 
 Clock = Callable[[], float]
 
@@ -47,7 +50,7 @@ class Entry:
     """A stack that is resident, on its way, or failed on it."""
 
     __slots__ = (
-        "asked_s", "block", "error", "event", "facts", "stack", "state", "taken_s", "users",
+        "asked_s", "block", "error", "event", "facts", "is_new", "stack", "state", "users",
         "waits_since_s",
     )  # fmt: skip
 
@@ -60,7 +63,9 @@ class Entry:
         self.error: CoterieError | None = None
         # CUDA: of the copy, until someone has waited for it
         self.event: Any = None
-        self.asked_s, self.taken_s = now_s, -1.0
+        self.asked_s = now_s
+        # nobody has taken it
+        self.is_new = True
         # when it first found no room; since when it failed
         self.waits_since_s = now_s
 
@@ -75,6 +80,8 @@ class Residency:
         self.changed = threading.Condition()
         self.entries: dict[str, Entry] = {}
         self.evictions = 0
+        # grows when a stack becomes ready or goes
+        self.version = 0
         # lowest first, so that tables by slot stay short
         self._slots = list(range(max_stacks - 1, -1, -1))
         self._max_stacks = max_stacks
@@ -85,7 +92,7 @@ class Residency:
         self._uses += 1
         facts.use_before, facts.last_use = facts.last_use, self._uses
         entry.users += 1
-        entry.taken_s = self.clock()
+        entry.is_new = False
 
     def release(self, entry: Entry) -> bool:
         """Whether that was its last user."""
@@ -110,6 +117,7 @@ class Residency:
         self.give_back(entry)
         del self.entries[entry.key]
         self.evictions += 1
+        self.version += 1
 
     def give_back(self, entry: Entry) -> None:
         """Its block and slot are free again."""
@@ -127,11 +135,13 @@ class Residency:
         self._slots.append(slot)
 
     def _victims(self, nbytes: int, *, guarded: bool) -> list[str] | None:
+        now_s = self.clock()
+
         def cost(key: str) -> tuple[float, ...] | None:
             entry = self.entries[key]
             if entry.users or entry.state != "ready":
                 return None
-            if guarded and entry.asked_s > entry.taken_s:
+            if guarded and entry.is_new and now_s - entry.asked_s < ASKED_S:
                 return None
             return (entry.facts.use_before, entry.facts.last_use)
 
