@@ -6,7 +6,7 @@ a `Report` what came of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,6 +66,30 @@ class ExpertInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """Room for adapters, fixed at start."""
+
+    device_bytes: int
+    host_bytes: int
+    max_stacks: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """What one adapter's loads cost since start, and whether a stack with it is on the device.
+
+    A stack's times count for each of its adapters.
+    """
+
+    digest: str
+    resident: bool
+    loads: int
+    disk_s: float
+    compose_s: float
+    place_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaInfo:
     """What a worker found out while loading."""
 
@@ -88,6 +112,8 @@ class ReplicaInfo:
     kv_budget: int = 0
     # only of a model with routed experts
     experts: ExpertInfo | None = None
+    # None = this worker runs no adapters
+    adapters: AdapterInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +143,8 @@ class Report:
     failed: list[Failed] = field(default_factory=list)
     lanes: tuple[LaneState, ...] = ()
     stats: dict[str, float] = field(default_factory=dict)
+    # the adapters loaded last, at most 64; None = as in the report before
+    adapters: tuple[AdapterLoad, ...] | None = None
 
     def take(self, event: Event) -> None:
         if isinstance(event, Delta):
@@ -144,6 +172,10 @@ class Replica(Protocol):
     async def abort(self, request_id: str) -> None:
         """Free what the request holds; its sink gets nothing from now on."""
 
+    def preload(self, adapters: Sequence[AdapterChoice]) -> None:
+        """A request with these is about to come: begin to load them. Only a hint: nothing is
+        answered, and what is wrong with them is told to the request."""
+
     def lane_states(self) -> dict[str, LaneState]:
         """How each lane stood after the last step."""
 
@@ -152,6 +184,9 @@ class Replica(Protocol):
 
     def stats(self) -> dict[str, float]:
         """Counters for metrics; `restarts` counts starts after the first."""
+
+    def adapter_loads(self) -> tuple[AdapterLoad, ...]:
+        """The adapters loaded last, for metrics."""
 
     def healthy(self) -> bool:
         """True while `submit` leads to an engine that runs."""

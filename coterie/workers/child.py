@@ -69,7 +69,7 @@ def main(address: str) -> int:
     channel.send(wire.Loaded(host.info))
     channel.send(Report(lanes=host.engine.lane_states()))
     try:
-        serve(host.engine, channel.receive, channel.send, host.tend)
+        serve(host, channel.receive, channel.send)
     except Exception as error:
         log("engine_died", level="error", error=error, replica=spec.name)
         return 1

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ from coterie.models.base import (
 from coterie.models.tokenizer import Tokenizer, load_tokenizer
 from coterie.weights.checkpoint import Checkpoint, open_checkpoint
 from coterie.workers import memory
+from coterie.workers.adapter_host import AdapterHost, room_for
 from coterie.workers.base import LaneSpec, ReplicaInfo, WorkerSpec
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Host:
     tokenizer: Tokenizer
     info: ReplicaInfo
     experts: ExpertHost | None = None
+    adapters: AdapterHost | None = None
 
     def tend(self) -> None:
         """Now and then, between steps."""
@@ -64,6 +66,8 @@ class Host:
         return None if runtime is None else runtime.report()
 
     def close(self) -> None:
+        if self.adapters is not None:
+            self.adapters.close()
         if self.experts is not None:
             self.experts.close()
 
@@ -78,6 +82,7 @@ def build_engine(spec: WorkerSpec, progress: Progress | None = None) -> Host:
     shape = read_spec(checkpoint, context)
     _refuse_dense(shape, spec.dispatch)
     kv_bytes = spec.kv_bytes
+    room = room_for(spec, device)
     experts = None
     if shape.moe is not None:
         from coterie.workers.expert_host import ExpertHost
@@ -93,27 +98,42 @@ def build_engine(spec: WorkerSpec, progress: Progress | None = None) -> Host:
         progress=progress,
         experts=experts.open if experts is not None else None,
     )
+    adapters = None
     try:
+        adapters = None if room is None else room.open(model)
         kv_bytes = kv_bytes or _auto_kv_bytes(spec, model)
-        return _host(spec, checkpoint, model, kv_bytes, threads, experts)
+        return _host(spec, checkpoint, model, kv_bytes, Parts(threads, experts, adapters))
     except BaseException:
+        if adapters is not None:
+            adapters.close()
         model.close()
         raise
 
 
+class Parts(NamedTuple):
+    """What an engine has beside its model."""
+
+    threads: int
+    experts: ExpertHost | None
+    adapters: AdapterHost | None
+
+
 def _host(
-    spec: WorkerSpec,
-    checkpoint: Checkpoint,
-    model: CausalLM,
-    kv_bytes: int,
-    threads: int,
-    experts: ExpertHost | None,
+    spec: WorkerSpec, checkpoint: Checkpoint, model: CausalLM, kv_bytes: int, parts: Parts
 ) -> Host:
+    threads, experts, adapters = parts
     whole_prompts = experts is not None and experts.walks_groups
     model.chunk_tokens = max(lane.max_step_tokens for lane in spec.lanes)
     lanes = plan_lanes(spec.lanes, model, kv_bytes, whole_prompts)
     tokenizer = load_tokenizer(Path(spec.model))
-    engine = Engine(model, tokenizer, lanes, replica=spec.name)
+    engine = Engine(
+        model,
+        tokenizer,
+        lanes,
+        replica=spec.name,
+        adapters=None if adapters is None else adapters.pool,
+        batching=spec.adapters.batching,
+    )
     if experts is not None:
         experts.refine(engine, tokenizer, lanes[0])
     info = ReplicaInfo(
@@ -131,8 +151,9 @@ def _host(
         generation=_generation(checkpoint.generation),
         kv_budget=kv_bytes,
         experts=None if experts is None else experts.facts(),
+        adapters=None if adapters is None else adapters.facts,
     )
-    return Host(engine, tokenizer, info, experts)
+    return Host(engine, tokenizer, info, experts, adapters)
 
 
 def _refuse_dense(spec: ModelSpec, settings: DispatchSettings) -> None:

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Sequence
 
 from coterie.core.errors import CoterieError, InternalError
-from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
+from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 from coterie.obs.trace import log
-from coterie.workers.base import Command, ReplicaInfo, Report, Sink, WorkerSpec
+from coterie.workers.base import AdapterLoad, Command, ReplicaInfo, Report, Sink, WorkerSpec
 from coterie.workers.ledger import Ledger
 from coterie.workers.loop import serve
 
@@ -29,6 +29,7 @@ class InprocReplica:
         self._thread: threading.Thread | None = None
         self._lanes: dict[str, LaneState] = {}
         self._stats: dict[str, float] = {}
+        self._adapters: tuple[AdapterLoad, ...] = ()
         self._running = False
         self._draining = False
 
@@ -58,6 +59,9 @@ class InprocReplica:
         if self._ledger.drop(request_id):
             self._commands.put(Command("abort", request_id))
 
+    def preload(self, adapters: Sequence[AdapterChoice]) -> None:
+        self._commands.put(Command("preload", adapters=tuple(adapters)))
+
     def lane_states(self) -> dict[str, LaneState]:
         return self._lanes
 
@@ -66,6 +70,9 @@ class InprocReplica:
 
     def stats(self) -> dict[str, float]:
         return {**self._stats, "restarts": 0.0}
+
+    def adapter_loads(self) -> tuple[AdapterLoad, ...]:
+        return self._adapters
 
     def healthy(self) -> bool:
         return self._running and not self._draining
@@ -96,7 +103,7 @@ class InprocReplica:
             host = build_engine(self._spec)
             states = {state.lane: state for state in host.engine.lane_states()}
             loop.call_soon_threadsafe(self._loaded, ready, host.info, states)
-            serve(host.engine, self._receive, publish, host.tend)
+            serve(host, self._receive, publish)
             host.close()
         except Exception as error:
             # a loop closed without close() has nobody left to tell
@@ -121,6 +128,8 @@ class InprocReplica:
     def _take(self, report: Report) -> None:
         self._lanes = {state.lane: state for state in report.lanes}
         self._stats = report.stats
+        if report.adapters is not None:
+            self._adapters = report.adapters
         self._ledger.take(report)
 
     def _died(self, ready: asyncio.Future[ReplicaInfo], error: Exception) -> None:

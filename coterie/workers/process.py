@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coterie.core.errors import CoterieError, Unavailable
-from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
+from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 from coterie.obs.trace import log
-from coterie.workers.base import Command, ReplicaInfo, Report, Sink, WorkerSpec
+from coterie.workers.base import AdapterLoad, Command, ReplicaInfo, Report, Sink, WorkerSpec
 from coterie.workers.ledger import Ledger
 from coterie.workers.spawn import Child, remove_directory, socket_directory
 
@@ -50,6 +51,7 @@ class ProcessReplica:
         self._directory: Path | None = None
         self._lanes: dict[str, LaneState] = {}
         self._stats: dict[str, float] = {}
+        self._adapters: tuple[AdapterLoad, ...] = ()
         self._fingerprint: str | None = None
         self._starts = 0
         self._load_s = 1.0
@@ -94,6 +96,9 @@ class ProcessReplica:
             self._send(Command("abort", request_id))
         self._hand_over()
 
+    def preload(self, adapters: Sequence[AdapterChoice]) -> None:
+        self._send(Command("preload", adapters=tuple(adapters)))
+
     def lane_states(self) -> dict[str, LaneState]:
         return self._lanes
 
@@ -102,6 +107,9 @@ class ProcessReplica:
 
     def stats(self) -> dict[str, float]:
         return {**self._stats, "restarts": float(max(0, self._starts - 1))}
+
+    def adapter_loads(self) -> tuple[AdapterLoad, ...]:
+        return self._adapters
 
     def healthy(self) -> bool:
         return self._child is not None and not self._draining and not self._ledger.quarantined
@@ -198,6 +206,8 @@ class ProcessReplica:
         self._reported_at = time.monotonic()
         self._lanes = {state.lane: state for state in report.lanes}
         self._stats = report.stats
+        if report.adapters is not None:
+            self._adapters = report.adapters
         self._ledger.take(report)
         self._hand_over()
 
