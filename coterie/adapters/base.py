@@ -49,6 +49,8 @@ class Target(Protocol):
     in_features: int
     out_features: int
     bias: Tensor | None  # [out]
+    # row i of the product is row order[i] of the module; None: as in the module
+    order: Tensor | None
 
     def row_norms_squared(self) -> Tensor:
         """[out] fp64: |W_i|^2 of the weight as the kernels see it. Kept after the first call."""

@@ -20,6 +20,7 @@ from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
 from coterie.kernels.routing import Router
 from coterie.models import mla
+from coterie.models.adapt import ModelTargets
 from coterie.models.blocks import Block, BlockDecoder, HeadAttention, Ops, Turns, ops_for
 from coterie.models.express import Express
 from coterie.models.layers import (
@@ -50,6 +51,8 @@ class Assembly:
     moe_layers: tuple[MoeLayer, ...]
     device: torch.device
     nbytes: int
+    # what adapters may change
+    targets: ModelTargets
     # all layers in one call, where the backbone is the native decoder and knows the experts' layers
     express: Express | None = None
 
@@ -67,6 +70,7 @@ def assemble(reader: Reader, backend: str, progress: Progress) -> Assembly:
         moe_layers,
         reader.device,
         reader.product_bytes + ends.own_bytes,
+        ModelTargets(spec, reader.noted),
         _express(backbone, moe_layers, spec.num_layers),
     )
 
@@ -94,7 +98,7 @@ def read_moe(reader: Reader, ops: Ops) -> tuple[MoeLayer, ...]:
         norm = reader.vector(post_norm(index), spec.hidden)
         shared = None
         if moe.shared:
-            shared = read_mlp(reader, f"model.layers.{index}.mlp.shared_experts.", moe.shared)
+            shared = read_mlp(reader, index, moe.shared, shared=True)
         before = _bound(ops, norm, spec.eps)
         layers.append(MoeLayer(index, router, before, shared=shared, norm=norm))
     return tuple(layers)
@@ -132,7 +136,10 @@ def _read_backbone(reader: Reader, backend: str, progress: Progress) -> Backbone
         return BlockDecoder(blocks, ops, spec.eps).forward
     layers = each(lambda index: read_layer(reader, index))
     if spec.clip_qkv is not None:
-        blocks = [_block(shape, layer, ops, turns, spec.clip_qkv) for layer in layers]
+        blocks = [
+            _block(shape, layer, ops, turns, spec.clip_qkv, index)
+            for index, layer in enumerate(layers)
+        ]
         return BlockDecoder(blocks, ops, spec.eps).forward
     # the native decoder has no place for biases after o or in the MLP: those models run its
     # products from the torch path
@@ -146,7 +153,8 @@ def _read_backbone(reader: Reader, backend: str, progress: Progress) -> Backbone
     def run(
         hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch, first: int, last: int
     ) -> Tensor:
-        return decoder(shape, layers[first:last], cos, sin, hidden, kv[first:last], batch)
+        own = layers[first:last]
+        return decoder(shape, own, cos, sin, hidden, kv[first:last], batch, first=first)
 
     return run
 
@@ -160,9 +168,10 @@ def _decoder(backend: str) -> Callable[..., Tensor]:
 
 
 def _block(
-    shape: DecoderShape, layer: DecoderLayer, ops: Ops, turns: Turns, clip: float | None
+    shape: DecoderShape, layer: DecoderLayer, ops: Ops, turns: Turns, clip: float | None, index: int
 ) -> Block:
-    attend = HeadAttention(shape, layer, ops, turns, clip)
+    attend = HeadAttention(shape, layer, ops, turns, clip, index)
     if layer.gate_up is None or layer.down is None:
         return Block(layer.input_norm, attend)
-    return Block(layer.input_norm, attend, layer.post_norm, GatedMlp(layer.gate_up, layer.down))
+    mlp = GatedMlp(layer.gate_up, layer.down, index)
+    return Block(layer.input_norm, attend, layer.post_norm, mlp)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.kernels import linear
+from coterie.kernels import linear, patched
 from coterie.kernels.batch import AttentionBatch
 from coterie.models import (
     carved,
@@ -39,6 +39,7 @@ from coterie.models.spec import ModelSpec, token_ids
 from coterie.weights.quantize import DTYPES
 
 if TYPE_CHECKING:
+    from coterie.adapters.base import Targets
     from coterie.core.dispatch import DispatchSettings, ExpertUsage
     from coterie.weights.checkpoint import Checkpoint
 
@@ -59,6 +60,9 @@ MODELS: dict[str, Callable[[dict[str, Any], int | None], ModelSpec]] = {
 # How a file's tensor types are kept under "auto": GGUF's other quantised forms are widened exactly.
 _KEPT_AS = {"BF16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4"}
 
+# the site of the LM head
+_HEAD = (-1, "head")
+
 _IN_LAYER = re.compile(r"(^|\.)(layers|blocks)\.\d")
 
 
@@ -75,6 +79,8 @@ class CausalLM:
         self.kv_dtype = kv_dtype(dtype)
         self._embed, self._head, self._norm = parts.ends.embedding, parts.ends.head, parts.norm
         self._backbone, self._moe = parts.backbone, moe
+        # what adapters may change; costs nothing before one asks
+        self.targets: Targets = parts.targets
         # captured decode steps on CUDA; None runs every step eagerly
         self.graphs: DecodeGraphs | None = None
 
@@ -120,14 +126,32 @@ class CausalLM:
         self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor], rows: Tensor
     ) -> Tensor:
         """`forward` without captured graphs."""
-        hidden = self._embed(token_ids)
+        soft = any(part.stack.soft is not None for part in batch.patches)
+        hidden = self._mixed(token_ids, batch) if soft else self._embed(token_ids)
         if self._moe is None:
             hidden = self._backbone(hidden, kv, batch, 0, self.spec.num_layers)
         else:
             hidden = self._moe(hidden, kv, batch)
         if len(rows) == 0:
             return hidden.new_empty((0, self.spec.vocab), dtype=torch.float32)
-        return self._head(self._norm(hidden[rows])).float()
+        normed = self._norm(hidden[rows])
+        if not any(_HEAD in part.stack.patches for part in batch.patches):
+            return self._head(normed).float()
+        patches = patched.pick(batch.patches, rows)
+        parts = ((_HEAD[1], self.spec.vocab),)
+        return patched.linear(self._head, normed, _HEAD[0], parts, patches).float()
+
+    def _mixed(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
+        """Embeddings, where ids behind the vocabulary name soft tokens of the row's stack."""
+        vocab = self.spec.vocab
+        hidden = self._embed(token_ids.clamp(max=vocab - 1))
+        for first, last, stack in batch.patches:
+            if stack.soft is None:
+                continue
+            place = token_ids[first:last] - vocab
+            soft = stack.soft[place.clamp(min=0)].to(hidden.dtype)
+            hidden[first:last] = torch.where(place[:, None] >= 0, soft, hidden[first:last])
+        return hidden
 
     @torch.inference_mode()
     def prepare(self, kv: Sequence[Tensor], block_size: int, max_sequences: int) -> None:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coterie.kernels import reference
+from coterie.kernels import patched, reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.latent import latent_attention
 
 if TYPE_CHECKING:
     from coterie.kernels.decoder import DecoderLayer, DecoderShape
+    from coterie.kernels.patch import Segment
 
 # (input of the block [T, D], the layer's cache, batch) -> what is added to the residual
 Attend = Callable[[Tensor, Tensor, AttentionBatch], Tensor]
@@ -52,7 +53,7 @@ class Block:
     attend: Attend
     # None where experts follow
     post_norm: Tensor | None = None
-    mlp: Callable[[Tensor], Tensor] | None = None
+    mlp: Callable[[Tensor, tuple[Segment, ...]], Tensor] | None = None
 
 
 class BlockDecoder:
@@ -69,7 +70,8 @@ class BlockDecoder:
             normed = self._norm(hidden, block.input_norm, self._eps)
             hidden = hidden + block.attend(normed, kv[index], batch)
             if block.mlp is not None and block.post_norm is not None:
-                hidden = hidden + block.mlp(self._norm(hidden, block.post_norm, self._eps))
+                normed = self._norm(hidden, block.post_norm, self._eps)
+                hidden = hidden + block.mlp(normed, batch.patches)
         return hidden
 
 
@@ -97,10 +99,13 @@ class HeadAttention:
     ops: Ops
     turns: Turns
     clip: float | None
+    # the layer's number: adapters are told apart by it
+    index: int
 
     def __call__(self, x: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> Tensor:
         shape, layer = self.shape, self.layer
-        qkv = layer.qkv(x)
+        parts = (("q", shape.q_size), ("k", shape.kv_size), ("v", shape.kv_size))
+        qkv = patched.linear(layer.qkv, x, self.index, parts, batch.patches)
         if layer.qkv_bias is not None:
             qkv = qkv + layer.qkv_bias
         sizes = [shape.q_size, shape.kv_size, shape.kv_size]
@@ -114,7 +119,8 @@ class HeadAttention:
         reference.write_kv(reference.rotary(k, *turn), v, kv_layer, batch.slots)
         q = reference.rotary(q, *turn)
         mixed = self.ops.attention(q, kv_layer, batch, shape.attention_scale)
-        return layer.o(mixed.reshape(len(x), shape.q_size))
+        mixed, outer = mixed.reshape(len(x), shape.q_size), (("o", shape.hidden),)
+        return patched.linear(layer.o, mixed, self.index, outer, batch.patches)
 
     def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
         return self.ops.norm(rows.reshape(len(rows), -1, len(weight)), weight, self.shape.eps)

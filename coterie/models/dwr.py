@@ -19,6 +19,7 @@ from coterie.kernels import reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.linear import Linear
 from coterie.kernels.routing import Router
+from coterie.models.adapt import ModelTargets
 from coterie.models.assemble import Assembly
 from coterie.models.blocks import Ops, ops_for
 from coterie.models.layers import Progress, read_ends
@@ -141,6 +142,7 @@ def assemble(reader: Reader, backend: str, progress: Progress) -> Assembly:
         tuple(layers),
         reader.device,
         reader.product_bytes + ends.own_bytes + positions.nbytes,
+        ModelTargets(spec, {}),
     )
 
 

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coterie.kernels import reference
+from coterie.kernels import patched, reference
 from coterie.kernels.decoder import DecoderLayer
 from coterie.kernels.linear import Linear, ReferenceLinear
+from coterie.models.adapt import Matrix
 from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight, convert, dense
 
 if TYPE_CHECKING:
+    from coterie.kernels.patch import Segment
     from coterie.models.reader import Reader
 
 Progress = Callable[[int, int], None]
@@ -85,11 +87,16 @@ class Ends:
 class GatedMlp:
     """down(silu(gate(x)) * up(x)): a dense layer's MLP, or the expert that every token passes."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self.gate_up, self.down = gate_up, down
+    def __init__(self, gate_up: Linear, down: Linear, layer: int, prefix: str = "") -> None:
+        self.gate_up, self.down, self._layer = gate_up, down, layer
+        half = gate_up.out_features // 2
+        self._inner = ((prefix + "gate", half), (prefix + "up", half))
+        self._outer = ((prefix + "down", down.out_features),)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(reference.silu_mul(self.gate_up(x)))
+    def __call__(self, x: Tensor, patches: tuple[Segment, ...] = ()) -> Tensor:
+        inner = patched.linear(self.gate_up, x, self._layer, self._inner, patches)
+        acts = reference.silu_mul(inner)
+        return patched.linear(self.down, acts, self._layer, self._outer, patches)
 
 
 def read_ends(
@@ -107,6 +114,9 @@ def read_ends(
     else:
         rows = reader.matrix(last, spec.vocab, spec.hidden, dtype)
     head = reader.product([rows])
+    if spec.rope is not None:
+        read = reader.reread(first if spec.tied else last, dtype)
+        reader.noted["lm_head"] = Matrix((-1, "head"), head, 0, spec.vocab, read)
     if spec.tied and isinstance(head, ReferenceLinear):
         # one copy in memory: the rows of the head are the embedding
         table = Dense(head.weight)
@@ -116,11 +126,13 @@ def read_ends(
     return Ends(Embedding(table, reader.device, reader.placement.hidden_dtype), head)
 
 
-def read_mlp(reader: Reader, stem: str, width: int) -> GatedMlp:
-    """`stem` is the MLP's name with its dot ("model.layers.0.mlp.")."""
+def read_mlp(reader: Reader, layer: int, width: int, shared: bool = False) -> GatedMlp:
+    """A layer's own MLP, or the expert that every token passes."""
     hidden, biased = reader.spec.hidden, reader.spec.mlp_bias
+    stem = f"model.layers.{layer}.mlp." + ("shared_experts." if shared else "")
     gate_up = reader.linear([stem + "gate_proj", stem + "up_proj"], [width, width], hidden, biased)
-    return GatedMlp(gate_up, reader.linear([stem + "down_proj"], [hidden], width, biased))
+    down = reader.linear([stem + "down_proj"], [hidden], width, biased)
+    return GatedMlp(gate_up, down, layer, "shared_" if shared else "")
 
 
 def read_layer(reader: Reader, index: int) -> DecoderLayer:
@@ -130,15 +142,20 @@ def read_layer(reader: Reader, index: int) -> DecoderLayer:
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     names = [f"{attention}{part}_proj" for part in "qkv"]
     sizes = [q_size, kv_size, kv_size]
+    qkv = reader.linear(names, sizes, spec.hidden)
+    biases = _biases(reader, names, sizes) if spec.qkv_bias else []
+    if biases:
+        # the decoders add them behind the product
+        reader.note(qkv, names, sizes, biases)
     routed = spec.moe is not None and index in spec.moe.layers
-    mlp = None if routed else read_mlp(reader, base + "mlp.", spec.intermediate)
+    mlp = None if routed else read_mlp(reader, index, spec.intermediate)
     q_norm, k_norm = _qk_norms(reader, attention, q_size, kv_size)
     return DecoderLayer(
         input_norm=reader.vector(base + "input_layernorm.weight", spec.hidden),
-        qkv=reader.linear(names, sizes, spec.hidden),
+        qkv=qkv,
         q_norm=q_norm,
         k_norm=k_norm,
-        qkv_bias=_biases(reader, names, sizes) if spec.qkv_bias else None,
+        qkv_bias=torch.cat(biases) if biases else None,
         o=reader.linear([attention + "o_proj"], [spec.hidden], q_size, spec.o_bias),
         post_norm=None if routed else reader.vector(post_norm(index), spec.hidden),
         gate_up=mlp.gate_up if mlp else None,
@@ -161,6 +178,6 @@ def _qk_norms(
     return q_norm, reader.vector(attention + "k_norm.weight", sizes[1])
 
 
-def _biases(reader: Reader, names: list[str], sizes: list[int]) -> Tensor:
+def _biases(reader: Reader, names: list[str], sizes: list[int]) -> list[Tensor]:
     pairs = zip(names, sizes, strict=True)
-    return torch.cat([reader.vector(f"{name}.bias", size) for name, size in pairs])
+    return [reader.vector(f"{name}.bias", size) for name, size in pairs]

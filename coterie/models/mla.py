@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coterie.kernels import reference
+from coterie.kernels import patched, reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.latent import HeadLinear, write_latent
 from coterie.kernels.linear import Linear
@@ -56,24 +56,33 @@ class LatentAttention:
     scale: float
     ops: Ops
     turns: Turns
+    # the layer's number: adapters are told apart by it
+    index: int
 
     def __call__(self, x: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> Tensor:
         parts, latent, turn = self.parts, self.latent, self.turns(batch)
-        rank, rows = latent.kv_rank, parts.kv_a(x)
+        rank, rows = latent.kv_rank, self._product(parts.kv_a, "kv_a", x, batch)
         normed = self.ops.norm(rows[:, :rank].contiguous(), parts.kv_norm, _INNER_EPS)
         key = reference.rotary(rows[:, None, rank:], *turn)[:, 0]
         write_latent(torch.cat((normed, key), dim=-1), kv_layer, batch.slots)
-        q = self._queries(x).view(len(x), -1, latent.nope + latent.rope)
+        q = self._queries(x, batch).view(len(x), -1, latent.nope + latent.rope)
         wide = parts.key_up(q[..., : latent.nope])
         q = torch.cat((wide, reference.rotary(q[..., latent.nope :], *turn)), dim=-1)
         mixed = self.ops.latent(q, kv_layer, batch, self.scale)
-        return parts.o(parts.value_up(mixed[..., :rank]).reshape(len(x), -1))
+        values = parts.value_up(mixed[..., :rank]).reshape(len(x), -1)
+        return self._product(parts.o, "o", values, batch)
 
-    def _queries(self, x: Tensor) -> Tensor:
+    def _queries(self, x: Tensor, batch: AttentionBatch) -> Tensor:
         queries = self.parts.queries
-        if queries.first is not None and queries.norm is not None:
-            x = self.ops.norm(queries.first(x), queries.norm, _INNER_EPS)
-        return queries.last(x)
+        if queries.first is None or queries.norm is None:
+            return self._product(queries.last, "q", x, batch)
+        low = self._product(queries.first, "q_a", x, batch)
+        normed = self.ops.norm(low, queries.norm, _INNER_EPS)
+        return self._product(queries.last, "q_b", normed, batch)
+
+    def _product(self, product: Linear, part: str, x: Tensor, batch: AttentionBatch) -> Tensor:
+        parts = ((part, product.out_features),)
+        return patched.linear(product, x, self.index, parts, batch.patches)
 
 
 def read_block(reader: Reader, index: int, ops: Ops, turns: Turns) -> Block:
@@ -83,23 +92,19 @@ def read_block(reader: Reader, index: int, ops: Ops, turns: Turns) -> Block:
     if latent is None:
         raise TypeError(f"{spec.architecture} has no latent attention")
     parts = _read_parts(reader, base + "self_attn.", latent)
-    attend = LatentAttention(parts, latent, spec.attention_scale, ops, turns)
+    attend = LatentAttention(parts, latent, spec.attention_scale, ops, turns, index)
     input_norm = reader.vector(base + "input_layernorm.weight", spec.hidden)
     if spec.moe is not None and index in spec.moe.layers:
         return Block(input_norm, attend)
-    mlp = read_mlp(reader, base + "mlp.", spec.intermediate)
+    mlp = read_mlp(reader, index, spec.intermediate)
     return Block(input_norm, attend, reader.vector(post_norm(index), spec.hidden), mlp)
 
 
 def _read_parts(reader: Reader, stem: str, latent: Latent) -> LatentParts:
     spec = reader.spec
-    turned = latent.kv_rank + latent.rope
-    kv_a = reader.matrix(stem + "kv_a_proj_with_mqa.weight", turned, spec.hidden)
     order = _halves(1, latent.kv_rank, latent.rope)
-    product = reader.product([rows_of(kv_a, order)])
-    if spec.qkv_bias:
-        bias = reader.vector(stem + "kv_a_proj_with_mqa.bias", turned)
-        product = BiasedLinear(product, bias[order.to(bias.device)])
+    name = stem + "kv_a_proj_with_mqa"
+    product = _reordered(reader, name, spec.hidden, order, spec.qkv_bias)
     key_up, value_up = _ups(reader, stem, latent)
     return LatentParts(
         queries=_read_queries(reader, stem, latent),
@@ -115,17 +120,27 @@ def _read_parts(reader: Reader, stem: str, latent: Latent) -> LatentParts:
 
 def _read_queries(reader: Reader, stem: str, latent: Latent) -> Queries:
     spec, rank = reader.spec, latent.q_rank
-    rows = spec.num_heads * (latent.nope + latent.rope)
     order = _halves(spec.num_heads, latent.nope, latent.rope)
     if rank is None:
-        weight = reader.matrix(stem + "q_proj.weight", rows, spec.hidden)
-        return Queries(reader.product([rows_of(weight, order)]))
-    weight = reader.matrix(stem + "q_b_proj.weight", rows, rank)
+        return Queries(_reordered(reader, stem + "q_proj", spec.hidden, order))
     return Queries(
-        last=reader.product([rows_of(weight, order)]),
+        last=_reordered(reader, stem + "q_b_proj", rank, order),
         first=reader.linear([stem + "q_a_proj"], [rank], spec.hidden, spec.qkv_bias),
         norm=reader.vector(stem + "q_a_layernorm.weight", rank),
     )
+
+
+def _reordered(
+    reader: Reader, name: str, columns: int, order: Tensor, biased: bool = False
+) -> Linear:
+    """One product whose row i is row order[i] of the stored matrix."""
+    rows = len(order)
+    product = reader.product([rows_of(reader.matrix(name + ".weight", rows, columns), order)])
+    biases = [reader.vector(name + ".bias", rows)] if biased else []
+    reader.note(product, [name], [rows], biases, order)
+    if not biases:
+        return product
+    return BiasedLinear(product, biases[0][order.to(reader.device)])
 
 
 def _halves(heads: int, plain: int, turned: int) -> Tensor:

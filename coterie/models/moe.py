@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from coterie.core.dispatch import ExpertUsage
     from coterie.experts.geometry import Geometry
     from coterie.experts.resident import Resident
+    from coterie.kernels.patch import Segment
     from coterie.kernels.routing import Router
 
 # (hidden [T, D], caches, batch, first, last) -> hidden behind those layers: dense ones whole, ones
@@ -65,7 +66,7 @@ class MoeLayer:
     before: Callable[[Tensor], Tensor]
     after: Callable[[Tensor, Tensor], Tensor] = operator.add
     # the expert every token passes
-    shared: Callable[[Tensor], Tensor] | None = None
+    shared: Callable[[Tensor, tuple[Segment, ...]], Tensor] | None = None
     # weight of `before`, where that is an RMS norm
     norm: Tensor | None = None
 
@@ -126,14 +127,16 @@ class MoeStack:
             layer = self._layers[place]
             first = self._layers[place - 1].index + 1 if place else 0
             hidden = self._backbone(hidden, kv, batch, first, layer.index + 1)
-            hidden = self._feed(place, hidden, batch.phase, owners)
+            hidden = self._feed(place, hidden, batch, owners)
         end = self._layers[-1].index + 1
         if end < self._num_layers and places[-1] == len(self._layers) - 1:
             hidden = self._backbone(hidden, kv, batch, end, self._num_layers)
         return hidden
 
-    def _feed(self, place: int, hidden: Tensor, phase: str, owners: Tensor | None) -> Tensor:
-        layer = self._layers[place]
+    def _feed(
+        self, place: int, hidden: Tensor, batch: AttentionBatch, owners: Tensor | None
+    ) -> Tensor:
+        layer, phase = self._layers[place], batch.phase
         rows = layer.before(hidden)
         started = time.perf_counter()
         ids, weights = layer.router(rows)
@@ -143,7 +146,7 @@ class MoeStack:
             self.experts.hint(following.index, following.router(rows)[0])
         out = self.experts.run(ExpertStep(layer.index, phase, rows, ids, weights, owners))
         if layer.shared is not None:
-            out = out + layer.shared(rows)
+            out = out + layer.shared(rows, batch.patches)
         return layer.after(hidden, out)
 
     def take_usage(self) -> tuple[ExpertUsage, list[ExpertUsage]]:

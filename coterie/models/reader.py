@@ -6,7 +6,7 @@ meaning, and never touches what belongs to the expert store.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from coterie.core.errors import WeightsError
 from coterie.kernels.latent import HeadLinear
 from coterie.kernels.linear import Linear, make_linear
+from coterie.models.adapt import Matrix, site_of
 from coterie.weights.quantize import Dense, Weight, convert, dense
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Reader:
         self.device = torch.device(placement.device)
         # of every product handed out
         self.product_bytes = 0
+        # what adapters may change, by module path
+        self.noted: dict[str, Matrix] = {}
         self._checkpoint = checkpoint
         self._left = {name for name in checkpoint.names() if not name.endswith(_COMPUTED)}
         self._left -= _expert_names(spec, self._left)
@@ -80,11 +83,32 @@ class Reader:
         """One product over the rows of `names`, each with its bias where `biased`."""
         pairs = list(zip(names, rows, strict=True))
         product = self.product([self.matrix(name + ".weight", n, columns) for name, n in pairs])
-        if not biased:
-            return product
-        return BiasedLinear(
-            product, torch.cat([self.vector(name + ".bias", n) for name, n in pairs])
-        )
+        biases = [self.vector(name + ".bias", n) for name, n in pairs] if biased else []
+        self.note(product, names, rows, biases)
+        return BiasedLinear(product, torch.cat(biases)) if biased else product
+
+    def note(
+        self,
+        product: Linear,
+        names: Sequence[str],
+        rows: Sequence[int],
+        biases: Sequence[Tensor] = (),
+        order: Tensor | None = None,
+    ) -> None:
+        """Adapters may change these modules, whose rows follow one another in `product`."""
+        first = 0
+        for place, (name, count) in enumerate(zip(names, rows, strict=True)):
+            site = site_of(name)
+            if site is not None:
+                bias = biases[place] if biases else None
+                read = self.reread(name + ".weight", self.dtype)
+                self.noted[name] = Matrix(site, product, first, count, read, bias, order)
+            first += count
+
+    def reread(self, name: str, dtype: str) -> Callable[[], Tensor]:
+        """The tensor once more, widened, as it was taken at `dtype`."""
+        checkpoint = self._checkpoint
+        return lambda: dense(convert(checkpoint.read(name), dtype))
 
     def product(self, weights: Sequence[Weight]) -> Linear:
         product = make_linear(weights, self.placement.backend, self.device)

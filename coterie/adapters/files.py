@@ -1,0 +1,137 @@
+"""PEFT directories: adapter_config.json and adapter_model.safetensors, checked whole.
+
+What is read is copied: nothing of an adapter points into its file. Pickle is never opened. Knows no
+model: whether the modules exist is composing's question.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
+from torch import Tensor
+
+from coterie.adapters import soft_prompt
+from coterie.adapters.base import Adapter
+from coterie.adapters.table import ADAPTERS, kind_of
+from coterie.core.errors import WeightsError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_MAX_CONFIG_BYTES = 4_000_000
+_MAX_WEIGHTS_BYTES = 1 << 33
+_MAX_TENSORS = 100_000
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a directory says of itself, without reading its weights."""
+
+    kind: str
+    num_virtual_tokens: int
+    # of the tensors
+    nbytes: int
+    base_model_name: str
+
+
+def describe(directory: Path) -> Facts:
+    """Cheap: the config, and the weights' header."""
+    path = _weights_file(directory)
+    try:
+        config = parse_config(_read(directory / CONFIG, _MAX_CONFIG_BYTES))
+        kind = kind_of(config)
+        tokens = soft_prompt.tokens_of(config) if kind == "soft_prompt" else 0
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        # reading the header checks that the tensors fill the file
+        with safe_open(path, "pt"):
+            nbytes = path.stat().st_size - header - 8
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path}: not a sound safetensors file ({error})") from error
+    except WeightsError as error:
+        raise WeightsError(f"{directory}: {error.message}") from error
+    name = config.get("base_model_name_or_path")
+    return Facts(kind, tokens, nbytes, name if isinstance(name, str) else "")
+
+
+def open_adapter(directory: Path, digest: str) -> Adapter:
+    path = _weights_file(directory)
+    try:
+        return parse_adapter(
+            _read(directory / CONFIG, _MAX_CONFIG_BYTES), _read(path, _MAX_WEIGHTS_BYTES), digest
+        )
+    except WeightsError as error:
+        raise WeightsError(f"{directory}: {error.message}") from error
+
+
+def parse_adapter(config: bytes, weights: bytes, digest: str) -> Adapter:
+    """From the two files' bytes, for callers that have checked those against the digest."""
+    table = parse_config(config)
+    name = kind_of(table)
+    kind, tensors = ADAPTERS[name], _tensors(weights)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    if kind.soft is not None:
+        return Adapter(digest, name, soft=kind.soft(table, tensors), nbytes=nbytes)
+    assert kind.changes is not None
+    return Adapter(digest, name, kind.changes(table, tensors), nbytes=nbytes)
+
+
+def parse_config(data: bytes) -> Mapping[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{CONFIG}: not valid JSON") from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{CONFIG}: not a JSON object")
+    return value
+
+
+def _weights_file(directory: Path) -> Path:
+    path = directory / WEIGHTS
+    if path.is_file():
+        return path
+    pickles = [*directory.glob("adapter_model.bin"), *directory.glob("adapter_model.pt*")]
+    if pickles:
+        raise WeightsError(
+            f"{pickles[0]}: a pickle file, which can run code and is refused. Load the adapter "
+            f"with PEFT and save it again with safe_serialization=True, which writes {WEIGHTS}."
+        )
+    raise WeightsError(
+        f"{directory}: no {WEIGHTS} in it. Give a directory that PEFT's save_pretrained wrote."
+    )
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        size = path.stat().st_size
+        if size > limit:
+            raise WeightsError(f"{path.name}: {size} bytes; at most {limit} are read")
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise WeightsError(f"{path.name}: missing") from error
+    except OSError as error:
+        raise WeightsError(f"{path.name}: cannot be read ({error.strerror})") from error
+
+
+def _tensors(data: bytes) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load(data)
+    except (SafetensorError, ValueError, RuntimeError, KeyError) as error:
+        raise WeightsError(f"{WEIGHTS}: not a sound safetensors file ({error})") from error
+    if not 0 < len(tensors) <= _MAX_TENSORS:
+        raise WeightsError(f"{WEIGHTS}: {len(tensors)} tensors; an adapter has 1 to {_MAX_TENSORS}")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _TYPES:
+            raise WeightsError(f"{name!r} is {tensor.dtype}; use fp32, bf16 or fp16")
+        if not tensor.numel():
+            raise WeightsError(f"{name!r} is empty")
+        if not bool(torch.isfinite(tensor).all()):
+            raise WeightsError(f"{name!r} holds NaN or infinity")
+    return tensors

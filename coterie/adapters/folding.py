@@ -1,0 +1,88 @@
+"""The running meaning of one module while a stack is folded into it, adapter by adapter.
+
+f(x) = out * (W (inner * x)) + constant + sum of (x a^T) b: closed under every kind's wrapping,
+which is why any stack comes down to one patch. Knows no kind and no model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from coterie.kernels.patch import Patch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from coterie.adapters.base import Target
+
+
+class Folding:
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._inner: Tensor | None = None  # [in] fp32
+        self._out: Tensor | None = None  # [out] fp32
+        # the bias and what became of it; None where the module has none
+        self._constant = None if target.bias is None else target.bias.detach().cpu().float()
+        self._bias = self._constant
+        self._terms: list[tuple[Tensor, Tensor]] = []  # a [r, in], b [r, out]
+        # whether every factor was stored in bf16
+        self._narrow = True
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """f(x) + (x a^T) b; a [r, in] as stored, b [r, out] fp32."""
+        self._narrow = self._narrow and a.dtype == torch.bfloat16
+        self._terms.append((a, b))
+
+    def scale_input(self, vector: Tensor) -> None:
+        """f(vector * x)."""
+        self._inner = vector if self._inner is None else self._inner * vector
+        self._terms = [(a.float() * vector, b) for a, b in self._terms]
+
+    def scale_output(self, vector: Tensor) -> None:
+        """vector * f(x)."""
+        self._scale(vector)
+        if self._constant is not None:
+            self._constant = self._constant * vector
+
+    def scale_product(self, vector: Tensor) -> None:
+        """vector * (f(x) - bias) + bias."""
+        self._scale(vector)
+        if self._constant is not None and self._bias is not None:
+            self._constant = (self._constant - self._bias) * vector + self._bias
+
+    def patch(self) -> Patch | None:
+        """None where nothing is left to do."""
+        a, b = self._factors()
+        out, shift = self._out, self._shift()
+        order = self.target.order
+        if order is not None:
+            b, out, shift = (None if part is None else part[..., order] for part in (b, out, shift))
+        if a is None and self._inner is None and out is None and shift is None:
+            return None
+        b = None if b is None else b.contiguous()
+        return Patch(a=a, b=b, in_scale=self._inner, out_scale=out, shift=shift)
+
+    def _scale(self, vector: Tensor) -> None:
+        self._out = vector if self._out is None else self._out * vector
+        self._terms = [(a, b * vector) for a, b in self._terms]
+
+    def _shift(self) -> Tensor | None:
+        if self._constant is None or self._bias is None or self._constant is self._bias:
+            return None
+        shift = self._constant - self._bias
+        return shift if bool(shift.any()) else None
+
+    def _factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """Both in fp32; in bf16 where they were stored so and scaling lost nothing (a power of
+        two): half the bytes a step reads, the same values."""
+        if not self._terms:
+            return None, None
+        a = torch.cat([a.float() for a, _ in self._terms])
+        b = torch.cat([b for _, b in self._terms])
+        if self._narrow:
+            narrow = a.bfloat16(), b.bfloat16()
+            if torch.equal(narrow[0].float(), a) and torch.equal(narrow[1].float(), b):
+                return narrow
+        return a, b

@@ -1,0 +1,66 @@
+"""IA3: a learned vector times a module's output, or times its input for feedforward modules.
+
+With weight w the vector is 1 + w * (l - 1). Reads PEFT's `ia3_l` ([out, 1], feedforward [1, in]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from coterie.adapters import options
+from coterie.adapters.base import Change
+from coterie.adapters.lora import PREFIX
+from coterie.core.errors import WeightsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from coterie.adapters.folding import Folding
+
+PEFT_TYPE = "IA3"
+
+_UNDERSTOOD = options.keys(
+    "target_modules exclude_modules feedforward_modules init_ia3_weights",
+    # PEFT itself unsets it on Linear modules, the only ones here
+    "fan_in_fan_out",
+)
+_REFUSED = {"modules_to_save": "it replaces whole modules of the base model"}
+_SUFFIX = ".ia3_l"
+
+
+def read(config: options.Config, tensors: Mapping[str, Tensor]) -> dict[str, Change]:
+    options.check(config, _UNDERSTOOD, _REFUSED)
+    targets = options.names(config, "target_modules")
+    inner = options.names(config, "feedforward_modules")
+    if inner is None:
+        raise WeightsError("adapter_config.json: feedforward_modules is missing; [] means none")
+    changes = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(PREFIX) or not name.endswith(_SUFFIX):
+            raise WeightsError(f"{name!r} is no tensor of an IA3 adapter as PEFT saves one")
+        path = name[len(PREFIX) : -len(_SUFFIX)]
+        if not options.targeted(targets, path):
+            raise WeightsError(f"{name!r}: target_modules does not name {path}")
+        feedforward = _is_inner(inner, path)
+        if tensor.dim() != 2 or tensor.shape[0 if feedforward else 1] != 1:
+            form = "[1, in]: feedforward_modules names it" if feedforward else "[out, 1]"
+            raise WeightsError(f"{name!r} has shape {list(tensor.shape)}, not {form}")
+        changes[path] = Change(vector=tensor.flatten(), feedforward=feedforward)
+    return changes
+
+
+def apply(folding: Folding, change: Change, weight: float) -> None:
+    if change.vector is None or not weight:
+        return
+    vector = change.vector.float()
+    if weight != 1:
+        vector = 1 + weight * (vector - 1)
+    (folding.scale_input if change.feedforward else folding.scale_output)(vector)
+
+
+def _is_inner(inner: list[str] | str, path: str) -> bool:
+    """As PEFT matches them: by the end of the path, without regard to dots."""
+    if isinstance(inner, str):
+        return options.targeted(inner, path)
+    return any(path.endswith(name) for name in inner)

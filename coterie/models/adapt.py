@@ -1,0 +1,130 @@
+"""Where adapters may change a model: module paths of its Hugging Face form -> matrices as loaded.
+
+The reader notes every product it hands out; nothing is computed before an adapter asks. Owns which
+modules can be adapted, and the sentence for each that cannot. Knows no adapter kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coterie.core.errors import WeightsError
+from coterie.kernels.linear import ReferenceLinear
+
+if TYPE_CHECKING:
+    from coterie.kernels.linear import Linear
+    from coterie.kernels.patch import Site
+    from coterie.models.spec import ModelSpec
+
+# module name -> part, below "model.layers.N."
+_PARTS = {
+    "self_attn.q_proj": "q",
+    "self_attn.k_proj": "k",
+    "self_attn.v_proj": "v",
+    "self_attn.o_proj": "o",
+    "self_attn.q_a_proj": "q_a",
+    "self_attn.q_b_proj": "q_b",
+    "self_attn.kv_a_proj_with_mqa": "kv_a",
+    "mlp.gate_proj": "gate",
+    "mlp.up_proj": "up",
+    "mlp.down_proj": "down",
+    "mlp.shared_experts.gate_proj": "shared_gate",
+    "mlp.shared_experts.up_proj": "shared_up",
+    "mlp.shared_experts.down_proj": "shared_down",
+}
+_HEAD = "lm_head"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+# ends or middles of paths -> why they cannot be adapted
+_REASONS = (
+    (r"embed_tokens$", "embeddings are not adapted"),
+    (r"\.kv_b_proj$", "it is absorbed into its neighbours: latent attention never computes it"),
+    (r"\.experts(\.|$)", "adapters on routed experts are not supported: experts come and go"),
+    (r"(block_sparse_moe|mlp)\.gate$", "the router is not adapted"),
+    (r"norm$", "norms are not adapted"),
+)
+
+
+@dataclass(slots=True)
+class Matrix:
+    """One module's rows within a product. A `Target` of adapters/base.py."""
+
+    site: Site
+    product: Linear
+    # where the module's rows begin in the product
+    first: int
+    out_features: int
+    # the module's weight as it was read, dense, in the module's own order
+    read: Callable[[], Tensor]
+    bias: Tensor | None = None
+    order: Tensor | None = None
+    in_features: int = field(init=False)
+    _norms: Tensor | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.in_features = self.product.in_features
+
+    @torch.inference_mode()
+    def row_norms_squared(self) -> Tensor:
+        if self._norms is None:
+            self._norms = self._weight().double().square().sum(1).cpu()
+        return self._norms
+
+    @torch.inference_mode()
+    def project(self, x: Tensor) -> Tensor:
+        if isinstance(self.product, ReferenceLinear):
+            x = x.to(self.product.weight.device)
+        rows = self.product(x)[:, self.first : self.first + self.out_features].float().cpu()
+        if self.order is None:
+            return rows
+        back = torch.empty_like(rows)
+        back[:, self.order] = rows
+        return back
+
+    def _weight(self) -> Tensor:
+        """As the kernels see it, rows in any order of the module's."""
+        if isinstance(self.product, ReferenceLinear) and self.order is None:
+            return self.product.weight[self.first : self.first + self.out_features]
+        return self.read()
+
+
+class ModelTargets:
+    """`Targets` of adapters/base.py over what a reader noted."""
+
+    def __init__(self, spec: ModelSpec, matrices: Mapping[str, Matrix]) -> None:
+        self.hidden = spec.hidden
+        self._spec, self._matrices = spec, matrices
+
+    def find(self, path: str) -> Matrix:
+        found = self._matrices.get(path)
+        if found is None:
+            raise WeightsError(f"{path}: {self._reason(path)}")
+        return found
+
+    def _reason(self, path: str) -> str:
+        spec = self._spec
+        if spec.rope is None:
+            return f"{spec.architecture} takes no adapters on its modules"
+        for pattern, reason in _REASONS:
+            if re.search(pattern, path):
+                return reason
+        layer = _LAYER.fullmatch(path)
+        if layer and int(layer[1]) >= spec.num_layers:
+            return f"the model has {spec.num_layers} layers: the adapter is for another model"
+        if layer and spec.moe and int(layer[1]) in spec.moe.layers and layer[2].startswith("mlp."):
+            return "this layer has routed experts in place of one MLP"
+        return f"{spec.architecture} has no such module: the adapter is for another model"
+
+
+def site_of(path: str) -> Site | None:
+    """None for what is not adapted."""
+    if path == _HEAD:
+        return -1, "head"
+    layer = _LAYER.fullmatch(path)
+    part = _PARTS.get(layer[2]) if layer else None
+    return None if layer is None or part is None else (int(layer[1]), part)
