@@ -72,6 +72,39 @@ class Cache(Structure):
     _fields_: ClassVar = [("data", c_void_p), ("num_blocks", c_int64), ("is_bf16", c_int32)]
 
 
+class Patch(Structure):
+    _fields_: ClassVar = [
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("in_scale", c_void_p),
+        ("out_scale", c_void_p),
+        ("shift", c_void_p),
+        ("rank", c_int32),
+        ("is_bf16", c_int32),
+        ("present", c_int32),
+    ]
+
+
+class Segment(Structure):
+    _fields_: ClassVar = [
+        ("first", c_int64),
+        ("last", c_int64),
+        ("patches", c_void_p),  # Patch[layers][7]
+        ("most_ranks", c_int64),
+    ]
+
+
+class Piece(Structure):
+    _fields_: ClassVar = [
+        ("patch", c_void_p),
+        ("first", c_int64),
+        ("rows", c_int64),
+        ("column", c_int64),
+        ("width", c_int64),
+        ("inner", c_int64),
+    ]
+
+
 class DecoderCall(Structure):
     _fields_: ClassVar = [
         ("shape", Shape),
@@ -84,6 +117,9 @@ class DecoderCall(Structure):
         ("hidden", c_void_p),
         ("threads", c_int64),
         ("routed", c_void_p),
+        ("segments", POINTER(Segment)),
+        ("num_segments", c_int64),
+        ("first_layer", c_int64),
     ]
 
 
@@ -159,6 +195,10 @@ def declare(library: ctypes.CDLL) -> None:
         ),
         "ct_rms_norm": (None, [c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p]),
         "ct_decoder": (None, [POINTER(DecoderCall)]),
+        "ct_patches": (
+            None,
+            [POINTER(Piece), c_int64, c_void_p, c_int64, c_void_p, *[c_int64] * 2],
+        ),
         "ct_experts": (None, [POINTER(ExpertCall)]),
         "ct_route": (None, [POINTER(Route), c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
         "ct_combine": (None, [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64]),

@@ -16,6 +16,7 @@ from torch import Tensor
 from coterie.core.errors import ConfigError, InternalError
 from coterie.kernels import abi
 from coterie.kernels.build import NativeLibrary, native
+from coterie.kernels.cpu_patches import SegmentArray, Sites
 from coterie.kernels.linear import Linear
 from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight, dense
 
@@ -129,7 +130,9 @@ def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: f
 class _BatchView:
     """The C view of a batch; owns the converted tensors it points into."""
 
-    def __init__(self, batch: AttentionBatch) -> None:
+    def __init__(self, batch: AttentionBatch, patches: SegmentArray | None = None) -> None:
+        # Segment[len(batch.patches)], or null
+        self.segments = patches
         self._long = [t.to(torch.int64).contiguous() for t in (batch.positions, batch.slots)]
         self._int = [
             t.to(torch.int32).contiguous()
@@ -176,6 +179,7 @@ class NativeDecoder:
         self._caches = (abi.Cache * len(layers))()
         self._placed: list[object] = [None] * len(layers)
         self._batch: tuple[AttentionBatch, _BatchView] | None = None
+        self._sites = Sites(shape, len(layers))
 
     def attach(self, index: int, part: abi.MoePart | None) -> None:
         """From now on layer `index` ends in these experts (None: before its experts)."""
@@ -214,6 +218,9 @@ class NativeDecoder:
             out.data_ptr(),
             torch.get_num_threads(),
             None if routed is None else routed.data_ptr(),
+            view.segments,
+            len(batch.patches),
+            first,
         )
         self._run(ctypes.byref(call))
         return out
@@ -251,7 +258,8 @@ class NativeDecoder:
     def _view(self, batch: AttentionBatch) -> _BatchView:
         """Made once per batch: a model of many stacks walks it layer by layer."""
         if self._batch is None or self._batch[0] is not batch:
-            self._batch = batch, _BatchView(batch)
+            segments = self._sites.segments(batch.patches) if batch.patches else None
+            self._batch = batch, _BatchView(batch, segments)
         return self._batch[1]
 
     def _place_caches(self, kv: Sequence[Tensor], first: int, last: int) -> None:

@@ -13,18 +13,20 @@ A patch acts on the product without its bias: y = out_scale * (W (in_scale * x))
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
-from coterie.kernels.patch import Segment
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from coterie.kernels.linear import Linear
-    from coterie.kernels.patch import Patch
+from coterie.kernels import cpu_patches
+from coterie.kernels.cpu import PackedLinear
+from coterie.kernels.linear import Linear
+from coterie.kernels.patch import Patch, Segment
 
 # what a fused product is made of: (part, rows of the weight), in order
 Parts = Sequence[tuple[str, int]]
+# rows of x and y, columns of y, and what happens to them
+Work = tuple[slice, slice, Patch]
 
 
 class _Biased(Protocol):
@@ -43,29 +45,27 @@ def linear(
         return product(x)
     biased = cast(_Biased, product) if hasattr(product, "bias") else None
     bare = biased.product if biased else product
-    plain = bare(x)  # ours: nobody else has it
-    y = plain + biased.bias.to(x.dtype) if biased else plain
+    y = bare(x)  # ours: nobody else has it
     for rows, columns, patch in work:
-        here = x[rows]
-        if patch.in_scale is None:
-            base = plain[rows, columns]
-        else:
-            base = bare((here * patch.in_scale).to(x.dtype))[:, columns]
-        changed = apply(patch, here, base.float())
-        if biased:
-            changed = changed + biased.bias[columns].float()
+        if patch.in_scale is not None:
+            y[rows, columns] = bare((x[rows] * patch.in_scale).to(x.dtype))[:, columns]
+    # a row's bits are its own where the product is native
+    native = isinstance(bare, PackedLinear) and y.dtype == torch.float32
+    (cpu_patches.add if native else add)(work, x, y)
+    return y + biased.bias.to(y.dtype) if biased else y
+
+
+def add(work: Sequence[Work], x: Tensor, y: Tensor) -> None:
+    """y [T, out] = W (in_scale * x) in place: out_scale * y + shift + (x a^T) b, in fp32."""
+    for rows, columns, patch in work:
+        changed = y[rows, columns].float()
+        if patch.out_scale is not None:
+            changed = changed * patch.out_scale
+        if patch.shift is not None:
+            changed = changed + patch.shift
+        if patch.a is not None and patch.b is not None:
+            changed = changed + (x[rows].float() @ patch.a.float().T) @ patch.b.float()
         y[rows, columns] = changed.to(y.dtype)
-    return y
-
-
-def apply(patch: Patch, x: Tensor, base: Tensor) -> Tensor:
-    """What the patch makes of base = W (in_scale * x), fp32 [n, out]."""
-    y = base if patch.out_scale is None else base * patch.out_scale
-    if patch.shift is not None:
-        y = y + patch.shift
-    if patch.a is not None and patch.b is not None:
-        y = y + (x.float() @ patch.a.float().T) @ patch.b.float()
-    return y
 
 
 def pick(patches: tuple[Segment, ...], rows: Tensor) -> tuple[Segment, ...]:
@@ -84,9 +84,7 @@ def pick(patches: tuple[Segment, ...], rows: Tensor) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def _work(
-    layer: int, parts: Parts, patches: tuple[Segment, ...]
-) -> Iterator[tuple[slice, slice, Patch]]:
+def _work(layer: int, parts: Parts, patches: tuple[Segment, ...]) -> Iterator[Work]:
     for first, last, stack in patches:
         column = 0
         for name, width in parts:

@@ -1,8 +1,10 @@
 // The C entry points that run whole stacks: one call, one team, every layer.
+#include <algorithm>
 #include <initializer_list>
 
 #include "attention.h"
 #include "moe.h"
+#include "patches.h"
 
 constexpr int LAYER_PHASES = 7 + MOE_PHASES;  // two products with their inputs, norm, placing heads, attention
 
@@ -10,6 +12,7 @@ struct Workspace {
     InputBuffers input;
     Attention attention;
     MoeSpace moe;
+    PatchSpace patches;
     Buffer qkv, q, out, gate_up;
 };
 
@@ -29,25 +32,53 @@ struct DecoderCall {
     float* hidden;  // [rows][hidden], updated in place
     int64_t threads;
     int32_t* routed;  // [num_layers][rows][top_k]: what routers chose; null when no layer has one here
+    const Segment* segments;
+    int64_t num_segments;
+    int64_t first_layer;  // the number of layers[0] in the model: patches are kept by it
+};
+
+struct Product {
+    const Matrix& matrix;
+    Site site;
 };
 
 // y = norm(x) W^T
-static void norm_gemm(Team& team, Workspace& ws, const Matrix& matrix, const float* x, const float* weight, float eps, int64_t rows, float* y) {
+static void norm_gemm(Team& team, Workspace& ws, const Product& product, const float* x, const float* weight, float eps, int64_t rows, float* y) {
+    const Matrix& matrix = product.matrix;
     Encoder encoder(ws.input, matrix);
+    Patched patched(ws.patches, matrix, product.site);
     const int64_t k = matrix.k;
     gemm(team, matrix, encoder.fill(team, rows, [&](int64_t row, int64_t from, int64_t end, float* out) {
         const float* at = x + row * k;
         scaled_product(at + from, weight + from, rms_factor(at, k, eps), end - from, out);
+        patched.pass(row, from, end, out, y);
     }), rows, y, STORE);
+    patched.finish(team, ws.input, y);
+}
+
+// y += x W^T
+static void add_gemm(Team& team, Workspace& ws, const Product& product, const float* x, int64_t rows, float* y) {
+    const Matrix& matrix = product.matrix;
+    Encoder encoder(ws.input, matrix);
+    Patched patched(ws.patches, matrix, product.site);
+    gemm(team, matrix, encoder.fill(team, rows, [&](int64_t row, int64_t from, int64_t end, float* out) {
+        memcpy(out, x + row * matrix.k + from, (end - from) * sizeof(float));
+        patched.pass(row, from, end, out, y);
+    }), rows, y, ADD);
+    patched.finish(team, ws.input, y);
 }
 
 // y += (silu(gate) * up) W^T
-static void silu_gemm(Team& team, Workspace& ws, const Matrix& matrix, const float* gate_up, int64_t rows, float* y) {
+static void silu_gemm(Team& team, Workspace& ws, const Product& product, const float* gate_up, int64_t rows, float* y) {
+    const Matrix& matrix = product.matrix;
     Encoder encoder(ws.input, matrix);
+    Patched patched(ws.patches, matrix, product.site);
     gemm(team, matrix, encoder.fill(team, rows, [&](int64_t row, int64_t from, int64_t end, float* out) {
         const float* gate = gate_up + row * 2 * matrix.k + from;
         silu_product(gate, gate + matrix.k, end - from, out);
+        patched.pass(row, from, end, out, y);
     }), rows, y, ADD);
+    patched.finish(team, ws.input, y);
 }
 
 static void rotate(float* x, const float* cos, const float* sin, int half) {
@@ -118,18 +149,31 @@ static void run_layer(Team& team, Workspace& ws, const DecoderCall& call, int64_
     const Layer& layer = call.layers[index];
     const Cache& cache = call.caches[index];
     const int64_t rows = call.batch.rows;
-    const float eps = call.shape.eps;
+    const Shape& s = call.shape;
+    const float eps = s.eps;
+    const int64_t number = call.first_layer + index, kv = int64_t(s.kv_heads) * s.head_dim;
     float* gate_up = ws.gate_up.at<float>();
-    norm_gemm(team, ws, *layer.qkv, call.hidden, layer.input_norm, eps, rows, ws.qkv.at<float>());
+    const Product qkv{*layer.qkv, {number, 0, 3, {int64_t(s.heads) * s.head_dim, kv, kv}, false}};
+    norm_gemm(team, ws, qkv, call.hidden, layer.input_norm, eps, rows, ws.qkv.at<float>());
     attend(team, ws, call, layer, cache);
-    plain_gemm(team, ws.input, *layer.o, ws.out.at<float>(), rows, call.hidden, ADD);
+    add_gemm(team, ws, {*layer.o, {number, 3, 1, {s.hidden}, true}}, ws.out.at<float>(), rows, call.hidden);
     if (layer.moe) {
         int32_t* ids = call.routed + index * rows * layer.moe->route.top_k;
         run_moe(team, ws.moe, *layer.moe, eps, rows, call.hidden, ids);
     }
     if (!layer.post_norm) return;
-    norm_gemm(team, ws, *layer.gate_up, call.hidden, layer.post_norm, eps, rows, gate_up);
-    silu_gemm(team, ws, *layer.down, gate_up, rows, call.hidden);
+    const Product inner{*layer.gate_up, {number, 4, 2, {s.intermediate, s.intermediate}, false}};
+    norm_gemm(team, ws, inner, call.hidden, layer.post_norm, eps, rows, gate_up);
+    silu_gemm(team, ws, {*layer.down, {number, 6, 1, {s.hidden}, true}}, gate_up, rows, call.hidden);
+}
+
+// Of all inputs and outputs of the layers' products.
+static int64_t widest(const DecoderCall& call) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < call.num_layers; ++i)
+        for (const Matrix* matrix : {call.layers[i].qkv, call.layers[i].o, call.layers[i].gate_up, call.layers[i].down})
+            if (matrix) most = std::max<int64_t>(most, std::max(matrix->k, matrix->n));
+    return most;
 }
 
 extern "C" {
@@ -148,10 +192,12 @@ void ct_decoder(const DecoderCall* call) {
             if (matrix) ws.input.reserve(*matrix, rows);
     for (int64_t i = 0; i < call->num_layers; ++i)
         if (call->layers[i].moe) reserve_moe(ws.moe, *call->layers[i].moe, rows);
+    ws.patches.prepare(call->segments, call->num_segments, rows, widest(*call));
     auto body = [&](Team& team) {
         for (int64_t i = 0; i < call->num_layers; ++i) run_layer(team, ws, *call, i);
     };
-    run_team(int(call->threads), call->num_layers * LAYER_PHASES, body);
+    const int64_t phases = LAYER_PHASES + (call->num_segments ? PATCH_PHASES : 0);
+    run_team(int(call->threads), call->num_layers * phases, body);
 }
 
 void ct_linear(const Matrix* matrix, const float* x, int64_t rows, float* y, int64_t threads) {

@@ -55,6 +55,25 @@ struct Cache {  // one layer: [2, num_blocks, kv_heads, block_size, head_dim]
     int32_t is_bf16;
 };
 
+// What a stack of adapters changes in one matrix: y = out_scale * (W (in_scale * x)) + shift + (x a^T) b
+// in fp32; what is null is left out.
+struct Patch {
+    const void* a;  // [rank][in], fp32 or bf16
+    const void* b;  // [rank][out], of the same type
+    const float* in_scale;
+    const float* out_scale;
+    const float* shift;
+    int32_t rank, is_bf16;
+    int32_t present;  // 0: the matrix is as it was
+};
+
+// Rows first .. last (exclusive) of a step, and the patches of their stack.
+struct Segment {
+    int64_t first, last;
+    const Patch* patches;  // [layers of the model][q, k, v, o, gate, up, down]
+    int64_t most_ranks;    // of any of them
+};
+
 struct ExpertPart {
     int32_t kind, rows;
     int64_t offset;  // of its panels in a record
