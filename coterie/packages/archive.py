@@ -1,0 +1,205 @@
+"""An `.expert` file as a value: everything checked in one pass, before anything is written.
+
+Small packages are kept in memory; of large ones the second pass that unpacks them is held to the
+digests of the first. Knows no trust and no registry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from coterie.core.errors import WeightsError
+from coterie.packages import manifest as manifests
+from coterie.packages.contents import Checker
+from coterie.packages.digest import CONFIG, WEIGHTS, adapter_digest, file_sha256
+from coterie.packages.manifest import Manifest
+from coterie.packages.paths import MANIFEST, check_together
+from coterie.packages.peft_config import ConfigFacts, read_config
+from coterie.packages.tar_stream import LIMITS, Limits, entries
+from coterie.packages.tar_write import Part, write_archive
+
+# packages up to this are unpacked from memory
+_KEEP_BYTES = 64 << 20
+_CHUNK_BYTES = 1 << 20
+# integrity's fields that say who signed
+_OF_SIGNATURES = frozenset({"signature", "signature_algorithm", "pubkey", "key_id"})
+
+Source = Path | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One file of a package."""
+
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, data: bytes) -> Facts:
+        return cls(len(data), hashlib.sha256(data).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    manifest: Manifest
+    files: Mapping[str, Facts]
+    config: ConfigFacts
+    source: Source = field(repr=False)
+    # contents of texts, and of tensors where the package is small
+    kept: Mapping[str, bytes] = field(repr=False)
+
+    @property
+    def digest(self) -> str:
+        return adapter_digest(self.files[CONFIG].sha256, self.files[WEIGHTS].sha256)
+
+    def read_text(self, name: str) -> str:
+        return self.kept[name].decode()
+
+
+def inspect(source: Source, limits: Limits = LIMITS, where: str = "") -> Package:
+    """Reads all of it and checks all of it. Writes nothing. `where`: what errors call it."""
+    where = where or _where(source)
+    files: dict[str, Facts] = {}
+    kept: dict[str, bytes] = {}
+    with _opened(source, where) as (raw, size):
+        if size > limits.compressed_bytes:
+            raise WeightsError(f"{where}: refused, larger than a package may be.")
+        for entry in entries(raw, where, limits):
+            checker = Checker(entry.name, entry.size, where, keep=size <= _KEEP_BYTES)
+            check_together([*files, entry.name], where)
+            for chunk in entry.chunks:
+                checker.feed(chunk)
+            contents = checker.finish()
+            files[entry.name] = Facts(entry.size, checker.sha256)
+            if contents is not None:
+                kept[entry.name] = contents
+    return assemble(files, kept, source, where)
+
+
+def assemble(
+    files: Mapping[str, Facts], kept: Mapping[str, bytes], source: Source, where: str
+) -> Package:
+    """The package that files make whose contents passed, each for itself."""
+    for name in (MANIFEST, CONFIG, WEIGHTS):
+        if name not in files:
+            raise WeightsError(f"{where}: refused, it lacks {name}.")
+    manifest = manifests.read(kept[MANIFEST], f"{where}: {MANIFEST}")
+    _check_stated(manifest, files, where)
+    config = read_config(kept[CONFIG], f"{where}: {CONFIG}")
+    return Package(manifest, files, config, source, kept)
+
+
+def unpack(package: Package, into: Path, names: Callable[[str], bool] = lambda name: True) -> None:
+    """Writes the files whose names are wanted below `into`, an empty directory of the caller's."""
+    wanted = {name for name in package.files if names(name)}
+    for name in wanted & package.kept.keys():
+        _write(into / name, iter((package.kept[name],)), package.files[name])
+    rest = wanted - package.kept.keys()
+    for name, chunks in _streams(package.source) if rest else ():
+        if name in rest:
+            _write(into / name, chunks, package.files[name])
+            rest.discard(name)
+        else:
+            for _ in chunks:
+                continue
+    if rest:
+        raise WeightsError(f"{_where(package.source)}: changed while it was read. Try again.")
+
+
+def repack(package: Package, manifest: Manifest, out: Path) -> Package:
+    """The same files under another manifest, which is written as it is."""
+    with tempfile.TemporaryDirectory(prefix=".expert-", dir=out.parent) as made:
+        unpack(package, Path(made), lambda name: name != MANIFEST)
+        files = {name: Path(made, name) for name in package.files if name != MANIFEST}
+        return _write_package(files, manifest, out)
+
+
+def pack(files: Mapping[str, Path], manifest: Manifest, out: Path) -> Package:
+    """Writes `files` (package name -> file) and the manifest. Equal input gives equal bytes.
+
+    The manifest's integrity.files is made here; what was written is read back and checked.
+    """
+    own = {name: path for name, path in files.items() if name != MANIFEST}
+    integrity = {k: v for k, v in manifest.integrity.items() if k not in _OF_SIGNATURES}
+    integrity["files"] = {name: file_sha256(path) for name, path in sorted(own.items())}
+    return _write_package(own, manifest.with_section("integrity", integrity), out)
+
+
+def _write_package(files: Mapping[str, Path], manifest: Manifest, out: Path) -> Package:
+    text = manifests.write(manifest)
+    parts: list[Part] = [(MANIFEST, len(text), lambda: iter((text,)))]
+    parts += [_file_part(name, path) for name, path in files.items()]
+    made = write_archive(parts, out, check=lambda path: inspect(path, where=str(out)))
+    return replace(made, source=out)
+
+
+def _file_part(name: str, path: Path) -> Part:
+    return name, path.stat().st_size, lambda: _chunks(path)
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
+
+
+def _check_stated(manifest: Manifest, files: Mapping[str, Facts], where: str) -> None:
+    stated = manifest.stated_files()
+    if stated is None:
+        return
+    for name in sorted((files.keys() | stated.keys()) - {MANIFEST}):
+        if name not in stated:
+            raise WeightsError(f"{where}: refused, {name!r} is not in its manifest.")
+        if name not in files:
+            raise WeightsError(f"{where}: refused, it lacks {name[:80]!r} of its manifest.")
+        if files[name].sha256 != stated[name]:
+            raise WeightsError(f"{where}: refused, the digest of {name!r} is not its manifest's.")
+
+
+def _streams(source: Source) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """A second reading: what comes is held to the digests of the first."""
+    if isinstance(source, Path) and source.is_dir():
+        # texts are always kept
+        for path in source.rglob("*.safetensors"):
+            yield path.relative_to(source).as_posix(), _chunks(path)
+        return
+    with _opened(source, _where(source)) as (raw, _):
+        for entry in entries(raw, _where(source)):
+            yield entry.name, entry.chunks
+
+
+def _write(path: Path, chunks: Iterator[bytes], facts: Facts) -> None:
+    hasher = hashlib.sha256()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:
+        for chunk in chunks:
+            hasher.update(chunk)
+            file.write(chunk)
+    if hasher.hexdigest() != facts.sha256:
+        raise WeightsError(f"{path.name}: changed while it was read. Try again.")
+
+
+def _where(source: Source) -> str:
+    return "package" if isinstance(source, bytes) else str(source)
+
+
+@contextmanager
+def _opened(source: Source, where: str) -> Iterator[tuple[BinaryIO, int]]:
+    """The bytes and how many they are."""
+    if isinstance(source, bytes):
+        yield io.BytesIO(source), len(source)
+        return
+    try:
+        if not source.is_file():
+            raise WeightsError(f"{where}: no such file. Check the path.")
+        with source.open("rb") as file:
+            yield file, source.stat().st_size
+    except OSError as error:
+        raise WeightsError(f"{where}: cannot be read ({error.strerror}). Check it.") from error

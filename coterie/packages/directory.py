@@ -1,0 +1,120 @@
+"""A PEFT directory on this machine, read as if it were a package.
+
+Takes what the allow-list has and says what it left out. A manifest.json in it is honoured; without
+one, the folder's name and the digest make one. A directory without safetensors is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coterie.core.errors import WeightsError
+from coterie.packages import manifest as manifests
+from coterie.packages.archive import Facts, Package, assemble
+from coterie.packages.contents import Checker
+from coterie.packages.digest import CONFIG, WEIGHTS, adapter_digest
+from coterie.packages.names import name_from, version_of
+from coterie.packages.paths import (
+    MANIFEST,
+    MAX_DEPTH,
+    check_path,
+    check_together,
+    is_known,
+    is_pickle,
+    is_tensors,
+)
+from coterie.packages.peft_config import read_config
+from coterie.packages.tar_stream import LIMITS
+
+_CHUNK_BYTES = 1 << 20
+_MAX_FILES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    # package name -> file
+    files: dict[str, Path]
+    left_out: tuple[str, ...]
+
+
+def collect(directory: Path) -> Collected:
+    """Every file of `directory` that a package may hold. Adapter files must be there."""
+    if not directory.is_dir():
+        raise WeightsError(f"{directory}: no such directory. Check the path.")
+    files: dict[str, Path] = {}
+    left_out: list[str] = []
+    for path in _walk(directory, MAX_DEPTH):
+        name = path.relative_to(directory).as_posix()
+        if is_known(name):
+            files[check_path(name.encode(), str(directory))] = path
+        else:
+            left_out.append(name)
+    for name in (CONFIG, WEIGHTS):
+        if name not in files:
+            raise WeightsError(f"{directory}: {_why_not(directory, name)}")
+    check_together(files, str(directory))
+    return Collected(files, tuple(sorted(left_out)))
+
+
+def open_directory(directory: Path) -> Package:
+    """Checks every file as `inspect` does, without copying any."""
+    files: dict[str, Facts] = {}
+    kept: dict[str, bytes] = {}
+    for name, path in collect(directory).files.items():
+        files[name], contents = _checked(name, path)
+        if contents is not None:
+            kept[name] = contents
+    if MANIFEST not in kept:
+        made = _made_up(directory, files, kept[CONFIG])
+        kept[MANIFEST] = manifests.write(manifests.from_document(made))
+        files[MANIFEST] = Facts.of(kept[MANIFEST])
+    return assemble(files, kept, directory, str(directory))
+
+
+def _made_up(directory: Path, files: dict[str, Facts], config: bytes) -> dict[str, Any]:
+    base = read_config(config, f"{directory}: {CONFIG}").base_model
+    digest = adapter_digest(files[CONFIG].sha256, files[WEIGHTS].sha256)
+    return {
+        "schema_version": "2.0",
+        "name": name_from(directory.resolve().name),
+        "version": version_of(digest),
+        "base_models": [{"name": base}] if base else [],
+    }
+
+
+def _checked(name: str, path: Path) -> tuple[Facts, bytes | None]:
+    try:
+        size = path.stat().st_size
+        if size > (LIMITS.total_bytes if is_tensors(name) else LIMITS.text_bytes):
+            raise WeightsError(f"{path}: refused, {size} bytes are too many for it.")
+        checker = Checker(name, size, str(path.parent), keep=False)
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                checker.feed(chunk)
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read ({error.strerror}). Check it.") from error
+    contents = checker.finish()
+    return Facts(size, checker.sha256), contents
+
+
+def _walk(directory: Path, depth: int) -> list[Path]:
+    found: list[Path] = []
+    for path in sorted(directory.iterdir()):
+        if path.is_file():
+            found.append(path)
+        elif path.is_dir() and not path.is_symlink() and depth > 1:
+            found += _walk(path, depth - 1)
+        if len(found) > _MAX_FILES:
+            raise WeightsError(f"{directory}: too many files for an adapter. Check the path.")
+    return found
+
+
+def _why_not(directory: Path, name: str) -> str:
+    if name == WEIGHTS and any(is_pickle(path.name) for path in directory.iterdir()):
+        return (
+            "holds its weights as a pickle, which can run code and is refused. Save it again "
+            "with safetensors (PEFT's save_pretrained does)."
+        )
+    return f"no {name} in it. Give a directory as PEFT's save_pretrained writes it."

@@ -1,0 +1,177 @@
+"""manifest.json of an `.expert`: what it says of itself, read strictly and kept whole.
+
+Schema 2.0 is written; 1.0 (`base_model` and `adapters`) is read too. Fields that Coterie does not
+know stay in the document and under its signature. Knows no archive and no key.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from coterie.core.errors import CoterieError, WeightsError
+from coterie.packages.digest import WEIGHTS
+from coterie.packages.names import check_name, check_version
+from coterie.packages.paths import MANIFEST
+from coterie.packages.strict_json import parse
+
+SCHEMAS = ("1.0", "2.0")
+MAX_BYTES = 1 << 20
+_MAX_BASES = 64
+_SHA256 = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
+_TEXTS = ("description", "author")
+_MAPS = ("routing", "constraints", "perf", "quality_metrics", "evaluation", "training", "integrity")
+_LISTS = ("capabilities", "limitations")
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A model that the expert was made for. One model has a fingerprint per file of it."""
+
+    name: str
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    name: str
+    version: str
+    base_models: tuple[Base, ...]
+    # all of it, as JSON values; what is signed. Nobody changes it in place
+    document: Mapping[str, Any]
+
+    @property
+    def description(self) -> str:
+        return str(self.document.get("description", ""))
+
+    @property
+    def author(self) -> str:
+        return str(self.document.get("author", ""))
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        return tuple(sorted({base.fingerprint for base in self.base_models if base.fingerprint}))
+
+    @property
+    def integrity(self) -> Mapping[str, Any]:
+        return self.section("integrity")
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        return tuple(str(item) for item in self.document.get("capabilities", ()))
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """`routing`, `evaluation` and so on; empty when it is not there."""
+        found = self.document.get(name, {})
+        return found if isinstance(found, dict) else {}
+
+    def with_section(self, name: str, value: Mapping[str, Any]) -> Manifest:
+        document = {**self.document, name: dict(value)}
+        return Manifest(self.name, self.version, self.base_models, document)
+
+    def stated_files(self) -> dict[str, str] | None:
+        """Path -> sha256 as the manifest has them, without its own; None = it lists none."""
+        return _stated(self.integrity.get("files"))
+
+
+def read(data: bytes, where: str = MANIFEST) -> Manifest:
+    if len(data) > MAX_BYTES:
+        raise WeightsError(f"{where}: refused, {len(data)} bytes are too many for a manifest.")
+    return from_document(parse(data, where), where)
+
+
+def from_document(document: Mapping[str, Any], where: str = MANIFEST) -> Manifest:
+    schema = document.get("schema_version", "2.0")
+    if schema not in SCHEMAS:
+        raise WeightsError(
+            f"{where}: refused, schema_version {str(schema)[:20]!r} is unknown; "
+            f"{' and '.join(SCHEMAS)} are read."
+        )
+    _check_types(document, where)
+    try:
+        name = check_name(document.get("name"))
+        version = check_version(document.get("version"))
+    except CoterieError as error:
+        raise WeightsError(f"{where}: refused, {error.message}") from error
+    bases = _old_bases(document, where) if schema == "1.0" else _bases(document, where)
+    integrity = document.get("integrity", {})
+    if "files" in integrity and _stated(integrity["files"]) is None:
+        raise WeightsError(f"{where}: refused, integrity.files is no map of sha256 digests.")
+    return Manifest(name, version, bases, dict(document))
+
+
+def write(manifest: Manifest) -> bytes:
+    """Readable, and the same bytes for the same document."""
+    text = json.dumps(
+        dict(manifest.document), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False
+    )
+    return f"{text}\n".encode()
+
+
+def _check_types(document: Mapping[str, Any], where: str) -> None:
+    for names, kind, called in (
+        (_TEXTS, str, "a text"),
+        (_MAPS, dict, "an object"),
+        (_LISTS, list, "a list"),
+    ):
+        for name in names:
+            if name in document and not isinstance(document[name], kind):
+                raise WeightsError(f"{where}: refused, {name} is not {called}.")
+
+
+def _bases(document: Mapping[str, Any], where: str) -> tuple[Base, ...]:
+    listed = document.get("base_models", [])
+    if not isinstance(listed, list) or len(listed) > _MAX_BASES:
+        raise WeightsError(f"{where}: refused, base_models is no list of models.")
+    return tuple(_base(item, where) for item in listed)
+
+
+def _old_bases(document: Mapping[str, Any], where: str) -> tuple[Base, ...]:
+    """Schema 1.0: one model, and adapters of which exactly one can be in the package."""
+    adapters = document.get("adapters", [])
+    if not isinstance(adapters, list) or len(adapters) > 1:
+        raise WeightsError(
+            f"{where}: refused, a package holds one adapter. Pack each adapter by itself."
+        )
+    for item in adapters:
+        path = item.get("path", WEIGHTS) if isinstance(item, dict) else None
+        if path != WEIGHTS:
+            raise WeightsError(
+                f"{where}: refused, its adapter is not {WEIGHTS}. Convert it to PEFT's files."
+            )
+    base = document.get("base_model")
+    return () if base is None else (_base(base, where),)
+
+
+def _base(item: Any, where: str) -> Base:
+    if isinstance(item, str):
+        return Base(item)
+    name = item.get("name") if isinstance(item, dict) else None
+    fingerprint = item.get("fingerprint", "") if isinstance(item, dict) else None
+    if not isinstance(name, str) or not isinstance(fingerprint, str):
+        raise WeightsError(f"{where}: refused, a base model without a name in it.")
+    if fingerprint and not _SHA256.fullmatch(fingerprint):
+        raise WeightsError(f"{where}: refused, the fingerprint of {name[:60]!r} is no sha256.")
+    return Base(name, fingerprint.removeprefix("sha256:"))
+
+
+def _stated(files: Any) -> dict[str, str] | None:
+    pairs: list[tuple[Any, Any]]
+    if isinstance(files, dict):
+        pairs = list(files.items())
+    elif isinstance(files, list) and all(isinstance(item, dict) for item in files):
+        pairs = [(item.get("path"), item.get("sha256")) for item in files]
+    else:
+        return None
+    stated: dict[str, str] = {}
+    for path, digest in pairs:
+        found = _SHA256.fullmatch(digest) if isinstance(digest, str) else None
+        if not isinstance(path, str) or found is None or path in stated:
+            return None
+        # a manifest cannot hold its own digest; old packers wrote one all the same
+        if path != MANIFEST:
+            stated[path] = found.group(1)
+    return stated

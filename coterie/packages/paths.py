@@ -1,0 +1,96 @@
+"""Which files an `.expert` may hold, by name: an allow-list, and plain names only.
+
+Whatever could mean another place on some file system, or a format that can run code, is refused
+here, by name, before a byte of it is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from coterie.core.errors import WeightsError
+from coterie.packages.digest import CONFIG, WEIGHTS
+
+MANIFEST = "manifest.json"
+GRAMMAR = "grammar.gbnf"
+MAX_NAME_BYTES = 120
+MAX_DEPTH = 3
+
+_ROOT_FILES = frozenset(
+    {
+        MANIFEST, CONFIG, WEIGHTS, GRAMMAR, "README.md", "NOTICE", "tokenizer.json",
+        "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+        "merges.txt", "chat_template.jinja",
+    }
+)  # fmt: skip
+_LICENCE = re.compile(r"LICEN[CS]E([.-][A-Za-z0-9.-]{1,40})?")
+_SOFT_PROMPT = re.compile(r"soft_prompts/[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+_TEST = re.compile(r"tests/.+\.(json|jsonl|txt|md|csv|tsv|toml|yaml|yml|gbnf|sql)")
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+# these open devices on Windows, with any suffix
+_DEVICES = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
+_PICKLES = (
+    ".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".npy", ".npz", ".h5",
+    ".msgpack",
+)  # fmt: skip
+
+
+def is_tensors(name: str) -> bool:
+    return name.endswith(".safetensors")
+
+
+def is_pickle(name: str) -> bool:
+    return name.lower().endswith(_PICKLES)
+
+
+def is_known(name: str) -> bool:
+    """Whether the allow-list has it."""
+    if name in _ROOT_FILES:
+        return True
+    return any(rule.fullmatch(name) for rule in (_LICENCE, _SOFT_PROMPT, _TEST))
+
+
+def check_path(raw: bytes, where: str) -> str:
+    """The entry's name, or a refusal that says what is wrong with it."""
+    shown = repr(raw[:80].decode("utf-8", "replace"))
+    try:
+        name = raw.decode("ascii")
+    except UnicodeDecodeError as error:
+        raise WeightsError(f"{where}: refused, the name {shown} is not plain ASCII.") from error
+    if len(raw) > MAX_NAME_BYTES:
+        raise WeightsError(f"{where}: refused, a name of {len(raw)} bytes; {MAX_NAME_BYTES} fit.")
+    parts = name.split("/")
+    if name.startswith("/") or ".." in parts or "\\" in name or ":" in name:
+        raise WeightsError(f"{where}: refused, {shown} points outside the package.")
+    if len(parts) > MAX_DEPTH:
+        raise WeightsError(f"{where}: refused, {shown} is nested too deeply.")
+    if any(not _PART.fullmatch(part) or part.endswith(".") for part in parts):
+        raise WeightsError(f"{where}: refused, {shown} is not a clean relative name.")
+    if any(_DEVICES.fullmatch(part) for part in parts):
+        raise WeightsError(f"{where}: refused, {shown} names a device on some systems.")
+    if is_pickle(name):
+        raise WeightsError(
+            f"{where}: refused, {shown} is a pickle or another format that can run code. "
+            "Convert it to safetensors."
+        )
+    if not is_known(name):
+        raise WeightsError(
+            f"{where}: refused, {shown} is no file of an .expert package; see docs/experts.md."
+        )
+    return name
+
+
+def check_together(names: Iterable[str], where: str) -> None:
+    """No two names may be one file, on any file system, and no file may also be a folder."""
+    seen: dict[str, str] = {}
+    for name in names:
+        folded = name.casefold()
+        if folded in seen:
+            raise WeightsError(f"{where}: refused, {name!r} and {seen[folded]!r} are one name.")
+        seen[folded] = name
+    for folded, name in seen.items():
+        parts = folded.split("/")
+        for count in range(1, len(parts)):
+            if "/".join(parts[:count]) in seen:
+                raise WeightsError(f"{where}: refused, {name!r} lies inside another file.")

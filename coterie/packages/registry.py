@@ -1,0 +1,286 @@
+"""Which experts are installed here, by name, version and alias; safe between processes.
+
+Each change is one transaction and one new generation. The digest is the identity: names only point
+to it, so whoever runs a digest keeps it while names move on. Knows no server and no engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from coterie.core.adapters import AdapterCard
+from coterie.core.errors import Forbidden, InvalidRequest, NotFound
+from coterie.obs.trace import log
+from coterie.packages import manifest as manifests
+from coterie.packages.archive import Package, Source, inspect
+from coterie.packages.candidate import card_of, fitted, named
+from coterie.packages.directory import open_directory
+from coterie.packages.locked import connect, transaction
+from coterie.packages.manifest import Manifest
+from coterie.packages.names import check_name, version_order
+from coterie.packages.paths import MANIFEST
+from coterie.packages.shelf import Shelf, package_id
+from coterie.packages.tables import SCHEMA, Tables
+from coterie.packages.trust import TrustStore
+
+# imported and removed adapters stay this long: someone may still be running them
+GRACE_S = 24 * 3600.0
+
+
+class Registry:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._shelf = Shelf(root)
+        self._connection = connect(root / "registry.db")
+        self._connection.executescript(SCHEMA)
+        self._tables = Tables(self._connection)
+        self._mutex = threading.RLock()
+
+    @property
+    def library(self) -> Path:
+        return self._shelf.library
+
+    def close(self) -> None:
+        self._connection.close()
+
+    # --- putting experts in
+
+    def install(
+        self,
+        source: Source,
+        *,
+        trust: TrustStore,
+        allow_unsigned: bool = False,
+        bases: Sequence[str] = (),
+        name: str | None = None,
+        version: str | None = None,
+    ) -> AdapterCard:
+        """Checks an `.expert` file (or its bytes) or a PEFT directory, and makes its version the
+        one that its name means, unless the name is pinned."""
+        package, signer = self._checked(source, trust, allow_unsigned)
+        bases_named = [base.name for base in package.manifest.base_models]
+        card = fitted(named(card_of(package, signer), name, version), bases, bases_named)
+        came_along = package_id(package)
+        with self._shelf.staged(package) as staged, self._change() as tables:
+            self._refuse_other_bytes(tables, card)
+            self._shelf.place_adapter(staged, card.digest)
+            self._shelf.place_package(staged, came_along)
+            tables.add(card, came_along)
+            meaning = tables.meaning(card.name)
+            if meaning is None or not meaning.pinned:
+                tables.point(card.name, card.name, card.version)
+        log("expert installed", model=f"{card.name}@{card.version}", reason=signer or "unsigned")
+        return card
+
+    def import_directory(self, path: Path) -> AdapterCard:
+        """A PEFT directory by its content: runnable at once, not listed, swept after a day."""
+        return self._imported(open_directory(path))
+
+    def import_package(
+        self, path: Path, *, trust: TrustStore, allow_unsigned: bool = False
+    ) -> AdapterCard:
+        """An `.expert` file in the same way; it must be signed all the same."""
+        package, signer = self._checked(path, trust, allow_unsigned)
+        return self._imported(package, signer)
+
+    def _imported(self, package: Package, signer: str = "") -> AdapterCard:
+        card = card_of(package, signer)
+        with self._shelf.staged(package) as staged, self._change(announce=False) as tables:
+            self._shelf.place_adapter(staged, card.digest)
+            tables.loosen(card.digest, time.time())
+        return card
+
+    def _checked(
+        self, source: Source, trust: TrustStore, allow_unsigned: bool
+    ) -> tuple[Package, str]:
+        """The package, and the id of the trusted key that signed it, if one did."""
+        is_directory = isinstance(source, Path) and source.is_dir()
+        package = open_directory(Path(str(source))) if is_directory else inspect(source)
+        verdict = trust.verify(package)
+        what = f"{package.manifest.name}@{package.manifest.version}"
+        verdict.require(what, allow_unsigned=allow_unsigned)
+        if not verdict.trusted:
+            log("--allow-unsigned used", level="warning", model=what, reason=verdict.reason)
+        return package, verdict.key_id if verdict.trusted else ""
+
+    def _refuse_other_bytes(self, tables: Tables, card: AdapterCard) -> None:
+        known = tables.card(card.name, card.version)
+        if known is not None and known.digest != card.digest:
+            raise InvalidRequest(
+                f"{card.name}@{card.version} is installed with other weights. Versions do not "
+                "change: raise the version, or remove the installed one first.",
+                param="version",
+            )
+        meaning = tables.meaning(card.name)
+        if meaning is not None and meaning.name != card.name:
+            raise InvalidRequest(
+                f"{card.name} is an alias of {meaning.name} here. Choose another name.",
+                param="name",
+            )
+
+    # --- finding them
+
+    def generation(self) -> int:
+        with self._mutex:
+            return self._tables.generation()
+
+    def cards(self) -> list[AdapterCard]:
+        """Every installed version, by name and then from old to new."""
+        with self._mutex:
+            cards = self._tables.cards()
+        return sorted(cards, key=lambda card: (card.name, version_order(card.version)))
+
+    def versions(self, name: str) -> list[AdapterCard]:
+        found = [card for card in self.cards() if card.name == name]
+        if not found:
+            raise self._unknown(name)
+        return found
+
+    def meanings(self) -> dict[str, AdapterCard]:
+        """Names and aliases -> the version that each means now."""
+        with self._mutex:
+            pairs = [
+                (alias, self._tables.card(m.name, m.version))
+                for alias, m in self._tables.meanings().items()
+            ]
+        return {alias: card for alias, card in pairs if card is not None}
+
+    def find(self, name: str, version: str | None = None) -> AdapterCard:
+        """By name or alias; without a version, the one that it means now."""
+        with self._mutex:
+            meaning = self._tables.meaning(name)
+            if meaning is None:
+                card = None if version is None else self._tables.card(name, version)
+            else:
+                card = self._tables.card(meaning.name, version or meaning.version)
+        if card is None:
+            raise self._unknown(name, version)
+        return card
+
+    def manifest(self, card: AdapterCard) -> Manifest:
+        path = self.files(card) / MANIFEST
+        return manifests.read(path.read_bytes() if path.is_file() else b"", str(path))
+
+    def files(self, card: AdapterCard) -> Path:
+        """The folder of what came along with it: manifest, README, tests, grammar."""
+        with self._mutex:
+            return self._shelf.packages / self._tables.package(card.name, card.version)
+
+    # --- changing what names mean
+
+    def alias(self, alias: str, name: str, version: str | None = None) -> AdapterCard:
+        """`alias` means this version from now on. For a name itself: which version is current."""
+        check_name(alias)
+        card = self.find(name, version)
+        with self._change() as tables:
+            if alias != card.name and tables.cards(alias):
+                raise InvalidRequest(
+                    f"{alias} is the name of an installed expert. Choose another alias.",
+                    param="alias",
+                )
+            tables.point(alias, card.name, card.version)
+        log("expert alias set", model=f"{alias} -> {card.name}@{card.version}")
+        return card
+
+    def unalias(self, alias: str) -> None:
+        """Takes an alias away; names of installed experts stay."""
+        with self._change() as tables:
+            meaning = tables.meaning(alias)
+            if meaning is None or meaning.name == alias:
+                raise NotFound(f"{alias[:64]!r} is no alias.")
+            tables.unpoint(alias)
+
+    def rollback(self, name: str) -> AdapterCard:
+        """Back to what `name` meant before its last change."""
+        with self._change() as tables:
+            if tables.meaning(name) is None:
+                raise self._unknown(name)
+            before = tables.step_back(name)
+            card = None if before is None else tables.card(before.name, before.version)
+            if card is None:
+                raise NotFound(f"{name} meant nothing else before: there is no version to go to.")
+            tables.point(name, card.name, card.version, remember=False)
+        log("expert rolled back", model=f"{name} -> {card.name}@{card.version}")
+        return card
+
+    def pin(self, name: str, on: bool = True) -> AdapterCard:
+        """While pinned, a name keeps its version when others are installed, and is not removed."""
+        with self._change() as tables:
+            if not tables.cards(name):
+                raise self._unknown(name)
+            tables.pin(name, on)
+        return self.find(name)
+
+    # --- taking experts out
+
+    def remove(
+        self, name: str, version: str | None = None, keep: Collection[str] = ()
+    ) -> list[AdapterCard]:
+        """One version, or all. Files go with the last version that has them, unless their digest
+        is in `keep`: those go in a later sweep."""
+        with self._change() as tables:
+            gone = [c for c in tables.cards(name) if version is None or c.version == version]
+            if not gone:
+                raise self._unknown(name, version)
+            for card in gone:
+                if card.pinned:
+                    raise Forbidden(f"{name}@{card.version} is pinned. Unpin it first.")
+                package = tables.package(card.name, card.version)
+                bereft = tables.drop(card.name, card.version)
+                if not tables.is_package_used(package):
+                    self._shelf.take_package(package)
+                self._free(tables, card.digest, keep)
+                for alias in bereft:
+                    self._point_again(tables, alias)
+        log("expert removed", model=name, version=version)
+        return gone
+
+    def sweep(self, keep: Collection[str] = (), older_than_s: float = GRACE_S) -> list[str]:
+        """Frees adapters that no version has and nobody asked for lately. Says which."""
+        with self._change(announce=False) as tables:
+            old = [d for d in tables.loose(time.time() - older_than_s) if d not in keep]
+            gone = [digest for digest in old if not tables.is_used(digest)]
+            for digest in old:
+                tables.forget(digest)
+            for digest in gone:
+                self._shelf.take_adapter(digest)
+        return gone
+
+    def _free(self, tables: Tables, digest: str, keep: Collection[str]) -> None:
+        if tables.is_used(digest):
+            return
+        if digest in keep:
+            tables.loosen(digest, time.time())
+        elif not tables.is_loose(digest, time.time() - GRACE_S):
+            self._shelf.take_adapter(digest)
+
+    def _point_again(self, tables: Tables, alias: str) -> None:
+        """Back to what it meant before; a name, else to its newest version; an alias, else gone."""
+        before = tables.step_back(alias)
+        if before is not None:
+            tables.point(alias, before.name, before.version)
+            return
+        left = sorted(tables.cards(alias), key=lambda card: version_order(card.version))
+        if left:
+            tables.point(alias, alias, left[-1].version)
+
+    @contextmanager
+    def _change(self, *, announce: bool = True) -> Iterator[Tables]:
+        with self._mutex, transaction(self._connection):
+            yield self._tables
+            if announce:
+                self._tables.changed()
+
+    def _unknown(self, name: str, version: str | None = None) -> NotFound:
+        known = sorted(self.meanings())
+        if version is not None and name in known:
+            here = ", ".join(card.version for card in self.versions(self.find(name).name))
+            return NotFound(f"{name} has no version {version[:40]!r} here; it has {here}.")
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(near)}?" if near else " See coterie expert list."
+        return NotFound(f"no expert {name[:80]!r} is installed.{hint}")

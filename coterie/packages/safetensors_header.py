@@ -1,0 +1,91 @@
+"""Checks a safetensors file by its header alone: types, shapes, offsets, size. No torch, no numpy.
+
+What passes can be mapped and read without surprise. Knows no tensor's meaning.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from coterie.core.errors import WeightsError
+
+MAX_HEADER_BYTES = 8 << 20
+_MAX_TENSORS = 50_000
+_MAX_RANK = 8
+
+# bits of every type that the format knows and adapters use
+_BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16,
+    "I16": 16, "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "I8": 8, "U8": 8, "BOOL": 8,
+}  # fmt: skip
+
+
+def header_length(start: bytes, size: int, where: str) -> int:
+    """Bytes of JSON behind the first eight, for a file of `size` bytes."""
+    if size < 8 or len(start) < 8:
+        raise WeightsError(f"{where}: refused, {size} bytes are too few for safetensors.")
+    length = int.from_bytes(start[:8], "little")
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise WeightsError(
+            f"{where}: refused, not safetensors (a header of {length} bytes in a file of {size})."
+        )
+    return length
+
+
+def check_header(header: bytes, size: int, where: str) -> None:
+    """`header` is the JSON; the tensors must fill the rest of the `size` bytes exactly."""
+    table = _parsed(header, where)
+    metadata = table.pop("__metadata__", {})
+    plain = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    if not plain:
+        raise WeightsError(f"{where}: refused, the metadata of its header is no map of texts.")
+    if not table or len(table) > _MAX_TENSORS:
+        raise WeightsError(f"{where}: refused, {len(table)} tensors in it.")
+    reached = 0
+    for begin, end, name in sorted(_span(name, facts, where) for name, facts in table.items()):
+        if begin != reached:
+            raise WeightsError(f"{where}: refused, tensor {name!r} overlaps or leaves a gap.")
+        reached = end
+    if 8 + len(header) + reached != size:
+        raise WeightsError(
+            f"{where}: refused, its tensors end at byte {8 + len(header) + reached} of {size}."
+        )
+
+
+def _parsed(header: bytes, where: str) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) != len(pairs):
+            raise ValueError("a name twice")
+        return found
+
+    try:
+        table = json.loads(header.decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{where}: refused, its header is not valid JSON.") from error
+    if not isinstance(table, dict):
+        raise WeightsError(f"{where}: refused, its header is not a JSON object.")
+    return table
+
+
+def _span(name: str, facts: Any, where: str) -> tuple[int, int, str]:
+    fault = WeightsError(f"{where}: refused, the header of tensor {name[:80]!r} makes no sense.")
+    if not isinstance(facts, dict) or facts.keys() != {"dtype", "shape", "data_offsets"}:
+        raise fault
+    shape, offsets = facts["shape"], facts["data_offsets"]
+    if not _whole(shape) or not _whole(offsets) or len(offsets) != 2:
+        raise fault
+    bits = _BITS.get(facts["dtype"]) if isinstance(facts["dtype"], str) else None
+    if bits is None:
+        raise WeightsError(f"{where}: refused, tensor {name[:80]!r} is of an unknown type.")
+    begin, end = offsets
+    if begin > end or math.prod(shape) * bits != (end - begin) * 8:
+        raise fault
+    return begin, end, name
+
+
+def _whole(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) > _MAX_RANK:
+        return False
+    return all(type(item) is int and 0 <= item < 1 << 48 for item in value)

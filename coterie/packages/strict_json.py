@@ -1,0 +1,79 @@
+"""JSON from strangers: bounded in size, depth and number, no name twice, nothing that is not JSON.
+
+One canonical form, so that a signature is over meaning and not over spaces.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from coterie.core.errors import WeightsError
+
+MAX_DEPTH = 16
+MAX_VALUES = 50_000
+# terminals obey these, and people cannot see them
+_UNSEEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def parse(data: bytes, where: str) -> dict[str, Any]:
+    """A JSON object, or a refusal."""
+    try:
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant
+        )
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{where}: refused, it is not plain JSON ({error}).") from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{where}: refused, it is not a JSON object.")
+    _check(value, where)
+    return value
+
+
+def canonical(value: Any) -> bytes:
+    """The same bytes for the same meaning: sorted names, no spaces, ASCII."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode("ascii")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check(value: Any, where: str) -> None:
+    level, count = [value], 0
+    for _ in range(MAX_DEPTH):
+        count += len(level)
+        if count > MAX_VALUES:
+            raise WeightsError(f"{where}: refused, more than {MAX_VALUES} values in it.")
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below += item.values()
+                below += item.keys()
+            elif isinstance(item, list):
+                below += item
+            else:
+                _check_plain(item, where)
+        if not below:
+            return
+        level = below
+    raise WeightsError(f"{where}: refused, nested deeper than {MAX_DEPTH} levels.")
+
+
+def _check_plain(item: Any, where: str) -> None:
+    if isinstance(item, float) and not math.isfinite(item):
+        raise WeightsError(f"{where}: refused, a number in it is too large.")
+    if type(item) is int and abs(item) >= 1 << 63:
+        raise WeightsError(f"{where}: refused, a number in it is too large.")
+    if isinstance(item, str) and _UNSEEN.search(item):
+        raise WeightsError(f"{where}: refused, control characters in its texts.")

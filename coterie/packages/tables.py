@@ -1,0 +1,168 @@
+"""The registry's tables: installed versions, what each name means now and meant before.
+
+SQL only; every method is called inside the registry's transaction or reads one row's worth.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import dataclass
+
+from coterie.core.adapters import AdapterCard
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS versions (
+  name TEXT, version TEXT, digest TEXT, kind TEXT, bases TEXT, virtual_tokens INTEGER,
+  bytes INTEGER, installed_at REAL, signer TEXT, description TEXT, package TEXT,
+  PRIMARY KEY (name, version));
+CREATE TABLE IF NOT EXISTS meanings (
+  alias TEXT PRIMARY KEY, name TEXT, version TEXT, pinned INTEGER DEFAULT 0);
+CREATE TABLE IF NOT EXISTS history (
+  id INTEGER PRIMARY KEY, alias TEXT, name TEXT, version TEXT);
+CREATE TABLE IF NOT EXISTS loose (digest TEXT PRIMARY KEY, since REAL);
+CREATE TABLE IF NOT EXISTS counter (id INTEGER PRIMARY KEY CHECK (id = 1), generation INTEGER);
+INSERT OR IGNORE INTO counter VALUES (1, 0);
+"""
+
+_CARD = (
+    "SELECT v.name, v.version, digest, kind, bases, virtual_tokens, bytes, installed_at, signer, "
+    "description, EXISTS (SELECT 1 FROM meanings m WHERE m.alias = v.name AND m.name = v.name "
+    "AND m.version = v.version AND m.pinned) FROM versions v"
+)
+# what a name meant, this many changes back
+_MAX_HISTORY = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    name: str
+    version: str
+    pinned: bool = False
+
+
+class Tables:
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._sql = connection
+
+    def generation(self) -> int:
+        return int(self._sql.execute("SELECT generation FROM counter").fetchone()[0])
+
+    def changed(self) -> None:
+        self._sql.execute("UPDATE counter SET generation = generation + 1")
+
+    def cards(self, name: str | None = None) -> list[AdapterCard]:
+        rows = self._sql.execute(
+            f"{_CARD} WHERE ?1 IS NULL OR v.name = ?1 ORDER BY v.name", (name,)
+        )
+        return [_card(row) for row in rows]
+
+    def card(self, name: str, version: str) -> AdapterCard | None:
+        row = self._sql.execute(
+            f"{_CARD} WHERE v.name = ? AND v.version = ?", (name, version)
+        ).fetchone()
+        return None if row is None else _card(row)
+
+    def package(self, name: str, version: str) -> str:
+        row = self._sql.execute(
+            "SELECT package FROM versions WHERE name = ? AND version = ?", (name, version)
+        ).fetchone()
+        return "" if row is None else str(row[0])
+
+    def add(self, card: AdapterCard, package: str) -> None:
+        self._sql.execute(
+            "INSERT OR REPLACE INTO versions VALUES (?,?,?,?,?,?,?,?,?,?,?)",
+            (
+                card.name, card.version, card.digest, card.kind, json.dumps(card.bases),
+                card.num_virtual_tokens, card.nbytes, card.installed_at, card.signer,
+                card.description, package,
+            ),
+        )  # fmt: skip
+
+    def drop(self, name: str, version: str) -> list[str]:
+        """Says which names and aliases mean nothing now."""
+        query = "SELECT alias FROM meanings WHERE name = ? AND version = ?"
+        bereft = [row[0] for row in self._sql.execute(query, (name, version))]
+        for table in ("versions", "meanings", "history"):
+            self._sql.execute(
+                f"DELETE FROM {table} WHERE name = ? AND version = ?", (name, version)
+            )
+        return bereft
+
+    def meaning(self, alias: str) -> Meaning | None:
+        row = self._sql.execute(
+            "SELECT name, version, pinned FROM meanings WHERE alias = ?", (alias,)
+        ).fetchone()
+        return None if row is None else Meaning(row[0], row[1], bool(row[2]))
+
+    def meanings(self) -> dict[str, Meaning]:
+        rows = self._sql.execute("SELECT alias, name, version, pinned FROM meanings ORDER BY 1")
+        return {row[0]: Meaning(row[1], row[2], bool(row[3])) for row in rows}
+
+    def point(self, alias: str, name: str, version: str, *, remember: bool = True) -> None:
+        """`alias` means this version from now on; what it meant is kept for a rollback."""
+        old = self.meaning(alias)
+        if old is not None and remember and (old.name, old.version) != (name, version):
+            self._sql.execute(
+                "INSERT INTO history (alias, name, version) VALUES (?,?,?)",
+                (alias, old.name, old.version),
+            )
+            self._sql.execute(
+                "DELETE FROM history WHERE alias = ?1 AND id NOT IN "
+                "(SELECT id FROM history WHERE alias = ?1 ORDER BY id DESC LIMIT ?2)",
+                (alias, _MAX_HISTORY),
+            )
+        self._sql.execute(
+            "INSERT INTO meanings (alias, name, version) VALUES (?1,?2,?3) "
+            "ON CONFLICT (alias) DO UPDATE SET name = ?2, version = ?3",
+            (alias, name, version),
+        )
+
+    def unpoint(self, alias: str) -> None:
+        for table in ("meanings", "history"):
+            self._sql.execute(f"DELETE FROM {table} WHERE alias = ?", (alias,))
+
+    def step_back(self, alias: str) -> Meaning | None:
+        """What `alias` meant before, taken from its history."""
+        row = self._sql.execute(
+            "DELETE FROM history WHERE id = (SELECT max(id) FROM history WHERE alias = ?) "
+            "RETURNING name, version",
+            (alias,),
+        ).fetchone()
+        return None if row is None else Meaning(row[0], row[1])
+
+    def pin(self, alias: str, on: bool) -> None:
+        self._sql.execute("UPDATE meanings SET pinned = ? WHERE alias = ?", (on, alias))
+
+    def is_used(self, digest: str) -> bool:
+        query = "SELECT 1 FROM versions WHERE digest = ?"
+        return self._sql.execute(query, (digest,)).fetchone() is not None
+
+    def is_package_used(self, package: str) -> bool:
+        query = "SELECT 1 FROM versions WHERE package = ?"
+        return self._sql.execute(query, (package,)).fetchone() is not None
+
+    def loosen(self, digest: str, since: float) -> None:
+        """Someone may be using it, whether or not a version has it."""
+        self._sql.execute("INSERT OR REPLACE INTO loose VALUES (?,?)", (digest, since))
+
+    def loose(self, before: float) -> list[str]:
+        rows = self._sql.execute("SELECT digest FROM loose WHERE since <= ?", (before,))
+        return [row[0] for row in rows]
+
+    def is_loose(self, digest: str, after: float) -> bool:
+        query = "SELECT 1 FROM loose WHERE digest = ? AND since > ?"
+        return self._sql.execute(query, (digest, after)).fetchone() is not None
+
+    def forget(self, digest: str) -> None:
+        self._sql.execute("DELETE FROM loose WHERE digest = ?", (digest,))
+
+
+def _card(row: tuple[object, ...]) -> AdapterCard:
+    name, version, digest, kind, bases, tokens, nbytes, at, signer, description, pinned = row
+    return AdapterCard(
+        name=str(name), version=str(version), digest=str(digest), kind=str(kind),
+        bases=tuple(json.loads(str(bases))), num_virtual_tokens=int(str(tokens)),
+        nbytes=int(str(nbytes)), installed_at=float(str(at)), signer=str(signer),
+        pinned=bool(pinned), description=str(description),
+    )  # fmt: skip
