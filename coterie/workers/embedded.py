@@ -14,15 +14,17 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
+from coterie.core.adapters import DEFAULTS, AdapterSettings
 from coterie.core.config import dispatch
 from coterie.core.errors import ConfigError, InvalidRequest, from_code
 from coterie.core.events import Event, Failed, Finished
-from coterie.core.plan import Assignment, Rejected
+from coterie.core.plan import AdapterChoice, Assignment, Rejected
 from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
 from coterie.core.resolve import check_tokens, resolve_limits, resolve_sampling
 from coterie.weights.sources import resolve
+from coterie.workers.adapter_names import AdapterNames
 from coterie.workers.base import LaneSpec, WorkerSpec
 from coterie.workers.completion import Completion, Events, Stream, collect
 
@@ -34,12 +36,24 @@ _LIMITS = frozenset(item.name for item in fields(Limits))
 PromptLike = str | Sequence[int]
 
 
+class Asked(NamedTuple):
+    """One call's options, the same for all of its prompts."""
+
+    sampling: Sampling
+    limits: Limits
+    adapters: tuple[AdapterChoice, ...]
+    virtual_tokens: int
+
+
 class LLM:
     """A model ready to answer.
 
     `experts` are the fields of `DispatchSettings`: strategy, device_budget, host_budget ...
+    `library` is the folder where adapters are installed (None = this user's own), `adapters` the
+    room for them; AdapterSettings(device_bytes=0) = none.
     `options` of the calls are the fields of `Sampling` and `Limits`: temperature, top_p,
-    max_tokens, stop, seed, n, logprobs ...
+    max_tokens, stop, seed, n, logprobs ..., and `experts=["name", "name@1.0=0.5", "./folder"]`:
+    adapters for this call, in order, each installed, a package or a PEFT directory.
     """
 
     def __init__(
@@ -53,6 +67,9 @@ class LLM:
         context: int = 0,
         max_sequences: int = 64,
         max_step_tokens: int = 512,
+        library: Path | None = None,
+        adapters: AdapterSettings = DEFAULTS,
+        allow_unsigned: bool = False,
         **experts: Any,
     ) -> None:
         from coterie.workers.host import build_engine
@@ -60,6 +77,7 @@ class LLM:
         lane = LaneSpec(
             LANE, context=context, max_sequences=max_sequences, max_step_tokens=max_step_tokens
         )
+        self.adapters = AdapterNames(library, allow_unsigned=allow_unsigned)
         spec = WorkerSpec(
             name="embedded",
             model=str(resolve(model)),
@@ -69,6 +87,8 @@ class LLM:
             threads=threads,
             kv_bytes=kv_bytes,
             dispatch=dispatch(experts),
+            adapters=adapters,
+            library=str(self.adapters.library),
         )
         host = build_engine(spec)
         self._host = host
@@ -81,7 +101,8 @@ class LLM:
     ) -> list[Completion]:
         """Answer every prompt; they run together."""
         # a wrong prompt is refused before anything runs
-        assignments = [self._assignment(item, options) for item in _listed(prompts)]
+        asked = self._asked(options)
+        assignments = [self._assignment(item, asked) for item in _listed(prompts)]
         streams = [self._run(assignment) for assignment in assignments]
         for stream in streams:
             next(stream)
@@ -98,7 +119,7 @@ class LLM:
         **options: Any,
     ) -> Completion:
         """Answer a conversation: `[{"role": "user", "content": "..."}]`."""
-        assignment = self._assignment(_chat(messages, template_kwargs), options)
+        assignment = self._assignment(_chat(messages, template_kwargs), self._asked(options))
         stream = self._run(assignment)
         next(stream)
         return collect(assignment, stream)
@@ -107,7 +128,7 @@ class LLM:
         """Deltas as they come, of a prompt or of a conversation. Closing the iterator aborts."""
         chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         value = _chat(prompt, None) if chat else _prompt(prompt)  # type: ignore[arg-type]
-        assignment = self._assignment(value, options)
+        assignment = self._assignment(value, self._asked(options))
         events = self._run(assignment)
         next(events)
         return Stream(events)
@@ -118,6 +139,7 @@ class LLM:
             for request_id in list(self._inboxes):
                 self._engine.abort(request_id)
             self._host.close()
+            self.adapters.close()
 
     def expert_report(self) -> dict[str, Any] | None:
         """How the experts' tiers stand and what they did since start; None for a dense model."""
@@ -148,12 +170,19 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _assignment(self, prompt: Prompt, options: Mapping[str, Any]) -> Assignment:
-        asked, limits = _split(options)
+    def _asked(self, options: Mapping[str, Any]) -> Asked:
+        given = dict(options)
+        named = given.pop("experts", None) or ()
+        adapters, virtual_tokens = self.adapters.choose(named, self.info.fingerprint)
+        sampling, limits = _split(given)
+        return Asked(sampling, limits, adapters, virtual_tokens)
+
+    def _assignment(self, prompt: Prompt, asked: Asked) -> Assignment:
         ids = self.tokenizer.encode_prompt(prompt)
-        sampling = resolve_sampling(asked, self.info.generation)
+        sampling = resolve_sampling(asked.sampling, self.info.generation)
         check_tokens(ids, sampling, self.tokenizer.vocab_size)
-        limits = resolve_limits(limits, len(ids), self.info.contexts[LANE])
+        context = self.info.contexts[LANE]
+        limits = resolve_limits(asked.limits, len(ids), context, asked.virtual_tokens)
         now = time.monotonic()
         return Assignment(
             request_id=uuid.uuid4().hex,
@@ -161,7 +190,7 @@ class LLM:
             prompt_ids=tuple(ids),
             sampling=sampling,
             limits=limits,
-            adapters=(),
+            adapters=asked.adapters,
             session="",
             tenant="",
             deadline=None if limits.timeout_s is None else now + limits.timeout_s,
