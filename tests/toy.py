@@ -1,8 +1,9 @@
 """A KV-faithful toy model: its cache holds the very token ids and positions written to each slot.
 
 Logits of a row are drawn from a hash of the chain read back through the block table, so any wrong
-reuse, early free, missed copy or bad slot changes the next token. `Oracle` computes the same chain
-without any engine.
+reuse, early free, missed copy or bad slot changes the next token. `true_output` computes the same
+chain without any engine. A stack of adapters leaves its mark in every row that it is applied to,
+also in the cache; `ToyAdapters` overwrites what it evicts, as a pool does.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.core.plan import Assignment
+from coterie.core.errors import CoterieError, NotFound, WeightsError
+from coterie.core.plan import AdapterChoice, Assignment, stack_key
 from coterie.core.request import Limits, Sampling
 from coterie.engine.draw import uniform
 from coterie.engine.engine import Engine, LaneConfig
 from coterie.kernels.batch import AttentionBatch
+from coterie.kernels.patch import Patch, Stack
 
 VOCAB = 48
 EOS = 0
 # the last two ids are a two-byte character cut in half
 HALVES = (VOCAB - 2, VOCAB - 1)
+# where the toy's stacks have their mark
+SITE = (0, "q")
 
 
 def chain_logits(tokens: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -80,8 +85,9 @@ class ToyModel:
         _check_batch(token_ids, batch, kv)
         self.num_rows += len(token_ids)
         tokens, positions = (layer[0].view(-1) for layer in kv)
-        tokens[batch.slots] = token_ids
-        positions[batch.slots] = batch.positions
+        embedded, marks = _apply_stacks(token_ids, batch)
+        tokens[batch.slots] = embedded
+        positions[batch.slots] = batch.positions + marks
         starts = batch.query_starts.tolist()
         rows = []
         for row in logits_rows.tolist():
@@ -94,6 +100,21 @@ class ToyModel:
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, VOCAB)
 
 
+def _apply_stacks(token_ids: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
+    """Token ids with soft tokens replaced by their vectors, and the mark of each row's stack."""
+    embedded, marks = token_ids.clone(), torch.zeros_like(token_ids)
+    for first, last, stack in batch.patches:
+        mark = stack.patches[SITE].shift
+        assert mark is not None
+        marks[first:last] = mark
+        soft = (embedded[first:last] >= VOCAB).nonzero().squeeze(1) + first
+        if len(soft):
+            assert stack.soft is not None
+            embedded[soft] = stack.soft[embedded[soft] - VOCAB, 0]
+    assert int((embedded < 0).sum()) == 0, "a soft token without its stack"
+    return embedded, marks
+
+
 def _check_batch(token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor]) -> None:
     """The contract of AttentionBatch, to the letter."""
     starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
@@ -102,6 +123,10 @@ def _check_batch(token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor])
     assert batch.positions.dtype == batch.slots.dtype == token_ids.dtype == torch.int64
     assert len(token_ids) == len(batch.positions) == len(batch.slots) == starts[-1]
     assert len(set(batch.slots.tolist())) == len(batch.slots), "two rows write one slot"
+    bounds = [0, *(bound for part in batch.patches for bound in part[:2]), len(token_ids)]
+    assert bounds == sorted(bounds), "segments overlap or are out of order"
+    assert set(bounds) <= set(starts), "a segment cuts a sequence"
+    assert len({part.stack.key for part in batch.patches}) == len(batch.patches)
     for s, length in enumerate(lens):
         count = starts[s + 1] - starts[s]
         assert count >= 1
@@ -133,6 +158,126 @@ class ToyTokenizer:
         return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
 
 
+def toy_mark(adapters: Sequence[AdapterChoice]) -> int:
+    """What a stack adds to each position: above any position there is."""
+    return int(stack_key(adapters)[:6], 16) << 16 if adapters else 0
+
+
+def toy_soft(adapters: Sequence[AdapterChoice]) -> list[int]:
+    """The vectors of a stack's soft tokens. A digest "x:3" has three."""
+    count = sum(int(one.digest.partition(":")[2] or 0) for one in adapters)
+    return [toy_mark(adapters) + 1000 + i for i in range(count)]
+
+
+@dataclass(frozen=True)
+class ToyFacts:
+    key: str
+    num_virtual_tokens: int
+
+
+class ToyAdapters:
+    """A pool of `num_slots` stacks, without threads: `tick` is the loader's moment.
+
+    Digests that begin with "bad" cannot be loaded, with "none" are not known. A slot's memory is
+    written over when another stack comes, whoever still reads it.
+    """
+
+    def __init__(self, num_slots: int, load_ticks: int = 0) -> None:
+        self.load_ticks = load_ticks
+        self.now = 0
+        # key -> choices and the tick at which they are on the host, in the order they were wanted
+        self._wanted: dict[str, tuple[Sequence[AdapterChoice], int]] = {}
+        self._known: dict[str, Sequence[AdapterChoice]] = {}
+        self._marks = [torch.zeros((), dtype=torch.int64) for _ in range(num_slots)]
+        self._softs = [torch.full((64, 1), -1, dtype=torch.int64) for _ in range(num_slots)]
+        # by slot, least recently used first
+        self._resident: dict[int, str] = {}
+        self.users: dict[str, int] = {}
+        self.num_evictions = 0
+
+    def describe(self, adapters: Sequence[AdapterChoice]) -> ToyFacts:
+        for one in adapters:
+            if one.digest.startswith("none"):
+                raise NotFound(f"no adapter {one.name}")
+        return ToyFacts(stack_key(adapters), len(toy_soft(adapters)))
+
+    def want(self, adapters: Sequence[AdapterChoice]) -> None:
+        key = stack_key(adapters)
+        self._known[key] = adapters
+        if key not in self._wanted and key not in self._resident.values():
+            self._wanted[key] = (adapters, self.now + self.load_ticks)
+            self._place()
+
+    def state(self, key: str) -> str:
+        self.want(self._known[key])
+        if key in self._resident.values():
+            return "ready"
+        adapters, ready_at = self._wanted[key]
+        if ready_at > self.now:
+            return "loading"
+        return "failed" if adapters[0].digest.startswith("bad") else "full"
+
+    def failure(self, key: str) -> CoterieError:
+        self._wanted.pop(key, None)
+        return WeightsError("adapter.safetensors is broken")
+
+    def take(self, key: str) -> Stack:
+        stack = self.stack(key)
+        self.users[key] = self.users.get(key, 0) + 1
+        self._resident[stack.slot] = self._resident.pop(stack.slot)
+        return stack
+
+    def release(self, key: str) -> None:
+        assert self.users[key] > 0
+        self.users[key] -= 1
+        if not self.users[key]:
+            del self.users[key]
+            self._place()
+
+    def stack(self, key: str) -> Stack:
+        slot = next(slot for slot, held in self._resident.items() if held == key)
+        patches = {SITE: Patch(shift=self._marks[slot])}
+        return Stack(key=key, slot=slot, patches=patches, soft=self._softs[slot])
+
+    def wait(self, timeout_s: float) -> None:
+        """There is no thread to wait for."""
+
+    def stats(self) -> dict[str, float]:
+        return {"adapter_evictions": self.num_evictions}
+
+    def resident(self) -> tuple[str, ...]:
+        return tuple(sorted(self._resident.values()))
+
+    def tick(self) -> None:
+        self.now += 1
+        self._place()
+
+    def _place(self) -> None:
+        for key, (adapters, ready_at) in list(self._wanted.items()):
+            if ready_at > self.now or adapters[0].digest.startswith("bad"):
+                continue
+            slot = self._room()
+            if slot is None:
+                return
+            del self._wanted[key]
+            self._marks[slot].fill_(toy_mark(adapters))
+            soft = toy_soft(adapters)
+            self._softs[slot].fill_(-1)
+            self._softs[slot][: len(soft), 0] = torch.tensor(soft, dtype=torch.int64)
+            self._resident[slot] = key
+
+    def _room(self) -> int | None:
+        for slot in range(len(self._marks)):
+            if slot not in self._resident:
+                return slot
+        for slot, key in self._resident.items():
+            if key not in self.users:
+                del self._resident[slot]
+                self.num_evictions += 1
+                return slot
+        return None
+
+
 class ManualClock:
     def __init__(self) -> None:
         self.now = 100.0
@@ -141,12 +286,15 @@ class ManualClock:
         return self.now
 
 
-def make_engine(*lanes: LaneConfig, model: ToyModel | None = None, clock: Any = None) -> Engine:
+def make_engine(
+    *lanes: LaneConfig, model: ToyModel | None = None, clock: Any = None, **settings: Any
+) -> Engine:
     return Engine(
         model or ToyModel(),  # type: ignore[arg-type]
         ToyTokenizer(),  # type: ignore[arg-type]
         lanes or (make_lane(),),
         clock=clock or ManualClock(),
+        **settings,
     )
 
 
@@ -192,10 +340,11 @@ def make_assignment(request_id: str, prompt: Sequence[int], **settings: Any) -> 
 def true_output(assignment: Assignment, choice: int = 0, count: int | None = None) -> list[int]:
     """Greedy or plain-temperature tokens of one choice, computed without an engine."""
     sampling, limits = assignment.sampling, assignment.limits
-    tokens = list(assignment.prompt_ids)
+    tokens = [*toy_soft(assignment.adapters), *assignment.prompt_ids]
+    mark = toy_mark(assignment.adapters)
     output: list[int] = []
     while len(output) < (count or limits.max_tokens or 0):
-        logits = chain_logits(tokens, range(len(tokens)))
+        logits = chain_logits(tokens, range(mark, mark + len(tokens)))
         token = _pick(logits, sampling, choice, len(output))
         tokens.append(token)
         output.append(token)
@@ -214,12 +363,14 @@ def _pick(logits: np.ndarray, sampling: Sampling, choice: int, position: int) ->
     return int(np.searchsorted(sums, noise * sums[-1], side="right"))
 
 
-def drain(engine: Engine, limit: int = 2000) -> list[Any]:
+def drain(engine: Engine, limit: int = 2000, pool: ToyAdapters | None = None) -> list[Any]:
     """Step until there is no work; the books are checked after every step."""
     events: list[Any] = []
     for _ in range(limit):
         if not engine.has_work():
             return events
+        if pool is not None:
+            pool.tick()
         events += engine.step()
         engine.check()
     raise AssertionError("the engine did not come to an end")

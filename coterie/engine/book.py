@@ -27,6 +27,7 @@ SLACK = 64
 FAILED = "the engine failed on this request; the log has the reason"
 # a weights error's own words name files of this machine
 UNREADABLE = "weights of {lane} could not be read or are damaged; the server's log has the reason"
+NOT_LOADED = "adapters {names} could not be loaded; the server's log has the reason"
 
 
 class RequestBook:
@@ -86,7 +87,8 @@ class RequestBook:
         if request.clock.scheduled is not None:
             return
         request.clock.scheduled = self._now()
-        request.num_cached = min(sequence.num_cached, sequence.num_prompt)
+        cached = min(sequence.num_cached, sequence.num_prompt)
+        request.num_cached = max(cached - sequence.num_virtual, 0)
         if request.assignment.sampling.prompt_logprobs is None:
             events.append(request.started(self._replica))
 
@@ -95,8 +97,9 @@ class RequestBook:
         if result.dispatch is not None:
             self._charge(plan, result.dispatch)
         for (row, position), found in result.prompt_scores.items():
-            request = self._requests[plan.rows[row].sequence.request_id]
-            request.prompt_scores[position] = found
+            sequence = plan.rows[row].sequence
+            request = self._requests[sequence.request_id]
+            request.prompt_scores[position - sequence.num_virtual] = found
         now = self._now()
         requests, scores = self._requests, result.scores
         for index, sequence in enumerate(plan.draws):
@@ -187,8 +190,20 @@ class RequestBook:
                 log.error("request_lost_with_step", extra=self._fields(request))
                 self._fail(request, events, typed)
 
+    def strand(self, sequence: Sequence, error: CoterieError, events: list[Event]) -> None:
+        """Its adapters cannot be loaded: its request fails, and no other."""
+        request = self._requests.get(sequence.request_id)
+        if request is None:
+            return
+        log.error("adapter_failed", extra=self._fields(request) | {"reason": error.message})
+        self._fail(request, events, error, NOT_LOADED)
+
     def _fail(
-        self, request: ActiveRequest, events: list[Event], error: CoterieError | None = None
+        self,
+        request: ActiveRequest,
+        events: list[Event],
+        error: CoterieError | None = None,
+        unreadable: str = UNREADABLE,
     ) -> None:
         for sequence in list(request.sequences):
             self._end(request, sequence)
@@ -196,7 +211,8 @@ class RequestBook:
         error = error or InternalError(FAILED)
         message = error.message
         if isinstance(error, WeightsError):
-            message = UNREADABLE.format(lane=request.assignment.lane)
+            names = ", ".join(adapter.name for adapter in request.assignment.adapters)
+            message = unreadable.format(lane=request.assignment.lane, names=names)
         events.append(Failed(request.request_id, error.code, message, error.retry_after_s))
 
     def _fields(self, request: ActiveRequest) -> dict[str, str]:

@@ -19,11 +19,12 @@ from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
 from coterie.engine.book import RequestBook
 from coterie.engine.detokenize import Pieces
 from coterie.engine.expert_tier import ExpertTier
-from coterie.engine.intake import open_request, refuse
+from coterie.engine.intake import Entry, describe, open_request, refuse
 from coterie.engine.lane import LaneConfig
 from coterie.engine.pace import Pace
 from coterie.engine.runner import Runner
 from coterie.engine.scheduler import Scheduler
+from coterie.engine.seats import Adapters, Seats
 from coterie.engine.step import StepPlan, StepResult
 from coterie.engine.turns import DeficitRoundRobin
 
@@ -77,14 +78,19 @@ class Engine:
         *,
         replica: str = "r0",
         clock: Callable[[], float] = time.monotonic,
+        adapters: Adapters | None = None,
+        batching: str = "mixed",
     ) -> None:
+        """`batching` of adapters: `mixed` or `grouped`, see core.adapters.AdapterSettings."""
         self._replica = replica
         self._vocab = model.spec.vocab
         self._eos_ids = frozenset((*tokenizer.eos_ids, *model.spec.eos_ids))
         self._pieces = Pieces(tokenizer)
+        self._adapters = adapters
+        self._seats = None if adapters is None else Seats(adapters)
         self._lanes = []
         for config in lanes:
-            scheduler = Scheduler(config)
+            scheduler = Scheduler(config, self._seats, grouped=batching == "grouped")
             runner = Runner(model, config, scheduler.space.tables)
             self._lanes.append(Lane(config, scheduler, runner))
         self._lane_named = {lane.config.name: lane for lane in self._lanes}
@@ -103,7 +109,10 @@ class Engine:
             return Rejected("not_found", f"no lane {assignment.lane!r} here", None)
         if assignment.request_id in self._book:
             return Rejected("invalid_request", "a request with this id is running", None)
-        rejected = refuse(assignment, lane.config, self._vocab)
+        front = describe(assignment, self._adapters, self._vocab)
+        if isinstance(front, Rejected):
+            return front
+        rejected = refuse(assignment, front, lane.config, self._vocab)
         if rejected is not None:
             return rejected
         if lane.scheduler.is_full:
@@ -112,9 +121,8 @@ class Engine:
             return Rejected("overloaded", reason, wait_s)
         expected_s = lane.first_token_s()
         self._num_added += 1
-        request = open_request(
-            assignment, lane.config, self._pieces, self._eos_ids, self._num_added
-        )
+        entry = Entry(lane.config, front, self._num_added)
+        request = open_request(assignment, entry, self._pieces, self._eos_ids)
         self._book.open(request, self._outbox)
         return Admitted(self._replica, expected_s)
 
@@ -132,6 +140,8 @@ class Engine:
         self._book.expire(events)
         index, plan = self._schedule(events)
         if plan is None:
+            if self._seats is not None and self._seats.waiting and not events:
+                self._seats.nap()
             return events
         lane = self._lanes[index]
         scheduled = time.perf_counter()
@@ -162,6 +172,7 @@ class Engine:
         self._book.fail(plan, error, events)
 
     def lane_states(self) -> tuple[LaneState, ...]:
+        resident = () if self._adapters is None else self._adapters.resident()
         return tuple(
             LaneState(
                 lane=lane.config.name,
@@ -170,7 +181,7 @@ class Engine:
                 max_queue=lane.config.max_queue,
                 free_tokens=lane.scheduler.space.cache.num_available * lane.config.block_size,
                 total_tokens=lane.config.num_blocks * lane.config.block_size,
-                resident_adapters=(),
+                resident_adapters=resident,
                 prefix_digests=lane.scheduler.space.cache.session_ends,
                 predicted_first_token_s=lane.first_token_s(),
                 preempting=any(s.num_preemptions for s in lane.scheduler.waiting),
@@ -184,9 +195,11 @@ class Engine:
         total = sum(lane.config.num_blocks for lane in self._lanes)
         available = sum(scheduler.space.cache.num_available for scheduler in schedulers)
         experts = {} if self._experts is None else self._experts.stats()
+        adapters = {} if self._adapters is None else self._adapters.stats()
         return (
             self._counts
             | experts
+            | adapters
             | {
                 "running": sum(len(scheduler.running) for scheduler in schedulers),
                 "waiting": sum(len(scheduler.waiting) for scheduler in schedulers),
@@ -210,9 +223,17 @@ class Engine:
             for sequence in scheduler.started:
                 self._book.start(sequence, events)
             scheduler.started.clear()
+            if scheduler.stranded:
+                self._strand(scheduler, events)
             if plan is not None:
                 return index, plan
         return 0, None
+
+    def _strand(self, scheduler: Scheduler, events: list[Event]) -> None:
+        stranded, scheduler.stranded = scheduler.stranded, []
+        assert self._seats is not None
+        for sequence in stranded:
+            self._book.strand(sequence, self._seats.failure(sequence.adapter_key), events)
 
     def _account(
         self, index: int, plan: StepPlan, result: StepResult, times: tuple[float, float, float]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
+from coterie.core.errors import CoterieError
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Sampling
 from coterie.engine.active import ActiveRequest
@@ -13,35 +15,57 @@ from coterie.engine.detokenize import Pieces
 from coterie.engine.draw import make_draw
 from coterie.engine.lane import LaneConfig
 from coterie.engine.prefix import root_digest
-from coterie.engine.sequence import Sequence, Status
+from coterie.engine.seats import Adapters
+from coterie.engine.sequence import BASE, Front, Sequence, Status
 
 MAX_CHOICES = 128
 
 
-def refuse(assignment: Assignment, config: LaneConfig, vocab: int) -> Rejected | None:
+class Entry(NamedTuple):
+    """Where a request comes in: its lane, its stack, and how many came before it."""
+
+    config: LaneConfig
+    front: Front
+    order: int
+
+
+def describe(assignment: Assignment, adapters: Adapters | None, vocab: int) -> Front | Rejected:
+    """What the request's adapters ask for, or why they cannot run here."""
+    if not assignment.adapters:
+        return BASE
+    if adapters is None:
+        return Rejected("unsupported", "this engine runs no adapters", None)
+    try:
+        facts = adapters.describe(assignment.adapters)
+    except CoterieError as error:
+        return Rejected(error.code, error.message, error.retry_after_s)
+    tokens = range(vocab, vocab + facts.num_virtual_tokens)
+    return Front(facts.key, assignment.adapters, tokens)
+
+
+def refuse(assignment: Assignment, front: Front, config: LaneConfig, vocab: int) -> Rejected | None:
     """Why this lane can never run `assignment`; None when it can."""
     if not assignment.prompt_ids:
         return _invalid("the prompt has no tokens")
     if min(assignment.prompt_ids) < 0 or max(assignment.prompt_ids) >= vocab:
         return _invalid(f"a prompt token is outside the vocabulary of {vocab}")
-    if assignment.adapters:
-        return Rejected("unsupported", "this engine runs no adapters", None)
     problem = _sampling_problem(assignment.sampling, vocab) or _limits_problem(assignment)
     if problem:
         return _invalid(problem)
     room = _context(assignment, config)
-    if len(assignment.prompt_ids) >= room:
+    if len(front.tokens) + len(assignment.prompt_ids) >= room:
+        soft = f" and its adapters {len(front.tokens)} more" if front.tokens else ""
         return Rejected(
             "context_length_exceeded",
-            f"the prompt has {len(assignment.prompt_ids)} tokens; "
+            f"the prompt has {len(assignment.prompt_ids)} tokens{soft}; "
             f"with room for one more the context holds {room - 1}",
             None,
         )
-    return _refuse_beams(assignment, config)
+    return _refuse_beams(assignment, front, config)
 
 
 def open_request(
-    assignment: Assignment, config: LaneConfig, pieces: Pieces, eos_ids: frozenset[int], order: int
+    assignment: Assignment, entry: Entry, pieces: Pieces, eos_ids: frozenset[int]
 ) -> ActiveRequest:
     """The request with its sequences, behind whatever the client already has.
 
@@ -49,12 +73,13 @@ def open_request(
     """
     limits = assignment.limits
     ends = frozenset() if limits.ignore_eos else eos_ids
+    num_prompt = len(entry.front.tokens) + len(assignment.prompt_ids)
     request = ActiveRequest(
         assignment,
         pieces,
         ends | frozenset(limits.stop_token_ids),
         limits.min_tokens,
-        _max_total(assignment, config) - len(assignment.prompt_ids),
+        _max_total(assignment, entry.front, entry.config) - num_prompt,
         assignment.sampling.n or 1,
     )
     for choice in range(request.num_choices):
@@ -62,18 +87,18 @@ def open_request(
         if reason is not None or choice in assignment.finished:
             request.reasons[choice] = reason or "stop"
     if (assignment.sampling.num_beams or 1) > 1:
-        _open_beams(request, config, order)
+        _open_beams(request, entry)
     else:
-        _open_choices(request, config, order)
+        _open_choices(request, entry)
     return request
 
 
-def _open_choices(request: ActiveRequest, config: LaneConfig, order: int) -> None:
+def _open_choices(request: ActiveRequest, entry: Entry) -> None:
     leader: Sequence | None = None
     for choice in range(request.num_choices):
         if choice in request.reasons:
             continue
-        sequence = _sequence(request, config, choice, order)
+        sequence = _sequence(request, entry, choice)
         request.sequences.append(sequence)
         if sequence.num_output:
             continue
@@ -85,29 +110,28 @@ def _open_choices(request: ActiveRequest, config: LaneConfig, order: int) -> Non
             leader.followers.append(sequence)
 
 
-def _open_beams(request: ActiveRequest, config: LaneConfig, order: int) -> None:
+def _open_beams(request: ActiveRequest, entry: Entry) -> None:
     num_beams = request.assignment.sampling.num_beams or 1
-    sequence = _sequence(request, config, 0, order, restart=True)
+    sequence = _sequence(request, entry, 0, restart=True)
     wanted = num_continuations(num_beams, len(request.stop_ids))
     sequence.draw = replace(sequence.draw, num_continuations=wanted)
     request.sequences.append(sequence)
 
 
-def _sequence(
-    request: ActiveRequest, config: LaneConfig, choice: int, order: int, restart: bool = False
-) -> Sequence:
+def _sequence(request: ActiveRequest, entry: Entry, choice: int, restart: bool = False) -> Sequence:
     assignment = request.assignment
+    prompt = [*entry.front.tokens, *assignment.prompt_ids]
     known = choice < len(assignment.emitted) and not restart
     emitted = assignment.emitted[choice] if known else ()
     return Sequence(
         request_id=assignment.request_id,
         choice=choice,
-        tokens=[*assignment.prompt_ids, *emitted],
-        num_prompt=len(assignment.prompt_ids),
-        max_total=len(assignment.prompt_ids) + request.max_output,
-        adapter_key="",
-        root=root_digest(config.name, assignment.adapters, assignment.tenant),
-        rank=(-assignment.limits.priority, assignment.arrived_at, order, choice),
+        tokens=[*prompt, *emitted],
+        num_prompt=len(prompt),
+        max_total=len(prompt) + request.max_output,
+        front=entry.front,
+        root=root_digest(entry.config.name, assignment.adapters, assignment.tenant),
+        rank=(-assignment.limits.priority, assignment.arrived_at, entry.order, choice),
         draw=make_draw(assignment, choice, emitted, sorted(request.stop_ids)),
     )
 
@@ -117,12 +141,13 @@ def _context(assignment: Assignment, config: LaneConfig) -> int:
     return config.capacity_tokens if asked is None else min(asked, config.capacity_tokens)
 
 
-def _max_total(assignment: Assignment, config: LaneConfig) -> int:
+def _max_total(assignment: Assignment, front: Front, config: LaneConfig) -> int:
     room, wanted = _context(assignment, config), assignment.limits.max_tokens
-    return room if wanted is None else min(room, len(assignment.prompt_ids) + wanted)
+    num_prompt = len(front.tokens) + len(assignment.prompt_ids)
+    return room if wanted is None else min(room, num_prompt + wanted)
 
 
-def _refuse_beams(assignment: Assignment, config: LaneConfig) -> Rejected | None:
+def _refuse_beams(assignment: Assignment, front: Front, config: LaneConfig) -> Rejected | None:
     """Beams advance together: all of them must fit at their longest."""
     num_beams = assignment.sampling.num_beams or 1
     if num_beams == 1:
@@ -133,7 +158,8 @@ def _refuse_beams(assignment: Assignment, config: LaneConfig) -> Rejected | None
         return _invalid(f"num_beams is larger than {config.max_sequences}")
     if assignment.sampling.logprobs is not None or assignment.sampling.prompt_logprobs is not None:
         return Rejected("unsupported", "logprobs are not available with beam search", None)
-    if num_beams * -(-_max_total(assignment, config) // config.block_size) > config.num_blocks:
+    longest = -(-_max_total(assignment, front, config) // config.block_size)
+    if num_beams * longest > config.num_blocks:
         tokens = config.num_blocks * config.block_size
         return Rejected(
             "context_length_exceeded", f"{num_beams} beams do not fit {tokens} KV tokens", None

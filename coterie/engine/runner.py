@@ -19,6 +19,7 @@ from coterie.engine.lane import LaneConfig
 from coterie.engine.sampler import Sampler, score
 from coterie.engine.step import StepPlan, StepResult, StepUsage, TokenScore, step_usage
 from coterie.kernels.batch import AttentionBatch
+from coterie.kernels.patch import Segment
 
 if TYPE_CHECKING:
     from coterie.models.base import CausalLM
@@ -110,6 +111,9 @@ class Runner:
             block_tables=self._tensor(table[table_rows, :width]),
             block_size=size,
             phase="prefill" if plan.num_prefill_tokens else "decode",
+            patches=tuple(
+                Segment(bounds[first], bounds[last], stack) for first, last, stack in plan.shares
+            ),
         )
         return self._tensor(np.array(tokens)), batch, bounds
 
@@ -123,14 +127,17 @@ class Runner:
         """Rows whose logits are needed: one per drawing row, then every scored prompt position.
 
         The second list names the latter: (row of the plan, position of the token it predicts).
+        Soft tokens, and the first token of the text, have no score.
         """
         wanted = [bounds[row + 1] - 1 for row in dict.fromkeys(plan.draw_rows)]
         scored: list[tuple[int, int]] = []
         for index, (sequence, start, count, phase) in enumerate(plan.rows):
             if phase == "prefill" and sequence.draw.prompt_logprobs is not None:
+                first = max(start, sequence.num_virtual)
                 last = min(start + count, sequence.num_prompt - 1)
-                wanted += range(bounds[index], bounds[index] + last - start)
-                scored += [(index, position + 1) for position in range(start, last)]
+                row = bounds[index] - start
+                wanted += range(row + first, row + last)
+                scored += [(index, position + 1) for position in range(first, last)]
         return wanted, scored
 
     def _score_prompts(

@@ -1,19 +1,22 @@
 """One lane's order of work: who waits, who runs, what the next step computes, who yields.
 
 A step goes to the running sequences in rank order (priority, then arrival). Whoever lacks a block
-takes it from the worst-ranked, so the best-ranked always moves. Knows blocks only through
-`KVSpace`, and nothing of text, routing or tensors.
+takes it from the worst-ranked, so the best-ranked always moves. Who waits for adapters is passed
+over. Knows blocks only through `KVSpace`, stacks of adapters only through `Seats`, and nothing of
+text, routing or tensors.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Hashable
+from itertools import groupby
 
 from coterie.engine.lane import LaneConfig
+from coterie.engine.seats import Seats
 from coterie.engine.sequence import Sequence, Status, rank_of
 from coterie.engine.space import KVSpace
-from coterie.engine.step import StepPlan, StepRow
+from coterie.engine.step import Share, StepPlan, StepRow
 from coterie.engine.turns import AdapterTurns
 
 # Logits of every prompt position are wanted: a chunk is kept this short to bound their memory.
@@ -21,9 +24,13 @@ MAX_SCORED_ROWS = 128
 
 
 class Scheduler:
-    def __init__(self, config: LaneConfig) -> None:
+    def __init__(
+        self, config: LaneConfig, seats: Seats | None = None, *, grouped: bool = False
+    ) -> None:
+        """`grouped`: one step serves one stack of adapters, in turns."""
         self.config = config
         self.space = KVSpace(config)
+        self.seats = seats
         # both sorted by rank, best first
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -32,8 +39,10 @@ class Scheduler:
         self.num_preemptions = 0
         # sequences that began to run since this was last emptied
         self.started: list[Sequence] = []
+        # sequences whose adapters cannot be loaded, likewise: the caller ends them
+        self.stranded: list[Sequence] = []
         self._step = 0
-        self._turns = AdapterTurns()
+        self._turns = AdapterTurns() if grouped else None
 
     @property
     def is_full(self) -> bool:
@@ -47,6 +56,8 @@ class Scheduler:
         sequence.status = Status.WAITING
         self.num_waiting_tokens += sequence.num_prompt
         insort(self.waiting, sequence, key=rank_of)
+        if sequence.adapter_key and self.seats is not None:
+            self.seats.queue(sequence)
 
     def end(self, sequence: Sequence, session: Hashable | None = None) -> None:
         """Free everything at once. With `session` its blocks become that session's entry."""
@@ -58,10 +69,13 @@ class Scheduler:
         if session is not None:
             self.space.keep(session, sequence)
         self.space.release(sequence)
+        self._leave(sequence)
         sequence.status = Status.ENDED
 
     def schedule(self) -> StepPlan | None:
         """The next step's work; None when nothing can be computed."""
+        if self.seats is not None and self.seats.waiting:
+            self._make_way(self.seats)
         if self.waiting:
             self._admit()
         self._step += 1
@@ -76,7 +90,7 @@ class Scheduler:
             position += 1
             start = sequence.num_computed
             count = len(sequence.tokens) - start
-            if count == 0 or sequence.adapter_key != key:
+            if count == 0 or (key is not None and sequence.adapter_key != key):
                 continue
             if count > 1:
                 count = self._chunk(sequence, min(count, budget))
@@ -84,7 +98,7 @@ class Scheduler:
             if count and (self.space.is_ready(sequence) or self._make_room(sequence, copies)):
                 phase = "prefill" if start < sequence.num_prompt or count > 1 else "decode"
                 rows.append(StepRow(sequence, start, count, phase))
-        return self._plan(key, rows, copies) if rows else None
+        return self._plan(rows, copies) if rows else None
 
     def commit(self, plan: StepPlan) -> None:
         """The plan was computed: advance its sequences and let followers go their own way."""
@@ -105,6 +119,8 @@ class Scheduler:
         if self.space.fork(parent, child):
             child.status = Status.RUNNING
             insort(self.running, child, key=rank_of)
+            if child.adapter_key and self.seats is not None:
+                self.seats.join(child)
         else:
             self.add(child)
 
@@ -117,18 +133,45 @@ class Scheduler:
         assert len(self.running) + self.space.tables.num_free == self.config.max_sequences
         assert self.num_waiting_tokens == sum(s.num_prompt for s in self.waiting)
         self.space.check(self.running + self.waiting)
+        if self.seats is not None:
+            self.seats.check(self.running, self.waiting)
 
     def _admit(self) -> None:
-        while self.waiting:
-            head = self.waiting[0]
+        position = 0
+        while position < len(self.waiting):
+            head = self.waiting[position]
+            if head.adapter_key and not self._is_seated(head):
+                position += 1
+                continue
             if not self._has_budget(head):
                 return
             spare = sum(not self.space.is_ready(s) for s in self.running if s.num_pending)
             if self.space.admit(head, spare):
                 self.num_waiting_tokens -= head.num_prompt
-                self._start(self.waiting.pop(0))
+                self._start(self.waiting.pop(position))
             elif not self._yield_to(head):
                 return
+
+    def _is_seated(self, sequence: Sequence) -> bool:
+        """Its adapters are there and taken. One that finds no blocks then keeps them, or it could
+        miss the one for ever whenever it finds the other."""
+        assert self.seats is not None, "a sequence with adapters where there are none"
+        answer = self.seats.ask(sequence)
+        if answer == "failed":
+            self.stranded.append(sequence)
+        return answer == "seated"
+
+    def _make_way(self, seats: Seats) -> None:
+        seats.next_round()
+        for sequence in seats.yielding(self.running):
+            self._preempt(sequence)
+        for sequence in seats.yielding(self.waiting):
+            seats.leave(sequence)
+            seats.queue(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.adapter_key and self.seats is not None:
+            self.seats.leave(sequence)
 
     def _start(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
@@ -176,12 +219,15 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.space.release(sequence)
+        self._leave(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.add(sequence)
 
-    def _pick_key(self) -> tuple[str, int]:
-        """Whose turn it is, and how many of theirs decode."""
+    def _pick_key(self) -> tuple[str | None, int]:
+        """Whose turn it is, None for everybody's, and how many of theirs decode."""
+        if self._turns is None or self.seats is None or not self.seats.holders:
+            return None, sum(len(s.tokens) - s.num_computed == 1 for s in self.running)
         decoding: dict[str, int] = {}
         for sequence in self.running:
             pending = len(sequence.tokens) - sequence.num_computed
@@ -189,7 +235,7 @@ class Scheduler:
                 key = sequence.adapter_key
                 decoding[key] = decoding.get(key, 0) + (pending == 1)
         if not decoding:
-            return "", 0
+            return None, 0
         key = self._turns.pick(list(decoding))
         return key, decoding[key]
 
@@ -198,7 +244,8 @@ class Scheduler:
             return count
         return min(count, MAX_SCORED_ROWS)
 
-    def _plan(self, key: str, rows: list[StepRow], copies: list[tuple[int, int]]) -> StepPlan:
+    def _plan(self, rows: list[StepRow], copies: list[tuple[int, int]]) -> StepPlan:
+        shares = self._share(rows) if self.seats is not None and self.seats.holders else ()
         draws: list[Sequence] = []
         draw_rows: list[int] = []
         num_tokens = num_prefill = 0
@@ -212,4 +259,16 @@ class Scheduler:
                 if sequence.followers:
                     draws += sequence.followers
                     draw_rows += [index] * len(sequence.followers)
-        return StepPlan(self._step, key, rows, copies, draws, draw_rows, num_tokens, num_prefill)
+        return StepPlan(self._step, rows, copies, draws, draw_rows, num_tokens, num_prefill, shares)
+
+    def _share(self, rows: list[StepRow]) -> list[Share]:
+        """Sort rows by their stacks, those without first, else as they were."""
+        assert self.seats is not None
+        rows.sort(key=lambda row: row.sequence.adapter_key)
+        shares, first = [], 0
+        for key, some in groupby(rows, key=lambda row: row.sequence.adapter_key):
+            last = first + len(list(some))
+            if key:
+                shares.append(Share(first, last, self.seats.stack(key)))
+            first = last
+        return shares

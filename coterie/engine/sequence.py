@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
+from coterie.core.plan import AdapterChoice
 from coterie.engine.draw import Draw
 
 
@@ -20,6 +23,18 @@ class Status(Enum):
 Rank = tuple[int, float, int, int]
 
 
+class Front(NamedTuple):
+    """A stack of adapters and the soft tokens it puts in front of a prompt; empty = no adapters."""
+
+    key: str = ""
+    adapters: tuple[AdapterChoice, ...] = ()
+    # ids from the vocabulary's size on
+    tokens: Seq[int] = ()
+
+
+BASE = Front()
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """`num_computed` tokens have their keys and values in `blocks`; a step computes what is behind.
@@ -30,12 +45,12 @@ class Sequence:
 
     request_id: str
     choice: int
-    # prompt, then output
+    # prompt, then output; a prompt begins with the soft tokens of its adapters
     tokens: list[int]
     num_prompt: int
     # tokens, prompt included, at which it ends
     max_total: int
-    adapter_key: str
+    front: Front
     # digest of whom its blocks belong to: lane, adapters, tenant
     root: bytes
     rank: Rank
@@ -51,6 +66,14 @@ class Sequence:
     num_preemptions: int = 0
     # its row in the lane's block tables while it runs
     row: int | None = None
+
+    @property
+    def adapter_key(self) -> str:
+        return self.front.key
+
+    @property
+    def num_virtual(self) -> int:
+        return len(self.front.tokens)
 
     @property
     def priority(self) -> int:

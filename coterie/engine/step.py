@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from coterie.core.dispatch import ExpertUsage
 from coterie.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from coterie.kernels.patch import Stack
 
 
 class StepRow(NamedTuple):
@@ -21,10 +24,18 @@ class StepRow(NamedTuple):
     phase: str
 
 
+class Share(NamedTuple):
+    """Rows first .. last (exclusive) of a plan run with `stack`."""
+
+    first: int
+    last: int
+    stack: Stack
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     step: int
-    adapter_key: str
+    # those with adapters behind those without, equal stacks together
     rows: Seq[StepRow]
     # (source, target) blocks copied before anything is computed
     copies: Seq[tuple[int, int]]
@@ -33,6 +44,8 @@ class StepPlan:
     draw_rows: Seq[int]
     num_tokens: int
     num_prefill_tokens: int
+    # in order; rows in none run the model as it is
+    shares: Seq[Share] = ()
 
 
 class TokenScore(NamedTuple):

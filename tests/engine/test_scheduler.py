@@ -6,18 +6,25 @@ import itertools
 from typing import Any
 
 import pytest
-from toy import make_lane
+from toy import ToyAdapters, make_lane
 
 from coterie.core.errors import ConfigError
+from coterie.core.plan import AdapterChoice, stack_key
 from coterie.engine.draw import Draw
 from coterie.engine.lane import LaneConfig
 from coterie.engine.pace import FIRST_GUESS_S, Pace
 from coterie.engine.scheduler import Scheduler
-from coterie.engine.sequence import Sequence, Status
+from coterie.engine.seats import Seats
+from coterie.engine.sequence import BASE, Front, Sequence, Status
 from coterie.engine.step import StepPlan
 from coterie.engine.turns import MAX_PASSED_OVER, AdapterTurns, DeficitRoundRobin
 
 order = itertools.count()
+
+
+def front_of(name: str) -> Front:
+    adapters = (AdapterChoice(name, name),)
+    return Front(stack_key(adapters), adapters)
 
 
 def make_sequence(
@@ -31,7 +38,7 @@ def make_sequence(
         tokens=tokens,
         num_prompt=len(tokens),
         max_total=rest.pop("max_total", 200),
-        adapter_key=key,
+        front=front_of(key) if key else BASE,
         root=b"root",
         rank=(-priority, float(number), number, 0),
         draw=Draw(seed=0, choice=0),
@@ -189,23 +196,46 @@ def test_an_ended_sequence_becomes_its_sessions_entry() -> None:
 
 def test_a_cold_adapter_key_never_starves() -> None:
     config = make_lane(num_blocks=400, max_context=900, max_sequences=8)
-    scheduler = Scheduler(config)
+    scheduler = Scheduler(config, Seats(ToyAdapters(4)), grouped=True)
     hot = [make_sequence(4, priority=6, key="hot", max_total=500) for _ in range(5)]
     cold = [make_sequence(4, key=f"cold{i}", max_total=500) for i in range(3)]
     for sequence in (*hot, *cold):
         scheduler.add(sequence)
-    waited = dict.fromkeys(("hot", "cold0", "cold1", "cold2"), 0)
+    waited = dict.fromkeys((s.adapter_key for s in (hot[0], *cold)), 0)
     for _ in range(200):
         plan = advance(scheduler)
-        assert plan is not None
-        assert {row.sequence.adapter_key for row in plan.rows} == {plan.adapter_key}
-        if plan.adapter_key == "hot":
+        assert plan is not None and len(plan.shares) == 1
+        served = plan.shares[0].stack.key
+        assert {row.sequence.adapter_key for row in plan.rows} == {served}
+        if served == hot[0].adapter_key:
             assert len(plan.rows) <= 5
         for key in waited:
-            waited[key] = 0 if key == plan.adapter_key else waited[key] + 1
+            waited[key] = 0 if key == served else waited[key] + 1
             assert waited[key] < MAX_PASSED_OVER + len(waited)
     # yet the hot key keeps most of the steps
     assert hot[0].num_output > 80 > cold[0].num_output > 20
+
+
+def test_one_step_serves_every_stack_in_segments() -> None:
+    """Rows are chosen by rank within the step's budget and then sorted, those without first."""
+    config = make_lane(num_blocks=200, max_sequences=8, max_step_tokens=20)
+    scheduler = Scheduler(config, Seats(ToyAdapters(4)))
+    work = [make_sequence(3, key=key) for key in ("a", "", "b", "a", "")]
+    for sequence in work:
+        scheduler.add(sequence)
+    advance(scheduler)
+    scheduler.add(late := make_sequence(30, key="b"))
+    for _ in range(3):
+        plan = advance(scheduler)
+        assert plan is not None and plan.num_tokens <= 20
+        keys = [row.sequence.adapter_key for row in plan.rows]
+        assert keys == sorted(keys) and keys[:2] == ["", ""] and len(keys) == 6
+        assert plan.rows[plan.shares[-1].last - 1].sequence.adapter_key == keys[-1]
+        shares = {share.stack.key: (share.first, share.last) for share in plan.shares}
+        assert shares == {key: (keys.index(key), 6 - keys[::-1].index(key)) for key in keys[2:]}
+        for draw, row in zip(plan.draws, plan.draw_rows, strict=True):
+            assert plan.rows[row].sequence is draw
+    assert late.num_output == 2 and [s.num_output for s in work] == [4] * 5
 
 
 def test_turns_clear_when_one_key_is_left() -> None:
