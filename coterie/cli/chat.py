@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.options import add_dispatch, add_model, add_sampling
+from coterie.cli.options import add_dispatch, add_experts, add_model, add_sampling
 from coterie.cli.run import open_llm, options
 from coterie.cli.terminal import note
 from coterie.core.errors import ContextLengthExceeded
@@ -21,6 +21,7 @@ EPILOG = """\
 examples:
   coterie chat
   coterie chat --system "Answer in one sentence." --temperature 0.2
+  coterie chat --expert ./my-lora=0.5
   printf 'Hello\\nAnd again\\n' | coterie chat
 
 in the conversation: /reset forgets it, /exit leaves (so does Ctrl-D),
@@ -32,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_sampling(parser, max_tokens=512)
+    add_experts(parser)
     add_dispatch(parser)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from coterie.cli.terminal import progress
 from coterie.core.config import DTYPES
 from coterie.core.dispatch import PREDICTIONS, READS, WARMUPS
-from coterie.core.errors import ConfigError
+from coterie.core.errors import ConfigError, CoterieError
 from coterie.core.settings import parse_budget, parse_bytes
 
 # flags that are fields of DispatchSettings; a flag that was not given stays None
@@ -62,6 +62,31 @@ def add_dispatch(parser: argparse.ArgumentParser) -> None:
     add("--expert-divisor", type=int, metavar="N",
         help="Krasis: 0 chunked, 1 persistent, N layer_grouped:N")  # fmt: skip
     add("--cache-strategy", metavar="NAME", help="Krasis's word for --strategy")
+
+
+def add_experts(parser: argparse.ArgumentParser) -> None:
+    """Experts as `.expert` files and the registry know them."""
+    group = parser.add_argument_group("experts to answer with")
+    group.add_argument(
+        "--expert",
+        action="append",
+        type=named_expert,
+        metavar="NAME[=WEIGHT]",
+        help="installed name[@version], .expert file or PEFT directory; repeat to stack",
+    )
+    group.add_argument(
+        "--allow-unsigned", action="store_true", help="take .expert files nobody signed"
+    )
+
+
+def named_expert(text: str) -> str:
+    from coterie.workers.adapter_names import parse
+
+    try:
+        parse(text)
+    except CoterieError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+    return text
 
 
 def dispatch_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.cli.options import (
     add_dispatch,
+    add_experts,
     add_model,
     add_sampling,
     dispatch_options,
@@ -32,6 +33,8 @@ EPILOG = """\
 examples:
   coterie run --prompt "The capital of France is" --max-tokens 16
   coterie run --chat --prompt "Who wrote Faust?" --temperature 0
+  coterie run --expert json-extract --prompt "..."     with an installed expert
+  coterie run --expert ./my-lora=0.8 --expert tone.expert --prompt "..."     two, stacked
   coterie run ./moe --prompt "Hello" --device-budget 6GB --report
   coterie run ./moe --prompt - --trace run.npz < letter.txt    then: coterie plan --trace run.npz
   coterie run --prompt-ids 1,2,3 --json        text, token_ids, usage and timings as JSON
@@ -53,6 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="record routing for coterie plan"
     )
+    add_experts(parser)
     add_dispatch(parser)
 
 
@@ -60,20 +64,36 @@ def open_llm(args: argparse.Namespace) -> LLM:
     from coterie.workers.embedded import LLM
 
     narrate()
-    return LLM(
+    llm = LLM(
         str(fetch(args.model)),
         dtype=args.dtype or "auto",
         device=args.device or "auto",
         threads=args.threads or 0,
         kv_bytes=args.kv_bytes or 0,
         context=args.context or 0,
+        allow_unsigned=getattr(args, "allow_unsigned", False),
         **dispatch_options(args),
     )
+    try:
+        _bring(llm, getattr(args, "expert", None) or [])
+    except BaseException:
+        llm.close()
+        raise
+    return llm
+
+
+def _bring(llm: LLM, experts: list[str]) -> None:
+    """Wrong names end the command before a word is said; what nobody signed is told."""
+    llm.prepare(experts)
+    for path, card in llm.adapters.imported.items():
+        if not card.signer:
+            note(f"{path}: not signed, used because you named it ({card.digest[:12]})")
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")
     given = {name: getattr(args, name, None) for name in names}
+    given["experts"] = getattr(args, "expert", None)
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -24,7 +24,7 @@ from coterie.core.plan import AdapterChoice, Assignment, Rejected
 from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
 from coterie.core.resolve import check_tokens, resolve_limits, resolve_sampling
 from coterie.weights.sources import resolve
-from coterie.workers.adapter_names import AdapterNames
+from coterie.workers.adapter_names import AdapterNames, Named
 from coterie.workers.base import LaneSpec, WorkerSpec
 from coterie.workers.completion import Completion, Events, Stream, collect
 
@@ -132,6 +132,16 @@ class LLM:
         events = self._run(assignment)
         next(events)
         return Stream(events)
+
+    def prepare(self, experts: Sequence[Named] | str) -> None:
+        """Check adapters before they are used, and begin to load them."""
+        stack, _ = self.adapters.choose(experts, self.info.fingerprint)
+        pool = self._host.adapters
+        if stack and pool is None:
+            raise ConfigError("there is no room for adapters", param="adapters.device_bytes")
+        if stack and pool is not None:
+            with self._lock:
+                pool.pool.want(stack)
 
     def close(self) -> None:
         """Abort what runs, save the heatmap of a model with experts and let its memory go."""
