@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.api import anthropic_render
-from coterie.api.anthropic_parse import messages_ask, prompt_of
+from coterie.api.anthropic_parse import hints_of, messages_ask, prompt_of
 from coterie.api.anthropic_render import MessageShape, MessageStream
 from coterie.api.anthropic_types import CountBody, MessagesBody
 from coterie.api.body import parse
@@ -20,9 +20,9 @@ from coterie.api.inference import (
     ModelCard,
     Service,
     account,
+    answerer,
     events_of,
     inference_request,
-    specialist,
     steering_of,
 )
 from coterie.api.reasoning import splitter_for
@@ -41,16 +41,17 @@ class AnthropicDialect:
         """Create a message, whole or as a stream of events."""
         body = await parse(request, MessagesBody, self.max_body_bytes)
         steering = steering_of(request)
-        name, tokenizer = specialist(self.service, body.model, steering)
-        ask = messages_ask(body, steering, tokenizer.reasoning is not None)
+        who = answerer(self.service, hints_of(body), steering)
+        ask = messages_ask(body, steering, who.tokenizer.reasoning is not None)
         assert isinstance(ask.prompt, Chat)
         shape = MessageShape(
             id=new_id("msg_"),
-            model=name,
+            model=who.name,
             request_id=steering.exchange.request_id,
-            reasoning=await splitter_for(tokenizer, ask.prompt),
+            reasoning=await splitter_for(who.tokenizer, ask.prompt),
         )
-        events = events_of(self.service, inference_request(ask, steering, shape.id))
+        asked = inference_request(ask, steering, shape.id)
+        events = events_of(self.service, asked, steering.exchange)
         if body.stream:
             return EventStream(events, MessageStream(shape), steering.exchange)
         answer = await while_connected(request.receive, collect(events, 1))
@@ -60,9 +61,9 @@ class AnthropicDialect:
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens a message's prompt would have."""
         body = await parse(request, CountBody, self.max_body_bytes)
-        tokenizer = self.service.tokenizer(body.model)
-        chat = prompt_of(body, tokenizer.reasoning is not None)
-        ids = await self.service.tokenise(body.model, chat)
+        specialist = self.service.resolve(hints_of(body))
+        chat = prompt_of(body, self.service.tokenizer(specialist).reasoning is not None)
+        ids = await self.service.tokenise(specialist, chat)
         return Response(encode({"input_tokens": len(ids)}), media_type=JSON)
 
 

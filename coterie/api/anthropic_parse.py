@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from coterie.api.anthropic_types import Block, CountBody, MessagesBody, TextBlock
+from coterie.api.experts_types import adapter_hints
 from coterie.api.inference import Ask, Steering, positive_top_p, seed_of
 from coterie.core.errors import InvalidRequest, Unsupported
-from coterie.core.request import Chat, Limits, Message, Sampling
+from coterie.core.request import Chat, Limits, Message, RouteHints, Sampling
 
 # a model's own earlier thoughts are not read again
 _UNREAD = ("thinking", "redacted_thinking")
@@ -18,7 +19,7 @@ _TOOLS = ("tool_use", "tool_result", "server_tool_use", "web_search_tool_result"
 def messages_ask(body: MessagesBody, steering: Steering, thinks: bool) -> Ask:
     metadata = body.metadata
     return Ask(
-        model=body.model,
+        hints=hints_of(body),
         prompt=prompt_of(body, thinks),
         sampling=Sampling(
             temperature=body.temperature,
@@ -34,6 +35,10 @@ def messages_ask(body: MessagesBody, steering: Steering, thinks: bool) -> Ask:
         ),
         sessions=(body.cache_key, None if metadata is None else metadata.user_id),
     )
+
+
+def hints_of(body: CountBody) -> RouteHints:
+    return RouteHints(body.model, adapter_hints(body.experts))
 
 
 def prompt_of(body: CountBody, thinks: bool) -> Chat:

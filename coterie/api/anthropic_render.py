@@ -183,5 +183,5 @@ class MessageStream:
         if self.block < 0:
             frames += self._open(CONTENT)
         last = {"delta": self.stop, "usage": _final_usage(usage)}
-        last |= metadata(usage, finished.timings, finished.experts)
+        last |= metadata(finished)
         return frames + self._close() + event("message_delta", last) + event("message_stop", {})

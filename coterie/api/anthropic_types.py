@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from coterie.api.body import Body
+from coterie.api.experts_types import Experts
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -43,6 +44,8 @@ class CountBody(Body):
     system: str | list[TextBlock] | None = None
     tools: list[Any] | None = None
     thinking: Thinking | None = None
+    # ours: the same meaning as in the OpenAI dialect
+    experts: Experts | None = None
 
 
 class MessagesBody(CountBody):
@@ -53,6 +56,5 @@ class MessagesBody(CountBody):
     top_k: int | None = Field(None, ge=0, le=2**31 - 1)
     stop_sequences: Annotated[list[StopSequence], Field(max_length=32)] | None = None
     metadata: Metadata | None = None
-    # ours: the same meaning as in the OpenAI dialect
     cache_key: str | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)

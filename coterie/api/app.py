@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -17,8 +16,9 @@ from starlette.responses import Response
 from coterie import __version__
 from coterie.api import errors
 from coterie.api.anthropic import AnthropicDialect
-from coterie.api.auth import KeyRing, check_exposure
+from coterie.api.auth import check_exposure, load_keys
 from coterie.api.exchange import Door, error_response, exchange_of
+from coterie.api.experts import ExpertEndpoints
 from coterie.api.native import NativeEndpoints
 from coterie.api.openai import OpenAIDialect
 from coterie.api.routes import add_routes, document, routes
@@ -43,8 +43,8 @@ def create_app(
     `starting` is the pipeline's start when it is already under way.
     """
     server = config.server
-    keys = KeyRing.load(Path(server.api_key_file)) if server.api_key_file else None
-    check_exposure(server.host, keys is not None, server.insecure)
+    keys = load_keys(server)
+    check_exposure(server.host, keys.callers is not None, server.insecure)
     app = FastAPI(
         title="Coterie",
         version=__version__,
@@ -59,6 +59,7 @@ def create_app(
         OpenAIDialect(pipeline, server.max_body_bytes),
         AnthropicDialect(pipeline, server.max_body_bytes),
         NativeEndpoints(pipeline, server.max_body_bytes),
+        ExpertEndpoints(pipeline.adapters, server.max_body_bytes, server.max_upload_bytes),
     )
     add_routes(app, rows)
     app.add_exception_handler(CoterieError, _refused)

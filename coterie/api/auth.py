@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from coterie.core.errors import ConfigError, Unauthenticated
+from coterie.core.config import Server
+from coterie.core.errors import ConfigError, Forbidden, Unauthenticated
 
 # without keys everyone is the same tenant
 OPEN_TENANT = "local"
+_ADMIN_PATHS = frozenset({"/v1/experts", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 
 def tenant_of(key: bytes) -> str:
@@ -22,26 +25,23 @@ def tenant_of(key: bytes) -> str:
 
 
 class KeyRing:
-    """The keys of one `--api-key-file`, read once at start."""
+    """The keys of one key file, read once at start."""
 
     def __init__(self, keys: Iterable[bytes]) -> None:
         self._keys = tuple(keys)
 
     @classmethod
-    def load(cls, path: Path) -> KeyRing:
+    def load(cls, path: Path, param: str = "server.api_key_file") -> KeyRing:
         try:
             lines = path.read_bytes().splitlines()
         except OSError as error:
             raise ConfigError(
-                f"cannot read the key file {path}: {error.strerror}", param="server.api_key_file"
+                f"cannot read the key file {path}: {error.strerror}", param=param
             ) from error
         keys = [line.strip() for line in lines]
         keys = [key for key in keys if key and not key.startswith(b"#")]
         if not keys:
-            raise ConfigError(
-                f"the key file {path} holds no key: write one per line",
-                param="server.api_key_file",
-            )
+            raise ConfigError(f"the key file {path} holds no key: write one per line", param=param)
         return cls(keys)
 
     def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
@@ -56,6 +56,43 @@ class KeyRing:
         if not any(matches):
             raise Unauthenticated("this API key is not known here")
         return tenant_of(given)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Who may ask, and who may change what is served. Two separate rings: a key of one opens
+    nothing of the other. Without `callers` everybody may ask; without `admins` nobody may change
+    anything."""
+
+    callers: KeyRing | None = None
+    admins: KeyRing | None = None
+
+    def tenant(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        if not is_admin_path(path):
+            return self.callers.tenant(headers) if self.callers else OPEN_TENANT
+        if self.admins is None:
+            raise Forbidden(
+                "experts cannot be changed over HTTP here: start the server with "
+                "--admin-key-file FILE (one key per line) and send a key of it as "
+                "'Authorization: Bearer KEY'"
+            )
+        return self.admins.tenant(headers)
+
+
+def load_keys(server: Server) -> Keys:
+    """Both rings as the settings name them."""
+
+    def ring(file: str, param: str) -> KeyRing | None:
+        return KeyRing.load(Path(file), param) if file else None
+
+    return Keys(
+        ring(server.api_key_file, "server.api_key_file"),
+        ring(server.admin_key_file, "server.admin_key_file"),
+    )
+
+
+def is_admin_path(path: str) -> bool:
+    return path in _ADMIN_PATHS or path.startswith("/v1/experts/")
 
 
 def _key_in(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:

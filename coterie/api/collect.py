@@ -11,7 +11,6 @@ from operator import add
 from typing import Any
 
 from coterie.api.sse import Events, refuse
-from coterie.core.dispatch import ExpertUsage
 from coterie.core.errors import InternalError, from_code
 from coterie.core.events import (
     Delta,
@@ -53,13 +52,15 @@ class Answer:
     choices: list[Choice]
     # one per prompt of the request
     started: list[Started]
-    usage: Usage
-    timings: Timings
-    experts: ExpertUsage | None = None
+    finished: Finished
+
+    @property
+    def usage(self) -> Usage:
+        return self.finished.usage
 
     @property
     def metadata(self) -> dict[str, Any]:
-        return metadata(self.usage, self.timings, self.experts, len(self.choices))
+        return metadata(self.finished)
 
 
 async def collect(events: Events, num_choices: int) -> Answer:
@@ -78,7 +79,7 @@ async def collect(events: Events, num_choices: int) -> Answer:
                 case Started():
                     started.append(event)
                 case Finished():
-                    return Answer(choices, started, event.usage, event.timings, event.experts)
+                    return Answer(choices, started, event)
                 case Failed():
                     raise from_code(event.code, event.message, retry_after_s=event.retry_after_s)
     raise InternalError("the answer ended without a result")
@@ -145,4 +146,6 @@ def _sum(ends: Sequence[Finished]) -> Finished:
             num_preemptions=sum(t.num_preemptions for t in timings),
         ),
         experts=reduce(add, experts) if experts else None,
+        # all parts of one request were planned together
+        adapters=ends[0].adapters,
     )

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coterie.api import errors
-from coterie.api.auth import OPEN_TENANT, KeyRing
+from coterie.api.auth import OPEN_TENANT, Keys
 from coterie.core.errors import CoterieError, InternalError
 from coterie.obs.trace import log
 
@@ -89,10 +89,10 @@ class Door:
     """
 
     def __init__(
-        self, app: ASGIApp, keys: KeyRing | None = None, max_queue: int | None = None
+        self, app: ASGIApp, keys: Keys | None = None, max_queue: int | None = None
     ) -> None:
         self.app = app
-        self.keys = keys
+        self.keys = keys or Keys()
         self.max_queue = max_queue
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,8 +111,8 @@ class Door:
             await send(message)
 
         try:
-            if self.keys is not None and scope["path"] not in OPEN_PATHS:
-                exchange.tenant = self.keys.tenant(scope["headers"])
+            if scope["path"] not in OPEN_PATHS:
+                exchange.tenant = self.keys.tenant(scope["path"], scope["headers"])
             await self.app(scope, receive, stamped)
         except ClientGone:
             exchange.status = CLIENT_CLOSED

@@ -6,8 +6,9 @@ Turns checked bodies into `core.request` values. Writes no wire format.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.datastructures import Headers
@@ -18,6 +19,7 @@ from coterie.api.exchange import Exchange, exchange_of
 from coterie.api.sse import Events
 from coterie.core.errors import InvalidRequest
 from coterie.core.events import Event
+from coterie.core.plan import RoutePlan
 from coterie.core.request import InferenceRequest, Limits, Prompt, RouteHints, Sampling
 
 if TYPE_CHECKING:
@@ -46,9 +48,15 @@ class Service(Protocol):
     """The part of `service.pipeline.Pipeline` that the dialects use."""
 
     def models(self) -> Sequence[ModelCard]: ...
-    def tokenizer(self, model: str | None) -> Tokenizer: ...
-    async def tokenise(self, model: str | None, prompt: Prompt) -> list[int]: ...
-    def handle(self, request: InferenceRequest) -> AsyncIterator[Event]: ...
+    def resolve(self, hints: RouteHints) -> str: ...
+    def tokenizer(self, specialist: str | None) -> Tokenizer: ...
+    async def tokenise(self, specialist: str | None, prompt: Prompt) -> list[int]: ...
+    def handle(
+        self,
+        request: InferenceRequest,
+        *,
+        tell: Callable[[RoutePlan], None] | None = None,
+    ) -> AsyncIterator[Event]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,7 @@ def _number(headers: Headers, name: str, low: float, high: float) -> float | Non
 class Ask:
     """A body, translated."""
 
-    model: str
+    hints: RouteHints
     prompt: Prompt
     sampling: Sampling
     limits: Limits
@@ -112,7 +120,7 @@ def inference_request(ask: Ask, steering: Steering, request_id: str) -> Inferenc
         prompt=ask.prompt,
         sampling=ask.sampling,
         limits=ask.limits,
-        hints=RouteHints(model=ask.model),
+        hints=ask.hints,
         response_format=None,
         session=next((key[:512] for key in candidates if key), None),
         tenant=tenant,
@@ -128,24 +136,45 @@ def seed_of(seed: int | None) -> int | None:
     return None if seed is None else seed % 2**63
 
 
-def specialist(service: Service, model: str, steering: Steering) -> tuple[str, Tokenizer]:
-    """Who will answer to this name, noted for the receipt header. `auto` is the first one."""
-    tokenizer = service.tokenizer(model)
-    name = service.models()[0].name if model == AUTO else model
-    safe = "".join(char for char in name if " " < char < "\x7f")
-    steering.exchange.headers["x-coterie-specialist"] = safe[:128]
-    return name, tokenizer
+@dataclass(frozen=True, slots=True)
+class Answerer:
+    """Who will answer: the name that the answer carries, the specialist behind it."""
+
+    # what was asked for; `auto` shows whom it stood for
+    name: str
+    specialist: str
+    tokenizer: Tokenizer
 
 
-def events_of(service: Service, request: InferenceRequest) -> Events:
+def answerer(service: Service, hints: RouteHints, steering: Steering) -> Answerer:
+    """Who will answer to these names, noted for the receipt header."""
+    specialist = service.resolve(hints)
+    steering.exchange.headers["x-coterie-specialist"] = _header(specialist)
+    name = hints.model if hints.model and hints.model != AUTO else specialist
+    return Answerer(name, specialist, service.tokenizer(specialist))
+
+
+def events_of(service: Service, request: InferenceRequest, exchange: Exchange) -> Events:
     """The pipeline's events as something that can be closed, which aborts the request."""
-    events = service.handle(request)
+    events = service.handle(request, tell=partial(_receipt, exchange))
     assert isinstance(events, AsyncGenerator)
     return events
+
+
+def _receipt(exchange: Exchange, plan: RoutePlan) -> None:
+    """What the request runs on, known before its first byte goes out."""
+    exchange.headers["x-coterie-specialist"] = _header(plan.specialist)
+    if plan.adapters:
+        stack = (f"{item.name}#{item.digest[:8]}" for item in plan.adapters)
+        exchange.headers["x-coterie-adapter"] = ",".join(stack)
+
+
+def _header(name: str) -> str:
+    return "".join(char for char in name if " " < char < "\x7f")[:128]
 
 
 def account(exchange: Exchange, answer: Answer) -> None:
     """Notes what the log line and the receipt headers say."""
     exchange.prompt_tokens = answer.usage.prompt_tokens
     exchange.completion_tokens = answer.usage.completion_tokens
-    exchange.headers["x-coterie-queue-ms"] = f"{answer.timings.queue_s * 1000:.0f}"
+    exchange.headers["x-coterie-queue-ms"] = f"{answer.finished.timings.queue_s * 1000:.0f}"

@@ -13,11 +13,11 @@ from coterie.api.anthropic import model_fields
 from coterie.api.body import parse
 from coterie.api.errors import ANTHROPIC, encode
 from coterie.api.exchange import exchange_of
-from coterie.api.inference import AUTO, ModelCard
+from coterie.api.inference import ModelCard
 from coterie.api.native_types import DetokenizeBody, TokenizeBody
 from coterie.api.openai_parse import chat_prompt
 from coterie.api.openai_render import model_card
-from coterie.core.errors import InvalidRequest, NotFound
+from coterie.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
@@ -53,10 +53,8 @@ class NativeEndpoints:
         """Describe one model."""
         name = request.path_params["model"]
         anthropic = exchange_of(request.scope).dialect == ANTHROPIC
-        for card in self.pipeline.models():
-            if card.name == name:
-                return answer(model_fields(card) if anthropic else _openai_card(card))
-        raise NotFound("no model of this name is served here", param="model")
+        card = self.pipeline.model(name)
+        return answer(model_fields(card) if anthropic else _openai_card(card))
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a chat."""
@@ -95,10 +93,7 @@ class NativeEndpoints:
         )
 
     def _find(self, model: str | None) -> tuple[Tokenizer, ModelCard]:
-        tokenizer = self.pipeline.tokenizer(model)
-        cards = {card.name: card for card in self.pipeline.models()}
-        # no name and `auto` are the first one
-        return tokenizer, cards.get(model or AUTO) or next(iter(cards.values()))
+        return self.pipeline.tokenizer(model), self.pipeline.model(model)
 
     async def health(self, request: Request) -> Response:
         """Health with details per specialist: 200 when every request can be served, else 503."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,13 +14,14 @@ from coterie.api.body import parse
 from coterie.api.collect import collect, merged
 from coterie.api.exchange import new_id
 from coterie.api.inference import (
+    Answerer,
     Ask,
     Service,
     Steering,
     account,
+    answerer,
     events_of,
     inference_request,
-    specialist,
     steering_of,
 )
 from coterie.api.openai_chat import ChatShape, ChatStream
@@ -32,9 +32,6 @@ from coterie.api.reasoning import splitter_for
 from coterie.api.sse import Events, EventStream, while_connected
 from coterie.core.request import Text
 from coterie.core.resolve import check_tokens
-
-if TYPE_CHECKING:
-    from coterie.models.tokenizer import Tokenizer
 
 JSON = "application/json"
 
@@ -49,9 +46,10 @@ class OpenAIDialect:
         body = await parse(request, ChatBody, self.max_body_bytes)
         steering = steering_of(request)
         ask = chat_ask(body, steering)
-        name, tokenizer = specialist(self.service, body.model, steering)
-        shape = await self._chat_shape(body, name, tokenizer)
-        events = events_of(self.service, inference_request(ask, steering, shape.id))
+        who = answerer(self.service, ask.hints, steering)
+        shape = await self._chat_shape(body, who)
+        asked = inference_request(ask, steering, shape.id)
+        events = events_of(self.service, asked, steering.exchange)
         if body.stream:
             return EventStream(events, ChatStream(shape), steering.exchange)
         answer = await while_connected(request.receive, collect(events, shape.num_choices))
@@ -63,8 +61,8 @@ class OpenAIDialect:
         body = await parse(request, CompletionBody, self.max_body_bytes)
         steering = steering_of(request)
         asks = completion_asks(body, steering)
-        name, tokenizer = specialist(self.service, body.model, steering)
-        shape = await self._text_shape(body, asks, name, tokenizer)
+        who = answerer(self.service, asks[0].hints, steering)
+        shape = await self._text_shape(body, asks, who)
         events = self._text_events(shape, asks, steering)
         if body.stream:
             return EventStream(events, TextStream(shape), steering.exchange)
@@ -73,40 +71,41 @@ class OpenAIDialect:
         account(steering.exchange, answer)
         return Response(openai_text.whole(shape, answer), media_type=JSON)
 
-    async def _chat_shape(self, body: ChatBody, name: str, tokenizer: Tokenizer) -> ChatShape:
+    async def _chat_shape(self, body: ChatBody, who: Answerer) -> ChatShape:
         chat = chat_prompt(body)
-        ids = await self.service.tokenise(body.model, chat) if body.return_token_ids else None
+        ids = await self.service.tokenise(who.specialist, chat) if body.return_token_ids else None
         return ChatShape(
             id=new_id("chatcmpl-"),
             created=int(time.time()),
-            model=name,
+            model=who.name,
             num_choices=body.n or 1,
             include_usage=includes_usage(body),
             logprobs=bool(body.logprobs),
             prompt_ids=None if ids is None else tuple(ids),
-            reasoning=await splitter_for(tokenizer, chat),
+            reasoning=await splitter_for(who.tokenizer, chat),
         )
 
     async def _text_shape(
-        self, body: CompletionBody, asks: Sequence[Ask], name: str, tokenizer: Tokenizer
+        self, body: CompletionBody, asks: Sequence[Ask], who: Answerer
     ) -> TextShape:
         wanted = asks if body.echo or body.return_token_ids else ()
         return TextShape(
             id=new_id("cmpl-"),
             created=int(time.time()),
-            model=name,
+            model=who.name,
             num_choices=body.n or 1,
             num_prompts=len(asks),
             include_usage=includes_usage(body),
             logprobs=body.logprobs is not None,
             token_ids=bool(body.return_token_ids),
             scores_prompt=scores_prompt(body),
-            prompts=tuple([await self._echo(ask, tokenizer) for ask in wanted]),
+            prompts=tuple([await self._echo(ask, who) for ask in wanted]),
             echo=bool(body.echo),
         )
 
-    async def _echo(self, ask: Ask, tokenizer: Tokenizer) -> Echo:
-        ids = tuple(await self.service.tokenise(ask.model, ask.prompt))
+    async def _echo(self, ask: Ask, who: Answerer) -> Echo:
+        tokenizer = who.tokenizer
+        ids = tuple(await self.service.tokenise(who.specialist, ask.prompt))
         check_tokens(ids, ask.sampling, tokenizer.vocab_size)
         if isinstance(ask.prompt, Text):
             text = ask.prompt.text
@@ -115,9 +114,13 @@ class OpenAIDialect:
         return Echo(text, ids, tokenizer.decode(ids[:1]))
 
     def _text_events(self, shape: TextShape, asks: Sequence[Ask], steering: Steering) -> Events:
+        # planned in one go: no name can change its meaning between two prompts
         sources = [
-            events_of(self.service, inference_request(ask, steering, shape.part_id(index)))
-            for index, ask in enumerate(asks)
+            events_of(self.service, asked, steering.exchange)
+            for asked in (
+                inference_request(ask, steering, shape.part_id(index))
+                for index, ask in enumerate(asks)
+            )
         ]
         return sources[0] if len(sources) == 1 else merged(sources, shape.num_choices)
 

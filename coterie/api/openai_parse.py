@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from coterie.api.experts_types import adapter_hints
 from coterie.api.inference import Ask, Steering, positive_top_p, seed_of
 from coterie.api.native_types import TokenizeBody
 from coterie.api.openai_types import (
@@ -15,7 +16,16 @@ from coterie.api.openai_types import (
     Part,
 )
 from coterie.core.errors import InvalidRequest, Unsupported
-from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
+from coterie.core.request import (
+    Chat,
+    Limits,
+    Message,
+    Prompt,
+    RouteHints,
+    Sampling,
+    Text,
+    Tokens,
+)
 
 # the vendor's default for /v1/completions; a chat may fill the context
 COMPLETION_TOKENS = 16
@@ -27,7 +37,7 @@ def chat_ask(body: ChatBody, steering: Steering) -> Ask:
     _refuse_common(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return Ask(
-        model=body.model,
+        hints=_hints(body),
         prompt=chat_prompt(body),
         sampling=_sampling(body, logprobs, None),
         limits=_limits(body, body.max_completion_tokens or body.max_tokens, steering),
@@ -46,7 +56,7 @@ def completion_asks(body: CompletionBody, steering: Steering) -> list[Ask]:
     limits = _limits(body, max(max_tokens, 1), steering)
     sampling = _sampling(body, body.logprobs, echoed)
     return [
-        Ask(body.model, prompt, sampling, limits, _sessions(body), body.cache_salt)
+        Ask(_hints(body), prompt, sampling, limits, _sessions(body), body.cache_salt)
         for prompt in _prompts(body)
     ]
 
@@ -192,6 +202,10 @@ def _limits(body: Common, max_tokens: int | None, steering: Steering) -> Limits:
         priority=steering.priority,
         timeout_s=steering.timeout_s,
     )
+
+
+def _hints(body: Common) -> RouteHints:
+    return RouteHints(body.model, adapter_hints(body.experts))
 
 
 def _sessions(body: Common) -> tuple[str | None, ...]:

@@ -47,7 +47,7 @@ def usage_fields(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
 
 def metadata_of(event: Finished) -> dict[str, Any]:
     """Our own field beside the vendor's, in the frame that carries the usage."""
-    return metadata(event.usage, event.timings, event.experts, len(event.choices))
+    return metadata(event)
 
 
 def frame(payload: dict[str, Any]) -> bytes:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from coterie.api.body import Body
+from coterie.api.experts_types import Experts
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
@@ -96,6 +97,8 @@ class Common(Body):
     cache_key: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
+    # ours: behind those that `model` names
+    experts: Experts | None = None
 
 
 class ChatBody(Common):

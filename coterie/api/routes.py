@@ -20,6 +20,8 @@ from starlette.responses import Response
 from coterie import __version__
 from coterie.api.anthropic import AnthropicDialect
 from coterie.api.anthropic_types import CountBody, MessagesBody
+from coterie.api.experts import ExpertEndpoints
+from coterie.api.experts_types import ExpertPatch, InstallBody, LoadLoraBody, UnloadLoraBody
 from coterie.api.native import NativeEndpoints
 from coterie.api.native_types import DetokenizeBody, TokenizeBody
 from coterie.api.openai import OpenAIDialect
@@ -30,6 +32,7 @@ _REF = "#/components/schemas/{model}"
 # endpoints are only described, never called
 _NOBODY: Any = None
 _GET, _POST, _PROBE = ("GET",), ("POST",), ("GET", "HEAD")
+_TEXT_PLAIN = "text/plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,15 @@ class RouteRow:
     tag: str
     body: type[BaseModel] | None = None
     media_type: str = "application/json"
+    # False for a second spelling of a route
+    documented: bool = True
 
 
 def routes(
-    openai: OpenAIDialect, anthropic: AnthropicDialect, native: NativeEndpoints
+    openai: OpenAIDialect,
+    anthropic: AnthropicDialect,
+    native: NativeEndpoints,
+    experts: ExpertEndpoints,
 ) -> Sequence[RouteRow]:
     return (
         RouteRow(_POST, "/v1/chat/completions", openai.chat, "openai", ChatBody),
@@ -62,6 +70,23 @@ def routes(
         RouteRow(("GET", "HEAD", "POST"), "/ping", native.ping, "native"),
         RouteRow(_GET, "/metrics", native.metrics, "native", media_type="text/plain"),
         RouteRow(_GET, "/version", native.version, "native"),
+        *_expert_routes(experts),
+    )
+
+
+def _expert_routes(experts: ExpertEndpoints) -> Sequence[RouteRow]:
+    one, act = "/v1/experts/{name}", experts.act_on_expert
+    load, unload = experts.load_lora_adapter, experts.unload_lora_adapter
+    return (
+        RouteRow(_GET, "/v1/experts", experts.list_experts, "experts"),
+        RouteRow(_POST, "/v1/experts", experts.install_expert, "experts", InstallBody),
+        RouteRow(_POST, one + ":{action}", act, "experts", documented=False),
+        RouteRow(_POST, one + "/{action}", act, "experts"),
+        RouteRow(_GET, one, experts.show_expert, "experts"),
+        RouteRow(("PATCH",), one, experts.change_expert, "experts", ExpertPatch),
+        RouteRow(("DELETE",), one, experts.delete_expert, "experts"),
+        RouteRow(_POST, "/v1/load_lora_adapter", load, "experts", LoadLoraBody, _TEXT_PLAIN),
+        RouteRow(_POST, "/v1/unload_lora_adapter", unload, "experts", UnloadLoraBody, _TEXT_PLAIN),
     )
 
 
@@ -79,7 +104,7 @@ def add_routes(app: FastAPI, rows: Sequence[RouteRow]) -> None:
                 response_class=Response,
                 operation_id=row.endpoint.__name__,
                 openapi_extra=_extra(row),
-                include_in_schema=method == row.methods[0],
+                include_in_schema=row.documented and method == row.methods[0],
             )
 
 
@@ -87,7 +112,7 @@ def _extra(row: RouteRow) -> dict[str, Any]:
     answer = {"description": "The answer", "content": {row.media_type: {}}}
     if row.body is None:
         return {"responses": {"200": answer}}
-    if row.tag != "native" and row.body is not CountBody:
+    if row.tag in ("openai", "anthropic") and row.body is not CountBody:
         answer["content"] = {row.media_type: {}, "text/event-stream": {}}
     error = "AnthropicError" if row.tag == "anthropic" else "OpenAIError"
     refusal = {
@@ -105,7 +130,10 @@ def reference() -> dict[str, Any]:
     """The document without a server: only the endpoints' names and texts are read."""
     app = FastAPI()
     rows = routes(
-        OpenAIDialect(_NOBODY, 0), AnthropicDialect(_NOBODY, 0), NativeEndpoints(_NOBODY, 0)
+        OpenAIDialect(_NOBODY, 0),
+        AnthropicDialect(_NOBODY, 0),
+        NativeEndpoints(_NOBODY, 0),
+        ExpertEndpoints(_NOBODY, 0, 0),
     )
     add_routes(app, rows)
     return document(app, rows)

@@ -9,9 +9,9 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from coterie.api.auth import KeyRing, check_exposure
+from coterie.api.auth import check_exposure, load_keys
 from coterie.cli.machine import is_installed
-from coterie.cli.options import add_dispatch, add_model, count, dispatch_options, fetch
+from coterie.cli.options import add_dispatch, add_model, count, dispatch_options, fetch, size
 from coterie.core.config import LOG_LEVELS, Config, Server, load
 from coterie.core.errors import ConfigError, MissingDependency
 
@@ -21,6 +21,7 @@ examples:
   coterie serve                                  the default model on http://127.0.0.1:8000
   coterie serve ./my-model --dtype int8 --port 9000
   coterie serve --host 0.0.0.0 --api-key-file keys.txt
+  coterie serve --admin-key-file admins.txt      experts can be installed over HTTP
   coterie serve --config coterie.toml            docs/config.md lists every key
 
 Ctrl-C lets running requests end; a second Ctrl-C stops at once.
@@ -31,6 +32,8 @@ _SETTINGS = {
     "host": "server.host",
     "port": "server.port",
     "api_key_file": "server.api_key_file",
+    "admin_key_file": "server.admin_key_file",
+    "allow_unsigned": "server.allow_unsigned",
     "insecure": "server.insecure",
     "log_level": "server.log_level",
     "device": "engine.device",
@@ -38,6 +41,7 @@ _SETTINGS = {
     "kv_bytes": "engine.kv_bytes",
     "max_queue": "engine.max_queue",
     "max_sequences": "engine.max_sequences",
+    "adapter_bytes": "adapters.device_bytes",
     "model": "specialists.0.model",
     "name": "specialists.0.name",
     "dtype": "specialists.0.dtype",
@@ -67,6 +71,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=LOG_LEVELS,
         metavar="LEVEL",
         help=f"{', '.join(LOG_LEVELS)} (default: info)",
+    )
+    add = parser.add_argument_group("experts that are adapters (LoRA, DoRA, IA3, soft prompts)")
+    add.add_argument(
+        "--adapter-bytes", type=size, metavar="SIZE", help="room where the model runs; 0 = none"
+    )
+    add.add_argument(
+        "--admin-key-file", metavar="FILE", help="keys that may install and remove experts"
+    )
+    add.add_argument(
+        "--allow-unsigned",
+        action="store_true",
+        default=None,
+        help="let admins load adapters that nobody signed (logged)",
     )
     add_dispatch(parser)
 
@@ -121,9 +138,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 def listen(server: Server) -> socket.socket:
     """The listening socket, so that a taken port or an open door is told before a model loads."""
-    if server.api_key_file:
-        KeyRing.load(Path(server.api_key_file))
-    check_exposure(server.host, bool(server.api_key_file), server.insecure)
+    keys = load_keys(server)
+    check_exposure(server.host, keys.callers is not None, server.insecure)
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
         return socket.create_server((server.host, server.port), family=family, backlog=2048)

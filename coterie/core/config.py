@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from coterie.core.adapters import DEFAULTS, AdapterSettings
 from coterie.core.dispatch import AUTOMATIC, DispatchSettings
 from coterie.core.errors import ConfigError
 from coterie.core.settings import Rule, allowed, checked, key, refuse_unknown, written
@@ -35,6 +36,15 @@ class Server:
     port: int = key(8000, "integer", "TCP port; 0 picks a free one.", low=0, high=65535)
     api_key_file: str = key(
         "", "text", "File with one API key per line; empty = no keys are asked for."
+    )
+    admin_key_file: str = key(
+        "", "text", "File with one admin key per line; empty = experts cannot be changed over HTTP."
+    )
+    allow_unsigned: bool = key(
+        False, "flag", "Let admins load adapters that no trusted key has signed; each is logged."
+    )
+    max_upload_bytes: int = key(
+        64 * 10**6, "bytes", "Largest `.expert` package that can be uploaded.", low=1024
     )
     insecure: bool = key(False, "flag", "Allow a public address without keys.")
     max_body_bytes: int = key(
@@ -143,12 +153,14 @@ class SpecialistSettings:
 class Config:
     server: Server = Server()
     engine: EngineSettings = EngineSettings()
+    adapters: AdapterSettings = DEFAULTS
     specialists: tuple[SpecialistSettings, ...] = (SpecialistSettings(),)
 
 
 _SECTIONS: dict[str, type[Any]] = {
     "server": Server,
     "engine": EngineSettings,
+    "adapters": AdapterSettings,
     "specialists": SpecialistSettings,
 }
 
@@ -171,6 +183,7 @@ def load(path: Path | str | None = None, overrides: Mapping[str, Any] | None = N
     config = Config(
         server=_section(Server, tree.get("server", {}), "server"),
         engine=_section(EngineSettings, tree.get("engine", {}), "engine"),
+        adapters=_section(AdapterSettings, tree.get("adapters", {}), "adapters"),
         specialists=tuple(
             _section(SpecialistSettings, table, f"specialists.{index}")
             for index, table in enumerate(listed)

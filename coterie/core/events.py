@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coterie.core.dispatch import ExpertUsage
+from coterie.core.plan import AdapterChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,8 @@ class Finished:
     timings: Timings
     # only of a model with routed experts
     experts: ExpertUsage | None = None
+    # what the request ran on, in order; the gateway fills it in from the plan
+    adapters: tuple[AdapterChoice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

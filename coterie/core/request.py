@@ -84,10 +84,21 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterHint:
+    """An adapter as a caller names it, `name` or `name@version`."""
+
+    name: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class RouteHints:
     """What the caller said about who should answer."""
 
+    # `base`, `adapter`, `base:adapter`, `adapter@version`, `a+b`, or None
     model: str | None = None
+    # behind those that `model` names
+    adapters: tuple[AdapterHint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

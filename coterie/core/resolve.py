@@ -90,17 +90,20 @@ def check_tokens(ids: Sequence[int], sampling: Sampling, vocab_size: int) -> Non
             )
 
 
-def resolve_limits(limits: Limits, prompt_tokens: int, context: int) -> Limits:
+def resolve_limits(
+    limits: Limits, prompt_tokens: int, context: int, virtual_tokens: int = 0
+) -> Limits:
     """`limits` with max_tokens set: what was asked, or all that is left of the context.
 
     An explicit max_tokens that cannot be kept is refused, never shortened in silence.
+    `virtual_tokens` are those that soft prompts put in front of the prompt's own.
     """
-    room = min(context, limits.context_size or context) - prompt_tokens
+    room = min(context, limits.context_size or context) - prompt_tokens - virtual_tokens
     asked = limits.max_tokens
     if asked is not None and asked < 1:
         raise InvalidRequest(f"max_tokens is {asked}; it must be at least 1", param="max_tokens")
     if room < 1 or (asked is not None and asked > room):
-        raise ContextLengthExceeded(_too_long(prompt_tokens, asked, room + prompt_tokens))
+        raise ContextLengthExceeded(_too_long(prompt_tokens, virtual_tokens, asked, room))
     tokens = room if asked is None else asked
     if not 0 <= limits.min_tokens <= tokens:
         raise InvalidRequest(
@@ -114,11 +117,13 @@ def resolve_limits(limits: Limits, prompt_tokens: int, context: int) -> Limits:
     return replace(limits, max_tokens=tokens)
 
 
-def _too_long(prompt_tokens: int, asked: int | None, context: int) -> str:
-    said = f"This model's maximum context length is {context} tokens. However, "
-    if asked is None or prompt_tokens >= context:
-        return said + f"the prompt has {prompt_tokens} tokens. Please shorten it."
+def _too_long(prompt_tokens: int, virtual_tokens: int, asked: int | None, room: int) -> str:
+    used = prompt_tokens + virtual_tokens
+    said = f"This model's maximum context length is {room + used} tokens. However, "
+    soft = f", and its experts put {virtual_tokens} in front" if virtual_tokens else ""
+    if asked is None or room <= 0:
+        return said + f"the prompt has {prompt_tokens} tokens{soft}. Please shorten it."
     return said + (
-        f"you requested {prompt_tokens + asked} tokens ({prompt_tokens} in the prompt, {asked} in "
+        f"you requested {used + asked} tokens ({prompt_tokens} in the prompt{soft}, {asked} in "
         "the completion). Please reduce the prompt or max_tokens."
     )

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from coterie.core.dispatch import ExpertUsage
-from coterie.core.events import Timings, Usage
+from coterie.core.events import Finished, Timings, Usage
 
 DIGITS = 6
 
@@ -38,13 +38,16 @@ def expert_facts(experts: ExpertUsage) -> dict[str, Any]:
     return values | {"fallback_rate": round(experts.fallback_rate, DIGITS)}
 
 
-def metadata(
-    usage: Usage, timings: Timings, experts: ExpertUsage | None, num_choices: int = 1
-) -> dict[str, Any]:
-    """The `coterie` field of an answer; nothing for a model without routed experts."""
-    if experts is None:
+def metadata(finished: Finished) -> dict[str, Any]:
+    """The `coterie` field of an answer; nothing where neither routed experts nor adapters ran."""
+    if finished.experts is None and not finished.adapters:
         return {}
-    facts = {"timings": speed(usage, timings, num_choices), "experts": expert_facts(experts)}
+    choices = len(finished.choices)
+    facts: dict[str, Any] = {"timings": speed(finished.usage, finished.timings, choices)}
+    if finished.experts is not None:
+        facts["experts"] = expert_facts(finished.experts)
+    if finished.adapters:
+        facts["adapters"] = [asdict(adapter) for adapter in finished.adapters]
     return {"coterie": facts}
 
 

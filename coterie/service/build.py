@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING
 from coterie.core.config import Config, EngineSettings, SpecialistSettings
 from coterie.core.dispatch import DispatchSettings
 from coterie.core.errors import ConfigError
+from coterie.service.adapter_admin import AdapterAdmin
+from coterie.service.catalog import Catalog
 from coterie.service.pipeline import Pipeline
 from coterie.service.roster import Group, Roster
+from coterie.weights.home import state_dir
 from coterie.weights.hub import parse
 from coterie.weights.sources import DEFAULT_MODEL, resolve
 from coterie.workers.base import LaneSpec, Replica, WorkerSpec
@@ -52,7 +55,15 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
         _group(f"e{index}", path, members, config, threads, make)
         for index, ((path, *_), members) in enumerate(shared.items())
     ]
-    return Pipeline(Roster(groups, config.server.drain_s))
+    catalog = Catalog(registry_dir() if config.adapters.device_bytes else None)
+    roster = Roster(groups, config.server.drain_s, catalog)
+    admin = AdapterAdmin(roster, state_dir() / "trust.json", config.server.allow_unsigned)
+    return Pipeline(roster, admin)
+
+
+def registry_dir() -> Path:
+    """Where adapters are installed, for every server and command of this home."""
+    return state_dir() / "experts"
 
 
 def _check_strategy(text: str, param: str) -> None:
@@ -111,6 +122,8 @@ def _group(
             kv_bytes=engine.kv_bytes,
             log_level=config.server.log_level,
             dispatch=members[0][1].experts,
+            adapters=config.adapters,
+            library=str(registry_dir() / "library") if config.adapters.device_bytes else "",
         )
         for index in range(count)
     ]

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from coterie.core.errors import CoterieError, InvalidRequest, Unavailable, Unsupported, from_code
-from coterie.core.events import Event, Failed, Finished
+from coterie.core.events import Event, Failed, Finished, Started
 from coterie.core.plan import Admitted, Assignment, Rejected, RoutePlan
-from coterie.core.request import Chat, InferenceRequest, Prompt, Sampling, Text
+from coterie.core.request import Chat, InferenceRequest, Prompt, RouteHints, Sampling, Text
 from coterie.core.resolve import VENDOR_DEFAULTS, check_tokens, resolve_limits
+from coterie.service.adapter_admin import AdapterAdmin
 from coterie.service.admission import Admission
+from coterie.service.leases import Lease
 from coterie.service.mailbox import Mailbox
 from coterie.service.meter import Meter
 from coterie.service.roster import Health, ModelCard, Roster, Served
@@ -31,8 +34,9 @@ MAX_INLINE_CHARACTERS = 8_000
 
 
 class Pipeline:
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Roster, adapters: AdapterAdmin) -> None:
         self._roster = roster
+        self.adapters = adapters
         self._admission = Admission()
         self._draining = False
         self._open = 0
@@ -49,43 +53,85 @@ class Pipeline:
         self._draining = True
         await self._roster.close()
 
-    async def handle(
-        self, request: InferenceRequest, vendor: Sampling = VENDOR_DEFAULTS
+    def handle(
+        self,
+        request: InferenceRequest,
+        vendor: Sampling = VENDOR_DEFAULTS,
+        tell: Callable[[RoutePlan], None] | None = None,
     ) -> AsyncGenerator[Event, None]:
-        """`request`'s events. `vendor` holds the dialect's values for what was left open."""
+        """`request`'s events. `vendor` holds the dialect's values for what was left open.
+
+        The plan is made, told and held to before this returns: from here on the request runs on
+        the digests that its names stood for now.
+        """
         served, plan = self._plan(request, vendor)
+        lease = self._roster.catalog.hold(plan.adapters)
+        if tell is not None:
+            tell(plan)
+        return self._events(request, served, plan, lease)
+
+    async def _events(
+        self, request: InferenceRequest, served: Served, plan: RoutePlan, lease: Lease
+    ) -> AsyncGenerator[Event, None]:
+        with lease:
+            replica, mailbox = await self._begin(request, served, plan, lease.virtual_tokens)
+            meter = Meter(served.series, request.arrived_at, plan.sampling.n or 1)
+            ended = False
+            self._open += 1
+            try:
+                while not ended:
+                    events = await mailbox.take()
+                    meter.observe(events)
+                    for event in events:
+                        if isinstance(event, Started):
+                            lease.start()
+                        elif isinstance(event, (Finished, Failed)):
+                            ended = True
+                        yield event if not ended else _with_adapters(event, plan)
+            finally:
+                self._open -= 1
+                mailbox.end()
+                if not ended:
+                    await replica.abort(request.id)
+
+    async def _begin(
+        self, request: InferenceRequest, served: Served, plan: RoutePlan, virtual_tokens: int
+    ) -> tuple[Replica, Mailbox]:
         try:
+            if plan.adapters:
+                self._preload(served, plan)
             prompt_ids = await tokenise(served.tokenizer, request.prompt)
-            assignment = _assignment(request, plan, served, prompt_ids)
-            replica, mailbox = await self._enqueue(served, assignment)
+            assignment = _assignment(request, plan, served, prompt_ids, virtual_tokens)
+            return await self._enqueue(served, assignment)
         except CoterieError as error:
             self._roster.registry.value("coterie_rejections", served.name, error.code).add()
             raise
-        meter = Meter(served.series, request.arrived_at, plan.sampling.n or 1)
-        ended = False
-        self._open += 1
-        try:
-            while not ended:
-                events = await mailbox.take()
-                meter.observe(events)
-                for event in events:
-                    ended = isinstance(event, (Finished, Failed))
-                    yield event
-        finally:
-            self._open -= 1
-            mailbox.end()
-            if not ended:
-                await replica.abort(assignment.request_id)
 
-    async def tokenise(self, model: str | None, prompt: Prompt) -> list[int]:
-        """A prompt's tokens as `model` would read them."""
-        return await tokenise(self.tokenizer(model), prompt)
+    def _preload(self, served: Served, plan: RoutePlan) -> None:
+        """Loading begins before the prompt is tokenised, where the queue has a place at all."""
+        replicas = served.replicas
+        if replicas.ready():
+            replica = replicas.pick(adapters=plan.adapters)
+            if not replicas.is_full(replica):
+                replica.preload(plan.adapters)
 
-    def tokenizer(self, model: str | None) -> Tokenizer:
-        return self._roster.find(model).tokenizer
+    def resolve(self, hints: RouteHints) -> str:
+        """The specialist that would answer now."""
+        return self._roster.router.resolve(hints).specialist
+
+    async def tokenise(self, specialist: str | None, prompt: Prompt) -> list[int]:
+        """A prompt's tokens as `specialist` would read them."""
+        return await tokenise(self.tokenizer(specialist), prompt)
+
+    def tokenizer(self, specialist: str | None) -> Tokenizer:
+        return self._roster.find(specialist).tokenizer
 
     def models(self) -> tuple[ModelCard, ...]:
         return self._roster.cards()
+
+    def model(self, name: str | None) -> ModelCard:
+        """Whatever a request may name, `base:a@1.0+b` too."""
+        return self._roster.card(name)
 
     def health(self) -> Health:
         return self._roster.health(draining=self._draining)
@@ -112,7 +158,7 @@ class Pipeline:
         full: tuple[Replica, Rejected] | None = None
         while True:
             try:
-                replica = replicas.pick(refused)
+                replica = replicas.pick(refused, assignment.adapters)
             except Unavailable:
                 if full is None:
                     raise
@@ -161,8 +207,18 @@ def _characters(prompt: Prompt) -> int:
     return len(prompt.text) if isinstance(prompt, Text) else 0
 
 
+def _with_adapters(event: Event, plan: RoutePlan) -> Event:
+    if plan.adapters and isinstance(event, Finished):
+        return replace(event, adapters=plan.adapters)
+    return event
+
+
 def _assignment(
-    request: InferenceRequest, plan: RoutePlan, served: Served, prompt_ids: list[int]
+    request: InferenceRequest,
+    plan: RoutePlan,
+    served: Served,
+    prompt_ids: list[int],
+    virtual_tokens: int,
 ) -> Assignment:
     check_tokens(prompt_ids, plan.sampling, served.tokenizer.vocab_size)
     for name in ("n", "num_beams"):
@@ -172,7 +228,7 @@ def _assignment(
                 f"{name} is {asked}; at most {served.max_sequences} sequences run together",
                 param=name,
             )
-    limits = resolve_limits(request.limits, len(prompt_ids), served.context)
+    limits = resolve_limits(request.limits, len(prompt_ids), served.context, virtual_tokens)
     timeout_s = limits.timeout_s
     return Assignment(
         request_id=request.id,

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from coterie.core.errors import Unavailable
-from coterie.core.plan import LaneState
+from coterie.core.plan import AdapterChoice, LaneState
 from coterie.workers.base import Replica
 
 # a replica that is preempting is as good as this many requests further away
 PREEMPTING_PENALTY = 16
+# so is one that would have to load an adapter of the request first
+COLD_PENALTY = 2
 
 
 class ReplicaSet:
@@ -21,7 +23,7 @@ class ReplicaSet:
         self.members = tuple(replicas)
         self._in_flight = {replica.name: 0 for replica in replicas}
 
-    def pick(self, avoid: Collection[str] = ()) -> Replica:
+    def pick(self, avoid: Collection[str] = (), adapters: Sequence[AdapterChoice] = ()) -> Replica:
         """The least loaded healthy member outside `avoid`; raises Unavailable."""
         able = [r for r in self.members if r.healthy() and r.name not in avoid]
         if not able:
@@ -29,7 +31,10 @@ class ReplicaSet:
             raise Unavailable(
                 f"no worker for {self.specialist} can take requests now", retry_after_s=wait_s
             )
-        return min(able, key=self._load)
+        if not adapters:
+            return min(able, key=self._load)
+        digests = {adapter.digest for adapter in adapters}
+        return min(able, key=lambda replica: self._load(replica) + self._cold(replica, digests))
 
     def state(self, replica: Replica) -> LaneState | None:
         return replica.lane_states().get(self.specialist)
@@ -39,6 +44,10 @@ class ReplicaSet:
         state = self.state(replica)
         known = state.queued + state.running if state is not None else 0
         return max(0, self._in_flight[replica.name] - known)
+
+    def is_full(self, replica: Replica) -> bool:
+        state = self.state(replica)
+        return state is not None and state.queued + self.unreported(replica) >= state.max_queue
 
     def queued(self) -> int:
         return sum(state.queued for state in self.states())
@@ -55,6 +64,11 @@ class ReplicaSet:
 
     def gave_back(self, replica: Replica) -> None:
         self._in_flight[replica.name] -= 1
+
+    def _cold(self, replica: Replica, digests: set[str]) -> float:
+        state = self.state(replica)
+        warm = state is not None and digests.issubset(state.resident_adapters)
+        return 0 if warm else COLD_PENALTY
 
     def _load(self, replica: Replica) -> float:
         state = self.state(replica)

@@ -12,10 +12,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from coterie.core.adapters import AdapterCard
 from coterie.core.errors import Unavailable
+from coterie.core.request import RouteHints
 from coterie.obs.metrics import Registry
 from coterie.obs.trace import log
 from coterie.routing.router import Router, Specialist
+from coterie.service.catalog import Catalog
 from coterie.service.meter import Series
 from coterie.service.replicas import ReplicaSet
 from coterie.workers.base import Replica, ReplicaInfo
@@ -52,6 +55,14 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
+class Bases:
+    """Fingerprints: of every specialist, and of one that was named."""
+
+    every: tuple[str, ...]
+    named: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCard:
     """One entry of /v1/models."""
 
@@ -72,8 +83,11 @@ class Health:
 
 
 class Roster:
-    def __init__(self, groups: Sequence[Group], drain_s: float = 30.0) -> None:
+    def __init__(
+        self, groups: Sequence[Group], drain_s: float = 30.0, catalog: Catalog | None = None
+    ) -> None:
         self.registry = Registry()
+        self.catalog = catalog or Catalog(None)
         self._groups = tuple(groups)
         self._drain_s = drain_s
         self._served: dict[str, Served] = {}
@@ -86,30 +100,63 @@ class Roster:
         return self._router
 
     def find(self, model: str | None) -> Served:
-        return self._served[self.router.resolve(model)]
+        return self._served[self.router.resolve(RouteHints(model)).specialist]
+
+    def fingerprints(self, specialist: str | None = None) -> Bases:
+        """Of the first specialist when none is named."""
+        named = self.find(specialist).info.fingerprint
+        return Bases(tuple(item.info.fingerprint for item in self._served.values()), (named,))
 
     async def start(self) -> None:
         """Load every group at once. When one cannot, none is left running."""
         try:
+            # before any request can come
+            await self.catalog.start()
             loaded = await all_or_none(self._start_group(group) for group in self._groups)
         except BaseException:
             await self.close()
             raise
         served = [item for group in loaded for item in group]
         self._served = {item.name: item for item in served}
-        self._router = Router([Specialist(s.name, s.info.generation) for s in served])
+        known = [Specialist(s.name, s.info.generation, s.info.fingerprint) for s in served]
+        self._router = Router(known, self.catalog)
 
     async def drain(self) -> None:
         await asyncio.gather(*(replica.drain(self._drain_s) for replica in self._replicas()))
 
     async def close(self) -> None:
         await asyncio.gather(*(replica.close() for replica in self._replicas()))
+        await self.catalog.close()
 
     def cards(self) -> tuple[ModelCard, ...]:
-        return tuple(
+        """Specialists, then the adapters that fit one, by name and alias."""
+        bases = tuple(
             ModelCard(item.name, item.created, item.context, item.model)
             for item in self._served.values()
         )
+        return bases + tuple(
+            card
+            for name, adapter in self.catalog.current().items()
+            if name not in self._served and (card := self._adapter_card(name, adapter)) is not None
+        )
+
+    def card(self, model: str | None) -> ModelCard:
+        route = self.router.resolve(RouteHints(model))
+        base = self._served[route.specialist]
+        if not route.adapters:
+            return ModelCard(base.name, base.created, base.context, base.model)
+        root = "+".join(adapter.name for adapter in route.adapters)
+        known = [self.catalog.by_digest(adapter.digest) for adapter in route.adapters]
+        created = max(int(card.installed_at) for card in known if card is not None)
+        return ModelCard(str(model), created, base.context, root, base.name)
+
+    def _adapter_card(self, name: str, adapter: AdapterCard) -> ModelCard | None:
+        fitting = self.router.fits(adapter)
+        if not fitting:
+            return None
+        base = self._served[fitting[0]]
+        package = f"{adapter.name}@{adapter.version}"
+        return ModelCard(name, int(adapter.installed_at), base.context, package, base.name)
 
     def health(self, *, draining: bool) -> Health:
         details = {name: _details(item) for name, item in self._served.items()}

@@ -1,0 +1,152 @@
+"""The admin endpoints of experts: the registry's own, and the two that vLLM has.
+
+Translates and nothing more; `service/adapter_admin.py` does the work. The door has already asked
+for an admin key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from coterie.api.body import check, decode, parse, read
+from coterie.api.errors import encode
+from coterie.api.experts_types import ExpertPatch, InstallBody, LoadLoraBody, UnloadLoraBody
+from coterie.core.adapters import AdapterCard
+from coterie.core.errors import InvalidRequest, NotFound
+from coterie.service.adapter_admin import AdapterAdmin, Wish
+
+JSON = "application/json"
+# each holds one package in memory while it comes in
+MAX_UPLOADS = 2
+
+
+class ExpertEndpoints:
+    def __init__(self, admin: AdapterAdmin, max_body_bytes: int, max_upload_bytes: int) -> None:
+        self.admin = admin
+        self.max_body_bytes = max_body_bytes
+        self.max_upload_bytes = max_upload_bytes
+        self._uploads = asyncio.Semaphore(MAX_UPLOADS)
+
+    async def list_experts(self, request: Request) -> Response:
+        """List every installed version, and what each name and alias stands for."""
+        current = self.admin.current()
+        data = [
+            fields(card) | {"current": card == current.get(card.name)}
+            for card in self.admin.cards()
+        ]
+        aliases = {n: _id(card) for n, card in current.items() if n != card.name}
+        return answer({"object": "list", "data": data, "aliases": aliases})
+
+    async def install_expert(self, request: Request) -> Response:
+        """Install an expert: a package's bytes as they are, or JSON with a path on this machine."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind == JSON:
+            body = await parse(request, InstallBody, self.max_body_bytes)
+            path = absolute(body.path, "path")
+            card = await self.admin.install(path, Wish(body.name, body.version), body.base)
+        else:
+            async with self._uploads:
+                data = await read(request, self.max_upload_bytes)
+                if not data:
+                    raise InvalidRequest("the body is empty: send an .expert file's bytes")
+                card = await self.admin.install(data)
+        return answer(fields(card), 201)
+
+    async def show_expert(self, request: Request) -> Response:
+        """Show one expert, its versions and its manifest."""
+        shown = await self.admin.show(*_asked(request))
+        versions = [fields(card) for card in shown.versions]
+        more = {"versions": versions, "manifest": shown.manifest}
+        return answer(fields(shown.card) | more)
+
+    async def change_expert(self, request: Request) -> Response:
+        """Make an installed version the current one, or give it an alias. Flips at once."""
+        name, version = _asked(request)
+        body = await parse(request, ExpertPatch, self.max_body_bytes)
+        if body.version is None and body.alias is None:
+            raise InvalidRequest("give a version, an alias, or both", param="version")
+        version = body.version or version
+        if body.alias is not None:
+            return answer(fields(await self.admin.alias(body.alias, name, version)))
+        return answer(fields(await self.admin.alias(name, name, version)))
+
+    async def act_on_expert(self, request: Request) -> Response:
+        """Pin, unpin or roll back one expert."""
+        name, _ = _asked(request)
+        action = request.path_params["action"]
+        if action in ("pin", "unpin"):
+            return answer(fields(await self.admin.pin(name, action == "pin")))
+        if action == "rollback":
+            return answer(fields(await self.admin.rollback(name)))
+        raise NotFound("an expert can be told to pin, unpin or rollback", param="action")
+
+    async def delete_expert(self, request: Request) -> Response:
+        """Remove an expert, or one version of it. Requests on it run to their end."""
+        name, version = _asked(request)
+        await self.admin.remove(name, version)
+        return answer({"id": request.path_params["name"], "object": "expert", "deleted": True})
+
+    async def load_lora_adapter(self, request: Request) -> Response:
+        """Load an adapter under a name of yours, as vLLM does."""
+        body = check(LoadLoraBody, decode(await read(request, self.max_body_bytes)))
+        if not body.lora_name or not body.lora_path:
+            raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
+        path = absolute(body.lora_path, "lora_path")
+        await self.admin.load(body.lora_name, path, body.base_model_name, body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        """Remove an adapter by its name, as vLLM does."""
+        body = check(UnloadLoraBody, decode(await read(request, self.max_body_bytes)))
+        if not body.lora_name:
+            raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.")
+        try:
+            await self.admin.remove(body.lora_name)
+        except NotFound:
+            raise NotFound(f"The lora adapter '{body.lora_name}' cannot be found.") from None
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def fields(card: AdapterCard) -> dict[str, Any]:
+    """A card as these endpoints write it."""
+    return {
+        "id": _id(card),
+        "object": "expert",
+        "name": card.name,
+        "version": card.version,
+        "digest": card.digest,
+        "kind": card.kind,
+        "bases": card.bases,
+        "num_virtual_tokens": card.num_virtual_tokens,
+        "bytes": card.nbytes,
+        "installed_at": int(card.installed_at),
+        "signer": card.signer or None,
+        "pinned": card.pinned,
+        "description": card.description,
+    }
+
+
+def answer(payload: Any, status: int = 200) -> Response:
+    return Response(encode(payload), status, None, JSON)
+
+
+def absolute(text: str, param: str) -> Path:
+    """Only what the admin names in full: a relative path would depend on the server's folder."""
+    path = Path(text)
+    if "\0" in text or not path.is_absolute() or ".." in path.parts:
+        raise InvalidRequest(f"{param}: write an absolute path on the server", param=param)
+    return path
+
+
+def _asked(request: Request) -> tuple[str, str | None]:
+    name, _, version = request.path_params["name"].partition("@")
+    return name, version or None
+
+
+def _id(card: AdapterCard) -> str:
+    return f"{card.name}@{card.version}"

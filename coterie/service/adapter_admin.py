@@ -1,0 +1,157 @@
+"""What an admin may do to the adapters that requests find: install, flip, pin, remove.
+
+Each change happens whole on the registry's thread and is in the snapshot before the call returns;
+requests in flight finish on the digest they began with. The registry logs what was done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coterie.core.adapters import AdapterCard
+from coterie.core.errors import Forbidden, InvalidRequest, NotFound, WeightsError
+
+if TYPE_CHECKING:
+    from coterie.packages.registry import Registry
+    from coterie.service.roster import Bases, Roster
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What an adapter is to be called, where that differs from its own words."""
+
+    name: str | None = None
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One name with everything that is installed under it."""
+
+    card: AdapterCard
+    versions: tuple[AdapterCard, ...]
+    manifest: dict[str, Any] | None
+
+
+class AdapterAdmin:
+    def __init__(self, roster: Roster, trust: Path, allow_unsigned: bool) -> None:
+        """`trust` is the file of the keys that are trusted here."""
+        self._roster = roster
+        self._catalog = roster.catalog
+        self._trust = trust
+        self._allow_unsigned = allow_unsigned
+
+    def cards(self) -> list[AdapterCard]:
+        return self._catalog.cards()
+
+    def current(self) -> dict[str, AdapterCard]:
+        """What names and aliases stand for."""
+        return dict(self._catalog.current())
+
+    async def install(
+        self, source: Path | bytes, wish: Wish | None = None, base: str | None = None
+    ) -> AdapterCard:
+        """A `.expert` file, its bytes, or a PEFT directory of this machine, which says nothing of
+        its base: it is taken to be for the specialist `base`."""
+        bases = self._roster.fingerprints(base)
+        return await self._catalog.change(
+            lambda registry: self._add(registry, source, bases, wish or Wish())
+        )
+
+    async def load(self, name: str, path: Path, base: str | None, in_place: bool) -> AdapterCard:
+        """vLLM's way: under a name of the caller's, which must be free unless `in_place`.
+
+        A reload keeps the version before it, for a rollback, and drops older unsigned ones.
+        """
+        bases = self._roster.fingerprints(base)
+
+        def work(registry: Registry) -> AdapterCard:
+            before = _current(registry, name)
+            if before is not None and not in_place:
+                raise InvalidRequest(
+                    f"The lora adapter '{name}' has already been loaded. If you want to load the "
+                    "adapter in place, set 'load_inplace' to True.",
+                    param="lora_name",
+                )
+            if before is not None and before.pinned:
+                raise Forbidden(f"'{name}' is pinned to {before.version}. Unpin it first.")
+            card = self._add(registry, path, bases, Wish(name))
+            kept = {card.version} | ({before.version} if before is not None else set())
+            for old in registry.versions(name):
+                if old.version not in kept and not old.signer and not old.pinned:
+                    registry.remove(name, old.version, keep=[old.digest])
+            return card
+
+        return await self._catalog.change(work)
+
+    async def show(self, name: str, version: str | None = None) -> Shown:
+        def question(registry: Registry) -> Shown:
+            card = registry.find(name, version)
+            versions = tuple(registry.versions(card.name))
+            return Shown(card, versions, _manifest(registry, card))
+
+        return await self._catalog.ask(question)
+
+    async def alias(self, alias: str, name: str, version: str | None) -> AdapterCard:
+        """`alias` stands for this version from now on; for a name itself: which is current."""
+        return await self._catalog.change(lambda registry: registry.alias(alias, name, version))
+
+    async def pin(self, name: str, on: bool) -> AdapterCard:
+        return await self._catalog.change(lambda registry: registry.pin(name, on))
+
+    async def rollback(self, name: str) -> AdapterCard:
+        """Back to the version that was current before."""
+        return await self._catalog.change(lambda registry: registry.rollback(name))
+
+    async def remove(self, name: str, version: str | None = None) -> AdapterCard:
+        """New requests do not find it; its files go when the last request on them has ended. Of
+        an alias only the alias goes."""
+
+        def work(registry: Registry) -> AdapterCard:
+            card = registry.find(name, version)
+            if card.name != name and version is None:
+                registry.unalias(name)
+            else:
+                # the catalog frees the files: it knows who runs on them
+                held = [item.digest for item in registry.versions(card.name)]
+                registry.remove(card.name, version, keep=held)
+            return card
+
+        return await self._catalog.change(work)
+
+    def _add(
+        self, registry: Registry, source: Path | bytes, bases: Bases, wish: Wish
+    ) -> AdapterCard:
+        from coterie.packages.trust import TrustStore
+
+        is_directory = isinstance(source, Path) and source.is_dir()
+        try:
+            return registry.install(
+                source,
+                trust=TrustStore(self._trust),
+                allow_unsigned=self._allow_unsigned,
+                bases=bases.named if is_directory else bases.every,
+                name=wish.name,
+                version=wish.version,
+            )
+        except WeightsError as error:
+            # the file came with the request
+            raise InvalidRequest(error.message, param=error.param) from error
+
+
+def _current(registry: Registry, name: str) -> AdapterCard | None:
+    try:
+        return registry.find(name)
+    except NotFound:
+        return None
+
+
+def _manifest(registry: Registry, card: AdapterCard) -> dict[str, Any] | None:
+    """None for an adapter that came as a plain directory."""
+    from coterie.packages.paths import MANIFEST
+
+    if not (registry.files(card) / MANIFEST).is_file():
+        return None
+    return dict(registry.manifest(card).document)

@@ -1,0 +1,189 @@
+"""Installed adapters as every request sees them: a snapshot of the registry, in memory.
+
+The registry's rows and files are read on one thread of their own, never on the event loop. What is
+installed or removed elsewhere (`coterie expert ...`) shows within `POLL_S`. Files of an adapter
+that was removed go when its last request has ended. Knows no bases, no replicas and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from coterie.core.adapters import AdapterCard
+from coterie.core.errors import CoterieError, Unavailable
+from coterie.core.plan import AdapterChoice
+from coterie.obs.trace import log
+from coterie.service.leases import Lease, Leases
+
+if TYPE_CHECKING:
+    from coterie.packages.registry import Registry
+
+POLL_S = 0.5
+BROKEN = (CoterieError, OSError, sqlite3.Error)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The registry at one moment. Replaced whole, so that an alias flips at once for everybody."""
+
+    generation: int = -1
+    versions: Mapping[tuple[str, str], AdapterCard] = field(default_factory=dict)
+    # what names and aliases stand for
+    current: Mapping[str, AdapterCard] = field(default_factory=dict)
+    by_digest: Mapping[str, AdapterCard] = field(default_factory=dict)
+
+
+class Catalog:
+    """`root` is the registry's folder; None for a server that runs no adapters."""
+
+    def __init__(self, root: Path | None) -> None:
+        self.leases = Leases(self._idle)
+        self._root = root
+        self._registry: Registry | None = None
+        self._thread = ThreadPoolExecutor(1, "registry")
+        self._snapshot = Snapshot()
+        self._poller: asyncio.Task[None] | None = None
+        # digests that are installed no longer, and whose files may still be there
+        self._doomed: set[str] = set()
+        self._untidy = asyncio.Event()
+        self._tidier: asyncio.Task[None] | None = None
+        self._why_closed = "adapters.device_bytes is 0"
+
+    async def start(self) -> None:
+        if self._root is None:
+            return
+        from coterie.packages.registry import Registry
+
+        try:
+            self._registry = await self._call(Registry, self._root)
+            await self.refresh()
+        except BROKEN as error:
+            # a server without experts is better than none
+            self._registry, self._why_closed = None, f"{self._root} cannot be opened"
+            log("registry_unreadable", level="warning", error=error)
+            return
+        self._poller = asyncio.ensure_future(self._poll())
+        self._tidier = asyncio.ensure_future(self._tidy())
+
+    async def close(self) -> None:
+        tasks = [task for task in (self._poller, self._tidier) if task is not None]
+        self._poller = self._tidier = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._thread.shutdown(wait=False)
+
+    # what a request asks: memory only
+
+    def find(self, name: str, version: str) -> AdapterCard | None:
+        card = self._snapshot.current.get(name)
+        if not version:
+            return card
+        # an alias may be asked for a version of what it stands for
+        return self._snapshot.versions.get((card.name if card else name, version))
+
+    def names(self) -> Iterable[str]:
+        return self._snapshot.current.keys()
+
+    def current(self) -> Mapping[str, AdapterCard]:
+        """What every name and alias stands for."""
+        return self._snapshot.current
+
+    def cards(self) -> list[AdapterCard]:
+        """Every installed version."""
+        return list(self._snapshot.versions.values())
+
+    def by_digest(self, digest: str) -> AdapterCard | None:
+        return self._snapshot.by_digest.get(digest)
+
+    def hold(self, adapters: Sequence[AdapterChoice]) -> Lease:
+        """Keeps the files of a plan's adapters. To be called before anything else can run."""
+        cards = (self._snapshot.by_digest.get(item.digest) for item in adapters)
+        return self.leases.take(adapters, sum(c.num_virtual_tokens for c in cards if c is not None))
+
+    # what an admin does: on the registry's thread
+
+    async def change(self, work: Callable[[Registry], T]) -> T:
+        """Runs `work`, then shows its outcome to every request from now on."""
+        registry = self._opened()
+        try:
+            return await self._call(work, registry)
+        finally:
+            await self.refresh()
+
+    async def ask(self, question: Callable[[Registry], T]) -> T:
+        """`question`'s answer, where nothing is changed."""
+        return await self._call(question, self._opened())
+
+    async def refresh(self) -> None:
+        # the one thread keeps the order: a later reading never comes first
+        snapshot = await self._call(_read, self._opened())
+        self._doomed |= self._snapshot.by_digest.keys()
+        self._doomed -= snapshot.by_digest.keys()
+        self._snapshot = snapshot
+        if self._doomed:
+            self._untidy.set()
+
+    def _opened(self) -> Registry:
+        if self._registry is None:
+            raise Unavailable(f"this server runs no experts: {self._why_closed}")
+        return self._registry
+
+    async def _call(self, work: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+    async def _poll(self) -> None:
+        registry = self._opened()
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                if await self._call(registry.generation) != self._snapshot.generation:
+                    await self.refresh()
+            except BROKEN as error:
+                log("registry_unreadable", level="warning", error=error)
+
+    def _idle(self, digests: Collection[str]) -> None:
+        if self._doomed.intersection(digests):
+            self._untidy.set()
+
+    async def _tidy(self) -> None:
+        """Frees the files of removed adapters. One that is neither installed nor held can get no
+        new user: requests find adapters in the snapshot alone."""
+        registry = self._opened()
+        while True:
+            await self._untidy.wait()
+            self._untidy.clear()
+            idle = self._doomed - self.leases.held()
+            if idle:
+                self._doomed -= idle
+                try:
+                    await self._call(_free, registry, idle)
+                except BROKEN as error:
+                    log("registry_unreadable", level="warning", error=error)
+
+
+def _read(registry: Registry) -> Snapshot:
+    """The number comes first: what another process changes meanwhile is seen by the next poll."""
+    generation = registry.generation()
+    cards = registry.cards()
+    return Snapshot(
+        generation=generation,
+        versions={(card.name, card.version): card for card in cards},
+        current=registry.meanings(),
+        by_digest={card.digest: card for card in cards},
+    )
+
+
+def _free(registry: Registry, digests: Collection[str]) -> None:
+    """Removes the files of these digests and of no others, which other processes may be using."""
+    if registry.library.is_dir():
+        others = {path.name for path in registry.library.iterdir()} - set(digests)
+        registry.sweep(others, older_than_s=0.0)
