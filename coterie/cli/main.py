@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from coterie import __version__
-from coterie.cli import bench, carve, chat, doctor, plan, pull, run, serve, store
+from coterie.cli import bench, carve, chat, doctor, expert, keys, plan, pull, run, serve, store
 from coterie.cli.terminal import width
 from coterie.core.errors import ConfigError, CoterieError, InvalidRequest
 
@@ -25,6 +25,8 @@ COMMANDS: dict[str, ModuleType] = {
     "run": run,
     "chat": chat,
     "pull": pull,
+    "expert": expert,
+    "keys": keys,
     "carve": carve,
     "store": store,
     "plan": plan,

@@ -68,11 +68,13 @@ def inspect(source: Source, limits: Limits = LIMITS, where: str = "") -> Package
     where = where or _where(source)
     files: dict[str, Facts] = {}
     kept: dict[str, bytes] = {}
+    total = 0
     with _opened(source, where) as (raw, size):
         if size > limits.compressed_bytes:
             raise WeightsError(f"{where}: refused, larger than a package may be.")
         for entry in entries(raw, where, limits):
-            checker = Checker(entry.name, entry.size, where, keep=size <= _KEEP_BYTES)
+            total += entry.size
+            checker = Checker(entry.name, entry.size, where, keep=total <= _KEEP_BYTES)
             check_together([*files, entry.name], where)
             for chunk in entry.chunks:
                 checker.feed(chunk)

@@ -18,6 +18,8 @@ BLOCK = 512
 _CHUNK_BYTES = 1 << 18
 # packages smaller than this may compress as well as they like
 _FREE_BYTES = 64 << 20
+# tars are filled up with zeros to the size of a record
+_MAX_FILLING_BYTES = 64 << 10
 _TYPES = {
     b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device",
     b"5": "a directory", b"6": "a pipe", b"S": "a sparse file", b"x": "an extension header",
@@ -32,6 +34,8 @@ class Limits:
     compressed_bytes: int = 2 << 30
     total_bytes: int = 4 << 30
     text_bytes: int = 32 << 20
+    # of all files that are not tensors: they are kept in memory
+    texts_bytes: int = 64 << 20
     manifest_bytes: int = 1 << 20
     entries: int = 256
     # uncompressed bytes per compressed byte, beyond the first 64 MiB
@@ -50,12 +54,15 @@ class Entry:
 
 def entries(raw: BinaryIO, where: str, limits: Limits = LIMITS) -> Iterator[Entry]:
     """Each file's chunks must be used up before the next one is asked for."""
-    stream = _Inflated(raw, where, limits)
+    stream, texts = _Inflated(raw, where, limits), 0
     for _ in range(limits.entries + 1):
         block = stream.read(BLOCK)
         if not any(block):
             break
         name, size = _header(block, where, limits)
+        texts += 0 if is_tensors(name) else size
+        if texts > limits.texts_bytes:
+            raise WeightsError(f"{where}: refused, its texts are larger than an expert's are.")
         yield Entry(name, size, stream.chunks(size))
         if any(stream.read(-size % BLOCK)):
             raise WeightsError(f"{where}: refused, bytes are hidden behind {name!r}.")
@@ -131,9 +138,10 @@ class _Inflated:
             yield piece
 
     def expect_end(self) -> None:
-        """Zeros up to the end of the member, then the end of the file."""
+        """A few zeros up to the end of the member, then the end of the file."""
+        most = self._out_bytes - len(self._ready) + self._at + _MAX_FILLING_BYTES
         while self._at < len(self._ready) or self._more():
-            if any(self._ready[self._at :]) or self._out_bytes > self._limits.total_bytes:
+            if any(self._ready[self._at :]) or self._out_bytes > most:
                 raise WeightsError(f"{self._where}: refused, bytes follow the archive.")
             self._at = len(self._ready)
         if not self._gzip.eof:

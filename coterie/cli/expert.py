@@ -1,0 +1,163 @@
+"""`coterie expert`: pack, sign, check and install experts (adapters, in an `.expert` file)."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from importlib.util import find_spec
+
+from coterie.cli import expert_actions as actions
+from coterie.cli import expert_pack as packing
+from coterie.cli.menu import Menu, choose
+
+HELP = "pack, sign, verify and install experts: adapters for a base model"
+EPILOG = """\
+examples:
+  coterie expert pack ./my-lora --name sql --version 1.0.0 --base MODEL
+  coterie expert sign sql-1.0.0.expert --key my.key
+  coterie expert verify sql-1.0.0.expert
+  coterie expert install sql-1.0.0.expert
+  coterie run MODEL --expert sql --prompt "How many users are there?"
+  coterie expert list
+
+An expert is a LoRA, DoRA, IA3 or soft-prompt adapter as PEFT saves it.
+coterie expert ACTION --help says more.
+"""
+
+_PACK = """\
+examples:
+  coterie expert pack ./my-lora --name sql --version 1.0.0 --base MODEL
+  coterie expert pack ./my-lora --manifest sql.json --out dist/sql.expert
+
+Takes adapter_config.json and adapter_model.safetensors, and manifest.json,
+grammar.gbnf, tests/, soft_prompts/, README.md and LICENSE where they are there.
+The same files give the same bytes.
+"""
+_SIGN = """\
+examples:
+  coterie keys new my.key
+  coterie expert sign sql-1.0.0.expert --key my.key
+"""
+_VERIFY = """\
+examples:
+  coterie expert verify sql-1.0.0.expert     exit code 1 unless a trusted key signed it
+"""
+_INSTALL = """\
+examples:
+  coterie expert install sql-1.0.0.expert
+  coterie expert install sql-1.0.0.expert --base MODEL     refuse it for another base
+  coterie expert install ./my-lora --name sql --allow-unsigned
+
+A name means the version that was installed last, unless it is pinned.
+"""
+_LIST = """\
+examples:
+  coterie expert list               * marks the version that a name means
+  coterie expert list --json
+"""
+_SHOW = """\
+examples:
+  coterie expert show sql
+  coterie expert show sql@1.0.0 --json       with the whole manifest
+"""
+_REMOVE = """\
+examples:
+  coterie expert remove sql@1.0.0
+  coterie expert remove sql         every version
+
+Files stay for a day, for servers that are still running them.
+"""
+_PIN = """\
+examples:
+  coterie expert pin sql            installing another version does not change what sql means
+  coterie expert pin sql --off
+"""
+_ALIAS = """\
+examples:
+  coterie expert alias prod sql@1.0.0
+  coterie expert alias sql sql@1.0.0         which version sql means
+  coterie expert alias prod --off
+"""
+_ROLLBACK = """\
+examples:
+  coterie expert rollback sql       what sql meant before its last change
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    menu = Menu(parser)
+    _configure_pack(menu)
+    made = menu.add("sign", packing.sign, "sign a package with a private key", _SIGN)
+    made.add_argument("file", metavar="FILE", help="an .expert file; it is rewritten")
+    made.add_argument("--key", required=True, metavar="FILE", help="private key (keys new)")
+    _add_json(made)
+    made = menu.add("verify", actions.verify, "check a package and its signature", _VERIFY)
+    made.add_argument("file", metavar="FILE", help="an .expert file")
+    _add_json(made)
+    _configure_install(menu)
+    _add_json(menu.add("list", actions.listing, "list the installed experts", _LIST))
+    made = menu.add("show", actions.details, "what an installed expert says of itself", _SHOW)
+    _add_name(made)
+    made = menu.add("remove", actions.remove, "remove one version of an expert, or all", _REMOVE)
+    _add_name(made)
+    made = menu.add("pin", actions.pin, "keep a name at the version it means now", _PIN)
+    _add_name(made)
+    made.add_argument("--off", action="store_true", help="let it move again")
+    made = menu.add("alias", actions.alias, "give a version another name", _ALIAS)
+    made.add_argument("alias", metavar="ALIAS", help="the other name")
+    made.add_argument("name", nargs="?", metavar="NAME", help="an expert, or NAME@VERSION")
+    made.add_argument("--off", action="store_true", help="take the alias away")
+    _add_json(made)
+    made = menu.add("rollback", actions.rollback, "go back to the version before", _ROLLBACK)
+    _add_name(made)
+    _configure_test(menu)
+
+
+execute = choose
+
+
+def _configure_pack(menu: Menu) -> None:
+    made = menu.add("pack", packing.pack, "make an .expert file of a PEFT directory", _PACK)
+    made.add_argument("directory", metavar="DIR", help="as PEFT's save_pretrained writes it")
+    made.add_argument("--out", metavar="FILE", help="(default: NAME-VERSION.expert)")
+    made.add_argument("--manifest", metavar="FILE", help="JSON (default: DIR/manifest.json)")
+    made.add_argument("--name", help="a-z 0-9 . _ - (default: the manifest's, or DIR's name)")
+    made.add_argument("--version", metavar="V", help="such as 1.2.0")
+    made.add_argument("--description", metavar="TEXT", help="one sentence")
+    made.add_argument("--author", metavar="TEXT")
+    made.add_argument(
+        "--base",
+        action="append",
+        metavar="MODEL",
+        help="a model it is for; its fingerprint is recorded (repeatable)",
+    )
+    _add_json(made)
+
+
+def _configure_install(menu: Menu) -> None:
+    made = menu.add("install", actions.install, "install a package or a PEFT directory", _INSTALL)
+    made.add_argument("source", metavar="FILE_OR_DIR", help="an .expert file or a PEFT directory")
+    made.add_argument(
+        "--allow-unsigned", action="store_true", help="even if no trusted key signed it (logged)"
+    )
+    made.add_argument("--name", help="call it this")
+    made.add_argument("--version", metavar="V", help="give it this version")
+    made.add_argument("--base", action="append", metavar="MODEL", help="it must be for this model")
+    _add_json(made)
+
+
+def _configure_test(menu: Menu) -> None:
+    if find_spec("coterie.cli.expert_test") is None:
+        return
+    module = import_module("coterie.cli.expert_test")
+    made = menu.add("test", module.execute, module.HELP, module.EPILOG)
+    module.configure(made)
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="an installed expert, or NAME@VERSION")
+    _add_json(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")

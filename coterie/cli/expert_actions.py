@@ -1,0 +1,177 @@
+"""What `coterie expert` does with packages and with installed experts, and how it shows them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coterie.cli.expert_state import bases, open_registry, open_trust
+from coterie.cli.menu import show
+from coterie.cli.terminal import facts, narrate, nbytes, table
+from coterie.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coterie.core.adapters import AdapterCard
+
+
+def verify(args: argparse.Namespace) -> int:
+    from coterie.packages.archive import inspect
+
+    package = inspect(Path(args.file))
+    verdict = open_trust().verify(package)
+    manifest = package.manifest
+    report = {
+        "file": args.file,
+        "name": manifest.name,
+        "version": manifest.version,
+        "kind": package.config.kind,
+        "digest": package.digest,
+        "base_models": [asdict(base) for base in manifest.base_models],
+        "files": {name: asdict(found) for name, found in sorted(package.files.items())},
+        "signature": asdict(verdict),
+    }
+    signature = verdict.state + (f": {verdict.reason}" if verdict.reason else "")
+    if verdict.trusted:
+        signature = f"trusted, key {verdict.key_id} {verdict.comment}".rstrip()
+    pairs = [
+        ("expert", f"{manifest.name}@{manifest.version}, {package.config.kind}"),
+        ("digest", package.digest[:16]),
+        ("for", _for(manifest.base_models)),
+        ("files", ", ".join(f"{n} ({nbytes(f.size)})" for n, f in sorted(package.files.items()))),
+        ("signature", signature),
+    ]
+    show(args, report, facts(pairs))
+    return 0 if verdict.trusted else 1
+
+
+def install(args: argparse.Namespace) -> int:
+    narrate()
+    # an installation that was allowed unsigned is said; that it worked is the result
+    logging.getLogger("coterie").setLevel(logging.WARNING)
+    fingerprints = [base.fingerprint for base in bases(args.base)]
+    registry = open_registry()
+    card = registry.install(
+        Path(args.source),
+        trust=open_trust(),
+        allow_unsigned=args.allow_unsigned,
+        bases=fingerprints,
+        name=args.name,
+        version=args.version,
+    )
+    registry.sweep()
+    current = registry.find(card.name)
+    text = f"{_called(card)}: installed ({card.kind}, {nbytes(card.nbytes)})"
+    if current.version != card.version:
+        text += f"; {card.name} is pinned and still means {current.version}"
+    return show(args, asdict(card), text)
+
+
+def listing(args: argparse.Namespace) -> int:
+    registry = open_registry()
+    cards, meanings = registry.cards(), registry.meanings()
+    report = [
+        {**asdict(card), "current": meanings.get(card.name) == card, "aliases": names}
+        for card in cards
+        for names in [[a for a, c in meanings.items() if c == card and a != card.name]]
+    ]
+    rows = []
+    for item, card in zip(report, cards, strict=True):
+        marks = ("*" if item["current"] else "") + (" pinned" if card.pinned else "")
+        signer = card.signer or "unsigned"
+        shown = (card.version, marks.strip() or "-", card.kind, nbytes(card.nbytes), signer)
+        rows.append((card.name, *shown))
+        rows += [(f"  = {alias}", "", "", "", "", "") for alias in item["aliases"]]
+    headers = ("name", "version", "now", "kind", "size", "signed by")
+    text = table(headers, rows) if rows else "no experts installed: coterie expert install FILE"
+    return show(args, {"experts": report}, text)
+
+
+def details(args: argparse.Namespace) -> int:
+    registry = open_registry()
+    card = registry.find(*_parted(args.name))
+    manifest = registry.manifest(card)
+    pairs = [
+        ("expert", _called(card)),
+        ("about", card.description or "-"),
+        ("author", manifest.author or "-"),
+        ("kind", f"{card.kind}, {nbytes(card.nbytes)}"),
+        ("digest", card.digest),
+        ("for", _for(manifest.base_models)),
+        ("signed by", card.signer or "nobody (allowed with --allow-unsigned)"),
+        ("pinned", "yes" if card.pinned else "no"),
+        ("files", str(registry.library / card.digest)),
+    ]
+    if card.num_virtual_tokens:
+        pairs.insert(4, ("tokens", f"{card.num_virtual_tokens} in front of every prompt"))
+    for name in ("capabilities", "limitations", "routing", "evaluation", "quality_metrics"):
+        if manifest.document.get(name):
+            pairs.append((name.replace("_", " "), _flat(manifest.document[name])))
+    versions = ", ".join(other.version for other in registry.versions(card.name))
+    pairs.append(("versions", versions))
+    return show(args, {**asdict(card), "manifest": dict(manifest.document)}, facts(pairs))
+
+
+def remove(args: argparse.Namespace) -> int:
+    registry = open_registry()
+    name, version = _parted(args.name)
+    # servers may be running them: the files go when nobody has asked for them for a day
+    keep = {card.digest for card in registry.cards()}
+    gone = registry.remove(name, version, keep=keep)
+    registry.sweep()
+    text = ", ".join(_called(card) for card in gone)
+    return show(args, {"removed": [asdict(card) for card in gone]}, f"{text}: removed")
+
+
+def pin(args: argparse.Namespace) -> int:
+    name, version = _parted(args.name)
+    registry = open_registry()
+    if version is not None:
+        registry.alias(name, name, version)
+    card = registry.pin(name, not args.off)
+    state = "unpinned" if args.off else "pinned"
+    return show(args, asdict(card), f"{_called(card)}: {state}")
+
+
+def alias(args: argparse.Namespace) -> int:
+    registry = open_registry()
+    if args.off:
+        registry.unalias(args.alias)
+        return show(args, {"alias": args.alias, "removed": True}, f"{args.alias}: removed")
+    if args.name is None:
+        raise ConfigError("say which expert: coterie expert alias ALIAS NAME", param="name")
+    card = registry.alias(args.alias, *_parted(args.name))
+    return show(args, {"alias": args.alias, **asdict(card)}, f"{args.alias}: {_called(card)}")
+
+
+def rollback(args: argparse.Namespace) -> int:
+    name, _ = _parted(args.name)
+    card = open_registry().rollback(name)
+    return show(args, asdict(card), f"{name}: {_called(card)} again")
+
+
+def _parted(text: str) -> tuple[str, str | None]:
+    name, at, version = text.partition("@")
+    return name, version if at else None
+
+
+def _called(card: AdapterCard) -> str:
+    return f"{card.name}@{card.version}"
+
+
+def _for(base_models: Any) -> str:
+    shown = [f"{base.name} ({base.fingerprint[:12] or 'any file'})" for base in base_models]
+    return ", ".join(shown) or "any base model"
+
+
+def _flat(value: Any) -> str:
+    """A manifest's section as one line of text."""
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key} {_flat(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(_flat(item) for item in value)
+    return value if isinstance(value, str) else json.dumps(value)
