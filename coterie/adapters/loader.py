@@ -201,6 +201,7 @@ class Loader:
         return self._image[1:]
 
     def _fail(self, entry: Entry, problem: CoterieError) -> None:
+        self.history.counts["failed"] += 1
         with self._residency.changed:
             if self._places and self._places[0] is entry:
                 self._places.popleft()

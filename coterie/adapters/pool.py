@@ -65,6 +65,7 @@ class AdapterPool:
         # of the residency's version
         self._resident: tuple[int, tuple[str, ...]] = (0, ())
         self._hits = 0
+        self._lookups = {"device": 0, "host": 0, "disk": 0}
 
     def describe(self, adapters: Sequence[AdapterChoice]) -> StackFacts:
         """What a stack is, from its files' headers. Raises when it cannot be run here."""
@@ -79,7 +80,9 @@ class AdapterPool:
     def want(self, adapters: Sequence[AdapterChoice]) -> None:
         """Begin to load a stack that is not here. When too many are being loaded, whoever asks for
         its state later begins it."""
-        self._ask(self.describe(adapters))
+        facts = self.describe(adapters)
+        self._lookups[self._tier(facts)] += 1
+        self._ask(facts)
 
     def state(self, key: str) -> str:
         """ready, loading, full (in RAM, and no room on the device now) or failed. A stack that was
@@ -153,6 +156,7 @@ class AdapterPool:
         """Totals since start, and how much is where now."""
         residency, history = self._residency, self._loader.history
         return {
+            **{f"adapter_lookups_{tier}": float(n) for tier, n in self._lookups.items()},
             "adapter_hits": float(self._hits),
             "adapter_loads": float(history.counts["loads"]),
             "adapter_loads_disk": float(history.counts["disk"]),
@@ -166,6 +170,7 @@ class AdapterPool:
             "adapter_resident_bytes": float(residency.slab.used_bytes),
             "adapter_host_bytes": float(self._host.used_bytes),
             "adapter_loading": float(len(self._loader)),
+            "adapter_failures": float(history.counts["failed"]),
         }
 
     def check(self) -> None:
@@ -225,6 +230,13 @@ class AdapterPool:
             return self._want(facts).state
         except Overloaded:
             return "loading"
+
+    def _tier(self, facts: StackFacts) -> str:
+        entry = self._residency.entries.get(facts.key)
+        if entry is not None and entry.state == "ready":
+            return "device"
+        here = all(choice.digest in self._host for choice in facts.adapters)
+        return "host" if here else "disk"
 
     def _ready(self, key: str) -> Entry:
         entry = self._residency.entries.get(key)
