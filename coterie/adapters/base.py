@@ -27,6 +27,8 @@ class Change:
     # IA3: [out], or [in] where `feedforward`
     vector: Tensor | None = None
     feedforward: bool = False
+    # |W_i| of the base weight that the file carries beside the adapter, fp32 [out]
+    base_norms: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from coterie.kernels.patch import Patch, Site
 
 
+# relative; 4-bit weights keep row norms far better than this
+_BASE_TOLERANCE = 0.05
+
+
 @dataclass(frozen=True, slots=True)
 class Composed:
     patches: Mapping[Site, Patch]
@@ -80,3 +84,17 @@ def _check(path: str, change: Change, target: Target) -> None:
                 f"{path}: {name} is for {size(tensor)} features, the model has {wanted}: the "
                 "adapter is for another model"
             )
+    if change.base_norms is not None:
+        _check_base(path, change.base_norms, target)
+
+
+def _check_base(path: str, norms: Tensor, target: Target) -> None:
+    """A file that carries a base weight must carry the served one's, up to quantisation."""
+    if len(norms) == target.out_features:
+        own = target.row_norms_squared().sqrt().float()
+        if float((norms - own).norm()) <= _BASE_TOLERANCE * float(own.norm()):
+            return
+    raise WeightsError(
+        f"{path}: the adapter's file carries another base weight (a resized vocabulary, or another "
+        "model). Remove its base_layer tensors if you know better."
+    )

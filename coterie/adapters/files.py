@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from coterie.adapters import soft_prompt
-from coterie.adapters.base import Adapter
+from coterie.adapters.base import Adapter, Change
 from coterie.adapters.table import ADAPTERS, kind_of
 from coterie.core.errors import WeightsError
 
@@ -27,6 +27,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 4_000_000
 _MAX_WEIGHTS_BYTES = 1 << 33
 _MAX_TENSORS = 100_000
+_BASE_HEAD = "base_model.model.lm_head.base_layer.weight"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -80,7 +81,21 @@ def parse_adapter(config: bytes, weights: bytes, digest: str) -> Adapter:
     if kind.soft is not None:
         return Adapter(digest, name, soft=kind.soft(table, tensors), nbytes=nbytes)
     assert kind.changes is not None
-    return Adapter(digest, name, kind.changes(table, tensors), nbytes=nbytes)
+    head = tensors.pop(_BASE_HEAD, None)
+    changes = kind.changes(table, tensors)
+    if head is not None:
+        changes = _noting_head(changes, head)
+        nbytes -= head.nbytes
+    return Adapter(digest, name, changes, nbytes=nbytes)
+
+
+def _noting_head(changes: dict[str, Change], head: Tensor) -> dict[str, Change]:
+    """PEFT saves the base's LM head beside an adapter of it. It is not needed, but must be the
+    served model's: its row norms are kept to be compared when composing."""
+    change = changes.get("lm_head")
+    if change is None or head.dim() != 2:
+        raise WeightsError(f"{_BASE_HEAD!r} is there, but no adapter of the LM head")
+    return {**changes, "lm_head": replace(change, base_norms=head.float().norm(dim=1))}
 
 
 def parse_config(data: bytes) -> Mapping[str, Any]:

@@ -35,7 +35,7 @@ _REFUSED = {
     "modules_to_save": "it replaces whole modules of the base model",
     "trainable_token_indices": "it replaces rows of the embedding",
     "layer_replication": "it builds another model out of the base's layers",
-    "target_parameters": "it adapts stacked parameters (routed experts), which are not here",
+    "target_parameters": "it adapts the stacked weights of routed experts, which are not adapted",
     "lora_bias": "it adds biases beside the low-rank product",
     "use_qalora": "it pools inputs by quantisation groups",
     "alora_invocation_tokens": "activated LoRA switches on in the middle of a prompt",
@@ -131,7 +131,5 @@ def _check_module(path: str, parts: Mapping[str, Tensor], rank: int, dora: bool)
             f"{path}: lora_A {list(a.shape)} and lora_B {list(b.shape)} do not have the rank "
             f"{rank} that adapter_config.json gives this module"
         )
-    if a.dtype != b.dtype:
-        raise WeightsError(f"{path}: lora_A is {a.dtype} but lora_B is {b.dtype}")
     if dora and parts["magnitude"].shape != (b.shape[0],):
         raise WeightsError(f"{path}: lora_magnitude_vector is not as long as lora_B has rows")

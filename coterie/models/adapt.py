@@ -77,9 +77,12 @@ class Matrix:
 
     @torch.inference_mode()
     def project(self, x: Tensor) -> Tensor:
+        last = self.first + self.out_features
         if isinstance(self.product, ReferenceLinear):
-            x = x.to(self.product.weight.device)
-        rows = self.product(x)[:, self.first : self.first + self.out_features].float().cpu()
+            weight = self.product.weight[self.first : last]
+            rows = (x.to(weight.device) @ weight.float().T).cpu()
+        else:
+            rows = self.product(x)[:, self.first : last]
         if self.order is None:
             return rows
         back = torch.empty_like(rows)
