@@ -5,15 +5,16 @@ otherwise). Refuses to know where a value comes from.
 
 An engine's `stats()` uses free names: a key that ends in `_s` is seconds spent in that phase since
 start (`schedule_s`, `run_s`, `commit_s`) and becomes `coterie_step_seconds_total`; those in
-`ENGINE_GAUGES` say how things stand now; those in `EXPERT_SERIES` are about experts; any other key
-counts events (`steps`, `preemptions`) and becomes `coterie_engine_events_total`.
+`ENGINE_GAUGES` say how things stand now; those in `ENGINE_SERIES` are about experts and adapters;
+any other key counts events (`steps`, `preemptions`) and becomes `coterie_engine_events_total`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+from coterie.obs.adapter_metrics import ADAPTER_METRICS, ADAPTER_SERIES
 from coterie.obs.expert_metrics import EXPERT_METRICS, EXPERT_SERIES
 from coterie.obs.metric import Metric
 
@@ -32,6 +33,7 @@ REQUEST_BUCKETS_S = (
 
 
 ENGINE_GAUGES = frozenset({"running", "waiting", "kv_usage", "cached_blocks"})
+ENGINE_SERIES = EXPERT_SERIES | ADAPTER_SERIES
 
 _MODEL = ("model_name",)
 
@@ -81,6 +83,17 @@ METRICS = (
     Metric("coterie_engine_events", "counter", "Engine counters.", ("replica", "event")),
     Metric("coterie_engine_state", "gauge", "How the engine stands.", ("replica", "state")),
     *EXPERT_METRICS,
+    *ADAPTER_METRICS,
+    Metric(
+        "vllm:lora_requests_info", "gauge",
+        "Adapters of running and of waiting requests; the value is the time of the reading.",
+        ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    ),
+    Metric(
+        "vllm:lora_adapter_loaded", "gauge",
+        "1 while the adapter is on the device (level `gpu`, whatever the device), in use or not.",
+        ("model_name", "adapter_name", "level", "pinned"),
+    ),
     Metric("coterie_gateway_cpu_seconds", "counter", "CPU time of the gateway process.", ()),
     Metric("coterie_gateway_open_streams", "gauge", "Requests the gateway is answering.", ()),
 )  # fmt: skip
@@ -135,8 +148,8 @@ class Registry:
 
     def engine_stats(self, replica: str, stats: Mapping[str, float]) -> None:
         for name, amount in stats.items():
-            if name in EXPERT_SERIES:
-                metric, *labels = EXPERT_SERIES[name]
+            if name in ENGINE_SERIES:
+                metric, *labels = ENGINE_SERIES[name]
                 self.value(metric, replica, *labels).set(amount)
             elif name.endswith("_s"):
                 self.value("coterie_step_seconds", replica, name[:-2]).set(amount)
@@ -144,6 +157,11 @@ class Registry:
                 self.value("coterie_engine_state", replica, name).set(amount)
             else:
                 self.value("coterie_engine_events", replica, name).set(amount)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drops the series of metrics whose labels come and go."""
+        for name in names:
+            self._values.pop(name, None)
 
     def render(self) -> str:
         """Prometheus text format 0.0.4."""

@@ -18,6 +18,7 @@ from coterie.core.request import RouteHints
 from coterie.obs.metrics import Registry
 from coterie.obs.trace import log
 from coterie.routing.router import Router, Specialist
+from coterie.service.adapter_meter import measure_adapters
 from coterie.service.catalog import Catalog
 from coterie.service.meter import Series
 from coterie.service.replicas import ReplicaSet
@@ -180,6 +181,7 @@ class Roster:
             self.registry.value("coterie_worker_restarts", replica.name).set(restarts)
             self.registry.value("coterie_worker_up", replica.name).set(float(replica.healthy()))
             self.registry.engine_stats(replica.name, stats)
+        measure_adapters(self.registry, self.catalog, self._served.values())
 
     async def _start_group(self, group: Group) -> list[Served]:
         from coterie.models.tokenizer import load_tokenizer
