@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from coterie.kernels.patch import Segment
+    from coterie.kernels.patch_rows import PatchRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class AttentionBatch:
     phase: str = "prefill"
     # rows with adapters, in order, not overlapping; rows outside run the model as it is
     patches: tuple[Segment, ...] = ()
+    # captured steps have their rows' patches here, at a fixed address, and no segments
+    patch_rows: PatchRows | None = None
 
 
 def split_batch(batch: AttentionBatch, chunk_tokens: int) -> list[AttentionBatch]:

@@ -18,10 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coterie.kernels import reference
+from coterie.kernels import patched, reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
+from coterie.kernels.patch_rows import PatchRows
 from coterie.kernels.triton_attention import paged_attention
+from coterie.kernels.triton_patches import RANKS, SITE, expanded_head, site_of
 
 
 @triton.jit
@@ -63,32 +65,17 @@ def _norm_halves(first, second, weight, half, inside, eps, HEAD_DIM: tl.constexp
     return first, second
 
 
-@triton.jit
+# the site's number changes from layer to layer: one compilation serves them all
+@triton.jit(do_not_specialize=["q_site"])
 def _place_heads(
-    qkv,
-    bias,
-    q_norm,
-    k_norm,
-    cos,
-    sin,
-    positions,
-    slots,
-    q,
-    kv,
-    eps,
-    half_stride,
-    block_stride,
-    head_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """One program per (row, head of q, k or v): bias, norm and rope; q goes to `q`, k and v to
-    their slot. A negative slot is a padded row: nothing of it is kept."""
+    qkv, bias, q_norm, k_norm, cos, sin, positions, slots, q, kv, table, terms,
+    eps, half_stride, block_stride, head_stride, sites, room, q_site,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, PATCH: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """One program per (row, head of q, k or v): patch, bias, norm and rope; q goes to `q`, k and v
+    to their slot. A negative slot is a padded row: nothing of it is kept."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half = tl.arange(0, HALF)
     inside = half < HEAD_DIM // 2
@@ -96,6 +83,13 @@ def _place_heads(
     dtype = qkv.dtype.element_ty
     first = tl.load(qkv + source, mask=inside, other=0).to(tl.float32)
     second = tl.load(qkv + source + HEAD_DIM // 2, mask=inside, other=0).to(tl.float32)
+    if PATCH:
+        # fmt: off
+        first, second = expanded_head(first, second, table + (row * sites + q_site) * SITE,
+                                      terms + row * 3 * room, room, head, half, inside,
+                                      HEADS, KV_HEADS, HEAD_DIM, RANKS)
+        # fmt: on
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
     if BIAS:
         first += tl.load(bias + head * HEAD_DIM + half, mask=inside, other=0)
         second += tl.load(bias + head * HEAD_DIM + HEAD_DIM // 2 + half, mask=inside, other=0)
@@ -164,11 +158,16 @@ def place_heads(
     turn: tuple[Tensor, Tensor],
     kv_layer: Tensor,
     batch: AttentionBatch,
+    patch: tuple[PatchRows, int, Tensor] | None = None,
 ) -> Tensor:
-    """Biased, normed and rotated queries [T, heads, head_dim]; keys and values go to the cache."""
+    """Biased, normed and rotated queries [T, heads, head_dim]; keys and values go to the cache.
+
+    `patch` has what rows read, the layer, and the terms [T, 3, room] of q, k and v.
+    """
     rows, heads = len(qkv), shape.num_heads + 2 * shape.num_kv_heads
     q = torch.empty((rows, shape.num_heads, shape.head_dim), dtype=qkv.dtype, device=qkv.device)
     unused: Any = qkv
+    read, index, terms = patch or (None, 0, unused)
     _place_heads[(rows, heads)](
         qkv,
         unused if layer.qkv_bias is None else layer.qkv_bias,
@@ -179,10 +178,15 @@ def place_heads(
         batch.slots,
         q,
         kv_layer,
+        read.table if read else unused,
+        terms,
         shape.eps,
         kv_layer.stride(0),
         kv_layer.stride(1),
         kv_layer.stride(2),
+        read.table.shape[1] if read else 0,
+        terms.shape[2] if read else 0,
+        site_of(index, "q"),
         HEADS=shape.num_heads,
         KV_HEADS=shape.num_kv_heads,
         HEAD_DIM=shape.head_dim,
@@ -190,6 +194,8 @@ def place_heads(
         BLOCK_SIZE=batch.block_size,
         BIAS=layer.qkv_bias is not None,
         NORM=layer.q_norm is not None,
+        PATCH=read is not None,
+        RANKS=RANKS,
         num_warps=1,
     )
     return q
@@ -220,18 +226,33 @@ def decoder(
     hidden: Tensor,
     kv: Sequence[Tensor],
     batch: AttentionBatch,
+    first: int = 0,
 ) -> Tensor:
-    """Run `layers` over hidden [T, D], which is overwritten. No final norm."""
+    """Run `layers` over hidden [T, D], which is overwritten. No final norm.
+
+    The first given layer is number `first` of the model: patches are told apart by it.
+    """
+    if batch.patches or batch.patch_rows is not None:
+        from coterie.kernels import triton_patched
+
+        reads = triton_patched.reads(shape, layers, batch, first)
+        if reads is not None:
+            return triton_patched.decoder(shape, layers, (cos, sin), hidden, kv, batch, reads)
+    patches = batch.patches
     delta: Tensor | None = None
-    for layer, kv_layer in zip(layers, kv, strict=True):
-        qkv = layer.qkv(add_norm(hidden, delta, layer.input_norm, shape.eps))
+    heads = (("q", shape.q_size), ("k", shape.kv_size), ("v", shape.kv_size))
+    inner = (("gate", shape.intermediate), ("up", shape.intermediate))
+    for index, (layer, kv_layer) in enumerate(zip(layers, kv, strict=True), first):
+        normed = add_norm(hidden, delta, layer.input_norm, shape.eps)
+        qkv = patched.linear(layer.qkv, normed, index, heads, patches)
         if layer.norms_whole(shape):
             layer, qkv = _normed_whole(shape, layer, qkv)
         q = place_heads(shape, layer, qkv, (cos, sin), kv_layer, batch)
-        mixed = paged_attention(q, kv_layer, batch, shape.attention_scale)
-        delta = layer.o(mixed.view(len(hidden), -1))
+        mixed = paged_attention(q, kv_layer, batch, shape.attention_scale).view(len(hidden), -1)
+        delta = patched.linear(layer.o, mixed, index, (("o", shape.hidden),), patches)
         if layer.post_norm is None or layer.gate_up is None or layer.down is None:
             continue
         normed = add_norm(hidden, delta, layer.post_norm, shape.eps)
-        delta = layer.down(silu_mul(layer.gate_up(normed)))
+        acts = silu_mul(patched.linear(layer.gate_up, normed, index, inner, patches))
+        delta = patched.linear(layer.down, acts, index, (("down", shape.hidden),), patches)
     return hidden if delta is None else hidden + delta

@@ -1,14 +1,15 @@
 """Decode steps captured as CUDA graphs: at small batches launching kernels costs more than running.
 
-One graph per padded number of sequences and KV cache, captured on first use (or by `prepare`).
-Padded rows have slot -1 and no context: the Triton kernels keep nothing of them. The eager path in
-`base` is the twin; steps with prefill rows or more sequences than `SIZES` take it.
+One graph per padded number of sequences and KV cache, captured on first use (or by `prepare`), and
+one more for rows with adapters: steps without any pay nothing for them. Padded rows have slot -1,
+no context and no adapter: the Triton kernels keep nothing of them. The eager path in `base` is the
+twin; steps with prefill rows, too many sequences or adapters beyond the kernels take it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from coterie.kernels.batch import AttentionBatch
+from coterie.kernels.patch_rows import PatchRows, capturable
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -39,6 +41,11 @@ class DecodeInputs:
             block_size=block_size,
         )
 
+    def adapt(self, layers: int) -> None:
+        """Rows may have adapters from now on."""
+        rows = PatchRows(len(self.token_ids), layers, self.token_ids.device)
+        self.batch = replace(self.batch, patch_rows=rows)
+
     def fill(self, token_ids: Tensor, batch: AttentionBatch, rows: Tensor) -> None:
         """Copy a step in; what an earlier, larger step left behind it becomes padding."""
         live, width = len(token_ids), batch.block_tables.shape[1]
@@ -52,6 +59,8 @@ class DecodeInputs:
         if live < len(self.token_ids):
             mine.slots[live:] = -1
             mine.context_lens[live:] = 0
+        if mine.patch_rows is not None:
+            mine.patch_rows.fill(batch.patches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +77,19 @@ class DecodeGraphs:
         self._captured = WeakIdKeyDictionary()
         # made by torch; graphs that never run at once share their memory
         self._pool: Any = None
+        # False once a captured step has left its rows' adapters unread: this model is walked by
+        # kernels that know segments alone
+        self._adapts = True
 
-    def prepare(self, kv: Sequence[Tensor], block_size: int, max_sequences: int) -> None:
-        """Capture every size up to `max_sequences`, so that no request waits for it."""
+    def prepare(
+        self, kv: Sequence[Tensor], block_size: int, max_sequences: int, adapters: bool = False
+    ) -> None:
+        """Capture every size up to `max_sequences`, so that no request waits for it; with
+        `adapters` also those that have them."""
         for size in reversed([s for s in SIZES if s < 2 * max_sequences]):
-            self._find(size, kv, block_size)
+            self._find(size, kv, block_size, False)
+            if adapters and self._adapts:
+                self._find(size, kv, block_size, True)
 
     def forward(
         self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor], rows: Tensor
@@ -81,29 +98,42 @@ class DecodeGraphs:
         live, width = batch.block_tables.shape
         decode = len(token_ids) == live and len(rows) <= live
         covered = width * batch.block_size <= self._width(batch.block_size)
-        if not (decode and covered and live <= SIZES[-1]):
+        if not (decode and covered and live <= SIZES[-1] and self._takes(batch, len(kv))):
             return None
         size = next(size for size in SIZES if size >= live)
-        captured = self._find(size, kv, batch.block_size)
+        captured = self._find(size, kv, batch.block_size, bool(batch.patches))
+        if captured is None:
+            return None
         captured.inputs.fill(token_ids, batch, rows)
         captured.graph.replay()
         return captured.logits[: len(rows)]
+
+    def _takes(self, batch: AttentionBatch, layers: int) -> bool:
+        patches = batch.patches
+        return not patches or (self._adapts and capturable(patches, layers, self._device))
 
     def _width(self, block_size: int) -> int:
         """Positions a block table covers, in whole blocks."""
         return -(-self._max_positions // block_size) * block_size
 
-    def _find(self, size: int, kv: Sequence[Tensor], block_size: int) -> _Captured:
-        graphs: dict[tuple[int, int], _Captured]
+    def _find(
+        self, size: int, kv: Sequence[Tensor], block_size: int, adapted: bool
+    ) -> _Captured | None:
+        graphs: dict[tuple[int, int, bool], _Captured | None]
         graphs = self._captured.setdefault(kv[0], {})  # type: ignore[no-untyped-call]
-        key = (size, block_size)
+        key = (size, block_size, adapted)
         if key not in graphs:
-            graphs[key] = self._capture(size, kv, block_size)
+            graphs[key] = self._capture(size, kv, block_size, adapted)
         return graphs[key]
 
-    def _capture(self, size: int, kv: Sequence[Tensor], block_size: int) -> _Captured:
+    def _capture(
+        self, size: int, kv: Sequence[Tensor], block_size: int, adapted: bool
+    ) -> _Captured | None:
+        """None where adapters would be left out."""
         width = self._width(block_size) // block_size
         inputs = DecodeInputs(size, width, block_size, self._device)
+        if adapted:
+            inputs.adapt(len(kv))
 
         def run() -> Tensor:
             return self._compute(inputs.token_ids, inputs.batch, kv, inputs.rows)
@@ -115,6 +145,9 @@ class DecodeGraphs:
             run()
             run()
         torch.cuda.current_stream(self._device).wait_stream(side)
+        if inputs.batch.patch_rows is not None and not inputs.batch.patch_rows.read:
+            self._adapts = False
+            return None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = run()

@@ -1,0 +1,142 @@
+"""Adapters as a device's kernels read them: per row of a step the addresses of its patches.
+
+One record per stack, made when it is first seen; a step gathers its rows' records into one table,
+so that a kernel finds a patch in one read. Knows no kernel and no adapter kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coterie.kernels.patch import PARTS
+
+if TYPE_CHECKING:
+    from coterie.kernels.batch import AttentionBatch
+    from coterie.kernels.patch import Patch, Segment, Stack
+
+# words of a site: addresses of a, b, in_scale, out_scale, shift (0: none), rank, 1 if a and b are
+# fp32, one unused
+WORDS = 8
+# the largest rank whose terms a captured step has room for; above it torch does the work
+MAX_RANK = 256
+# from so many rows on a segment's matrices are worth products of their own
+LONG_ROWS = 512
+# what the kernels' widest loads ask of an address
+_ALIGN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A stack's sites, by layer and part."""
+
+    # [layers * parts, WORDS] int64; None: something in it is beyond the kernels
+    sites: Tensor | None
+    rank: int
+    # all its patches belong to the layers
+    inside: bool
+
+
+def record_of(stack: Stack, device: torch.device) -> Record:
+    """Made once per stack and device."""
+    name = str(device)
+    found = stack.tables.get(name)
+    if not isinstance(found, Record):
+        found = stack.tables[name] = _record(stack, device)
+    return found
+
+
+def _record(stack: Stack, device: torch.device) -> Record:
+    inner = {site: patch for site, patch in stack.patches.items() if site[1] in PARTS}
+    inside = len(inner) == len(stack.patches)
+    if not all(_readable(site[1], patch) for site, patch in inner.items()):
+        return Record(None, 0, inside)
+    layers = 1 + max((layer for layer, _ in inner), default=-1)
+    words = [[0] * WORDS for _ in range(layers * len(PARTS))]
+    for (layer, part), patch in inner.items():
+        words[layer * len(PARTS) + PARTS.index(part)] = _words(patch)
+    rank = max((patch.rank for patch in inner.values()), default=0)
+    sites = torch.tensor(words, dtype=torch.int64).view(-1, WORDS)
+    return Record(sites.to(device), rank, inside)
+
+
+def _readable(part: str, patch: Patch) -> bool:
+    """A scaled input is the kernels' own only in front of `down`; the other products are fused or
+    read attention's output as it is."""
+    vectors = (patch.a, patch.b, patch.in_scale, patch.out_scale, patch.shift)
+    aligned = all(part is None or part.data_ptr() % _ALIGN == 0 for part in vectors)
+    return aligned and patch.rank <= MAX_RANK and (part == "down" or patch.in_scale is None)
+
+
+def _words(patch: Patch) -> list[int]:
+    vectors = (patch.a, patch.b, patch.in_scale, patch.out_scale, patch.shift)
+    wide = patch.a is not None and patch.a.dtype == torch.float32
+    return [0 if v is None else v.data_ptr() for v in vectors] + [patch.rank, int(wide), 0]
+
+
+class PatchRows:
+    """What `rows` rows read at every site of `layers` layers. The table's address never changes."""
+
+    def __init__(self, rows: int, layers: int, device: torch.device) -> None:
+        self.layers, self.device = layers, device
+        self.table = torch.zeros(
+            (rows, layers * len(PARTS), WORDS), dtype=torch.int64, device=device
+        )
+        # terms of one row and part that must have room
+        self.rank = MAX_RANK
+        # set by whoever honours the table: captured steps of others run adapters eagerly
+        self.read = False
+        self._filled: tuple[Segment, ...] = ()
+
+    def fill(self, segments: tuple[Segment, ...]) -> None:
+        """Rows outside the segments run the model as it is. Nothing to do if they are the same
+        as last time; whoever fills keeps the stacks until the step has been computed."""
+        if segments == self._filled:
+            return
+        stacks = list({id(part.stack): part.stack for part in segments}.values())
+        places = {id(stack): place for place, stack in enumerate(stacks, 1)}
+        index = [0] * len(self.table)
+        for first, last, stack in segments:
+            index[first:last] = [places[id(stack)]] * (last - first)
+        records = [self.table.new_zeros((self.table.shape[1], WORDS))]
+        for stack in stacks:
+            sites = record_of(stack, self.device).sites
+            if sites is not None:
+                records.append(sites)
+        joined = torch.nn.utils.rnn.pad_sequence(records, batch_first=True)
+        torch.index_select(joined, 0, torch.tensor(index, device=self.device), out=self.table)
+        self._filled = segments
+
+
+def capturable(segments: Sequence[Segment], layers: int, device: torch.device) -> bool:
+    """Whether a step that was captured with a PatchRows serves these stacks."""
+    records = [record_of(part.stack, device) for part in segments]
+    widest = layers * len(PARTS)
+    return all(r.sites is not None and r.inside and len(r.sites) <= widest for r in records)
+
+
+def rows_of(batch: AttentionBatch, layers: int) -> tuple[PatchRows | None, tuple[Segment, ...]]:
+    """What the row kernels read, and the segments that are left to torch: long ones, and those
+    that the kernels cannot. `layers` counts up to the last one of this call."""
+    if batch.patch_rows is not None:
+        return batch.patch_rows, ()
+    device = batch.positions.device
+    short, rest, rank = [], [], 16
+    for part in batch.patches:
+        record = record_of(part.stack, device)
+        if record.sites is None or part.last - part.first >= LONG_ROWS:
+            rest.append(part)
+            continue
+        short.append(part)
+        rank = max(rank, record.rank)
+        layers = max(layers, len(record.sites) // len(PARTS))
+    if not short:
+        return None, tuple(rest)
+    rows = PatchRows(len(batch.positions), layers, device)
+    rows.rank = rank
+    rows.fill(tuple(short))
+    return rows, tuple(rest)

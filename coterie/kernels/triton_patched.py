@@ -1,0 +1,180 @@
+"""The Triton decoder where rows have adapters: as `triton_layers.decoder`, with as many launches.
+
+Row kernels serve every row of short segments; what `patch_rows` leaves to torch goes through
+`patched.linear`. Import it only where triton is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from coterie.kernels import patched
+from coterie.kernels.batch import AttentionBatch
+from coterie.kernels.decoder import DecoderLayer, DecoderShape
+from coterie.kernels.patch_rows import PatchRows, rows_of
+from coterie.kernels.triton_attention import paged_attention
+from coterie.kernels.triton_layers import place_heads
+from coterie.kernels.triton_patches import RANKS, _norm_rows, _silu_rows, site_of
+
+if TYPE_CHECKING:
+    from coterie.kernels.patch import Segment
+
+# columns of silu(gate) * up that one program makes
+CHUNK = 256
+# elements of a matrix that one program holds at once
+_TILE = 16384
+
+
+class Reads(NamedTuple):
+    """What the rows of a step read besides the model."""
+
+    rows: PatchRows
+    # left to torch
+    rest: tuple[Segment, ...]
+    # number of the first layer that is run
+    first: int
+
+
+class Product(NamedTuple):
+    """What `o` or `down` of a layer gave, and what its low-rank terms are made of."""
+
+    y: Tensor
+    layer: int
+    part: str
+    # x itself, or the pieces of x a^T [T, pieces, room] that were made with x
+    source: Tensor | None = None
+    terms: Tensor | None = None
+
+
+class Norm(NamedTuple):
+    """What follows a norm: the parts of a layer that read it."""
+
+    weight: Tensor
+    eps: float
+    layer: int
+    parts: tuple[str, ...]
+
+
+def norm_rows(
+    rows: PatchRows, hidden: Tensor, product: Product | None, norm: Norm | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden + patched product; that, normed; and the terms of the parts that read it."""
+    count, width = hidden.shape
+    parts = norm.parts if norm else ()
+    source, terms = (product.source, product.terms) if product else (None, None)
+    summed = torch.empty_like(hidden) if product else hidden
+    normed = torch.empty_like(hidden) if norm else hidden
+    shrunk = _room(rows, count, max(1, len(parts)))
+    inner = 0 if source is None else source.shape[1]
+    splits = 1 if terms is None else terms.shape[1]
+    widest = triton.next_power_of_2(max(width, inner))
+    _norm_rows[(count, max(1, len(parts)))](
+        hidden,
+        product.y if product else hidden,
+        hidden if source is None else source,
+        shrunk if terms is None else terms,
+        norm.weight if norm else hidden,
+        rows.table,
+        summed,
+        normed,
+        shrunk,
+        norm.eps if norm else 0.0,
+        rows.table.shape[1],
+        shrunk.shape[2],
+        site_of(product.layer, product.part) if product else 0,
+        site_of(norm.layer, parts[0]) if norm else 0,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        SOURCE=inner,
+        SOURCE_PADDED=triton.next_power_of_2(max(1, inner)),
+        SPLITS=splits,
+        SPLITS_PADDED=triton.next_power_of_2(splits),
+        RANKS=max(2, min(RANKS, _TILE // widest)),
+        PARTS=len(parts),
+        ADD=product is not None,
+        num_warps=16 if widest >= 1024 else 8,
+    )
+    return summed, normed, shrunk
+
+
+def silu_rows(rows: PatchRows, gate_up: Tensor, layer: int, terms: Tensor) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up as `down` is to read it, and the pieces of down's terms."""
+    count, width = len(gate_up), gate_up.shape[1] // 2
+    out = torch.empty((count, width), dtype=gate_up.dtype, device=gate_up.device)
+    chunk = min(CHUNK, triton.next_power_of_2(width))
+    chunks = triton.cdiv(width, chunk)
+    shrunk = _room(rows, count, chunks)
+    _silu_rows[(count, chunks)](
+        gate_up,
+        rows.table,
+        terms,
+        out,
+        shrunk,
+        rows.table.shape[1],
+        shrunk.shape[2],
+        site_of(layer, "gate"),
+        WIDTH=width,
+        CHUNK=chunk,
+        CHUNKS=chunks,
+        RANKS=RANKS,
+        num_warps=4,
+    )
+    return out, shrunk
+
+
+def _room(rows: PatchRows, count: int, pieces: int) -> Tensor:
+    room = -(-rows.rank // 16) * 16
+    return torch.empty((count, pieces, room), device=rows.table.device)
+
+
+def reads(
+    shape: DecoderShape, layers: Sequence[DecoderLayer], batch: AttentionBatch, first: int
+) -> Reads | None:
+    """None where all of it is left to torch. Patches come before biases and norms: where torch adds
+    those, it must add patches too."""
+    products = [(layer.qkv, layer.o, layer.gate_up, layer.down) for layer in layers]
+    biased = any(hasattr(product, "bias") for four in products for product in four)
+    if biased or any(layer.norms_whole(shape) for layer in layers):
+        return None
+    rows, rest = rows_of(batch, first + len(layers))
+    if rows is None:
+        return None
+    rows.read = True
+    return Reads(rows, rest, first)
+
+
+def decoder(
+    shape: DecoderShape,
+    layers: Sequence[DecoderLayer],
+    turn: tuple[Tensor, Tensor],
+    hidden: Tensor,
+    kv: Sequence[Tensor],
+    batch: AttentionBatch,
+    given: Reads,
+) -> Tensor:
+    rows, rest, first = given
+    before: Product | None = None
+    heads = (("q", shape.q_size), ("k", shape.kv_size), ("v", shape.kv_size))
+    inner = (("gate", shape.intermediate), ("up", shape.intermediate))
+    for index, (layer, kv_layer) in enumerate(zip(layers, kv, strict=True), first):
+        norm = Norm(layer.input_norm, shape.eps, index, ("q", "k", "v"))
+        hidden, normed, terms = norm_rows(rows, hidden, before, norm)
+        qkv = patched.linear(layer.qkv, normed, index, heads, rest)
+        q = place_heads(shape, layer, qkv, turn, kv_layer, batch, (rows, index, terms))
+        mixed = paged_attention(q, kv_layer, batch, shape.attention_scale).view(len(hidden), -1)
+        y = patched.linear(layer.o, mixed, index, (("o", shape.hidden),), rest)
+        before = Product(y, index, "o", source=mixed)
+        if layer.post_norm is None or layer.gate_up is None or layer.down is None:
+            continue
+        norm = Norm(layer.post_norm, shape.eps, index, ("gate", "up"))
+        hidden, normed, terms = norm_rows(rows, hidden, before, norm)
+        gate_up = patched.linear(layer.gate_up, normed, index, inner, rest)
+        acts, pieces = silu_rows(rows, gate_up, index, terms)
+        y = patched.linear(layer.down, acts, index, (("down", shape.hidden),), rest)
+        before = Product(y, index, "down", terms=pieces)
+    return hidden if before is None else norm_rows(rows, hidden, before, None)[0]

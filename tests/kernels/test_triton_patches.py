@@ -1,0 +1,171 @@
+"""The Triton decoder under patches against its torch twin, in Triton's interpreter.
+
+The interpreter is chosen when triton is imported, so the cases run in one child process: this file
+as a script. It prints one JSON object {case: relative error}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+# the interpreter is slow, and slower on a busy machine
+pytestmark = pytest.mark.timeout(600)
+
+FIELDS = {
+    "lora": ("low_rank",),
+    "dora": ("low_rank", "out_scale", "shift"),
+    # in_scale in front of a fused product: left to torch
+    "all": ("low_rank", "in_scale", "out_scale", "shift"),
+}
+# rows of every segment: adapted and plain rows in turn, one stack twice, prefill rows among them
+CASES = ["lora/16/bfloat16", "dora/17/float32", "ia3/4/float32", "qwen3/40/bfloat16"]
+CASES += ["all/1/float32", "lora/300/float32", "olmoe/8/float32", "long/8/float32"]
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, float]:
+    root = Path(__file__).resolve().parents[2]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=580
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_patched_decoder_matches_reference(errors: dict[str, float], case: str) -> None:
+    assert errors[case] < 1e-5
+
+
+def test_rows_without_patches_keep_their_bits(errors: dict[str, float]) -> None:
+    assert errors["plain rows"] == 0.0
+
+
+def test_captured_rows_equal_segments(errors: dict[str, float]) -> None:
+    assert errors["captured"] == 0.0
+
+
+def small_model(kind: str) -> tuple[Any, list[Any], Any, Any]:
+    """Two layers; as few programs as show every index."""
+    from coterie.kernels.decoder import DecoderLayer, DecoderShape
+    from coterie.kernels.linear import ReferenceLinear
+    from coterie.weights.quantize import Dense
+
+    shape = DecoderShape(2, 1, 16, 40, 272, 1e-6, 0.25)
+    special, whole = kind != "plain", kind == "olmoe"
+
+    def product(height: int, width: int) -> Any:
+        return ReferenceLinear([Dense(torch.randn(height, width) * width**-0.5)])
+
+    layers = [
+        DecoderLayer(
+            input_norm=1 + 0.2 * torch.randn(40),
+            qkv=product(64, 40),
+            q_norm=1 + 0.2 * torch.randn(32 if whole else 16) if special else None,
+            k_norm=1 + 0.2 * torch.randn(16) if special else None,
+            qkv_bias=0.2 * torch.randn(64) if special else None,
+            o=product(40, 32),
+            post_norm=None if whole else 1 + 0.2 * torch.randn(40),
+            gate_up=None if whole else product(544, 40),
+            down=None if whole else product(40, 272),
+        )
+        for _ in range(2)
+    ]
+    angles = torch.arange(64)[:, None] * 100 ** (-torch.arange(8) / 8)
+    return shape, layers, angles.cos(), angles.sin()
+
+
+def stacks_for(case: str, shape: Any) -> tuple[Any, Any]:
+    from tests.kernels.patch_cases import random_stack
+
+    kind, rank, dtype = case.split("/")
+    # ia3 as PEFT places it: scaled keys and values, and a scaled input of down
+    fields, parts = FIELDS.get(kind, ("low_rank",)), ("q", "k", "v", "o", "gate", "up", "down")
+    one = random_stack(shape, [0, 1], int(rank), getattr(torch, dtype), fields, parts)
+    if kind == "ia3":
+        keys = random_stack(shape, [0, 1], 1, torch.float32, ("out_scale",), ("k", "v"))
+        down = random_stack(shape, [0, 1], 3, torch.float32, ("in_scale", "low_rank"), ("down",))
+        one = replace(keys, patches={**keys.patches, **down.patches})
+    # the other one has fewer layers and parts, and another type
+    return one, random_stack(shape, [0], 3, torch.float32, fields, ("q", "up", "down"))
+
+
+def decoder_error(case: str, generator: Any) -> float:
+    """Hidden states and caches of a two-layer stack behind random prefixes."""
+    from coterie.kernels import patch_rows, reference, triton_layers
+    from coterie.kernels.patch import Segment
+    from tests.kernels.test_triton import random_batch, relative
+
+    kind = case.split("/")[0]
+    base = kind if kind in ("qwen3", "olmoe") else "plain"
+    shape, layers, cos, sin = small_model(base)
+    batch, blocks = random_batch([1, 3, 1, 1], [9, 7, 3, 11], 8, generator)
+    one, other = stacks_for(case, shape)
+    cut = Segment(0, 1, one), Segment(2, 4, other), Segment(5, 6, one)
+    batch = replace(batch, patches=cut)
+    patch_rows.LONG_ROWS = 2 if kind == "long" else 512
+    mine = [torch.randn((2, blocks, 1, 8, 16), generator=generator) for _ in layers]
+    theirs = [cache.clone() for cache in mine]
+    hidden = torch.randn((len(batch.positions), 40), generator=generator)
+    want = reference.decoder(shape, layers, cos, sin, hidden.clone(), theirs, batch)
+    got = triton_layers.decoder(shape, layers, cos, sin, hidden.clone(), mine, batch)
+    caches = max(relative(a, b) for a, b in zip(mine, theirs, strict=True))
+    return max(relative(got, want), caches)
+
+
+def captured_errors(generator: Any) -> dict[str, float]:
+    """A table filled twice, as captured steps do; and plain rows beside the plain path."""
+    from coterie.kernels import triton_layers
+    from coterie.kernels.patch import Segment
+    from coterie.kernels.patch_rows import PatchRows
+    from tests.kernels.test_triton import random_batch
+
+    shape, layers, cos, sin = small_model("plain")
+    batch, blocks = random_batch([1] * 4, [9, 2, 3, 5], 8, generator)
+    one, other = stacks_for("lora/8/float32", shape)
+    rows = PatchRows(4, 2, torch.device("cpu"))
+    rows.fill((Segment(0, 4, other),))
+    rows.fill((Segment(1, 2, one), Segment(3, 4, other)))
+    cut = Segment(1, 2, one), Segment(3, 4, other)
+    caches = [torch.randn((2, blocks, 1, 8, 16), generator=generator) for _ in layers]
+    hidden = torch.randn((4, 40), generator=generator)
+
+    def run(given: Any) -> Any:
+        kv = [cache.clone() for cache in caches]
+        return triton_layers.decoder(shape, layers, cos, sin, hidden.clone(), kv, given)
+
+    plain, eager = run(batch), run(replace(batch, patches=cut))
+    captured = run(replace(batch, patch_rows=rows))
+    same = torch.equal(plain[[0, 2]], eager[[0, 2]]) and not torch.equal(plain, eager)
+    return {
+        "plain rows": float(not same),
+        "captured": float(not (rows.read and torch.equal(captured, eager))),
+    }
+
+
+def main() -> None:
+    from tests.kernels.test_triton import allow_new_numpy
+
+    allow_new_numpy()
+    torch.manual_seed(5)
+    generator = torch.Generator().manual_seed(7)
+    found = {case: decoder_error(case, generator) for case in CASES}
+    found |= captured_errors(generator)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
