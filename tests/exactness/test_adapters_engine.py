@@ -1,0 +1,190 @@
+"""Greedy answers of the engine with adapters equal PEFT's: 32 requests over 16 adapters of every
+kind and stacks of them, in mixed batches, with preemption and eviction.
+
+The pool, the library and the loader are the real ones; PEFT runs over the same weights in fp32.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import model_at
+from peft_files import make_adapter, peft_oracle
+from tiny import tiny_checkpoint
+from toy import make_assignment
+
+from coterie.adapters.library import Library
+from coterie.adapters.pool import AdapterPool
+from coterie.core.adapters import AdapterSettings
+from coterie.core.events import Delta, Failed
+from coterie.core.plan import AdapterChoice, Admitted, stack_key
+from coterie.engine.engine import Engine, LaneConfig
+from coterie.models.tokenizer import load_tokenizer
+from coterie.packages.digest import digest_of
+
+# directories that PEFT wrote, and their weights
+Parts = tuple[tuple[Path, float], ...]
+Question = tuple[tuple[int, ...], Parts]
+
+
+def sixteen(path: Path) -> list[Path]:
+    """Four of each kind, of different shapes."""
+    small = {"target_modules": ["q_proj", "v_proj"]}
+    return [
+        make_adapter(path, "lora", 1),
+        make_adapter(path, "lora", 2, r=16, lora_alpha=16, use_rslora=True),
+        make_adapter(path, "lora", 3, r=1, **small),
+        make_adapter(path, "lora", 4, r=8, dtype="bfloat16"),
+        make_adapter(path, "dora", 5),
+        make_adapter(path, "dora", 6, r=8),
+        make_adapter(path, "dora", 7, r=2, **small),
+        make_adapter(path, "dora", 8, dtype="bfloat16"),
+        make_adapter(path, "ia3", 9),
+        make_adapter(path, "ia3", 10, target_modules=["q_proj", "o_proj", "up_proj"]),
+        make_adapter(path, "ia3", 11, target_modules=["down_proj"]),
+        make_adapter(path, "ia3", 12, dtype="bfloat16"),
+        make_adapter(path, "soft_prompt", 13),
+        make_adapter(path, "soft_prompt", 14, num_virtual_tokens=1),
+        make_adapter(path, "soft_prompt", 15, num_virtual_tokens=17),
+        make_adapter(path, "soft_prompt", 16, num_virtual_tokens=9),
+    ]
+
+
+def stacks_of(adapters: Sequence[Path]) -> list[Parts]:
+    """Every adapter alone, then weighted stacks that PEFT has too, and none at all."""
+    a = list(adapters)
+    return [
+        *(((one, 1.0),) for one in a),
+        ((a[0], 0.5),),
+        ((a[0], 0.7), (a[1], -0.4)),
+        ((a[1], 1.0), (a[2], 0.5), (a[3], 1.5)),
+        ((a[4], 1.0), (a[0], 0.6)),
+        ((a[0], 0.6), (a[4], 1.0)),
+        ((a[5], 0.5), (a[7], 0.5)),
+        ((a[8], 1.0), (a[9], 0.5)),
+        (),
+    ]
+
+
+class Bench:
+    """One model, a library of its adapters, and engines over them."""
+
+    def __init__(self, path: Path, backend: str, root: Path) -> None:
+        self.path, self.root = path, root
+        self.model = model_at(path, backend)
+        self.digests: dict[Path, str] = {}
+
+    def choices(self, parts: Parts) -> tuple[AdapterChoice, ...]:
+        for directory, _ in parts:
+            if directory not in self.digests:
+                digest = digest_of(directory)
+                shutil.copytree(directory, self.root / digest)
+                self.digests[directory] = digest
+        return tuple(AdapterChoice(d.name, self.digests[d], weight) for d, weight in parts)
+
+    @contextmanager
+    def pool(self, device_bytes: int) -> Iterator[AdapterPool]:
+        settings = AdapterSettings(device_bytes=device_bytes, host_bytes=10**8)
+        library = Library(self.root)
+        pool = AdapterPool(library, self.model.targets, settings, torch.device("cpu"))
+        try:
+            yield pool
+        finally:
+            pool.close()
+
+    def engine(self, pool: AdapterPool, batching: str = "mixed", **lane: Any) -> Engine:
+        config = LaneConfig(name="lane", max_context=512, block_size=4, **lane)
+        tokenizer = load_tokenizer(self.path)
+        return Engine(self.model, tokenizer, [config], adapters=pool, batching=batching)
+
+    def answers(self, engine: Engine, work: Sequence[Question], count: int) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in work]
+        for number, (ids, parts) in enumerate(work):
+            assignment = make_assignment(
+                str(number), ids, max_tokens=count, adapters=self.choices(parts)
+            )
+            verdict = engine.add(assignment)
+            assert isinstance(verdict, Admitted), verdict
+        while engine.has_work():
+            for event in engine.step():
+                assert not isinstance(event, Failed), event
+                if isinstance(event, Delta):
+                    found[int(event.request_id)] += event.token_ids
+            engine.check()
+        return found
+
+    def expected(self, work: Sequence[Question], answers: Sequence[list[int]]) -> list[list[int]]:
+        """PEFT's greedy answers, as far as ours agree, one pass each: see `PeftOracle.follow`."""
+        return [
+            follow(self.path, ids, parts, tuple(answer))
+            for (ids, parts), answer in zip(work, answers, strict=True)
+        ]
+
+
+@cache
+def follow(path: Path, ids: tuple[int, ...], parts: Parts, answer: tuple[int, ...]) -> list[int]:
+    return peft_oracle(path).follow(ids, parts, answer)
+
+
+def questions(stacks: Sequence[Parts], vocab: int, seed: int = 5) -> list[Question]:
+    """32, with eight prompts only: equal ones meet on different stacks, and some on the same."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(9, 30, (8,), generator=draw).tolist()
+    ids = [tuple(torch.randint(4, vocab, (n,), generator=draw).tolist()) for n in lengths]
+    return [(ids[i % 8], stacks[i % len(stacks)]) for i in range(32)]
+
+
+def make_ready(pool: AdapterPool, stacks: Sequence[tuple[AdapterChoice, ...]]) -> None:
+    """Load everything now: what follows does not depend on how fast the loader is."""
+    for choices in stacks:
+        pool.want(choices)
+    for choices in stacks:
+        until = time.monotonic() + 60
+        while pool.state(stack_key(choices)) != "ready":
+            assert time.monotonic() < until
+            pool.wait(0.05)
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("reference", marks=pytest.mark.full)])
+def bench(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tiny_checkpoint("llama"), request.param, tmp_path_factory.mktemp("library"))
+
+
+def test_mixed_batch_equals_peft(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stacks resident; KV is short, so that requests are preempted and come back."""
+    work = questions(stacks_of(sixteen(bench.path)), 384)
+    mixed: list[int] = []
+    forward = bench.model.forward
+
+    def watched(ids: Any, batch: Any, kv: Any, rows: Any) -> Any:
+        mixed.append(len(batch.patches))
+        return forward(ids, batch, kv, rows)
+
+    monkeypatch.setattr(bench.model, "forward", watched)
+    with bench.pool(10**7) as pool:
+        make_ready(pool, [bench.choices(parts) for _, parts in work if parts])
+        engine = bench.engine(pool, num_blocks=150, max_sequences=32, max_step_tokens=96)
+        found = bench.answers(engine, work, 20)
+    assert max(mixed) >= 14 and engine.stats()["preemptions"] > 0
+    assert engine.stats()["prefix_hits_tokens"] > 0
+    assert found == bench.expected(work, found)
+
+
+@pytest.mark.parametrize("batching", ["mixed", "grouped"])
+def test_few_seats_equal_peft(bench: Bench, batching: str) -> None:
+    """Room for a fifth of the stacks: they are loaded, used and pushed out while others run."""
+    work = questions(stacks_of(sixteen(bench.path)), 384)
+    with bench.pool(340_000) as pool:
+        engine = bench.engine(pool, batching, num_blocks=400, max_sequences=32)
+        found = bench.answers(engine, work, 20)
+        pool.check()
+    assert engine.stats()["adapter_evictions"] > 8
+    assert found == bench.expected(work, found)
