@@ -1,14 +1,17 @@
-"""Adapters that were read before, in RAM: least recently used first out, within a byte budget.
+"""Adapters that were read and stacks that were composed before, in RAM, within one byte budget.
 
-Thread-safe. Knows neither disk nor device.
+Least recently used first out. A stack of one adapter is kept in its place: composed, it reaches the
+device in one copy. Thread-safe. Knows neither disk nor device.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from coterie.adapters.base import Adapter
+from coterie.adapters.image import Image
 
 
 class HostCache:
@@ -17,34 +20,57 @@ class HostCache:
         self.used_bytes = 0
         self.evictions = 0
         self._lock = threading.Lock()
-        self._adapters: OrderedDict[str, Adapter] = OrderedDict()
-
-    def __contains__(self, digest: str) -> bool:
-        return digest in self._adapters
+        # adapters by digest, images by their stack's key: the two differ in length
+        self._held: OrderedDict[str, Adapter | Image] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._adapters)
+        return len(self._held)
 
-    def get(self, digest: str) -> Adapter | None:
-        with self._lock:
-            adapter = self._adapters.get(digest)
-            if adapter is not None:
-                self._adapters.move_to_end(digest)
-            return adapter
+    def holds(self, key: str, digests: Sequence[str]) -> bool:
+        """A stack can be placed without reading the disk."""
+        return key in self._held or all(digest in self._held for digest in digests)
 
-    def put(self, adapter: Adapter) -> None:
-        """Keep it, unless it alone is over the budget."""
+    def adapter(self, digest: str) -> Adapter | None:
+        held = self._get(digest)
+        return held if isinstance(held, Adapter) else None
+
+    def image(self, key: str) -> Image | None:
+        held = self._get(key)
+        return held if isinstance(held, Image) else None
+
+    def keep(self, adapter: Adapter) -> None:
         with self._lock:
-            if adapter.nbytes > self.budget_bytes or adapter.digest in self._adapters:
-                return
-            while self.used_bytes + adapter.nbytes > self.budget_bytes:
-                _, old = self._adapters.popitem(last=False)
-                self.used_bytes -= old.nbytes
-                self.evictions += 1
-            self._adapters[adapter.digest] = adapter
-            self.used_bytes += adapter.nbytes
+            self._put(adapter.digest, adapter)
+
+    def keep_image(self, key: str, image: Image, digests: Sequence[str]) -> None:
+        with self._lock:
+            if len(digests) == 1 and image.nbytes <= self.budget_bytes:
+                self._drop(digests[0])
+            self._put(key, image)
 
     def clear(self) -> None:
         with self._lock:
-            self._adapters.clear()
+            self._held.clear()
             self.used_bytes = 0
+
+    def _get(self, name: str) -> Adapter | Image | None:
+        with self._lock:
+            held = self._held.get(name)
+            if held is not None:
+                self._held.move_to_end(name)
+            return held
+
+    def _put(self, name: str, held: Adapter | Image) -> None:
+        """What alone is over the budget is not kept."""
+        if held.nbytes > self.budget_bytes or name in self._held:
+            return
+        while self.used_bytes + held.nbytes > self.budget_bytes:
+            self._drop(next(iter(self._held)))
+            self.evictions += 1
+        self._held[name] = held
+        self.used_bytes += held.nbytes
+
+    def _drop(self, name: str) -> None:
+        held = self._held.pop(name, None)
+        if held is not None:
+            self.used_bytes -= held.nbytes

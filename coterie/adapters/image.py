@@ -14,6 +14,8 @@ from torch import Tensor
 from coterie.kernels.patch import Patch, Site
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from coterie.adapters.compose import Composed
 
 ALIGN = 64
@@ -21,56 +23,63 @@ FIELDS = ("a", "b", "in_scale", "out_scale", "shift")
 
 
 class Part(NamedTuple):
-    """One tensor of the stack; the soft table has no site."""
+    """Where one tensor lies in the run; the soft table has no site."""
 
     site: Site | None
     field: str
-    tensor: Tensor
+    dtype: torch.dtype
+    shape: torch.Size
     offset: int
 
 
 class Image:
-    """What goes where. Holds the composed tensors until they are written."""
+    """Immutable, in this machine's memory."""
 
     def __init__(self, composed: Composed) -> None:
-        self.parts: list[Part] = []
+        self._parts: list[Part] = []
+        tensors = []
         self.nbytes = 0
-        for site, patch in composed.patches.items():
-            for field in FIELDS:
-                tensor = getattr(patch, field)
-                if tensor is not None:
-                    self._add(site, field, tensor)
-        if composed.soft is not None:
-            self._add(None, "soft", composed.soft)
-
-    def _add(self, site: Site | None, field: str, tensor: Tensor) -> None:
-        self.parts.append(Part(site, field, tensor.contiguous(), self.nbytes))
-        self.nbytes += -(-tensor.nbytes // ALIGN) * ALIGN
+        for site, field, tensor in _tensors(composed):
+            tensors.append(tensor.contiguous())
+            self._parts.append(Part(site, field, tensor.dtype, tensor.shape, self.nbytes))
+            self.nbytes += -(-tensor.nbytes // ALIGN) * ALIGN
+        self.bytes = torch.empty(self.nbytes, dtype=torch.uint8)
+        base = self.bytes.data_ptr()
+        for part, tensor in zip(self._parts, tensors, strict=True):
+            ctypes.memmove(base + part.offset, tensor.data_ptr(), tensor.nbytes)
 
     def write(self, target: Tensor, begin: int = 0) -> None:
-        """Bytes `begin` .. `begin + len(target)` of the run, into this machine's memory."""
-        base, end = target.data_ptr(), begin + target.numel()
-        for part in self.parts:
-            low = max(part.offset, begin)
-            count = min(part.offset + part.tensor.nbytes, end) - low
-            if count > 0:
-                source = part.tensor.data_ptr() + low - part.offset
-                # ctypes lets other threads run meanwhile, and starts no threads of its own
-                ctypes.memmove(base + low - begin, source, count)
+        """Bytes `begin` .. `begin + len(target)`, into this machine's memory."""
+        count = min(target.numel(), self.nbytes - begin)
+        # ctypes lets other threads run meanwhile, and starts no threads of its own
+        ctypes.memmove(target.data_ptr(), self.bytes.data_ptr() + begin, count)
 
     def views(self, source: Tensor) -> tuple[dict[Site, Patch], Tensor | None]:
         """The patches and the soft table in written bytes, on whatever device they are."""
-        typed: dict[torch.dtype, Tensor] = {}
+        typed = {dtype: source.view(dtype) for dtype in {part.dtype for part in self._parts}}
         fields: dict[Site, dict[str, Tensor]] = {}
         soft = None
-        for site, field, tensor, offset in self.parts:
-            whole = typed.get(tensor.dtype)
-            if whole is None:
-                whole = typed[tensor.dtype] = source.view(tensor.dtype)
-            begin = whole.storage_offset() + offset // tensor.itemsize
-            view = whole.as_strided(tensor.shape, tensor.stride(), begin)
+        for site, field, dtype, shape, offset in self._parts:
+            whole = typed[dtype]
+            begin = whole.storage_offset() + offset // dtype.itemsize
+            view = whole.as_strided(shape, _strides(shape), begin)
             if site is None:
                 soft = view
             else:
                 fields.setdefault(site, {})[field] = view
         return {site: Patch(**parts) for site, parts in fields.items()}, soft
+
+
+def _tensors(composed: Composed) -> Iterator[tuple[Site | None, str, Tensor]]:
+    for site, patch in composed.patches.items():
+        for field in FIELDS:
+            tensor = getattr(patch, field)
+            if tensor is not None:
+                yield site, field, tensor
+    if composed.soft is not None:
+        yield None, "soft", composed.soft
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of vectors and matrices, row by row."""
+    return (1,) if len(shape) == 1 else (shape[1], 1)

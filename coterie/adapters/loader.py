@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 # loads under way at most: far more than an engine's queue holds
 MAX_LOADS = 1024
-# a stack that found no room and that nobody asked for since is forgotten
-ABANDONED_S = 10.0
+# the first in line that nobody asked for while others were asked for this much later makes way
+ABANDONED_S = 2.0
 # the guard lets go with time alone: look again this often
-_RETRY_S = 0.1
+_RETRY_S = 0.05
 
 
 class Loader:
@@ -54,6 +54,7 @@ class Loader:
         self._places: deque[Entry] = deque()
         # the first in line found no room
         self._blocked = False
+        self._retry_at_s = 0.0
         # of the first in line: its key, and the seconds it took
         self._image: tuple[str, Image, float] | None = None
         self._closed = False
@@ -64,7 +65,7 @@ class Loader:
     def put(self, entry: Entry) -> None:
         if len(self._reads) + len(self._places) >= MAX_LOADS:
             raise Overloaded(f"{MAX_LOADS} adapters are being loaded already", retry_after_s=1.0)
-        if all(choice.digest in self._host for choice in entry.facts.adapters):
+        if self._host.holds(entry.key, entry.facts.digests):
             self._line_up(entry)
         else:
             self._reads.append(entry)
@@ -123,27 +124,29 @@ class Loader:
                     return self._places[0]
                 if self._reads:
                     return self._reads.popleft()
-                if not changed.wait(_RETRY_S if self._blocked else None):
+                pause_s = self._retry_at_s - time.monotonic() if self._blocked else None
+                if pause_s is not None and pause_s <= 0:
                     self._blocked = False
+                    continue
+                changed.wait(pause_s)
         return None
 
     def _read(self, entry: Entry) -> None:
-        for choice in entry.facts.adapters:
-            # what RAM cannot keep is read when there is room on the device
-            if choice.digest not in self._host and entry.facts.nbytes <= self._host.budget_bytes:
-                self._adapter(choice.digest)
+        facts, host = entry.facts, self._host
+        # what RAM cannot keep is read when there is room on the device
+        if facts.nbytes <= host.budget_bytes and not host.holds(facts.key, facts.digests):
+            for digest in facts.digests:
+                self._adapter(digest)
         with self._residency.changed:
             self._line_up(entry)
 
     def _adapter(self, digest: str) -> Adapter:
-        adapter = self._host.get(digest)
-        if adapter is not None:
-            self.history.found()
-            return adapter
-        begun = time.perf_counter()
-        adapter = self._library.load(digest)
-        self.history.read(digest, time.perf_counter() - begun)
-        self._host.put(adapter)
+        adapter = self._host.adapter(digest)
+        if adapter is None:
+            begun = time.perf_counter()
+            adapter = self._library.load(digest)
+            self.history.read(digest, time.perf_counter() - begun)
+            self._host.keep(adapter)
         return adapter
 
     def _place(self, entry: Entry) -> None:
@@ -155,22 +158,29 @@ class Loader:
                 f"{residency.slab.nbytes}; raise adapters.device_bytes"
             )
         with residency.changed:
-            now_s = residency.clock()
-            if entry.state == "full" and now_s - entry.asked_s > ABANDONED_S:
-                self._drop(entry)
-                return
-            waited_s = now_s - entry.waits_since_s if entry.state == "full" else 0.0
-            slot = residency.make_room(entry, image.nbytes, waited_s)
+            slot = residency.make_room(entry, image.nbytes, self._waited_s(entry))
             if slot is None:
-                self._blocked = True
-                for waiting in self._places:
-                    self._wait(waiting)
+                self._no_room(entry)
                 return
         self._image = None
         begun = time.perf_counter()
         self._fill(entry, image, slot)
-        digests = [choice.digest for choice in entry.facts.adapters]
-        self.history.loaded(digests, compose_s, time.perf_counter() - begun)
+        place_s = time.perf_counter() - begun
+        self.history.loaded(entry.facts.digests, compose_s, place_s)
+
+    def _waited_s(self, entry: Entry) -> float:
+        return self._residency.clock() - entry.waits_since_s if entry.state == "full" else 0.0
+
+    def _no_room(self, entry: Entry) -> None:
+        newest_s = max(waiting.asked_s for waiting in self._places)
+        if newest_s - entry.asked_s > ABANDONED_S:
+            self._places.popleft()
+            self._image = None
+            del self._residency.entries[entry.key]
+            return
+        self._blocked, self._retry_at_s = True, time.monotonic() + _RETRY_S
+        for waiting in self._places:
+            self._wait(waiting)
 
     def _fill(self, entry: Entry, image: Image, slot: int) -> None:
         residency, block = self._residency, entry.block
@@ -192,12 +202,17 @@ class Loader:
 
     def _composed(self, entry: Entry) -> tuple[Image, float]:
         """Kept while the first in line waits for room."""
-        if self._image is None or self._image[0] != entry.key:
-            adapters = entry.facts.adapters
-            parts = [(self._adapter(choice.digest), choice.weight) for choice in adapters]
-            begun = time.perf_counter()
-            image = Image(compose(parts, self._targets))
-            self._image = (entry.key, image, time.perf_counter() - begun)
+        facts = entry.facts
+        if self._image is None or self._image[0] != facts.key:
+            image, begun = self._host.image(facts.key), time.perf_counter()
+            if image is not None:
+                self.history.found()
+            else:
+                parts = [(self._adapter(choice.digest), choice.weight) for choice in facts.adapters]
+                begun = time.perf_counter()
+                image = Image(compose(parts, self._targets))
+                self._host.keep_image(facts.key, image, facts.digests)
+            self._image = (facts.key, image, time.perf_counter() - begun)
         return self._image[1:]
 
     def _fail(self, entry: Entry, problem: CoterieError) -> None:
@@ -209,8 +224,3 @@ class Loader:
             entry.waits_since_s = self._residency.clock()
             self._image = None
         self.news.set()
-
-    def _drop(self, entry: Entry) -> None:
-        self._places.popleft()
-        self._image = None
-        del self._residency.entries[entry.key]

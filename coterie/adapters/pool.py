@@ -88,9 +88,14 @@ class AdapterPool:
         """ready, loading, full (in RAM, and no room on the device now) or failed. A stack that was
         pushed out again is wanted again by asking."""
         entry = self._residency.entries.get(key)
+        facts = self._known.get(key) if entry is None else entry.facts
+        if facts is None:
+            return "failed"
+        # whoever is asked for is not forgotten
+        self._known[key] = facts
+        self._known.move_to_end(key)
         if entry is None:
-            facts = self._known.get(key)
-            return "failed" if facts is None else self._ask(facts)
+            return self._ask(facts)
         entry.asked_s = self._clock()
         return entry.state
 
@@ -115,11 +120,12 @@ class AdapterPool:
 
     def release(self, key: str) -> None:
         residency = self._residency
-        with residency.changed:
-            idle = residency.release(self._ready(key))
-        if idle:
+        entry = self._ready(key)
+        if entry.users == 1:
+            # before anyone may write over what was computed from
             self._upload.fence()
-            with residency.changed:
+        with residency.changed:
+            if residency.release(entry):
                 self._loader.retry()
 
     def stack(self, key: str) -> Stack:
@@ -139,7 +145,7 @@ class AdapterPool:
         if self._resident[0] != residency.version:
             with residency.changed:
                 ready = [e for e in residency.entries.values() if e.state == "ready"]
-                digests = {choice.digest: None for e in ready for choice in e.facts.adapters}
+                digests = {digest: None for e in ready for digest in e.facts.digests}
                 self._resident = (residency.version, tuple(digests))
         return self._resident[1]
 
@@ -235,8 +241,7 @@ class AdapterPool:
         entry = self._residency.entries.get(facts.key)
         if entry is not None and entry.state == "ready":
             return "device"
-        here = all(choice.digest in self._host for choice in facts.adapters)
-        return "host" if here else "disk"
+        return "host" if self._host.holds(facts.key, facts.digests) else "disk"
 
     def _ready(self, key: str) -> Entry:
         entry = self._residency.entries.get(key)

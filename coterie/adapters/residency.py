@@ -45,6 +45,10 @@ class StackFacts:
     last_use: int = 0
     use_before: int = 0
 
+    @property
+    def digests(self) -> tuple[str, ...]:
+        return tuple(choice.digest for choice in self.adapters)
+
 
 class Entry:
     """A stack that is resident, on its way, or failed on it."""
