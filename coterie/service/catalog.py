@@ -79,6 +79,9 @@ class Catalog:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._registry is not None:
+            # behind what the thread still has to do
+            self._thread.submit(self._registry.close)
         self._thread.shutdown(wait=False)
 
     # what a request asks: memory only

@@ -15,6 +15,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from coterie.weights.home import home
+
 START_S = 90.0
 
 
@@ -87,6 +89,15 @@ class Served:
         found = re.findall(rf"^{re.escape(name)}(?:\{{.*?\}})? (\S+)$", text, re.MULTILINE)
         assert found, f"no metric {name}"
         return sum(float(value) for value in found)
+
+
+def own_home(path: Path) -> Path:
+    """A home of its own for what a server installs, with the compiled kernels of the shared one."""
+    kernels = home() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "kernels").symlink_to(kernels)
+    return path
 
 
 class Reply:

@@ -1,0 +1,147 @@
+"""service/catalog.py and leases.py over a real registry: what requests see, and when files go."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from coterie.core.adapters import AdapterCard
+from coterie.core.errors import Unavailable
+from coterie.core.plan import AdapterChoice
+from coterie.packages.registry import Registry
+from coterie.packages.trust import TrustStore
+from coterie.service.catalog import Catalog
+from tests.packages.made import lora_directory
+
+
+def install(registry: Registry, folder: Path, name: str, seed: int) -> AdapterCard:
+    source = folder / f"source-{name}-{seed}"
+    if not source.exists():
+        lora_directory(source, seed)
+    trust = TrustStore(folder / "trust.json")
+    return registry.install(source, trust=trust, allow_unsigned=True, name=name)
+
+
+def choice(card: AdapterCard, weight: float = 1.0) -> AdapterChoice:
+    return AdapterChoice(f"{card.name}@{card.version}", card.digest, weight)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def run(folder: Path, test: Callable[[Catalog], Awaitable[None]]) -> None:
+    async def main() -> None:
+        catalog = Catalog(folder / "experts")
+        await catalog.start()
+        try:
+            await test(catalog)
+        finally:
+            await catalog.close()
+
+    asyncio.run(main())
+
+
+def test_a_change_elsewhere_shows_up(tmp_path: Path) -> None:
+    elsewhere = Registry(tmp_path / "experts")
+
+    async def test(catalog: Catalog) -> None:
+        assert list(catalog.names()) == []
+        first = await asyncio.to_thread(install, elsewhere, tmp_path, "sql", 1)
+        await until(lambda: catalog.find("sql", "") == first)
+        second = await asyncio.to_thread(install, elsewhere, tmp_path, "sql", 2)
+        await until(lambda: catalog.find("sql", "") == second)
+        assert catalog.find("sql", first.version) == first and len(catalog.cards()) == 2
+        await asyncio.to_thread(elsewhere.remove, "sql")
+        await until(lambda: catalog.find("sql", "") is None)
+
+    run(tmp_path, test)
+
+
+def test_files_stay_while_somebody_runs_on_them(tmp_path: Path) -> None:
+    async def test(catalog: Catalog) -> None:
+        card = await catalog.change(lambda registry: install(registry, tmp_path, "sql", 1))
+        library = tmp_path / "experts" / "library"
+        one, two = catalog.hold([choice(card)]), catalog.hold([choice(card, 0.5)])
+        await catalog.change(lambda registry: registry.remove("sql", keep=[card.digest]))
+        # new requests do not find it, those two still have its files
+        assert catalog.find("sql", "") is None
+        one.end()
+        one.end()
+        await asyncio.sleep(0.1)
+        assert (library / card.digest / "adapter_model.safetensors").exists()
+        two.end()
+        await until(lambda: not (library / card.digest).exists())
+        # and they can come back
+        again = await catalog.change(lambda registry: install(registry, tmp_path, "sql", 1))
+        assert again.digest == card.digest and (library / card.digest).exists()
+
+    run(tmp_path, test)
+
+
+def test_what_is_installed_again_is_not_taken_away(tmp_path: Path) -> None:
+    async def test(catalog: Catalog) -> None:
+        card = await catalog.change(lambda registry: install(registry, tmp_path, "sql", 1))
+        lease = catalog.hold([choice(card)])
+        await catalog.change(lambda registry: registry.remove("sql", keep=[card.digest]))
+        await catalog.change(lambda registry: install(registry, tmp_path, "renamed", 1))
+        lease.end()
+        await asyncio.sleep(0.2)
+        assert (tmp_path / "experts" / "library" / card.digest).exists()
+
+    run(tmp_path, test)
+
+
+def test_only_removed_files_go(tmp_path: Path) -> None:
+    """A directory that another process imported for itself is not ours to free."""
+
+    async def test(catalog: Catalog) -> None:
+        mine = await catalog.change(lambda registry: install(registry, tmp_path, "sql", 1))
+        source = lora_directory(tmp_path / "imported", 7)
+        other = await catalog.ask(lambda registry: registry.import_directory(source))
+        await catalog.change(lambda registry: registry.remove("sql", keep=[mine.digest]))
+        library = tmp_path / "experts" / "library"
+        await until(lambda: not (library / mine.digest).exists())
+        assert (library / other.digest).exists()
+
+    run(tmp_path, test)
+
+
+def test_a_lease_that_is_dropped_ends(tmp_path: Path) -> None:
+    async def test(catalog: Catalog) -> None:
+        card = await catalog.change(lambda registry: install(registry, tmp_path, "sql", 1))
+        lease = catalog.hold([choice(card)])
+        assert catalog.leases.waiting == {"sql": 1} and catalog.leases.held() == {card.digest}
+        lease.start()
+        lease.start()
+        assert catalog.leases.running == {"sql": 1} and not catalog.leases.waiting
+        del lease
+        gc.collect()
+        assert not catalog.leases.held() and not catalog.leases.running
+
+    run(tmp_path, test)
+
+
+def test_a_server_without_adapters_says_so(tmp_path: Path) -> None:
+    async def main() -> None:
+        catalog = Catalog(None)
+        await catalog.start()
+        assert catalog.find("sql", "") is None
+        with pytest.raises(Unavailable, match="device_bytes is 0"):
+            await catalog.ask(lambda registry: registry.cards())
+        await catalog.close()
+        # a registry that cannot be opened keeps nobody from serving the base
+        (tmp_path / "experts").write_text("a file where a folder should be")
+        broken = Catalog(tmp_path / "experts")
+        await broken.start()
+        with pytest.raises(Unavailable, match="cannot be opened"):
+            await broken.ask(lambda registry: registry.cards())
+        await broken.close()
+
+    asyncio.run(main())
