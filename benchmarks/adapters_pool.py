@@ -1,13 +1,12 @@
-"""Many adapters, few slots: latency under a skewed stream, how fast adapters switch, memory.
+"""Many adapters, few slots: latency under a skewed stream, and memory over many loads.
 
     python -m benchmarks.adapters_pool [--registered 500] [--slots 16] [--requests 300]
-        [--rate 6] [--loads 5000] [--parts stream,switch,memory] [--json FILE]
+        [--rate 6] [--loads 5000] [--parts stream,memory] [--json FILE]
 
 stream: requests arrive at random (Poisson) and pick their adapter by Zipf's law from 4 x `slots`
 adapters, then from all that are registered. The same arrivals run with room for every adapter and
-with room for `slots`; the p95 of arrival to last token is compared. switch: seconds from asking for
-an adapter until it can be used: resident, in host memory, on disk, inside a signed package.
-memory: resident set after every fifth of `loads` loads through a pool of four slots.
+with room for `slots`; the p95 of arrival to last token is compared. memory: resident
+set after every fifth of `loads` loads through a pool of four slots.
 """
 
 from __future__ import annotations
@@ -111,17 +110,6 @@ def run_stream(args: argparse.Namespace, spec: ModelSpec, library: Path) -> dict
     return found
 
 
-def run_switch(args: argparse.Namespace, spec: ModelSpec, library: Path) -> dict[str, Any]:
-    """A 5 MB adapter: rank 8 on all linear modules."""
-    from benchmarks.adapters_switch import switch_times
-
-    found = switch_times(spec, library, args.threads)
-    for name, values in found.items():
-        middle, worst = statistics.median(values) * 1e3, max(values) * 1e3
-        print(f"{name}: median {middle:.2f} ms, worst {worst:.2f} ms of {len(values)}")
-    return found
-
-
 def run_memory(args: argparse.Namespace, spec: ModelSpec, library: Path) -> dict[str, Any]:
     choices = fill_library(library, spec, 32, RANK, MODULES)
     size = 2 * adapter_bytes(spec, RANK, MODULES)
@@ -140,7 +128,7 @@ def run_memory(args: argparse.Namespace, spec: ModelSpec, library: Path) -> dict
     return {"rss": sizes}
 
 
-PARTS = {"stream": run_stream, "switch": run_switch, "memory": run_memory}
+PARTS = {"stream": run_stream, "memory": run_memory}
 
 
 def main() -> None:
@@ -164,7 +152,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--loads", type=int, default=5000)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--parts", default="stream,switch,memory")
+    parser.add_argument("--parts", default="stream,memory")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
