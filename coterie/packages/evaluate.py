@@ -1,0 +1,203 @@
+"""How an expert's answers are judged: metrics by name, 95% bounds, and the items of a package.
+
+Every metric is a yes or no per item and forgives form where it can (code fences, prose around the
+answer), so that a base model that was not trained on the form is judged by what it says. Runs no
+model; SQL runs in an empty in-memory database under an authorizer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sqlite3
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coterie.core.errors import WeightsError
+
+# an expert is tried by so many items at most
+MAX_ITEMS = 2000
+_MAX_LINE_BYTES = 20_000
+_MAX_ANSWER_TOKENS = 512
+_Z_95 = 1.959963984540054
+
+Metric = Callable[[str, Any], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class EvalItem:
+    messages: tuple[dict[str, str], ...]
+    expected: Any
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """`low` and `high` bound the share of right answers with 95% (Wilson)."""
+
+    right: int
+    n: int
+    share: float
+    low: float
+    high: float
+
+
+def score(verdicts: Sequence[bool]) -> Score:
+    right, n = sum(verdicts), len(verdicts)
+    low, high = wilson(right, n)
+    return Score(right, n, right / n if n else 0.0, low, high)
+
+
+def wilson(right: int, n: int) -> tuple[float, float]:
+    """The interval of 95% for a share of `right` in `n`."""
+    if n == 0:
+        return 0.0, 1.0
+    share, z2 = right / n, _Z_95 * _Z_95
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = _Z_95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def read_items(data: bytes) -> list[EvalItem]:
+    """The lines of tests/eval.jsonl; raises WeightsError for a line that is no item."""
+    lines = [line for line in data.splitlines() if line.strip()]
+    if len(lines) > MAX_ITEMS:
+        raise WeightsError(f"tests/eval.jsonl: {len(lines)} items; {MAX_ITEMS} at most")
+    return [_item(line, number) for number, line in enumerate(lines, 1)]
+
+
+def _item(line: bytes, number: int) -> EvalItem:
+    where = f"tests/eval.jsonl, line {number}"
+    if len(line) > _MAX_LINE_BYTES:
+        raise WeightsError(f"{where}: longer than {_MAX_LINE_BYTES} bytes")
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{where}: not JSON ({error})") from error
+    if not isinstance(value, dict) or "expected" not in value:
+        raise WeightsError(f"{where}: an item has `messages` and `expected`")
+    messages, limit = value.get("messages"), value.get("max_tokens", 64)
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise WeightsError(f"{where}: `messages` is a list of role and content, both text")
+    if type(limit) is not int or not 0 < limit <= _MAX_ANSWER_TOKENS:
+        raise WeightsError(f"{where}: `max_tokens` is a number from 1 to {_MAX_ANSWER_TOKENS}")
+    return EvalItem(tuple(messages), value["expected"], limit)
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"role", "content"}
+        and all(isinstance(part, str) for part in value.values())
+    )
+
+
+def judge(metric: str, answer: str, expected: Any) -> bool:
+    """Whether an answer is right. Raises WeightsError for a metric or an item that is none."""
+    if metric not in METRICS:
+        raise WeightsError(f"no metric {metric!r}; there are {', '.join(sorted(METRICS))}")
+    try:
+        return METRICS[metric](answer, expected)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"`expected` does not fit the metric {metric}: {error!r}") from error
+
+
+def exact(answer: str, expected: str) -> bool:
+    """The same text, but for white space, quotes or a full stop around it."""
+    return _bare(answer) == _bare(expected)
+
+
+def _bare(text: str) -> str:
+    return " ".join(text.split()).strip("`\"'* ").removesuffix(".").strip("`\"'* ")
+
+
+def label(answer: str, expected: dict[str, Any]) -> bool:
+    """The answer names `label` and none of the others in `among`, in whatever sentence."""
+    words = " ".join(re.findall(r"[a-z0-9_-]+", answer.lower()))
+    named = [name for name in expected["among"] if f" {name.lower()} " in f" {words} "]
+    return named == [expected["label"]]
+
+
+def json_fields(answer: str, expected: dict[str, Any]) -> bool:
+    """The first JSON object of the answer has exactly these fields and values."""
+    start = answer.find("{")
+    if start < 0:
+        return False
+    try:
+        found, _ = json.JSONDecoder().raw_decode(answer[start:])
+    except (ValueError, RecursionError):
+        return False
+    return _plain(found) == _plain(expected)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and texts that say the same are the same."""
+    if isinstance(value, dict):
+        return {key.strip().lower(): _plain(item) for key, item in value.items()}
+    if isinstance(value, str):
+        return " ".join(value.split())
+    return str(value) if isinstance(value, int) else value
+
+
+def commit_header(answer: str, expected: dict[str, str]) -> bool:
+    """A conventional commit header of the right type and scope, and words behind it."""
+    line = _bare(answer.strip().split("\n")[0])
+    found = re.fullmatch(r"([a-z]+)\(([a-z0-9_./-]+)\): \S.{4,}", line)
+    return found is not None and (found[1], found[2]) == (expected["type"], expected["scope"])
+
+
+def sql_result(answer: str, expected: dict[str, str]) -> bool:
+    """Its query gives the rows that the expected query gives; `setup` makes the table."""
+    found = re.search(r"\bselect\b[^;`]*", answer, re.IGNORECASE)
+    if found is None:
+        return False
+    wanted = _rows(expected["setup"], expected["sql"])
+    given = _rows(expected["setup"], found[0])
+    if wanted is None:
+        raise WeightsError(f"the expected query does not run: {expected['sql']}")
+    if given is None:
+        return False
+    if "order by" in expected["sql"].lower():
+        return given == wanted
+    return sorted(map(repr, given)) == sorted(map(repr, wanted))
+
+
+_MAX_ROWS, _MAX_SQL_STEPS = 1000, 200
+_ALLOWED = frozenset((sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION))
+
+
+def _rows(setup: str, query: str) -> list[tuple[Any, ...]] | None:
+    """None where the query is refused or fails."""
+    database = sqlite3.connect(":memory:")
+    try:
+        database.set_authorizer(_only_tables)
+        database.executescript(setup)
+        database.set_authorizer(_only_reading)
+        # called every thousand operations: a query without end is stopped
+        left = iter(range(_MAX_SQL_STEPS))
+        database.set_progress_handler(lambda: next(left, -1) < 0, 1000)
+        return database.execute(query).fetchmany(_MAX_ROWS)
+    except (sqlite3.Error, sqlite3.Warning, UnicodeError):
+        return None
+    finally:
+        database.close()
+
+
+def _only_reading(action: int, *_: Any) -> int:
+    return sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY
+
+
+def _only_tables(action: int, *_: Any) -> int:
+    refused = (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_PRAGMA, sqlite3.SQLITE_CREATE_VTABLE)
+    return sqlite3.SQLITE_DENY if action in refused else sqlite3.SQLITE_OK
+
+
+METRICS: dict[str, Metric] = {
+    "exact": exact,
+    "label": label,
+    "json_fields": json_fields,
+    "sql_result": sql_result,
+    "commit_header": commit_header,
+}

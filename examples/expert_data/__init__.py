@@ -1,0 +1,1 @@
+"""What the shipped experts learn, and what they are judged by."""

@@ -1,0 +1,74 @@
+"""An example to learn from, an item to be judged by, and the generators' small tools."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Held out. `expected` is what the expert's metric compares an answer with."""
+
+    prompt: str
+    expected: Any
+    max_tokens: int = 32
+
+    def record(self) -> dict[str, Any]:
+        """A line of tests/eval.jsonl."""
+        messages = [{"role": "user", "content": self.prompt}]
+        return {"messages": messages, "expected": self.expected, "max_tokens": self.max_tokens}
+
+
+def pick(draw: random.Random, values: Sequence[_T]) -> _T:
+    return values[draw.randrange(len(values))]
+
+
+def made_up(draw: random.Random) -> str:
+    """A word that no list holds, so that copying is learnt and not a vocabulary."""
+    heads = [
+        "b",
+        "br",
+        "c",
+        "ch",
+        "d",
+        "dr",
+        "f",
+        "fl",
+        "g",
+        "gr",
+        "h",
+        "j",
+        "k",
+        "kl",
+        "l",
+        "m",
+        "n",
+        "p",
+        "pr",
+        "qu",
+        "r",
+        "s",
+        "sh",
+        "sl",
+        "st",
+        "t",
+        "tr",
+        "v",
+        "w",
+        "z",
+    ]
+    cores = ["a", "e", "i", "o", "u", "ai", "ea", "ou", "io"]
+    tails = ["", "n", "r", "l", "s", "t", "x", "nd", "rk", "lm", "sk", ""]
+    count = draw.choice((1, 2, 2, 3))
+    return "".join(pick(draw, heads) + pick(draw, cores) for _ in range(count)) + pick(draw, tails)

@@ -1,0 +1,1 @@
+"""Training adapters for a served base model with torch alone: no peft."""
