@@ -79,7 +79,7 @@ class DecodeGraphs:
         self._pool: Any = None
         # False once a captured step has left its rows' adapters unread: this model is walked by
         # kernels that know segments alone
-        self._adapts = True
+        self.adapts = True
 
     def prepare(
         self, kv: Sequence[Tensor], block_size: int, max_sequences: int, adapters: bool = False
@@ -88,7 +88,7 @@ class DecodeGraphs:
         `adapters` also those that have them."""
         for size in reversed([s for s in SIZES if s < 2 * max_sequences]):
             self._find(size, kv, block_size, False)
-            if adapters and self._adapts:
+            if adapters and self.adapts:
                 self._find(size, kv, block_size, True)
 
     def forward(
@@ -110,7 +110,7 @@ class DecodeGraphs:
 
     def _takes(self, batch: AttentionBatch, layers: int) -> bool:
         patches = batch.patches
-        return not patches or (self._adapts and capturable(patches, layers, self._device))
+        return not patches or (self.adapts and capturable(patches, layers, self._device))
 
     def _width(self, block_size: int) -> int:
         """Positions a block table covers, in whole blocks."""
@@ -146,7 +146,7 @@ class DecodeGraphs:
             run()
         torch.cuda.current_stream(self._device).wait_stream(side)
         if inputs.batch.patch_rows is not None and not inputs.batch.patch_rows.read:
-            self._adapts = False
+            self.adapts = False
             return None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
