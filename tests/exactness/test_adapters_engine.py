@@ -10,14 +10,17 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import peft_files
 import pytest
 import torch
-from harness import model_at
-from peft_files import make_adapter, peft_oracle
+from harness import model_at, oracle_for
+from peft_files import PeftOracle, peft_oracle
+from pool_rig import put_adapter
+from safetensors.torch import save
 from tiny import tiny_checkpoint
 from toy import make_assignment
 
@@ -35,9 +38,10 @@ Parts = tuple[tuple[Path, float], ...]
 Question = tuple[tuple[int, ...], Parts]
 
 
-def sixteen(path: Path) -> list[Path]:
+def sixteen(path: Path, strength: float = 1.0) -> list[Path]:
     """Four of each kind, of different shapes."""
     small = {"target_modules": ["q_proj", "v_proj"]}
+    make_adapter = partial(peft_files.make_adapter, strength=strength)
     return [
         make_adapter(path, "lora", 1),
         make_adapter(path, "lora", 2, r=16, lora_alpha=16, use_rslora=True),
@@ -188,3 +192,93 @@ def test_few_seats_equal_peft(bench: Bench, batching: str) -> None:
         pool.check()
     assert engine.stats()["adapter_evictions"] > 8
     assert found == bench.expected(work, found)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_default_model_in_full_equals_peft(default_bench: Bench) -> None:
+    """32 requests over the 16 adapters and stacks of them, weak enough to leave text as it is."""
+    stacks = stacks_of(sixteen(default_bench.path, strength=0.2))
+    words = texts(default_bench.path, 8)
+    work = [(words[i % 8], stacks[i % len(stacks)]) for i in range(32)]
+    with default_bench.pool(5 * 10**8) as pool:
+        make_ready(pool, [default_bench.choices(parts) for _, parts in work if parts])
+        engine = default_bench.engine(pool, num_blocks=150, max_sequences=32)
+        found = default_bench.answers(engine, work, 24)
+    assert engine.stats()["preemptions"] > 0
+    assert found == default_bench.expected(work, found)
+
+
+@pytest.fixture(scope="module")
+def default_bench(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(default_model_path, "cpu", tmp_path_factory.mktemp("default-library"))
+
+
+def texts(path: Path, count: int) -> list[tuple[int, ...]]:
+    tokenizer = load_tokenizer(path)
+    words = ("The capital of France is", "def fibonacci(n):", "Once upon a time", "1, 1, 2, 3,")
+    return [tuple(tokenizer.encode(words[i % 4] + " and" * (i // 4))) for i in range(count)]
+
+
+@pytest.mark.timeout(1800)
+def test_default_model_equals_peft(default_bench: Bench) -> None:
+    """The small slice: one adapter of three kinds and a stack, written by hand to save time."""
+    path, root = default_bench.path, default_bench.root
+    lora, ia3, soft = (root / digest for digest in write_three(root, default_bench.model.spec))
+    default_bench.digests |= {one: one.name for one in (lora, ia3, soft)}
+    stacks: list[Parts] = [((lora, 1.0),), ((ia3, 1.0),), ((soft, 1.0),), ((lora, -0.5),)]
+    work = list(zip(texts(path, 4), stacks, strict=True))
+    with default_bench.pool(10**7) as pool:
+        make_ready(pool, [default_bench.choices(parts) for _, parts in work])
+        engine = default_bench.engine(pool, num_blocks=14, max_sequences=4)
+        found = default_bench.answers(engine, work, 10)
+    assert engine.stats()["preemptions"] > 0
+    for (ids, parts), answer in zip(work, found, strict=True):
+        assert answer == follow_default(path, ids, parts[0], answer)
+
+
+def write_three(root: Path, spec: Any) -> list[str]:
+    """A LoRA, an IA3 and a soft prompt in a library, as PEFT writes them."""
+    draw = torch.Generator().manual_seed(3)
+    layers = [f"base_model.model.model.layers.{i}" for i in range(spec.num_layers)]
+    lora, ia3 = {}, {}
+    for layer in layers:
+        for part in ("q_proj", "o_proj"):
+            name = f"{layer}.self_attn.{part}.lora"
+            lora[f"{name}_A.weight"] = torch.randn(8, spec.hidden, generator=draw) * 0.05
+            lora[f"{name}_B.weight"] = torch.randn(spec.hidden, 8, generator=draw) * 0.05
+        width = spec.num_kv_heads * spec.head_dim
+        ia3[f"{layer}.self_attn.v_proj.ia3_l"] = 1 + 0.1 * torch.randn(width, 1, generator=draw)
+    soft = {"prompt_embeddings": torch.randn(7, spec.hidden, generator=draw) * 0.1}
+    same = {"task_type": "CAUSAL_LM", "base_model_name_or_path": "default"}
+    return [
+        put_adapter(
+            root,
+            same | {"peft_type": "LORA", "r": 8, "lora_alpha": 8}
+            | {"target_modules": ["q_proj", "o_proj"]},
+            save(lora),
+            "lora",
+        ),
+        put_adapter(
+            root,
+            same | {"peft_type": "IA3", "target_modules": ["v_proj"], "feedforward_modules": []},
+            save(ia3),
+            "ia3",
+        ),
+        put_adapter(
+            root,
+            same | {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 7}
+            | {"token_dim": spec.hidden, "num_layers": spec.num_layers},
+            save(soft),
+            "soft",
+        ),
+    ]  # fmt: skip
+
+
+def follow_default(
+    path: Path, ids: Sequence[int], part: tuple[Path, float], answer: Sequence[int]
+) -> list[int]:
+    """`PeftOracle.follow` over the model that the other tests of the default model have loaded."""
+    oracle = PeftOracle.__new__(PeftOracle)
+    oracle.path, oracle._model = path, oracle_for(path).model
+    return oracle.follow(ids, (part,), answer)
