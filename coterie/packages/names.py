@@ -10,7 +10,9 @@ import re
 from coterie.core.errors import InvalidRequest
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-_VERSION = re.compile(r"(\d{1,9})(?:\.(\d{1,9}))?(?:\.(\d{1,9}))?(?:-([0-9a-z][0-9a-z.-]{0,39}))?")
+_NUMBER = "([0-9]{1,9})"
+_LABEL = "([0-9a-z][0-9a-z.-]{0,39})"
+_VERSION = re.compile(rf"{_NUMBER}(?:\.{_NUMBER})?(?:\.{_NUMBER})?(?:-{_LABEL})?")
 
 
 def check_name(name: object) -> str:

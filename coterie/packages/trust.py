@@ -19,7 +19,7 @@ from coterie.core.errors import Forbidden, NotFound, WeightsError
 from coterie.packages import signing
 from coterie.packages.archive import Package
 from coterie.packages.locked import only_writer
-from coterie.packages.strict_json import parse
+from coterie.packages.strict_json import canonical, parse
 
 PUBLISHER = Path(__file__).with_name("publisher.json")
 
@@ -88,6 +88,8 @@ class TrustStore:
         self, public: bytes, comment: str = "", expires_at: float | None = None
     ) -> TrustedKey:
         """Adds a key, or changes its comment and expiry. A revoked key stays revoked."""
+        # what could not be read back must not get in
+        parse(canonical({"comment": comment, "expires_at": expires_at}), "the key's comment")
         with self._changing() as known:
             old = known.get(signing.key_id(public))
             if old is not None and old.revoked_at is not None:
@@ -179,7 +181,10 @@ def _load(path: Path, *, built_in: bool) -> list[TrustedKey]:
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({error.strerror}). Check it.") from error
     document = parse(data, str(path))
-    return [_key(item, path, built_in) for item in document.get("keys", [])]
+    listed = document.get("keys")
+    if not isinstance(listed, list):
+        raise WeightsError(f"{path}: holds no list of keys. Mend or remove it.")
+    return [_key(item, path, built_in) for item in listed]
 
 
 def _key(item: Any, path: Path, built_in: bool) -> TrustedKey:

@@ -29,7 +29,7 @@ def safetensors(tensors: dict[str, tuple[list[int], bytes]], dtype: str = "F32")
 def lora_directory(path: Path, seed: int = 0, floats: int = 64) -> Path:
     """What PEFT's save_pretrained writes, with random weights of `floats` numbers."""
     rng = random.Random(seed)
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     half = floats // 2
     tensors = {
