@@ -117,7 +117,7 @@ def label(answer: str, expected: dict[str, Any]) -> bool:
     """The answer names `label` and none of the others in `among`, in whatever sentence."""
     words = " ".join(re.findall(r"[a-z0-9_-]+", answer.lower()))
     named = [name for name in expected["among"] if f" {name.lower()} " in f" {words} "]
-    return named == [expected["label"]]
+    return bool(named == [expected["label"]])
 
 
 def json_fields(answer: str, expected: dict[str, Any]) -> bool:
@@ -136,9 +136,13 @@ def _plain(value: Any) -> Any:
     """Numbers and texts that say the same are the same."""
     if isinstance(value, dict):
         return {key.strip().lower(): _plain(item) for key, item in value.items()}
-    if isinstance(value, str):
-        return " ".join(value.split())
-    return str(value) if isinstance(value, int) else value
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    text = " ".join(str(value).split())
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def commit_header(answer: str, expected: dict[str, str]) -> bool:
