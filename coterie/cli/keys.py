@@ -129,7 +129,7 @@ def _report(key: TrustedKey) -> dict[str, Any]:
 def _state(key: TrustedKey) -> str:
     state = key.state(time.time())
     if state == "trusted" and key.expires_at is not None:
-        return f"trusted until {_day(key.expires_at)}"
+        return f"trusted until {_day(key.expires_at - 1)}"
     return state
 
 

@@ -102,7 +102,9 @@ def unpack(package: Package, into: Path, names: Callable[[str], bool] = lambda n
     """Writes the files whose names are wanted below `into`, an empty directory of the caller's."""
     wanted = {name for name in package.files if names(name)}
     for name in wanted & package.kept.keys():
-        _write(into / name, iter((package.kept[name],)), package.files[name])
+        path = into / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(package.kept[name])
     rest = wanted - package.kept.keys()
     for name, chunks in _streams(package.source) if rest else ():
         if name in rest:

@@ -70,19 +70,22 @@ def _parsed(header: bytes, where: str) -> dict[str, Any]:
 
 
 def _span(name: str, facts: Any, where: str) -> tuple[int, int, str]:
-    fault = WeightsError(f"{where}: refused, the header of tensor {name[:80]!r} makes no sense.")
     if not isinstance(facts, dict) or facts.keys() != {"dtype", "shape", "data_offsets"}:
-        raise fault
+        raise _senseless(name, where)
     shape, offsets = facts["shape"], facts["data_offsets"]
     if not _whole(shape) or not _whole(offsets) or len(offsets) != 2:
-        raise fault
+        raise _senseless(name, where)
     bits = _BITS.get(facts["dtype"]) if isinstance(facts["dtype"], str) else None
     if bits is None:
         raise WeightsError(f"{where}: refused, tensor {name[:80]!r} is of an unknown type.")
     begin, end = offsets
     if begin > end or math.prod(shape) * bits != (end - begin) * 8:
-        raise fault
+        raise _senseless(name, where)
     return begin, end, name
+
+
+def _senseless(name: str, where: str) -> WeightsError:
+    return WeightsError(f"{where}: refused, the header of tensor {name[:80]!r} makes no sense.")
 
 
 def _whole(value: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Writes a gzipped tar whose bytes depend on its files alone: no clock, no user, no machine."""
+"""Writes a gzipped tar whose bytes depend on its files alone: no clock, no user, no machine.
+
+Knows no manifest and no signature.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from coterie.core.errors import ConfigError
+from coterie.packages.paths import is_tensors
 from coterie.packages.tar_stream import BLOCK
 
 _LEVEL = 6
+# the most that a block of deflate can hold as it is
+_STORED_BYTES = 0xFFFF
 # no name, no time, no operating system
 _GZIP_HEADER = bytes((0x1F, 0x8B, 8, 0, 0, 0, 0, 0, 0, 0xFF))
 
@@ -40,12 +46,14 @@ def write_archive(parts: Iterable[Part], out: Path, check: Callable[[Path], T]) 
     return checked
 
 
-def _tarred(parts: Iterable[Part]) -> Iterator[bytes]:
+def _tarred(parts: Iterable[Part]) -> Iterator[tuple[bytes, bool]]:
+    """Pieces, each with whether it is worth compressing."""
     for name, size, chunks in parts:
-        yield _header(name, size)
-        yield from chunks()
-        yield bytes(-size % BLOCK)
-    yield bytes(2 * BLOCK)
+        yield _header(name, size), True
+        for chunk in chunks():
+            yield chunk, not is_tensors(name)
+        yield bytes(-size % BLOCK), True
+    yield bytes(2 * BLOCK), True
 
 
 def _header(name: str, size: int) -> bytes:
@@ -66,12 +74,29 @@ def _header(name: str, size: int) -> bytes:
     return bytes(block)
 
 
-def _gzipped(pieces: Iterable[bytes]) -> Iterator[bytes]:
+def _gzipped(pieces: Iterable[tuple[bytes, bool]]) -> Iterator[bytes]:
+    """One gzip member. Trained weights hardly get smaller, and inflating them takes longer than all
+    the rest of an installation: they are stored."""
     deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, -15)
     crc = size = 0
     yield _GZIP_HEADER
-    for piece in pieces:
+    for piece, worth_it in pieces:
         crc, size = zlib.crc32(piece, crc), size + len(piece)
-        yield deflate.compress(piece)
+        if worth_it:
+            yield deflate.compress(piece)
+            continue
+        # up to a whole byte; what follows does not refer back
+        yield deflate.flush(zlib.Z_FULL_FLUSH)
+        yield from _stored(piece)
+        deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, -15)
     yield deflate.flush()
     yield crc.to_bytes(4, "little") + (size & 0xFFFFFFFF).to_bytes(4, "little")
+
+
+def _stored(data: bytes) -> Iterator[bytes]:
+    """Blocks of deflate that hold their bytes as they are."""
+    for at in range(0, len(data), _STORED_BYTES):
+        block = data[at : at + _STORED_BYTES]
+        length = len(block)
+        yield b"\0" + length.to_bytes(2, "little") + (length ^ 0xFFFF).to_bytes(2, "little")
+        yield block

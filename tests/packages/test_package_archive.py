@@ -77,6 +77,14 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_other_tools_can_read_it(tmp_path: Path) -> None:
+    """Stored and compressed blocks in one stream are plain gzip to everyone."""
+    directory = lora_directory(tmp_path / "large", floats=100_000)
+    weights = (directory / "adapter_model.safetensors").read_bytes()
+    large = tmp_path / "large.expert"
+    pack(collect(directory).files, from_document(document()), large)
+    with tarfile.open(large) as tar:
+        found = tar.extractfile("adapter_model.safetensors")
+        assert found is not None and found.read() == weights
     made = package(tmp_path)
     assert isinstance(made.source, Path)
     with tarfile.open(made.source) as tar:

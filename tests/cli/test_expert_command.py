@@ -1,0 +1,171 @@
+"""`coterie expert` and `coterie keys`: the whole road, their JSON, and their one-line errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_checkpoint
+
+from coterie.cli.main import COMMANDS, build_parser, main
+from coterie.packages.archive import inspect
+from coterie.packages.digest import digest_of
+from coterie.weights.checkpoint import open_checkpoint
+from tests.packages.made import lora_directory
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COTERIE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(capsys: Capture, *arguments: object, status: int = 0) -> Any:
+    capsys.readouterr()
+    assert main([*map(str, arguments), "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def text(capsys: Capture, *arguments: object) -> str:
+    capsys.readouterr()
+    assert main([*map(str, arguments)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    return out
+
+
+def refused(capsys: Capture, *arguments: object) -> str:
+    """One line, and no traceback."""
+    capsys.readouterr()
+    assert main([*map(str, arguments)]) in (1, 2)
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and said[0].startswith("coterie: ")
+    return said[0]
+
+
+def packed(capsys: Capture, version: str = "1.0.0", seed: int = 0) -> Path:
+    directory = lora_directory(Path(f"lora-{seed}"), seed)
+    made = run(capsys, "expert", "pack", directory, "--name", "sql", "--version", version)
+    assert made["digest"] == digest_of(directory)
+    return Path(made["file"])
+
+
+def test_from_a_peft_directory_to_an_installed_expert(home: Path, capsys: Capture) -> None:
+    model = tiny_checkpoint("llama")
+    directory = lora_directory(Path("my-lora"))
+    (directory / "optimizer.pt").write_bytes(b"x")
+    options = ["--name", "sql", "--version", "1.0.0", "--description", "Writes SQL"]
+    made = run(capsys, "expert", "pack", directory, *options, "--base", model)
+    assert made["left_out"] == ["optimizer.pt"]
+    file = Path(made["file"])
+    assert file.name == "sql-1.0.0.expert"
+    assert inspect(file).manifest.fingerprints == (open_checkpoint(model).fingerprint(),)
+    assert str(home) not in inspect(file).read_text("manifest.json")
+
+    assert run(capsys, "expert", "verify", file, status=1)["signature"]["state"] == "unsigned"
+    assert "it is not signed" in refused(capsys, "expert", "install", file)
+    key = run(capsys, "keys", "new", "my.key", "--comment", "me")
+    run(capsys, "expert", "sign", file, "--key", "my.key")
+    assert "unknown key" in refused(capsys, "expert", "install", file)
+    assert run(capsys, "keys", "trust", "my.key.pub")["id"] == key["key_id"]
+    assert run(capsys, "expert", "verify", file)["signature"]["key_id"] == key["key_id"]
+
+    other = tiny_checkpoint("qwen3")
+    assert "another base model" in refused(capsys, "expert", "install", file, "--base", other)
+    card = run(capsys, "expert", "install", file, "--base", model)
+    assert (card["name"], card["signer"]) == ("sql", key["key_id"])
+    assert (home / "home/state/experts/library" / card["digest"]).is_dir()
+    shown = run(capsys, "expert", "show", "sql")
+    assert shown["manifest"]["description"] == "Writes SQL"
+    assert "Writes SQL" in text(capsys, "expert", "show", "sql@1.0.0")
+    assert "trusted, key" in text(capsys, "expert", "verify", file)
+
+
+def test_versions_names_and_pins(home: Path, capsys: Capture) -> None:
+    for number in (1, 2):
+        file = packed(capsys, f"{number}.0.0", seed=number)
+        run(capsys, "expert", "install", file, "--allow-unsigned")
+    listed = run(capsys, "expert", "list")["experts"]
+    assert [(e["version"], e["current"]) for e in listed] == [("1.0.0", False), ("2.0.0", True)]
+    assert run(capsys, "expert", "rollback", "sql")["version"] == "1.0.0"
+    run(capsys, "expert", "alias", "prod", "sql@2.0.0")
+    assert run(capsys, "expert", "pin", "sql")["pinned"]
+    out = text(capsys, "expert", "list")
+    assert "* pinned" in out and "= prod" in out
+    assert "is pinned" in refused(capsys, "expert", "remove", "sql")
+    run(capsys, "expert", "install", packed(capsys, "3.0.0", seed=3), "--allow-unsigned")
+    assert run(capsys, "expert", "show", "sql")["version"] == "1.0.0"
+    run(capsys, "expert", "alias", "prod", "--off")
+    run(capsys, "expert", "pin", "sql", "--off")
+    assert len(run(capsys, "expert", "remove", "sql")["removed"]) == 3
+    assert run(capsys, "expert", "list")["experts"] == []
+    # a server may still be running them
+    assert len(list((home / "home/state/experts/library").iterdir())) == 3
+
+
+def test_an_unsigned_installation_is_said(home: Path, capsys: Capture) -> None:
+    directory = lora_directory(Path("plain"))
+    assert "not signed" in refused(capsys, "expert", "install", directory)
+    assert main(["expert", "install", str(directory), "--allow-unsigned"]) == 0
+    said = capsys.readouterr()
+    assert "--allow-unsigned used: it is not signed" in said.err
+    assert said.out.startswith("plain@0.0.0-")
+
+
+def test_packing_twice_gives_the_same_bytes(home: Path, capsys: Capture) -> None:
+    directory = lora_directory(Path("x"))
+    Path("manifest.json").write_text(json.dumps({"name": "x", "version": "1", "perf": {"a": 1}}))
+    for out in ("a.expert", "b.expert"):
+        run(capsys, "expert", "pack", directory, "--manifest", "manifest.json", "--out", out)
+    assert Path("a.expert").read_bytes() == Path("b.expert").read_bytes()
+    assert inspect(Path("a.expert")).manifest.section("perf") == {"a": 1}
+
+
+def test_keys(home: Path, capsys: Capture) -> None:
+    made = run(capsys, "keys", "new", "--trust", "--comment", "the data team")
+    assert Path(made["private_key"]).stat().st_mode & 0o777 == 0o600
+    assert "the data team" in text(capsys, "keys", "list")
+    public = Path(made["public_key"]).read_text().split()[1]
+    found = run(capsys, "keys", "trust", public, "--expires", "2030-01-31")
+    assert found["expires_at"] == 1_896_134_400
+    assert "trusted until 2030-01-31" in text(capsys, "keys", "list")
+    assert "2027-12-31 or 90d" in refused(capsys, "keys", "trust", public, "--expires", "soon")
+    assert "64 hex digits" in refused(capsys, "keys", "trust", "abc")
+    assert run(capsys, "keys", "revoke", made["key_id"][:5])["state"] == "revoked"
+    assert "stays so" in refused(capsys, "keys", "trust", public)
+    assert "never overwritten" in refused(capsys, "keys", "new")
+    assert "0 keys match" in refused(capsys, "keys", "revoke", "zz")
+
+
+def test_one_line_errors(home: Path, capsys: Capture) -> None:
+    Path("x.expert").write_bytes(b"not a package")
+    Path("empty").mkdir()
+    lora_directory(Path("lora"))
+    assert "not a gzip" in refused(capsys, "expert", "verify", "x.expert")
+    assert "no such file" in refused(capsys, "expert", "verify", "y.expert")
+    assert "no adapter_config.json" in refused(capsys, "expert", "pack", "empty", "--version", "1")
+    assert "give --version" in refused(capsys, "expert", "pack", "lora")
+    wrong = refused(capsys, "expert", "pack", "lora", "--version", "1", "--name", "A b")
+    assert "no name for an expert" in wrong
+    assert "no expert 'sql'" in refused(capsys, "expert", "show", "sql")
+    assert "no private key" in refused(capsys, "expert", "sign", "x.expert", "--key", "x.expert")
+    assert "say which expert" in refused(capsys, "expert", "alias", "prod")
+
+
+@pytest.mark.parametrize("command", ["expert", "keys"])
+def test_help_has_examples(command: str, capsys: Capture) -> None:
+    assert main([command]) == 0
+    assert "examples:" in capsys.readouterr().out
+    parser = build_parser()._subparsers._group_actions[0].choices[command]  # type: ignore
+    actions = parser._subparsers._group_actions[0].choices
+    expected = {"pack", "sign", "verify", "install", "list", "show", "remove", "pin"}
+    assert set(actions) >= (expected if command == "expert" else {"new", "trust", "revoke", "list"})
+    for action in actions.values():
+        assert action.epilog.startswith("examples:\n  coterie ")
+    assert command in COMMANDS
