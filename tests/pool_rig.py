@@ -59,15 +59,15 @@ class PlainTargets:
 
 def write_lora(
     root: Path, seed: int, rank: int = 4, paths: Sequence[str] = PATHS, wide: int = WIDE,
-    tall: int = TALL,
+    tall: int = TALL, dtype: torch.dtype = torch.float32,
 ) -> str:  # fmt: skip
     """A random adapter in a library; its digest."""
     draw = torch.Generator().manual_seed(seed)
     tensors = {}
     for path in paths:
         name = f"base_model.model.{path}"
-        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, wide, generator=draw)
-        tensors[f"{name}.lora_B.weight"] = torch.randn(tall, rank, generator=draw)
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, wide, generator=draw).to(dtype)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(tall, rank, generator=draw).to(dtype)
     config = {
         "peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"],
         "base_model_name_or_path": "plain", "task_type": "CAUSAL_LM",
