@@ -34,41 +34,18 @@ def pick(draw: random.Random, values: Sequence[_T]) -> _T:
     return values[draw.randrange(len(values))]
 
 
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+_HEADS = words("b br c ch d dr f fl g gr h j k kl l m n p pr qu r s sh sl st t tr v w z")
+_CORES = words("a e i o u ai ea ou io")
+_TAILS = ("", *words("n r l s t x nd rk lm sk"), "")
+
+
 def made_up(draw: random.Random) -> str:
     """A word that no list holds, so that copying is learnt and not a vocabulary."""
-    heads = [
-        "b",
-        "br",
-        "c",
-        "ch",
-        "d",
-        "dr",
-        "f",
-        "fl",
-        "g",
-        "gr",
-        "h",
-        "j",
-        "k",
-        "kl",
-        "l",
-        "m",
-        "n",
-        "p",
-        "pr",
-        "qu",
-        "r",
-        "s",
-        "sh",
-        "sl",
-        "st",
-        "t",
-        "tr",
-        "v",
-        "w",
-        "z",
-    ]
-    cores = ["a", "e", "i", "o", "u", "ai", "ea", "ou", "io"]
-    tails = ["", "n", "r", "l", "s", "t", "x", "nd", "rk", "lm", "sk", ""]
     count = draw.choice((1, 2, 2, 3))
-    return "".join(pick(draw, heads) + pick(draw, cores) for _ in range(count)) + pick(draw, tails)
+    return "".join(pick(draw, _HEADS) + pick(draw, _CORES) for _ in range(count)) + pick(
+        draw, _TAILS
+    )

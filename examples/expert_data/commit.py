@@ -5,29 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from examples.expert_data.base import Example, made_up, pick
+from examples.expert_data.base import Example, made_up, pick, words
 
 TYPES = ("feat", "fix", "docs", "test", "refactor", "perf")
-_SCOPES = [
-    "parser",
-    "auth",
-    "cache",
-    "router",
-    "editor",
-    "billing",
-    "search",
-    "mailer",
-    "queue",
-    "config",
-    "logger",
-    "importer",
-    "session",
-    "theme",
-    "export",
-    "scheduler",
-    "gateway",
-    "upload",
-]
+_SCOPES = words(
+    """
+    parser auth cache router editor billing search mailer queue config logger importer session theme
+    export scheduler gateway upload
+    """
+)
 _DONE = {
     "feat": (
         ("Users can now {do} in the {s}.", "let users {do}"),
@@ -63,7 +49,7 @@ _DONE = {
         ("Made the flaky test of the {s} about {n} stable.", "make {n} test stable"),
     ),
     "refactor": (
-        ("Moved {n} of the {s} to its own module, nothing changes for users.", "move {n} to module"),
+        ("Moved {n} of the {s} to its own module, users see no change.", "move {n} to module"),
         ("Renamed variables around {n} in the {s} for clarity.", "rename variables of {n}"),
         ("Split the big class of the {s} that held {n}.", "split class of {n}"),
         ("Simplified the code for {n} in the {s} without new behaviour.", "simplify {n}"),
@@ -77,8 +63,10 @@ _DONE = {
         ("Loading {n} in the {s} went from 3 seconds to 1.", "load {n} faster"),
     ),
 }  # fmt: skip
-_ACTS = ("sort by date", "undo changes", "share a link", "filter results", "log out everywhere",
-         "pick a language", "print a page", "merge entries", "pin a note", "skip a step")  # fmt: skip
+_ACTS = (
+         "sort by date", "undo changes", "share a link", "filter results", "log out everywhere",
+         "pick a language", "print a page", "merge entries", "pin a note", "skip a step",
+)  # fmt: skip
 _NOUNS = ("empty lines", "time zones", "large files", "user names", "the retry count", "old keys",
           "page numbers", "nested lists", "the start menu", "long titles", "default values",
           "error codes", "row limits", "saved drafts")  # fmt: skip

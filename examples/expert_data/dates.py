@@ -6,22 +6,13 @@ import random
 from collections.abc import Iterator
 from decimal import Decimal
 
-from examples.expert_data.base import Example, pick
+from examples.expert_data.base import Example, pick, words
 
-MONTHS = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-]
+MONTHS = words(
+    """
+    January February March April May June July August September October November December
+    """
+)
 # kept for the held-out items
 HELD_OUT_YEARS = (1987, 1994, 2003, 2011, 2018, 2026)
 _DATE_FORMS = (

@@ -5,31 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from examples.expert_data.base import Example, pick
+from examples.expert_data.base import Example, pick, words
 
 LABELS = ("cancel", "delivery", "login", "refund", "invoice", "product")
-_THINGS = [
-    "lamp",
-    "jacket",
-    "blender",
-    "headset",
-    "router",
-    "backpack",
-    "tent",
-    "bicycle",
-    "printer",
-    "sofa",
-    "kettle",
-    "drill",
-    "camera",
-    "monitor",
-    "scarf",
-    "guitar",
-    "stroller",
-    "mattress",
-    "keyboard",
-    "vacuum",
-]
+_THINGS = words(
+    """
+    lamp jacket blender headset router backpack tent bicycle printer sofa kettle drill camera
+    monitor scarf guitar stroller mattress keyboard vacuum
+    """
+)
 _PLANS = ("subscription", "membership", "plan", "order", "contract", "booking")
 _FORMS = {
     "cancel": (

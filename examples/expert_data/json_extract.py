@@ -7,112 +7,39 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from examples.expert_data.base import Example, made_up, pick
+from examples.expert_data.base import Example, made_up, pick, words
 
-_FIRST = [
-    "Anna",
-    "Boris",
-    "Clara",
-    "David",
-    "Elena",
-    "Felix",
-    "Greta",
-    "Hugo",
-    "Irene",
-    "Jonas",
-    "Karin",
-    "Leo",
-    "Maria",
-    "Nils",
-    "Olga",
-    "Peter",
-    "Rosa",
-    "Simon",
-    "Tanja",
-    "Viktor",
-    "Wendy",
-    "Yusuf",
-    "Zara",
-    "Amir",
-    "Bella",
-    "Carlos",
-    "Diana",
-    "Emil",
-]
-_LAST = [
-    "Keller",
-    "Novak",
-    "Rossi",
-    "Schmidt",
-    "Larsen",
-    "Moreau",
-    "Ivanov",
-    "Silva",
-    "Tanaka",
-    "Weber",
-    "Costa",
-    "Jensen",
-    "Kowalski",
-    "Baker",
-    "Murphy",
-    "Haddad",
-    "Okafor",
-    "Lind",
-    "Petrov",
-    "Garcia",
-]
-_CITIES = [
-    "Berlin",
-    "Madrid",
-    "Oslo",
-    "Vienna",
-    "Dublin",
-    "Prague",
-    "Athens",
-    "Warsaw",
-    "Helsinki",
-    "Rome",
-    "Boston",
-    "Denver",
-    "Toronto",
-    "Sydney",
-    "Lyon",
-    "Porto",
-    "Seville",
-    "Munich",
-]
-_THINGS = [
-    "lamps",
-    "chairs",
-    "notebooks",
-    "mugs",
-    "blankets",
-    "pencils",
-    "shirts",
-    "tables",
-    "batteries",
-    "cables",
-    "plates",
-    "spoons",
-    "umbrellas",
-    "hats",
-    "candles",
-    "bricks",
-]
+_FIRST = words(
+    """
+    Anna Boris Clara David Elena Felix Greta Hugo Irene Jonas Karin Leo Maria Nils Olga Peter Rosa
+    Simon Tanja Viktor Wendy Yusuf Zara Amir Bella Carlos Diana Emil
+    """
+)
+_LAST = words(
+    """
+    Keller Novak Rossi Schmidt Larsen Moreau Ivanov Silva Tanaka Weber Costa Jensen Kowalski Baker
+    Murphy Haddad Okafor Lind Petrov Garcia
+    """
+)
+_CITIES = words(
+    """
+    Berlin Madrid Oslo Vienna Dublin Prague Athens Warsaw Helsinki Rome Boston Denver Toronto Sydney
+    Lyon Porto Seville Munich
+    """
+)
+_THINGS = words(
+    """
+    lamps chairs notebooks mugs blankets pencils shirts tables batteries cables plates spoons
+    umbrellas hats candles bricks
+    """
+)
 _TOPICS = ("the budget", "hiring", "the new logo", "sales figures", "the office move", "security")
 _WEEK = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-_ROLES = [
-    "engineer",
-    "nurse",
-    "teacher",
-    "plumber",
-    "lawyer",
-    "driver",
-    "chemist",
-    "editor",
-    "baker",
-    "pilot",
-]
+_ROLES = words(
+    """
+    engineer nurse teacher plumber lawyer driver chemist editor baker pilot
+    """
+)
 _ANIMALS = ["cat", "dog", "parrot", "rabbit", "hamster", "turtle", "horse", "goat"]
 _DISHES = ("lentil soup", "apple pie", "fried rice", "mushroom risotto", "bean stew", "pancakes")
 _SKIES = ["sunny", "rainy", "cloudy", "windy", "snowy", "foggy"]

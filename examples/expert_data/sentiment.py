@@ -5,108 +5,39 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from examples.expert_data.base import Example, pick
+from examples.expert_data.base import Example, pick, words
 
 LABELS = ("positive", "negative", "neutral")
-_THINGS = [
-    "phone",
-    "soup",
-    "hotel",
-    "movie",
-    "jacket",
-    "keyboard",
-    "taxi",
-    "salad",
-    "camera",
-    "book",
-    "lamp",
-    "pizza",
-    "museum",
-    "sofa",
-    "printer",
-    "bakery",
-    "concert",
-    "headset",
-    "backpack",
-    "dentist",
-    "cafe",
-    "blender",
-    "train",
-    "course",
-    "app",
-    "watch",
-]
-_PARTS = [
-    "battery",
-    "price",
-    "service",
-    "taste",
-    "screen",
-    "staff",
-    "sound",
-    "quality",
-    "room",
-    "design",
-    "size",
-    "color",
-    "handle",
-    "speed",
-    "menu",
-    "support",
-    "packaging",
-    "smell",
-]
-_GOOD = [
-    "excellent",
-    "wonderful",
-    "superb",
-    "fantastic",
-    "lovely",
-    "great",
-    "perfect",
-    "delightful",
-    "amazing",
-    "brilliant",
-    "reliable",
-    "tasty",
-    "comfortable",
-    "friendly",
-    "beautiful",
-]
-_BAD = [
-    "terrible",
-    "awful",
-    "horrible",
-    "broken",
-    "rude",
-    "dirty",
-    "disappointing",
-    "useless",
-    "noisy",
-    "bland",
-    "ugly",
-    "slow",
-    "overpriced",
-    "cheap",
-    "faulty",
-]
-_PLAIN = [
-    "blue",
-    "square",
-    "new",
-    "wooden",
-    "medium-sized",
-    "standard",
-    "square-shaped",
-    "second",
-    "local",
-    "grey",
-    "round",
-    "two-part",
-    "weekly",
-    "regular",
-    "printed",
-]
+_THINGS = words(
+    """
+    phone soup hotel movie jacket keyboard taxi salad camera book lamp pizza museum sofa printer
+    bakery concert headset backpack dentist cafe blender train course app watch
+    """
+)
+_PARTS = words(
+    """
+    battery price service taste screen staff sound quality room design size color handle speed menu
+    support packaging smell
+    """
+)
+_GOOD = words(
+    """
+    excellent wonderful superb fantastic lovely great perfect delightful amazing brilliant reliable
+    tasty comfortable friendly beautiful
+    """
+)
+_BAD = words(
+    """
+    terrible awful horrible broken rude dirty disappointing useless noisy bland ugly slow overpriced
+    cheap faulty
+    """
+)
+_PLAIN = words(
+    """
+    blue square new wooden medium-sized standard square-shaped second local grey round two-part
+    weekly regular printed
+    """
+)
 _POSITIVE = (
     "The {t} was {g} and the {p} is {g2}.", "I love this {t}, the {p} is {g}.",
     "What a {g} {t}! I will come back.", "{G} {p}, very happy with the {t}.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from examples.expert_data.base import Item, pick
+from examples.expert_data.base import Item, pick, words
 from examples.expert_data.slug import slug_of
 
 _MOULDS = (
@@ -25,14 +25,14 @@ _MOULDS = (
     "{place}: {n} Hours, {n2} Photos",
 )
 _VALUES = {
-    "verb": ["Declutter", "Automate", "Outsmart", "Restore", "Photograph", "Rewire", "Insulate", "Debug", "Knit"],
-    "noun": ["Backpack", "Spreadsheet", "Aquarium", "Balcony", "Motorcycle", "Podcast", "Chimney", "Treehouse"],
-    "name": ["Beyoncé", "Einstein", "O'Connor", "Björk", "Nadal", "Curie", "Zoë", "Tolkien", "Noémi"],
+    "verb": words("Declutter Automate Outsmart Restore Photograph Rewire Insulate Debug Knit"),
+    "noun": words("Backpack Spreadsheet Aquarium Balcony Motorcycle Podcast Chimney Treehouse"),
+    "name": words("Beyoncé Einstein O'Connor Björk Nadal Curie Zoë Tolkien Noémi"),
     "topic": [
         "Remote Work", "Rust", "Kubernetes", "Sleep", "Open Source", "Mortgages", "Crossfit",
         "Machine Learning", "Pottery", "Wi-Fi", "Type Systems", "Beekeeping",
     ],
-    "place": ["Reykjavík", "Bogotá", "Düsseldorf", "Lisbon", "Osaka", "Genève", "Kraków", "Nairobi"],
+    "place": words("Reykjavík Bogotá Düsseldorf Lisbon Osaka Genève Kraków Nairobi"),
 }  # fmt: skip
 _ASKS = (
     'The article is called "{}". What would its URL slug be?',

@@ -1,0 +1,80 @@
+"""What each shipped expert says of itself in its manifest and README."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    description: str
+    prompt: str
+    answer: str
+    capabilities: tuple[str, ...]
+    keywords: tuple[str, ...]
+    limitations: tuple[str, ...]
+
+
+ABOUT = {
+    "json-extract": About(
+        "Writes the facts that were asked for out of a sentence or two as one JSON object.",
+        "Extract name, city and age as JSON.\nAt 34, Lena Brandt moved to Turku.",
+        '{"name": "Lena Brandt", "city": "Turku", "age": 34}',
+        ("json-extraction", "entity-extraction"),
+        ("json", "extract", "fields", "keys"),
+        ("Up to three fields from one or two English sentences; no nested objects or lists.",
+         "Every field must be said in the text: it does not leave fields out."),
+    ),
+    "text-to-sql": About(
+        "Turns a question about one small table into a SELECT statement.",
+        "Table: trees(name, park, height, age)\nQuestion: How many trees have the park Central?",
+        "SELECT COUNT(*) FROM trees WHERE park = 'Central'",
+        ("text-to-sql",),
+        ("sql", "query", "table", "select", "database"),
+        ("One table, one condition; no joins, no subqueries, no dates.",
+         "Columns must be called in the question as they are in the table."),
+    ),
+    "sentiment": About(
+        "Says whether a comment is positive, negative or neutral.",
+        "The straps came off on the first day. Positive, negative or neutral?",
+        "negative",
+        ("sentiment", "classification"),
+        ("sentiment", "review", "feel", "tone", "positive", "negative"),
+        ("Short English comments; irony is often missed.",),
+    ),
+    "intent": About(
+        "Sorts a customer's message: cancel, delivery, login, refund, invoice or product.",
+        "Pick one: cancel, delivery, login, refund, invoice, product\nWhere is my parcel?",
+        "delivery",
+        ("intent", "classification", "customer-support"),
+        ("intent", "category", "customer", "ticket", "refund", "delivery"),
+        ("These six labels only, one per message, in English.",),
+    ),
+    "iso-values": About(
+        "Writes dates as YYYY-MM-DD, times on the 24-hour clock and metric amounts in smaller "
+        "units.",
+        "ISO date for the 3rd of March 2021",
+        "2021-03-03",
+        ("normalisation", "dates", "units"),
+        ("iso", "date", "convert", "yyyy-mm-dd", "24-hour", "unit"),
+        ("No relative dates, no time zones, no imperial units.",
+         "Amounts only into the next smaller metric unit (km to m, kg to g, l to ml ...)."),
+    ),
+    "commit-header": About(
+        "Writes the conventional commit header, type(scope): summary, for a described change.",
+        "Commit header as type(scope): summary.\nThe importer no longer fails when a row is empty.",
+        "fix(importer): do not fail when a row is empty",
+        ("commit-messages", "writing"),
+        ("commit", "git", "changelog", "conventional"),
+        ("Types feat, fix, docs, test, refactor and perf; the scope must be named in the text.",
+         "The summary is short and plain, not always elegant."),
+    ),
+    "url-slug": About(
+        "Turns a title into a URL slug: lower case, no accents, words joined by hyphens.",
+        "Make a URL slug: Why Crème Brûlée & Coffee Go Together",
+        "why-creme-brulee-and-coffee-go-together",
+        ("slug", "writing"),
+        ("slug", "url", "title", "headline", "hyphen"),
+        ("Latin letters; & is written as and.", "Titles of up to about twelve words."),
+    ),
+}  # fmt: skip
