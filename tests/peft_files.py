@@ -1,13 +1,14 @@
 """Adapters made by PEFT itself, for tests: random directories of every kind, and its answers.
 
 `make_adapter(model, kind, seed, **options)` writes a directory as `save_pretrained` does, with
-weights that all do something. `PeftOracle(model).logits(ids, [(directory, weight), ...])` is what
-PEFT computes for a stack that PEFT can hold: LoRAs and DoRAs in any number, IA3s, one soft prompt.
+weights that all do something. `peft_oracle(model).logits(ids, [(directory, weight), ...])` is what
+PEFT computes for a stack, `.greedy(...)` what it answers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -146,7 +148,12 @@ def _recast(path: Path, dtype: torch.dtype) -> None:
 
 
 class PeftOracle:
-    """PEFT in fp32 over a model. Every question loads its adapters and takes them off again."""
+    """PEFT in fp32 over a model. Every question loads its adapters and takes them off again.
+
+    A stack of one family (LoRA with DoRA, or IA3) is several active adapters of one PEFT model. A
+    stack of both is PEFT models around one another, in order: each wraps what is there already.
+    One soft prompt alone is PEFT's own; with others, its vectors go in front as inputs_embeds.
+    """
 
     def __init__(self, model: Path | str) -> None:
         self.path = Path(model)
@@ -155,29 +162,26 @@ class PeftOracle:
     @torch.no_grad()
     def logits(self, ids: Sequence[int], stack: Stack = ()) -> Tensor:
         """[tokens, vocab] at the positions of `ids` (not of virtual tokens)."""
-        given = torch.tensor([list(ids)])
-        with self.adapted(stack) as model:
-            out = model(given, attention_mask=torch.ones_like(given)).logits[0]
+        with self._asked(ids, stack) as (model, given):
+            out = model(**given).logits[0]
         return out[-len(ids) :].float()
 
     @torch.no_grad()
     def greedy(self, ids: Sequence[int], stack: Stack = (), count: int = 16) -> list[int]:
-        """`count` tokens by PEFT's own generate."""
-        given = torch.tensor([list(ids)])
-        with self.adapted(stack) as model, _quiet():
+        """`count` tokens by PEFT's (or transformers') own generate."""
+        with self._asked(ids, stack) as (model, given), _quiet():
             out = model.generate(
-                input_ids=given,
-                attention_mask=torch.ones_like(given),
+                **given,
                 max_new_tokens=count,
                 min_new_tokens=count,
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,
             )
-        tokens: list[int] = out[0, len(ids) :].tolist()
+        # behind inputs_embeds only what is new comes back
+        tokens: list[int] = out[0, -count:].tolist()
         return tokens
 
-    @torch.no_grad()
     def follow(self, ids: Sequence[int], stack: Stack, answer: Sequence[int]) -> list[int]:
         """The greedy answer as far as `answer` agrees with it, and what should have come next:
         one pass instead of one per token."""
@@ -189,32 +193,83 @@ class PeftOracle:
         return list(answer)
 
     @contextlib.contextmanager
-    def adapted(self, stack: Stack) -> Iterator[Any]:
-        """The PEFT model of a stack: its adapters active together, in order, at their weights."""
-        from peft import PeftModel
-
-        if not stack:
-            yield self._model
+    def _asked(self, ids: Sequence[int], stack: Stack) -> Iterator[tuple[Any, dict[str, Tensor]]]:
+        """The model of a stack and what it is called with."""
+        given = torch.tensor([list(ids)])
+        soft = [part for part in stack if _family(part[0]) == "soft_prompt"]
+        rest = [part for part in stack if part not in soft]
+        if not soft or len(stack) == 1:
+            with self.adapted(stack) as model:
+                yield model, {"input_ids": given, "attention_mask": torch.ones_like(given)}
             return
-        with _quiet():
-            model: Any = None
-            for place, (directory, _) in enumerate(stack):
-                if model is None:
-                    model = PeftModel.from_pretrained(self._model, directory, adapter_name="a0")
-                else:
-                    model.load_adapter(directory, adapter_name=f"a{place}")
-            names = [f"a{place}" for place in range(len(stack))]
-            weights = [weight for _, weight in stack]
-            if len(stack) > 1:
-                model.base_model.set_adapter(names)
-            _weigh(model, names, weights)
-            model.eval()
-        try:
-            yield model
-        finally:
-            if hasattr(model.base_model, "unload"):
-                with _quiet():
-                    model.unload()
+        with self.adapted(rest) as model:
+            words = self._model.get_input_embeddings()(given)
+            front = [soft_vectors(path) * weight for path, weight in soft]
+            joined = torch.cat([torch.cat(front)[None], words], dim=1)
+            mask = torch.ones(joined.shape[:2], dtype=torch.long)
+            yield model, {"inputs_embeds": joined, "attention_mask": mask}
+
+    @contextlib.contextmanager
+    def adapted(self, stack: Stack) -> Iterator[Any]:
+        """The PEFT model of a stack of modules' adapters, or of one soft prompt."""
+        runs = [list(run) for _, run in groupby(stack, lambda part: _family(part[0]))]
+        if len(runs) > 1:
+            model = copy.deepcopy(self._model)
+            for depth, run in enumerate(runs):
+                # names are told apart: one of the inner model must not be weighed again
+                outer = _wrapped(model, run, depth)
+                model = outer.get_base_model()
+            _activate(outer)
+            yield outer
+        elif runs:
+            model = _wrapped(self._model, runs[0])
+            try:
+                yield model
+            finally:
+                if hasattr(model.base_model, "unload"):
+                    with _quiet():
+                        model.unload()
+        else:
+            yield self._model
+
+
+def _family(directory: Path) -> str:
+    """Adapters of one family can be active together in one PEFT model."""
+    kind = json.loads((directory / "adapter_config.json").read_text())["peft_type"]
+    return {"LORA": "lora", "IA3": "ia3", "PROMPT_TUNING": "soft_prompt"}[kind]
+
+
+def soft_vectors(directory: Path) -> Tensor:
+    from safetensors.torch import load_file
+
+    return load_file(directory / "adapter_model.safetensors")["prompt_embeddings"].float()
+
+
+def _wrapped(model: Any, stack: Stack, depth: int = 0) -> Any:
+    """One PEFT model with these adapters active, in order, at their weights."""
+    from peft import PeftModel
+
+    with _quiet():
+        names = [f"depth{depth}_{place}" for place in range(len(stack))]
+        wrapped = PeftModel.from_pretrained(model, stack[0][0], adapter_name=names[0])
+        for name, (directory, _) in list(zip(names, stack, strict=True))[1:]:
+            wrapped.load_adapter(directory, adapter_name=name)
+        if len(stack) > 1:
+            wrapped.base_model.set_adapter(names)
+        _weigh(wrapped, names, [weight for _, weight in stack])
+        return wrapped.eval()
+
+
+def _activate(model: Any) -> None:
+    """All adapters: wrapping once more switches off inner ones of the same family."""
+    from peft.tuners.ia3 import IA3Layer
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module._active_adapter = list(module.scaling)
+        elif isinstance(module, IA3Layer):
+            module._active_adapter = list(module.ia3_l.keys())
 
 
 def _weigh(model: Any, names: Sequence[str], weights: Sequence[float]) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from coterie.adapters.lora import read
 from coterie.core.errors import WeightsError
 
@@ -33,15 +31,16 @@ def apply(folding: Folding, change: Change, weight: float) -> None:
             "weight is zero, and DoRA divides by its norm"
         )
     scale = (change.magnitude.double() / squared.sqrt()).float()
-    folding.scale_product(scale)
+    # the low-rank term is inside the brackets that g multiplies
     if strength:
-        folding.add(change.a, change.b.float().T * strength * scale)
+        folding.add(change.a, change.b, strength)
+    folding.scale_product(scale)
 
 
 def _norms_squared(target: Target, change: Change, strength: float) -> Tensor:
     """|W + strength B A|^2 by rows, fp64 [out]."""
     assert change.a is not None and change.b is not None
-    a, b = change.a.double(), change.b.double()
-    cross = (b * target.project(change.a.float()).double().T).sum(1)
-    own = ((b @ (a @ a.T)) * b).sum(1)
-    return torch.as_tensor(target.row_norms_squared() + 2 * strength * cross + strength**2 * own)
+    a, b = change.a.float(), change.b.float()
+    cross = (b * target.project(a).T).sum(1).double()
+    own = ((b @ (a @ a.T)) * b).sum(1).double()
+    return target.row_norms_squared() + 2 * strength * cross + strength**2 * own

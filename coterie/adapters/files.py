@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load
+from safetensors import SafetensorError, deserialize, safe_open
 from torch import Tensor
 
 from coterie.adapters import soft_prompt
@@ -28,7 +27,7 @@ _MAX_CONFIG_BYTES = 4_000_000
 _MAX_WEIGHTS_BYTES = 1 << 33
 _MAX_TENSORS = 100_000
 _BASE_HEAD = "base_model.model.lm_head.base_layer.weight"
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +91,17 @@ def parse_adapter(config: bytes, weights: bytes, digest: str) -> Adapter:
 def _noting_head(changes: dict[str, Change], head: Tensor) -> dict[str, Change]:
     """PEFT saves the base's LM head beside an adapter of it. It is not needed, but must be the
     served model's: its row norms are kept to be compared when composing."""
-    change = changes.get("lm_head")
-    if change is None or head.dim() != 2:
+    if "lm_head" not in changes or head.dim() != 2:
         raise WeightsError(f"{_BASE_HEAD!r} is there, but no adapter of the LM head")
-    return {**changes, "lm_head": replace(change, base_norms=head.float().norm(dim=1))}
+    # copies: the others lie beside the head, which is far larger
+    own = {path: _copied(change) for path, change in changes.items()}
+    return {**own, "lm_head": replace(own["lm_head"], base_norms=head.float().norm(dim=1))}
+
+
+def _copied(change: Change) -> Change:
+    parts = {"a": change.a, "b": change.b, "magnitude": change.magnitude, "vector": change.vector}
+    copies = {name: part.clone() for name, part in parts.items() if part is not None}
+    return replace(change, **copies)  # type: ignore[arg-type]
 
 
 def parse_config(data: bytes) -> Mapping[str, Any]:
@@ -136,17 +142,41 @@ def _read(path: Path, limit: int) -> bytes:
 
 
 def _tensors(data: bytes) -> dict[str, Tensor]:
+    """By name, side by side in one copy of the data."""
     try:
-        tensors: dict[str, Tensor] = load(data)
-    except (SafetensorError, ValueError, RuntimeError, KeyError) as error:
+        # the library checks the header against the data: no gap, no overlap, no size that lies
+        deserialize(data)
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:start])
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise WeightsError(f"{WEIGHTS}: not a sound safetensors file ({error})") from error
-    if not 0 < len(tensors) <= _MAX_TENSORS:
-        raise WeightsError(f"{WEIGHTS}: {len(tensors)} tensors; an adapter has 1 to {_MAX_TENSORS}")
+    header.pop("__metadata__", None)
+    if not 0 < len(header) <= _MAX_TENSORS:
+        raise WeightsError(f"{WEIGHTS}: {len(header)} tensors; an adapter has 1 to {_MAX_TENSORS}")
+    values = torch.frombuffer(bytearray(data[start:]), dtype=torch.uint8)
+    tensors = {name: _tensor(name, entry, values) for name, entry in header.items()}
+    _check_finite(tensors, values)
+    return tensors
+
+
+def _tensor(name: str, entry: Mapping[str, Any], values: Tensor) -> Tensor:
+    dtype = _TYPES.get(entry["dtype"])
+    if dtype is None:
+        raise WeightsError(f"{name!r} is {entry['dtype']}; use one of {', '.join(_TYPES)}")
+    first, last = entry["data_offsets"]
+    if first == last:
+        raise WeightsError(f"{name!r} is empty")
+    part = values[first:last]
+    if first % dtype.itemsize:
+        part = part.clone()
+    return part.view(dtype).view(entry["shape"])
+
+
+def _check_finite(tensors: Mapping[str, Tensor], values: Tensor) -> None:
+    kinds = {tensor.dtype for tensor in tensors.values()}
+    # nearly always one type: one look over all
+    if len(kinds) == 1 and bool(torch.isfinite(values.view(kinds.pop())).all()):
+        return
     for name, tensor in tensors.items():
-        if tensor.dtype not in _TYPES:
-            raise WeightsError(f"{name!r} is {tensor.dtype}; use fp32, bf16 or fp16")
-        if not tensor.numel():
-            raise WeightsError(f"{name!r} is empty")
         if not bool(torch.isfinite(tensor).all()):
             raise WeightsError(f"{name!r} holds NaN or infinity")
-    return tensors

@@ -6,6 +6,7 @@ which is why any stack comes down to one patch. Knows no kind and no model.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,13 +28,13 @@ class Folding:
         self._constant = None if target.bias is None else target.bias.detach().cpu().float()
         self._bias = self._constant
         self._terms: list[tuple[Tensor, Tensor]] = []  # a [r, in], b [r, out]
-        # whether every factor was stored in bf16
-        self._narrow = True
 
-    def add(self, a: Tensor, b: Tensor) -> None:
-        """f(x) + (x a^T) b; a [r, in] as stored, b [r, out] fp32."""
-        self._narrow = self._narrow and a.dtype == torch.bfloat16
-        self._terms.append((a, b))
+    def add(self, a: Tensor, b: Tensor, strength: float) -> None:
+        """f(x) + strength * (x a^T) b^T, both factors as stored: a [r, in], b [out, r]."""
+        # a power of two changes no digit of bf16; everything else is worked out in fp32
+        exact = b.dtype == torch.bfloat16 and abs(math.frexp(strength)[0]) == 0.5
+        turned = b.T if exact else b.T.float()
+        self._terms.append((a, turned * strength if strength != 1 else turned))
 
     def scale_input(self, vector: Tensor) -> None:
         """f(vector * x)."""
@@ -66,7 +67,7 @@ class Folding:
 
     def _scale(self, vector: Tensor) -> None:
         self._out = vector if self._out is None else self._out * vector
-        self._terms = [(a, b * vector) for a, b in self._terms]
+        self._terms = [(a, b.float() * vector) for a, b in self._terms]
 
     def _shift(self) -> Tensor | None:
         if self._constant is None or self._bias is None or self._constant is self._bias:
@@ -75,14 +76,15 @@ class Folding:
         return shift if bool(shift.any()) else None
 
     def _factors(self) -> tuple[Tensor | None, Tensor | None]:
-        """Both in fp32; in bf16 where they were stored so and scaling lost nothing (a power of
-        two): half the bytes a step reads, the same values."""
+        """Both in fp32, or both in bf16 where all were stored so and scaling lost nothing: half
+        the bytes for a step to read, the same values."""
         if not self._terms:
             return None, None
-        a = torch.cat([a.float() for a, _ in self._terms])
-        b = torch.cat([b for _, b in self._terms])
-        if self._narrow:
-            narrow = a.bfloat16(), b.bfloat16()
-            if torch.equal(narrow[0].float(), a) and torch.equal(narrow[1].float(), b):
-                return narrow
+        narrow = all(part.dtype == torch.bfloat16 for term in self._terms for part in term)
+        dtype = torch.bfloat16 if narrow else torch.float32
+        if len(self._terms) == 1:
+            a, b = self._terms[0]
+            return a.to(dtype).contiguous(), b.to(dtype)
+        pairs = zip(*self._terms, strict=True)
+        a, b = (torch.cat([part.to(dtype) for part in parts]) for parts in pairs)
         return a, b

@@ -77,7 +77,7 @@ def read(config: options.Config, tensors: Mapping[str, Tensor]) -> dict[str, Cha
 
 def apply(folding: Folding, change: Change, weight: float) -> None:
     if change.a is not None and change.b is not None and weight:
-        folding.add(change.a, change.b.float().T * (weight * change.scaling))
+        folding.add(change.a, change.b, weight * change.scaling)
 
 
 def _check(config: options.Config) -> None:

@@ -72,7 +72,8 @@ class Matrix:
     @torch.inference_mode()
     def row_norms_squared(self) -> Tensor:
         if self._norms is None:
-            self._norms = self._weight().double().square().sum(1).cpu()
+            norms = torch.linalg.vector_norm(self._weight().float(), dim=1)
+            self._norms = norms.cpu().double().square()
         return self._norms
 
     @torch.inference_mode()
@@ -90,7 +91,7 @@ class Matrix:
         return back
 
     def _weight(self) -> Tensor:
-        """As the kernels see it, rows in any order of the module's."""
+        """As the kernels see it, in the module's own order."""
         if isinstance(self.product, ReferenceLinear) and self.order is None:
             return self.product.weight[self.first : self.first + self.out_features]
         return self.read()
