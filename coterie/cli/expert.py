@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
-from importlib.util import find_spec
 
 from coterie.cli import expert_actions as actions
 from coterie.cli import expert_pack as packing
+from coterie.cli import expert_test as testing
 from coterie.cli.menu import Menu, choose
 
 HELP = "pack, sign, verify and install experts: adapters for a base model"
@@ -110,7 +109,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_json(made)
     made = menu.add("rollback", actions.rollback, "go back to the version before", _ROLLBACK)
     _add_name(made)
-    _configure_test(menu)
+    testing.configure(menu.add("test", testing.execute, testing.HELP, testing.EPILOG))
 
 
 execute = choose
@@ -144,14 +143,6 @@ def _configure_install(menu: Menu) -> None:
     made.add_argument("--version", metavar="V", help="give it this version")
     made.add_argument("--base", action="append", metavar="MODEL", help="it must be for this model")
     _add_json(made)
-
-
-def _configure_test(menu: Menu) -> None:
-    if find_spec("coterie.cli.expert_test") is None:
-        return
-    module = import_module("coterie.cli.expert_test")
-    made = menu.add("test", module.execute, module.HELP, module.EPILOG)
-    module.configure(made)
 
 
 def _add_name(parser: argparse.ArgumentParser) -> None:

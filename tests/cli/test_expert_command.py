@@ -164,7 +164,7 @@ def test_help_has_examples(command: str, capsys: Capture) -> None:
     assert "examples:" in capsys.readouterr().out
     parser = build_parser()._subparsers._group_actions[0].choices[command]  # type: ignore
     actions = parser._subparsers._group_actions[0].choices
-    expected = {"pack", "sign", "verify", "install", "list", "show", "remove", "pin"}
+    expected = {"pack", "sign", "verify", "install", "list", "show", "remove", "pin", "test"}
     assert set(actions) >= (expected if command == "expert" else {"new", "trust", "revoke", "list"})
     for action in actions.values():
         assert action.epilog.startswith("examples:\n  coterie ")
