@@ -15,9 +15,11 @@ from starlette.responses import PlainTextResponse, Response
 
 from coterie.api.body import check, decode, parse, read
 from coterie.api.errors import encode
+from coterie.api.exchange import exchange_of
 from coterie.api.experts_types import ExpertPatch, InstallBody, LoadLoraBody, UnloadLoraBody
 from coterie.core.adapters import AdapterCard
 from coterie.core.errors import InvalidRequest, NotFound
+from coterie.obs.trace import log
 from coterie.service.adapter_admin import AdapterAdmin, Wish
 
 JSON = "application/json"
@@ -55,7 +57,7 @@ class ExpertEndpoints:
                 if not data:
                     raise InvalidRequest("the body is empty: send an .expert file's bytes")
                 card = await self.admin.install(data)
-        return answer(fields(card), 201)
+        return changed(request, card, 201)
 
     async def show_expert(self, request: Request) -> Response:
         """Show one expert, its versions and its manifest."""
@@ -70,25 +72,23 @@ class ExpertEndpoints:
         body = await parse(request, ExpertPatch, self.max_body_bytes)
         if body.version is None and body.alias is None:
             raise InvalidRequest("give a version, an alias, or both", param="version")
-        version = body.version or version
-        if body.alias is not None:
-            return answer(fields(await self.admin.alias(body.alias, name, version)))
-        return answer(fields(await self.admin.alias(name, name, version)))
+        card = await self.admin.alias(body.alias or name, name, body.version or version)
+        return changed(request, card)
 
     async def act_on_expert(self, request: Request) -> Response:
         """Pin, unpin or roll back one expert."""
         name, _ = _asked(request)
         action = request.path_params["action"]
         if action in ("pin", "unpin"):
-            return answer(fields(await self.admin.pin(name, action == "pin")))
+            return changed(request, await self.admin.pin(name, action == "pin"))
         if action == "rollback":
-            return answer(fields(await self.admin.rollback(name)))
+            return changed(request, await self.admin.rollback(name))
         raise NotFound("an expert can be told to pin, unpin or rollback", param="action")
 
     async def delete_expert(self, request: Request) -> Response:
         """Remove an expert, or one version of it. Requests on it run to their end."""
         name, version = _asked(request)
-        await self.admin.remove(name, version)
+        audit(request, await self.admin.remove(name, version))
         return answer({"id": request.path_params["name"], "object": "expert", "deleted": True})
 
     async def load_lora_adapter(self, request: Request) -> Response:
@@ -97,7 +97,10 @@ class ExpertEndpoints:
         if not body.lora_name or not body.lora_path:
             raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
         path = absolute(body.lora_path, "lora_path")
-        await self.admin.load(body.lora_name, path, body.base_model_name, body.load_inplace)
+        audit(
+            request,
+            await self.admin.load(body.lora_name, path, body.base_model_name, body.load_inplace),
+        )
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_lora_adapter(self, request: Request) -> Response:
@@ -106,7 +109,7 @@ class ExpertEndpoints:
         if not body.lora_name:
             raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.")
         try:
-            await self.admin.remove(body.lora_name)
+            audit(request, await self.admin.remove(body.lora_name))
         except NotFound:
             raise NotFound(f"The lora adapter '{body.lora_name}' cannot be found.") from None
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
@@ -129,6 +132,24 @@ def fields(card: AdapterCard) -> dict[str, Any]:
         "pinned": card.pinned,
         "description": card.description,
     }
+
+
+def audit(request: Request, card: AdapterCard) -> None:
+    """Which admin changed what: the digest of the key, never the key."""
+    exchange = exchange_of(request.scope)
+    log(
+        "experts_changed",
+        model=f"{_id(card)}#{card.digest[:8]}",
+        method=request.method,
+        route=request.scope["route"].path,
+        request_id=exchange.request_id,
+        tenant_digest=exchange.tenant,
+    )
+
+
+def changed(request: Request, card: AdapterCard, status: int = 200) -> Response:
+    audit(request, card)
+    return answer(fields(card), status)
 
 
 def answer(payload: Any, status: int = 200) -> Response:

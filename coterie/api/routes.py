@@ -45,6 +45,8 @@ class RouteRow:
     media_type: str = "application/json"
     # False for a second spelling of a route
     documented: bool = True
+    # the body may also be a file's bytes
+    takes_file: bool = False
 
 
 def routes(
@@ -79,7 +81,9 @@ def _expert_routes(experts: ExpertEndpoints) -> Sequence[RouteRow]:
     load, unload = experts.load_lora_adapter, experts.unload_lora_adapter
     return (
         RouteRow(_GET, "/v1/experts", experts.list_experts, "experts"),
-        RouteRow(_POST, "/v1/experts", experts.install_expert, "experts", InstallBody),
+        RouteRow(
+            _POST, "/v1/experts", experts.install_expert, "experts", InstallBody, takes_file=True
+        ),
         RouteRow(_POST, one + ":{action}", act, "experts", documented=False),
         RouteRow(_POST, one + "/{action}", act, "experts"),
         RouteRow(_GET, one, experts.show_expert, "experts"),
@@ -119,9 +123,13 @@ def _extra(row: RouteRow) -> dict[str, Any]:
         "description": "A typed error; docs/api.md lists status, type and code",
         "content": {"application/json": {"schema": {"$ref": _REF.format(model=error)}}},
     }
-    schema = {"$ref": _REF.format(model=row.body.__name__)}
+    content: dict[str, Any] = {
+        "application/json": {"schema": {"$ref": _REF.format(model=row.body.__name__)}}
+    }
+    if row.takes_file:
+        content["application/octet-stream"] = {}
     return {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "requestBody": {"required": True, "content": content},
         "responses": {"200": answer, "4XX": refusal, "5XX": refusal},
     }
 

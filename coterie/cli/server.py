@@ -26,6 +26,8 @@ from coterie.service.pipeline import Pipeline
 CLOSE_S = 5.0
 # after a second Ctrl-C: what stopping the workers may take
 FORCED_CLOSE_S = 5.0
+# most installed experts that the banner names
+MAX_NAMED = 6
 
 
 class _Server(uvicorn.Server):
@@ -140,6 +142,10 @@ def banner(url: str, pipeline: Pipeline) -> str:
             pairs.append(
                 ("experts", f"{experts['count']} by {experts['strategy']}: {slots}, {held}")
             )
+    adapted = [card.name for card in pipeline.models() if card.parent is not None]
+    if adapted:
+        more = f" and {len(adapted) - MAX_NAMED} more" if len(adapted) > MAX_NAMED else ""
+        pairs.append(("installed", f"{', '.join(adapted[:MAX_NAMED])}{more}"))
     model = next(iter(specialists))
     body = f'{{"model":"{model}","messages":[{{"role":"user","content":"Hello"}}]}}'
     command = f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"

@@ -226,7 +226,11 @@ async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 def _details(item: Served) -> dict[str, Any]:
     members = item.replicas.members
-    experts = {} if item.info.experts is None else {"experts": asdict(item.info.experts)}
+    extras = {
+        name: asdict(facts)
+        for name, facts in (("experts", item.info.experts), ("adapters", item.info.adapters))
+        if facts is not None
+    }
     return {
         "ready": item.replicas.ready(),
         "replicas": {replica.name: replica.healthy() for replica in members},
@@ -236,4 +240,4 @@ def _details(item: Served) -> dict[str, Any]:
         "weight_bytes": item.info.weight_bytes,
         "kv_bytes": item.info.kv_bytes,
         "max_model_len": item.context,
-    } | experts
+    } | extras

@@ -31,9 +31,13 @@ class Served:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=log, env={**os.environ, **environment}
             )
-        self.url = self._wait_for(r"listening on (http://\S+?),")
-        if wait_ready:
-            self.wait_ready()
+        try:
+            self.url = self._wait_for(r"listening on (http://\S+?),")
+            if wait_ready:
+                self.wait_ready()
+        except BaseException:
+            self.stop(signal.SIGKILL)
+            raise
 
     def _wait_for(self, pattern: str) -> str:
         deadline = time.monotonic() + START_S

@@ -1,0 +1,323 @@
+"""The admin endpoints of experts and what requests see of them, over a real engine and registry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from expert_rig import ADMIN, CALLER, MODEL, Rig, adapter
+from peft_files import make_adapter
+from served import own_home
+from tiny import tiny_checkpoint
+
+from coterie.core.config import Config
+from coterie.core.request import InferenceRequest, Limits, RouteHints, Sampling, Text
+
+# of 384: an answer ends within a few tokens
+MOST_TOKENS = list(range(128, 384))
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("experts-api")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COTERIE_HOME", str(own_home(folder / "home")))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def rig(folder: Path) -> Iterator[Rig]:
+    """Caller keys and admin keys; only what a trusted key signed."""
+    with asyncio.Runner() as runner:
+        rig = Rig(
+            folder, runner,
+            **{
+                "server.admin_key_file": str(folder / "admins.txt"),
+                "server.api_key_file": str(folder / "callers.txt"),
+            },
+        )  # fmt: skip
+        yield rig
+        rig.close()
+
+
+@pytest.fixture(scope="module")
+def lax(folder: Path, rig: Rig) -> Iterator[Rig]:
+    """The same home; unsigned adapters are allowed."""
+    lax = Rig(
+        folder, rig.runner,
+        **{"server.admin_key_file": str(folder / "admins.txt"), "server.allow_unsigned": True},
+    )  # fmt: skip
+    yield lax
+    lax.close()
+
+
+def error(reply: Any) -> tuple[int, str]:
+    return reply.status_code, reply.json()["error"]["message"]
+
+
+def test_nothing_changes_without_an_admin_key(rig: Rig) -> None:
+    ways = [
+        ("GET", "/v1/experts"), ("POST", "/v1/experts"), ("DELETE", "/v1/experts/sql"),
+        ("PATCH", "/v1/experts/sql"), ("POST", "/v1/experts/sql:pin"), ("POST", LOAD),
+        ("POST", "/v1/experts/sql/rollback"), ("POST", UNLOAD), ("GET", "/v1/experts/sql"),
+    ]  # fmt: skip
+    for method, path in ways:
+        for key in (CALLER, "wrong"):
+            reply = rig.send(method, path, {}, key=key)
+            assert reply.status_code == 401, (method, path, reply.text)
+            assert reply.headers["www-authenticate"] == "Bearer"
+    # and an admin's key asks no model
+    assert rig.send("GET", "/v1/models", key=ADMIN).status_code == 401
+
+
+def test_a_server_without_admins_says_what_to_do(rig: Rig) -> None:
+    client, headers = rig.client_with(Config()), {"authorization": "Bearer guessed"}
+    for method, path in (("GET", "/v1/experts"), ("POST", LOAD), ("DELETE", "/v1/experts/x")):
+        reply = rig.runner.run(client.request(method, path, headers=headers))
+        assert reply.status_code == 403
+        assert reply.json()["error"]["code"] == "permission_denied"
+        assert "--admin-key-file" in reply.json()["error"]["message"]
+    assert rig.runner.run(client.get("/v1/models")).status_code == 200
+    rig.runner.run(client.aclose())
+
+
+def test_only_what_a_trusted_key_signed(rig: Rig, folder: Path) -> None:
+    data = rig.package("sql")
+    status, message = error(rig.send("POST", "/v1/experts", data))
+    assert status == 403 and "unknown key" in message
+    status, message = error(rig.send("POST", "/v1/experts", {"path": str(adapter())}))
+    assert status == 403 and "not signed" in message
+    unsigned = {"lora_name": "sql", "lora_path": str(adapter())}
+    assert error(rig.send("POST", LOAD, unsigned))[0] == 403
+    assert rig.send("GET", "/v1/experts").json()["data"] == []
+    rig.trust(folder / "home" / "state" / "trust.json")
+    reply = rig.send("POST", "/v1/experts", data)
+    assert reply.status_code == 201, reply.text
+    card = reply.json()
+    assert (card["id"], card["kind"], card["description"]) == ("sql@1.0.0", "lora", "for tests")
+    assert len(card["digest"]) == 64 and len(card["signer"]) == 16
+    # a second time is no harm
+    assert rig.send("POST", "/v1/experts", data).json() == card | {
+        "installed_at": rig.send("GET", "/v1/experts/sql").json()["installed_at"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"", 400, "empty"),
+        (b"not an archive", 400, "refused"),
+        (b"x" * 200_001, 413, "larger than the limit of 200000"),
+        ({}, 400, "path: is required"),
+        ({"path": "relative/path.expert"}, 400, "absolute"),
+        ({"path": "/etc/../etc/passwd"}, 400, "absolute"),
+        ({"path": "/nowhere/at-all.expert"}, 400, "at-all"),
+        ([1], 400, "JSON object"),
+    ],
+)
+def test_bad_installations(rig: Rig, body: Any, status: int, words: str) -> None:
+    got, message = error(rig.send("POST", "/v1/experts", body))
+    assert got == status and words in message
+    assert "Traceback" not in message
+
+
+def test_another_base_is_refused(rig: Rig) -> None:
+    other = rig.package("foreign", seed=3, fingerprint="cd" * 32)
+    status, message = error(rig.send("POST", "/v1/experts", other))
+    assert status == 400 and "cdcd" in message
+
+
+def test_an_expert_changes_the_answer_and_says_so(rig: Rig) -> None:
+    rig.send("POST", "/v1/experts", rig.package("sql"))
+    rig.send("POST", "/v1/experts", rig.package("style", seed=5))
+    plain, adapted = rig.chat("tiny"), rig.chat("sql")
+    assert "x-coterie-adapter" not in plain.headers and "coterie" not in plain.json()
+    text = adapted.json()["choices"][0]["message"]["content"]
+    assert text != plain.json()["choices"][0]["message"]["content"]
+    digest = rig.send("GET", "/v1/experts/sql").json()["digest"]
+    assert adapted.headers["x-coterie-adapter"] == f"sql@1.0.0#{digest[:8]}"
+    assert adapted.headers["x-coterie-specialist"] == "tiny"
+    assert adapted.json()["model"] == "sql"
+    for spelling in ("tiny:sql", "sql@1.0.0", "auto:sql"):
+        same = rig.chat(spelling)
+        assert same.json()["model"] == spelling
+        assert same.json()["choices"][0]["message"]["content"] == text
+    # the same through the body, on every dialect
+    named = {"experts": [{"name": "sql"}]}
+    assert rig.chat("tiny", **named).json()["choices"][0]["message"]["content"] == text
+    body = {"model": "tiny", "max_tokens": 6, "temperature": 0, **named}
+    asked = body | {"messages": [{"role": "user", "content": "hello there"}]}
+    message = rig.send("POST", "/v1/messages", asked, key=CALLER)
+    assert message.json()["content"] == [{"type": "text", "text": text}]
+    assert message.json()["coterie"]["adapters"] == [
+        {"name": "sql@1.0.0", "digest": digest, "weight": 1.0}
+    ]
+    assert message.headers["x-coterie-adapter"] == f"sql@1.0.0#{digest[:8]}"
+    several = rig.send("POST", "/v1/completions", body | {"prompt": ["a", "b"]}, key=CALLER)
+    assert several.json()["coterie"]["adapters"][0]["name"] == "sql@1.0.0"
+    stream = rig.chat("sql+style", stream=True, stream_options={"include_usage": True})
+    assert stream.headers["x-coterie-adapter"].startswith("sql@1.0.0#")
+    assert ",style@1.0.0#" in stream.headers["x-coterie-adapter"]
+    assert '"adapters":[{"name":"sql@1.0.0"' in stream.text
+    # at weight 0 nothing is left of it
+    none = rig.chat("tiny", experts=[{"name": "sql", "weight": 0}])
+    assert none.json()["choices"] == plain.json()["choices"]
+
+
+@pytest.mark.parametrize(
+    ("model", "experts", "status", "code", "words"),
+    [
+        ("sqk", [], 404, "model_not_found", "sql"),
+        ("tiny:sqk", [], 404, "model_not_found", "sql"),
+        ("sql@7.0", [], 404, "model_not_found", "no version"),
+        ("tiny", [{"name": "sql"}] * 2, 400, None, "twice"),
+        ("tiny", [{"name": f"e{i}"} for i in range(11)], 400, None, "10"),
+        ("tiny", [{"name": "sql", "weight": 10.1}], 400, None, "10"),
+        ("tiny", [{"name": "sql", "weight": "1"}], 400, None, "experts.0.weight"),
+        ("tiny", [{"weight": 1}], 400, None, "experts.0.name"),
+    ],
+)
+def test_requests_that_cannot_be(
+    rig: Rig, model: str, experts: Any, status: int, code: str | None, words: str
+) -> None:
+    rig.send("POST", "/v1/experts", rig.package("sql"))
+    reply = rig.chat(model, experts=experts)
+    assert reply.status_code == status, reply.text
+    assert reply.json()["error"]["code"] == code
+    assert words in reply.json()["error"]["message"]
+
+
+def test_the_model_list(rig: Rig) -> None:
+    rig.send("POST", "/v1/experts", rig.package("sql"))
+    rig.send("PATCH", "/v1/experts/sql", {"alias": "stable"})
+    listed = {m["id"]: m for m in rig.send("GET", "/v1/models", key=CALLER).json()["data"]}
+    assert next(iter(listed)) == "tiny" and listed["tiny"]["parent"] is None
+    for name in ("sql", "stable"):
+        assert listed[name]["parent"] == "tiny" and listed[name]["root"] == "sql@1.0.0"
+        assert listed[name]["max_model_len"] == listed["tiny"]["max_model_len"]
+    one = rig.send("GET", "/v1/models/tiny:sql@1.0.0", key=CALLER).json()
+    assert (one["id"], one["root"]) == ("tiny:sql@1.0.0", "sql@1.0.0")
+    assert rig.send("GET", "/v1/models/nobody", key=CALLER).status_code == 404
+    ids = rig.send("POST", "/tokenize", {"model": "sql", "prompt": "hello"}, key=CALLER).json()
+    assert ids["max_model_len"] == listed["tiny"]["max_model_len"]
+    assert rig.send("DELETE", "/v1/experts/stable").json()["deleted"] is True
+    assert rig.chat("stable").status_code == 404 and rig.chat("sql").status_code == 200
+
+
+def test_versions_flip_roll_back_and_go(rig: Rig) -> None:
+    for version, seed in (("1.0.0", 10), ("1.1.0", 11), ("1.2.0", 12)):
+        reply = rig.send("POST", "/v1/experts", rig.package("flip", version, seed))
+        assert reply.status_code == 201, reply.text
+
+    def now() -> str:
+        return rig.chat("flip").headers["x-coterie-adapter"].partition("#")[0]
+
+    assert now() == "flip@1.2.0"
+    assert rig.send("POST", "/v1/experts/flip/rollback").json()["id"] == "flip@1.1.0"
+    assert now() == "flip@1.1.0"
+    assert rig.send("POST", "/v1/experts/flip:rollback").json()["id"] == "flip@1.0.0"
+    assert rig.send("POST", "/v1/experts/flip:rollback").status_code == 404
+    assert rig.send("PATCH", "/v1/experts/flip", {"version": "1.2.0"}).status_code == 200
+    assert now() == "flip@1.2.0"
+    # a version never changes its bytes
+    again = rig.send("POST", "/v1/experts", rig.package("flip", "1.2.0", 13))
+    assert again.status_code == 400 and "other weights" in again.text
+    shown = rig.send("GET", "/v1/experts/flip").json()
+    assert [item["version"] for item in shown["versions"]] == ["1.0.0", "1.1.0", "1.2.0"]
+    assert shown["manifest"]["description"] == "for tests"
+    assert rig.send("GET", "/v1/experts/flip@1.0.0").json()["version"] == "1.0.0"
+    assert rig.send("POST", "/v1/experts/flip:pin").json()["pinned"] is True
+    assert rig.send("DELETE", "/v1/experts/flip").status_code == 403
+    assert rig.send("POST", "/v1/experts/flip:unpin").json()["pinned"] is False
+    assert rig.send("DELETE", "/v1/experts/flip@1.2.0").status_code == 200
+    assert now() != "flip@1.2.0"
+    assert rig.send("DELETE", "/v1/experts/flip").status_code == 200
+    assert rig.chat("flip").status_code == 404
+    assert rig.send("DELETE", "/v1/experts/flip").status_code == 404
+    for method, path, body in (
+        ("PATCH", "/v1/experts/gone", {"version": "1.0.0"}),
+        ("POST", "/v1/experts/gone:pin", None),
+        ("POST", "/v1/experts/flip:explode", None),
+        ("GET", "/v1/experts/gone", None),
+    ):
+        assert rig.send(method, path, body).status_code == 404
+    assert rig.send("PATCH", "/v1/experts/sql", {}).status_code == 400
+
+
+def test_vllms_two_endpoints(lax: Rig) -> None:
+    first, second = str(adapter(seed=20)), str(adapter("dora", seed=21))
+    reply = lax.send("POST", LOAD, {"lora_name": "nice", "lora_path": first})
+    assert (reply.status_code, reply.text) == (
+        200, "Success: LoRA adapter 'nice' added successfully.",
+    )  # fmt: skip
+    assert reply.headers["content-type"].startswith("text/plain")
+    before = lax.chat("nice")
+    status, message = error(lax.send("POST", LOAD, {"lora_name": "nice", "lora_path": second}))
+    assert status == 400 and message.startswith("The lora adapter 'nice' has already been loaded.")
+    body = {"lora_name": "nice", "lora_path": second, "load_inplace": True}
+    assert lax.send("POST", LOAD, body).status_code == 200
+    after = lax.chat("nice")
+    assert before.headers["x-coterie-adapter"] != after.headers["x-coterie-adapter"]
+    assert before.json()["choices"] != after.json()["choices"]
+    # reloads without end keep the one before, and no more
+    for seed in range(22, 25):
+        body["lora_path"] = str(adapter(seed=seed))
+        assert lax.send("POST", LOAD, body).status_code == 200
+    assert len(lax.send("GET", "/v1/experts/nice").json()["versions"]) == 2
+    assert lax.send("POST", "/v1/experts/nice:rollback").status_code == 200
+    reply = lax.send("POST", UNLOAD, {"lora_name": "nice"})
+    assert reply.text == "Success: LoRA adapter 'nice' removed successfully."
+    assert lax.chat("nice").status_code == 404
+    assert error(lax.send("POST", UNLOAD, {"lora_name": "nice"})) == (
+        404, "The lora adapter 'nice' cannot be found.",
+    )  # fmt: skip
+    for path, missing in ((LOAD, {"lora_name": "x"}), (LOAD, {"lora_path": "/x"}), (UNLOAD, {})):
+        assert lax.send("POST", path, missing).status_code == 400
+    wrong = {"lora_name": "x", "lora_path": "/nowhere"}
+    assert lax.send("POST", LOAD, wrong).status_code == 400
+    unnameable = {"lora_name": "a+b", "lora_path": first}
+    assert lax.send("POST", LOAD, unnameable).status_code == 400
+
+
+def test_soft_tokens_count_in_the_context_and_not_in_the_bill(lax: Rig) -> None:
+    path = str(adapter("soft_prompt", num_virtual_tokens=20))
+    lax.send("POST", LOAD, {"lora_name": "soft", "lora_path": path})
+    plain, soft = lax.chat("tiny"), lax.chat("soft")
+    assert soft.json()["usage"]["prompt_tokens"] == plain.json()["usage"]["prompt_tokens"]
+    room = 1024 - plain.json()["usage"]["prompt_tokens"]
+    fits = lax.chat("soft", max_tokens=room - 20, stop_token_ids=MOST_TOKENS)
+    assert fits.status_code == 200, fits.text
+    status, message = error(lax.chat("soft", max_tokens=room - 19))
+    assert status == 400 and "its experts put 20 in front" in message
+    assert lax.chat("tiny", max_tokens=room, stop_token_ids=MOST_TOKENS).status_code == 200
+
+
+def test_a_broken_adapter_fails_its_own_requests(lax: Rig) -> None:
+    """Made for a wider model: nothing is known before its tensors meet the matrices."""
+    path = str(make_adapter(tiny_checkpoint("llama", hidden_size=96), "lora", 1))
+    assert lax.send("POST", LOAD, {"lora_name": "wide", "lora_path": path}).status_code == 200
+    reply = lax.chat("wide")
+    assert reply.status_code in (400, 500) and reply.json()["error"]["code"] != "internal_error"
+    assert str(MODEL) not in reply.text
+    assert lax.chat("tiny").status_code == 200
+    lax.send("POST", UNLOAD, {"lora_name": "wide"})
+
+
+def test_a_stream_that_nobody_reads_holds_nothing(lax: Rig) -> None:
+    lax.send("POST", LOAD, {"lora_name": "idle", "lora_path": str(adapter(seed=30))})
+    request = InferenceRequest(
+        id="unread", prompt=Text("hi"), sampling=Sampling(), limits=Limits(),
+        hints=RouteHints("idle"), response_format=None, session=None, tenant="t", arrived_at=0.0,
+    )  # fmt: skip
+
+    async def test() -> None:
+        events = lax.pipeline.handle(request)
+        assert 'waiting_lora_adapters="idle"' in lax.pipeline.metrics_text()
+        del events
+        assert 'waiting_lora_adapters=""' in lax.pipeline.metrics_text()
+
+    lax.runner.run(test())
