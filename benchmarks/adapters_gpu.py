@@ -136,7 +136,7 @@ def prefill(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str,
 def switch(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, Any]:
     """What a step pays for other stacks than the step before: known ones, and ones never seen."""
     device = torch.device(setting.device)
-    rows = patch_rows.PatchRows(setting.streams, model.spec.num_layers, device)
+    rows = patch_rows.PatchRows(setting.streams, model.spec.num_layers, device, wide=False)
     orders = [spread(stacks, setting.streams), spread(stacks[::-1], setting.streams)]
     count = 0
 

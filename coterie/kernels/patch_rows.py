@@ -37,6 +37,8 @@ class Record:
     # [layers * parts, WORDS] int64; None: something in it is beyond the kernels
     sites: Tensor | None
     rank: int
+    # some a and b are fp32
+    wide: bool
     # all its patches belong to the layers
     inside: bool
 
@@ -54,14 +56,15 @@ def _record(stack: Stack, device: torch.device) -> Record:
     inner = {site: patch for site, patch in stack.patches.items() if site[1] in PARTS}
     inside = len(inner) == len(stack.patches)
     if not all(_readable(site[1], patch) for site, patch in inner.items()):
-        return Record(None, 0, inside)
+        return Record(None, 0, False, inside)
     layers = 1 + max((layer for layer, _ in inner), default=-1)
     words = [[0] * WORDS for _ in range(layers * len(PARTS))]
     for (layer, part), patch in inner.items():
         words[layer * len(PARTS) + PARTS.index(part)] = _words(patch)
     rank = max((patch.rank for patch in inner.values()), default=0)
     sites = torch.tensor(words, dtype=torch.int64).view(-1, WORDS)
-    return Record(sites.to(device), rank, inside)
+    wide = any(map(_wide, inner.values()))
+    return Record(sites.to(device), rank, wide, inside)
 
 
 def _readable(part: str, patch: Patch) -> bool:
@@ -72,22 +75,26 @@ def _readable(part: str, patch: Patch) -> bool:
     return aligned and patch.rank <= MAX_RANK and (part == "down" or patch.in_scale is None)
 
 
+def _wide(patch: Patch) -> bool:
+    return patch.a is not None and patch.a.dtype == torch.float32
+
+
 def _words(patch: Patch) -> list[int]:
     vectors = (patch.a, patch.b, patch.in_scale, patch.out_scale, patch.shift)
-    wide = patch.a is not None and patch.a.dtype == torch.float32
-    return [0 if v is None else v.data_ptr() for v in vectors] + [patch.rank, int(wide), 0]
+    addresses = [0 if v is None else v.data_ptr() for v in vectors]
+    return [*addresses, patch.rank, int(_wide(patch)), 0]
 
 
 class PatchRows:
     """What `rows` rows read at every site of `layers` layers. The table's address never changes."""
 
-    def __init__(self, rows: int, layers: int, device: torch.device) -> None:
-        self.layers, self.device = layers, device
+    def __init__(self, rows: int, layers: int, device: torch.device, wide: bool) -> None:
+        self.device = device
         self.table = torch.zeros(
             (rows, layers * len(PARTS), WORDS), dtype=torch.int64, device=device
         )
-        # terms of one row and part that must have room
-        self.rank = MAX_RANK
+        # terms of one row and part that must have room; whether some of them come from fp32
+        self.rank, self.wide = MAX_RANK, wide
         # set by whoever honours the table: captured steps of others run adapters eagerly
         self.read = False
         self._filled: tuple[Segment, ...] = ()
@@ -112,11 +119,16 @@ class PatchRows:
         self._filled = segments
 
 
-def capturable(segments: Sequence[Segment], layers: int, device: torch.device) -> bool:
-    """Whether a step that was captured with a PatchRows serves these stacks."""
+def family(segments: Sequence[Segment], layers: int, device: torch.device) -> str:
+    """Which captured steps serve these stacks: "plain", "narrow" (a and b are bf16), "wide", or
+    "" where none does."""
+    if not segments:
+        return "plain"
     records = [record_of(part.stack, device) for part in segments]
-    widest = layers * len(PARTS)
-    return all(r.sites is not None and r.inside and len(r.sites) <= widest for r in records)
+    most = layers * len(PARTS)
+    if any(r.sites is None or not r.inside or len(r.sites) > most for r in records):
+        return ""
+    return "wide" if any(record.wide for record in records) else "narrow"
 
 
 def rows_of(batch: AttentionBatch, layers: int) -> tuple[PatchRows | None, tuple[Segment, ...]]:
@@ -125,18 +137,18 @@ def rows_of(batch: AttentionBatch, layers: int) -> tuple[PatchRows | None, tuple
     if batch.patch_rows is not None:
         return batch.patch_rows, ()
     device = batch.positions.device
-    short, rest, rank = [], [], 16
+    short, rest, rank, wide = [], [], 16, False
     for part in batch.patches:
         record = record_of(part.stack, device)
         if record.sites is None or part.last - part.first >= LONG_ROWS:
             rest.append(part)
             continue
         short.append(part)
-        rank = max(rank, record.rank)
+        rank, wide = max(rank, record.rank), wide or record.wide
         layers = max(layers, len(record.sites) // len(PARTS))
     if not short:
         return None, tuple(rest)
-    rows = PatchRows(len(batch.positions), layers, device)
+    rows = PatchRows(len(batch.positions), layers, device, wide)
     rows.rank = rank
     rows.fill(tuple(short))
     return rows, tuple(rest)

@@ -23,7 +23,7 @@ from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
 from coterie.kernels.patch_rows import PatchRows
 from coterie.kernels.triton_attention import paged_attention
-from coterie.kernels.triton_patches import RANKS, SITE, expanded_head, site_of
+from coterie.kernels.triton_patches import RANKS, SITE, patch_head, site_of
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _place_heads(
     eps, half_stride, block_stride, head_stride, sites, room, q_site,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, PATCH: tl.constexpr,
-    RANKS: tl.constexpr,
+    RANKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, head of q, k or v): patch, bias, norm and rope; q goes to `q`, k and v
     to their slot. A negative slot is a padded row: nothing of it is kept."""
@@ -85,9 +85,9 @@ def _place_heads(
     second = tl.load(qkv + source + HEAD_DIM // 2, mask=inside, other=0).to(tl.float32)
     if PATCH:
         # fmt: off
-        first, second = expanded_head(first, second, table + (row * sites + q_site) * SITE,
-                                      terms + row * 3 * room, room, head, half, inside,
-                                      HEADS, KV_HEADS, HEAD_DIM, RANKS)
+        first, second = patch_head(first, second, table + (row * sites + q_site) * SITE,
+                                   terms + row * 3 * room, room, head, half, inside,
+                                   HEADS, KV_HEADS, HEAD_DIM, RANKS, WIDE)
         # fmt: on
         first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
     if BIAS:
@@ -196,6 +196,7 @@ def place_heads(
         NORM=layer.q_norm is not None,
         PATCH=read is not None,
         RANKS=RANKS,
+        WIDE=read is not None and read.wide,
         num_warps=1,
     )
     return q

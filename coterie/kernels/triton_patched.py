@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 # columns of silu(gate) * up that one program makes
 CHUNK = 256
-# elements of a matrix that one program holds at once
-_TILE = 16384
+# elements of a matrix that one program holds at once: more do not fit its registers
+_TILE, _TILE_WIDE = 32768, 16384
 
 
 class Reads(NamedTuple):
@@ -73,6 +73,7 @@ def norm_rows(
     inner = 0 if source is None else source.shape[1]
     splits = 1 if terms is None else terms.shape[1]
     widest = triton.next_power_of_2(max(width, inner))
+    tile = _TILE_WIDE if rows.wide else _TILE
     _norm_rows[(count, max(1, len(parts)))](
         hidden,
         product.y if product else hidden,
@@ -93,10 +94,10 @@ def norm_rows(
         SOURCE=inner,
         SOURCE_PADDED=triton.next_power_of_2(max(1, inner)),
         SPLITS=splits,
-        SPLITS_PADDED=triton.next_power_of_2(splits),
-        RANKS=max(2, min(RANKS, _TILE // widest)),
         PARTS=len(parts),
         ADD=product is not None,
+        RANKS=max(2, min(RANKS, tile // widest)),
+        WIDE=rows.wide,
         num_warps=16 if widest >= 1024 else 8,
     )
     return summed, normed, shrunk
@@ -122,6 +123,7 @@ def silu_rows(rows: PatchRows, gate_up: Tensor, layer: int, terms: Tensor) -> tu
         CHUNK=chunk,
         CHUNKS=chunks,
         RANKS=RANKS,
+        WIDE=rows.wide,
         num_warps=4,
     )
     return out, shrunk

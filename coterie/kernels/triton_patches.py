@@ -32,16 +32,23 @@ def _matrix(site, WORD: tl.constexpr):
 
 
 @triton.jit
-def _tile(matrix, rank, wide, first, column, inside, width, RANKS: tl.constexpr):
-    """Rows first .. of a matrix [rank, width], fp32. Both types are loaded under a mask: a branch
-    would have every load wait for the one before."""
+def _tile(
+    matrix, first, column, inside, width, RANKS: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """Rows first .. of a matrix [rank, width]. Where a step has fp32 ones (WIDE) both types are
+    loaded under a mask: a branch would have every load wait for the one before."""
+    address, rank, wide = matrix
     r = first + tl.arange(0, RANKS)
     live = (r < rank)[:, None] & inside[None, :]
     place = r[:, None] * width + column[None, :]
-    narrow = tl.multiple_of(matrix.to(tl.pointer_type(tl.bfloat16)), 16) + place
-    full = tl.multiple_of(matrix.to(tl.pointer_type(tl.float32)), 16) + place
-    halves = tl.load(narrow, mask=live & (wide == 0), other=0).to(tl.float32)
-    return halves + tl.load(full, mask=live & (wide != 0), other=0)
+    narrow = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16) + place
+    if WIDE:
+        full = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + place
+        tile = tl.load(narrow, mask=live & (wide == 0), other=0).to(tl.float32)
+        tile += tl.load(full, mask=live & (wide != 0), other=0)
+    else:
+        tile = tl.load(narrow, mask=live, other=0)
+    return tile
 
 
 @triton.jit
@@ -52,118 +59,111 @@ def _vector(site, WORD: tl.constexpr, column, inside, missing):
 
 
 @triton.jit
-def _joined(
-    terms, first, rank, room, SPLITS: tl.constexpr, PADDED: tl.constexpr, RANKS: tl.constexpr
-):
-    """x a^T of one row, summed over the pieces of x that were made apart."""
+def _pieces(terms, first, rank, room, SPLITS: tl.constexpr, RANKS: tl.constexpr):
+    """x a^T of one row [.., RANKS], still to be summed over the pieces of x made apart."""
+    PADDED: tl.constexpr = triton.next_power_of_2(SPLITS)
     r, split = first + tl.arange(0, RANKS), tl.arange(0, PADDED)
     live = (split < SPLITS)[:, None] & (r < rank)[None, :]
-    return tl.sum(tl.load(terms + split[:, None] * room + r[None, :], mask=live, other=0), 0)
+    return tl.load(terms + split[:, None] * room + r[None, :], mask=live, other=0)
 
 
 @triton.jit
-def expanded(
-    y,
-    site,
-    terms,
-    room,
-    column,
-    inside,
-    width,
-    SPLITS: tl.constexpr,
-    PADDED: tl.constexpr,
-    RANKS: tl.constexpr,
-):
-    """out_scale * y + shift + terms b, fp32, of some columns of one row."""
-    b, rank, wide = _matrix(site, _B)
-    tile = _tile(b, rank, wide, 0, column, inside, width, RANKS)
+def _scaled(y, site, column, inside):
     y = y * _vector(site, _OUT_SCALE, column, inside, 1.0)
-    y += _vector(site, _SHIFT, column, inside, 0.0)
-    y += tl.sum(tile * _joined(terms, 0, rank, room, SPLITS, PADDED, RANKS)[:, None], 0)
-    for first in range(RANKS, rank, RANKS):
-        tile = _tile(b, rank, wide, first, column, inside, width, RANKS)
-        y += tl.sum(tile * _joined(terms, first, rank, room, SPLITS, PADDED, RANKS)[:, None], 0)
+    return y + _vector(site, _SHIFT, column, inside, 0.0)
+
+
+# A patch is read in one function and applied in another, so that nothing that is loaded waits for
+# something that is summed: sums end in barriers.
+
+
+@triton.jit
+def read_patch(
+    y, site, terms, room, column, inside, width,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """out_scale * y + shift of some columns of one row, and what is to be added."""
+    b = _matrix(site, _B)
+    tile = _tile(b, 0, column, inside, width, RANKS, WIDE)
+    pieces = _pieces(terms, 0, b[1], room, SPLITS, RANKS)
+    return _scaled(y, site, column, inside), b, tile, pieces
+
+
+@triton.jit
+def apply_patch(
+    patch, terms, room, column, inside, width,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """out_scale * y + shift + terms b, fp32."""
+    y, b, tile, pieces = patch
+    y += tl.sum(tile.to(tl.float32) * tl.sum(pieces, 0)[:, None], 0)
+    for first in range(RANKS, b[1], RANKS):
+        tile = _tile(b, first, column, inside, width, RANKS, WIDE)
+        pieces = _pieces(terms, first, b[1], room, SPLITS, RANKS)
+        y += tl.sum(tile.to(tl.float32) * tl.sum(pieces, 0)[:, None], 0)
     return y
 
 
 @triton.jit
-def expanded_head(
+def patch_head(
     first, second, q_site, terms, room, head, half, inside,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, RANKS: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    RANKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The two halves of one head of q, k or v, whose terms are [3, room]."""
     part = 0 if head < HEADS else 1 + (head - HEADS) // KV_HEADS
     width = (HEADS if head < HEADS else KV_HEADS) * HEAD_DIM
-    column = (head if head < HEADS else (head - HEADS) % KV_HEADS) * HEAD_DIM + half
+    low = (head if head < HEADS else (head - HEADS) % KV_HEADS) * HEAD_DIM + half
+    high = low + HEAD_DIM // 2
     site, own = q_site + part * SITE, terms + part * room
-    first = expanded(first, site, own, room, column, inside, width, 1, 1, RANKS)
-    column += HEAD_DIM // 2
-    second = expanded(second, site, own, room, column, inside, width, 1, 1, RANKS)
-    return first, second
+    one = read_patch(first, site, own, room, low, inside, width, 1, RANKS, WIDE)
+    two = read_patch(second, site, own, room, high, inside, width, 1, RANKS, WIDE)
+    first = apply_patch(one, own, room, low, inside, width, 1, RANKS, WIDE)
+    return first, apply_patch(two, own, room, high, inside, width, 1, RANKS, WIDE)
 
 
 @triton.jit
-def _shrink(x, site, terms, column, inside, WIDTH: tl.constexpr, RANKS: tl.constexpr):
-    """Stores x a^T, or one piece of it."""
-    a, rank, wide = _matrix(site, _A)
-    for first in range(0, rank, RANKS):
-        r = first + tl.arange(0, RANKS)
-        tile = _tile(a, rank, wide, first, column, inside, WIDTH, RANKS)
-        tl.store(terms + r, tl.sum(tile * x[None, :], 1), mask=r < rank)
+def _shrink(
+    x, a, tile, terms, column, inside, width, RANKS: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """Stores x a^T, or one piece of it; `tile` is the first of a."""
+    r = tl.arange(0, RANKS)
+    tl.store(terms + r, tl.sum(tile.to(tl.float32) * x[None, :], 1), mask=r < a[1])
+    for first in range(RANKS, a[1], RANKS):
+        tile = _tile(a, first, column, inside, width, RANKS, WIDE)
+        total = tl.sum(tile.to(tl.float32) * x[None, :], 1)
+        tl.store(terms + first + r, total, mask=first + r < a[1])
 
 
 @triton.jit
 def _through(
-    y,
-    x,
-    site,
-    column,
-    inside,
-    source,
-    in_source,
-    WIDTH: tl.constexpr,
-    SOURCE: tl.constexpr,
-    RANKS: tl.constexpr,
-):
-    """As `expanded`, with the terms made here from the whole x [SOURCE]."""
-    a, rank, wide = _matrix(site, _A)
-    b = tl.load(site + _B)
-    y = y * _vector(site, _OUT_SCALE, column, inside, 1.0)
-    y += _vector(site, _SHIFT, column, inside, 0.0)
-    for first in range(0, rank, RANKS):
-        down = _tile(a, rank, wide, first, source, in_source, SOURCE, RANKS)
-        up = _tile(b, rank, wide, first, column, inside, WIDTH, RANKS)
-        y += tl.sum(up * tl.sum(down * x[None, :], 1)[:, None], 0)
+    y, x, site, column, inside, width, source, in_source, depth,
+    RANKS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """As `apply_patch`, with the terms made here from the whole x [depth]."""
+    a, b = _matrix(site, _A), _matrix(site, _B)
+    down = _tile(a, 0, source, in_source, depth, RANKS, WIDE)
+    up = _tile(b, 0, column, inside, width, RANKS, WIDE)
+    y = _scaled(y, site, column, inside)
+    terms = tl.sum(down.to(tl.float32) * x[None, :], 1)
+    y += tl.sum(up.to(tl.float32) * terms[:, None], 0)
+    for first in range(RANKS, a[1], RANKS):
+        down = _tile(a, first, source, in_source, depth, RANKS, WIDE)
+        up = _tile(b, first, column, inside, width, RANKS, WIDE)
+        terms = tl.sum(down.to(tl.float32) * x[None, :], 1)
+        y += tl.sum(up.to(tl.float32) * terms[:, None], 0)
     return y
 
 
 # the sites' numbers change from layer to layer: one compilation serves them all
 @triton.jit(do_not_specialize=["before", "behind"])
 def _norm_rows(
-    hidden,
-    delta,
-    source,
-    terms,
-    weight,
-    table,
-    summed,
-    normed,
-    shrunk,
-    eps,
-    sites,
-    room,
-    before,
-    behind,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    SOURCE: tl.constexpr,
-    SOURCE_PADDED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
-    RANKS: tl.constexpr,
-    PARTS: tl.constexpr,
-    ADD: tl.constexpr,
-):
+    hidden, delta, source, terms, weight, table, summed, normed, shrunk,
+    eps, sites, room, before, behind,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, SOURCE: tl.constexpr, SOURCE_PADDED: tl.constexpr,
+    SPLITS: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
+    RANKS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """One program per (row, part of the next product): summed = hidden + patched delta, normed =
     rms_norm(summed) * weight, shrunk = that part's terms. Without parts there is no norm."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -171,48 +171,42 @@ def _norm_rows(
     inside = column < WIDTH
     place = row * WIDTH + column
     own = table + row * sites * SITE
+    if PARTS > 0:
+        a = _matrix(own + (behind + part) * SITE, _A)
+        tile = _tile(a, 0, column, inside, WIDTH, RANKS, WIDE)
+        scales = tl.load(weight + column, mask=inside, other=0)
     x = tl.load(hidden + place, mask=inside, other=0)
     if ADD:
         y = tl.load(delta + place, mask=inside, other=0).to(tl.float32)
         site = own + before * SITE
         # fmt: off
         if SOURCE > 0:
-            wide = tl.arange(0, SOURCE_PADDED)
-            inner = tl.load(source + row * SOURCE + wide, mask=wide < SOURCE, other=0)
-            y = _through(y, inner.to(tl.float32), site, column, inside, wide, wide < SOURCE,
-                         WIDTH, SOURCE, RANKS)
+            inner = tl.arange(0, SOURCE_PADDED)
+            read = tl.load(source + row * SOURCE + inner, mask=inner < SOURCE, other=0)
+            y = _through(y, read.to(tl.float32), site, column, inside, WIDTH,
+                         inner, inner < SOURCE, SOURCE, RANKS, WIDE)
         else:
-            y = expanded(y, site, terms + row * SPLITS * room, room, column, inside,
-                         WIDTH, SPLITS, SPLITS_PADDED, RANKS)
+            made = terms + row * SPLITS * room
+            patch = read_patch(y, site, made, room, column, inside, WIDTH, SPLITS, RANKS, WIDE)
+            y = apply_patch(patch, made, room, column, inside, WIDTH, SPLITS, RANKS, WIDE)
         # fmt: on
         x = (x.to(tl.float32) + y.to(x.dtype).to(tl.float32)).to(x.dtype)
         tl.store(summed + place, x, mask=inside & (part == 0))
     if PARTS > 0:
-        wide_x = x.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide_x * wide_x, 0) / WIDTH + eps)
-        scaled = (wide_x * scale).to(x.dtype).to(tl.float32)
-        result = (scaled * tl.load(weight + column, mask=inside, other=0)).to(x.dtype)
+        wide = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+        result = ((wide * scale).to(x.dtype).to(tl.float32) * scales).to(x.dtype)
         tl.store(normed + place, result, mask=inside & (part == 0))
-        site = own + (behind + part) * SITE
         target = shrunk + (row * PARTS + part) * room
-        _shrink(result.to(tl.float32), site, target, column, inside, WIDTH, RANKS)
+        _shrink(result.to(tl.float32), a, tile, target, column, inside, WIDTH, RANKS, WIDE)
 
 
 @triton.jit(do_not_specialize=["gate_site"])
 def _silu_rows(
-    gate_up,
-    table,
-    terms,
-    out,
-    shrunk,
-    sites,
-    room,
-    gate_site,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    RANKS: tl.constexpr,
-):
+    gate_up, table, terms, out, shrunk, sites, room, gate_site,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    RANKS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """silu(gate) * up behind their patches, times down's in_scale; and its piece of down's terms,
     which read it unscaled."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -224,15 +218,20 @@ def _silu_rows(
     gate = tl.load(place, mask=inside, other=0).to(tl.float32)
     up = tl.load(place + WIDTH, mask=inside, other=0).to(tl.float32)
     first = terms + row * 2 * room
-    gate = expanded(gate, site, first, room, column, inside, WIDTH, 1, 1, RANKS)
-    up = expanded(up, site + SITE, first + room, room, column, inside, WIDTH, 1, 1, RANKS)
+    second, down = first + room, site + 2 * SITE
+    one = read_patch(gate, site, first, room, column, inside, WIDTH, 1, RANKS, WIDE)
+    two = read_patch(up, site + SITE, second, room, column, inside, WIDTH, 1, RANKS, WIDE)
+    a = _matrix(down, _A)
+    tile = _tile(a, 0, column, inside, WIDTH, RANKS, WIDE)
+    in_scale = _vector(down, _IN_SCALE, column, inside, 1.0)
+    gate = apply_patch(one, first, room, column, inside, WIDTH, 1, RANKS, WIDE)
+    up = apply_patch(two, second, room, column, inside, WIDTH, 1, RANKS, WIDE)
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     acts = (silu * up).to(dtype).to(tl.float32)
-    down = site + 2 * SITE
-    _shrink(acts, down, shrunk + (row * CHUNKS + chunk) * room, column, inside, WIDTH, RANKS)
-    acts *= _vector(down, _IN_SCALE, column, inside, 1.0)
-    tl.store(out + row * WIDTH + column, acts.to(dtype), mask=inside)
+    target = shrunk + (row * CHUNKS + chunk) * room
+    _shrink(acts, a, tile, target, column, inside, WIDTH, RANKS, WIDE)
+    tl.store(out + row * WIDTH + column, (acts * in_scale).to(dtype), mask=inside)
 
 
 def site_of(layer: int, part: str) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.patch_rows import PatchRows, capturable
+from coterie.kernels.patch_rows import PatchRows, family
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -41,9 +41,9 @@ class DecodeInputs:
             block_size=block_size,
         )
 
-    def adapt(self, layers: int) -> None:
-        """Rows may have adapters from now on."""
-        rows = PatchRows(len(self.token_ids), layers, self.token_ids.device)
+    def adapt(self, layers: int, wide: bool) -> None:
+        """Rows may have adapters from now on; `wide`: in fp32 too."""
+        rows = PatchRows(len(self.token_ids), layers, self.token_ids.device, wide)
         self.batch = replace(self.batch, patch_rows=rows)
 
     def fill(self, token_ids: Tensor, batch: AttentionBatch, rows: Tensor) -> None:
@@ -87,9 +87,9 @@ class DecodeGraphs:
         """Capture every size up to `max_sequences`, so that no request waits for it; with
         `adapters` also those that have them."""
         for size in reversed([s for s in SIZES if s < 2 * max_sequences]):
-            self._find(size, kv, block_size, False)
-            if adapters and self.adapts:
-                self._find(size, kv, block_size, True)
+            for kind in ("plain", "narrow", "wide") if adapters else ("plain",):
+                if kind == "plain" or self.adapts:
+                    self._find(size, kv, block_size, kind)
 
     def forward(
         self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor], rows: Tensor
@@ -98,42 +98,41 @@ class DecodeGraphs:
         live, width = batch.block_tables.shape
         decode = len(token_ids) == live and len(rows) <= live
         covered = width * batch.block_size <= self._width(batch.block_size)
-        if not (decode and covered and live <= SIZES[-1] and self._takes(batch, len(kv))):
+        if not (decode and covered and live <= SIZES[-1]):
+            return None
+        kind = family(batch.patches, len(kv), self._device)
+        if not kind or (batch.patches and not self.adapts):
             return None
         size = next(size for size in SIZES if size >= live)
-        captured = self._find(size, kv, batch.block_size, bool(batch.patches))
+        captured = self._find(size, kv, batch.block_size, kind)
         if captured is None:
             return None
         captured.inputs.fill(token_ids, batch, rows)
         captured.graph.replay()
         return captured.logits[: len(rows)]
 
-    def _takes(self, batch: AttentionBatch, layers: int) -> bool:
-        patches = batch.patches
-        return not patches or (self.adapts and capturable(patches, layers, self._device))
-
     def _width(self, block_size: int) -> int:
         """Positions a block table covers, in whole blocks."""
         return -(-self._max_positions // block_size) * block_size
 
     def _find(
-        self, size: int, kv: Sequence[Tensor], block_size: int, adapted: bool
+        self, size: int, kv: Sequence[Tensor], block_size: int, kind: str
     ) -> _Captured | None:
-        graphs: dict[tuple[int, int, bool], _Captured | None]
+        graphs: dict[tuple[int, int, str], _Captured | None]
         graphs = self._captured.setdefault(kv[0], {})  # type: ignore[no-untyped-call]
-        key = (size, block_size, adapted)
+        key = (size, block_size, kind)
         if key not in graphs:
-            graphs[key] = self._capture(size, kv, block_size, adapted)
+            graphs[key] = self._capture(size, kv, block_size, kind)
         return graphs[key]
 
     def _capture(
-        self, size: int, kv: Sequence[Tensor], block_size: int, adapted: bool
+        self, size: int, kv: Sequence[Tensor], block_size: int, kind: str
     ) -> _Captured | None:
         """None where adapters would be left out."""
         width = self._width(block_size) // block_size
         inputs = DecodeInputs(size, width, block_size, self._device)
-        if adapted:
-            inputs.adapt(len(kv))
+        if kind != "plain":
+            inputs.adapt(len(kv), wide=kind == "wide")
 
         def run() -> Tensor:
             return self._compute(inputs.token_ids, inputs.batch, kv, inputs.rows)
