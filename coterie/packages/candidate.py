@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from coterie.core.adapters import AdapterCard
+from coterie.core.errors import InvalidRequest
 from coterie.packages.archive import Package
-from coterie.packages.bases import mismatch
 from coterie.packages.digest import WEIGHTS
 from coterie.packages.names import check_name, check_version
 
@@ -52,5 +52,12 @@ def fitted(card: AdapterCard, bases: Sequence[str], names: Sequence[str]) -> Ada
     if not card.bases:
         return replace(card, bases=tuple(sorted(set(bases))))
     if not set(bases) & set(card.bases):
-        raise mismatch(card, bases[0], names)
+        made_for = ", ".join(base[:12] for base in card.bases)
+        called = f"{', '.join(dict.fromkeys(names))} " if names else ""
+        raise InvalidRequest(
+            f"{card.name}@{card.version} was made for another base model: for {called}"
+            f"(fingerprint {made_for}), not for the one with {bases[0][:12]}. Use that model, or "
+            "pack the adapter again with --base for this one.",
+            param="base",
+        )
     return card

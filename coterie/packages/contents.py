@@ -21,6 +21,9 @@ _ARCHIVES = {
     b"\x89HDF": "an HDF5 file",
 }
 
+# opcodes that name or call what is to be run
+_CALLING = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "REDUCE", "EXT1"})
+
 
 class Checker:
     """Hashes one file and keeps what its checks need: all of a text, the header of tensors."""
@@ -80,15 +83,15 @@ def _check_text(data: bytes, where: str) -> None:
 
 
 def _is_pickle(data: bytes) -> bool:
-    """Whether the whole is a run of pickle's opcodes that ends where the data ends.
+    """Whether pickle's opcodes, up to their end, call something or make up all of it.
 
-    Old pickles are ASCII. Nothing is executed; texts fail at their first word.
+    Old pickles are ASCII. Nothing is executed; texts fail within their first words.
     """
-    stream = io.BytesIO(data)
-    count = 0
+    stream, names = io.BytesIO(data), set()
     try:
-        for _ in pickletools.genops(stream):
-            count += 1
+        for opcode, _, _ in pickletools.genops(stream):
+            names.add(opcode.name)
     except (ValueError, UnicodeError, OverflowError, IndexError):
         return False
-    return count > 1
+    whole = len(names) > 3 and not data[stream.tell() :].strip()
+    return whole or not names.isdisjoint(_CALLING)

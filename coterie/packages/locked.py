@@ -15,38 +15,47 @@ WAIT_S = 20.0
 
 def connect(path: Path) -> sqlite3.Connection:
     """A database in WAL mode, without transactions of Python's own making."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + WAIT_S
-    while True:
-        made = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
-        try:
-            # changing the mode does not wait for others by itself
-            made.execute("PRAGMA journal_mode=WAL")
-            made.execute("PRAGMA synchronous=NORMAL")
-            return made
-        except sqlite3.OperationalError as error:
-            made.close()
-            if time.monotonic() > deadline:
-                raise Unavailable(f"{path}: another process keeps it locked ({error}).") from error
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeightsError(f"{path.parent}: cannot be made ({error.strerror}).") from error
+    with told(path):
+        while True:
+            made = _open(path)
+            try:
+                # changing the mode does not wait for others by itself
+                made.execute("PRAGMA journal_mode=WAL")
+                made.execute("PRAGMA synchronous=NORMAL")
+                return made
+            except sqlite3.Error as error:
+                made.close()
+                if not _is_locked(error) or time.monotonic() > deadline:
+                    raise
             time.sleep(0.02)
-        except sqlite3.DatabaseError as error:
-            made.close()
-            raise WeightsError(f"{path}: damaged ({error}). Move it away.") from error
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Faults of the database at `path`, as sentences."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        if _is_locked(error):
+            raise Unavailable(f"{path}: another process keeps it locked. Try again.") from error
+        raise WeightsError(f"{path}: {error}. Check the disk, or move it away.") from error
 
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     """All of it or nothing; others wait."""
-    try:
-        connection.execute("BEGIN IMMEDIATE")
-    except sqlite3.OperationalError as error:
-        raise Unavailable(f"another process keeps the registry locked ({error}).") from error
+    connection.execute("BEGIN IMMEDIATE")
     try:
         yield connection
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
-    connection.execute("COMMIT")
+        connection.execute("COMMIT")
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
 
 
 @contextmanager
@@ -54,7 +63,15 @@ def only_writer(path: Path) -> Iterator[None]:
     """Holds the lock file `path` while the block runs."""
     connection = connect(path)
     try:
-        with transaction(connection):
+        with told(path), transaction(connection):
             yield
     finally:
         connection.close()
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
+
+
+def _is_locked(error: sqlite3.Error) -> bool:
+    return error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)

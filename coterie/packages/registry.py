@@ -14,18 +14,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from coterie.core.adapters import AdapterCard
-from coterie.core.errors import Forbidden, InvalidRequest, NotFound
+from coterie.core.errors import Forbidden, InvalidRequest, NotFound, WeightsError
 from coterie.obs.trace import log
 from coterie.packages import manifest as manifests
 from coterie.packages.archive import Package, Source, inspect
 from coterie.packages.candidate import card_of, fitted, named
 from coterie.packages.directory import open_directory
-from coterie.packages.locked import connect, transaction
+from coterie.packages.locked import connect, told, transaction
 from coterie.packages.manifest import Manifest
 from coterie.packages.names import check_name, version_order
 from coterie.packages.paths import MANIFEST
 from coterie.packages.shelf import Shelf, package_id
-from coterie.packages.tables import SCHEMA, Tables
+from coterie.packages.tables import Tables
 from coterie.packages.trust import TrustStore
 
 # imported and removed adapters stay this long: someone may still be running them
@@ -36,10 +36,13 @@ class Registry:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._shelf = Shelf(root)
-        self._connection = connect(root / "registry.db")
-        self._connection.executescript(SCHEMA)
+        self._path = root / "registry.db"
+        self._connection = connect(self._path)
         self._tables = Tables(self._connection)
         self._mutex = threading.RLock()
+        with self._asking() as tables:
+            if not tables.prepare():
+                raise WeightsError(f"{self._path}: made by a newer Coterie. Update this one.")
 
     @property
     def library(self) -> Path:
@@ -126,13 +129,13 @@ class Registry:
     # --- finding them
 
     def generation(self) -> int:
-        with self._mutex:
-            return self._tables.generation()
+        with self._asking() as tables:
+            return tables.generation()
 
     def cards(self) -> list[AdapterCard]:
         """Every installed version, by name and then from old to new."""
-        with self._mutex:
-            cards = self._tables.cards()
+        with self._asking() as tables:
+            cards = tables.cards()
         return sorted(cards, key=lambda card: (card.name, version_order(card.version)))
 
     def versions(self, name: str) -> list[AdapterCard]:
@@ -143,21 +146,20 @@ class Registry:
 
     def meanings(self) -> dict[str, AdapterCard]:
         """Names and aliases -> the version that each means now."""
-        with self._mutex:
+        with self._asking() as tables:
             pairs = [
-                (alias, self._tables.card(m.name, m.version))
-                for alias, m in self._tables.meanings().items()
+                (alias, tables.card(m.name, m.version)) for alias, m in tables.meanings().items()
             ]
         return {alias: card for alias, card in pairs if card is not None}
 
     def find(self, name: str, version: str | None = None) -> AdapterCard:
         """By name or alias; without a version, the one that it means now."""
-        with self._mutex:
-            meaning = self._tables.meaning(name)
+        with self._asking() as tables:
+            meaning = tables.meaning(name)
             if meaning is None:
-                card = None if version is None else self._tables.card(name, version)
+                card = None if version is None else tables.card(name, version)
             else:
-                card = self._tables.card(meaning.name, version or meaning.version)
+                card = tables.card(meaning.name, version or meaning.version)
         if card is None:
             raise self._unknown(name, version)
         return card
@@ -168,8 +170,8 @@ class Registry:
 
     def files(self, card: AdapterCard) -> Path:
         """The folder of what came along with it: manifest, README, tests, grammar."""
-        with self._mutex:
-            return self._shelf.packages / self._tables.package(card.name, card.version)
+        with self._asking() as tables:
+            return self._shelf.packages / tables.package(card.name, card.version)
 
     # --- changing what names mean
 
@@ -241,8 +243,12 @@ class Registry:
         return gone
 
     def sweep(self, keep: Collection[str] = (), older_than_s: float = GRACE_S) -> list[str]:
-        """Frees adapters that no version has and nobody asked for lately. Says which."""
+        """Frees adapters that no version has and nobody asked for lately, and what a crash left.
+        Says which adapters."""
         with self._change(announce=False) as tables:
+            self._shelf.tidy(tables.packages(), time.time() - GRACE_S)
+            for digest in self._shelf.adapters() - tables.used() - set(tables.loose(time.time())):
+                tables.loosen(digest, time.time())
             old = [d for d in tables.loose(time.time() - older_than_s) if d not in keep]
             gone = [digest for digest in old if not tables.is_used(digest)]
             for digest in old:
@@ -270,11 +276,16 @@ class Registry:
             tables.point(alias, alias, left[-1].version)
 
     @contextmanager
-    def _change(self, *, announce: bool = True) -> Iterator[Tables]:
-        with self._mutex, transaction(self._connection):
+    def _asking(self) -> Iterator[Tables]:
+        with self._mutex, told(self._path):
             yield self._tables
+
+    @contextmanager
+    def _change(self, *, announce: bool = True) -> Iterator[Tables]:
+        with self._asking() as tables, transaction(self._connection):
+            yield tables
             if announce:
-                self._tables.changed()
+                tables.changed()
 
     def _unknown(self, name: str, version: str | None = None) -> NotFound:
         known = sorted(self.meanings())

@@ -63,6 +63,17 @@ class Shelf:
     def take_package(self, package: str) -> None:
         self._discard(self.packages / package)
 
+    def adapters(self) -> set[str]:
+        """The digests that are here."""
+        return {path.name for path in _inside(self.library)}
+
+    def tidy(self, packages: set[str], before: float) -> None:
+        """Takes away what a crash left: packages without a version, and old private folders."""
+        lost = [path for path in _inside(self.packages) if path.name not in packages]
+        lost += [path for path in _inside(self._staging) if path.stat().st_mtime < before]
+        for path in lost:
+            shutil.rmtree(path, ignore_errors=True)
+
     def _discard(self, target: Path) -> None:
         """Gone at once for everyone; those who have the files open keep what they opened."""
         if not target.exists():
@@ -83,6 +94,10 @@ def package_id(package: Package) -> str:
     """Names what came along with an adapter: other files or another signature, another id."""
     signature = str(package.manifest.integrity.get("signature", ""))
     return hashlib.sha256(package_message(package) + signature.encode()).hexdigest()[:32]
+
+
+def _inside(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def _is_sound(target: Path, digest: str) -> bool:

@@ -24,6 +24,7 @@ CREATE TABLE IF NOT EXISTS loose (digest TEXT PRIMARY KEY, since REAL);
 CREATE TABLE IF NOT EXISTS counter (id INTEGER PRIMARY KEY CHECK (id = 1), generation INTEGER);
 INSERT OR IGNORE INTO counter VALUES (1, 0);
 """
+_FORMAT = 1
 
 _CARD = (
     "SELECT v.name, v.version, digest, kind, bases, virtual_tokens, bytes, installed_at, signer, "
@@ -44,6 +45,14 @@ class Meaning:
 class Tables:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._sql = connection
+
+    def prepare(self) -> bool:
+        """Makes the tables where there are none. False when a newer Coterie made them."""
+        (found,) = self._sql.execute("PRAGMA user_version").fetchone()
+        if found == 0:
+            # a script commits by itself, and nothing in it fails when done twice
+            self._sql.executescript(f"{SCHEMA} PRAGMA user_version = {_FORMAT};")
+        return bool(found <= _FORMAT)
 
     def generation(self) -> int:
         return int(self._sql.execute("SELECT generation FROM counter").fetchone()[0])
@@ -137,6 +146,12 @@ class Tables:
     def is_used(self, digest: str) -> bool:
         query = "SELECT 1 FROM versions WHERE digest = ?"
         return self._sql.execute(query, (digest,)).fetchone() is not None
+
+    def used(self) -> set[str]:
+        return {row[0] for row in self._sql.execute("SELECT digest FROM versions")}
+
+    def packages(self) -> set[str]:
+        return {row[0] for row in self._sql.execute("SELECT package FROM versions")}
 
     def is_package_used(self, package: str) -> bool:
         query = "SELECT 1 FROM versions WHERE package = ?"

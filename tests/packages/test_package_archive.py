@@ -185,3 +185,14 @@ def test_the_crc_is_checked(tmp_path: Path) -> None:
     assert gzip.decompress(data)
     with pytest.raises(WeightsError, match="damaged"):
         inspect(data[:-8] + bytes(4) + data[-4:])
+
+
+@pytest.mark.parametrize("text", ["a.b is a name", "N. one", "t.\n", "", "collection\nof things\n"])
+def test_texts_that_begin_like_a_pickle_are_texts(text: str) -> None:
+    found = inspect(hostile.plus(b"README.md", text.encode()))
+    assert found.read_text("README.md") == text
+
+
+def test_a_pickle_with_words_behind_it_is_a_pickle() -> None:
+    with pytest.raises(WeightsError, match="a pickle"):
+        inspect(hostile.plus(b"README.md", b"cos\nsystem\n(S'true'\ntR.and words"))
