@@ -178,9 +178,12 @@ class ToyFacts:
 class ToyAdapters:
     """A pool of `num_slots` stacks, without threads: `tick` is the loader's moment.
 
+    As in the real one, a stack that was brought in is spared until it was taken, for HOLD ticks.
     Digests that begin with "bad" cannot be loaded, with "none" are not known. A slot's memory is
     written over when another stack comes, whoever still reads it.
     """
+
+    HOLD = 6
 
     def __init__(self, num_slots: int, load_ticks: int = 0) -> None:
         self.load_ticks = load_ticks
@@ -192,6 +195,8 @@ class ToyAdapters:
         self._softs = [torch.full((64, 1), -1, dtype=torch.int64) for _ in range(num_slots)]
         # by slot, least recently used first
         self._resident: dict[int, str] = {}
+        # key -> when it was brought in, until it is taken
+        self._new: dict[str, int] = {}
         self.users: dict[str, int] = {}
         self.num_evictions = 0
 
@@ -223,6 +228,7 @@ class ToyAdapters:
 
     def take(self, key: str) -> Stack:
         stack = self.stack(key)
+        self._new.pop(key, None)
         self.users[key] = self.users.get(key, 0) + 1
         self._resident[stack.slot] = self._resident.pop(stack.slot)
         return stack
@@ -265,14 +271,16 @@ class ToyAdapters:
             self._softs[slot].fill_(-1)
             self._softs[slot][: len(soft), 0] = torch.tensor(soft, dtype=torch.int64)
             self._resident[slot] = key
+            self._new[key] = self.now
 
     def _room(self) -> int | None:
         for slot in range(len(self._marks)):
             if slot not in self._resident:
                 return slot
         for slot, key in self._resident.items():
-            if key not in self.users:
+            if key not in self.users and self._new.get(key, -self.HOLD) <= self.now - self.HOLD:
                 del self._resident[slot]
+                self._new.pop(key, None)
                 self.num_evictions += 1
                 return slot
         return None

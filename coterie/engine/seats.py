@@ -74,7 +74,7 @@ class Seats:
         # by key: who has its stack taken, and who waits for it
         self.holders: dict[str, set[Sequence]] = {}
         self.waiting: dict[str, set[Sequence]] = {}
-        # keys that are waited for and found no room -> the round in which they first did not
+        # keys that wait since they found no room -> the round in which they first did not
         self._full: dict[str, int] = {}
         # stacks that drain, for which key, and the priority of that one's best
         self._closed: list[str] = []
@@ -93,16 +93,16 @@ class Seats:
         """ "seated": its stack is taken and it may run; "waiting", or "failed"."""
         key = sequence.adapter_key
         holders = self.holders.get(key)
+        if holders is not None and sequence in holders:
+            return "seated"
+        if key in self._closed and not self._passes(sequence):
+            return "waiting"
         if holders is None:
             state = self._state(key)
             if state == "full":
                 self._full.setdefault(key, self._round)
             if state != "ready":
                 return "failed" if state == "failed" else "waiting"
-        elif sequence in holders:
-            return "seated"
-        if key in self._closed and not self._passes(sequence):
-            return "waiting"
         try:
             self.join(sequence)
         except CoterieError:
@@ -138,8 +138,7 @@ class Seats:
         self._round += 1
         self._states.clear()
         self._full = {key: since for key, since in self._full.items() if key in self.waiting}
-        full = [key for key in self._full if self._state(key) == "full"]
-        first = min(full, key=lambda key: (-self._priority(key), self._full[key]), default="")
+        first = min(self._full, key=lambda key: (-self._priority(key), self._full[key]), default="")
         if first != self._closed_for:
             self._closed.clear()
             self._closed_for = first
@@ -150,7 +149,8 @@ class Seats:
             self._closed_at = self._round
             return
         # the pool needs some rounds to use the room that it got
-        if not self._closed or self._round - self._closed_at >= PATIENCE_STEPS:
+        due = not self._closed or self._round - self._closed_at >= PATIENCE_STEPS
+        if due and self._state(first) == "full":
             self._close_one(self._round - self._full[first] >= PATIENCE_STEPS)
 
     def yielding(self, sequences: Seq[Sequence]) -> list[Sequence]:

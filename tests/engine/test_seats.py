@@ -210,12 +210,13 @@ def test_a_higher_priority_takes_the_seat_at_once() -> None:
     events = [event for _ in range(4) for event in engine.step()]
     urgent = make_assignment("urgent", [9, 9], max_tokens=5, priority=5, adapters=stack("b"))
     equal = make_assignment("equal", [9, 8], max_tokens=5, priority=1, adapters=stack("c"))
-    add(engine, equal, urgent)
+    add(engine, urgent, equal)
     for _ in range(8):
+        pool.tick()
         events += engine.step()
         engine.check()
     assert [e.request_id for e in events if isinstance(e, Finished)] == ["urgent"]
-    events += drain(engine)
+    events += drain(engine, pool=pool)
     ends = {e.request_id: e.timings.num_preemptions for e in events if isinstance(e, Finished)}
     assert ends["urgent"] == ends["equal"] == 0 and ends["low0"] == 1
     check_outputs(events, [*low, urgent, equal])
@@ -258,5 +259,5 @@ def test_an_abort_gives_the_seat_back_at_once() -> None:
     engine.abort("a")
     engine.check()
     assert not pool.users
-    check_outputs(drain(engine), [b])
+    check_outputs(drain(engine, pool=pool), [b])
     assert engine.lane_states()[0].resident_adapters == pool.resident() != ()

@@ -1,7 +1,8 @@
 """Random walks over the whole engine with tiny pools: no leak, no wrong reuse, no starvation.
 
 The model is the KV-faithful toy, so a token is right only if every block it was computed from held
-exactly its own chain. After each rule the books of pool, cache and scheduler are checked.
+exactly its own chain, on its own stack of adapters. After each rule the books of pool, cache,
+seats and scheduler are checked.
 """
 
 from __future__ import annotations
@@ -16,20 +17,31 @@ from toy import (
     EOS,
     VOCAB,
     ManualClock,
+    ToyAdapters,
     ToyModel,
     make_assignment,
     make_engine,
     make_lane,
+    toy_soft,
     true_output,
 )
 
 from coterie.core.events import Delta, Failed, Finished, Started
-from coterie.core.plan import Admitted, Assignment, Rejected
+from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
+from coterie.engine.seats import PATIENCE_STEPS
 
 # shared beginnings: whole blocks, part of a block, one that differs only late, and the same blocks
 # behind different ones
 STEMS = [list(range(1, 1 + length)) for length in (1, 4, 7, 8, 13, 20)]
 STEMS += [[1, 2, 3, 4, 9, 9], [1, 2, 3, 4] * 3, [5, 6, 7, 8, 1, 2, 3, 4, 1], [9, 9] * 7]
+
+# none, one name with two digests, soft prompts, stacks, other weights, and one that is broken
+NAMED = {name: AdapterChoice(name[0], name) for name in ("a", "a2", "b", "s:3", "t:9", "bad")}
+STACKS: list[tuple[AdapterChoice, ...]] = [
+    (), (), (), (NAMED["a"],), (NAMED["a2"],), (NAMED["b"],), (NAMED["s:3"],), (NAMED["t:9"],),
+    (NAMED["a"], NAMED["b"]), (NAMED["b"], NAMED["a"]), (NAMED["s:3"], NAMED["a"], NAMED["t:9"]),
+    (AdapterChoice("a", "a", 0.5),), (NAMED["bad"],),
+]  # fmt: skip
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -41,6 +53,9 @@ class EngineMachine(RuleBasedStateMachine):
         slots=st.sampled_from([0, 1, 3]),
         prefix_cache=st.booleans(),
         two_lanes=st.booleans(),
+        seats=st.sampled_from([1, 2, 5]),
+        load_ticks=st.sampled_from([0, 1, 6]),
+        batching=st.sampled_from(["mixed", "mixed", "grouped"]),
     )
     def build(
         self,
@@ -51,6 +66,9 @@ class EngineMachine(RuleBasedStateMachine):
         slots: int,
         prefix_cache: bool,
         two_lanes: bool,
+        seats: int,
+        load_ticks: int,
+        batching: str,
     ) -> None:
         names = ("lane", "other") if two_lanes else ("lane",)
         lanes = [
@@ -68,7 +86,10 @@ class EngineMachine(RuleBasedStateMachine):
             for name in names
         ]
         self.clock, self.model = ManualClock(), ToyModel()
-        self.engine = make_engine(*lanes, model=self.model, clock=self.clock)
+        self.pool = ToyAdapters(seats, load_ticks)
+        self.engine = make_engine(
+            *lanes, model=self.model, clock=self.clock, adapters=self.pool, batching=batching
+        )
         self.names = names
         self.open: dict[str, Assignment] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -82,21 +103,24 @@ class EngineMachine(RuleBasedStateMachine):
             for _ in range(self.most_steps()):
                 if not self.engine.has_work():
                     break
+                self.pool.tick()
                 self.take(self.engine.step())
                 self.engine.check()
             assert not self.open, "requests that never ended"
             stats = self.engine.stats()
             assert stats["kv_usage"] == stats["running"] == stats["waiting"] == 0
+            assert not self.pool.users
 
     def most_steps(self) -> int:
-        """Starvation bound: every token computed thrice, alone, would take so long."""
+        """Starvation bound: every token computed thrice, alone, and every stack loaded alone, would
+        take so long."""
         work = (
-            (len(a.prompt_ids) + (a.limits.max_tokens or 0))
+            (len(toy_soft(a.adapters)) + len(a.prompt_ids) + (a.limits.max_tokens or 0))
             * (a.sampling.n or 1)
             * (a.sampling.num_beams or 1)
             for a in self.open.values()
         )
-        return 10 + 3 * sum(work)
+        return 10 + 3 * sum(work) + len(self.open) * (PATIENCE_STEPS + self.pool.load_ticks + 1)
 
     @rule(
         stem=st.sampled_from(STEMS),
@@ -110,6 +134,7 @@ class EngineMachine(RuleBasedStateMachine):
         patience=st.sampled_from([None, None, 5.0]),
         ignore_eos=st.booleans(),
         lane=st.integers(0, 1),
+        adapters=st.sampled_from(STACKS),
     )
     def add(
         self,
@@ -141,8 +166,13 @@ class EngineMachine(RuleBasedStateMachine):
             assert verdict.code in ("overloaded", "context_length_exceeded", "invalid_request")
             assert (verdict.retry_after_s is not None) == (verdict.code == "overloaded")
 
-    @rule(stem=st.sampled_from(STEMS), count=st.integers(2, 4), max_tokens=st.integers(4, 24))
-    def add_crowd(self, stem: list[int], count: int, max_tokens: int) -> None:
+    @rule(
+        stem=st.sampled_from(STEMS),
+        count=st.integers(2, 4),
+        max_tokens=st.integers(4, 24),
+        first=st.integers(0, 7),
+    )
+    def add_crowd(self, stem: list[int], count: int, max_tokens: int, first: int) -> None:
         for number in range(count):
             self.add(
                 stem=stem,
@@ -154,12 +184,14 @@ class EngineMachine(RuleBasedStateMachine):
                 max_tokens=max_tokens,
                 priority=number % 2,
                 session="crowd",
+                adapters=STACKS[3 + (first + number) % 8],
             )
 
     @rule(count=st.integers(1, 8))
     def step(self, count: int) -> None:
         for _ in range(count):
             self.clock.now += 0.1
+            self.pool.tick()
             self.take(self.engine.step())
             self.engine.check()
 
@@ -185,13 +217,16 @@ class EngineMachine(RuleBasedStateMachine):
             if isinstance(event, Started):
                 assert event.request_id not in self.started
                 self.started.add(event.request_id)
+                assert NAMED["bad"] not in assignment.adapters
                 assert event.cached_tokens < len(assignment.prompt_ids)
             elif isinstance(event, Delta):
                 self.take_delta(assignment, event)
             elif isinstance(event, Finished):
                 self.take_end(assignment, event)
             else:
-                assert isinstance(event, Failed) and event.code == "internal_error"
+                assert isinstance(event, Failed)
+                bad = NAMED["bad"] in assignment.adapters and event.request_id not in self.started
+                assert event.code == ("weights_error" if bad else "internal_error")
                 del self.open[event.request_id]
 
     def take_delta(self, assignment: Assignment, delta: Delta) -> None:
@@ -213,7 +248,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert self.ended[key] == reason
             found = self.tokens.get(key, [])
             if reason == "length":
-                room = 64 - len(assignment.prompt_ids)
+                room = 64 - len(assignment.prompt_ids) - len(toy_soft(assignment.adapters))
                 assert len(found) <= min(assignment.limits.max_tokens or 0, room)
             elif reason == "stop":
                 assert found[-1] == EOS and not assignment.limits.ignore_eos
