@@ -4,7 +4,7 @@
 
 #include "attention.h"
 #include "moe.h"
-#include "patches.h"
+#include "patched.h"
 
 constexpr int LAYER_PHASES = 7 + MOE_PHASES;  // two products with their inputs, norm, placing heads, attention
 
