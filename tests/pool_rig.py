@@ -88,7 +88,8 @@ def put_adapter(root: Path, config: dict[str, Any], weights: bytes, draft: str) 
 def open_pool(root: Path, device_bytes: int = 10**6, host_bytes: int = 10**7, **more: Any) -> Any:
     settings = AdapterSettings(device_bytes=device_bytes, host_bytes=host_bytes)
     targets = more.pop("targets", None) or PlainTargets()
-    return AdapterPool(Library(root), targets, settings, torch.device("cpu"), **more)
+    device = torch.device(more.pop("device", "cpu"))
+    return AdapterPool(Library(root), targets, settings, device, **more)
 
 
 def choose(*digests: str, weight: float = 1.0) -> tuple[AdapterChoice, ...]:
@@ -121,7 +122,7 @@ def delta(stack: Stack, path: str = PATHS[0]) -> Tensor:
     layer, part = int(path.split(".")[2]), path.split(".")[4][0]
     patch = stack.patches[layer, part]
     assert patch.a is not None and patch.b is not None
-    return patch.b.float().T @ patch.a.float()
+    return (patch.b.float().T @ patch.a.float()).cpu()
 
 
 def stored_delta(root: Path, digest: str, path: str = PATHS[0], weight: float = 1.0) -> Tensor:

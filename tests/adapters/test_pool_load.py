@@ -69,10 +69,13 @@ class Crowd:
         self._running.clear()
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("host", [0, 6 * ONE, 100 * ONE])
-def test_a_crowd_gets_what_it_asked_for(tmp_path: Path, host: int) -> None:
+def test_a_crowd_gets_what_it_asked_for(tmp_path: Path, host: int, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
     digests = [write_lora(tmp_path, seed, rank=2 + seed % 5) for seed in range(20)]
-    pool = open_pool(tmp_path, device_bytes=6 * ONE, host_bytes=host)
+    pool = open_pool(tmp_path, device_bytes=6 * ONE, host_bytes=host, device=device)
     crowd = Crowd(pool, tmp_path, digests, seed=host)
     while crowd.served < 150:
         crowd.step()
