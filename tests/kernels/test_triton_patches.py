@@ -28,9 +28,10 @@ FIELDS = {
     # in_scale in front of a fused product: left to torch
     "all": ("low_rank", "in_scale", "out_scale", "shift"),
 }
-# rows of every segment: adapted and plain rows in turn, one stack twice, prefill rows among them
-CASES = ["lora/16/bfloat16", "dora/17/float32", "ia3/4/float32", "qwen3/5/bfloat16"]
-CASES += ["all/1/float32", "large/300/float32", "olmoe/8/float32", "long/8/float32"]
+# kind, rank and type of one of two stacks; "large" is over what the row kernels take, "olmoe" has
+# norms that only torch computes: both are mixed with what they do take
+CASES = ["lora/16/bfloat16", "dora/17/float32", "ia3/4/float32"]
+CASES += ["all/1/float32", "large/300/float32", "olmoe/8/float32"]
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,34 @@ def test_rows_without_patches_keep_their_bits(errors: dict[str, float]) -> None:
 
 def test_captured_rows_equal_segments(errors: dict[str, float]) -> None:
     assert errors["captured"] == 0.0
+
+
+def test_long_segments_and_large_ranks_are_left_to_torch() -> None:
+    from coterie.kernels.batch import AttentionBatch
+    from coterie.kernels.decoder import DecoderShape
+    from coterie.kernels.patch import PARTS, Segment
+    from coterie.kernels.patch_rows import LONG_ROWS, MAX_RANK, family, rows_of
+    from tests.kernels.patch_cases import random_stack
+
+    shape = DecoderShape(2, 1, 8, 16, 32, 1e-6, 0.25)
+    small = random_stack(shape, [1], 3, torch.bfloat16, ("low_rank",), ("q",))
+    large = random_stack(shape, [0], MAX_RANK + 1, torch.float32, ("low_rank",), ("q",))
+    none = torch.zeros(LONG_ROWS + 4, dtype=torch.int64)
+    cut = Segment(0, 2, small), Segment(2, 3, large), Segment(4, LONG_ROWS + 4, small)
+    batch = AttentionBatch(none, none, none, none, none[None], 8, patches=cut)
+    rows, rest = rows_of(batch, 3)
+    assert rest == cut[1:]
+    assert rows is not None
+    found = rows.table[:, len(PARTS)]
+    a = small.patches[1, "q"].a
+    assert a is not None
+    assert found[:, 0].nonzero().flatten().tolist() == [0, 1]
+    assert found[0].tolist()[5:7] == [3, 0]
+    assert found[0, 0].item() == a.data_ptr()
+    assert rows.table.count_nonzero() == 2 * 3
+    device = torch.device("cpu")
+    assert [family(cut[i : i + 1], 2, device) for i in (0, 1)] == ["narrow", ""]
+    assert [family(cut[:1], 1, device), family((), 1, device)] == ["", "plain"]
 
 
 def small_model(kind: str) -> tuple[Any, list[Any], Any, Any]:
@@ -106,18 +135,17 @@ def stacks_for(case: str, shape: Any) -> tuple[Any, Any]:
 
 def decoder_error(case: str, generator: Any) -> float:
     """Hidden states and caches of a two-layer stack behind random prefixes."""
-    from coterie.kernels import patch_rows, reference, triton_layers
+    from coterie.kernels import reference, triton_layers
     from coterie.kernels.patch import Segment
     from tests.kernels.test_triton import random_batch, relative
 
     kind = case.split("/")[0]
-    base = kind if kind in ("qwen3", "olmoe") else "plain"
+    base = {"ia3": "qwen3", "olmoe": "olmoe"}.get(kind, "plain")
     shape, layers, cos, sin = small_model(base)
-    batch, blocks = random_batch([1, 3, 1, 1], [9, 7, 3, 11], 8, generator)
+    batch, blocks = random_batch([1, 2, 1], [9, 7, 3], 8, generator)
     one, other = stacks_for(case, shape)
-    cut = Segment(0, 1, one), Segment(2, 4, other), Segment(5, 6, one)
+    cut = Segment(0, 1, one), Segment(2, 3, other), Segment(3, 4, one)
     batch = replace(batch, patches=cut)
-    patch_rows.LONG_ROWS = 2 if kind == "long" else 512
     mine = [torch.randn((2, blocks, 1, 8, 16), generator=generator) for _ in layers]
     theirs = [cache.clone() for cache in mine]
     hidden = torch.randn((len(batch.positions), 40), generator=generator)
@@ -135,14 +163,15 @@ def captured_errors(generator: Any) -> dict[str, float]:
     from tests.kernels.test_triton import random_batch
 
     shape, layers, cos, sin = small_model("plain")
-    batch, blocks = random_batch([1] * 4, [9, 2, 3, 5], 8, generator)
+    layers = layers[:1]
+    batch, blocks = random_batch([1] * 3, [9, 2, 3], 8, generator)
     one, other = stacks_for("lora/8/float32", shape)
-    rows = PatchRows(4, 2, torch.device("cpu"), wide=True)
-    rows.fill((Segment(0, 4, other),))
-    rows.fill((Segment(1, 2, one), Segment(3, 4, other)))
-    cut = Segment(1, 2, one), Segment(3, 4, other)
+    rows = PatchRows(3, 2, torch.device("cpu"), wide=True)
+    rows.fill((Segment(0, 3, other),))
+    cut = Segment(0, 1, one), Segment(2, 3, other)
+    rows.fill(cut)
     caches = [torch.randn((2, blocks, 1, 8, 16), generator=generator) for _ in layers]
-    hidden = torch.randn((4, 40), generator=generator)
+    hidden = torch.randn((3, 40), generator=generator)
 
     def run(given: Any) -> Any:
         kv = [cache.clone() for cache in caches]
@@ -150,7 +179,7 @@ def captured_errors(generator: Any) -> dict[str, float]:
 
     plain, eager = run(batch), run(replace(batch, patches=cut))
     captured = run(replace(batch, patch_rows=rows))
-    same = torch.equal(plain[[0, 2]], eager[[0, 2]]) and not torch.equal(plain, eager)
+    same = torch.equal(plain[1], eager[1]) and not torch.equal(plain, eager)
     return {
         "plain rows": float(not same),
         "captured": float(not (rows.read and torch.equal(captured, eager))),
@@ -163,13 +192,7 @@ def main() -> None:
     allow_new_numpy()
     torch.manual_seed(5)
     generator = torch.Generator().manual_seed(7)
-    import time
-
-    found = {}
-    for case in CASES:
-        b = time.process_time()
-        found[case] = decoder_error(case, generator)
-        print(case, time.process_time() - b, file=sys.stderr)
+    found = {case: decoder_error(case, generator) for case in CASES}
     found |= captured_errors(generator)
     print(json.dumps(found))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from coterie.kernels.batch import AttentionBatch
-from coterie.models.cuda_graph import DecodeInputs
+from coterie.kernels.patch import PARTS, Patch, Segment, Stack
+from coterie.models.cuda_graph import DecodeGraphs, DecodeInputs
 
 
 def step(lengths: list[int], width: int) -> tuple[torch.Tensor, AttentionBatch, torch.Tensor]:
@@ -41,3 +44,54 @@ def test_a_smaller_step_leaves_no_live_row_behind() -> None:
     assert inputs.batch.context_lens.tolist() == [9, 0, 0, 0]
     assert inputs.batch.slots.tolist() == [3, -1, -1, -1]
     assert inputs.batch.query_starts.tolist() == [0, 1, 2, 3, 4]
+
+
+def stack_of(rank: int, part: str = "q", layer: int = 0) -> Stack:
+    low = Patch(torch.ones(rank, 4), torch.ones(rank, 4))
+    return Stack(f"{part}-{rank}", 0, {(layer, part): low})
+
+
+def test_rows_find_their_patches_at_a_fixed_address() -> None:
+    inputs = DecodeInputs(4, 6, 8, torch.device("cpu"))
+    inputs.adapt(2, wide=True)
+    rows = inputs.batch.patch_rows
+    assert rows is not None
+    address, ranks = rows.table.data_ptr(), rows.table[:, len(PARTS) + PARTS.index("up"), 5]
+    ids, batch, wanted = step([5, 17, 30], 4)
+    one, two = stack_of(3, "up", 1), stack_of(5, "up", 1)
+    cut = Segment(0, 1, two), Segment(1, 3, one)
+    inputs.fill(ids, replace(batch, patches=cut), wanted)
+    assert ranks.tolist() == [5, 3, 3, 0]
+    inputs.fill(ids, replace(batch, patches=(Segment(2, 3, two),)), wanted)
+    assert ranks.tolist() == [0, 0, 5, 0]
+    ids, batch, wanted = step([5], 4)
+    inputs.fill(ids, batch, wanted)
+    assert not rows.table.any()
+    assert rows.table.data_ptr() == address
+
+
+def test_another_stack_at_the_same_place_is_seen() -> None:
+    """A pool composes a stack again after it was pushed out: same key, same slot, other bytes."""
+    inputs = DecodeInputs(2, 6, 8, torch.device("cpu"))
+    inputs.adapt(1, wide=True)
+    ids, batch, wanted = step([5, 6], 4)
+    rows = inputs.batch.patch_rows
+    assert rows is not None
+    for stack in (stack_of(3), stack_of(3)):
+        inputs.fill(ids, replace(batch, patches=(Segment(0, 2, stack),)), wanted)
+        a = stack.patches[0, "q"].a
+        assert a is not None
+        assert rows.table[:, 0, 0].tolist() == [a.data_ptr()] * 2
+
+
+def test_steps_beyond_the_kernels_run_eagerly() -> None:
+    """Before anything is captured: this machine may have no GPU."""
+    device = torch.device("cpu")
+    graphs = DecodeGraphs(lambda *step: torch.zeros(1), 64, device)
+    ids, batch, wanted = step([5, 6], 4)
+    kv = [torch.zeros(2, 9, 1, 8, 4)]
+    scaled = Stack("scaled", 0, {(0, "q"): Patch(in_scale=torch.ones(4))})
+    head = Stack("head", 0, {(-1, "head"): Patch(out_scale=torch.ones(4))})
+    for stack in (scaled, head, stack_of(3, layer=1), stack_of(300)):
+        given = replace(batch, patches=(Segment(1, 2, stack),))
+        assert graphs.forward(ids, given, kv, wanted) is None
