@@ -1,0 +1,205 @@
+"""Composing is what wrapping means: random stacks against the definitions, one module at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from coterie.adapters.base import Adapter, Change
+from coterie.adapters.compose import compose
+from coterie.core.errors import InvalidRequest, WeightsError
+from coterie.kernels import patched
+from coterie.kernels.linear import ReferenceLinear
+from coterie.kernels.patch import Segment, Stack
+from coterie.models.adapt import Matrix
+from coterie.models.reader import BiasedLinear
+from coterie.weights.quantize import Dense
+
+INNER, OUTER, PATH = 24, 40, "model.layers.0.self_attn.q_proj"
+Function = Callable[[Tensor], Tensor]
+
+
+class OneMatrix:
+    """A model of one module, its rows perhaps kept in another order."""
+
+    hidden = 16
+
+    def __init__(self, seed: int, *, biased: bool, shuffled: bool) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = torch.randn(OUTER, INNER, generator=generator)
+        self.bias = torch.randn(OUTER, generator=generator) if biased else None
+        order = torch.randperm(OUTER, generator=generator) if shuffled else None
+        rows = self.weight if order is None else self.weight[order]
+        self.order, self.product = order, ReferenceLinear([Dense(rows)])
+        self.matrix = Matrix(
+            (0, "q"), self.product, 0, OUTER, lambda: self.weight, self.bias, order
+        )
+
+    def find(self, path: str) -> Matrix:
+        assert path == PATH
+        return self.matrix
+
+    def run(self, x: Tensor, stack: Stack) -> Tensor:
+        """Through the patch, back in the module's order."""
+        product: ReferenceLinear | BiasedLinear = self.product
+        if self.bias is not None:
+            bias = self.bias if self.order is None else self.bias[self.order]
+            product = BiasedLinear(self.product, bias)
+        segments = (Segment(0, len(x), stack),)
+        y = patched.linear(product, x, 0, (("q", OUTER),), segments)
+        if self.order is None:
+            return y
+        back = torch.empty_like(y)
+        back[:, self.order] = y
+        return back
+
+
+def drawn(kind: str, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Adapter:
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * 0.4).to(dtype)
+
+    rank = int(torch.randint(1, 6, (), generator=generator))
+    scaling = float(torch.rand((), generator=generator)) + 0.5
+    if kind in ("lora", "dora"):
+        magnitude = (5 + normal(OUTER)).float() if kind == "dora" else None
+        change = Change(normal(rank, INNER), normal(OUTER, rank), scaling, magnitude)
+    else:
+        inner = kind == "ia3_inner"
+        change = Change(vector=1 + normal(INNER if inner else OUTER), feedforward=inner)
+    return Adapter("d", kind.removesuffix("_inner"), {PATH: change})
+
+
+def wrapped(model: OneMatrix, f: Function, adapter: Adapter, w: float) -> Function:
+    """The kinds' definitions, in fp64."""
+    change = adapter.changes[PATH]
+    weight = model.weight.double()
+    bias = 0.0 if model.bias is None else model.bias.double()
+    if change.vector is not None:
+        vector = 1 + w * (change.vector.double() - 1)
+        return (lambda x: f(x * vector)) if change.feedforward else (lambda x: vector * f(x))
+    assert change.a is not None and change.b is not None
+    delta = w * change.scaling * (change.b.double() @ change.a.double())
+    if change.magnitude is None:
+        return lambda x: f(x) + x @ delta.T
+    g = change.magnitude.double() / (weight + delta).norm(dim=1)
+    return lambda x: g * (f(x) - bias) + bias + g * (x @ delta.T)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_stacks(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    model = OneMatrix(seed, biased=seed % 2 == 0, shuffled=seed % 3 == 0)
+    kinds = ["lora", "dora", "ia3", "ia3_inner"]
+    picked = torch.randint(0, 4, (1 + seed % 10,), generator=generator).tolist()
+    parts = [
+        (drawn(kinds[kind], generator), float(torch.randn((), generator=generator)))
+        for kind in picked
+    ]
+    bias = 0.0 if model.bias is None else model.bias.double()
+
+    def f(x: Tensor) -> Tensor:
+        return x @ model.weight.double().T + bias
+
+    for adapter, weight in parts:
+        f = wrapped(model, f, adapter, weight)
+    made = compose(parts, model)
+    x = torch.randn(7, INNER, generator=generator)
+    want = f(x.double())
+    got = model.run(x, Stack("k", 0, made.patches))
+    assert float((got - want).abs().max()) < 2e-5 * max(1.0, float(want.abs().max()))
+    assert made.nbytes == sum(patch.nbytes for patch in made.patches.values())
+
+
+def test_bf16_stays_where_nothing_is_lost() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = OneMatrix(0, biased=False, shuffled=False)
+    lora = drawn("lora", generator, torch.bfloat16)
+    (change,) = lora.changes.values()
+    assert change.a is not None and change.b is not None
+    whole = Adapter("d", "lora", {PATH: Change(change.a, change.b, scaling=2.0)})
+    wide = Adapter("d", "lora", {PATH: Change(change.a.float(), change.b.float(), scaling=2.0)})
+
+    def dtype(*parts: tuple[Adapter, float]) -> torch.dtype:
+        patch = compose(parts, model).patches[0, "q"]
+        assert patch.a is not None and patch.b is not None
+        assert patch.a.dtype == patch.b.dtype
+        assert patch.a.is_contiguous() and patch.b.is_contiguous()
+        return patch.a.dtype
+
+    assert dtype((whole, 0.25)) == torch.bfloat16
+    assert dtype((whole, -1.0), (whole, 0.5)) == torch.bfloat16
+    assert dtype((whole, 0.7)) == torch.float32
+    assert dtype((whole, 1.0), (wide, 1.0)) == torch.float32
+    assert dtype((whole, 1.0), (drawn("ia3", generator), 1.0)) == torch.float32
+    patch = compose([(whole, 0.25)], model).patches[0, "q"]
+    assert patch.b is not None and torch.equal(patch.b.float(), change.b.float().T * 0.5)
+
+
+def test_weight_zero() -> None:
+    """Takes LoRA and IA3 away; DoRA's magnitudes and a soft prompt's positions stay."""
+    generator = torch.Generator().manual_seed(1)
+    model = OneMatrix(1, biased=True, shuffled=False)
+    lora, ia3, dora = (drawn(kind, generator) for kind in ("lora", "ia3", "dora"))
+    assert not compose([(lora, 0.0), (ia3, 0.0)], model).patches
+    patch = compose([(dora, 0.0)], model).patches[0, "q"]
+    assert patch.out_scale is not None and patch.a is None and patch.shift is None
+    soft = Adapter("s", "soft_prompt", soft=torch.ones(3, 16))
+    made = compose([(soft, 0.0)], model)
+    assert made.soft is not None and torch.equal(made.soft, torch.zeros(3, 16))
+
+
+def test_soft_prompts_follow_one_another() -> None:
+    model = OneMatrix(2, biased=False, shuffled=False)
+    first = Adapter("a", "soft_prompt", soft=torch.randn(2, 16).bfloat16())
+    second = Adapter("b", "soft_prompt", soft=torch.randn(3, 16))
+    made = compose([(second, 0.5), (first, 1.0)], model)
+    assert made.soft is not None and made.soft.dtype == torch.float32
+    assert torch.equal(made.soft[:3], second.soft * 0.5)  # type: ignore[operator]
+    assert torch.equal(made.soft[3:], first.soft.float())  # type: ignore[union-attr]
+    assert made.nbytes == made.soft.nbytes and not made.patches
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_weights_are_finite(weight: float) -> None:
+    adapter = drawn("lora", torch.Generator().manual_seed(0))
+    with pytest.raises(InvalidRequest, match="finite"):
+        compose([(adapter, weight)], OneMatrix(0, biased=False, shuffled=False))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Change(torch.ones(2, INNER + 1), torch.ones(OUTER, 2)),
+        Change(torch.ones(2, INNER), torch.ones(OUTER - 1, 2)),
+        Change(torch.ones(2, INNER), torch.ones(OUTER, 2), magnitude=torch.ones(OUTER + 1)),
+        Change(vector=torch.ones(INNER)),
+        Change(vector=torch.ones(OUTER), feedforward=True),
+    ],
+)
+def test_shapes_of_another_model(change: Change) -> None:
+    kind = (
+        "ia3" if change.vector is not None else "dora" if change.magnitude is not None else "lora"
+    )
+    model = OneMatrix(0, biased=False, shuffled=False)
+    with pytest.raises(WeightsError, match="another model"):
+        compose([(Adapter("d", kind, {PATH: change}), 1.0)], model)
+
+
+def test_width_of_another_model() -> None:
+    soft = Adapter("s", "soft_prompt", soft=torch.ones(3, 17))
+    with pytest.raises(WeightsError, match="17 wide"):
+        compose([(soft, 1.0)], OneMatrix(0, biased=False, shuffled=False))
+
+
+def test_rows_that_vanish() -> None:
+    """DoRA divides by the norm of what it adapts."""
+    model = OneMatrix(0, biased=False, shuffled=False)
+    model.weight[3] = 0
+    model.product.weight[3] = 0
+    change = Change(torch.zeros(1, INNER), torch.zeros(OUTER, 1), magnitude=torch.ones(OUTER))
+    with pytest.raises(WeightsError, match="zero"):
+        compose([(Adapter("d", "dora", {PATH: change}), 1.0)], model)
