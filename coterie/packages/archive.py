@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from coterie.core.errors import WeightsError
+from coterie.core.errors import ConfigError, WeightsError
 from coterie.packages import manifest as manifests
 from coterie.packages.contents import Checker
 from coterie.packages.digest import CONFIG, WEIGHTS, adapter_digest, file_sha256
@@ -119,7 +119,11 @@ def unpack(package: Package, into: Path, names: Callable[[str], bool] = lambda n
 
 def repack(package: Package, manifest: Manifest, out: Path) -> Package:
     """The same files under another manifest, which is written as it is."""
-    with tempfile.TemporaryDirectory(prefix=".expert-", dir=out.parent) as made:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=".expert-", dir=out.parent)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written ({error.strerror})", param="out") from error
+    with folder as made:
         unpack(package, Path(made), lambda name: name != MANIFEST)
         files = {name: Path(made, name) for name in package.files if name != MANIFEST}
         return _write_package(files, manifest, out)

@@ -79,11 +79,13 @@ def public_of(private: bytes) -> bytes:
 def new_key(path: Path) -> bytes:
     """Writes a private key (32 raw bytes, for its owner alone); returns the public half."""
     private: bytes = _library().Ed25519PrivateKey.generate().private_bytes_raw()
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError as error:
         raise ConfigError(f"{path}: exists; keys are never overwritten", param="key") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})", param="key") from error
     with os.fdopen(handle, "wb") as file:
         file.write(private)
     return public_of(private)

@@ -155,6 +155,7 @@ def test_one_line_errors(home: Path, capsys: Capture) -> None:
     assert "no name for an expert" in wrong
     assert "no expert 'sql'" in refused(capsys, "expert", "show", "sql")
     assert "no private key" in refused(capsys, "expert", "sign", "x.expert", "--key", "x.expert")
+    assert "cannot be written" in refused(capsys, "keys", "new", "x.expert/inside/my.key")
     assert "say which expert" in refused(capsys, "expert", "alias", "prod")
 
 

@@ -51,10 +51,15 @@ def document(name: str = "sql", version: str = "1.0.0", **more: Any) -> dict[str
 
 
 def package(
-    folder: Path, name: str = "sql", version: str = "1.0.0", seed: int = 0, **more: Any
+    folder: Path,
+    name: str = "sql",
+    version: str = "1.0.0",
+    seed: int = 0,
+    floats: int = 64,
+    **more: Any,
 ) -> Package:
     """An unsigned package; its file is `.source`."""
-    directory = lora_directory(folder / f"{name}-{version}-{seed}", seed)
+    directory = lora_directory(folder / f"{name}-{version}-{seed}", seed, floats)
     out = folder / f"{name}-{version}-{seed}.expert"
     return pack(collect(directory).files, from_document(document(name, version, **more)), out)
 
