@@ -63,10 +63,14 @@ class FixedModel:
         self.spec = SimpleNamespace(vocab=VOCAB, num_layers=1, eos_ids=())
         self.device = torch.device("cpu")
         self.kv_dtype = torch.float32
+        self.experts = None
         self._logits = torch.randn(max_rows, VOCAB, generator=torch.Generator().manual_seed(0)) * 6
 
     def prepare(self, kv: Sequence[Tensor], block_size: int, max_sequences: int) -> None:
         """There is nothing to compile."""
+
+    def take_usage(self) -> None:
+        """There are no experts."""
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return (2, num_blocks, 1, block_size, 1)
