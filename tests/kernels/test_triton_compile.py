@@ -20,6 +20,7 @@ ATTEND: dict[str, Any] = {
     "BLOCK_SIZE": 16,
 }
 STRIDES = dict.fromkeys(("table_stride", "half_stride", "block_stride", "head_stride"), "i32")
+PATCHED = {"sites": "i32", "room": "i32"}
 ATTEND_ARGS = {
     "out": B,
     "partial": F,
@@ -46,10 +47,39 @@ HEADS_ARGS = {
     "slots": I64,
     "q": B,
     "kv": B,
+    "table": I64,
+    "terms": F,
     "eps": "fp32",
+    "q_site": "i32",
     **STRIDES,
+    **PATCHED,
 }
+NORM_ARGS = {
+    **dict.fromkeys(("hidden", "delta", "source", "weight", "summed", "normed"), B),
+    "terms": F,
+    "table": I64,
+    "shrunk": F,
+    "eps": "fp32",
+    "before": "i32",
+    "behind": "i32",
+    **PATCHED,
+}
+SILU_ARGS = {
+    "gate_up": B,
+    "table": I64,
+    "terms": F,
+    "out": B,
+    "shrunk": F,
+    "gate_site": "i32",
+    **PATCHED,
+}
+# behind o, with its terms made on the way; and behind down, whose terms come in pieces
+AFTER_O = {"SOURCE": 2048, "SOURCE_PADDED": 2048, "SPLITS": 1, "PARTS": 2, "ADD": True}
+AFTER_DOWN = {"SOURCE": 0, "SOURCE_PADDED": 1, "SPLITS": 32, "PARTS": 3, "ADD": True}
+NARROW, WIDE = {"RANKS": 16, "WIDE": False}, {"RANKS": 8, "WIDE": True}
+PADDED = {"WIDTH": 2048, "PADDED": 2048}
 HEADS = {"HEADS": 16, "KV_HEADS": 8, "HEAD_DIM": 128, "HALF": 64, "BLOCK_SIZE": 16}
+PLAIN = {"BIAS": True, "NORM": True, "PATCH": False, **NARROW}
 CASES: dict[str, tuple[str, dict[str, str], dict[str, Any], int]] = {
     "decode": ("_attend", ATTEND_ARGS, DECODE, 4),
     "prefill": ("_attend", {**ATTEND_ARGS, "partial": B, "stats": B}, PREFILL, 4),
@@ -65,7 +95,16 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, Any], int]] = {
         {"WIDTH": 576, "PADDED": 1024, "ADD": True},
         4,
     ),
-    "heads": ("_place_heads", HEADS_ARGS, {**HEADS, "BIAS": True, "NORM": True}, 1),
+    "heads": ("_place_heads", HEADS_ARGS, {**HEADS, **PLAIN}, 1),
+    "heads patched": ("_place_heads", HEADS_ARGS, {**HEADS, **PLAIN, **WIDE, "PATCH": True}, 1),
+    "norm patched": ("_norm_rows", NORM_ARGS, {**PADDED, **AFTER_O, **NARROW}, 16),
+    "norm patched wide": ("_norm_rows", NORM_ARGS, {**PADDED, **AFTER_DOWN, **WIDE}, 16),
+    "silu patched": (
+        "_silu_rows",
+        SILU_ARGS,
+        {"WIDTH": 3072, "CHUNK": 256, "CHUNKS": 12, **NARROW},
+        4,
+    ),
     "silu": ("_silu_mul", {"gate_up": B, "out": B}, {"WIDTH": 3072, "CHUNK": 1024}, 4),
 }
 # shared memory that one block may use on sm_90
@@ -78,10 +117,11 @@ def test_compiles_for_hopper(case: str, tmp_path: Any, monkeypatch: pytest.Monke
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from coterie.kernels import triton_attention, triton_layers
+    from coterie.kernels import triton_attention, triton_layers, triton_patches
 
     name, types, constants, num_warps = CASES[case]
-    kernel = getattr(triton_attention, name, None) or getattr(triton_layers, name)
+    modules = (triton_attention, triton_layers, triton_patches)
+    kernel = next(vars(module)[name] for module in modules if name in vars(module))
     names = [parameter.name for parameter in kernel.params]
     signature = {n: "constexpr" if n in constants else types[n] for n in names}
     fixed = {(names.index(n),): value for n, value in constants.items()}
