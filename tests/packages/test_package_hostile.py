@@ -53,3 +53,16 @@ def test_a_bomb_costs_no_more_than_its_limit() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 << 20
+
+
+def test_the_docs_name_every_file_and_limit() -> None:
+    from coterie.packages import paths
+    from coterie.packages.tar_stream import LIMITS
+
+    text = (Path(__file__).parents[2] / "docs" / "experts.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(paths._ROOT_FILES) if f"`{name}`" not in text] == []
+    sizes = (LIMITS.compressed_bytes >> 30, LIMITS.total_bytes >> 30, LIMITS.text_bytes >> 20)
+    told = "{} files, {} GiB compressed, {} GiB in all, {} MiB per text and {} MiB of texts"
+    assert told.format(LIMITS.entries, *sizes, LIMITS.texts_bytes >> 20) in text
+    assert f"{LIMITS.ratio} times its size" in text
+    assert f"more than {paths.MAX_DEPTH} levels or {paths.MAX_NAME_BYTES} bytes" in text
