@@ -137,7 +137,10 @@ def switch(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, 
     """What a step pays for other stacks than the step before: known ones, and ones never seen."""
     device = torch.device(setting.device)
     rows = patch_rows.PatchRows(setting.streams, model.spec.num_layers, device, wide=False)
-    orders = [spread(stacks, setting.streams), spread(stacks[::-1], setting.streams)]
+    orders = [
+        patch_rows.places_of(spread(order, setting.streams), device)
+        for order in (stacks, stacks[::-1])
+    ]
     count = 0
 
     def hot() -> None:

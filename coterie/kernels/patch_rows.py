@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,9 +31,9 @@ LONG_ROWS = 512
 _ALIGN = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """A stack's sites, by layer and part."""
+    """A stack's sites, by layer and part. Keeps none of the stack's memory."""
 
     # [layers * parts, WORDS] int64; None: something in it is beyond the kernels
     sites: Tensor | None
@@ -44,11 +45,10 @@ class Record:
 
 
 def record_of(stack: Stack, device: torch.device) -> Record:
-    """Made once per stack and device."""
-    name = str(device)
-    found = stack.tables.get(name)
-    if not isinstance(found, Record):
-        found = stack.tables[name] = _record(stack, device)
+    """Made once per stack, which lies on one device."""
+    found: Record | None = stack.tables.get("cuda")
+    if found is None:
+        found = stack.tables["cuda"] = _record(stack, device)
     return found
 
 
@@ -85,6 +85,10 @@ def _words(patch: Patch) -> list[int]:
     return [*addresses, patch.rank, int(_wide(patch)), 0]
 
 
+# (first row, past the last, what they read)
+Places = tuple[tuple[int, int, Record], ...]
+
+
 class PatchRows:
     """What `rows` rows read at every site of `layers` layers. The table's address never changes."""
 
@@ -97,35 +101,35 @@ class PatchRows:
         self.rank, self.wide = MAX_RANK, wide
         # set by whoever honours the table: captured steps of others run adapters eagerly
         self.read = False
-        self._filled: tuple[Segment, ...] = ()
+        self._filled: Places = ()
 
-    def fill(self, segments: tuple[Segment, ...]) -> None:
-        """Rows outside the segments run the model as it is. Nothing to do if they are the same
-        as last time; whoever fills keeps the stacks until the step has been computed."""
-        if segments == self._filled:
+    def fill(self, places: Places) -> None:
+        """Rows elsewhere run the model as it is. Nothing to do if all is as last time; whoever
+        fills keeps the stacks until the step has been computed."""
+        if places == self._filled:
             return
-        stacks = list({id(part.stack): part.stack for part in segments}.values())
-        places = {id(stack): place for place, stack in enumerate(stacks, 1)}
+        numbers: dict[Record, int] = {}
         index = [0] * len(self.table)
-        for first, last, stack in segments:
-            index[first:last] = [places[id(stack)]] * (last - first)
-        records = [self.table.new_zeros((self.table.shape[1], WORDS))]
-        for stack in stacks:
-            sites = record_of(stack, self.device).sites
-            if sites is not None:
-                records.append(sites)
-        joined = torch.nn.utils.rnn.pad_sequence(records, batch_first=True)
+        for first, last, record in places:
+            number = numbers.setdefault(record, len(numbers) + 1)
+            index[first:last] = [number] * (last - first)
+        sites = [self.table.new_zeros((self.table.shape[1], WORDS))]
+        sites += [record.sites for record in numbers if record.sites is not None]
+        joined = torch.nn.utils.rnn.pad_sequence(sites, batch_first=True)
         torch.index_select(joined, 0, torch.tensor(index, device=self.device), out=self.table)
-        self._filled = segments
+        self._filled = places
 
 
-def family(segments: Sequence[Segment], layers: int, device: torch.device) -> str:
-    """Which captured steps serve these stacks: "plain", "narrow" (a and b are bf16), "wide", or
+def places_of(segments: Sequence[Segment], device: torch.device) -> Places:
+    return tuple((first, last, record_of(stack, device)) for first, last, stack in segments)
+
+
+def family(places: Places, layers: int) -> str:
+    """Which captured steps serve these rows: "plain", "narrow" (a and b are bf16), "wide", or
     "" where none does."""
-    if not segments:
+    if not places:
         return "plain"
-    records = [record_of(part.stack, device) for part in segments]
-    most = layers * len(PARTS)
+    records, most = [record for _, _, record in places], layers * len(PARTS)
     if any(r.sites is None or not r.inside or len(r.sites) > most for r in records):
         return ""
     return "wide" if any(record.wide for record in records) else "narrow"
@@ -137,18 +141,24 @@ def rows_of(batch: AttentionBatch, layers: int) -> tuple[PatchRows | None, tuple
     if batch.patch_rows is not None:
         return batch.patch_rows, ()
     device = batch.positions.device
-    short, rest, rank, wide = [], [], 16, False
+    short, rest = [], []
     for part in batch.patches:
         record = record_of(part.stack, device)
         if record.sites is None or part.last - part.first >= LONG_ROWS:
             rest.append(part)
             continue
-        short.append(part)
-        rank, wide = max(rank, record.rank), wide or record.wide
+        short.append((part.first, part.last, record))
         layers = max(layers, len(record.sites) // len(PARTS))
     if not short:
         return None, tuple(rest)
-    rows = PatchRows(len(batch.positions), layers, device, wide)
-    rows.rank = rank
-    rows.fill(tuple(short))
-    return rows, tuple(rest)
+    return _gathered(tuple(short), len(batch.positions), layers, device), tuple(rest)
+
+
+# a model that is walked layer by layer asks for each of them
+@lru_cache(maxsize=1)
+def _gathered(places: Places, rows: int, layers: int, device: torch.device) -> PatchRows:
+    wide = any(record.wide for _, _, record in places)
+    found = PatchRows(rows, layers, device, wide)
+    found.rank = max(16, *(record.rank for _, _, record in places))
+    found.fill(places)
+    return found

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.patch_rows import PatchRows, family
+from coterie.kernels.patch_rows import PatchRows, family, places_of
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -60,7 +60,7 @@ class DecodeInputs:
             mine.slots[live:] = -1
             mine.context_lens[live:] = 0
         if mine.patch_rows is not None:
-            mine.patch_rows.fill(batch.patches)
+            mine.patch_rows.fill(places_of(batch.patches, self.token_ids.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class DecodeGraphs:
         covered = width * batch.block_size <= self._width(batch.block_size)
         if not (decode and covered and live <= SIZES[-1]):
             return None
-        kind = family(batch.patches, len(kv), self._device)
+        kind = family(places_of(batch.patches, self._device), len(kv))
         if not kind or (batch.patches and not self.adapts):
             return None
         size = next(size for size in SIZES if size >= live)

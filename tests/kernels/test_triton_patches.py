@@ -63,7 +63,7 @@ def test_long_segments_and_large_ranks_are_left_to_torch() -> None:
     from coterie.kernels.batch import AttentionBatch
     from coterie.kernels.decoder import DecoderShape
     from coterie.kernels.patch import PARTS, Segment
-    from coterie.kernels.patch_rows import LONG_ROWS, MAX_RANK, family, rows_of
+    from coterie.kernels.patch_rows import LONG_ROWS, MAX_RANK, family, places_of, rows_of
     from tests.kernels.patch_cases import random_stack
 
     shape = DecoderShape(2, 1, 8, 16, 32, 1e-6, 0.25)
@@ -83,8 +83,9 @@ def test_long_segments_and_large_ranks_are_left_to_torch() -> None:
     assert found[0, 0].item() == a.data_ptr()
     assert rows.table.count_nonzero() == 2 * 3
     device = torch.device("cpu")
-    assert [family(cut[i : i + 1], 2, device) for i in (0, 1)] == ["narrow", ""]
-    assert [family(cut[:1], 1, device), family((), 1, device)] == ["", "plain"]
+    places = places_of(cut, device)
+    assert [family(places[i : i + 1], 2) for i in (0, 1)] == ["narrow", ""]
+    assert [family(places[:1], 1), family((), 1)] == ["", "plain"]
 
 
 def small_model(kind: str) -> tuple[Any, list[Any], Any, Any]:
@@ -159,7 +160,7 @@ def captured_errors(generator: Any) -> dict[str, float]:
     """A table filled twice, as captured steps do; and plain rows beside the plain path."""
     from coterie.kernels import triton_layers
     from coterie.kernels.patch import Segment
-    from coterie.kernels.patch_rows import PatchRows
+    from coterie.kernels.patch_rows import PatchRows, places_of
     from tests.kernels.test_triton import random_batch
 
     shape, layers, cos, sin = small_model("plain")
@@ -167,9 +168,9 @@ def captured_errors(generator: Any) -> dict[str, float]:
     batch, blocks = random_batch([1] * 3, [9, 2, 3], 8, generator)
     one, other = stacks_for("lora/8/float32", shape)
     rows = PatchRows(3, 2, torch.device("cpu"), wide=True)
-    rows.fill((Segment(0, 3, other),))
+    rows.fill(places_of((Segment(0, 3, other),), rows.device))
     cut = Segment(0, 1, one), Segment(2, 3, other)
-    rows.fill(cut)
+    rows.fill(places_of(cut, rows.device))
     caches = [torch.randn((2, blocks, 1, 8, 16), generator=generator) for _ in layers]
     hidden = torch.randn((3, 40), generator=generator)
 
