@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SegmentArray = ctypes.Array[abi.Segment]
 
 _BACKEND = "cpu"
+_TYPES = (torch.float32, torch.bfloat16)
 
 
 class _Table(NamedTuple):
@@ -69,40 +70,45 @@ class Sites:
             if not 0 <= layer < self._num_layers:
                 raise InternalError(f"a patch is for layer {layer} of {self._num_layers}")
             at, width, height = places[part]
-            fill(rows[layer * len(PARTS) + at], patch, width, height)
-            most = max(most, patch.rank)
+            row = _row(patch, width, height)
+            rows[layer * len(PARTS) + at] = row
+            most = max(most, row.rank)
         table = _Table(rows, ctypes.addressof(rows), most)
         stack.tables[_BACKEND] = table
         return table
 
 
-def fill(row: abi.Patch, patch: Patch, width: int, height: int) -> None:
+def _row(patch: Patch, width: int, height: int) -> abi.Patch:
     """The C view of a patch of a matrix [height, width]."""
-    row.present = 1
+    a = b = None
+    rank, dtype = 0, None
     if patch.a is not None and patch.b is not None:
-        rank = len(patch.a)
-        row.a, row.b = _pointer(patch.a, (rank, width)), _pointer(patch.b, (rank, height))
-        if patch.a.dtype != patch.b.dtype:
-            raise InternalError(f"a patch has {patch.a.dtype} before {patch.b.dtype}")
-        row.rank, row.is_bf16 = rank, patch.a.dtype == torch.bfloat16
-    row.in_scale = _vector(patch.in_scale, width)
-    row.out_scale, row.shift = _vector(patch.out_scale, height), _vector(patch.shift, height)
+        rank, dtype = patch.a.shape[0], patch.a.dtype
+        a, b = _pointer(patch.a, (rank, width)), _pointer(patch.b, (rank, height))
+        if dtype != patch.b.dtype:
+            raise InternalError(f"a patch has {dtype} before {patch.b.dtype}")
+    vectors = (patch.in_scale, width), (patch.out_scale, height), (patch.shift, height)
+    pointers = (None if tensor is None else _vector(tensor, size) for tensor, size in vectors)
+    return abi.Patch(a, b, *pointers, rank, dtype == torch.bfloat16, 1)
 
 
-def _vector(tensor: Tensor | None, size: int) -> int | None:
-    if tensor is None:
-        return None
+def _vector(tensor: Tensor, size: int) -> int:
     if tensor.dtype != torch.float32:
         raise InternalError(f"scales and shifts of patches are fp32, not {tensor.dtype}")
     return _pointer(tensor, (size,))
 
 
 def _pointer(tensor: Tensor, shape: tuple[int, ...]) -> int:
-    if tensor.shape != shape or not tensor.is_contiguous():
-        raise InternalError(f"a patch has {tuple(tensor.shape)} where {shape} belongs")
-    if tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.bfloat16):
-        raise InternalError(f"a patch is {tensor.dtype} on {tensor.device}: not for native kernels")
-    return tensor.data_ptr()
+    # each asked once: hundreds of patches stand between a new stack and its first step
+    if (
+        tensor.is_cpu
+        and tensor.shape == shape
+        and tensor.dtype in _TYPES
+        and tensor.is_contiguous()
+    ):
+        return tensor.data_ptr()
+    have = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}"
+    raise InternalError(f"a patch has {have} where {shape} belongs, contiguous, for native kernels")
 
 
 def add(work: Sequence[tuple[slice, slice, Patch]], x: Tensor, y: Tensor) -> None:
@@ -119,7 +125,7 @@ def add(work: Sequence[tuple[slice, slice, Patch]], x: Tensor, y: Tensor) -> Non
     size = ctypes.sizeof(abi.Patch)
     for at, (rows, columns, patch) in enumerate(work):
         height = columns.stop - columns.start
-        fill(patches[at], patch, width, height)
+        patches[at] = _row(patch, width, height)
         where = ctypes.addressof(patches) + at * size
         count = rows.stop - rows.start
         pieces[at] = abi.Piece(where, rows.start, count, columns.start, height, 0)

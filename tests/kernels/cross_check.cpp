@@ -7,12 +7,14 @@
 #include <vector>
 
 #include "attention.h"
+#include "patches.h"
 
 extern "C" {
 int64_t ct_packed_bytes(int32_t kind, int64_t n, int64_t k);
 void ct_pack(int32_t, int64_t, int64_t, const void*, const void*, const void*, uint8_t*, int64_t);
 void ct_linear(const Matrix*, const float*, int64_t, float*, int64_t);
 void ct_experts(const ExpertCall*);
+void ct_patches(const Piece*, int64_t, const float*, int64_t, float*, int64_t, int64_t);
 void ct_attention(const Shape*, const Batch*, const Cache*, const float*, float*, int64_t);
 const char* ct_isa();
 }
@@ -209,7 +211,51 @@ static void check_attention(int heads, int kv_heads, int dim, bool is_bf16) {
     }
 }
 
+// Two pieces beside untouched rows and columns; every row alone gives the same bits.
+static void check_patches(int k, int rank, bool is_bf16) {
+    constexpr int rows = 19, n = 110, widths[2] = {64, 37};
+    std::vector<float> x(rows * k), y(rows * n), before, scale(64), shift(64);
+    for (auto* values : {&x, &y, &scale, &shift})
+        for (auto& v : *values) v = noise();
+    before = y;
+    std::vector<uint16_t> halves[4];
+    std::vector<float> values[4];  // a, b of either piece
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < rank * (i % 2 ? widths[i / 2] : k); ++j) {
+            halves[i].push_back(float_to_bf16(noise()));
+            values[i].push_back(bf16_value(halves[i][j]));
+        }
+    const auto at = [&](int i) { return is_bf16 ? (const void*)halves[i].data() : (const void*)values[i].data(); };
+    const Patch patches[2] = {{at(0), at(1), nullptr, scale.data(), shift.data(), rank, is_bf16, 1},
+                              {at(2), at(3), nullptr, nullptr, nullptr, rank, is_bf16, 1}};
+    const Piece pieces[2] = {{patches, 1, 11, 2, widths[0], 0}, {patches + 1, 14, 5, 70, widths[1], 0}};
+    ct_patches(pieces, 2, x.data(), k, y.data(), n, 2);
+    for (int m = 0; m < rows; ++m)
+        for (int c = 0; c < n; ++c) {
+            double want = before[m * n + c];
+            for (int p = 0; p < 2; ++p) {
+                const int64_t column = c - pieces[p].column;
+                if (m < pieces[p].first || m >= pieces[p].first + pieces[p].rows || column < 0 || column >= widths[p]) continue;
+                if (p == 0) want = want * scale[column] + shift[column];
+                for (int r = 0; r < rank; ++r)
+                    for (int j = 0; j < k; ++j)
+                        want += double(x[m * k + j]) * values[2 * p][r * k + j] * values[2 * p + 1][r * widths[p] + column];
+            }
+            expect(std::fabs(want - y[m * n + c]) < 1e-4 * (1 + std::fabs(want)), "patches", want, y[m * n + c]);
+        }
+    for (const Piece& piece : pieces)
+        for (int64_t m = piece.first; m < piece.first + piece.rows; ++m) {
+            const Piece alone{piece.patch, m, 1, piece.column, piece.width, 0};
+            std::vector<float> again = before;
+            ct_patches(&alone, 1, x.data(), k, again.data(), n, 1);
+            for (int64_t c = m * n; c < (m + 1) * n; ++c) expect(again[c] == y[c], "patches alone", again[c], y[c]);
+        }
+}
+
 int main() {
+    for (bool is_bf16 : {false, true})
+        for (int k : {96, 45})
+            for (int rank : {1, 3, 4, 13}) check_patches(k, rank, is_bf16);
     for (int32_t kind = KIND_F32; kind <= KIND_INT4; ++kind)
         for (auto shape : {std::pair<int, int>{70, 96}, {16, 32}, {33, 416}}) check_linear(kind, shape.first, shape.second);
     check_linear(KIND_F32, 21, 53), check_linear(KIND_BF16, 21, 53);

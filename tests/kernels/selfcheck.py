@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -21,6 +22,7 @@ from coterie.kernels.decoder import DecoderShape
 from coterie.kernels.expert_layout import KINDS as EXPERT_KINDS
 from coterie.kernels.expert_layout import ExpertLayout
 from coterie.kernels.expert_mlp import run_experts, run_experts_torch
+from coterie.kernels.patch import Segment
 from coterie.weights.quantize import dense
 from tests.kernels.cases import (
     KINDS,
@@ -32,6 +34,7 @@ from tests.kernels.cases import (
     weight,
 )
 from tests.kernels.expert_cases import choices, records_of
+from tests.kernels.patch_cases import random_stack
 
 SHAPE = DecoderShape(9, 3, 64, 576, 1536, 1e-5, 64**-0.5)
 ODD = DecoderShape(6, 2, 80, 96, 160, 1e-6, 80**-0.5)
@@ -116,6 +119,29 @@ def check_experts(checks: Checks, kind: str, rounded: bool) -> None:
         checks.expect(f"{name} pairs that change bits", differ, 0)
 
 
+def check_patches(checks: Checks, kind: str, rounded: bool) -> None:
+    stacks = decoder_layers(ODD, [kind] * 2, ("cpu", "reference"), extras=True)
+    tables = rope_tables(1000, ODD.head_dim)
+    batch = paged_batch([(40, 1)] * 3 + [(0, 21), (90, 1)])
+    cache = cache_for(batch, ODD.num_kv_heads, ODD.head_dim, torch.float32)
+    hidden = torch.randn(len(batch.positions), ODD.hidden)
+    one, two = (random_stack(ODD, [0, 1], *of) for of in ((13, torch.bfloat16), (4, torch.float32)))
+    patches = (Segment(0, 2, one), Segment(3, 24, two), Segment(24, 25, one))
+    decoder = cpu.NativeDecoder(ODD, stacks["cpu"], *tables)
+    step, kv = replace(batch, patches=patches), [cache.clone() for _ in range(2)]
+    got = decoder.forward(hidden, kv, step)
+    torch_kv = [cache.clone() for _ in range(2)]
+    want = reference.decoder(ODD, stacks["reference"], *tables, hidden, torch_kv, step)
+    limit = 2e-2 if rounded else 5e-4 if kind.startswith("int") else 2e-5
+    error = ((got - want).abs().max() / want.abs().max()).item()
+    checks.expect(f"patches {kind} error", error, limit)
+    differ = 0
+    for sequence, row, stack in ((0, 0, one), (1, 1, one), (3, 23, two), (4, 24, one)):
+        alone = replace(one_row(batch, sequence, row), patches=(Segment(0, 1, stack),))
+        differ += not torch.equal(decoder.forward(hidden[row : row + 1], kv, alone)[0], got[row])
+    checks.expect(f"patches {kind} rows that change bits", differ, 0)
+
+
 def timed(call: Callable[[], object], seconds: float = 0.25) -> float:
     """Median seconds of one call."""
     call()
@@ -166,6 +192,7 @@ def main() -> int:
         rounded = kind == "bf16" and "amx" in library.isa
         check_linear(checks, kind, rounded)
         check_decoder(checks, kind, rounded)
+        check_patches(checks, kind, rounded)
     for kind in EXPERT_KINDS:
         check_experts(checks, kind, kind == "bf16" and "amx" in library.isa)
     check_attention(checks, "amx" in library.isa)
