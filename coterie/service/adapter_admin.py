@@ -65,6 +65,7 @@ class AdapterAdmin:
 
         A reload keeps the version before it, for a rollback, and drops older unsigned ones.
         """
+        self._refuse_specialists(name)
         bases = self._roster.fingerprints(base)
 
         def work(registry: Registry) -> AdapterCard:
@@ -96,6 +97,8 @@ class AdapterAdmin:
 
     async def alias(self, alias: str, name: str, version: str | None) -> AdapterCard:
         """`alias` stands for this version from now on; for a name itself: which is current."""
+        if alias != name:
+            self._refuse_specialists(alias)
         return await self._catalog.change(lambda registry: registry.alias(alias, name, version))
 
     async def pin(self, name: str, on: bool) -> AdapterCard:
@@ -120,6 +123,10 @@ class AdapterAdmin:
             return card
 
         return await self._catalog.change(work)
+
+    def _refuse_specialists(self, name: str) -> None:
+        if name in self._roster.names():
+            raise InvalidRequest(f"`{name}` is a specialist's name; choose another", param="name")
 
     def _add(
         self, registry: Registry, source: Path | bytes, bases: Bases, wish: Wish

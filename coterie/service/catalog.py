@@ -12,6 +12,7 @@ import sqlite3
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from coterie.packages.registry import Registry
 
 POLL_S = 0.5
+# files go this long after their last user at the earliest
+SETTLE_S = 0.2
 BROKEN = (CoterieError, OSError, sqlite3.Error)
 
 T = TypeVar("T")
@@ -159,18 +162,21 @@ class Catalog:
 
     async def _tidy(self) -> None:
         """Frees the files of removed adapters. One that is neither installed nor held can get no
-        new user: requests find adapters in the snapshot alone."""
+        new user: requests find adapters in the snapshot alone. At start, what a crash left."""
         registry = self._opened()
+        work: Callable[[], object] | None = registry.sweep
         while True:
+            try:
+                if work is not None:
+                    await self._call(work)
+            except BROKEN as error:
+                log("registry_unreadable", level="warning", error=error)
             await self._untidy.wait()
+            await asyncio.sleep(SETTLE_S)
             self._untidy.clear()
             idle = self._doomed - self.leases.held()
-            if idle:
-                self._doomed -= idle
-                try:
-                    await self._call(_free, registry, idle)
-                except BROKEN as error:
-                    log("registry_unreadable", level="warning", error=error)
+            self._doomed -= idle
+            work = partial(_free, registry, idle) if idle else None
 
 
 def _read(registry: Registry) -> Snapshot:
@@ -186,7 +192,8 @@ def _read(registry: Registry) -> Snapshot:
 
 
 def _free(registry: Registry, digests: Collection[str]) -> None:
-    """Removes the files of these digests and of no others, which other processes may be using."""
+    """Removes the files of these digests and of no others, which other processes may be using: not
+    even of those that come while this runs."""
     if registry.library.is_dir():
         others = {path.name for path in registry.library.iterdir()} - set(digests)
-        registry.sweep(others, older_than_s=0.0)
+        registry.sweep(others, older_than_s=SETTLE_S / 2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -102,6 +102,9 @@ class Roster:
 
     def find(self, model: str | None) -> Served:
         return self._served[self.router.resolve(RouteHints(model)).specialist]
+
+    def names(self) -> Collection[str]:
+        return self._served.keys()
 
     def fingerprints(self, specialist: str | None = None) -> Bases:
         """Of the first specialist when none is named."""

@@ -279,8 +279,9 @@ def test_vllms_two_endpoints(lax: Rig) -> None:
         assert lax.send("POST", path, missing).status_code == 400
     wrong = {"lora_name": "x", "lora_path": "/nowhere"}
     assert lax.send("POST", LOAD, wrong).status_code == 400
-    unnameable = {"lora_name": "a+b", "lora_path": first}
-    assert lax.send("POST", LOAD, unnameable).status_code == 400
+    for unnameable in ("a+b", "base:a", "tiny", "A", ""):
+        body = {"lora_name": unnameable, "lora_path": first}
+        assert lax.send("POST", LOAD, body).status_code == 400
 
 
 def test_soft_tokens_count_in_the_context_and_not_in_the_bill(lax: Rig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from coterie.core.config import load
 from coterie.core.errors import ConfigError, Overloaded, Unavailable
 from coterie.core.events import Delta, Event, Finished, Started, Timings, Usage
-from coterie.core.plan import LaneState
+from coterie.core.plan import AdapterChoice, LaneState
 from coterie.service.admission import MAX_RETRY_AFTER_S, Admission
 from coterie.service.build import build, model_name
 from coterie.service.mailbox import MAX_WAITING, Mailbox
@@ -57,6 +58,22 @@ def test_the_least_loaded_healthy_replica_is_picked() -> None:
         order.append(picked.name)
     assert order == ["a", "b", "a", "b"]
     assert pair.pick(avoid={"a"}).name == "b"
+
+
+def test_a_replica_that_has_the_adapters_is_preferred() -> None:
+    stack = (AdapterChoice("sql@1", "d1"), AdapterChoice("json@1", "d2"))
+    warm = replace(lane(0, 2), resident_adapters=("d0", "d1", "d2"))
+    half = replace(lane(), resident_adapters=("d1",))
+    assert replicas(Stood("a", lane(0, 1)), Stood("b", warm)).pick(adapters=stack).name == "b"
+    assert replicas(Stood("a", half), Stood("b", warm)).pick(adapters=stack[:1]).name == "a"
+    # one adapter missing is as good as all; and a long queue is not waited for
+    assert replicas(Stood("a", half), Stood("b", warm)).pick(adapters=stack).name == "a"
+    busy = replace(warm, queued=1)
+    assert replicas(Stood("a", lane()), Stood("b", busy)).pick(adapters=stack).name == "a"
+    # requests without adapters see no difference
+    assert replicas(Stood("a", lane(0, 1)), Stood("b", warm)).pick().name == "a"
+    full = replicas(Stood("a", lane(4)), Stood("b", lane(3)))
+    assert [full.is_full(member) for member in full.members] == [True, False]
 
 
 def test_nobody_healthy_says_when_to_return() -> None:
