@@ -23,6 +23,7 @@ from coterie.cli.options import (
 )
 from coterie.cli.report import render, report
 from coterie.cli.terminal import narrate, note
+from coterie.core.adapters import DEFAULTS, AdapterSettings
 from coterie.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def open_llm(args: argparse.Namespace) -> LLM:
     from coterie.workers.embedded import LLM
 
     narrate()
+    experts = getattr(args, "expert", None) or []
     llm = LLM(
         str(fetch(args.model)),
         dtype=args.dtype or "auto",
@@ -71,11 +73,13 @@ def open_llm(args: argparse.Namespace) -> LLM:
         threads=args.threads or 0,
         kv_bytes=args.kv_bytes or 0,
         context=args.context or 0,
+        # memory that nobody asked for stays the model's
+        adapters=DEFAULTS if experts else AdapterSettings(device_bytes=0),
         allow_unsigned=getattr(args, "allow_unsigned", False),
         **dispatch_options(args),
     )
     try:
-        _bring(llm, getattr(args, "expert", None) or [])
+        _bring(llm, experts)
     except BaseException:
         llm.close()
         raise

@@ -10,6 +10,7 @@ from pool_rig import choose, delta, fetch, open_pool, settle, stored_delta, writ
 
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.plan import stack_key
+from coterie.obs.adapter_metrics import ADAPTER_METRICS, ADAPTER_SERIES
 
 
 def test_a_stack_is_loaded_taken_and_right(tmp_path: Path) -> None:
@@ -63,4 +64,23 @@ def test_what_cannot_be_run_is_refused_by_type(tmp_path: Path) -> None:
         pool.describe(choose(digest, weight=float("nan")))
     assert pool.state("never heard of") == "failed"
     assert isinstance(pool.failure("never heard of"), NotFound)
+    pool.close()
+
+
+def test_every_stat_has_its_metric(tmp_path: Path) -> None:
+    pool = open_pool(tmp_path)
+    assert pool.stats().keys() == ADAPTER_SERIES.keys()
+    labels = {metric.name: metric.labels for metric in ADAPTER_METRICS}
+    for name, *own in ADAPTER_SERIES.values():
+        assert len(labels[name]) == 1 + len(own)
+    pool.close()
+
+
+def test_a_stack_that_changes_nothing(tmp_path: Path) -> None:
+    digest = write_lora(tmp_path, 1)
+    pool = open_pool(tmp_path)
+    stack = fetch(pool, choose(digest, weight=0.0))
+    assert not stack.patches and stack.soft is None
+    pool.release(stack.key)
+    pool.check()
     pool.close()
