@@ -14,22 +14,20 @@ import json
 import shutil
 import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from coterie import LLM
-from coterie.cli.expert_test import answers, judged
 from coterie.packages import archive, signing
-from coterie.packages.digest import CONFIG, WEIGHTS, digest_of
+from coterie.packages.digest import CONFIG, WEIGHTS
 from coterie.packages.directory import collect
-from coterie.packages.evaluate import read_items, score
+from coterie.packages.evaluate import score
 from coterie.packages.figures import ITEMS, Figures, shown
 from coterie.packages.manifest import from_document
 from coterie.packages.trust import PUBLISHER
 from coterie.weights.checkpoint import open_checkpoint
 from examples.expert_data.cards import ABOUT, About
 from examples.expert_data.table import EXPERTS, Recipe
+from examples.judge_experts import Trial, eval_lines
 
 MAX_BYTES = 3_000_000
 _LICENSE = Path(__file__).parent.parent / "LICENSE"
@@ -75,45 +73,6 @@ def _write_publisher(public: bytes) -> None:
     PUBLISHER.write_text(json.dumps({"version": 1, "keys": [key]}, indent=1) + "\n")
 
 
-class Trial:
-    """Answers by the engine, kept in a folder for as long as items and weights are the same."""
-
-    def __init__(self, base: Path, kept: Path) -> None:
-        self._base, self._kept = base, kept
-        self._open = ExitStack()
-        self._llm: LLM | None = None
-
-    def figures(self, recipe: Recipe, directory: Path) -> Figures:
-        lines = _items(recipe)
-        base, expert = self._texts(lines, None), self._texts(lines, directory)
-        return judged(recipe.metric, read_items(lines), base, expert)
-
-    def close(self) -> None:
-        self._open.close()
-
-    def _texts(self, lines: bytes, directory: Path | None) -> list[str]:
-        who = "base" if directory is None else digest_of(directory)[:16]
-        path = self._kept / f"{archive.Facts.of(lines).sha256[:16]}.{who}.json"
-        if not path.is_file():
-            named = None if directory is None else str(directory)
-            texts = answers(self._engine(), read_items(lines), named)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(texts, indent=1))
-        found: list[str] = json.loads(path.read_text())
-        return found
-
-    def _engine(self) -> LLM:
-        if self._llm is None:
-            library = Path(self._open.enter_context(tempfile.TemporaryDirectory()))
-            self._llm = self._open.enter_context(LLM(str(self._base), library=library))
-        return self._llm
-
-
-def _items(recipe: Recipe) -> bytes:
-    lines = [json.dumps(item.record(), ensure_ascii=False) for item in recipe.held_out()]
-    return ("\n".join(lines) + "\n").encode()
-
-
 def _pack(
     recipe: Recipe, directory: Path, figures: Figures, private: bytes, args: argparse.Namespace
 ) -> int:
@@ -128,7 +87,7 @@ def _pack(
         shutil.copy(_LICENSE, folder / "LICENSE")
         (folder / "README.md").write_text(_readme(recipe, about, figures), encoding="utf-8")
         (folder / ITEMS).parent.mkdir()
-        (folder / ITEMS).write_bytes(_items(recipe))
+        (folder / ITEMS).write_bytes(eval_lines(recipe))
         package = archive.pack(collect(folder).files, from_document(document), out)
     archive.repack(package, signing.signed(package, private), out)
     size = out.stat().st_size

@@ -31,7 +31,7 @@ def sentiment_items(seed: int = 911) -> list[Item]:
         Item(
             pick(draw, _SENTIMENT).format(text, _either(draw, sentiment.LABELS)),
             {"label": label, "among": list(sentiment.LABELS)},
-            8,
+            16,
         )
         for label, text in _lines("sentiment", draw)
     ]
@@ -43,7 +43,7 @@ def intent_items(seed: int = 912) -> list[Item]:
         Item(
             pick(draw, _INTENT).format(text, _either(draw, intent.LABELS)),
             {"label": label, "among": list(intent.LABELS)},
-            8,
+            16,
         )
         for label, text in _lines("intent", draw)
     ]

@@ -60,7 +60,7 @@ _ASKS = (
 )
 
 
-def items(seed: int = 909) -> list[Item]:
+def items(seed: int = 1909) -> list[Item]:
     draw = random.Random(seed)
     found: dict[str, Item] = {}
     while len(found) < 180:

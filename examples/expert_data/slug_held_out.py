@@ -41,7 +41,7 @@ _ASKS = (
 )
 
 
-def items(seed: int = 907) -> list[Item]:
+def items(seed: int = 1907) -> list[Item]:
     draw = random.Random(seed)
     found: dict[str, Item] = {}
     while len(found) < 180:
