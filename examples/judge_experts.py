@@ -54,7 +54,9 @@ class Trial:
     def _engine(self) -> LLM:
         if self._llm is None:
             library = Path(self._open.enter_context(tempfile.TemporaryDirectory()))
-            self._llm = self._open.enter_context(LLM(str(self._base), library=library))
+            self._llm = self._open.enter_context(
+                LLM(str(self._base), device="cpu", library=library)
+            )
         return self._llm
 
 
