@@ -51,7 +51,9 @@ def make_adapter(model: Any, kind: str, seed: int = 0, **options: Any) -> Path:
     home.mkdir(exist_ok=True)
     path = home / f"{kind}-{digest}"
     if not path.exists():
-        draft = _write(base_model(Path(model)), kind, seed, dict(options), _draft(home))
+        draft = _write(
+            base_model(Path(model)), kind, seed, dict(options), Path(tempfile.mkdtemp(dir=home))
+        )
         with contextlib.suppress(OSError):
             # another process may have been first
             draft.rename(path)
@@ -59,17 +61,12 @@ def make_adapter(model: Any, kind: str, seed: int = 0, **options: Any) -> Path:
     return path
 
 
-def _draft(home: Path) -> Path:
-    return Path(tempfile.mkdtemp(dir=home))
-
-
 def base_model(path: Path) -> Any:
     """transformers' model in fp32, without adapters: its own copy, since PEFT changes it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     if not path.is_dir():
         return _from_gguf(path)
-    AutoConfig.from_pretrained(path)
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
