@@ -66,6 +66,8 @@ def open_llm(args: argparse.Namespace) -> LLM:
 
     narrate()
     experts = getattr(args, "expert", None) or []
+    allow_unsigned = getattr(args, "allow_unsigned", False)
+    _find(experts, allow_unsigned)
     llm = LLM(
         str(fetch(args.model)),
         dtype=args.dtype or "auto",
@@ -75,21 +77,28 @@ def open_llm(args: argparse.Namespace) -> LLM:
         context=args.context or 0,
         # memory that nobody asked for stays the model's
         adapters=DEFAULTS if experts else AdapterSettings(device_bytes=0),
-        allow_unsigned=getattr(args, "allow_unsigned", False),
+        allow_unsigned=allow_unsigned,
         **dispatch_options(args),
     )
     try:
-        _bring(llm, experts)
+        llm.prepare(experts)
     except BaseException:
         llm.close()
         raise
     return llm
 
 
-def _bring(llm: LLM, experts: list[str]) -> None:
-    """Wrong names end the command before a word is said; what nobody signed is told."""
-    llm.prepare(experts)
-    for path, card in llm.adapters.imported.items():
+def _find(experts: list[str], allow_unsigned: bool) -> None:
+    """Wrong names end the command before a model is loaded; what nobody signed is told."""
+    from coterie.workers.adapter_names import AdapterNames, parse
+
+    names = AdapterNames(allow_unsigned=allow_unsigned)
+    try:
+        for text in experts:
+            names.find(parse(text)[0])
+    finally:
+        names.close()
+    for path, card in names.imported.items():
         if not card.signer:
             note(f"{path}: not signed, used because you named it ({card.digest[:12]})")
 

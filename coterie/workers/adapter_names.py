@@ -78,7 +78,8 @@ class AdapterNames:
         else:
             from coterie.packages.trust import TrustStore
 
-            trust = TrustStore(state_dir() / "trust.json")
+            # beside the registry's folder, as `coterie keys` keeps it
+            trust = TrustStore(self._root.parent / "trust.json")
             card = registry.import_package(path, trust=trust, allow_unsigned=self._allow_unsigned)
         self.imported[str(path)] = card
         return card
