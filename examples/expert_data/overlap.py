@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from examples.expert_data.table import EXPERTS, Recipe
 
@@ -21,19 +21,14 @@ _WORD = re.compile(r"[^\W_]+")
 Run = tuple[str, ...]
 
 
-def runs(text: str) -> set[Run]:
+def runs(text: str) -> Iterator[Run]:
     words = _WORD.findall(text.lower())
-    return {tuple(words[at : at + RUN_WORDS]) for at in range(len(words) - RUN_WORDS + 1)}
-
-
-def learnt(recipe: Recipe) -> set[Run]:
-    return set().union(*(runs(f"{e.prompt} {e.answer}") for e in recipe.examples()))
+    return zip(*(words[at:] for at in range(RUN_WORDS)), strict=False)
 
 
 def held_out(recipe: Recipe) -> set[Run]:
-    return set().union(
-        *(runs(f"{item.prompt} {_said(item.expected)}") for item in recipe.held_out())
-    )
+    texts = (f"{item.prompt} {_said(item.expected)}" for item in recipe.held_out())
+    return {run for text in texts for run in runs(text)}
 
 
 def _said(expected: object) -> str:
@@ -44,16 +39,18 @@ def _said(expected: object) -> str:
     return expected if isinstance(expected, str) else json.dumps(expected, ensure_ascii=False)
 
 
-def shared(names: Iterable[str] = EXPERTS) -> dict[str, set[Run]]:
-    """Per expert, the runs of its held-out items that any expert learns from."""
-    recipes = [EXPERTS[name] for name in names]
-    wanted = {recipe.name: held_out(recipe) for recipe in recipes}
-    found: dict[str, set[Run]] = {recipe.name: set() for recipe in recipes}
-    for other in EXPERTS.values():
-        seen = learnt(other)
-        for name, own in wanted.items():
-            found[name] |= own & seen
-    return found
+def shared(count: int | None = None) -> dict[str, set[Run]]:
+    """Per expert, the runs of its held-out items that any expert learns from.
+
+    `count`: the first so many examples of each expert only.
+    """
+    wanted = {name: held_out(recipe) for name, recipe in EXPERTS.items()}
+    anywhere = set().union(*wanted.values())
+    seen: set[Run] = set()
+    for recipe in EXPERTS.values():
+        for example in recipe.examples(count):
+            seen.update(anywhere.intersection(runs(f"{example.prompt} {example.answer}")))
+    return {name: own & seen for name, own in wanted.items()}
 
 
 def main() -> int:

@@ -36,10 +36,9 @@ class Recipe:
     steps: int
     count: int = 20_000
 
-    def examples(self) -> list[Example]:
-        """Without repetition."""
-        unique = dict.fromkeys(islice(self.source(), self.count))
-        return list(unique)
+    def examples(self, count: int | None = None) -> list[Example]:
+        """The first `count`, or all; without repetition."""
+        return list(dict.fromkeys(islice(self.source(), count or self.count)))
 
 
 _LABEL_TEXT = (

@@ -1,0 +1,67 @@
+"""`coterie expert test` finds the figures of the manifests again: a slice here, all behind full."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coterie.cli.main import main
+from coterie.packages import archive
+from coterie.packages.digest import CONFIG, WEIGHTS
+from coterie.packages.figures import ITEMS
+
+FOLDER = Path(__file__).resolve().parents[2] / "experts"
+FILES = sorted(FOLDER.glob("*.expert"))
+
+
+def tried(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, object]]:
+    code = main(["expert", "test", *arguments, "--device", "cpu", "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_slice_of_one_expert(
+    default_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = FOLDER / "sentiment.expert"
+    code, report = tried(capsys, str(path), str(default_model_path), "--items", "12")
+    assert code == 0 and report["reproduced"]
+    measured = report["measured"]
+    assert isinstance(measured, dict)
+    assert measured["n"] == 12 and measured["expert"]["right"] > measured["base"]["right"]
+
+
+def test_an_expert_that_promises_too_much_is_found_out(
+    default_model_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    package = archive.inspect(FOLDER / "sentiment.expert")
+    archive.unpack(package, tmp_path)
+    section = dict(package.manifest.section("evaluation"))
+    n = section["n"]
+    # the base is said to know what only the expert knows
+    section["base"] = {"right": n, "verdicts": "1" * n}
+    files = {name: tmp_path / name for name in (CONFIG, WEIGHTS, ITEMS)}
+    liar = tmp_path / "liar.expert"
+    archive.pack(files, package.manifest.with_section("evaluation", section), liar)
+    code, report = tried(
+        capsys, str(liar), str(default_model_path), "--items", "6", "--allow-unsigned"
+    )
+    assert code == 1 and not report["reproduced"]
+
+
+def test_a_directory_without_figures_is_refused(
+    capsys: pytest.CaptureFixture[str], private_home: Path
+) -> None:
+    assert main(["expert", "test", "no-such-expert"]) != 0
+    assert "no-such-expert" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_all_items(
+    path: Path, default_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, report = tried(capsys, str(path), str(default_model_path))
+    assert code == 0, report
