@@ -239,6 +239,8 @@ def _aftermath(storm: Storm, library: Path) -> None:
         assert time.monotonic() < deadline, "files of removed adapters stay"
         time.sleep(0.05)
     assert 'running_lora_adapters=""' in storm.served.get("/metrics").body.decode()
+    assert "libtorch" not in Path(f"/proc/{storm.served.process.pid}/maps").read_text()
+    assert ADMIN not in storm.served.log()
 
 
 def test_no_answer_is_another_adapters(storm: Storm, tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from served import own_home
 from tiny import tiny_checkpoint
 
 from coterie.core.config import Config
+from coterie.core.errors import NotFound
+from coterie.core.events import Delta, Failed
 from coterie.core.request import InferenceRequest, Limits, RouteHints, Sampling, Text
 
 # of 384: an answer ends within a few tokens
@@ -308,15 +311,77 @@ def test_a_broken_adapter_fails_its_own_requests(lax: Rig) -> None:
     lax.send("POST", UNLOAD, {"lora_name": "wide"})
 
 
-def test_a_stream_that_nobody_reads_holds_nothing(lax: Rig) -> None:
-    lax.send("POST", LOAD, {"lora_name": "idle", "lora_path": str(adapter(seed=30))})
-    request = InferenceRequest(
-        id="unread", prompt=Text("hi"), sampling=Sampling(), limits=Limits(),
-        hints=RouteHints("idle"), response_format=None, session=None, tenant="t", arrived_at=0.0,
+def asked(model: str, id_: str) -> InferenceRequest:
+    return InferenceRequest(
+        id=id_, prompt=Text("The quick brown fox"), sampling=Sampling(temperature=0.0),
+        limits=Limits(max_tokens=200, ignore_eos=True), hints=RouteHints(model),
+        response_format=None, session=None, tenant="t", arrived_at=time.monotonic(),
     )  # fmt: skip
 
+
+@pytest.mark.parametrize("change", ["reload", "unload"])
+def test_a_request_ends_on_the_digest_it_began_with(lax: Rig, folder: Path, change: str) -> None:
+    first, second = str(adapter(seed=40)), str(adapter(seed=41))
+    lax.send("POST", LOAD, {"lora_name": "long", "lora_path": first})
+    digest = lax.send("GET", "/v1/experts/long").json()["digest"]
+    files = folder / "home" / "state" / "experts" / "library" / digest
+
+    async def tokens(model: str, id_: str) -> list[int]:
+        return [t async for delta in deltas(lax, model, id_) for t in delta.token_ids]
+
+    async def interrupted() -> list[int]:
+        ids: list[int] = []
+        async for delta in deltas(lax, "long", f"interrupted-{change}"):
+            if not ids and change == "reload":
+                await lax.pipeline.adapters.load("long", Path(second), None, True)
+                # past the version that is kept for a rollback
+                await lax.pipeline.adapters.load("long", Path(first), None, True)
+                await lax.pipeline.adapters.load("long", Path(second), None, True)
+            elif not ids:
+                await lax.pipeline.adapters.remove("long")
+                with pytest.raises(NotFound):
+                    lax.pipeline.handle(asked("long", "too-late"))
+            ids += delta.token_ids
+            assert files.exists()
+        return ids
+
+    alone = lax.runner.run(tokens("long", f"alone-{change}"))
+    assert lax.runner.run(interrupted()) == alone and len(alone) == 200
+    if change == "reload":
+        assert lax.runner.run(tokens("long", "after")) != alone
+        lax.send("POST", UNLOAD, {"lora_name": "long"})
+    deadline = time.monotonic() + 10
+    while files.exists():
+        assert time.monotonic() < deadline, "nobody runs on it any more"
+        lax.runner.run(asyncio.sleep(0.02))
+
+
+async def deltas(rig: Rig, model: str, id_: str) -> AsyncIterator[Delta]:
+    async for event in rig.pipeline.handle(asked(model, id_)):
+        assert not isinstance(event, Failed), event
+        if isinstance(event, Delta):
+            yield event
+
+
+def test_loading_begins_before_the_prompt_is_read(lax: Rig) -> None:
+    """A request that is refused for its length never reaches the engine; its adapter does."""
+    lax.send("POST", LOAD, {"lora_name": "early", "lora_path": str(adapter(seed=50))})
+    assert lax.chat("early", max_tokens=5000).status_code == 400
+    deadline = time.monotonic() + 10
+    while 'vllm:lora_adapter_loaded{model_name="tiny",adapter_name="early"' not in (
+        lax.pipeline.metrics_text()
+    ):
+        assert time.monotonic() < deadline, "nothing was loaded"
+        # workers report when they step
+        assert lax.chat("tiny").status_code == 200
+    lax.send("POST", UNLOAD, {"lora_name": "early"})
+
+
+def test_a_stream_that_nobody_reads_holds_nothing(lax: Rig) -> None:
+    lax.send("POST", LOAD, {"lora_name": "idle", "lora_path": str(adapter(seed=30))})
+
     async def test() -> None:
-        events = lax.pipeline.handle(request)
+        events = lax.pipeline.handle(asked("idle", "unread"))
         assert 'waiting_lora_adapters="idle"' in lax.pipeline.metrics_text()
         del events
         assert 'waiting_lora_adapters=""' in lax.pipeline.metrics_text()
