@@ -111,6 +111,11 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.logits[: len(rows)]
 
+    def _any_captured(self) -> bool:
+        """A pool ends with its last graph."""
+        graphs = self._captured.values()  # type: ignore[no-untyped-call]
+        return any(found for by_size in graphs for found in by_size.values())
+
     def _width(self, block_size: int) -> int:
         """Positions a block table covers, in whole blocks."""
         return -(-self._max_positions // block_size) * block_size
@@ -148,7 +153,8 @@ class DecodeGraphs:
             self.adapts = False
             return None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        pool = self._pool if self._any_captured() else None
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             logits = run()
-        self._pool = self._pool or graph.pool()
+        self._pool = graph.pool()
         return _Captured(inputs, graph, logits)
