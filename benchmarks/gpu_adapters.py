@@ -67,11 +67,14 @@ KINDS: list[tuple[int, torch.dtype, tuple[str, ...], tuple[str, ...]]] = [
     (200, torch.bfloat16, DORA, ("k", "o", "gate", "up")),
 ]
 SCALED = (3, torch.float32, ("low_rank", "in_scale"), PARTS)
-# name -> model's type, stacks, largest relative error of logits
-CHECKS: dict[str, tuple[str, list[Any], float]] = {
-    "fp32, captured": ("fp32", KINDS, 1e-4),
-    "fp32, a stack beyond the kernels": ("fp32", [*KINDS, SCALED], 1e-4),
-    "bf16, captured": ("bf16", KINDS, 4e-2),
+# name -> (model's type, stacks, how a step runs), largest relative error of logits
+CHECKS: dict[str, tuple[tuple[str, list[Any], str], float]] = {
+    "fp32, captured": (("fp32", KINDS, "captured"), 1e-4),
+    "fp32, captured, bf16 adapters": (("fp32", KINDS[:1] * 3, "captured"), 1e-4),
+    "fp32, eager": (("fp32", KINDS, "eager"), 1e-4),
+    "fp32, prefill": (("fp32", KINDS, "prefill"), 1e-4),
+    "fp32, a stack beyond the kernels": (("fp32", [*KINDS, SCALED], "beyond"), 1e-4),
+    "bf16, captured": (("bf16", KINDS, "captured"), 4e-2),
 }
 
 
@@ -244,12 +247,14 @@ def decode(model: CausalLM, streams: int, context: int, patches: tuple[Segment, 
     return Step(model, batch, new_caches(model, blocks), tokens, host)
 
 
-def captured_error(setting: Setting, dtype: str, kinds: list[Any], limit: float) -> float:
-    """Largest relative error of logits over three decode steps of rows with and without patches,
-    against the torch path over the same weights in fp32. Infinite if a step was not captured that
-    should have been, or the other way round."""
+def check_error(setting: Setting, dtype: str, kinds: list[Any], mode: str) -> float:
+    """Largest relative error of logits over three steps of rows with and without patches, against
+    the torch path over the same weights in fp32. Infinite if a step was not captured that should
+    have been, or the other way round."""
     mine = make_model(TINY, dtype, setting)
     theirs = make_model(TINY, "fp32", setting, "reference")
+    if mode == "eager":
+        mine.graphs = None
     stacks = [
         device_stack(mine.spec, rank, seed, setting.device, kept, fields, parts)
         for seed, (rank, kept, fields, parts) in enumerate(kinds)
@@ -262,12 +267,18 @@ def captured_error(setting: Setting, dtype: str, kinds: list[Any], limit: float)
         )
         got = decode(mine, count, 20 + turn, patches)
         want = decode(theirs, count, 20 + turn, patches)
+        if mode == "prefill":
+            # the same rows, those of one sequence in the middle
+            rows = [1, count - 2, 1]
+            batch, blocks = make_batch(rows, [9, count + turn, 30], setting.device)
+            got.batch = replace(batch, patches=patches)
+            got.kv, want.kv = new_caches(mine, blocks), new_caches(theirs, blocks)
         torch.manual_seed(turn)
         for cache, twin in zip(got.kv, want.kv, strict=True):
             cache.copy_(torch.randn(cache.shape, device=cache.device))
             twin.copy_(cache)
         want.batch = got.batch
-        if setting.device == "cuda" and got.captured() != (SCALED not in kinds):
+        if setting.device == "cuda" and got.captured() != (mode == "captured"):
             return math.inf
         found, truth = got.forward().double(), want.forward().double()
         error = ((found - truth).norm(dim=-1) / truth.norm(dim=-1)).max().item()
