@@ -64,7 +64,6 @@ class AdapterPool:
         self._files: OrderedDict[str, Facts] = OrderedDict()
         # of the residency's version
         self._resident: tuple[int, tuple[str, ...]] = (0, ())
-        self._hits = 0
         self._lookups = {"device": 0, "host": 0, "disk": 0}
 
     def describe(self, adapters: Sequence[AdapterChoice]) -> StackFacts:
@@ -80,9 +79,7 @@ class AdapterPool:
     def want(self, adapters: Sequence[AdapterChoice]) -> None:
         """Begin to load a stack that is not here. When too many are being loaded, whoever asks for
         its state later begins it."""
-        facts = self.describe(adapters)
-        self._lookups[self._tier(facts)] += 1
-        self._ask(facts)
+        self._ask(self.describe(adapters))
 
     def state(self, key: str) -> str:
         """ready, loading, full (in RAM, and no room on the device now) or failed. A stack that was
@@ -110,7 +107,8 @@ class AdapterPool:
         residency = self._residency
         with residency.changed:
             entry = self._ready(key)
-            self._hits += 1
+            # whoever it was brought in for found it where it came from
+            self._lookups[entry.source if entry.is_new else "device"] += 1
             residency.take(entry)
             event, entry.event = entry.event, None
         if event is not None:
@@ -163,7 +161,7 @@ class AdapterPool:
         residency, history = self._residency, self._loader.history
         return {
             **{f"adapter_lookups_{tier}": float(n) for tier, n in self._lookups.items()},
-            "adapter_hits": float(self._hits),
+            "adapter_hits": float(sum(self._lookups.values())),
             "adapter_loads": float(history.counts["loads"]),
             "adapter_loads_disk": float(history.counts["disk"]),
             "adapter_loads_host": float(history.counts["host"]),
@@ -225,7 +223,8 @@ class AdapterPool:
                 entry = None
             if entry is None:
                 self._trim()
-                entry = Entry(facts, now_s)
+                here = self._host.holds(facts.key, facts.digests)
+                entry = Entry(facts, now_s, "host" if here else "disk")
                 self._loader.put(entry)
                 residency.entries[facts.key] = entry
             entry.asked_s = now_s
@@ -236,12 +235,6 @@ class AdapterPool:
             return self._want(facts).state
         except Overloaded:
             return "loading"
-
-    def _tier(self, facts: StackFacts) -> str:
-        entry = self._residency.entries.get(facts.key)
-        if entry is not None and entry.state == "ready":
-            return "device"
-        return "host" if self._host.holds(facts.key, facts.digests) else "disk"
 
     def _ready(self, key: str) -> Entry:
         entry = self._residency.entries.get(key)

@@ -54,12 +54,14 @@ class Entry:
     """A stack that is resident, on its way, or failed on it."""
 
     __slots__ = (
-        "asked_s", "block", "error", "event", "facts", "is_new", "stack", "state", "users",
-        "waits_since_s",
+        "asked_s", "block", "error", "event", "facts", "is_new", "source", "stack", "state",
+        "users", "waits_since_s",
     )  # fmt: skip
 
-    def __init__(self, facts: StackFacts, now_s: float) -> None:
+    def __init__(self, facts: StackFacts, now_s: float, source: str) -> None:
         self.facts = facts
+        # where it was when it was asked for: "host" or "disk"
+        self.source = source
         self.state = "loading"
         self.users = 0
         self.stack: Stack | None = None

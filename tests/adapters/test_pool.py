@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,34 @@ def test_every_stat_has_its_metric(tmp_path: Path) -> None:
     labels = {metric.name: metric.labels for metric in ADAPTER_METRICS}
     for name, *own in ADAPTER_SERIES.values():
         assert len(labels[name]) == 1 + len(own)
+    pool.close()
+
+
+def test_uses_are_counted_by_where_they_were_found(tmp_path: Path) -> None:
+    digests = [write_lora(tmp_path, seed) for seed in range(2)]
+    pool = open_pool(tmp_path, device_bytes=4 * (48 + 64) * 4 * 4)
+    for digest in (digests[0], digests[0], digests[1], digests[0]):
+        # a hint and the request itself ask for the same stack
+        pool.want(choose(digest))
+        pool.release(fetch(pool, choose(digest)).key)
+    stats = pool.stats()
+    found = [stats[f"adapter_lookups_{tier}"] for tier in ("device", "host", "disk")]
+    assert found == [1, 1, 2] and stats["adapter_hits"] == 4
+    pool.close()
+
+
+def test_switching_between_resident_stacks_takes_no_time(tmp_path: Path) -> None:
+    keys = [write_lora(tmp_path, seed) for seed in range(4)]
+    pool = open_pool(tmp_path)
+    keys = [fetch(pool, choose(digest)).key for digest in keys]
+    spent = []
+    for number in range(200):
+        begun = time.perf_counter()
+        assert pool.state(keys[number % 4]) == "ready"
+        pool.take(keys[number % 4])
+        pool.release(keys[number % 4])
+        spent.append(time.perf_counter() - begun)
+    assert statistics.median(spent) < 0.001
     pool.close()
 
 
