@@ -116,7 +116,8 @@ class CausalLM:
     ) -> Tensor:
         """fp32 logits [R, V] of the rows asked for, valid until the next call; writes the keys and
         values of all T rows."""
-        if self.graphs is not None:
+        # graphs read embeddings alone: rows of a prompt may be soft tokens, decoded ones never are
+        if self.graphs is not None and (batch.phase == "decode" or not _soft(batch)):
             logits = self.graphs.forward(token_ids, batch, kv, logits_rows)
             if logits is not None:
                 return logits
@@ -126,8 +127,7 @@ class CausalLM:
         self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor], rows: Tensor
     ) -> Tensor:
         """`forward` without captured graphs."""
-        soft = any(part.stack.soft is not None for part in batch.patches)
-        hidden = self._mixed(token_ids, batch) if soft else self._embed(token_ids)
+        hidden = self._mixed(token_ids, batch) if _soft(batch) else self._embed(token_ids)
         if self._moe is None:
             hidden = self._backbone(hidden, kv, batch, 0, self.spec.num_layers)
         else:
@@ -154,10 +154,13 @@ class CausalLM:
         return hidden
 
     @torch.inference_mode()
-    def prepare(self, kv: Sequence[Tensor], block_size: int, max_sequences: int) -> None:
-        """Do now what the first steps over these caches would otherwise wait for."""
+    def prepare(
+        self, kv: Sequence[Tensor], block_size: int, max_sequences: int, adapters: bool = False
+    ) -> None:
+        """Do now what the first steps over these caches (with `adapters`: of rows that have some
+        too) would otherwise wait for."""
         if self.graphs is not None:
-            self.graphs.prepare(kv, block_size, max_sequences)
+            self.graphs.prepare(kv, block_size, max_sequences, adapters)
 
     def take_usage(self) -> tuple[ExpertUsage, list[ExpertUsage]] | None:
         """What the experts of the last forward cost: in all, and by sequence. None when dense."""
@@ -216,6 +219,11 @@ def load_model(
         opened.close()
         raise
     return CausalLM(spec, kept, parts, moe)
+
+
+def _soft(batch: AttentionBatch) -> bool:
+    """Whether some row's stack has soft tokens."""
+    return any(part.stack.soft is not None for part in batch.patches)
 
 
 def _silent(done: int, total: int) -> None:

@@ -151,3 +151,33 @@ def test_soft_tokens_are_rows_of_their_own_stack() -> None:
         assert torch.equal(run([vocab, vocab + 1, 5, 7], True), run([9, 11, 5, 7], False))
     finally:
         model.close()
+
+
+def test_soft_tokens_never_reach_a_captured_step() -> None:
+    """A prompt's last chunk may be one row per sequence, like a decode step."""
+    from coterie.kernels.batch import AttentionBatch
+    from coterie.kernels.patch import Segment, Stack
+
+    class Graphs:
+        asked = 0
+
+        def forward(self, *step: Any) -> None:
+            self.asked += 1
+
+    model, graphs = loaded("llama", backend="reference"), Graphs()
+    model.graphs = graphs  # type: ignore[assignment]
+    kv = [torch.zeros(model.kv_shape(1, 16)) for _ in range(model.spec.num_layers)]
+    one = torch.ones(1, dtype=torch.int32)
+    zero = torch.zeros(1, dtype=torch.int64)
+    soft, plain = Stack("s", 0, {}, torch.ones(1, 64)), Stack("p", 1, {})
+    for stack, phase, token, asked in (
+        (soft, "prefill", model.spec.vocab, 0),
+        (soft, "decode", 3, 1),
+        (plain, "prefill", 3, 2),
+    ):
+        segments = (Segment(0, 1, stack),)
+        batch = AttentionBatch(
+            zero, zero, torch.tensor([0, 1]).int(), one, one[None] * 0, 16, phase, segments
+        )
+        model.forward(torch.tensor([token]), batch, kv, zero)
+        assert graphs.asked == asked
