@@ -62,7 +62,7 @@ def _record(stack: Stack, device: torch.device) -> Record:
     for (layer, part), patch in inner.items():
         words[layer * len(PARTS) + PARTS.index(part)] = _words(patch)
     rank = max((patch.rank for patch in inner.values()), default=0)
-    sites = torch.tensor(words, dtype=torch.int64).view(-1, WORDS)
+    sites = torch.tensor(words, dtype=torch.int64).view(len(words), WORDS)
     wide = any(map(_wide, inner.values()))
     return Record(sites.to(device), rank, wide, inside)
 
@@ -121,7 +121,9 @@ class PatchRows:
 
 
 def places_of(segments: Sequence[Segment], device: torch.device) -> Places:
-    return tuple((first, last, record_of(stack, device)) for first, last, stack in segments)
+    """Stacks of soft tokens alone have nothing to read."""
+    pairs = ((part, record_of(part.stack, device)) for part in segments if part.stack.patches)
+    return tuple((part.first, part.last, record) for part, record in pairs)
 
 
 def family(places: Places, layers: int) -> str:
@@ -143,6 +145,8 @@ def rows_of(batch: AttentionBatch, layers: int) -> tuple[PatchRows | None, tuple
     device = batch.positions.device
     short, rest = [], []
     for part in batch.patches:
+        if not part.stack.patches:
+            continue
         record = record_of(part.stack, device)
         if record.sites is None or part.last - part.first >= LONG_ROWS:
             rest.append(part)

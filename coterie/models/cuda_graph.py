@@ -98,10 +98,10 @@ class DecodeGraphs:
         live, width = batch.block_tables.shape
         decode = len(token_ids) == live and len(rows) <= live
         covered = width * batch.block_size <= self._width(batch.block_size)
-        if not (decode and covered and live <= SIZES[-1]):
+        if not (decode and covered and live <= SIZES[-1]) or _may_be_soft(batch):
             return None
         kind = family(places_of(batch.patches, self._device), len(kv))
-        if not kind or (batch.patches and not self.adapts):
+        if not kind or (kind != "plain" and not self.adapts):
             return None
         size = next(size for size in SIZES if size >= live)
         captured = self._find(size, kv, batch.block_size, kind)
@@ -158,3 +158,9 @@ class DecodeGraphs:
             logits = run()
         self._pool = graph.pool()
         return _Captured(inputs, graph, logits)
+
+
+def _may_be_soft(batch: AttentionBatch) -> bool:
+    """Whether a prompt's row may be a soft token, which captured steps have no embedding for."""
+    prompts = batch.phase != "decode"
+    return prompts and any(part.stack.soft is not None for part in batch.patches)

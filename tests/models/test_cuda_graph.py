@@ -8,6 +8,7 @@ import torch
 
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.patch import PARTS, Patch, Segment, Stack
+from coterie.kernels.patch_rows import family, places_of
 from coterie.models.cuda_graph import DecodeGraphs, DecodeInputs
 
 
@@ -70,6 +71,14 @@ def test_rows_find_their_patches_at_a_fixed_address() -> None:
     assert rows.table.data_ptr() == address
 
 
+def test_a_stack_of_soft_tokens_alone_decodes_as_the_base() -> None:
+    device = torch.device("cpu")
+    soft = Segment(0, 2, Stack("soft", 0, {}, torch.ones(3, 4)))
+    assert places_of((soft,), device) == ()
+    head = Segment(0, 2, Stack("head", 0, {(-1, "head"): Patch(out_scale=torch.ones(4))}))
+    assert [family(places_of(cut, device), 2) for cut in ((soft,), (soft, head))] == ["plain", ""]
+
+
 def test_another_stack_at_the_same_place_is_seen() -> None:
     """A pool composes a stack again after it was pushed out: same key, same slot, other bytes."""
     inputs = DecodeInputs(2, 6, 8, torch.device("cpu"))
@@ -92,6 +101,8 @@ def test_steps_beyond_the_kernels_run_eagerly() -> None:
     kv = [torch.zeros(2, 9, 1, 8, 4)]
     scaled = Stack("scaled", 0, {(0, "q"): Patch(in_scale=torch.ones(4))})
     head = Stack("head", 0, {(-1, "head"): Patch(out_scale=torch.ones(4))})
-    for stack in (scaled, head, stack_of(3, layer=1), stack_of(300)):
+    # a prompt's last row may be a soft token
+    soft = Stack("soft", 0, {}, torch.ones(3, 4))
+    for stack in (scaled, head, soft, stack_of(3, layer=1), stack_of(300)):
         given = replace(batch, patches=(Segment(1, 2, stack),))
         assert graphs.forward(ids, given, kv, wanted) is None
