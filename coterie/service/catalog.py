@@ -182,12 +182,12 @@ class Catalog:
 def _read(registry: Registry) -> Snapshot:
     """The number comes first: what another process changes meanwhile is seen by the next poll."""
     generation = registry.generation()
-    cards = registry.cards()
+    cards, current = registry.cards(), registry.meanings()
     return Snapshot(
         generation=generation,
         versions={(card.name, card.version): card for card in cards},
-        current=registry.meanings(),
-        by_digest={card.digest: card for card in cards},
+        current=current,
+        by_digest={card.digest: card for card in (*cards, *current.values())},
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,11 @@ from peft_files import make_adapter
 from served import own_home
 from tiny import tiny_checkpoint
 
+from coterie.api.anthropic import AnthropicDialect
+from coterie.api.experts import ExpertEndpoints
+from coterie.api.native import NativeEndpoints
+from coterie.api.openai import OpenAIDialect
+from coterie.api.routes import RouteRow, routes
 from coterie.core.config import Config
 from coterie.core.errors import NotFound
 from coterie.core.events import Delta, Failed
@@ -58,6 +63,16 @@ def lax(folder: Path, rig: Rig) -> Iterator[Rig]:
     lax.close()
 
 
+def documented() -> Sequence[RouteRow]:
+    nobody: Any = None
+    return routes(
+        OpenAIDialect(nobody, 0),
+        AnthropicDialect(nobody, 0),
+        NativeEndpoints(nobody, 0),
+        ExpertEndpoints(nobody, 0, 0),
+    )
+
+
 def error(reply: Any) -> tuple[int, str]:
     return reply.status_code, reply.json()["error"]["message"]
 
@@ -73,6 +88,11 @@ def test_nothing_changes_without_an_admin_key(rig: Rig) -> None:
             reply = rig.send(method, path, {}, key=key)
             assert reply.status_code == 401, (method, path, reply.text)
             assert reply.headers["www-authenticate"] == "Bearer"
+    # every one of them that there is
+    assert {row.path for row in documented() if row.tag == "experts"} == {
+        "/v1/experts", "/v1/experts/{name}", "/v1/experts/{name}/{action}",
+        "/v1/experts/{name}:{action}", LOAD, UNLOAD,
+    }  # fmt: skip
     # and an admin's key asks no model
     assert rig.send("GET", "/v1/models", key=ADMIN).status_code == 401
 
