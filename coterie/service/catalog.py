@@ -120,19 +120,31 @@ class Catalog:
     async def change(self, work: Callable[[Registry], T]) -> T:
         """Runs `work`, then shows its outcome to every request from now on."""
         registry = self._opened()
+
+        def whole() -> tuple[T, Snapshot, Snapshot]:
+            # what another server removed meanwhile is its own to free: it knows who runs on it
+            before = _read(registry)
+            return work(registry), before, _read(registry)
+
         try:
-            return await self._call(work, registry)
-        finally:
+            done, before, after = await self._call(whole)
+        except BROKEN:
+            # it may have got half way
             await self.refresh()
+            raise
+        self._doomed |= before.by_digest.keys() - after.by_digest.keys()
+        self._show(after)
+        return done
 
     async def ask(self, question: Callable[[Registry], T]) -> T:
         """`question`'s answer, where nothing is changed."""
         return await self._call(question, self._opened())
 
     async def refresh(self) -> None:
-        # the one thread keeps the order: a later reading never comes first
-        snapshot = await self._call(_read, self._opened())
-        self._doomed |= self._snapshot.by_digest.keys()
+        self._show(await self._call(_read, self._opened()))
+
+    def _show(self, snapshot: Snapshot) -> None:
+        """The one thread keeps the order: a later reading never comes first."""
         self._doomed -= snapshot.by_digest.keys()
         self._snapshot = snapshot
         if self._doomed:

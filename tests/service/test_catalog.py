@@ -14,7 +14,7 @@ from coterie.core.errors import Unavailable
 from coterie.core.plan import AdapterChoice
 from coterie.packages.registry import Registry
 from coterie.packages.trust import TrustStore
-from coterie.service.catalog import Catalog
+from coterie.service.catalog import SETTLE_S, Catalog
 from tests.packages.made import lora_directory
 
 
@@ -109,6 +109,27 @@ def test_only_removed_files_go(tmp_path: Path) -> None:
         library = tmp_path / "experts" / "library"
         await until(lambda: not (library / mine.digest).exists())
         assert (library / other.digest).exists()
+
+    run(tmp_path, test)
+
+
+def test_what_another_server_removed_is_not_ours_to_free(tmp_path: Path) -> None:
+    """Two servers on one home: the one that removes knows its own requests, and nobody else's."""
+
+    async def test(catalog: Catalog) -> None:
+        other = Catalog(tmp_path / "experts")
+        await other.start()
+        card = await other.change(lambda registry: install(registry, tmp_path, "sql", 1))
+        await until(lambda: catalog.find("sql", "") is not None)
+        lease = other.hold([choice(card)])
+        await other.change(lambda registry: registry.remove("sql", keep=[card.digest]))
+        await until(lambda: catalog.find("sql", "") is None)
+        files = tmp_path / "experts" / "library" / card.digest
+        await asyncio.sleep(3 * SETTLE_S)
+        assert files.exists()
+        lease.end()
+        await until(lambda: not files.exists())
+        await other.close()
 
     run(tmp_path, test)
 
