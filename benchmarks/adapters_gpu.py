@@ -5,7 +5,8 @@
 Random weights (shapes of SmolLM2-135M and Llama-3.2-1B) and random adapters: 16 different ones of
 rank 16 on every linear module, 32 streams, stream i with adapter i modulo 16. Needs torch and
 triton alone, and about a minute. Base and adapted steps are interleaved; medians. `--profile` adds
-where the time goes, kernel by kernel; `--smoke` runs the host's part on the CPU.
+where the time goes, kernel by kernel; part `tune` tries the kernels at other sizes; `--smoke` runs
+the host's part on the CPU.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from coterie.adapters.upload import upload_for
 from coterie.kernels import patch_rows
 from coterie.kernels.patch import Segment, Stack
 from coterie.models.base import CausalLM
+from coterie.models.cuda_graph import DecodeGraphs
 
 GOAL = 0.9
 
@@ -170,6 +172,23 @@ def switch(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, 
     return {**found, "host to device": statistics.median(copies), "adapter_bytes": nbytes}
 
 
+def tune(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, Any]:
+    """Seconds of the adapted step at other sizes of its programs."""
+    from coterie.kernels import triton_patched
+
+    kept, graphs = (triton_patched.ROW_WARPS, triton_patched.CHUNK), model.graphs
+    found = {}
+    for warps, chunk in ((16, 256), (8, 256), (4, 256), (16, 128), (16, 512)):
+        triton_patched.ROW_WARPS, triton_patched.CHUNK = warps, chunk
+        model.graphs = DecodeGraphs(model.compute, model.spec.max_positions, model.device)
+        step = decode(model, setting.streams, setting.context, spread(stacks, setting.streams))
+        times = interleaved({"step": step.forward}, setting.device, 5)
+        found[f"{warps} warps, chunks of {chunk}"] = times["step"]
+    triton_patched.ROW_WARPS, triton_patched.CHUNK = kept
+    model.graphs = graphs
+    return found
+
+
 def profile(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, Any]:
     """Microseconds per step by kernel name."""
     from torch.profiler import ProfilerActivity
@@ -200,7 +219,8 @@ def measure(setting: Setting, parts: list[str]) -> dict[str, Any]:
             device_stack(model.spec, setting.rank, seed, setting.device)
             for seed in range(setting.adapters)
         ]
-        works = {"speed": speed, "prefill": prefill, "switch": switch, "profile": profile}
+        works = {"speed": speed, "prefill": prefill, "switch": switch}
+        works |= {"tune": tune, "profile": profile}
         for part, work in works.items():
             if part in parts:
                 begin = time.perf_counter()

@@ -24,8 +24,8 @@ from coterie.kernels.triton_patches import RANKS, _norm_rows, _silu_rows, site_o
 if TYPE_CHECKING:
     from coterie.kernels.patch import Segment
 
-# columns of silu(gate) * up that one program makes
-CHUNK = 256
+# columns of silu(gate) * up that one program makes; warps of the programs that hold whole rows
+CHUNK, ROW_WARPS = 256, 16
 # elements of a matrix that one program holds at once: more do not fit its registers
 _TILE, _TILE_WIDE = 32768, 16384
 
@@ -98,7 +98,7 @@ def norm_rows(
         ADD=product is not None,
         RANKS=max(2, min(RANKS, tile // widest)),
         WIDE=rows.wide,
-        num_warps=16 if widest >= 1024 else 8,
+        num_warps=ROW_WARPS if widest >= 1024 else 8,
     )
     return summed, normed, shrunk
 

@@ -137,18 +137,21 @@ def _shrink(
 
 @triton.jit
 def _through(
-    y, x, site, column, inside, width, source, in_source, depth,
-    RANKS: tl.constexpr, WIDE: tl.constexpr,
+    y, source, site, column, inside, width,
+    DEPTH: tl.constexpr, PADDED: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """As `apply_patch`, with the terms made here from the whole x [depth]."""
+    """As `apply_patch`, with the terms made here from the whole x [DEPTH] at `source`."""
+    inner = tl.arange(0, PADDED)
+    in_source = inner < DEPTH
     a, b = _matrix(site, _A), _matrix(site, _B)
-    down = _tile(a, 0, source, in_source, depth, RANKS, WIDE)
+    down = _tile(a, 0, inner, in_source, DEPTH, RANKS, WIDE)
     up = _tile(b, 0, column, inside, width, RANKS, WIDE)
     y = _scaled(y, site, column, inside)
+    x = tl.load(source + inner, mask=in_source, other=0).to(tl.float32)
     terms = tl.sum(down.to(tl.float32) * x[None, :], 1)
     y += tl.sum(up.to(tl.float32) * terms[:, None], 0)
     for first in range(RANKS, a[1], RANKS):
-        down = _tile(a, first, source, in_source, depth, RANKS, WIDE)
+        down = _tile(a, first, inner, in_source, DEPTH, RANKS, WIDE)
         up = _tile(b, first, column, inside, width, RANKS, WIDE)
         terms = tl.sum(down.to(tl.float32) * x[None, :], 1)
         y += tl.sum(up.to(tl.float32) * terms[:, None], 0)
@@ -181,10 +184,8 @@ def _norm_rows(
         site = own + before * SITE
         # fmt: off
         if SOURCE > 0:
-            inner = tl.arange(0, SOURCE_PADDED)
-            read = tl.load(source + row * SOURCE + inner, mask=inner < SOURCE, other=0)
-            y = _through(y, read.to(tl.float32), site, column, inside, WIDTH,
-                         inner, inner < SOURCE, SOURCE, RANKS, WIDE)
+            y = _through(y, source + row * SOURCE, site, column, inside, WIDTH,
+                         SOURCE, SOURCE_PADDED, RANKS, WIDE)
         else:
             made = terms + row * SPLITS * room
             patch = read_patch(y, site, made, room, column, inside, WIDTH, SPLITS, RANKS, WIDE)
