@@ -114,10 +114,11 @@ def _bare(text: str) -> str:
 
 
 def label(answer: str, expected: dict[str, Any]) -> bool:
-    """The answer names `label` and none of the others in `among`, in whatever sentence."""
-    words = " ".join(re.findall(r"[a-z0-9_-]+", answer.lower()))
-    named = [name for name in expected["among"] if f" {name.lower()} " in f" {words} "]
-    return bool(named == [expected["label"]])
+    """The first of the labels in `among` that the answer names is `label`."""
+    among = {name.lower() for name in expected["among"]}
+    words = re.findall(r"[a-z0-9_-]+", answer.lower())
+    first = next((word for word in words if word in among), None)
+    return bool(first == expected["label"].lower())
 
 
 def json_fields(answer: str, expected: dict[str, Any]) -> bool:

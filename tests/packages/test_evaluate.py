@@ -32,7 +32,8 @@ RIGHT: list[tuple[str, str, Any]] = [
 ]
 WRONG: list[tuple[str, str, Any]] = [
     ("exact", "2021-03-05", "2021-03-04"),
-    ("label", "neutral or positive", _LABEL),
+    ("label", "positive, not neutral", _LABEL),
+    ("label", "hard to say", _LABEL),
     ("label", "neutrality", _LABEL),
     ("json_fields", '{"who": "Bo Li", "age": 4, "more": 1}', {"who": "Bo Li", "age": 4}),
     ("json_fields", '{"who": ', {"who": "Bo Li"}),
