@@ -82,9 +82,11 @@ class Catalog:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._registry is not None:
+        registry, self._registry = self._registry, None
+        self._why_closed = "it is shutting down"
+        if registry is not None:
             # behind what the thread still has to do
-            self._thread.submit(self._registry.close)
+            self._thread.submit(registry.close)
         self._thread.shutdown(wait=False)
 
     # what a request asks: memory only

@@ -43,6 +43,8 @@ def run(folder: Path, test: Callable[[Catalog], Awaitable[None]]) -> None:
         try:
             await test(catalog)
         finally:
+            # a server closes its pipeline from two sides
+            await catalog.close()
             await catalog.close()
 
     asyncio.run(main())
