@@ -148,7 +148,7 @@ def main() -> None:
         *bench.group([(64, 1)] * 32, 16, "decode 32"),
         *bench.group([(64, 1)] * 32, 1, "decode 32"),
         *bench.group([(64, 1)], 1, "decode 1"),
-        *bench.group([(0, 512)], 1, "prefill 512"),
+        *bench.group([(0, 128)], 1, "prefill 128"),
     ]
     stream, square = torch.ones(1 << 26), torch.randn(1024, 1024)
     limits = [Case("read", 0, stream.sum), Case("product", 0, lambda: square @ square)]
