@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 KINDS = ("lora", "dora", "ia3", "soft_prompt")
-# what a dense model's layers are made of
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -39,12 +38,10 @@ def make_adapter(model: Any, kind: str, seed: int = 0, **options: Any) -> Path:
 
     `options` are those of the kind's PEFT config: r, lora_alpha, target_modules, use_rslora,
     rank_pattern, num_virtual_tokens ... `dtype` ("bfloat16") is what the tensors are stored as,
-    `strength` multiplies the random weights. Same arguments give the same directory, made once,
-    unless `model` is a loaded one.
+    `strength` multiplies the random weights. Same arguments, same directory, made once.
     """
     if not isinstance(model, (str, Path)):
         return _write(model, kind, seed, dict(options), Path(tempfile.mkdtemp()))
-    # a function of the source too: a changed recipe must not find old files
     facts = json.dumps([str(model), kind, seed, options], sort_keys=True, default=list)
     digest = hashlib.sha256((facts + Path(__file__).read_text()).encode()).hexdigest()[:16]
     home = Path(tempfile.gettempdir()) / f"coterie-peft-{os.getuid()}"
@@ -176,8 +173,7 @@ class PeftOracle:
                 pad_token_id=0,
             )
         # behind inputs_embeds only what is new comes back
-        tokens: list[int] = out[0, -count:].tolist()
-        return tokens
+        return [int(token) for token in out[0, -count:]]
 
     def follow(self, ids: Sequence[int], stack: Stack, answer: Sequence[int]) -> list[int]:
         """The greedy answer as far as `answer` agrees with it, and what should have come next:
