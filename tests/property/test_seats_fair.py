@@ -16,13 +16,13 @@ from coterie.engine.sequence import Front, Sequence, Status
 
 
 class Crowd:
-    """Every hot stack always has a request that runs or waits, and one more behind it."""
+    """A hot stack's next request comes before its last one ends: left alone, none runs dry."""
 
     def __init__(self, num_seats: int, num_hot: int, longest: int, *, grouped: bool) -> None:
         self.pool = ToyAdapters(num_seats, load_ticks=1)
         lane = make_lane(num_blocks=400, max_sequences=32, max_step_tokens=64)
         self.scheduler = Scheduler(lane, Seats(self.pool), grouped=grouped)
-        self.longest, self.numbers = longest, count()
+        self.longest, self.half, self.numbers = longest, longest // 2, count()
         self.hot: dict[str, list[Sequence]] = {f"hot{i}": [] for i in range(num_hot)}
 
     def add(self, name: str, num_output: int) -> Sequence:
@@ -43,10 +43,10 @@ class Crowd:
         return sequence
 
     def step(self) -> None:
-        for place, (name, work) in enumerate(self.hot.items()):
+        for name, work in self.hot.items():
             work[:] = [one for one in work if one.status is not Status.ENDED]
-            while len(work) < 2:
-                work.append(self.add(name, self.longest - place % self.longest))
+            if max((one.max_total - len(one.tokens) for one in work), default=0) <= self.half:
+                work.append(self.add(name, self.longest))
         self.pool.tick()
         plan = self.scheduler.schedule()
         self.scheduler.check()
@@ -64,7 +64,7 @@ class Crowd:
     num_seats=st.integers(1, 4),
     num_hot=st.integers(1, 6),
     num_cold=st.integers(1, 3),
-    longest=st.integers(1, 20),
+    longest=st.integers(4, 20),
     warm_steps=st.integers(0, 15),
     grouped=st.booleans(),
 )
