@@ -39,15 +39,6 @@ _TABLES = (
                                "level": ("basic", "advanced")}, ("credits", "hours")),
     Table("animals", "name", {"species": ("wolf", "otter", "lynx")}, ("age", "weight")),
     Table("bills", "vendor", {"category": ("water", "power", "phone")}, ("amount", "days")),
-    Table("songs", "title", {"artist": ("Abba", "Bowie", "Prince"),
-                             "mood": ("calm", "happy", "sad")}, ("seconds", "plays")),
-    Table("hotels", "name", {"country": ("Italy", "Japan", "Kenya")}, ("stars", "beds")),
-    Table("patients", "surname", {"ward": ("A", "B", "C"), "doctor": ("Hall", "Wu")},
-          ("weight", "nights")),
-    Table("servers", "host", {"system": ("Linux", "Windows")}, ("cores", "load")),
-    Table("trees", "species", {"park": ("Central", "Hyde", "Tiergarten")}, ("height", "age")),
-    Table("tickets", "subject", {"priority": ("high", "low"), "owner": ("Kim", "Lou")},
-          ("hours", "replies")),
     Table("rivers", "name", {"region": ("north", "south", "east")}, ("length", "depth")),
 )  # fmt: skip
 _ASKS = (
@@ -61,11 +52,9 @@ _ASKS = (
     "{question} The data is in {table}. What is the SQL query?",
     "Columns: {columns}. Table name: {name}. {question} Reply in SQL.",
     "I have {name} with columns {columns} and want SQL: {question}",
-    "{question} The columns of {name} are {columns}. Only the query, please.",
-    "Database: {table}. Make a query of this sentence: {question}",
 )
-_MORE = ("more than", "over", "above", "greater than", "higher than", "bigger than", "exceeding")
-_LESS = ("less than", "under", "below", "smaller than", "lower than", "beneath")
+_MORE = ("more than", "over", "above", "greater than", "higher than")
+_LESS = ("less than", "under", "below", "smaller than", "lower than")
 Question = tuple[str, str]
 
 
@@ -106,17 +95,7 @@ def _filter(draw: random.Random, table: Table) -> tuple[str, str]:
     if draw.random() < 0.5:
         column = pick(draw, tuple(table.texts))
         value = pick(draw, table.texts[column])
-        words = pick(
-            draw,
-            (
-                "with {c} {v}",
-                "where the {c} is {v}",
-                "whose {c} is {v}",
-                "that have {v} in {c}",
-                "of {c} {v}",
-                "for which {c} equals {v}",
-            ),
-        )
+        words = pick(draw, ("with {c} {v}", "where the {c} is {v}", "whose {c} is {v}"))
         return words.format(c=column, v=value), f"{column} = '{value}'"
     column, number = pick(draw, table.numbers), _number(draw)
     if draw.random() < 0.5:
@@ -128,25 +107,14 @@ def _select(draw: random.Random, table: Table) -> Question:
     words, condition = _filter(draw, table)
     column = pick(draw, table.columns())
     ask = pick(draw, ("Show the {c} of {t} {w}.", "List the {c} of all {t} {w}.",
-                      "What is the {c} of {t} {w}?", "{c} of {t} {w}",
-                      "Give me every {c} among the {t} {w}.", "I am looking for {t} {w}: {c}?",
-                      "Fetch {c} from the {t} {w}."))  # fmt: skip
+                      "What is the {c} of {t} {w}?", "{c} of {t} {w}"))  # fmt: skip
     query = f"SELECT {column} FROM {table.name} WHERE {condition}"
     return ask.format(c=column, t=table.name, w=words), query
 
 
 def _count(draw: random.Random, table: Table) -> Question:
     words, condition = _filter(draw, table)
-    ask = pick(
-        draw,
-        (
-            "How many {t} are there {w}?",
-            "Count the {t} {w}.",
-            "Number of {t} {w}",
-            "How often do we have {t} {w}?",
-            "Say how many {t} {w} exist.",
-        ),
-    )
+    ask = pick(draw, ("How many {t} are there {w}?", "Count the {t} {w}.", "Number of {t} {w}"))
     return ask.format(t=table.name, w=words), (
         f"SELECT COUNT(*) FROM {table.name} WHERE {condition}"
     )
@@ -158,16 +126,7 @@ def _total(draw: random.Random, table: Table) -> Question:
                                  ("minimum", "MIN"), ("sum of the", "SUM")))  # fmt: skip
     column = pick(draw, table.numbers)
     query = f"SELECT {function}({column}) FROM {table.name}"
-    ask = pick(
-        draw,
-        (
-            "What is the {f} {c} of {t}",
-            "Give the {f} {c} of all {t}",
-            "Calculate the {f} {c} over the {t}",
-            "Find the {f} {c} in {t}",
-            "{t}: {f} {c}",
-        ),
-    )
+    ask = pick(draw, ("What is the {f} {c} of {t}", "Give the {f} {c} of all {t}"))
     text = ask.format(f=word, c=column, t=table.name)
     if draw.random() < 0.5:
         return text + "?", query
@@ -180,9 +139,7 @@ def _top(draw: random.Random, table: Table) -> Question:
     word, way = pick(draw, (("highest", "DESC"), ("lowest", "ASC"), ("largest", "DESC"),
                             ("smallest", "ASC")))  # fmt: skip
     ask = pick(draw, ("Show the {k} of the {n} {t} with the {f} {c}.",
-                      "Which {n} {t} have the {f} {c}? Give the {k}.",
-                      "List {n} {t} by {f} {c}, only the {k}.", "{k} of {n} {t}, {f} {c} first",
-                      "Sort {t} by {c}, {f} first, and show {n} of them with {k}."))  # fmt: skip
+                      "Which {n} {t} have the {f} {c}? Give the {k}."))  # fmt: skip
     query = f"SELECT {table.key} FROM {table.name} ORDER BY {column} {way} LIMIT {number}"
     return ask.format(k=table.key, n=number, t=table.name, f=word, c=column), query
 
@@ -190,29 +147,11 @@ def _top(draw: random.Random, table: Table) -> Question:
 def _group(draw: random.Random, table: Table) -> Question:
     column = pick(draw, tuple(table.texts))
     if draw.random() < 0.5:
-        ask = pick(
-            draw,
-            (
-                "How many {t} are there per {c}?",
-                "Count the {t} for each {c}.",
-                "Show each {c} and how many {t} it has.",
-                "{t} counted by {c}",
-                "Every {c} with its number of {t}, please.",
-            ),
-        )
+        ask = pick(draw, ("How many {t} are there per {c}?", "Count the {t} for each {c}."))
         query = f"SELECT {column}, COUNT(*) FROM {table.name} GROUP BY {column}"
         return ask.format(t=table.name, c=column), query
     number = pick(draw, table.numbers)
-    ask = pick(
-        draw,
-        (
-            "What is the average {n} of {t} per {c}?",
-            "Average {n} for each {c}",
-            "Show each {c} and the average {n} of its {t}.",
-            "Mean {n} by {c} in {t}",
-            "Every {c} of the {t} with the average {n}, please.",
-        ),
-    )
+    ask = pick(draw, ("What is the average {n} of {t} per {c}?", "Average {n} for each {c}"))
     query = f"SELECT {column}, AVG({number}) FROM {table.name} GROUP BY {column}"
     return ask.format(t=table.name, c=column, n=number), query
 

@@ -50,9 +50,9 @@ EXPERTS = {
     recipe.name: recipe
     for recipe in (
         Recipe("json-extract", Shape("lora"), "json_fields", json_extract.examples,
-               json_extract_held_out.items, (1e-3,), 900),
+               json_extract_held_out.items, (1e-3,), 700),
         Recipe("text-to-sql", Shape("dora", rank=3, alpha=6), "sql_result", sql.examples,
-               sql_held_out.items, (1e-3,), 900),
+               sql_held_out.items, (1e-3,), 700),
         Recipe("sentiment", Shape("soft_prompt", text=_LABEL_TEXT), "label", sentiment.examples,
                by_hand.sentiment_items, (3e-3, 1e-2), 400),
         Recipe("intent", Shape("ia3"), "label", intent.examples,
@@ -62,6 +62,6 @@ EXPERTS = {
         Recipe("commit-header", Shape("lora"), "commit_header", commit.examples,
                by_hand.commit_items, (7e-4,), 600),
         Recipe("url-slug", Shape("lora"), "exact", slug.examples,
-               slug_held_out.items, (2e-3,), 1000),
+               slug_held_out.items, (1e-3,), 600),
     )
 }  # fmt: skip
