@@ -14,7 +14,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# the shipped experts are for the default model; beside another one they wait
 run: setup
+	$(BIN)/coterie expert install experts/*.expert
 	$(BIN)/coterie serve $(MODEL)
 
 check: setup

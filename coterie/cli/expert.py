@@ -44,6 +44,7 @@ examples:
 _INSTALL = """\
 examples:
   coterie expert install sql-1.0.0.expert
+  coterie expert install experts/*.expert
   coterie expert install sql-1.0.0.expert --base MODEL     refuse it for another base
   coterie expert install ./my-lora --name sql --allow-unsigned
 
@@ -135,7 +136,9 @@ def _configure_pack(menu: Menu) -> None:
 
 def _configure_install(menu: Menu) -> None:
     made = menu.add("install", actions.install, "install a package or a PEFT directory", _INSTALL)
-    made.add_argument("source", metavar="FILE_OR_DIR", help="an .expert file or a PEFT directory")
+    made.add_argument(
+        "source", nargs="+", metavar="FILE_OR_DIR", help="an .expert file or a PEFT directory"
+    )
     made.add_argument(
         "--allow-unsigned", action="store_true", help="even if no trusted key signed it (logged)"
     )

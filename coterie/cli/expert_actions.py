@@ -53,22 +53,29 @@ def install(args: argparse.Namespace) -> int:
     narrate()
     # an installation that was allowed unsigned is said; that it worked is the result
     logging.getLogger("coterie").setLevel(logging.WARNING)
+    if len(args.source) > 1 and (args.name or args.version):
+        raise ConfigError("--name and --version are for one expert at a time", param="name")
     fingerprints = [base.fingerprint for base in bases(args.base)]
-    registry = open_registry()
-    card = registry.install(
-        Path(args.source),
-        trust=open_trust(),
-        allow_unsigned=args.allow_unsigned,
-        bases=fingerprints,
-        name=args.name,
-        version=args.version,
-    )
+    registry, trust = open_registry(), open_trust()
+    cards, lines = [], []
+    for source in args.source:
+        card = registry.install(
+            Path(source),
+            trust=trust,
+            allow_unsigned=args.allow_unsigned,
+            bases=fingerprints,
+            name=args.name,
+            version=args.version,
+        )
+        cards.append(card)
+        line = f"{_called(card)}: installed ({card.kind}, {nbytes(card.nbytes)})"
+        current = registry.find(card.name)
+        if current.version != card.version:
+            line += f"; {card.name} is pinned and still means {current.version}"
+        lines.append(line)
     registry.sweep()
-    current = registry.find(card.name)
-    text = f"{_called(card)}: installed ({card.kind}, {nbytes(card.nbytes)})"
-    if current.version != card.version:
-        text += f"; {card.name} is pinned and still means {current.version}"
-    return show(args, asdict(card), text)
+    report = asdict(cards[0]) if len(cards) == 1 else {"experts": [asdict(card) for card in cards]}
+    return show(args, report, "\n".join(lines))
 
 
 def listing(args: argparse.Namespace) -> int:
