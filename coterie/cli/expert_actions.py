@@ -117,7 +117,10 @@ def details(args: argparse.Namespace) -> int:
         pairs.insert(4, ("tokens", f"{card.num_virtual_tokens} in front of every prompt"))
     for name in ("capabilities", "limitations", "routing", "evaluation", "quality_metrics"):
         if manifest.document.get(name):
-            pairs.append((name.replace("_", " "), _flat(manifest.document[name])))
+            text = _flat(manifest.document[name])
+            if name == "evaluation":
+                text = _figures(manifest.document[name]) or text
+            pairs.append((name.replace("_", " "), text))
     versions = ", ".join(other.version for other in registry.versions(card.name))
     pairs.append(("versions", versions))
     return show(args, {**asdict(card), "manifest": dict(manifest.document)}, facts(pairs))
@@ -173,6 +176,19 @@ def _called(card: AdapterCard) -> str:
 def _for(base_models: Any) -> str:
     shown = [f"{base.name} ({base.fingerprint[:12] or 'any file'})" for base in base_models]
     return ", ".join(shown) or "any base model"
+
+
+def _figures(evaluation: Mapping[str, Any]) -> str:
+    """The figures of `coterie expert test` in one line; empty for a section of another form."""
+    sides = [evaluation.get(side) for side in ("base", "expert")]
+    if not all(isinstance(side, Mapping) and "score" in side for side in sides):
+        return ""
+    shown = [
+        f"{name} {side['score']:.1%} ({side['low_95']:.1%} to {side['high_95']:.1%})"
+        for name, side in zip(("base", "expert"), sides, strict=True)
+        if side is not None
+    ]
+    return f"{', '.join(shown)} of {evaluation.get('n')} held-out items, {evaluation.get('metric')}"
 
 
 def _flat(value: Any) -> str:
