@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coterie.cli.menu import show
-from coterie.cli.options import add_model, count
-from coterie.cli.run import open_llm
-from coterie.cli.terminal import facts, note, table
+from coterie.cli.options import add_model, count, fetch
+from coterie.cli.terminal import facts, narrate, note, table
 from coterie.core.errors import NotFound
 
 if TYPE_CHECKING:
@@ -58,11 +57,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     stated = read_stated(args.expert)
     items = stated.items[: args.items or None]
-    args.context, reference = 0, args.expert
-    args.expert = [reference]
-    with open_llm(args) as llm:
+    with _open(args) as llm:
+        llm.prepare([args.expert])
         began = time.perf_counter()
-        texts = (answers(llm, items), answers(llm, items, reference))
+        texts = (answers(llm, items), answers(llm, items, args.expert))
         seconds = time.perf_counter() - began
     found = judged(stated.figures.metric, items, *texts)
     said = stated.figures.first(len(items))
@@ -77,6 +75,20 @@ def execute(args: argparse.Namespace) -> int:
     }
     show(args, report, _text(report, found, said))
     return 0 if reproduced else 1
+
+
+def _open(args: argparse.Namespace) -> LLM:
+    from coterie.workers.embedded import LLM
+
+    narrate()
+    return LLM(
+        str(fetch(args.model)),
+        dtype=args.dtype or "auto",
+        device=args.device or "auto",
+        threads=args.threads or 0,
+        kv_bytes=args.kv_bytes or 0,
+        allow_unsigned=args.allow_unsigned,
+    )
 
 
 def read_stated(reference: str) -> Stated:

@@ -130,7 +130,7 @@ def json_fields(answer: str, expected: dict[str, Any]) -> bool:
         found, _ = json.JSONDecoder().raw_decode(answer[start:])
     except (ValueError, RecursionError):
         return False
-    return _plain(found) == _plain(expected)
+    return bool(_plain(found) == _plain(expected))
 
 
 def _plain(value: Any) -> Any:

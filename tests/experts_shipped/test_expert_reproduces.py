@@ -24,18 +24,18 @@ def tried(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dic
 def test_a_slice_of_one_expert(
     default_model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = FOLDER / "sentiment.expert"
-    code, report = tried(capsys, str(path), str(default_model_path), "--items", "12")
+    path = FOLDER / "intent.expert"
+    code, report = tried(capsys, str(path), str(default_model_path), "--items", "8")
     assert code == 0 and report["reproduced"]
     measured = report["measured"]
     assert isinstance(measured, dict)
-    assert measured["n"] == 12 and measured["expert"]["right"] > measured["base"]["right"]
+    assert measured["n"] == 8 and measured["expert"]["right"] > measured["base"]["right"]
 
 
 def test_an_expert_that_promises_too_much_is_found_out(
     default_model_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    package = archive.inspect(FOLDER / "sentiment.expert")
+    package = archive.inspect(FOLDER / "intent.expert")
     archive.unpack(package, tmp_path)
     section = dict(package.manifest.section("evaluation"))
     n = section["n"]
@@ -45,7 +45,7 @@ def test_an_expert_that_promises_too_much_is_found_out(
     liar = tmp_path / "liar.expert"
     archive.pack(files, package.manifest.with_section("evaluation", section), liar)
     code, report = tried(
-        capsys, str(liar), str(default_model_path), "--items", "6", "--allow-unsigned"
+        capsys, str(liar), str(default_model_path), "--items", "2", "--allow-unsigned"
     )
     assert code == 1 and not report["reproduced"]
 
