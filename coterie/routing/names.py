@@ -10,10 +10,12 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from coterie.core.adapters import MAX_STACK
-from coterie.core.errors import InvalidRequest
+from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.request import AdapterHint, RouteHints
 
 AUTO = "auto"
+# no name is longer, and reading one takes time that grows with its square
+MAX_CHARACTERS = 512
 # beyond it nothing is left of the model that an adapter was trained beside
 MAX_WEIGHT = 10.0
 
@@ -32,6 +34,8 @@ def read(hints: RouteHints, specialists: Container[str]) -> Asked:
     Adapters of the model name come first, then those of the hints.
     """
     model = hints.model or AUTO
+    if len(model) > MAX_CHARACTERS:
+        raise NotFound(f"no model's name has {len(model)} characters", param="model")
     base, rest = _base(model, specialists)
     named = tuple(AdapterHint(part) for part in rest.split("+")) if rest is not None else ()
     if any(not hint.name for hint in named):

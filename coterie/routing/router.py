@@ -7,6 +7,8 @@ replicas, queues, blocks, tokens or files.
 from __future__ import annotations
 
 import difflib
+import heapq
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +22,8 @@ from coterie.routing.names import AUTO, Asked, read
 
 # most names that a refusal lists
 MAX_LISTED = 12
+# most names that an unknown one is compared with: the event loop waits for it
+MAX_COMPARED = 32
 
 
 class Catalog(Protocol):
@@ -115,7 +119,7 @@ class Router:
         if card is not None:
             return card
         names = list(self._catalog.names())
-        near = difflib.get_close_matches(name, names, n=MAX_LISTED, cutoff=0.5)
+        near = _near(name, names)
         what = f"The model `{hint.name}` does not exist"
         if name in names:
             what = f"The expert `{name}` has no version `{version}`"
@@ -149,3 +153,11 @@ class Router:
             f"the expert `{card.name}@{card.version}` was made for another base model ({made}), "
             f"not for {served}{hint}"
         )
+
+
+def _near(name: str, names: Sequence[str]) -> list[str]:
+    """Of many names only those are compared that begin most like `name`."""
+    alike = heapq.nlargest(
+        MAX_COMPARED, names, key=lambda other: len(os.path.commonprefix([name, other]))
+    )
+    return difflib.get_close_matches(name, alike, n=MAX_LISTED, cutoff=0.5)

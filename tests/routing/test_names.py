@@ -184,6 +184,29 @@ def test_a_plan_carries_the_stack_and_a_specialist_wins_over_an_expert(router: R
         Router(SPECIALISTS).plan(request)
 
 
+def test_a_name_costs_the_event_loop_little() -> None:
+    """A body may hold millions of characters; each request of a stranger is read in one go."""
+
+    class Many:
+        def find(self, name: str, version: str) -> AdapterCard | None:
+            return None
+
+        def names(self) -> list[str]:
+            return [f"expert-for-sql-{index:03d}-of-a-customer" for index in range(500)]
+
+    router = Router(SPECIALISTS, Many())
+    begun = time.thread_time()
+    for model in (":" * 1_000_000, "a+" * 500_000, "tiny:" + "x@" * 500_000):
+        with pytest.raises(NotFound) as caught:
+            router.resolve(RouteHints(model))
+        assert len(caught.value.message) < 100
+    assert time.thread_time() - begun < 0.05
+    begun = time.thread_time()
+    with pytest.raises(NotFound, match="expert-for-sql-9"):
+        router.resolve(RouteHints("expert-for-sql-99-customer"))
+    assert time.thread_time() - begun < 0.02
+
+
 @pytest.mark.full
 def test_a_lookup_takes_microseconds(tmp_path: Path) -> None:
     """500 experts: the middle of many lookups stays below 50 us (with the slack of a busy core)."""
