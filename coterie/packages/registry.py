@@ -229,9 +229,11 @@ class Registry:
             gone = [c for c in tables.cards(name) if version is None or c.version == version]
             if not gone:
                 raise self._unknown(name, version)
+            # files do not come back with the rows: all is checked before any of it goes
             for card in gone:
                 if card.pinned:
                     raise Forbidden(f"{name}@{card.version} is pinned. Unpin it first.")
+            for card in gone:
                 package = tables.package(card.name, card.version)
                 bereft = tables.drop(card.name, card.version)
                 if not tables.is_package_used(package):

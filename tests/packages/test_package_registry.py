@@ -110,7 +110,15 @@ def test_a_pinned_name_stays(install: Any, registry: Registry) -> None:
     assert registry.find("sql").pinned and not registry.find("sql", "2.0.0").pinned
     with pytest.raises(Forbidden, match="pinned"):
         registry.remove("sql")
+    # not half of it either, whichever comes first
+    registry.alias("sql", "sql", "2.0.0")
+    with pytest.raises(Forbidden, match="pinned"):
+        registry.remove("sql")
+    assert registry.alias("sql", "sql", "1.0.0") == one
     assert len(registry.cards()) == 2
+    for card in (one, two):
+        assert registry.manifest(card).version == card.version
+        assert digest_of(registry.library / card.digest) == card.digest
     registry.remove("sql", "2.0.0")
     registry.pin("sql", False)
     registry.remove("sql")
