@@ -178,19 +178,24 @@ class Catalog:
         """Frees the files of removed adapters. One that is neither installed nor held can get no
         new user: requests find adapters in the snapshot alone. At start, what a crash left."""
         registry = self._opened()
-        work: Callable[[], object] | None = registry.sweep
+        await self._done(registry.sweep)
         while True:
-            try:
-                if work is not None:
-                    await self._call(work)
-            except BROKEN as error:
-                log("registry_unreadable", level="warning", error=error)
             await self._untidy.wait()
             await asyncio.sleep(SETTLE_S)
             self._untidy.clear()
             idle = self._doomed - self.leases.held()
             self._doomed -= idle
-            work = partial(_free, registry, idle) if idle else None
+            if idle and (left := await self._done(partial(_free, registry, idle))):
+                # too young, or somebody installed them again, which a reading will show
+                self._doomed |= set(left) - self._snapshot.by_digest.keys()
+                self._untidy.set()
+
+    async def _done(self, work: Callable[[], Collection[str]]) -> Collection[str]:
+        try:
+            return await self._call(work)
+        except BROKEN as error:
+            log("registry_unreadable", level="warning", error=error)
+            return ()
 
 
 def _read(registry: Registry) -> Snapshot:
@@ -205,9 +210,10 @@ def _read(registry: Registry) -> Snapshot:
     )
 
 
-def _free(registry: Registry, digests: Collection[str]) -> None:
+def _free(registry: Registry, digests: Collection[str]) -> list[str]:
     """Removes the files of these digests and of no others, which other processes may be using: not
-    even of those that come while this runs."""
+    even of those that come while this runs. Says which are still there."""
     if registry.library.is_dir():
         others = {path.name for path in registry.library.iterdir()} - set(digests)
         registry.sweep(others, older_than_s=SETTLE_S / 2)
+    return [digest for digest in digests if (registry.library / digest).exists()]

@@ -100,6 +100,22 @@ def test_what_is_installed_again_is_not_taken_away(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
+def test_nothing_that_is_removed_while_others_go_stays(tmp_path: Path) -> None:
+    async def test(catalog: Catalog) -> None:
+        library = tmp_path / "experts" / "library"
+        cards = [
+            await catalog.change(lambda registry, i=i: install(registry, tmp_path, f"e{i}", i))
+            for i in range(5)
+        ]
+        for card in cards:
+            # the next one goes shortly before the files of the one before do
+            await catalog.change(lambda registry, c=card: registry.remove(c.name, keep=[c.digest]))
+            await asyncio.sleep(0.4 * SETTLE_S)
+        await until(lambda: not list(library.iterdir()), 3.0)
+
+    run(tmp_path, test)
+
+
 def test_only_removed_files_go(tmp_path: Path) -> None:
     """A directory that another process imported for itself is not ours to free."""
 
