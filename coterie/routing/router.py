@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import heapq
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -157,7 +156,10 @@ class Router:
 
 def _near(name: str, names: Sequence[str]) -> list[str]:
     """Of many names only those are compared that begin most like `name`."""
-    alike = heapq.nlargest(
-        MAX_COMPARED, names, key=lambda other: len(os.path.commonprefix([name, other]))
-    )
+
+    def in_common(other: str) -> int:
+        pairs = zip(name, other, strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(name), len(other)))
+
+    alike = heapq.nlargest(MAX_COMPARED, names, key=in_common)
     return difflib.get_close_matches(name, alike, n=MAX_LISTED, cutoff=0.5)
