@@ -72,16 +72,15 @@ def _check(path: str, change: Change, target: Target) -> None:
     """Shapes against the model's own."""
     wide, tall = target.in_features, target.out_features
     vector = wide if change.feedforward else tall
-    pairs = (
-        ("lora_A", change.a, lambda t: t.shape[1], wide),
-        ("lora_B", change.b, len, tall),
-        ("lora_magnitude_vector", change.magnitude, len, tall),
-        ("ia3_l", change.vector, len, vector),
-    )
-    for name, tensor, size, wanted in pairs:
-        if tensor is not None and size(tensor) != wanted:
+    for name, tensor, axis, wanted in (
+        ("lora_A", change.a, 1, wide),
+        ("lora_B", change.b, 0, tall),
+        ("lora_magnitude_vector", change.magnitude, 0, tall),
+        ("ia3_l", change.vector, 0, vector),
+    ):
+        if tensor is not None and tensor.shape[axis] != wanted:
             raise WeightsError(
-                f"{path}: {name} is for {size(tensor)} features, the model has {wanted}: the "
+                f"{path}: {name} is for {tensor.shape[axis]} features, the model has {wanted}: the "
                 "adapter is for another model"
             )
     if change.base_norms is not None:

@@ -1,7 +1,7 @@
 """PEFT directories: adapter_config.json and adapter_model.safetensors, checked whole.
 
-What is read is copied: nothing of an adapter points into its file. Pickle is never opened. Knows no
-model: whether the modules exist is composing's question.
+What is read lies in memory of its own: nothing of an adapter points into its file. Pickle is never
+opened. Knows no model: whether the modules exist is composing's question.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, deserialize, safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from coterie.adapters import soft_prompt
 from coterie.adapters.base import Adapter, Change
+from coterie.adapters.numbers import is_finite
 from coterie.adapters.table import ADAPTERS, kind_of
 from coterie.core.errors import WeightsError
+from coterie.packages.safetensors_header import check_header, header_length
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _MAX_CONFIG_BYTES = 4_000_000
 _MAX_WEIGHTS_BYTES = 1 << 33
-_MAX_TENSORS = 100_000
+_ALIGN = 4
 _BASE_HEAD = "base_model.model.lm_head.base_layer.weight"
 _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -65,14 +67,17 @@ def open_adapter(directory: Path, digest: str) -> Adapter:
     path = _weights_file(directory)
     try:
         return parse_adapter(
-            _read(directory / CONFIG, _MAX_CONFIG_BYTES), _read(path, _MAX_WEIGHTS_BYTES), digest
+            _read(directory / CONFIG, _MAX_CONFIG_BYTES),
+            bytearray(_read(path, _MAX_WEIGHTS_BYTES)),
+            digest,
         )
     except WeightsError as error:
         raise WeightsError(f"{directory}: {error.message}") from error
 
 
-def parse_adapter(config: bytes, weights: bytes, digest: str) -> Adapter:
-    """From the two files' bytes, for callers that have checked those against the digest."""
+def parse_adapter(config: bytes, weights: bytearray, digest: str) -> Adapter:
+    """From the two files' bytes, for callers that have checked those against the digest. The
+    adapter keeps `weights` and points into it."""
     table = parse_config(config)
     name = kind_of(table)
     kind, tensors = ADAPTERS[name], _tensors(weights)
@@ -141,42 +146,51 @@ def _read(path: Path, limit: int) -> bytes:
         raise WeightsError(f"{path.name}: cannot be read ({error.strerror})") from error
 
 
-def _tensors(data: bytes) -> dict[str, Tensor]:
-    """By name, side by side in one copy of the data."""
-    try:
-        # the library checks the header against the data: no gap, no overlap, no size that lies
-        deserialize(data)  # type: ignore[no-untyped-call]
-        start = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:start])
-    except (SafetensorError, ValueError, RecursionError) as error:
-        raise WeightsError(f"{WEIGHTS}: not a sound safetensors file ({error})") from error
-    header.pop("__metadata__", None)
-    if not 0 < len(header) <= _MAX_TENSORS:
-        raise WeightsError(f"{WEIGHTS}: {len(header)} tensors; an adapter has 1 to {_MAX_TENSORS}")
-    values = torch.frombuffer(bytearray(data[start:]), dtype=torch.uint8)
-    tensors = {name: _tensor(name, entry, values) for name, entry in header.items()}
-    _check_finite(tensors, values)
+def _tensors(data: bytearray) -> dict[str, Tensor]:
+    """By name, as views of the data."""
+    length = header_length(bytes(data[:8]), len(data), WEIGHTS)
+    # no gap, no overlap, no size that lies
+    header = check_header(bytes(data[8 : 8 + length]), len(data), WEIGHTS)
+    values = torch.frombuffer(data, dtype=torch.uint8)[8 + length :]
+    if values.data_ptr() % _ALIGN:
+        values = values.clone()
+    typed: dict[torch.dtype, Tensor] = {}
+    tensors = {}
+    for name, entry in header.items():
+        dtype = _dtype(name, entry)
+        if dtype not in typed:
+            typed[dtype] = values[: len(values) // dtype.itemsize * dtype.itemsize].view(dtype)
+        tensors[name] = _view(entry, values, typed[dtype])
+    _check_finite(tensors, typed)
     return tensors
 
 
-def _tensor(name: str, entry: Mapping[str, Any], values: Tensor) -> Tensor:
+def _dtype(name: str, entry: Mapping[str, Any]) -> torch.dtype:
     dtype = _TYPES.get(entry["dtype"])
     if dtype is None:
         raise WeightsError(f"{name!r} is {entry['dtype']}; use one of {', '.join(_TYPES)}")
     first, last = entry["data_offsets"]
     if first == last:
         raise WeightsError(f"{name!r} is empty")
-    part = values[first:last]
-    if first % dtype.itemsize:
-        part = part.clone()
-    return part.view(dtype).view(entry["shape"])
+    if len(entry["shape"]) not in (1, 2):
+        raise WeightsError(f"{name!r} has shape {entry['shape']}: neither vector nor matrix")
+    return dtype
 
 
-def _check_finite(tensors: Mapping[str, Tensor], values: Tensor) -> None:
-    kinds = {tensor.dtype for tensor in tensors.values()}
+def _view(entry: Mapping[str, Any], values: Tensor, whole: Tensor) -> Tensor:
+    """`whole` is `values` in the entry's type."""
+    first, last = entry["data_offsets"]
+    shape, size = entry["shape"], whole.element_size()
+    if first % size:
+        return values[first:last].clone().view(whole.dtype).view(shape)
+    strides = (1,) if len(shape) == 1 else (shape[1], 1)
+    return whole.as_strided(shape, strides, whole.storage_offset() + first // size)
+
+
+def _check_finite(tensors: Mapping[str, Tensor], typed: Mapping[torch.dtype, Tensor]) -> None:
     # nearly always one type: one look over all
-    if len(kinds) == 1 and bool(torch.isfinite(values.view(kinds.pop())).all()):
+    if len(typed) == 1 and all(map(is_finite, typed.values())):
         return
     for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
+        if not is_finite(tensor):
             raise WeightsError(f"{name!r} holds NaN or infinity")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from coterie.adapters.numbers import turned
 from coterie.kernels.patch import Patch
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class Folding:
         """f(x) + strength * (x a^T) b^T, both factors as stored: a [r, in], b [out, r]."""
         # a power of two changes no digit of bf16; everything else is worked out in fp32
         exact = b.dtype == torch.bfloat16 and abs(math.frexp(strength)[0]) == 0.5
-        turned = b.T if exact else b.T.float()
-        self._terms.append((a, turned * strength if strength != 1 else turned))
+        rows = turned(b if exact else b.float())
+        self._terms.append((a, rows if strength == 1 else rows.mul_(strength)))
 
     def scale_input(self, vector: Tensor) -> None:
         """f(vector * x)."""
@@ -62,7 +63,6 @@ class Folding:
             b, out, shift = (None if part is None else part[..., order] for part in (b, out, shift))
         if a is None and self._inner is None and out is None and shift is None:
             return None
-        b = None if b is None else b.contiguous()
         return Patch(a=a, b=b, in_scale=self._inner, out_scale=out, shift=shift)
 
     def _scale(self, vector: Tensor) -> None:

@@ -5,7 +5,7 @@ With weight w the vector is 1 + w * (l - 1). Reads PEFT's `ia3_l` ([out, 1], fee
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from coterie.adapters import options
@@ -31,18 +31,18 @@ _SUFFIX = ".ia3_l"
 
 def read(config: options.Config, tensors: Mapping[str, Tensor]) -> dict[str, Change]:
     options.check(config, _UNDERSTOOD, _REFUSED)
-    targets = options.names(config, "target_modules")
+    is_target = options.targeting(options.names(config, "target_modules"))
     inner = options.names(config, "feedforward_modules")
     if inner is None:
         raise WeightsError("adapter_config.json: feedforward_modules is missing; [] means none")
-    changes = {}
+    changes, is_inner = {}, _inner(inner)
     for name, tensor in tensors.items():
         if not name.startswith(PREFIX) or not name.endswith(_SUFFIX):
             raise WeightsError(f"{name!r} is no tensor of an IA3 adapter as PEFT saves one")
         path = name[len(PREFIX) : -len(_SUFFIX)]
-        if not options.targeted(targets, path):
+        if not is_target(path):
             raise WeightsError(f"{name!r}: target_modules does not name {path}")
-        feedforward = _is_inner(inner, path)
+        feedforward = is_inner(path)
         if tensor.dim() != 2 or tensor.shape[0 if feedforward else 1] != 1:
             form = "[1, in]: feedforward_modules names it" if feedforward else "[out, 1]"
             raise WeightsError(f"{name!r} has shape {list(tensor.shape)}, not {form}")
@@ -59,8 +59,9 @@ def apply(folding: Folding, change: Change, weight: float) -> None:
     (folding.scale_input if change.feedforward else folding.scale_output)(vector)
 
 
-def _is_inner(inner: list[str] | str, path: str) -> bool:
+def _inner(names: list[str] | str) -> Callable[[str], bool]:
     """As PEFT matches them: by the end of the path, without regard to dots."""
-    if isinstance(inner, str):
-        return options.targeted(inner, path)
-    return any(path.endswith(name) for name in inner)
+    if isinstance(names, str):
+        return options.targeting(names)
+    ends = tuple(names)
+    return lambda path: path.endswith(ends)

@@ -30,7 +30,7 @@ class Library:
     def load(self, digest: str) -> Adapter:
         """The very bytes that were checked, in memory of their own."""
         directory = self._directory(digest)
-        config, weights = _read(directory / CONFIG), _read(directory / WEIGHTS)
+        config, weights = bytes(_read(directory / CONFIG)), _read(directory / WEIGHTS)
         found = adapter_digest(_sha256(config), _sha256(weights))
         if found != digest:
             raise WeightsError(
@@ -52,12 +52,20 @@ class Library:
         return directory
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path) -> bytearray:
     try:
-        return path.read_bytes()
+        with path.open("rb", buffering=0) as file:
+            data = bytearray(path.stat().st_size)
+            # one call reads at most 2 GiB
+            view, filled = memoryview(data), 0
+            while count := file.readinto(view[filled:]):
+                filled += count
+            view.release()
+            del data[filled:]
+            return data
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror}. Install the adapter again.") from error
 
 
-def _sha256(data: bytes) -> str:
+def _sha256(data: bytes | bytearray) -> str:
     return hashlib.sha256(data).hexdigest()

@@ -97,20 +97,20 @@ def _check(config: options.Config) -> None:
 
 
 def _modules(config: options.Config, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    targets = options.names(config, "target_modules")
+    is_target = options.targeting(options.names(config, "target_modules"))
     tied = options.flag(config, "ensure_weight_tying")
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
+        suffix = name[name.rfind(".lora_") :]
         if ".lora_embedding_" in name:
             raise WeightsError(
                 f"{name!r}: LoRA on an embedding is not supported: it changes every token's input. "
                 "Train without embed_tokens in target_modules."
             )
-        if suffix is None or not name.startswith(PREFIX):
+        if suffix not in _SUFFIXES or not name.startswith(PREFIX):
             raise WeightsError(f"{name!r} is no tensor of a LoRA adapter as PEFT saves one")
         path = name[len(PREFIX) : -len(suffix)]
-        if path not in found and not options.targeted(targets, path):
+        if path not in found and not is_target(path):
             raise WeightsError(f"{name!r}: target_modules does not name {path}")
         if tied and path.endswith("lm_head"):
             raise WeightsError("adapter_config.json: ensure_weight_tying adapts the embedding too")

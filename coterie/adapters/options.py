@@ -105,13 +105,14 @@ def pick(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
     return default
 
 
-def targeted(targets: list[str] | str | None, path: str) -> bool:
-    """Whether PEFT would adapt the module at `path`."""
+def targeting(targets: list[str] | str | None) -> Callable[[str], bool]:
+    """Tells whether PEFT would adapt the module at a path."""
     if targets is None or targets == "all-linear":
-        return True
+        return lambda path: True
     if isinstance(targets, str):
-        return matcher(f"(?:{targets})$", targets)(path)
-    return any(path == name or path.endswith("." + name) for name in targets)
+        return matcher(f"(?:{targets})$", targets)
+    whole, ends = frozenset(targets), tuple(f".{name}" for name in targets)
+    return lambda path: path.endswith(ends) or path in whole
 
 
 def matcher(pattern: str, shown: str) -> Callable[[str], bool]:

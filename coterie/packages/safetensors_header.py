@@ -14,6 +14,8 @@ from coterie.core.errors import WeightsError
 MAX_HEADER_BYTES = 8 << 20
 _MAX_TENSORS = 50_000
 _MAX_RANK = 8
+_MAX_SIZE = 1 << 48
+_FACTS = {"dtype", "shape", "data_offsets"}
 
 # bits of every type that the format knows and adapters use
 _BITS = {
@@ -34,8 +36,9 @@ def header_length(start: bytes, size: int, where: str) -> int:
     return length
 
 
-def check_header(header: bytes, size: int, where: str) -> None:
-    """`header` is the JSON; the tensors must fill the rest of the `size` bytes exactly."""
+def check_header(header: bytes, size: int, where: str) -> dict[str, dict[str, Any]]:
+    """`header` is the JSON; the tensors must fill the rest of the `size` bytes exactly. By name:
+    dtype, shape and data_offsets."""
     table = _parsed(header, where)
     metadata = table.pop("__metadata__", {})
     plain = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
@@ -52,6 +55,7 @@ def check_header(header: bytes, size: int, where: str) -> None:
         raise WeightsError(
             f"{where}: refused, its tensors end at byte {8 + len(header) + reached} of {size}."
         )
+    return table
 
 
 def _parsed(header: bytes, where: str) -> dict[str, Any]:
@@ -70,7 +74,7 @@ def _parsed(header: bytes, where: str) -> dict[str, Any]:
 
 
 def _span(name: str, facts: Any, where: str) -> tuple[int, int, str]:
-    if not isinstance(facts, dict) or facts.keys() != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(facts, dict) or facts.keys() != _FACTS:
         raise _senseless(name, where)
     shape, offsets = facts["shape"], facts["data_offsets"]
     if not _whole(shape) or not _whole(offsets) or len(offsets) != 2:
@@ -91,4 +95,6 @@ def _senseless(name: str, where: str) -> WeightsError:
 def _whole(value: Any) -> bool:
     if not isinstance(value, list) or len(value) > _MAX_RANK:
         return False
-    return all(type(item) is int and 0 <= item < 1 << 48 for item in value)
+    if any(type(item) is not int for item in value):
+        return False
+    return not value or (min(value) >= 0 and max(value) < _MAX_SIZE)
