@@ -132,8 +132,8 @@ def peft_rates(args: argparse.Namespace, library: Path, choices: list[AdapterCho
     """The peer in its own process: base, then the mixed batch, as often as there are rounds."""
     folders = [str(library / choice.digest) for choice in choices]
     base = str(files.safetensors_directory())
-    system = System("peft fp32", "fp32", worker("peft", base, str(args.threads), *folders))
-    system.process = None
+    command = worker("peft", base, str(args.threads), *folders)
+    system = System("peft fp32", "fp32", command, too_slow_tok_s=0.5)
     rates: dict[str, list[float]] = {}
     system.start()
     if system.problem:
