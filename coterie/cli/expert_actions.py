@@ -50,9 +50,8 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def install(args: argparse.Namespace) -> int:
-    narrate()
     # an installation that was allowed unsigned is said; that it worked is the result
-    logging.getLogger("coterie").setLevel(logging.WARNING)
+    narrate(logging.WARNING)
     if len(args.source) > 1 and (args.name or args.version):
         raise ConfigError("--name and --version are for one expert at a time", param="name")
     fingerprints = [base.fingerprint for base in bases(args.base)]

@@ -31,12 +31,14 @@ class _Said(logging.Handler):
         note(f"coterie: {record.getMessage()}" + (f": {reason}" if reason else ""))
 
 
-def narrate() -> None:
-    """Show what this process logs while it loads and runs a model, as plain lines."""
+def narrate(level: int = logging.INFO) -> None:
+    """Show what this process logs while it works, as plain lines."""
     logger = logging.getLogger("coterie")
     if not any(isinstance(handler, _Said) for handler in logger.handlers):
-        logger.addHandler(_Said())
-        logger.setLevel(logging.INFO)
+        said = _Said()
+        said.setLevel(level)
+        logger.addHandler(said)
+        logger.setLevel(min(level, logging.INFO))
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,16 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("COTERIE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    logger = logging.getLogger("coterie")
+    handlers, level = list(logger.handlers), logger.level
+    yield tmp_path
+    # a command speaks for a whole process: the next test is another one
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
 
 
 def run(capsys: Capture, *arguments: object, status: int = 0) -> Any:
