@@ -16,6 +16,7 @@ from coterie.core.events import Delta, Event, Failed
 from coterie.engine.active import ActiveRequest
 from coterie.engine.beam import BeamSearch
 from coterie.engine.scheduler import Scheduler
+from coterie.engine.seats import told
 from coterie.engine.sequence import Sequence, Status
 from coterie.engine.step import BeamScores, StepPlan, StepResult, StepUsage, TokenScore
 
@@ -27,7 +28,6 @@ SLACK = 64
 FAILED = "the engine failed on this request; the log has the reason"
 # a weights error's own words name files of this machine
 UNREADABLE = "weights of {lane} could not be read or are damaged; the server's log has the reason"
-NOT_LOADED = "adapters {names} could not be loaded; the server's log has the reason"
 
 
 class RequestBook:
@@ -188,6 +188,8 @@ class RequestBook:
             request = self._requests.get(row.sequence.request_id)
             if request is not None:
                 log.error("request_lost_with_step", extra=self._fields(request))
+                if isinstance(error, WeightsError):
+                    typed = WeightsError(UNREADABLE.format(lane=request.assignment.lane))
                 self._fail(request, events, typed)
 
     def strand(self, sequence: Sequence, error: CoterieError, events: list[Event]) -> None:
@@ -196,24 +198,16 @@ class RequestBook:
         if request is None:
             return
         log.error("adapter_failed", extra=self._fields(request) | {"reason": error.message})
-        self._fail(request, events, error, NOT_LOADED)
+        self._fail(request, events, told(error, request.assignment.adapters))
 
     def _fail(
-        self,
-        request: ActiveRequest,
-        events: list[Event],
-        error: CoterieError | None = None,
-        unreadable: str = UNREADABLE,
+        self, request: ActiveRequest, events: list[Event], error: CoterieError | None = None
     ) -> None:
         for sequence in list(request.sequences):
             self._end(request, sequence)
         self._forget(request)
         error = error or InternalError(FAILED)
-        message = error.message
-        if isinstance(error, WeightsError):
-            names = ", ".join(adapter.name for adapter in request.assignment.adapters)
-            message = unreadable.format(lane=request.assignment.lane, names=names)
-        events.append(Failed(request.request_id, error.code, message, error.retry_after_s))
+        events.append(Failed(request.request_id, error.code, error.message, error.retry_after_s))
 
     def _fields(self, request: ActiveRequest) -> dict[str, str]:
         return {"request_id": request.request_id, "replica": self._replica}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,8 +16,10 @@ from coterie.engine.detokenize import Pieces
 from coterie.engine.draw import make_draw
 from coterie.engine.lane import LaneConfig
 from coterie.engine.prefix import root_digest
-from coterie.engine.seats import Adapters
+from coterie.engine.seats import Adapters, told
 from coterie.engine.sequence import BASE, Front, Sequence, Status
+
+log = logging.getLogger(__name__)
 
 MAX_CHOICES = 128
 
@@ -38,7 +41,10 @@ def describe(assignment: Assignment, adapters: Adapters | None, vocab: int) -> F
     try:
         facts = adapters.describe(assignment.adapters)
     except CoterieError as error:
-        return Rejected(error.code, error.message, error.retry_after_s)
+        fields = {"request_id": assignment.request_id, "reason": error.message}
+        log.warning("adapter_refused", extra=fields)
+        shown = told(error, assignment.adapters)
+        return Rejected(shown.code, shown.message, shown.retry_after_s)
     tokens = range(vocab, vocab + facts.num_virtual_tokens)
     return Front(facts.key, assignment.adapters, tokens)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
-from coterie.core.errors import CoterieError
+from coterie.core.errors import CoterieError, NotFound, WeightsError
 from coterie.core.plan import AdapterChoice
 from coterie.engine.sequence import Sequence
 
@@ -219,3 +219,12 @@ class Seats:
         if not group:
             del members[sequence.adapter_key]
         return True
+
+
+def told(error: CoterieError, adapters: Seq[AdapterChoice]) -> CoterieError:
+    """What a client reads of it. Of files that are damaged or gone, the adapters' names: the
+    error's own words name places of this machine, and the client's model does exist."""
+    if not isinstance(error, (WeightsError, NotFound)):
+        return error
+    names = ", ".join(adapter.name for adapter in adapters)
+    return WeightsError(f"adapters {names} could not be loaded; the server's log has the reason")

@@ -100,7 +100,7 @@ def test_a_failed_load_fails_exactly_its_requests(caplog: pytest.LogCaptureFixtu
 def test_refusals() -> None:
     engine = make_engine(make_lane(num_blocks=8), adapters=ToyAdapters(2))
     cases = [
-        (make_assignment("x", [1], adapters=stack("none")), "not_found"),
+        (make_assignment("x", [1], adapters=stack("none")), "weights_error"),
         (make_assignment("x", [1] * 22, adapters=stack("soft:10")), "context_length_exceeded"),
         (
             make_assignment("x", [1] * 6, num_beams=2, max_tokens=4, adapters=stack("s:10")),

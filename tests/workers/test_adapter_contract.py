@@ -92,7 +92,7 @@ def test_hint_answer_facts_and_faults(transport: str, library: Library) -> None:
 
     async def faults(replica: Replica, root: Path) -> None:
         unknown = await replica.submit(asked("u", AdapterChoice("x", "1" * 64)), print)
-        assert isinstance(unknown, Rejected) and unknown.code == "not_found"
+        assert isinstance(unknown, Rejected) and unknown.code == "weights_error"
         digest = "2" * 64
         shutil.copytree(root / choices[0].digest, root / digest)
         wrong = await run(replica, asked("w", AdapterChoice("x", digest)))
