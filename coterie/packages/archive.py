@@ -70,6 +70,9 @@ def inspect(source: Source, limits: Limits = LIMITS, where: str = "") -> Package
     kept: dict[str, bytes] = {}
     total = 0
     with _opened(source, where) as (raw, size):
+        if not size:
+            # files of /proc say so too, and reading one may never end
+            raise WeightsError(f"{where}: refused, it is empty.")
         if size > limits.compressed_bytes:
             raise WeightsError(f"{where}: refused, larger than a package may be.")
         for entry in entries(raw, where, limits):

@@ -45,7 +45,7 @@ def collect(directory: Path) -> Collected:
         raise WeightsError(f"{directory}: no such directory. Check the path.")
     files: dict[str, Path] = {}
     left_out: list[str] = []
-    for path in _walk(directory, MAX_DEPTH):
+    for path in _listed(directory):
         name = path.relative_to(directory).as_posix()
         if is_known(name):
             files[check_path(name.encode(), str(directory))] = path
@@ -97,6 +97,13 @@ def _checked(name: str, path: Path) -> tuple[Facts, bytes | None]:
         raise WeightsError(f"{path}: cannot be read ({error.strerror}). Check it.") from error
     contents = checker.finish()
     return Facts(size, checker.sha256), contents
+
+
+def _listed(directory: Path) -> list[Path]:
+    try:
+        return _walk(directory, MAX_DEPTH)
+    except OSError as error:
+        raise WeightsError(f"{directory}: cannot be read ({error.strerror}). Check it.") from error
 
 
 def _walk(directory: Path, depth: int) -> list[Path]:

@@ -9,6 +9,8 @@ import re
 
 from coterie.core.errors import InvalidRequest
 
+# asks a server for its first model
+AUTO = "auto"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _NUMBER = "([0-9]{1,9})"
 _LABEL = "([0-9a-z][0-9a-z.-]{0,39})"
@@ -16,10 +18,10 @@ _VERSION = re.compile(rf"{_NUMBER}(?:\.{_NUMBER})?(?:\.{_NUMBER})?(?:-{_LABEL})?
 
 
 def check_name(name: object) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name == AUTO:
         raise InvalidRequest(
             f"{_shown(name)} is no name for an expert: use up to 64 of a-z 0-9 . _ -, "
-            "with a letter or digit first.",
+            "with a letter or digit first, and not auto.",
             param="name",
         )
     return name
@@ -36,7 +38,7 @@ def check_version(version: object) -> str:
 def name_from(text: str) -> str:
     """The nearest permitted name: for directories that nobody named."""
     cleaned = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:64]
-    return cleaned if _NAME.fullmatch(cleaned) else "expert"
+    return cleaned if _NAME.fullmatch(cleaned) and cleaned != AUTO else "expert"
 
 
 def version_of(digest: str) -> str:

@@ -7,6 +7,7 @@ to it, so whoever runs a digest keeps it while names move on. Knows no server an
 from __future__ import annotations
 
 import difflib
+import os
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -102,7 +103,7 @@ class Registry:
         self, source: Source, trust: TrustStore, allow_unsigned: bool
     ) -> tuple[Package, str]:
         """The package, and the id of the trusted key that signed it, if one did."""
-        is_directory = isinstance(source, Path) and source.is_dir()
+        is_directory = isinstance(source, Path) and os.path.isdir(source)
         package = open_directory(Path(str(source))) if is_directory else inspect(source)
         verdict = trust.verify(package)
         what = f"{package.manifest.name}@{package.manifest.version}"
@@ -147,10 +148,7 @@ class Registry:
     def meanings(self) -> dict[str, AdapterCard]:
         """Names and aliases -> the version that each means now."""
         with self._asking() as tables:
-            pairs = [
-                (alias, tables.card(m.name, m.version)) for alias, m in tables.meanings().items()
-            ]
-        return {alias: card for alias, card in pairs if card is not None}
+            return tables.meanings()
 
     def find(self, name: str, version: str | None = None) -> AdapterCard:
         """By name or alias; without a version, the one that it means now."""

@@ -26,11 +26,12 @@ INSERT OR IGNORE INTO counter VALUES (1, 0);
 """
 _FORMAT = 1
 
-_CARD = (
-    "SELECT v.name, v.version, digest, kind, bases, virtual_tokens, bytes, installed_at, signer, "
+_FACTS = (
+    "v.name, v.version, digest, kind, bases, virtual_tokens, bytes, installed_at, signer, "
     "description, EXISTS (SELECT 1 FROM meanings m WHERE m.alias = v.name AND m.name = v.name "
-    "AND m.version = v.version AND m.pinned) FROM versions v"
+    "AND m.version = v.version AND m.pinned)"
 )
+_CARD = f"SELECT {_FACTS} FROM versions v"
 # what a name meant, this many changes back
 _MAX_HISTORY = 50
 
@@ -63,7 +64,7 @@ class Tables:
     def cards(self, name: str | None = None) -> list[AdapterCard]:
         rows = self._sql.execute(
             f"{_CARD} WHERE ?1 IS NULL OR v.name = ?1 ORDER BY v.name", (name,)
-        )
+        ).fetchall()
         return [_card(row) for row in rows]
 
     def card(self, name: str, version: str) -> AdapterCard | None:
@@ -104,9 +105,13 @@ class Tables:
         ).fetchone()
         return None if row is None else Meaning(row[0], row[1], bool(row[2]))
 
-    def meanings(self) -> dict[str, Meaning]:
-        rows = self._sql.execute("SELECT alias, name, version, pinned FROM meanings ORDER BY 1")
-        return {row[0]: Meaning(row[1], row[2], bool(row[3])) for row in rows}
+    def meanings(self) -> dict[str, AdapterCard]:
+        """Names and aliases -> what each means, all at one moment."""
+        rows = self._sql.execute(
+            f"SELECT n.alias, {_FACTS} FROM meanings n JOIN versions v "
+            "ON v.name = n.name AND v.version = n.version ORDER BY n.alias"
+        ).fetchall()
+        return {row[0]: _card(row[1:]) for row in rows}
 
     def point(self, alias: str, name: str, version: str, *, remember: bool = True) -> None:
         """`alias` means this version from now on; what it meant is kept for a rollback."""

@@ -171,7 +171,7 @@ def kinds() -> dict[str, tuple[bytes, str]]:
         "long filling": (zipped(plain + bytes(1 << 20)), "follow"),
         "zip": (_zip(), "not a gzip"),
         "plain tar": (plain, "not a gzip"),
-        "empty": (b"", "too early"),
+        "empty": (b"", "empty"),
         "gzip of nothing": (zipped(b""), "too early"),
         "wrong crc": (whole[:-8] + bytes(4) + whole[-4:], "damaged"),
         "bomb": (_bomb(), "far more"),
