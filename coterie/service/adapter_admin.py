@@ -6,6 +6,8 @@ requests in flight finish on the digest they began with. The registry logs what 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +57,8 @@ class AdapterAdmin:
     ) -> AdapterCard:
         """A `.expert` file, its bytes, or a PEFT directory of this machine, which says nothing of
         its base: it is taken to be for the specialist `base`."""
+        if wish is not None and wish.name is not None:
+            self._refuse_specialists(wish.name)
         bases = self._roster.fingerprints(base)
         return await self._catalog.change(
             lambda registry: self._add(registry, source, bases, wish or Wish())
@@ -63,7 +67,8 @@ class AdapterAdmin:
     async def load(self, name: str, path: Path, base: str | None, in_place: bool) -> AdapterCard:
         """vLLM's way: under a name of the caller's, which must be free unless `in_place`.
 
-        A reload keeps the version before it, for a rollback, and drops older unsigned ones.
+        A reload keeps the version before it, for a rollback, and drops older unsigned ones that
+        no alias stands for.
         """
         self._refuse_specialists(name)
         bases = self._roster.fingerprints(base)
@@ -79,10 +84,8 @@ class AdapterAdmin:
             if before is not None and before.pinned:
                 raise Forbidden(f"'{name}' is pinned to {before.version}. Unpin it first.")
             card = self._add(registry, path, bases, Wish(name))
-            kept = {card.version} | ({before.version} if before is not None else set())
-            for old in registry.versions(name):
-                if old.version not in kept and not old.signer and not old.pinned:
-                    registry.remove(name, old.version, keep=[old.digest])
+            if before is not None and before.version != card.version:
+                _drop_older(registry, name, {before.version, card.version})
             return card
 
         return await self._catalog.change(work)
@@ -133,7 +136,7 @@ class AdapterAdmin:
     ) -> AdapterCard:
         from coterie.packages.trust import TrustStore
 
-        is_directory = isinstance(source, Path) and source.is_dir()
+        is_directory = isinstance(source, Path) and os.path.isdir(source)
         try:
             return registry.install(
                 source,
@@ -146,6 +149,13 @@ class AdapterAdmin:
         except WeightsError as error:
             # the file came with the request
             raise InvalidRequest(error.message, param=error.param) from error
+
+
+def _drop_older(registry: Registry, name: str, kept: Collection[str]) -> None:
+    meant = {card.version for card in registry.meanings().values() if card.name == name}
+    for old in registry.versions(name):
+        if old.version not in meant.union(kept) and not old.signer:
+            registry.remove(name, old.version, keep=[old.digest])
 
 
 def _current(registry: Registry, name: str) -> AdapterCard | None:

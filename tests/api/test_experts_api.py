@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -139,6 +140,9 @@ def test_only_what_a_trusted_key_signed(rig: Rig, folder: Path) -> None:
         ({"path": "relative/path.expert"}, 400, "absolute"),
         ({"path": "/etc/../etc/passwd"}, 400, "absolute"),
         ({"path": "/nowhere/at-all.expert"}, 400, "at-all"),
+        ({"path": "/" + "x" * 300}, 400, "cannot be read"),
+        ({"path": "/proc/version"}, 400, "empty"),
+        ({"path": "/nowhere/at-all.expert", "name": "tiny"}, 400, "specialist's name"),
         ([1], 400, "JSON object"),
     ],
 )
@@ -302,9 +306,42 @@ def test_vllms_two_endpoints(lax: Rig) -> None:
         assert lax.send("POST", path, missing).status_code == 400
     wrong = {"lora_name": "x", "lora_path": "/nowhere"}
     assert lax.send("POST", LOAD, wrong).status_code == 400
-    for unnameable in ("a+b", "base:a", "tiny", "A", ""):
+    for unnameable in ("a+b", "base:a", "tiny", "A", "", "auto"):
         body = {"lora_name": unnameable, "lora_path": first}
         assert lax.send("POST", LOAD, body).status_code == 400
+
+
+def test_a_reload_leaves_aliases_and_the_way_back(lax: Rig) -> None:
+    def load(seed: int) -> str:
+        body = {"lora_name": "again", "lora_path": str(adapter(seed=seed)), "load_inplace": True}
+        assert lax.send("POST", LOAD, body).status_code == 200
+        return str(lax.send("GET", "/v1/experts/again").json()["id"])
+
+    first = load(25)
+    assert lax.send("PATCH", "/v1/experts/again", {"alias": "prod"}).json()["id"] == first
+    second, third = load(26), load(27)
+    assert lax.send("GET", "/v1/experts/prod").json()["id"] == first
+    # the same bytes once more change nothing
+    assert load(27) == third
+    assert lax.send("POST", "/v1/experts/again/rollback").json()["id"] == second
+    lax.send("POST", UNLOAD, {"lora_name": "again"})
+    assert lax.send("GET", "/v1/experts/prod").status_code == 404
+
+
+def test_damaged_files_are_told_without_their_place(lax: Rig, folder: Path) -> None:
+    for name, seed in (("damaged", 28), ("gone", 29)):
+        lax.send("POST", LOAD, {"lora_name": name, "lora_path": str(adapter(seed=seed))})
+        digest = lax.send("GET", f"/v1/experts/{name}").json()["digest"]
+        files = folder / "home" / "state" / "experts" / "library" / digest
+        if name == "gone":
+            shutil.rmtree(files)
+        else:
+            (files / "adapter_config.json").write_text("what nobody should read {")
+        reply = lax.chat(name)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (500, "weights_error")
+        assert str(folder) not in reply.text and "nobody" not in reply.text
+        assert f"adapters {name}@" in reply.text
+        lax.send("POST", UNLOAD, {"lora_name": name})
 
 
 def test_soft_tokens_count_in_the_context_and_not_in_the_bill(lax: Rig) -> None:
