@@ -77,11 +77,13 @@ class ExpertEndpoints:
 
     async def act_on_expert(self, request: Request) -> Response:
         """Pin, unpin or roll back one expert."""
-        name, _ = _asked(request)
+        name, version = _asked(request)
         action = request.path_params["action"]
         if action in ("pin", "unpin"):
-            return changed(request, await self.admin.pin(name, action == "pin"))
+            return changed(request, await self.admin.pin(name, action == "pin", version))
         if action == "rollback":
+            if version is not None:
+                raise InvalidRequest("a rollback takes no version: PATCH makes one current")
             return changed(request, await self.admin.rollback(name))
         raise NotFound("an expert can be told to pin, unpin or rollback", param="action")
 
@@ -165,8 +167,9 @@ def absolute(text: str, param: str) -> Path:
 
 
 def _asked(request: Request) -> tuple[str, str | None]:
-    name, _, version = request.path_params["name"].partition("@")
-    return name, version or None
+    """`name@` asks for a version that there is not, never for all of them."""
+    name, at, version = request.path_params["name"].partition("@")
+    return name, version if at else None
 
 
 def _id(card: AdapterCard) -> str:

@@ -6,7 +6,6 @@ to it, so whoever runs a digest keeps it while names move on. Knows no server an
 
 from __future__ import annotations
 
-import difflib
 import os
 import threading
 import time
@@ -23,7 +22,7 @@ from coterie.packages.candidate import card_of, fitted, named
 from coterie.packages.directory import open_directory
 from coterie.packages.locked import connect, told, transaction
 from coterie.packages.manifest import Manifest
-from coterie.packages.names import check_name, version_order
+from coterie.packages.names import check_name, near_names, version_order
 from coterie.packages.paths import MANIFEST
 from coterie.packages.shelf import Shelf, package_id
 from coterie.packages.tables import Tables
@@ -157,7 +156,7 @@ class Registry:
             if meaning is None:
                 card = None if version is None else tables.card(name, version)
             else:
-                card = tables.card(meaning.name, version or meaning.version)
+                card = tables.card(meaning.name, meaning.version if version is None else version)
         if card is None:
             raise self._unknown(name, version)
         return card
@@ -292,6 +291,8 @@ class Registry:
         if version is not None and name in known:
             here = ", ".join(card.version for card in self.versions(self.find(name).name))
             return NotFound(f"{name} has no version {version[:40]!r} here; it has {here}.")
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        if version is None and name in known:
+            return NotFound(f"{name} is an alias of {self.find(name).name}: use that name.")
+        near = near_names(name, known)
         hint = f" Did you mean {' or '.join(near)}?" if near else " See coterie expert list."
         return NotFound(f"no expert {name[:80]!r} is installed.{hint}")

@@ -104,8 +104,20 @@ class AdapterAdmin:
             self._refuse_specialists(alias)
         return await self._catalog.change(lambda registry: registry.alias(alias, name, version))
 
-    async def pin(self, name: str, on: bool) -> AdapterCard:
-        return await self._catalog.change(lambda registry: registry.pin(name, on))
+    async def pin(self, name: str, on: bool, version: str | None = None) -> AdapterCard:
+        """With a version: that one is current from now on too."""
+
+        def work(registry: Registry) -> AdapterCard:
+            if version is not None:
+                # nothing changes for one that is not there
+                registry.find(name, version)
+            card = registry.pin(name, on)
+            if version is not None and card.version != version:
+                registry.alias(name, name, version)
+                card = registry.find(name)
+            return card
+
+        return await self._catalog.change(work)
 
     async def rollback(self, name: str) -> AdapterCard:
         """Back to the version that was current before."""

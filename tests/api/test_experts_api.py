@@ -260,6 +260,13 @@ def test_versions_flip_roll_back_and_go(rig: Rig) -> None:
     assert rig.send("POST", "/v1/experts/flip:pin").json()["pinned"] is True
     assert rig.send("DELETE", "/v1/experts/flip").status_code == 403
     assert rig.send("POST", "/v1/experts/flip:unpin").json()["pinned"] is False
+    # a version is never passed over in silence
+    for method, path in (("DELETE", "flip@"), ("POST", "flip@9:pin"), ("POST", "flip@/unpin")):
+        assert rig.send(method, f"/v1/experts/{path}").status_code == 404, path
+    assert rig.send("POST", "/v1/experts/flip@1.0.0:rollback").status_code == 400
+    reply = rig.send("POST", "/v1/experts/flip@1.1.0/pin").json()
+    assert (reply["id"], reply["pinned"], now()) == ("flip@1.1.0", True, "flip@1.1.0")
+    assert rig.send("POST", "/v1/experts/flip@1.2.0/unpin").json()["id"] == now() == "flip@1.2.0"
     assert rig.send("DELETE", "/v1/experts/flip@1.2.0").status_code == 200
     assert now() != "flip@1.2.0"
     assert rig.send("DELETE", "/v1/experts/flip").status_code == 200
