@@ -35,7 +35,11 @@ class Folding:
         # a power of two changes no digit of bf16; everything else is worked out in fp32
         exact = b.dtype == torch.bfloat16 and abs(math.frexp(strength)[0]) == 0.5
         rows = turned(b if exact else b.float())
-        self._terms.append((a, rows if strength == 1 else rows.mul_(strength)))
+        self.join(a, rows if strength == 1 else rows.mul_(strength))
+
+    def join(self, a: Tensor, b: Tensor) -> None:
+        """f(x) + (x a^T) b: a [r, in], b [r, out]."""
+        self._terms.append((a, b))
 
     def scale_input(self, vector: Tensor) -> None:
         """f(vector * x)."""

@@ -19,6 +19,7 @@ from coterie.adapters.history import History
 from coterie.adapters.image import Image
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded, WeightsError
 from coterie.kernels.patch import Stack
+from coterie.kernels.threads import use_threads_here
 from coterie.obs.trace import log
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class Loader:
             self.news.set()
 
     def _work(self) -> None:
+        # the engine's steps need the other cores, and teams that share a core wait for each other
+        use_threads_here(max(1, torch.get_num_threads() // 2))
         with torch.inference_mode():
             while (entry := self._next()) is not None:
                 try:

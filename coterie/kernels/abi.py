@@ -189,6 +189,8 @@ def declare(library: ctypes.CDLL) -> None:
             [c_int32, c_int64, c_void_p, c_int32, *[c_void_p] * 3, c_int64],
         ),
         "ct_linear": (None, [POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64]),
+        "ct_row_norms": (None, [POINTER(Matrix), c_void_p, c_int64]),
+        "ct_use_threads": (None, [c_int32]),
         "ct_attention": (
             None,
             [POINTER(Shape), POINTER(Batch), POINTER(Cache), c_void_p, c_void_p, c_int64],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,6 +62,31 @@ class PackedLinear:
             ctypes.byref(self.matrix), rows.data_ptr(), rows.shape[0], out.data_ptr(), threads
         )
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def whole_weight(self, first: int, rows: int) -> PackedLinear | None:
+        """One of the weights as a product that shares its memory; None where these rows are not
+        all of one."""
+        begin = 0
+        for part, packed in zip(self._parts, self._packed, strict=True):
+            if (begin, part.rows) == (first, rows):
+                return self._of_part(part, packed)
+            begin += part.rows
+        return None
+
+    def row_norms_squared(self) -> Tensor:
+        """[out_features] fp64: |W_i|^2 of the values that are multiplied by."""
+        out = torch.empty(self.out_features, dtype=torch.float64)
+        threads = torch.get_num_threads()
+        self._call.ct_row_norms(ctypes.byref(self.matrix), out.data_ptr(), threads)
+        return out
+
+    def _of_part(self, part: abi.Part, packed: Tensor) -> PackedLinear:
+        made = copy(self)
+        made._packed, made._parts = [packed], (abi.Part * 1)(part)
+        made.out_features, made.nbytes = part.rows, packed.nbytes
+        panels = -(-part.rows // 16)
+        made.matrix = abi.Matrix(1, part.rows, self.in_features, panels, made._parts)
+        return made
 
     def _pack(self, weight: Weight) -> abi.Part:
         kind, values, scale, minimum = stored(weight)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
+from coterie.kernels.cpu import PackedLinear
 from coterie.kernels.linear import ReferenceLinear
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Matrix:
     order: Tensor | None = None
     in_features: int = field(init=False)
     _norms: Tensor | None = field(default=None, repr=False)
+    _own: PackedLinear | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.in_features = self.product.in_features
@@ -72,29 +74,51 @@ class Matrix:
     @torch.inference_mode()
     def row_norms_squared(self) -> Tensor:
         if self._norms is None:
-            norms = torch.linalg.vector_norm(self._weight().float(), dim=1)
-            self._norms = norms.cpu().double().square()
+            self._norms = self._norms_squared()
         return self._norms
 
     @torch.inference_mode()
     def project(self, x: Tensor) -> Tensor:
         last = self.first + self.out_features
-        if isinstance(self.product, ReferenceLinear):
+        packed = self._packed()
+        if packed is not None:
+            rows = packed(x)
+        elif isinstance(self.product, ReferenceLinear):
             weight = self.product.weight[self.first : last]
             rows = (x.to(weight.device) @ weight.float().T).cpu()
         else:
             rows = self.product(x)[:, self.first : last]
+        return self._in_order(rows)
+
+    def _norms_squared(self) -> Tensor:
+        """Of the weight as the kernels see it, in the module's own order."""
+        packed = self._packed()
+        if packed is not None:
+            return self._in_order(packed.row_norms_squared())
+        if isinstance(self.product, ReferenceLinear):
+            weight = self.product.weight[self.first : self.first + self.out_features]
+            return self._in_order(_squares(weight))
+        return _squares(self.read())
+
+    def _packed(self) -> PackedLinear | None:
+        """The module's rows alone, where the product can tell them from its others."""
+        if self._own is None and isinstance(self.product, PackedLinear):
+            self._own = self.product.whole_weight(self.first, self.out_features)
+        return self._own
+
+    def _in_order(self, rows: Tensor) -> Tensor:
+        """[..., out] of the product -> of the module."""
         if self.order is None:
             return rows
         back = torch.empty_like(rows)
-        back[:, self.order] = rows
+        back[..., self.order] = rows
         return back
 
-    def _weight(self) -> Tensor:
-        """As the kernels see it, in the module's own order."""
-        if isinstance(self.product, ReferenceLinear) and self.order is None:
-            return self.product.weight[self.first : self.first + self.out_features]
-        return self.read()
+
+def _squares(weight: Tensor) -> Tensor:
+    """|W_i|^2, fp64 on the host."""
+    norms: Tensor = torch.linalg.vector_norm(weight.float(), dim=1)
+    return norms.cpu().double().square()
 
 
 class ModelTargets:

@@ -66,7 +66,7 @@ def test_refused(kind: str, path: str, words: str) -> None:
 
 def test_nothing_is_computed_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(Matrix, "_weight", lambda self: asked.append(self))
+    monkeypatch.setattr(Matrix, "_norms_squared", lambda self: asked.append(self))
     model = loaded("llama")
     assert model.targets is model.targets and model.targets.hidden == 64
     assert not asked and all(matrix._norms is None for matrix in matrices(model).values())

@@ -141,3 +141,9 @@ template <class Type> static void expanded_tile(const TileJob& job) {
 
 void q4k_tile(const TileJob& job) { expanded_tile<Q4K>(job); }
 void q6k_tile(const TileJob& job) { expanded_tile<Q6K>(job); }
+
+void widen_block(int32_t kind, const uint8_t* const* at, float* out) {
+    RowSet rows;
+    memcpy(rows.at, at, sizeof rows.at);
+    kind == KIND_Q4K ? Q4K::expand(rows, out) : Q6K::expand(rows, out);
+}

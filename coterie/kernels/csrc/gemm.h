@@ -24,6 +24,7 @@ void f32_tile(const TileJob& job);
 void f32_span(const TileJob& job, int64_t from, int64_t to);  // one panel, which begins at k = from
 void q4k_tile(const TileJob& job);
 void q6k_tile(const TileJob& job);
+void widen_block(int32_t kind, const uint8_t* const* rows, float* out);  // 16 rows -> [256][16]
 void bf16_tile(const TileJob& job);
 template <bool INT4> void quant_tile(const TileJob& job);
 #if CT_AMX
