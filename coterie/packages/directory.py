@@ -48,6 +48,7 @@ def collect(directory: Path) -> Collected:
     for path in _listed(directory):
         name = path.relative_to(directory).as_posix()
         if is_known(name):
+            _refuse_leak(path, directory)
             files[check_path(name.encode(), str(directory))] = path
         else:
             left_out.append(name)
@@ -62,8 +63,12 @@ def open_directory(directory: Path) -> Package:
     """Checks every file as `inspect` does, without copying any."""
     files: dict[str, Facts] = {}
     kept: dict[str, bytes] = {}
+    texts = 0
     for name, path in collect(directory).files.items():
         files[name], contents = _checked(name, path)
+        texts += 0 if is_tensors(name) else files[name].size
+        if texts > LIMITS.texts_bytes or len(files) > LIMITS.entries:
+            raise WeightsError(f"{directory}: refused, more texts than an expert has. Check it.")
         if contents is not None:
             kept[name] = contents
     if MANIFEST not in kept:
@@ -104,6 +109,17 @@ def _listed(directory: Path) -> list[Path]:
         return _walk(directory, MAX_DEPTH)
     except OSError as error:
         raise WeightsError(f"{directory}: cannot be read ({error.strerror}). Check it.") from error
+
+
+def _refuse_leak(path: Path, directory: Path) -> None:
+    """Whoever made the folder must not choose which other files of this machine are taken along.
+    Only the Hugging Face cache keeps its files elsewhere, in `blobs` beside `snapshots`."""
+    if not path.is_symlink():
+        return
+    target, home = path.resolve(), directory.resolve()
+    if home in target.parents or target.parent == home.parent.parent / "blobs":
+        return
+    raise WeightsError(f"{path}: refused, a link to a file outside {directory}. Copy the file.")
 
 
 def _walk(directory: Path, depth: int) -> list[Path]:

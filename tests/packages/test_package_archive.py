@@ -16,6 +16,7 @@ from coterie.packages.archive import inspect, pack, repack, unpack
 from coterie.packages.digest import adapter_digest, digest_of, file_sha256
 from coterie.packages.directory import collect, open_directory
 from coterie.packages.manifest import from_document
+from coterie.packages.tar_stream import LIMITS
 from tests.packages import hostile
 from tests.packages.made import document, lora_directory, package, safetensors
 
@@ -159,6 +160,38 @@ def test_directories_say_what_is_wrong_with_them(tmp_path: Path) -> None:
         open_directory(tmp_path / "nowhere")
     with pytest.raises(WeightsError, match="no such file"):
         inspect(tmp_path / "nowhere.expert")
+
+
+def test_a_directory_takes_no_other_files_along(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("of this machine alone")
+    directory = lora_directory(tmp_path / "peft")
+    (directory / "README.md").unlink()
+    (directory / "README.md").symlink_to(secret)
+    with pytest.raises(WeightsError, match="outside"):
+        collect(directory)
+    (directory / "README.md").unlink()
+    (directory / "NOTICE").write_text("mine")
+    (directory / "LICENSE").symlink_to("NOTICE")
+    assert "LICENSE" in collect(directory).files
+    # as the Hugging Face cache has them
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (blobs / name[:12]).write_bytes((directory / name).read_bytes())
+        (snapshot / name).symlink_to(f"../../blobs/{name[:12]}")
+    assert open_directory(snapshot).digest == digest_of(directory)
+
+
+def test_a_directory_has_an_archives_limits(tmp_path: Path) -> None:
+    directory = lora_directory(tmp_path / "peft")
+    (directory / "tests").mkdir()
+    for number in range(LIMITS.entries):
+        (directory / "tests" / f"{number}.txt").touch()
+    with pytest.raises(WeightsError, match="more texts than an expert has"):
+        open_directory(directory)
 
 
 def test_a_directory_is_a_package_with_a_made_up_manifest(tmp_path: Path) -> None:
