@@ -18,7 +18,7 @@ CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 SECRET = "the-prompt-nobody-may-log"
 LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
 # seconds of work for the tiny model, also on a fast and idle machine
-SECONDS = LONG | {"max_tokens": 4000}
+SECONDS = LONG | {"max_tokens": 2000}
 
 
 def bearer(key: str) -> dict[str, str]:
