@@ -190,7 +190,6 @@ def declare(library: ctypes.CDLL) -> None:
         ),
         "ct_linear": (None, [POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64]),
         "ct_row_norms": (None, [POINTER(Matrix), c_void_p, c_int64]),
-        "ct_use_threads": (None, [c_int32]),
         "ct_attention": (
             None,
             [POINTER(Shape), POINTER(Batch), POINTER(Cache), c_void_p, c_void_p, c_int64],

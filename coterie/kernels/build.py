@@ -133,13 +133,13 @@ def _run(command: list[str]) -> None:
 
 
 def _load(path: Path) -> NativeLibrary:
-    ctypes.CDLL(_openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(path))
     abi.declare(library)
     return NativeLibrary(path, library.ct_isa().decode(), library)
 
 
-def _openmp_runtime() -> str:
+def openmp_runtime() -> str:
     """The OpenMP library torch runs on, so that one pool of threads serves both."""
     import torch  # noqa: F401  (loads the library we look for)
 

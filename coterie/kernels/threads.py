@@ -5,16 +5,19 @@ OpenMP keeps that number by thread, and torch has no word for it. Knows no kerne
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
-from coterie.kernels.build import native
+from coterie.kernels.build import openmp_runtime
 
 
 def use_threads_here(count: int) -> None:
-    """For torch's operators and native calls that the calling thread begins from now on. Without
-    native kernels nothing changes."""
+    """For torch's operators and native calls that the calling thread begins from now on. Where
+    torch runs without OpenMP nothing changes."""
     # torch gives a new thread its number at the first look
     torch.get_num_threads()
-    library = native()
-    if library is not None:
-        library.call.ct_use_threads(count)
+    try:
+        ctypes.CDLL(openmp_runtime()).omp_set_num_threads(ctypes.c_int(count))
+    except (OSError, AttributeError):
+        return

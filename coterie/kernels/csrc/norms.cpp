@@ -118,7 +118,4 @@ void ct_row_norms(const Matrix* matrix, double* out, int64_t threads) {
     run_team(int(threads), matrix->num_parts, body);
 }
 
-// Of the calling thread alone: what it and torch's operators on it begin from now on.
-void ct_use_threads(int32_t count) { omp_set_num_threads(count); }
-
 }  // extern "C"

@@ -13,7 +13,6 @@
 extern "C" {  // provided by the process's OpenMP runtime (libgomp, or libomp's compatible entry)
 void GOMP_parallel(void (*fn)(void*), void* data, unsigned num_threads, unsigned flags);
 int omp_get_num_threads();
-void omp_set_num_threads(int count);
 }
 
 struct alignas(64) Phase {
