@@ -222,6 +222,10 @@ class ToyAdapters:
             return "loading"
         return "failed" if adapters[0].digest.startswith("bad") else "full"
 
+    def prefer(self, key: str) -> None:
+        if key in self._wanted and self._wanted[key][1] <= self.now:
+            self._wanted = {key: self._wanted[key], **self._wanted}
+
     def failure(self, key: str) -> CoterieError:
         self._wanted.pop(key, None)
         return WeightsError("adapter.safetensors is broken")

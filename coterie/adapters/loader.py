@@ -1,8 +1,9 @@
 """The thread behind the pool: disk to host cache, compose, host to device; one stack at a time.
 
 Stacks whose adapters are in RAM go before those that must be read. What finds no room on the device
-waits in the order it came, and nobody passes it: room that appears is for the first in line. RAM
-beside the host cache is bounded by one stack's adapters and its composed form.
+waits in the order it came, and nobody passes it but the one that the engine prefers: room that
+appears is for the first in line. RAM beside the host cache is bounded by one stack's adapters and
+its composed form.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,7 +63,7 @@ class Loader:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    # with `residency.changed` held: put, retry
+    # with `residency.changed` held: put, prefer, retry
 
     def put(self, entry: Entry) -> None:
         if len(self._reads) + len(self._places) >= MAX_LOADS:
@@ -74,6 +76,16 @@ class Loader:
             self._thread = threading.Thread(target=self._work, name="adapters", daemon=True)
             self._thread.start()
         self._residency.changed.notify_all()
+
+    def prefer(self, entry: Entry) -> None:
+        """It is the first in line; the others stay in their order behind it. What is being placed
+        at this moment is placed before."""
+        places = self._places
+        if places and places[0] is not entry and entry in places:
+            places.remove(entry)
+            places.appendleft(entry)
+            # it may fit where the other did not
+            self.retry()
 
     def retry(self) -> None:
         """Somebody let go of room."""
@@ -106,27 +118,25 @@ class Loader:
         # the engine's steps need the other cores, and teams that share a core wait for each other
         use_threads_here(max(1, torch.get_num_threads() // 2))
         with torch.inference_mode():
-            while (entry := self._next()) is not None:
+            while (found := self._next()) is not None:
+                work, entry = found
                 try:
-                    if self._places and entry is self._places[0]:
-                        self._place(entry)
-                    else:
-                        self._read(entry)
+                    work(entry)
                 except CoterieError as problem:
                     self._fail(entry, problem)
                 except Exception as problem:
                     log("adapter_load_failed", level="error", error=problem)
                     self._fail(entry, WeightsError(f"adapters could not be loaded: {problem!r}"))
-                del entry
+                del entry, found
 
-    def _next(self) -> Entry | None:
+    def _next(self) -> tuple[Callable[[Entry], None], Entry] | None:
         changed = self._residency.changed
         with changed:
             while not self._closed:
                 if self._places and not self._blocked:
-                    return self._places[0]
+                    return self._place, self._places[0]
                 if self._reads:
-                    return self._reads.popleft()
+                    return self._read, self._reads.popleft()
                 pause_s = self._retry_at_s - time.monotonic() if self._blocked else None
                 if pause_s is not None and pause_s <= 0:
                     self._blocked = False
@@ -177,11 +187,13 @@ class Loader:
     def _no_room(self, entry: Entry) -> None:
         newest_s = max(waiting.asked_s for waiting in self._places)
         if newest_s - entry.asked_s > ABANDONED_S:
-            self._places.popleft()
+            self._places.remove(entry)
             self._image = None
             del self._residency.entries[entry.key]
             return
-        self._blocked, self._retry_at_s = True, time.monotonic() + _RETRY_S
+        # another one may have been preferred meanwhile
+        self._blocked = self._places[0] is entry
+        self._retry_at_s = time.monotonic() + _RETRY_S
         for waiting in self._places:
             self._wait(waiting)
 
@@ -197,7 +209,7 @@ class Loader:
                 residency.cancel(entry, slot)
             raise
         with residency.changed:
-            self._places.popleft()
+            self._places.remove(entry)
             entry.stack = Stack(entry.key, slot, patches, soft)
             entry.event, entry.state = event, "ready"
             residency.version += 1
@@ -221,8 +233,8 @@ class Loader:
     def _fail(self, entry: Entry, problem: CoterieError) -> None:
         self.history.counts["failed"] += 1
         with self._residency.changed:
-            if self._places and self._places[0] is entry:
-                self._places.popleft()
+            if entry in self._places:
+                self._places.remove(entry)
             entry.error, entry.state = problem, "failed"
             entry.waits_since_s = self._residency.clock()
             self._image = None

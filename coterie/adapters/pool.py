@@ -96,6 +96,14 @@ class AdapterPool:
         entry.asked_s = self._clock()
         return entry.state
 
+    def prefer(self, key: str) -> None:
+        """Of the stacks that find no room, this one is next. The others keep their order."""
+        residency = self._residency
+        with residency.changed:
+            entry = residency.entries.get(key)
+            if entry is not None and entry.state == "full":
+                self._loader.prefer(entry)
+
     def failure(self, key: str) -> CoterieError:
         entry = self._residency.entries.get(key)
         if entry is None:

@@ -6,8 +6,9 @@ Knows the pool only by `Adapters`, and nothing of blocks, steps or tensors.
 Nobody waits for somebody else's stack: whoever's is not there is passed over. For a key that found
 no room in PATIENCE_STEPS rounds one resident stack is closed, that with the least left to produce:
 it drains, as only its running requests and higher priorities may use it. When that is not enough,
-the next one. Of several such keys the highest priority goes first, then the longest wait. Where a
-stack's users all have a lower priority than who waits, they yield at once.
+the next one. Of several such keys the highest priority goes first, then the longest wait, and the
+pool gives room to that one before the others. Where a stack's users all have a lower priority than
+who waits, they yield at once.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class Adapters(Protocol):
     def state(self, key: str) -> str:
         """ready, loading, full (loaded, but no room where the model runs) or failed. Asking keeps
         a key wanted."""
+
+    def prefer(self, key: str) -> None:
+        """Of the full ones this is the next to get room; the others keep their order."""
 
     def failure(self, key: str) -> CoterieError: ...
 
@@ -145,6 +149,7 @@ class Seats:
         if not first:
             return
         self._closed_priority = self._priority(first)
+        self._adapters.prefer(first)
         if any(key in self.holders for key in self._closed):
             self._closed_at = self._round
             return

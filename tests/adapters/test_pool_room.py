@@ -56,6 +56,51 @@ def test_taken_stacks_fill_the_room_and_the_rest_waits_in_order(tmp_path: Path) 
     pool.close()
 
 
+def test_the_preferred_one_is_next_and_the_others_keep_their_order(tmp_path: Path) -> None:
+    digests = [write_lora(tmp_path, seed) for seed in range(5)]
+    pool = open_pool(tmp_path, device_bytes=ONE)
+    held = fetch(pool, choose(digests[0])).key
+    waiting = []
+    for digest in digests[1:]:
+        pool.want(choose(digest))
+        waiting.append(stack_key(choose(digest)))
+        until(lambda: pool.state(waiting[-1]) == "full")
+    # the last word counts; what is not waiting is no matter
+    for key in (waiting[0], waiting[3], waiting[2], waiting[2], held, "unknown"):
+        pool.prefer(key)
+    order = []
+    for _ in waiting:
+        pool.release(held)
+        left = [key for key in waiting if key not in order]
+        until(lambda left=left: any(pool.state(key) == "ready" for key in left))
+        (held,) = (key for key in left if pool.state(key) == "ready")
+        pool.take(held)
+        order.append(held)
+    assert order == [waiting[index] for index in (2, 3, 0, 1)]
+    pool.check()
+    pool.close()
+
+
+def test_a_preferred_stack_takes_room_that_is_too_small_for_the_first(tmp_path: Path) -> None:
+    small = [write_lora(tmp_path, seed) for seed in range(3)]
+    big = write_lora(tmp_path, 9, rank=8)
+    pool = open_pool(tmp_path, device_bytes=2 * ONE)
+    keys = [fetch(pool, choose(digest)).key for digest in small[:2]]
+    late, first = stack_key(choose(small[2])), stack_key(choose(big))
+    for digest, key in ((big, first), (small[2], late)):
+        pool.want(choose(digest))
+        until(lambda key=key: pool.state(key) == "full")
+    pool.release(keys[0])
+    pool.prefer(late)
+    until(lambda: pool.state(late) == "ready")
+    assert pool.state(first) == "full"
+    pool.release(keys[1])
+    pool.release(pool.take(late).key)
+    until(lambda: pool.state(first) == "ready")
+    pool.check()
+    pool.close()
+
+
 def test_a_big_stack_is_not_passed_by_small_ones(tmp_path: Path) -> None:
     small = [write_lora(tmp_path, seed) for seed in range(4)]
     big = write_lora(tmp_path, 9, rank=12)

@@ -222,6 +222,27 @@ def test_a_higher_priority_takes_the_seat_at_once() -> None:
     check_outputs(events, [*low, urgent, equal])
 
 
+def test_room_goes_to_the_highest_priority_that_waits() -> None:
+    """Not to whoever asked for theirs first, and among equals to the longest wait."""
+    pool = ToyAdapters(1)
+    engine = make_engine(adapters=pool)
+    first = make_assignment("first", [1, 2], max_tokens=12, adapters=stack("a"), priority=5)
+    add(engine, first)
+    events = engine.step()
+    names = (("low", "b", 0), ("high", "c", 3), ("equal", "d", 3))
+    work = [
+        make_assignment(name, [3, 4], max_tokens=3, adapters=stack(digest), priority=priority)
+        for name, digest, priority in names
+    ]
+    for assignment in work:
+        add(engine, assignment)
+        events += engine.step()
+    events += drain(engine, pool=pool)
+    check_outputs(events, [first, *work])
+    ended = [event.request_id for event in events if isinstance(event, Finished)]
+    assert ended == ["first", "high", "equal", "low"]
+
+
 def test_beams_and_forks_hold_their_stack_together() -> None:
     """One seat: beams that wait for a sibling in the queue must not lock it for ever."""
     pool = ToyAdapters(1)
