@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Sequence
 
 from coterie.core.errors import InvalidRequest
 
@@ -39,6 +41,11 @@ def name_from(text: str) -> str:
     """The nearest permitted name: for directories that nobody named."""
     cleaned = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:64]
     return cleaned if _NAME.fullmatch(cleaned) and cleaned != AUTO else "expert"
+
+
+def near_names(name: str, known: Sequence[str]) -> list[str]:
+    """Those that a slip of the finger may have meant, the likeliest first."""
+    return difflib.get_close_matches(name, known, n=3, cutoff=0.5)
 
 
 def version_of(digest: str) -> str:

@@ -67,7 +67,10 @@ class Verdict:
             return
         advice = ""
         if self.state == "unsigned":
-            advice = " Sign it with coterie expert sign, or pass --allow-unsigned."
+            advice = (
+                " Sign it with coterie expert sign (a directory: pack it first), or allow it "
+                "with --allow-unsigned."
+            )
         if self.state == "untrusted":
             advice = " Trust the key with coterie keys trust, or pass --allow-unsigned."
         raise Forbidden(f"{what}: refused, {self.reason}.{advice}")
@@ -103,7 +106,8 @@ class TrustStore:
         with self._changing() as known:
             matching = [key for key in known.values() if key_id and key.id.startswith(key_id)]
             if len(matching) != 1:
-                raise NotFound(f"key {key_id[:32]!r}: {len(matching)} keys match; see keys list")
+                found = f"{len(matching)} known keys start" if matching else "no known key starts"
+                raise NotFound(f"{found} with {key_id[:32]!r}. See coterie keys list.")
             key = matching[0]
             if key.revoked_at is None:
                 key = replace(key, revoked_at=time.time())
