@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.cli.expert_state import bases, open_registry, open_trust
 from coterie.cli.menu import show
-from coterie.cli.terminal import facts, narrate, nbytes, table
-from coterie.core.errors import ConfigError
+from coterie.cli.terminal import facts, narrate, nbytes, note, table
+from coterie.core.errors import ConfigError, CoterieError
+from coterie.packages.manifest import Base, Manifest
 
 if TYPE_CHECKING:
     from coterie.core.adapters import AdapterCard
@@ -56,44 +58,63 @@ def install(args: argparse.Namespace) -> int:
         raise ConfigError("--name and --version are for one expert at a time", param="name")
     fingerprints = [base.fingerprint for base in bases(args.base)]
     registry, trust = open_registry(), open_trust()
-    cards, lines = [], []
+    known = {_called(card): card.digest for card in registry.cards()}
+    cards, lines, failed = [], [], 0
     for source in args.source:
-        card = registry.install(
-            Path(source),
-            trust=trust,
-            allow_unsigned=args.allow_unsigned,
-            bases=fingerprints,
-            name=args.name,
-            version=args.version,
-        )
+        try:
+            card = registry.install(
+                Path(source),
+                trust=trust,
+                allow_unsigned=args.allow_unsigned,
+                bases=fingerprints,
+                name=args.name,
+                version=args.version,
+            )
+        except CoterieError as error:
+            if len(args.source) == 1:
+                raise
+            # the others are as good as without it
+            note(f"coterie: {error.message}")
+            failed += 1
+            continue
         cards.append(card)
-        line = f"{_called(card)}: installed ({card.kind}, {nbytes(card.nbytes)})"
+        again = " again" if known.get(_called(card)) == card.digest else ""
+        line = f"{_called(card)}: installed{again} ({card.kind}, {nbytes(card.nbytes)})"
         current = registry.find(card.name)
         if current.version != card.version:
             line += f"; {card.name} is pinned and still means {current.version}"
         lines.append(line)
     registry.sweep()
-    report = asdict(cards[0]) if len(cards) == 1 else {"experts": [asdict(card) for card in cards]}
-    return show(args, report, "\n".join(lines))
+    report = {"experts": [asdict(card) for card in cards], "failed": failed}
+    if len(args.source) == 1:
+        report = asdict(cards[0])
+    show(args, report, "\n".join(lines) or "nothing was installed")
+    return 1 if failed else 0
 
 
 def listing(args: argparse.Namespace) -> int:
     registry = open_registry()
     cards, meanings = registry.cards(), registry.meanings()
+    states = _key_states()
     report = [
-        {**asdict(card), "current": meanings.get(card.name) == card, "aliases": names}
+        {
+            **asdict(card),
+            "signer_state": _signer_state(card, states),
+            "current": meanings.get(card.name) == card,
+            "aliases": _aliases(card, meanings),
+        }
         for card in cards
-        for names in [[a for a, c in meanings.items() if c == card and a != card.name]]
     ]
     rows = []
     for item, card in zip(report, cards, strict=True):
         marks = ("*" if item["current"] else "") + (" pinned" if card.pinned else "")
-        signer = card.signer or "unsigned"
-        shown = (card.version, marks.strip() or "-", card.kind, nbytes(card.nbytes), signer)
-        rows.append((card.name, *shown))
-        rows += [(f"  = {alias}", "", "", "", "", "") for alias in item["aliases"]]
+        shown = (card.version, marks.strip() or "-", card.kind, nbytes(card.nbytes))
+        rows.append((card.name, *shown, _signer(card, states)))
     headers = ("name", "version", "now", "kind", "size", "signed by")
     text = table(headers, rows) if rows else "no experts installed: coterie expert install FILE"
+    also = [f"{alias} = {_called(card)}" for alias, card in meanings.items() if alias != card.name]
+    if also:
+        text += f"\n\n{facts([('aliases', ', '.join(sorted(also)))])}"
     return show(args, {"experts": report}, text)
 
 
@@ -101,15 +122,18 @@ def details(args: argparse.Namespace) -> int:
     registry = open_registry()
     card = registry.find(*_parted(args.name))
     manifest = registry.manifest(card)
+    aliases = _aliases(card, registry.meanings())
+    signer = _signer(card, _key_states())
     pairs = [
         ("expert", _called(card)),
         ("about", card.description or "-"),
         ("author", manifest.author or "-"),
         ("kind", f"{card.kind}, {nbytes(card.nbytes)}"),
         ("digest", card.digest),
-        ("for", _for(manifest.base_models)),
-        ("signed by", card.signer or "nobody (allowed with --allow-unsigned)"),
+        ("for", _for(_bases(card, manifest))),
+        ("signed by", signer if card.signer else "nobody (allowed with --allow-unsigned)"),
         ("pinned", "yes" if card.pinned else "no"),
+        ("aliases", ", ".join(aliases) or "-"),
         ("files", str(registry.library / card.digest)),
     ]
     if card.num_virtual_tokens:
@@ -122,7 +146,8 @@ def details(args: argparse.Namespace) -> int:
             pairs.append((name.replace("_", " "), text))
     versions = ", ".join(other.version for other in registry.versions(card.name))
     pairs.append(("versions", versions))
-    return show(args, {**asdict(card), "manifest": dict(manifest.document)}, facts(pairs))
+    report = {**asdict(card), "aliases": aliases, "manifest": dict(manifest.document)}
+    return show(args, report, facts(pairs))
 
 
 def remove(args: argparse.Namespace) -> int:
@@ -172,7 +197,35 @@ def _called(card: AdapterCard) -> str:
     return f"{card.name}@{card.version}"
 
 
-def _for(base_models: Any) -> str:
+def _aliases(card: AdapterCard, meanings: Mapping[str, AdapterCard]) -> list[str]:
+    return sorted(name for name, meant in meanings.items() if meant == card and name != card.name)
+
+
+def _key_states() -> dict[str, str]:
+    now = time.time()
+    keys = open_trust().keys()
+    return {key.id: key.state(now) for key in keys}
+
+
+def _signer_state(card: AdapterCard, states: Mapping[str, str]) -> str:
+    """What its signer's key is by now: it was trusted when the expert was installed."""
+    return states.get(card.signer, "unknown") if card.signer else "unsigned"
+
+
+def _signer(card: AdapterCard, states: Mapping[str, str]) -> str:
+    state = _signer_state(card, states)
+    return card.signer if state == "trusted" else f"{card.signer} {state}".strip()
+
+
+def _bases(card: AdapterCard, manifest: Manifest) -> Sequence[Base]:
+    """As the manifest has them, or as `--base` said when it was installed."""
+    if set(card.bases) <= set(manifest.fingerprints):
+        return manifest.base_models
+    name = manifest.base_models[0].name if manifest.base_models else "a base model"
+    return [Base(name, fingerprint) for fingerprint in card.bases]
+
+
+def _for(base_models: Sequence[Base]) -> str:
     shown = [f"{base.name} ({base.fingerprint[:12] or 'any file'})" for base in base_models]
     return ", ".join(shown) or "any base model"
 
@@ -195,5 +248,6 @@ def _flat(value: Any) -> str:
     if isinstance(value, Mapping):
         return "; ".join(f"{key} {_flat(item)}" for key, item in value.items())
     if isinstance(value, list):
-        return ", ".join(_flat(item) for item in value)
+        texts = [_flat(item) for item in value]
+        return (" " if all(text.endswith(".") for text in texts) else ", ").join(texts)
     return value if isinstance(value, str) else json.dumps(value)

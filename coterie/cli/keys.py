@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.expert_state import keys_dir, open_trust
+from coterie.cli.expert_state import keys_dir, open_registry, open_trust
 from coterie.cli.menu import Menu, choose, show
 from coterie.cli.terminal import facts, table
 from coterie.core.errors import ConfigError
@@ -46,7 +46,8 @@ _REVOKE = """\
 examples:
   coterie keys revoke 0b4b2e7558035f28
 
-Nothing that it signed is installed from now on. A revoked key stays revoked.
+Nothing that it signed is installed from now on; what is installed stays, and is
+listed. A revoked key stays revoked.
 """
 _LIST = """\
 examples:
@@ -102,13 +103,22 @@ def trust(args: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: no public key (a .pub file) in it", param="key") from error
     expires_at = None if args.expires is None else _when(args.expires)
-    key = open_trust().trust(read_public(text), args.comment, expires_at)
+    try:
+        public = read_public(text)
+    except ConfigError as error:
+        what = "no public key in it" if path.is_file() else "no such file, and no public key"
+        raise ConfigError(f"{args.key}: {what} (64 hex digits)", param="key") from error
+    key = open_trust().trust(public, args.comment, expires_at)
     return show(args, _report(key), f"key {key.id}: {_state(key)}")
 
 
 def revoke(args: argparse.Namespace) -> int:
     key = open_trust().revoke(args.id)
-    return show(args, _report(key), f"key {key.id}: revoked")
+    signed = [f"{c.name}@{c.version}" for c in open_registry().cards() if c.signer == key.id]
+    text = f"key {key.id}: revoked"
+    if signed:
+        text += f"\nit signed what stays installed until you remove it: {', '.join(signed)}"
+    return show(args, {**_report(key), "installed": signed}, text)
 
 
 def listing(args: argparse.Namespace) -> int:

@@ -27,8 +27,8 @@ def note(text: str) -> None:
 
 class _Said(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        reason = getattr(record, "reason", None)
-        note(f"coterie: {record.getMessage()}" + (f": {reason}" if reason else ""))
+        about = [getattr(record, name, None) for name in ("model", "reason")]
+        note(": ".join(["coterie", record.getMessage(), *[str(text) for text in about if text]]))
 
 
 def narrate(level: int = logging.INFO) -> None:
@@ -112,16 +112,19 @@ def facts(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns; one block per row where the terminal is too narrow for them."""
+    """Aligned columns, words to the left and numbers to the right; one block per row where the
+    terminal is too narrow for them."""
     grid = [list(headers), *[list(row) for row in rows]]
-    widths = [max(len(row[i]) for row in grid) for i in range(len(headers))]
+    columns = list(zip(*grid, strict=True))
+    widths = [max(map(len, column)) for column in columns]
     if sum(widths) + 2 * (len(widths) - 1) > width():
         return "\n\n".join(facts(list(zip(headers, row, strict=True))) for row in rows)
+    words = [i == 0 or any(cell[:1].isalpha() for cell in c[1:]) for i, c in enumerate(columns)]
     lines = []
     for row in grid:
         cells = [
-            cell.ljust(size) if i == 0 else cell.rjust(size)
-            for i, (cell, size) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(size) if is_words else cell.rjust(size)
+            for cell, size, is_words in zip(row, widths, words, strict=True)
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -12,6 +12,7 @@ import pytest
 from tiny import tiny_checkpoint
 
 from coterie.cli.main import COMMANDS, build_parser, main
+from coterie.cli.terminal import table
 from coterie.packages.archive import inspect
 from coterie.packages.digest import digest_of
 from coterie.weights.checkpoint import open_checkpoint
@@ -104,7 +105,7 @@ def test_versions_names_and_pins(home: Path, capsys: Capture) -> None:
     run(capsys, "expert", "alias", "prod", "sql@2.0.0")
     assert run(capsys, "expert", "pin", "sql")["pinned"]
     out = text(capsys, "expert", "list")
-    assert "* pinned" in out and "= prod" in out
+    assert "* pinned" in out and "prod = sql@2.0.0" in out
     assert "is pinned" in refused(capsys, "expert", "remove", "sql")
     run(capsys, "expert", "install", packed(capsys, "3.0.0", seed=3), "--allow-unsigned")
     assert run(capsys, "expert", "show", "sql")["version"] == "1.0.0"
@@ -121,7 +122,7 @@ def test_an_unsigned_installation_is_said(home: Path, capsys: Capture) -> None:
     assert "not signed" in refused(capsys, "expert", "install", directory)
     assert main(["expert", "install", str(directory), "--allow-unsigned"]) == 0
     said = capsys.readouterr()
-    assert "--allow-unsigned used: it is not signed" in said.err
+    assert "--allow-unsigned used: plain@0.0.0-" in said.err
     assert said.out.startswith("plain@0.0.0-")
 
 
@@ -147,7 +148,7 @@ def test_keys(home: Path, capsys: Capture) -> None:
     assert run(capsys, "keys", "revoke", made["key_id"][:5])["state"] == "revoked"
     assert "stays so" in refused(capsys, "keys", "trust", public)
     assert "never overwritten" in refused(capsys, "keys", "new")
-    assert "0 keys match" in refused(capsys, "keys", "revoke", "zz")
+    assert "no known key starts" in refused(capsys, "keys", "revoke", "zz")
 
 
 def test_one_line_errors(home: Path, capsys: Capture) -> None:
@@ -177,3 +178,46 @@ def test_help_has_examples(command: str, capsys: Capture) -> None:
     for action in actions.values():
         assert action.epilog.startswith("examples:\n  coterie ")
     assert command in COMMANDS
+
+
+def test_one_bad_file_does_not_keep_the_others_out(home: Path, capsys: Capture) -> None:
+    file = packed(capsys)
+    Path("cut.expert").write_bytes(file.read_bytes()[:500])
+    capsys.readouterr()
+    assert main(["expert", "install", "cut.expert", str(file), "--allow-unsigned"]) == 1
+    said = capsys.readouterr()
+    assert said.out == f"sql@1.0.0: installed (lora, {said.out.split('(lora, ')[1]}"
+    assert "cut.expert: refused" in said.err and "sql@1.0.0: it is not signed" in said.err
+    assert "installed again" in text(capsys, "expert", "install", file, "--allow-unsigned")
+
+
+def test_a_revoked_signer_is_seen_on_what_stays(home: Path, capsys: Capture) -> None:
+    key = run(capsys, "keys", "new", "my.key", "--trust")["key_id"]
+    file = packed(capsys)
+    run(capsys, "expert", "sign", file, "--key", "my.key")
+    base = tiny_checkpoint("llama")
+    run(capsys, "expert", "install", file, "--base", base)
+    assert open_checkpoint(base).fingerprint()[:12] in text(capsys, "expert", "show", "sql")
+    assert run(capsys, "keys", "revoke", key[:6])["installed"] == ["sql@1.0.0"]
+    assert f"{key} revoked" in text(capsys, "expert", "list")
+    assert run(capsys, "expert", "list")["experts"][0]["signer_state"] == "revoked"
+    assert f"{key} revoked" in text(capsys, "expert", "show", "sql")
+    assert "nope: no such file" in refused(capsys, "keys", "trust", "nope")
+
+
+def test_an_alias_is_told_from_a_name(home: Path, capsys: Capture) -> None:
+    run(capsys, "expert", "install", packed(capsys), "--allow-unsigned")
+    run(capsys, "expert", "alias", "prod", "sql")
+    assert run(capsys, "expert", "show", "prod")["aliases"] == ["prod"]
+    assert "prod is an alias of sql" in refused(capsys, "expert", "remove", "prod")
+    assert "prod is an alias of sql" in refused(capsys, "expert", "pin", "prod")
+
+
+def test_tables_set_words_left_and_numbers_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = table(("key", "size", "by"), [("a", "7.5 MB", "someone else"), ("b", "12.5 MB", "me")])
+    assert shown.splitlines() == [
+        "key     size  by",
+        "a     7.5 MB  someone else",
+        "b    12.5 MB  me",
+    ]
