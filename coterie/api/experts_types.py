@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from coterie.api.body import Body
-from coterie.core.adapters import MAX_STACK
+from coterie.core.adapters import MAX_STACK, MAX_WEIGHT
 from coterie.core.request import AdapterHint
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
@@ -21,7 +21,7 @@ class ExpertItem(Body):
     """One expert of a request, `name` or `name@version`, and how strongly it applies."""
 
     name: Name
-    weight: float = Field(1.0, ge=-10, le=10)
+    weight: float = Field(1.0, ge=-MAX_WEIGHT, le=MAX_WEIGHT)
 
 
 # the order is the order in which they are composed

@@ -34,8 +34,8 @@ EPILOG = """\
 examples:
   coterie run --prompt "The capital of France is" --max-tokens 16
   coterie run --chat --prompt "Who wrote Faust?" --temperature 0
-  coterie run --expert json-extract --prompt "..."     with an installed expert
-  coterie run --expert ./my-lora=0.8 --expert tone.expert --prompt "..."     two, stacked
+  coterie run --chat --expert json-extract --prompt "..."     with an installed expert
+  coterie run --chat --expert ./my-lora=0.8 --expert tone.expert --prompt "..."     two, stacked
   coterie run ./moe --prompt "Hello" --device-budget 6GB --report
   coterie run ./moe --prompt - --trace run.npz < letter.txt    then: coterie plan --trace run.npz
   coterie run --prompt-ids 1,2,3 --json        text, token_ids, usage and timings as JSON
@@ -166,6 +166,9 @@ def _answer(
             "threads": llm.info.threads,
         },
     }
+    if given.get("experts"):
+        stack, _ = llm.adapters.choose(given["experts"], llm.info.fingerprint)
+        answer["experts"] = [asdict(choice) for choice in stack]
     if with_report:
         answer["report"] = report(llm, done.usage, done.timings, done.experts, load_s)
     return answer

@@ -9,15 +9,13 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass
 
-from coterie.core.adapters import MAX_STACK
+from coterie.core.adapters import MAX_STACK, MAX_WEIGHT
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.request import AdapterHint, RouteHints
 
 AUTO = "auto"
 # no name is longer, and reading one takes time that grows with its square
 MAX_CHARACTERS = 512
-# beyond it nothing is left of the model that an adapter was trained beside
-MAX_WEIGHT = 10.0
 
 
 @dataclass(frozen=True, slots=True)

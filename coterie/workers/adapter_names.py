@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coterie.core.adapters import AdapterCard
+from coterie.core.adapters import MAX_WEIGHT, AdapterCard
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.plan import AdapterChoice
 from coterie.weights.home import state_dir
@@ -109,9 +109,10 @@ def parse(item: Named) -> tuple[str, float]:
 
 
 def _weighted(name: str, weight: float) -> tuple[str, float]:
-    if not name or not math.isfinite(weight):
+    if not name or not (math.isfinite(weight) and abs(weight) <= MAX_WEIGHT):
         raise InvalidRequest(
-            f"{name!r} with the weight {weight}: name an expert and a finite weight",
+            f"{name!r} with the weight {weight}: name an expert, and a weight from "
+            f"-{MAX_WEIGHT:.0f} to {MAX_WEIGHT:.0f}",
             param="experts",
         )
     return name, weight

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from peft_files import make_adapter
 from tiny import tiny_checkpoint
 
 from coterie.cli.main import main
@@ -121,6 +123,18 @@ def test_nothing_is_opened_before_it_is_asked_for(tmp_path: Path) -> None:
     assert not (tmp_path / "experts").exists()
 
 
+def test_run_says_which_experts_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COTERIE_HOME", str(tmp_path))
+    source = make_adapter(tiny_checkpoint("llama"), "lora", 1)
+    model = ["run", str(tiny_checkpoint("llama")), "--dtype", "fp32", "--kv-bytes", "8MB"]
+    asked = ["--prompt-ids", "1,2,3", "--max-tokens", "2", "--json", "--expert", f"{source}=0.5"]
+    assert main([*model, *asked]) == 0
+    (used,) = json.loads(capsys.readouterr().out)["experts"]
+    assert (used["digest"], used["weight"]) == (digest_of(source), 0.5)
+
+
 def test_run_refuses_a_wrong_expert_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,3 +146,6 @@ def test_run_refuses_a_wrong_expert_in_one_line(
     with pytest.raises(SystemExit, match="2"):
         main([*common, "--expert", "poet=much"])
     assert "no number" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*common, "--expert", "poet=10.5"])
+    assert "from -10 to 10" in capsys.readouterr().err
