@@ -27,11 +27,12 @@ def tenant_of(key: bytes) -> str:
 class KeyRing:
     """The keys of one key file, read once at start."""
 
-    def __init__(self, keys: Iterable[bytes]) -> None:
+    def __init__(self, keys: Iterable[bytes], word: str = "API key") -> None:
         self._keys = tuple(keys)
+        self._word = word
 
     @classmethod
-    def load(cls, path: Path, param: str = "server.api_key_file") -> KeyRing:
+    def load(cls, path: Path, param: str = "server.api_key_file", word: str = "API key") -> KeyRing:
         try:
             lines = path.read_bytes().splitlines()
         except OSError as error:
@@ -42,19 +43,19 @@ class KeyRing:
         keys = [key for key in keys if key and not key.startswith(b"#")]
         if not keys:
             raise ConfigError(f"the key file {path} holds no key: write one per line", param=param)
-        return cls(keys)
+        return cls(keys, word)
 
     def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
         """The tenant whose key the headers carry."""
         given = _key_in(headers)
         if given is None:
             raise Unauthenticated(
-                "no API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
+                f"no {self._word}: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
             )
         # every key is compared, so that the time tells nothing about which one was near
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         if not any(matches):
-            raise Unauthenticated("this API key is not known here")
+            raise Unauthenticated(f"this {self._word} is not known here")
         return tenant_of(given)
 
 
@@ -82,12 +83,12 @@ class Keys:
 def load_keys(server: Server) -> Keys:
     """Both rings as the settings name them."""
 
-    def ring(file: str, param: str) -> KeyRing | None:
-        return KeyRing.load(Path(file), param) if file else None
+    def ring(file: str, param: str, word: str) -> KeyRing | None:
+        return KeyRing.load(Path(file), param, word) if file else None
 
     return Keys(
-        ring(server.api_key_file, "server.api_key_file"),
-        ring(server.admin_key_file, "server.admin_key_file"),
+        ring(server.api_key_file, "server.api_key_file", "API key"),
+        ring(server.admin_key_file, "server.admin_key_file", "admin key"),
     )
 
 

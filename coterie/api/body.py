@@ -94,6 +94,8 @@ def _first_fault(error: ValidationError) -> InvalidRequest:
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "missing":
         message = "is required"
+    elif fault["type"] in ("model_type", "dict_type"):
+        message = "must be a JSON object"
     return InvalidRequest(f"{param or 'body'}: {message}", param=param)
 
 

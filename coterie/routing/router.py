@@ -119,13 +119,15 @@ class Router:
             return card
         names = list(self._catalog.names())
         near = _near(name, names)
-        what = f"The model `{hint.name}` does not exist"
-        if name in names:
-            what = f"The expert `{name}` has no version `{version}`"
         known = ", ".join([*self._specialists, *near][:MAX_LISTED])
-        raise NotFound(
-            f"{what}; there is: {known}", param="model" if hint.name in (model or "") else "experts"
-        )
+        message = f"The model `{hint.name}` does not exist; there is: {known}"
+        current = self._catalog.find(name, "")
+        if current is not None:
+            message = (
+                f"The expert `{name}` has no version `{version}` here; the current one is "
+                f"`{current.version}`"
+            )
+        raise NotFound(message, param="model" if hint.name in (model or "") else "experts")
 
     def _base_for(self, cards: Sequence[AdapterCard], asked: Asked) -> str:
         able = set(self._specialists).intersection(*(self.fits(card) for card in cards))

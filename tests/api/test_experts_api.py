@@ -88,6 +88,7 @@ def test_nothing_changes_without_an_admin_key(rig: Rig) -> None:
         for key in (CALLER, "wrong"):
             reply = rig.send(method, path, {}, key=key)
             assert reply.status_code == 401, (method, path, reply.text)
+            assert "admin key" in reply.text
             assert reply.headers["www-authenticate"] == "Bearer"
     # every one of them that there is
     assert {row.path for row in documented() if row.tag == "experts"} == {
@@ -206,6 +207,7 @@ def test_an_expert_changes_the_answer_and_says_so(rig: Rig) -> None:
         ("tiny", [{"name": "sql", "weight": 10.1}], 400, None, "10"),
         ("tiny", [{"name": "sql", "weight": "1"}], 400, None, "experts.0.weight"),
         ("tiny", [{"weight": 1}], 400, None, "experts.0.name"),
+        ("tiny", ["sql"], 400, None, "experts.0: must be a JSON object"),
     ],
 )
 def test_requests_that_cannot_be(
