@@ -16,7 +16,7 @@ examples:
   coterie expert sign sql-1.0.0.expert --key my.key
   coterie expert verify sql-1.0.0.expert
   coterie expert install sql-1.0.0.expert
-  coterie run MODEL --expert sql --prompt "How many users are there?"
+  coterie run MODEL --chat --expert sql --prompt "How many users are there?"
   coterie expert list
 
 An expert is a LoRA, DoRA, IA3 or soft-prompt adapter as PEFT saves it.

@@ -111,7 +111,8 @@ def listing(args: argparse.Namespace) -> int:
         shown = (card.version, marks.strip() or "-", card.kind, nbytes(card.nbytes))
         rows.append((card.name, *shown, _signer(card, states)))
     headers = ("name", "version", "now", "kind", "size", "signed by")
-    text = table(headers, rows) if rows else "no experts installed: coterie expert install FILE"
+    none = "no experts installed: coterie expert install FILE"
+    text = table(headers, rows, words=("version", "now", "kind", "signed by")) if rows else none
     also = [f"{alias} = {_called(card)}" for alias, card in meanings.items() if alias != card.name]
     if also:
         text += f"\n\n{facts([('aliases', ', '.join(sorted(also)))])}"

@@ -128,7 +128,8 @@ def listing(args: argparse.Namespace) -> int:
         for key in keys
     ]
     headers = ("key", "state", "since", "comment")
-    text = table(headers, rows) if rows else "no keys are trusted: coterie keys trust FILE.pub"
+    none = "no keys are trusted: coterie keys trust FILE.pub"
+    text = table(headers, rows, words=headers) if rows else none
     return show(args, {"keys": [_report(key) for key in keys]}, text)
 
 

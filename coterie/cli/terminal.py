@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,20 +111,20 @@ def facts(pairs: Sequence[tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, words to the left and numbers to the right; one block per row where the
-    terminal is too narrow for them."""
+def table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], words: Collection[str] = ()
+) -> str:
+    """Aligned columns, numbers to the right, the first one and those of `words` to the left; one
+    block per row where the terminal is too narrow for them."""
     grid = [list(headers), *[list(row) for row in rows]]
-    columns = list(zip(*grid, strict=True))
-    widths = [max(map(len, column)) for column in columns]
+    widths = [max(len(row[i]) for row in grid) for i in range(len(headers))]
     if sum(widths) + 2 * (len(widths) - 1) > width():
         return "\n\n".join(facts(list(zip(headers, row, strict=True))) for row in rows)
-    words = [i == 0 or any(cell[:1].isalpha() for cell in c[1:]) for i, c in enumerate(columns)]
     lines = []
     for row in grid:
         cells = [
-            cell.ljust(size) if is_words else cell.rjust(size)
-            for cell, size, is_words in zip(row, widths, words, strict=True)
+            cell.ljust(size) if header in (headers[0], *words) else cell.rjust(size)
+            for header, cell, size in zip(headers, row, widths, strict=True)
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -215,7 +215,8 @@ def test_an_alias_is_told_from_a_name(home: Path, capsys: Capture) -> None:
 
 def test_tables_set_words_left_and_numbers_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    shown = table(("key", "size", "by"), [("a", "7.5 MB", "someone else"), ("b", "12.5 MB", "me")])
+    rows = [("a", "7.5 MB", "someone else"), ("b", "12.5 MB", "me")]
+    shown = table(("key", "size", "by"), rows, words=("by",))
     assert shown.splitlines() == [
         "key     size  by",
         "a     7.5 MB  someone else",
