@@ -23,6 +23,8 @@ _ARCHIVES = {
 
 # opcodes that name or call what is to be run
 _CALLING = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "REDUCE", "EXT1"})
+# no text reads as that many of them, and reading millions takes half a minute
+_MAX_OPCODES = 10_000
 
 
 class Checker:
@@ -89,8 +91,10 @@ def _is_pickle(data: bytes) -> bool:
     """
     stream, names = io.BytesIO(data), set()
     try:
-        for opcode, _, _ in pickletools.genops(stream):
+        for count, (opcode, _, _) in enumerate(pickletools.genops(stream)):
             names.add(opcode.name)
+            if count == _MAX_OPCODES:
+                return True
     except (ValueError, UnicodeError, OverflowError, IndexError):
         return False
     whole = len(names) > 3 and not data[stream.tell() :].strip()

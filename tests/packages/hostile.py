@@ -195,6 +195,7 @@ def contents() -> dict[str, tuple[bytes, str]]:
         "zipped weights": (instead(b"adapter_model.safetensors", _zip()), "refused"),
         "pickled text": (plus(b"README.md", pickle.dumps({"a": 1}, protocol=4)), "a pickle"),
         "old pickle": (plus(b"README.md", pickle.dumps({"a": 1}, protocol=0)), "a pickle"),
+        "endless pickle": (plus(b"tests/a.txt", b"(" * 2_000_000), "a pickle"),
         "calling pickle": (plus(b"tests/a.txt", b"cos\nsystem\n(S'true'\ntR."), "a pickle"),
         "zip as text": (plus(b"README.md", _zip()), "a zip file"),
         "binary text": (plus(b"README.md", b"a\0b"), "not text"),
