@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 # files go this long after their last user at the earliest
 SETTLE_S = 0.2
-BROKEN = (CoterieError, OSError, sqlite3.Error)
+# a damaged row is a ValueError
+BROKEN = (CoterieError, OSError, sqlite3.Error, ValueError)
 
 T = TypeVar("T")
 

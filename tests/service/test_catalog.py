@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sqlite3
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from coterie.core.errors import Unavailable
 from coterie.core.plan import AdapterChoice
 from coterie.packages.registry import Registry
 from coterie.packages.trust import TrustStore
-from coterie.service.catalog import SETTLE_S, Catalog
+from coterie.service.catalog import POLL_S, SETTLE_S, Catalog
 from tests.packages.made import lora_directory
 
 
@@ -184,3 +185,29 @@ def test_a_server_without_adapters_says_so(tmp_path: Path) -> None:
         await broken.close()
 
     asyncio.run(main())
+
+
+def test_a_damaged_row_costs_the_experts_and_not_the_server(tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "experts")
+    install(registry, tmp_path, "sql", 1)
+    database = sqlite3.connect(tmp_path / "experts" / "registry.db", isolation_level=None)
+
+    async def late(catalog: Catalog) -> None:
+        database.execute("UPDATE versions SET bases = '['")
+        database.execute("UPDATE counter SET generation = generation + 1")
+        await asyncio.sleep(1.5 * POLL_S)
+        # what is known stays, and what is mended shows
+        assert catalog.find("sql", "") is not None
+        database.execute("UPDATE versions SET bases = '[]', name = 'mended'")
+        database.execute("UPDATE meanings SET alias = 'mended', name = 'mended'")
+        await until(lambda: catalog.find("mended", "") is not None)
+        database.execute("UPDATE versions SET bases = '['")
+
+    async def early(catalog: Catalog) -> None:
+        assert not list(catalog.names())
+        with pytest.raises(Unavailable, match="cannot be opened"):
+            await catalog.ask(len)
+
+    run(tmp_path, late)
+    run(tmp_path, early)
+    database.close()
