@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,15 @@ from coterie.models.base import CausalLM
 from coterie.models.cuda_graph import DecodeGraphs
 
 GOAL = 0.9
+# other sizes of the kernels' programs that `tune` tries: columns of a warp, programs that share a
+# part, columns of silu, sites fetched
+TUNED = (
+    (128, 2, 64, 7),
+    (128, 2, 128, 7),
+    (128, 2, 64, 0),
+    (256, 1, 128, 0),
+    (256, 1, 256, 0),
+)
 
 
 def timed(work: Callable[[], object], device: str, repeats: int) -> list[float]:
@@ -143,7 +153,7 @@ def prefill(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str,
 def switch(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, Any]:
     """What a step pays for other stacks than the step before: known ones, and ones never seen."""
     device = torch.device(setting.device)
-    rows = patch_rows.PatchRows(setting.streams, model.spec.num_layers, device, wide=False)
+    rows = patch_rows.PatchRows(setting.streams, model.spec.num_layers, device, kind=0)
     orders = [
         patch_rows.places_of(spread(order, setting.streams), device)
         for order in (stacks, stacks[::-1])
@@ -173,20 +183,22 @@ def switch(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, 
 
 
 def tune(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, Any]:
-    """Seconds of the adapted step at other sizes of its programs."""
+    """Seconds of the base's step, and of the adapted one at other sizes of its programs."""
     from coterie.kernels import triton_patched
 
-    kept, graphs = (triton_patched.ROW_WARPS, triton_patched.CHUNK), model.graphs
-    found = {}
-    for warps, chunk in ((16, 256), (8, 256), (4, 256), (16, 128), (16, 512)):
-        triton_patched.ROW_WARPS, triton_patched.CHUNK = warps, chunk
-        model.graphs = DecodeGraphs(model.compute, model.spec.max_positions, model.device)
-        step = decode(model, setting.streams, setting.context, spread(stacks, setting.streams))
-        times = interleaved({"step": step.forward}, setting.device, 5)
-        found[f"{warps} warps, chunks of {chunk}"] = times["step"]
-    triton_patched.ROW_WARPS, triton_patched.CHUNK = kept
-    model.graphs = graphs
-    return found
+    kept = triton_patched.SLIM, triton_patched.BROAD
+    works: dict[str, Callable[[], object]] = {
+        "base": decode(model, setting.streams, setting.context, ()).forward
+    }
+    for given in TUNED:
+        triton_patched.SLIM = triton_patched.BROAD = triton_patched.Sizes(*given)
+        other = copy(model)
+        other.graphs = DecodeGraphs(model.compute, model.spec.max_positions, model.device)
+        step = decode(other, setting.streams, setting.context, spread(stacks, setting.streams))
+        step.forward()
+        works[str(given)] = step.forward
+    triton_patched.SLIM, triton_patched.BROAD = kept
+    return interleaved(works, setting.device, 5)
 
 
 def profile(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, Any]:

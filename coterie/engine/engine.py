@@ -91,7 +91,7 @@ class Engine:
         self._lanes = []
         for config in lanes:
             scheduler = Scheduler(config, self._seats, grouped=batching == "grouped")
-            runner = Runner(model, config, scheduler.space.tables)
+            runner = Runner(model, config, scheduler.space.tables, adapters is not None)
             self._lanes.append(Lane(config, scheduler, runner))
         self._lane_named = {lane.config.name: lane for lane in self._lanes}
         self._turns = DeficitRoundRobin(self._lanes, lambda lane: lane.scheduler.has_work)

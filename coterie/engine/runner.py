@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    def __init__(self, model: CausalLM, config: LaneConfig, tables: BlockTables) -> None:
+    def __init__(
+        self, model: CausalLM, config: LaneConfig, tables: BlockTables, adapters: bool = False
+    ) -> None:
+        """With `adapters` rows may have some."""
         self._model = model
         self._tables = tables
         self._sampler = Sampler()
@@ -38,7 +41,7 @@ class Runner:
             torch.zeros(shape, dtype=model.kv_dtype, device=model.device)
             for _ in range(model.spec.num_layers)
         ]
-        model.prepare(self._kv, config.block_size, config.max_sequences)
+        model.prepare(self._kv, config.block_size, config.max_sequences, adapters)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from coterie.kernels.patch import Patch, Segment, Stack
 
 # words of a site: addresses of a, b, in_scale, out_scale, shift (0: none), rank, 1 if a and b are
-# fp32, one unused
+# fp32, bytes of a (low half) and b
 WORDS = 8
+# what the kernels are made for: low-rank bf16 alone, of at most FEW ranks or of more; everything
+KINDS = NARROW, DEEP, WIDE = "narrow", "deep", "wide"
+FEW = 16
 # the largest rank whose terms a captured step has room for; above it torch does the work
 MAX_RANK = 256
 # from so many rows on a segment's matrices are worth products of their own
@@ -38,8 +41,9 @@ class Record:
     # [layers * parts, WORDS] int64; None: something in it is beyond the kernels
     sites: Tensor | None
     rank: int
-    # some a and b are fp32
-    wide: bool
+    layers: int
+    # index in KINDS
+    kind: int
     # all its patches belong to the layers
     inside: bool
 
@@ -56,15 +60,16 @@ def _record(stack: Stack, device: torch.device) -> Record:
     inner = {site: patch for site, patch in stack.patches.items() if site[1] in PARTS}
     inside = len(inner) == len(stack.patches)
     if not all(_readable(site[1], patch) for site, patch in inner.items()):
-        return Record(None, 0, False, inside)
+        return Record(None, 0, 0, 0, inside)
     layers = 1 + max((layer for layer, _ in inner), default=-1)
     words = [[0] * WORDS for _ in range(layers * len(PARTS))]
     for (layer, part), patch in inner.items():
         words[layer * len(PARTS) + PARTS.index(part)] = _words(patch)
     rank = max((patch.rank for patch in inner.values()), default=0)
     sites = torch.tensor(words, dtype=torch.int64).view(len(words), WORDS)
-    wide = any(map(_wide, inner.values()))
-    return Record(sites.to(device), rank, wide, inside)
+    wide = any(map(_more, inner.values()))
+    kind = KINDS.index(WIDE if wide else DEEP if rank > FEW else NARROW)
+    return Record(sites.to(device), rank, layers, kind, inside)
 
 
 def _readable(part: str, patch: Patch) -> bool:
@@ -79,10 +84,16 @@ def _wide(patch: Patch) -> bool:
     return patch.a is not None and patch.a.dtype == torch.float32
 
 
+def _more(patch: Patch) -> bool:
+    vectors = (patch.in_scale, patch.out_scale, patch.shift)
+    return _wide(patch) or any(vector is not None for vector in vectors)
+
+
 def _words(patch: Patch) -> list[int]:
     vectors = (patch.a, patch.b, patch.in_scale, patch.out_scale, patch.shift)
     addresses = [0 if v is None else v.data_ptr() for v in vectors]
-    return [*addresses, patch.rank, int(_wide(patch)), 0]
+    nbytes = [0 if v is None else v.nbytes for v in vectors[:2]]
+    return [*addresses, patch.rank, int(_wide(patch)), nbytes[0] | nbytes[1] << 32]
 
 
 # (first row, past the last, what they read)
@@ -92,13 +103,15 @@ Places = tuple[tuple[int, int, Record], ...]
 class PatchRows:
     """What `rows` rows read at every site of `layers` layers. The table's address never changes."""
 
-    def __init__(self, rows: int, layers: int, device: torch.device, wide: bool) -> None:
+    def __init__(self, rows: int, layers: int, device: torch.device, kind: int) -> None:
         self.device = device
         self.table = torch.zeros(
             (rows, layers * len(PARTS), WORDS), dtype=torch.int64, device=device
         )
-        # terms of one row and part that must have room; whether some of them come from fp32
-        self.rank, self.wide = MAX_RANK, wide
+        # terms of one row and part that must have room
+        self.rank = MAX_RANK if kind else FEW
+        # the last kind of its records, or a later one
+        self.kind = kind
         # set by whoever honours the table: captured steps of others run adapters eagerly
         self.read = False
         self._filled: Places = ()
@@ -122,19 +135,17 @@ class PatchRows:
 
 def places_of(segments: Sequence[Segment], device: torch.device) -> Places:
     """Stacks of soft tokens alone have nothing to read."""
-    pairs = ((part, record_of(part.stack, device)) for part in segments if part.stack.patches)
-    return tuple((part.first, part.last, record) for part, record in pairs)
+    return tuple([(first, last, record_of(s, device)) for first, last, s in segments if s.patches])
 
 
 def family(places: Places, layers: int) -> str:
-    """Which captured steps serve these rows: "plain", "narrow" (a and b are bf16), "wide", or
-    "" where none does."""
-    if not places:
-        return "plain"
-    records, most = [record for _, _, record in places], layers * len(PARTS)
-    if any(r.sites is None or not r.inside or len(r.sites) > most for r in records):
-        return ""
-    return "wide" if any(record.wide for record in records) else "narrow"
+    """Which captured steps serve these rows: "plain", one of KINDS, or "" where none does."""
+    kind = -1
+    for _, _, record in places:
+        if not record.inside or record.sites is None or record.layers > layers:
+            return ""
+        kind = max(kind, record.kind)
+    return KINDS[kind] if places else "plain"
 
 
 def rows_of(batch: AttentionBatch, layers: int) -> tuple[PatchRows | None, tuple[Segment, ...]]:
@@ -152,7 +163,7 @@ def rows_of(batch: AttentionBatch, layers: int) -> tuple[PatchRows | None, tuple
             rest.append(part)
             continue
         short.append((part.first, part.last, record))
-        layers = max(layers, len(record.sites) // len(PARTS))
+        layers = max(layers, record.layers)
     if not short:
         return None, tuple(rest)
     return _gathered(tuple(short), len(batch.positions), layers, device), tuple(rest)
@@ -161,8 +172,7 @@ def rows_of(batch: AttentionBatch, layers: int) -> tuple[PatchRows | None, tuple
 # a model that is walked layer by layer asks for each of them
 @lru_cache(maxsize=1)
 def _gathered(places: Places, rows: int, layers: int, device: torch.device) -> PatchRows:
-    wide = any(record.wide for _, _, record in places)
-    found = PatchRows(rows, layers, device, wide)
-    found.rank = max(16, *(record.rank for _, _, record in places))
+    found = PatchRows(rows, layers, device, max(record.kind for _, _, record in places))
+    found.rank = max(FEW, *(record.rank for _, _, record in places))
     found.fill(places)
     return found

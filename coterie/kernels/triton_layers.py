@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,7 +23,18 @@ from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
 from coterie.kernels.patch_rows import PatchRows
 from coterie.kernels.triton_attention import paged_attention
-from coterie.kernels.triton_patches import RANKS, SITE, patch_head, site_of
+from coterie.kernels.triton_patches import RANKS, SITE, fetch_site, patch_head, site_of
+
+
+class HeadPatches(NamedTuple):
+    """What rows read of their patches of q, k and v."""
+
+    rows: PatchRows
+    layer: int
+    # [T, 3, room]
+    terms: Tensor
+    # sites behind these that are fetched for later kernels
+    fetched: int = 0
 
 
 @triton.jit
@@ -72,11 +83,17 @@ def _place_heads(
     eps, half_stride, block_stride, head_stride, sites, room, q_site,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, PATCH: tl.constexpr,
-    RANKS: tl.constexpr, WIDE: tl.constexpr,
+    RANKS: tl.constexpr, KIND: tl.constexpr, FETCHED: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, head of q, k or v): patch, bias, norm and rope; q goes to `q`, k and v
-    to their slot. A negative slot is a padded row: nothing of it is kept."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    to their slot. A negative slot is a padded row: nothing of it is kept. Programs in front of the
+    heads' fetch what the row's next kernels read of its patches."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) - FETCHED
+    if FETCHED > 0 and head < 0:
+        site = q_site + 2 - head
+        if site < sites:
+            fetch_site(table, row, site, sites)
+        return
     half = tl.arange(0, HALF)
     inside = half < HEAD_DIM // 2
     source = row * (HEADS + 2 * KV_HEADS) * HEAD_DIM + head * HEAD_DIM + half
@@ -87,7 +104,7 @@ def _place_heads(
         # fmt: off
         first, second = patch_head(first, second, table + (row * sites + q_site) * SITE,
                                    terms + row * 3 * room, room, head, half, inside,
-                                   HEADS, KV_HEADS, HEAD_DIM, RANKS, WIDE)
+                                   HEADS, KV_HEADS, HEAD_DIM, RANKS, KIND)
         # fmt: on
         first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
     if BIAS:
@@ -158,17 +175,14 @@ def place_heads(
     turn: tuple[Tensor, Tensor],
     kv_layer: Tensor,
     batch: AttentionBatch,
-    patch: tuple[PatchRows, int, Tensor] | None = None,
+    patches: HeadPatches | None = None,
 ) -> Tensor:
-    """Biased, normed and rotated queries [T, heads, head_dim]; keys and values go to the cache.
-
-    `patch` has what rows read, the layer, and the terms [T, 3, room] of q, k and v.
-    """
+    """Biased, normed and rotated queries [T, heads, head_dim]; keys and values go to the cache."""
     rows, heads = len(qkv), shape.num_heads + 2 * shape.num_kv_heads
     q = torch.empty((rows, shape.num_heads, shape.head_dim), dtype=qkv.dtype, device=qkv.device)
     unused: Any = qkv
-    read, index, terms = patch or (None, 0, unused)
-    _place_heads[(rows, heads)](
+    read, index, terms, fetched = patches or (None, 0, unused, 0)
+    _place_heads[(rows, heads + fetched)](
         qkv,
         unused if layer.qkv_bias is None else layer.qkv_bias,
         unused if layer.q_norm is None else layer.q_norm,
@@ -196,7 +210,8 @@ def place_heads(
         NORM=layer.q_norm is not None,
         PATCH=read is not None,
         RANKS=RANKS,
-        WIDE=read is not None and read.wide,
+        KIND=read.kind if read else 0,
+        FETCHED=fetched,
         num_warps=1,
     )
     return q

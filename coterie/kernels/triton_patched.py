@@ -16,18 +16,44 @@ from torch import Tensor
 from coterie.kernels import patched
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
-from coterie.kernels.patch_rows import PatchRows, rows_of
+from coterie.kernels.patch_rows import KINDS, PatchRows, rows_of
 from coterie.kernels.triton_attention import paged_attention
-from coterie.kernels.triton_layers import place_heads
+from coterie.kernels.triton_layers import HeadPatches, place_heads
 from coterie.kernels.triton_patches import RANKS, _norm_rows, _silu_rows, site_of
 
 if TYPE_CHECKING:
     from coterie.kernels.patch import Segment
 
-# columns of silu(gate) * up that one program makes; warps of the programs that hold whole rows
-CHUNK, ROW_WARPS = 256, 16
+WIDE = KINDS.index("wide")
 # elements of a matrix that one program holds at once: more do not fit its registers
 _TILE, _TILE_WIDE = 32768, 16384
+
+
+class Sizes(NamedTuple):
+    """How the programs are cut, as measured."""
+
+    # of one warp of a program with whole rows: a thread has all ranks of columns / 32 columns
+    columns: int
+    # programs that share the ranks of a part
+    shares: int
+    # columns of silu(gate) * up that one program makes
+    chunk: int
+    # sites that are fetched before they are needed: o to down, then q, k and v of the next layer
+    fetched: int
+
+
+# measured at 576 and at 2048 columns: see docs/kernels.md
+SLIM_WIDTH = 1024
+SLIM, BROAD = Sizes(128, 2, 64, 7), Sizes(256, 1, 128, 0)
+
+
+def sizes_of(rows: PatchRows, width: int) -> Sizes:
+    sizes = SLIM if width <= SLIM_WIDTH else BROAD
+    if triton.knobs.runtime.interpret:
+        # which knows no instruction that fetches
+        sizes = sizes._replace(fetched=0)
+    # 128: loads of fp32 and bf16 then have one layout
+    return sizes._replace(columns=128, shares=1) if rows.kind == WIDE else sizes
 
 
 class Reads(NamedTuple):
@@ -73,8 +99,9 @@ def norm_rows(
     inner = 0 if source is None else source.shape[1]
     splits = 1 if terms is None else terms.shape[1]
     widest = triton.next_power_of_2(max(width, inner))
-    tile = _TILE_WIDE if rows.wide else _TILE
-    _norm_rows[(count, max(1, len(parts)))](
+    sizes = sizes_of(rows, width)
+    tile = _TILE_WIDE if rows.kind == WIDE else _TILE
+    _norm_rows[(count, max(1, len(parts) * sizes.shares))](
         hidden,
         product.y if product else hidden,
         hidden if source is None else source,
@@ -95,19 +122,22 @@ def norm_rows(
         SOURCE_PADDED=triton.next_power_of_2(max(1, inner)),
         SPLITS=splits,
         PARTS=len(parts),
+        SHARES=sizes.shares,
         ADD=product is not None,
         RANKS=max(2, min(RANKS, tile // widest)),
-        WIDE=rows.wide,
-        num_warps=ROW_WARPS if widest >= 1024 else 8,
+        KIND=rows.kind,
+        ALIGN=sizes.columns // 16,
+        num_warps=min(16, max(1, widest // sizes.columns)),
     )
     return summed, normed, shrunk
 
 
-def silu_rows(rows: PatchRows, gate_up: Tensor, layer: int, terms: Tensor) -> tuple[Tensor, Tensor]:
+def silu_rows(
+    rows: PatchRows, gate_up: Tensor, layer: int, terms: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
     """silu(gate) * up as `down` is to read it, and the pieces of down's terms."""
     count, width = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty((count, width), dtype=gate_up.dtype, device=gate_up.device)
-    chunk = min(CHUNK, triton.next_power_of_2(width))
     chunks = triton.cdiv(width, chunk)
     shrunk = _room(rows, count, chunks)
     _silu_rows[(count, chunks)](
@@ -123,8 +153,9 @@ def silu_rows(rows: PatchRows, gate_up: Tensor, layer: int, terms: Tensor) -> tu
         CHUNK=chunk,
         CHUNKS=chunks,
         RANKS=RANKS,
-        WIDE=rows.wide,
-        num_warps=4,
+        KIND=rows.kind,
+        ALIGN=8,
+        num_warps=1,
     )
     return out, shrunk
 
@@ -160,6 +191,7 @@ def decoder(
     given: Reads,
 ) -> Tensor:
     rows, rest, first = given
+    sizes = sizes_of(rows, shape.hidden)
     before: Product | None = None
     heads = (("q", shape.q_size), ("k", shape.kv_size), ("v", shape.kv_size))
     inner = (("gate", shape.intermediate), ("up", shape.intermediate))
@@ -167,7 +199,8 @@ def decoder(
         norm = Norm(layer.input_norm, shape.eps, index, ("q", "k", "v"))
         hidden, normed, terms = norm_rows(rows, hidden, before, norm)
         qkv = patched.linear(layer.qkv, normed, index, heads, rest)
-        q = place_heads(shape, layer, qkv, turn, kv_layer, batch, (rows, index, terms))
+        patches = HeadPatches(rows, index, terms, sizes.fetched)
+        q = place_heads(shape, layer, qkv, turn, kv_layer, batch, patches)
         mixed = paged_attention(q, kv_layer, batch, shape.attention_scale).view(len(hidden), -1)
         y = patched.linear(layer.o, mixed, index, (("o", shape.hidden),), rest)
         before = Product(y, index, "o", source=mixed)
@@ -176,7 +209,7 @@ def decoder(
         norm = Norm(layer.post_norm, shape.eps, index, ("gate", "up"))
         hidden, normed, terms = norm_rows(rows, hidden, before, norm)
         gate_up = patched.linear(layer.gate_up, normed, index, inner, rest)
-        acts, pieces = silu_rows(rows, gate_up, index, terms)
+        acts, pieces = silu_rows(rows, gate_up, index, terms, sizes.chunk)
         y = patched.linear(layer.down, acts, index, (("down", shape.hidden),), rest)
         before = Product(y, index, "down", terms=pieces)
     return hidden if before is None else norm_rows(rows, hidden, before, None)[0]

@@ -14,15 +14,17 @@ import triton
 import triton.language as tl
 
 from coterie.kernels.patch import PARTS
-from coterie.kernels.patch_rows import WORDS
+from coterie.kernels.patch_rows import KINDS, WORDS
 
 # ranks that one program holds at once, at most
 RANKS = 16
 
+# what a step's patches may be: bf16 of few ranks, of any rank, or everything
+_DEEP, _FULL = tl.constexpr(KINDS.index("deep")), tl.constexpr(KINDS.index("wide"))
 # words of one site in a step's table
 SITE = tl.constexpr(WORDS)
 _A, _B, _IN_SCALE, _OUT_SCALE, _SHIFT = (tl.constexpr(word) for word in range(5))
-_RANK, _WIDE = tl.constexpr(5), tl.constexpr(6)
+_RANK, _WIDE, _BYTES = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 
 
 @triton.jit
@@ -33,16 +35,18 @@ def _matrix(site, WORD: tl.constexpr):
 
 @triton.jit
 def _tile(
-    matrix, first, column, inside, width, RANKS: tl.constexpr, WIDE: tl.constexpr
+    matrix, first, column, inside, width,
+    RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Rows first .. of a matrix [rank, width]. Where a step has fp32 ones (WIDE) both types are
-    loaded under a mask: a branch would have every load wait for the one before."""
+    """Rows first .. of a matrix [rank, width], in loads of ALIGN bytes: with ALIGN // 2 columns
+    for each thread it has all ranks of its own. Where a step has fp32 ones both types are loaded
+    under a mask: a branch would have every load wait for the one before."""
     address, rank, wide = matrix
     r = first + tl.arange(0, RANKS)
     live = (r < rank)[:, None] & inside[None, :]
     place = r[:, None] * width + column[None, :]
-    narrow = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16) + place
-    if WIDE:
+    narrow = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), ALIGN) + place
+    if KIND == _FULL:
         full = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + place
         tile = tl.load(narrow, mask=live & (wide == 0), other=0).to(tl.float32)
         tile += tl.load(full, mask=live & (wide != 0), other=0)
@@ -68,9 +72,35 @@ def _pieces(terms, first, rank, room, SPLITS: tl.constexpr, RANKS: tl.constexpr)
 
 
 @triton.jit
-def _scaled(y, site, column, inside):
-    y = y * _vector(site, _OUT_SCALE, column, inside, 1.0)
-    return y + _vector(site, _SHIFT, column, inside, 0.0)
+def _scaled(y, site, column, inside, KIND: tl.constexpr):
+    if KIND == _FULL:
+        y = y * _vector(site, _OUT_SCALE, column, inside, 1.0)
+        y = y + _vector(site, _SHIFT, column, inside, 0.0)
+    return y
+
+
+@triton.jit
+def _fetch(first, nbytes):
+    """Has a run of memory (of a long one, its beginning) brought to the device's L2 cache, and
+    does not wait. One warp, of which one thread asks."""
+    size = tl.minimum(nbytes, 1 << 19) // 16 * 16
+    tl.inline_asm_elementwise(
+        """{ .reg .pred p; elect.sync _|p, 0xffffffff;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
+        "=r,l,r", [first, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def fetch_site(table, row, site, sites):
+    """a and b of a row's site, for kernels that will ask for them soon; the first row of several
+    with one stack does it."""
+    own = table + (row * sites + site) * SITE
+    a, b, nbytes = tl.load(own + _A), tl.load(own + _B), tl.load(own + _BYTES)
+    above = tl.load(own - sites * SITE + _A, mask=row > 0, other=0)
+    if (nbytes != 0) & (above != a):
+        _fetch(a, (nbytes & 0x7FFFFFFF).to(tl.int32))
+        _fetch(b, (nbytes >> 32).to(tl.int32))
 
 
 # A patch is read in one function and applied in another, so that nothing that is loaded waits for
@@ -80,27 +110,28 @@ def _scaled(y, site, column, inside):
 @triton.jit
 def read_patch(
     y, site, terms, room, column, inside, width,
-    SPLITS: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """out_scale * y + shift of some columns of one row, and what is to be added."""
     b = _matrix(site, _B)
-    tile = _tile(b, 0, column, inside, width, RANKS, WIDE)
+    tile = _tile(b, 0, column, inside, width, RANKS, KIND, ALIGN)
     pieces = _pieces(terms, 0, b[1], room, SPLITS, RANKS)
-    return _scaled(y, site, column, inside), b, tile, pieces
+    return _scaled(y, site, column, inside, KIND), b, tile, pieces
 
 
 @triton.jit
 def apply_patch(
     patch, terms, room, column, inside, width,
-    SPLITS: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """out_scale * y + shift + terms b, fp32."""
     y, b, tile, pieces = patch
     y += tl.sum(tile.to(tl.float32) * tl.sum(pieces, 0)[:, None], 0)
-    for first in range(RANKS, b[1], RANKS):
-        tile = _tile(b, first, column, inside, width, RANKS, WIDE)
-        pieces = _pieces(terms, first, b[1], room, SPLITS, RANKS)
-        y += tl.sum(tile.to(tl.float32) * tl.sum(pieces, 0)[:, None], 0)
+    if KIND >= _DEEP:
+        for first in range(RANKS, b[1], RANKS):
+            tile = _tile(b, first, column, inside, width, RANKS, KIND, ALIGN)
+            pieces = _pieces(terms, first, b[1], room, SPLITS, RANKS)
+            y += tl.sum(tile.to(tl.float32) * tl.sum(pieces, 0)[:, None], 0)
     return y
 
 
@@ -108,7 +139,7 @@ def apply_patch(
 def patch_head(
     first, second, q_site, terms, room, head, half, inside,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    RANKS: tl.constexpr, WIDE: tl.constexpr,
+    RANKS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """The two halves of one head of q, k or v, whose terms are [3, room]."""
     part = 0 if head < HEADS else 1 + (head - HEADS) // KV_HEADS
@@ -116,45 +147,51 @@ def patch_head(
     low = (head if head < HEADS else (head - HEADS) % KV_HEADS) * HEAD_DIM + half
     high = low + HEAD_DIM // 2
     site, own = q_site + part * SITE, terms + part * room
-    one = read_patch(first, site, own, room, low, inside, width, 1, RANKS, WIDE)
-    two = read_patch(second, site, own, room, high, inside, width, 1, RANKS, WIDE)
-    first = apply_patch(one, own, room, low, inside, width, 1, RANKS, WIDE)
-    return first, apply_patch(two, own, room, high, inside, width, 1, RANKS, WIDE)
+    one = read_patch(first, site, own, room, low, inside, width, 1, RANKS, KIND, 16)
+    two = read_patch(second, site, own, room, high, inside, width, 1, RANKS, KIND, 16)
+    first = apply_patch(one, own, room, low, inside, width, 1, RANKS, KIND, 16)
+    return first, apply_patch(two, own, room, high, inside, width, 1, RANKS, KIND, 16)
 
 
 @triton.jit
 def _shrink(
-    x, a, tile, terms, column, inside, width, RANKS: tl.constexpr, WIDE: tl.constexpr
+    x, scale, a, tile, terms, begin, step, column, inside, width,
+    RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Stores x a^T, or one piece of it; `tile` is the first of a."""
-    r = tl.arange(0, RANKS)
-    tl.store(terms + r, tl.sum(tile.to(tl.float32) * x[None, :], 1), mask=r < a[1])
-    for first in range(RANKS, a[1], RANKS):
-        tile = _tile(a, first, column, inside, width, RANKS, WIDE)
-        total = tl.sum(tile.to(tl.float32) * x[None, :], 1)
-        tl.store(terms + first + r, total, mask=first + r < a[1])
+    """Stores scale * x a^T, or one piece of it, of every `step`th RANKS from `begin`, whose rows
+    of a are in `tile`."""
+    r = begin + tl.arange(0, RANKS)
+    tl.store(terms + r, tl.sum(tile.to(tl.float32) * x[None, :], 1) * scale, mask=r < a[1])
+    if KIND >= _DEEP:
+        for first in range(begin + step, a[1], step):
+            tile = _tile(a, first, column, inside, width, RANKS, KIND, ALIGN)
+            total = tl.sum(tile.to(tl.float32) * x[None, :], 1) * scale
+            r = first + tl.arange(0, RANKS)
+            tl.store(terms + r, total, mask=r < a[1])
 
 
 @triton.jit
 def _through(
     y, source, site, column, inside, width,
-    DEPTH: tl.constexpr, PADDED: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr,
+    DEPTH: tl.constexpr, PADDED: tl.constexpr,
+    RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """As `apply_patch`, with the terms made here from the whole x [DEPTH] at `source`."""
     inner = tl.arange(0, PADDED)
     in_source = inner < DEPTH
     a, b = _matrix(site, _A), _matrix(site, _B)
-    down = _tile(a, 0, inner, in_source, DEPTH, RANKS, WIDE)
-    up = _tile(b, 0, column, inside, width, RANKS, WIDE)
-    y = _scaled(y, site, column, inside)
+    down = _tile(a, 0, inner, in_source, DEPTH, RANKS, KIND, ALIGN)
+    up = _tile(b, 0, column, inside, width, RANKS, KIND, ALIGN)
+    y = _scaled(y, site, column, inside, KIND)
     x = tl.load(source + inner, mask=in_source, other=0).to(tl.float32)
     terms = tl.sum(down.to(tl.float32) * x[None, :], 1)
     y += tl.sum(up.to(tl.float32) * terms[:, None], 0)
-    for first in range(RANKS, a[1], RANKS):
-        down = _tile(a, first, inner, in_source, DEPTH, RANKS, WIDE)
-        up = _tile(b, first, column, inside, width, RANKS, WIDE)
-        terms = tl.sum(down.to(tl.float32) * x[None, :], 1)
-        y += tl.sum(up.to(tl.float32) * terms[:, None], 0)
+    if KIND >= _DEEP:
+        for first in range(RANKS, a[1], RANKS):
+            down = _tile(a, first, inner, in_source, DEPTH, RANKS, KIND, ALIGN)
+            up = _tile(b, first, column, inside, width, RANKS, KIND, ALIGN)
+            terms = tl.sum(down.to(tl.float32) * x[None, :], 1)
+            y += tl.sum(up.to(tl.float32) * terms[:, None], 0)
     return y
 
 
@@ -164,19 +201,23 @@ def _norm_rows(
     hidden, delta, source, terms, weight, table, summed, normed, shrunk,
     eps, sites, room, before, behind,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, SOURCE: tl.constexpr, SOURCE_PADDED: tl.constexpr,
-    SPLITS: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
-    RANKS: tl.constexpr, WIDE: tl.constexpr,
+    SPLITS: tl.constexpr, PARTS: tl.constexpr, SHARES: tl.constexpr, ADD: tl.constexpr,
+    RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, part of the next product): summed = hidden + patched delta, normed =
-    rms_norm(summed) * weight, shrunk = that part's terms. Without parts there is no norm."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """SHARES programs per (row, part of the next product): summed = hidden + patched delta,
+    normed = rms_norm(summed) * weight, shrunk = that part's terms, each program's own ranks of
+    them. Without parts there is no norm."""
+    row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part = share // SHARES
+    OWN: tl.constexpr = RANKS // SHARES
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
     place = row * WIDTH + column
     own = table + row * sites * SITE
     if PARTS > 0:
         a = _matrix(own + (behind + part) * SITE, _A)
-        tile = _tile(a, 0, column, inside, WIDTH, RANKS, WIDE)
+        begin = share % SHARES * OWN
+        tile = _tile(a, begin, column, inside, WIDTH, OWN, KIND, ALIGN)
         scales = tl.load(weight + column, mask=inside, other=0)
     x = tl.load(hidden + place, mask=inside, other=0)
     if ADD:
@@ -185,28 +226,31 @@ def _norm_rows(
         # fmt: off
         if SOURCE > 0:
             y = _through(y, source + row * SOURCE, site, column, inside, WIDTH,
-                         SOURCE, SOURCE_PADDED, RANKS, WIDE)
+                         SOURCE, SOURCE_PADDED, RANKS, KIND, ALIGN)
         else:
             made = terms + row * SPLITS * room
-            patch = read_patch(y, site, made, room, column, inside, WIDTH, SPLITS, RANKS, WIDE)
-            y = apply_patch(patch, made, room, column, inside, WIDTH, SPLITS, RANKS, WIDE)
+            patch = read_patch(y, site, made, room, column, inside, WIDTH,
+                               SPLITS, RANKS, KIND, ALIGN)
+            y = apply_patch(patch, made, room, column, inside, WIDTH, SPLITS, RANKS, KIND, ALIGN)
         # fmt: on
         x = (x.to(tl.float32) + y.to(x.dtype).to(tl.float32)).to(x.dtype)
-        tl.store(summed + place, x, mask=inside & (part == 0))
+        tl.store(summed + place, x, mask=inside & (share == 0))
     if PARTS > 0:
         wide = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
         result = ((wide * scale).to(x.dtype).to(tl.float32) * scales).to(x.dtype)
-        tl.store(normed + place, result, mask=inside & (part == 0))
+        tl.store(normed + place, result, mask=inside & (share == 0))
         target = shrunk + (row * PARTS + part) * room
-        _shrink(result.to(tl.float32), a, tile, target, column, inside, WIDTH, RANKS, WIDE)
+        # of the norm before it is rounded: this sum does not wait for the one above
+        _shrink(wide * scales, scale, a, tile, target, begin, RANKS, column, inside, WIDTH,
+                OWN, KIND, ALIGN)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["gate_site"])
 def _silu_rows(
     gate_up, table, terms, out, shrunk, sites, room, gate_site,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    RANKS: tl.constexpr, WIDE: tl.constexpr,
+    RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up behind their patches, times down's in_scale; and its piece of down's terms,
     which read it unscaled."""
@@ -220,18 +264,19 @@ def _silu_rows(
     up = tl.load(place + WIDTH, mask=inside, other=0).to(tl.float32)
     first = terms + row * 2 * room
     second, down = first + room, site + 2 * SITE
-    one = read_patch(gate, site, first, room, column, inside, WIDTH, 1, RANKS, WIDE)
-    two = read_patch(up, site + SITE, second, room, column, inside, WIDTH, 1, RANKS, WIDE)
+    one = read_patch(gate, site, first, room, column, inside, WIDTH, 1, RANKS, KIND, ALIGN)
+    up_site = site + SITE
+    two = read_patch(up, up_site, second, room, column, inside, WIDTH, 1, RANKS, KIND, ALIGN)
     a = _matrix(down, _A)
-    tile = _tile(a, 0, column, inside, WIDTH, RANKS, WIDE)
-    in_scale = _vector(down, _IN_SCALE, column, inside, 1.0)
-    gate = apply_patch(one, first, room, column, inside, WIDTH, 1, RANKS, WIDE)
-    up = apply_patch(two, second, room, column, inside, WIDTH, 1, RANKS, WIDE)
+    tile = _tile(a, 0, column, inside, WIDTH, RANKS, KIND, ALIGN)
+    in_scale = _vector(down, _IN_SCALE, column, inside, 1.0) if KIND == _FULL else 1.0
+    gate = apply_patch(one, first, room, column, inside, WIDTH, 1, RANKS, KIND, ALIGN)
+    up = apply_patch(two, second, room, column, inside, WIDTH, 1, RANKS, KIND, ALIGN)
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     acts = (silu * up).to(dtype).to(tl.float32)
     target = shrunk + (row * CHUNKS + chunk) * room
-    _shrink(acts, a, tile, target, column, inside, WIDTH, RANKS, WIDE)
+    _shrink(acts, 1.0, a, tile, target, 0, RANKS, column, inside, WIDTH, RANKS, KIND, ALIGN)
     tl.store(out + row * WIDTH + column, (acts * in_scale).to(dtype), mask=inside)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.patch_rows import PatchRows, family, places_of
+from coterie.kernels.patch_rows import KINDS, PatchRows, Places, family, places_of
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -41,13 +41,17 @@ class DecodeInputs:
             block_size=block_size,
         )
 
-    def adapt(self, layers: int, wide: bool) -> None:
-        """Rows may have adapters from now on; `wide`: in fp32 too."""
-        rows = PatchRows(len(self.token_ids), layers, self.token_ids.device, wide)
+    def adapt(self, layers: int, kind: str) -> None:
+        """Rows may have adapters from now on, up to one of KINDS."""
+        number = KINDS.index(kind)
+        rows = PatchRows(len(self.token_ids), layers, self.token_ids.device, number)
         self.batch = replace(self.batch, patch_rows=rows)
 
-    def fill(self, token_ids: Tensor, batch: AttentionBatch, rows: Tensor) -> None:
-        """Copy a step in; what an earlier, larger step left behind it becomes padding."""
+    def fill(
+        self, token_ids: Tensor, batch: AttentionBatch, rows: Tensor, places: Places = ()
+    ) -> None:
+        """Copy a step in, with its rows' adapters; what an earlier, larger step left behind it
+        becomes padding."""
         live, width = len(token_ids), batch.block_tables.shape[1]
         mine = self.batch
         self.token_ids[:live].copy_(token_ids)
@@ -60,7 +64,7 @@ class DecodeInputs:
             mine.slots[live:] = -1
             mine.context_lens[live:] = 0
         if mine.patch_rows is not None:
-            mine.patch_rows.fill(places_of(batch.patches, self.token_ids.device))
+            mine.patch_rows.fill(places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ class DecodeGraphs:
         """Capture every size up to `max_sequences`, so that no request waits for it; with
         `adapters` also those that have them."""
         for size in reversed([s for s in SIZES if s < 2 * max_sequences]):
-            for kind in ("plain", "narrow", "wide") if adapters else ("plain",):
+            for kind in ("plain", *KINDS) if adapters else ("plain",):
                 if kind == "plain" or self.adapts:
                     self._find(size, kv, block_size, kind)
 
@@ -100,14 +104,15 @@ class DecodeGraphs:
         covered = width * batch.block_size <= self._width(batch.block_size)
         if not (decode and covered and live <= SIZES[-1]) or _may_be_soft(batch):
             return None
-        kind = family(places_of(batch.patches, self._device), len(kv))
+        places = places_of(batch.patches, self._device)
+        kind = family(places, len(kv))
         if not kind or (kind != "plain" and not self.adapts):
             return None
         size = next(size for size in SIZES if size >= live)
         captured = self._find(size, kv, batch.block_size, kind)
         if captured is None:
             return None
-        captured.inputs.fill(token_ids, batch, rows)
+        captured.inputs.fill(token_ids, batch, rows, places)
         captured.graph.replay()
         return captured.logits[: len(rows)]
 
@@ -137,7 +142,7 @@ class DecodeGraphs:
         width = self._width(block_size) // block_size
         inputs = DecodeInputs(size, width, block_size, self._device)
         if kind != "plain":
-            inputs.adapt(len(kv), wide=kind == "wide")
+            inputs.adapt(len(kv), kind)
 
         def run() -> Tensor:
             return self._compute(inputs.token_ids, inputs.batch, kv, inputs.rows)

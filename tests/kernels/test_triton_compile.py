@@ -76,10 +76,14 @@ SILU_ARGS = {
 # behind o, with its terms made on the way; and behind down, whose terms come in pieces
 AFTER_O = {"SOURCE": 2048, "SOURCE_PADDED": 2048, "SPLITS": 1, "PARTS": 2, "ADD": True}
 AFTER_DOWN = {"SOURCE": 0, "SOURCE_PADDED": 1, "SPLITS": 32, "PARTS": 3, "ADD": True}
-NARROW, WIDE = {"RANKS": 16, "WIDE": False}, {"RANKS": 8, "WIDE": True}
+NARROW = {"RANKS": 16, "KIND": 0, "SHARES": 2, "ALIGN": 8}
+DEEP = {"RANKS": 16, "KIND": 1, "SHARES": 1, "ALIGN": 16}
+WIDE = {"RANKS": 8, "KIND": 2, "SHARES": 1, "ALIGN": 8}
+ROWS = {"RANKS": 16, "KIND": 0}
 PADDED = {"WIDTH": 2048, "PADDED": 2048}
 HEADS = {"HEADS": 16, "KV_HEADS": 8, "HEAD_DIM": 128, "HALF": 64, "BLOCK_SIZE": 16}
-PLAIN = {"BIAS": True, "NORM": True, "PATCH": False, **NARROW}
+FETCHING = {"PATCH": True, "FETCHED": 7, "KIND": 2}
+PLAIN = {"BIAS": True, "NORM": True, "PATCH": False, "FETCHED": 0, **ROWS}
 CASES: dict[str, tuple[str, dict[str, str], dict[str, Any], int]] = {
     "decode": ("_attend", ATTEND_ARGS, DECODE, 4),
     "prefill": ("_attend", {**ATTEND_ARGS, "partial": B, "stats": B}, PREFILL, 4),
@@ -96,14 +100,15 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, Any], int]] = {
         4,
     ),
     "heads": ("_place_heads", HEADS_ARGS, {**HEADS, **PLAIN}, 1),
-    "heads patched": ("_place_heads", HEADS_ARGS, {**HEADS, **PLAIN, **WIDE, "PATCH": True}, 1),
+    "heads patched": ("_place_heads", HEADS_ARGS, {**HEADS, **PLAIN, **FETCHING}, 1),
     "norm patched": ("_norm_rows", NORM_ARGS, {**PADDED, **AFTER_O, **NARROW}, 16),
+    "norm patched deep": ("_norm_rows", NORM_ARGS, {**PADDED, **AFTER_O, **DEEP}, 8),
     "norm patched wide": ("_norm_rows", NORM_ARGS, {**PADDED, **AFTER_DOWN, **WIDE}, 16),
     "silu patched": (
         "_silu_rows",
         SILU_ARGS,
-        {"WIDTH": 3072, "CHUNK": 256, "CHUNKS": 12, **NARROW},
-        4,
+        {"WIDTH": 3072, "CHUNK": 128, "CHUNKS": 24, "ALIGN": 8, **ROWS},
+        1,
     ),
     "silu": ("_silu_mul", {"gate_up": B, "out": B}, {"WIDTH": 3072, "CHUNK": 1024}, 4),
 }

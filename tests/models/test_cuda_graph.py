@@ -47,6 +47,9 @@ def test_a_smaller_step_leaves_no_live_row_behind() -> None:
     assert inputs.batch.query_starts.tolist() == [0, 1, 2, 3, 4]
 
 
+CPU = torch.device("cpu")
+
+
 def stack_of(rank: int, part: str = "q", layer: int = 0) -> Stack:
     low = Patch(torch.ones(rank, 4), torch.ones(rank, 4))
     return Stack(f"{part}-{rank}", 0, {(layer, part): low})
@@ -54,16 +57,16 @@ def stack_of(rank: int, part: str = "q", layer: int = 0) -> Stack:
 
 def test_rows_find_their_patches_at_a_fixed_address() -> None:
     inputs = DecodeInputs(4, 6, 8, torch.device("cpu"))
-    inputs.adapt(2, wide=True)
+    inputs.adapt(2, "wide")
     rows = inputs.batch.patch_rows
     assert rows is not None
     address, ranks = rows.table.data_ptr(), rows.table[:, len(PARTS) + PARTS.index("up"), 5]
     ids, batch, wanted = step([5, 17, 30], 4)
     one, two = stack_of(3, "up", 1), stack_of(5, "up", 1)
     cut = Segment(0, 1, two), Segment(1, 3, one)
-    inputs.fill(ids, replace(batch, patches=cut), wanted)
+    inputs.fill(ids, batch, wanted, places_of(cut, CPU))
     assert ranks.tolist() == [5, 3, 3, 0]
-    inputs.fill(ids, replace(batch, patches=(Segment(2, 3, two),)), wanted)
+    inputs.fill(ids, batch, wanted, places_of((Segment(2, 3, two),), CPU))
     assert ranks.tolist() == [0, 0, 5, 0]
     ids, batch, wanted = step([5], 4)
     inputs.fill(ids, batch, wanted)
@@ -82,12 +85,12 @@ def test_a_stack_of_soft_tokens_alone_decodes_as_the_base() -> None:
 def test_another_stack_at_the_same_place_is_seen() -> None:
     """A pool composes a stack again after it was pushed out: same key, same slot, other bytes."""
     inputs = DecodeInputs(2, 6, 8, torch.device("cpu"))
-    inputs.adapt(1, wide=True)
+    inputs.adapt(1, "wide")
     ids, batch, wanted = step([5, 6], 4)
     rows = inputs.batch.patch_rows
     assert rows is not None
     for stack in (stack_of(3), stack_of(3)):
-        inputs.fill(ids, replace(batch, patches=(Segment(0, 2, stack),)), wanted)
+        inputs.fill(ids, batch, wanted, places_of((Segment(0, 2, stack),), CPU))
         a = stack.patches[0, "q"].a
         assert a is not None
         assert rows.table[:, 0, 0].tolist() == [a.data_ptr()] * 2
