@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from coterie.core.errors import WeightsError
+from coterie.core.errors import Unavailable, WeightsError
 from coterie.packages.archive import Package, unpack
 from coterie.packages.digest import CONFIG, WEIGHTS, digest_of
 from coterie.packages.signing import package_message
@@ -38,7 +38,8 @@ class Shelf:
             unpack(package, made / "package", lambda name: name not in _ADAPTER)
             yield made
         except OSError as error:
-            raise WeightsError(f"installing failed: {error.strerror}. Check the disk.") from error
+            # nothing is wrong with the package
+            raise Unavailable(f"installing failed: {error.strerror}. Check the disk.") from error
         finally:
             shutil.rmtree(made, ignore_errors=True)
 
@@ -87,7 +88,7 @@ class Shelf:
             self._staging.mkdir(parents=True, exist_ok=True)
             return Path(tempfile.mkdtemp(dir=self._staging))
         except OSError as error:
-            raise WeightsError(f"{self._staging}: cannot be written ({error.strerror}).") from error
+            raise Unavailable(f"{self._staging}: cannot be written ({error.strerror}).") from error
 
 
 def package_id(package: Package) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coterie.core.errors import Forbidden, InvalidRequest, NotFound, WeightsError
+from coterie.core.errors import Forbidden, InvalidRequest, NotFound, Unavailable, WeightsError
 from coterie.packages.digest import digest_of
 from coterie.packages.registry import GRACE_S, Registry
 from coterie.packages.signing import new_key, public_of, read_key
@@ -307,7 +307,7 @@ def test_a_failed_change_changes_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(registry._shelf, "place_package", full)
-    with pytest.raises(WeightsError, match="installing failed: No space left"):
+    with pytest.raises(Unavailable, match="installing failed: No space left"):
         install("2.0.0", seed=2)
     assert registry.cards() == [one] and registry.generation() == before
     assert list((registry.root / "staging").iterdir()) == []
