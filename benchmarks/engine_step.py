@@ -66,7 +66,9 @@ class FixedModel:
         self.experts = None
         self._logits = torch.randn(max_rows, VOCAB, generator=torch.Generator().manual_seed(0)) * 6
 
-    def prepare(self, kv: Sequence[Tensor], block_size: int, max_sequences: int) -> None:
+    def prepare(
+        self, kv: Sequence[Tensor], block_size: int, max_sequences: int, adapters: bool = False
+    ) -> None:
         """There is nothing to compile."""
 
     def take_usage(self) -> None:

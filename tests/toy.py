@@ -70,7 +70,9 @@ class ToyModel:
     def take_usage(self) -> None:
         """There are no experts."""
 
-    def prepare(self, kv: Sequence[Tensor], block_size: int, max_sequences: int) -> None:
+    def prepare(
+        self, kv: Sequence[Tensor], block_size: int, max_sequences: int, adapters: bool = False
+    ) -> None:
         """There is nothing to compile."""
 
     def kv_bytes_per_token(self) -> int:
