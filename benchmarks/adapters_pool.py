@@ -83,7 +83,7 @@ def p95(values: Sequence[float]) -> float:
 
 def run_stream(args: argparse.Namespace, spec: ModelSpec, library: Path) -> dict[str, Any]:
     choices = fill_library(library, spec, args.registered, RANK, MODULES)
-    size = 2 * adapter_bytes(spec, RANK, MODULES)
+    size = adapter_bytes(spec, RANK, MODULES)
     model = files.gguf("Q4_1")
     rooms = {"all fit": len(choices), f"{args.slots} slots": args.slots}
     benches = {
@@ -112,7 +112,7 @@ def run_stream(args: argparse.Namespace, spec: ModelSpec, library: Path) -> dict
 
 def run_memory(args: argparse.Namespace, spec: ModelSpec, library: Path) -> dict[str, Any]:
     choices = fill_library(library, spec, 32, RANK, MODULES)
-    size = 2 * adapter_bytes(spec, RANK, MODULES)
+    size = adapter_bytes(spec, RANK, MODULES)
     bench = Bench(files.gguf("Q4_1"), library, args.threads, "mixed", 4 * size + size // 2)
     process, sizes = psutil.Process(), []
     for number in range(args.loads):
