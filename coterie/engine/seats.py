@@ -232,4 +232,4 @@ def told(error: CoterieError, adapters: Seq[AdapterChoice]) -> CoterieError:
     if not isinstance(error, (WeightsError, NotFound)):
         return error
     names = ", ".join(adapter.name for adapter in adapters)
-    return WeightsError(f"adapters {names} could not be loaded; the server's log has the reason")
+    return WeightsError(f"adapters {names} could not be loaded; the log has the reason")
