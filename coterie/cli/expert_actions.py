@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from coterie.cli.expert_state import bases, open_registry, open_trust
 from coterie.cli.menu import show
 from coterie.cli.terminal import facts, narrate, nbytes, note, table
-from coterie.core.errors import ConfigError, CoterieError
+from coterie.core.errors import ConfigError, CoterieError, WeightsError
 from coterie.packages.manifest import Base, Manifest
 
 if TYPE_CHECKING:
@@ -204,7 +204,12 @@ def _aliases(card: AdapterCard, meanings: Mapping[str, AdapterCard]) -> list[str
 
 def _key_states() -> dict[str, str]:
     now = time.time()
-    keys = open_trust().keys()
+    try:
+        keys = open_trust().keys()
+    except WeightsError as error:
+        # what is installed can be listed all the same
+        note(f"coterie: {error.message}")
+        keys = []
     return {key.id: key.state(now) for key in keys}
 
 

@@ -99,7 +99,8 @@ def _find(experts: list[str], allow_unsigned: bool) -> None:
     finally:
         names.close()
     for path, card in names.imported.items():
-        if not card.signer:
+        # of a package, --allow-unsigned has been told
+        if not card.signer and Path(path).is_dir():
             note(f"{path}: not signed, used because you named it ({card.digest[:12]})")
 
 

@@ -26,9 +26,16 @@ def note(text: str) -> None:
 
 
 class _Said(logging.Handler):
+    """The log as lines for people; what is said again at once is left out."""
+
+    _last = ""
+
     def emit(self, record: logging.LogRecord) -> None:
         about = [getattr(record, name, None) for name in ("model", "reason")]
-        note(": ".join(["coterie", record.getMessage(), *[str(text) for text in about if text]]))
+        line = ": ".join(["coterie", record.getMessage(), *[str(text) for text in about if text]])
+        if line != self._last:
+            note(line)
+        self._last = line
 
 
 def narrate(level: int = logging.INFO) -> None:

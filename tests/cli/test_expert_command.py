@@ -202,6 +202,8 @@ def test_a_revoked_signer_is_seen_on_what_stays(home: Path, capsys: Capture) -> 
     assert f"{key} revoked" in text(capsys, "expert", "list")
     assert run(capsys, "expert", "list")["experts"][0]["signer_state"] == "revoked"
     assert f"{key} revoked" in text(capsys, "expert", "show", "sql")
+    (home / "home/state/trust.json").write_text("{")
+    assert f"{key} unknown" in text(capsys, "expert", "list")
     assert "nope: no such file" in refused(capsys, "keys", "trust", "nope")
 
 

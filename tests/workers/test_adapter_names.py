@@ -124,15 +124,17 @@ def test_nothing_is_opened_before_it_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_run_says_which_experts_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COTERIE_HOME", str(tmp_path))
     source = make_adapter(tiny_checkpoint("llama"), "lora", 1)
     model = ["run", str(tiny_checkpoint("llama")), "--dtype", "fp32", "--kv-bytes", "8MB"]
     asked = ["--prompt-ids", "1,2,3", "--max-tokens", "2", "--json", "--expert", f"{source}=0.5"]
     assert main([*model, *asked]) == 0
     (used,) = json.loads(capsys.readouterr().out)["experts"]
     assert (used["digest"], used["weight"]) == (digest_of(source), 0.5)
+    plain = package(source, tmp_path / "poet.expert", [])
+    assert main([*model, *asked[:-1], str(plain), "--allow-unsigned"]) == 0
+    assert capsys.readouterr().err.count("not signed") == 1
 
 
 def test_run_refuses_a_wrong_expert_in_one_line(
