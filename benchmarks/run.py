@@ -13,6 +13,8 @@ BENCHMARKS = (
     ("benchmarks.engine_step",),
     ("benchmarks.gateway_cpu",),
     ("benchmarks.dense_cpu", "--only", "coterie,transformers fp32", "--rounds", "1"),
+    ("benchmarks.adapters_cpu", "--only", "coterie", "--rounds", "1"),
+    ("benchmarks.adapters_switch",),
 )
 
 
