@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from coterie.core.adapters import AdapterCard
-from coterie.core.errors import CoterieError, Unavailable
+from coterie.core.errors import CoterieError, Unavailable, Unsupported
 from coterie.core.plan import AdapterChoice
 from coterie.obs.trace import log
 from coterie.service.leases import Lease, Leases
@@ -59,7 +59,6 @@ class Catalog:
         self._doomed: set[str] = set()
         self._untidy = asyncio.Event()
         self._tidier: asyncio.Task[None] | None = None
-        self._why_closed = "adapters.device_bytes is 0"
 
     async def start(self) -> None:
         if self._root is None:
@@ -71,7 +70,7 @@ class Catalog:
             await self.refresh()
         except BROKEN as error:
             # a server without experts is better than none
-            self._registry, self._why_closed = None, f"{self._root} cannot be opened"
+            self._registry = None
             log("registry_unreadable", level="warning", error=error)
             return
         self._poller = asyncio.ensure_future(self._poll())
@@ -84,7 +83,6 @@ class Catalog:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         registry, self._registry = self._registry, None
-        self._why_closed = "it is shutting down"
         if registry is not None:
             # behind what the thread still has to do
             self._thread.submit(registry.close)
@@ -154,8 +152,10 @@ class Catalog:
             self._untidy.set()
 
     def _opened(self) -> Registry:
+        if self._root is None:
+            raise Unsupported("this server runs no experts: adapters.device_bytes is 0")
         if self._registry is None:
-            raise Unavailable(f"this server runs no experts: {self._why_closed}")
+            raise Unavailable("the registry of experts is closed or cannot be opened; see the log")
         return self._registry
 
     async def _call(self, work: Callable[..., T], *args: object) -> T:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coterie.core.adapters import AdapterCard
-from coterie.core.errors import Unavailable
+from coterie.core.errors import Unavailable, Unsupported
 from coterie.core.plan import AdapterChoice
 from coterie.packages.registry import Registry
 from coterie.packages.trust import TrustStore
@@ -173,7 +173,7 @@ def test_a_server_without_adapters_says_so(tmp_path: Path) -> None:
         catalog = Catalog(None)
         await catalog.start()
         assert catalog.find("sql", "") is None
-        with pytest.raises(Unavailable, match="device_bytes is 0"):
+        with pytest.raises(Unsupported, match="device_bytes is 0"):
             await catalog.ask(lambda registry: registry.cards())
         await catalog.close()
         # a registry that cannot be opened keeps nobody from serving the base
