@@ -20,12 +20,11 @@ from coterie.api.sse import Events
 from coterie.core.errors import InvalidRequest
 from coterie.core.events import Event
 from coterie.core.plan import RoutePlan
-from coterie.core.request import InferenceRequest, Limits, Prompt, RouteHints, Sampling
+from coterie.core.request import AUTO, InferenceRequest, Limits, Prompt, RouteHints, Sampling
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
 
-AUTO = "auto"
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 # top_p 0 means "only the likeliest token"; samplers want it positive
 _SMALLEST_TOP_P = 1e-9

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+# the model name that leaves the choice to the router
+AUTO = "auto"
+
 
 @dataclass(frozen=True, slots=True)
 class Message:

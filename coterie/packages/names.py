@@ -10,9 +10,8 @@ import re
 from collections.abc import Sequence
 
 from coterie.core.errors import InvalidRequest
+from coterie.core.request import AUTO
 
-# asks a server for its first model
-AUTO = "auto"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _NUMBER = "([0-9]{1,9})"
 _LABEL = "([0-9a-z][0-9a-z.-]{0,39})"

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from coterie.core.adapters import MAX_STACK, MAX_WEIGHT
 from coterie.core.errors import InvalidRequest, NotFound
-from coterie.core.request import AdapterHint, RouteHints
+from coterie.core.request import AUTO, AdapterHint, RouteHints
 
-AUTO = "auto"
 # no name is longer, and reading one takes time that grows with its square
 MAX_CHARACTERS = 512
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from coterie.core.adapters import AdapterCard
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.plan import AdapterChoice, RoutePlan
-from coterie.core.request import AdapterHint, InferenceRequest, RouteHints, Sampling
+from coterie.core.request import AUTO, AdapterHint, InferenceRequest, RouteHints, Sampling
 from coterie.core.resolve import VENDOR_DEFAULTS, resolve_sampling
-from coterie.routing.names import AUTO, Asked, read
+from coterie.routing.names import Asked, read
 
 # most names that a refusal lists
 MAX_LISTED = 12

@@ -62,7 +62,7 @@ class Pipeline:
         """`request`'s events. `vendor` holds the dialect's values for what was left open.
 
         The plan is made, told and held to before this returns: from here on the request runs on
-        the digests that its names stood for now.
+        the digests that its names stand for at this moment.
         """
         served, plan = self._plan(request, vendor)
         lease = self._roster.catalog.hold(plan.adapters)
