@@ -9,7 +9,7 @@ also in the cache; `ToyAdapters` overwrites what it evicts, as a pool does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -410,3 +410,15 @@ def texts(events: list[Any]) -> dict[tuple[str, int], str]:
             key = (event.request_id, event.choice)
             found[key] = found.get(key, "") + event.text
     return found
+
+
+def taken_over(assignment: Assignment, seen: Sequence[Any]) -> Assignment:
+    """What another engine is asked for when the client has the deltas `seen`."""
+    emitted: list[list[int]] = [[] for _ in range(assignment.sampling.n or 1)]
+    for delta in seen:
+        emitted[delta.choice] += delta.token_ids
+    return replace(
+        assignment,
+        emitted=tuple(map(tuple, emitted)),
+        finished=tuple(delta.choice for delta in seen if delta.finish_reason),
+    )

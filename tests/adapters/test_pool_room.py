@@ -133,8 +133,9 @@ def test_nobody_waits_behind_one_that_was_given_up(tmp_path: Path) -> None:
     pool.want(choose(small[2]))
     late = stack_key(choose(small[2]))
     pool.release(keys[0])
-    # only the small one is asked for from now on
+    # only the small one is asked for any more
     until(lambda: pool.state(late) == "ready")
+    assert pool.take(late).key == late and pool.state(stack_key(choose(big))) != "ready"
     pool.close()
 
 

@@ -19,6 +19,7 @@ from toy import (
     make_engine,
     make_lane,
     outputs,
+    taken_over,
     texts,
     true_output,
 )
@@ -229,16 +230,8 @@ def test_takeover_after_any_token_is_invisible(number: int) -> None:
     end = [(e.choice, e.finish_reason, e.stop_match) for e in whole if e.finish_reason]
     for cut in range(0, len(whole) + 1, 3):
         seen = whole[:cut]
-        emitted: list[list[int]] = [[] for _ in range(assignment.sampling.n or 1)]
-        for delta in seen:
-            emitted[delta.choice] += delta.token_ids
-        again = replace(
-            assignment,
-            emitted=tuple(map(tuple, emitted)),
-            finished=tuple(d.choice for d in seen if d.finish_reason),
-        )
         other = make_engine()
-        assert isinstance(other.add(again), Admitted)
+        assert isinstance(other.add(taken_over(assignment, seen)), Admitted)
         events = drain(other)
         rest = [e for e in events if isinstance(e, Delta)]
         assert outputs(seen + rest) == outputs(whole)

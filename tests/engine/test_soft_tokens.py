@@ -16,6 +16,7 @@ from toy import (
     make_engine,
     make_lane,
     outputs,
+    taken_over,
     texts,
     toy_mark,
     toy_soft,
@@ -109,15 +110,7 @@ def test_takeover_is_invisible(shape: dict[str, Any]) -> None:
     whole = [e for e in run(assignment) if isinstance(e, Delta)]
     for cut in range(0, len(whole) + 1, 4):
         seen = whole[:cut]
-        emitted: list[list[int]] = [[] for _ in range(assignment.sampling.n or 1)]
-        for delta in seen:
-            emitted[delta.choice] += delta.token_ids
-        again = replace(
-            assignment,
-            emitted=tuple(map(tuple, emitted)),
-            finished=tuple(d.choice for d in seen if d.finish_reason),
-        )
-        rest = [e for e in run(again) if isinstance(e, Delta)]
+        rest = [e for e in run(taken_over(assignment, seen)) if isinstance(e, Delta)]
         assert outputs(seen + rest) == outputs(whole)
         assert texts(seen + rest) == texts(whole)
 
