@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from examples.expert_data import commit, intent, sentiment
@@ -26,26 +27,23 @@ _COMMIT = (
 
 
 def sentiment_items(seed: int = 911) -> list[Item]:
-    draw = random.Random(seed)
-    return [
-        Item(
-            pick(draw, _SENTIMENT).format(text, _either(draw, sentiment.LABELS)),
-            {"label": label, "among": list(sentiment.LABELS)},
-            16,
-        )
-        for label, text in _lines("sentiment", draw)
-    ]
+    return _labelled("sentiment", _SENTIMENT, sentiment.LABELS, random.Random(seed))
 
 
 def intent_items(seed: int = 912) -> list[Item]:
-    draw = random.Random(seed)
+    return _labelled("intent", _INTENT, intent.LABELS, random.Random(seed))
+
+
+def _labelled(
+    name: str, asks: Sequence[str], labels: Sequence[str], draw: random.Random
+) -> list[Item]:
     return [
         Item(
-            pick(draw, _INTENT).format(text, _either(draw, intent.LABELS)),
-            {"label": label, "among": list(intent.LABELS)},
+            pick(draw, asks).format(text, _either(draw, labels)),
+            {"label": label, "among": list(labels)},
             16,
         )
-        for label, text in _lines("intent", draw)
+        for label, text in _lines(name, draw)
     ]
 
 
