@@ -176,10 +176,7 @@ class Loader:
                 self._no_room(entry)
                 return
         self._image = None
-        begun = time.perf_counter()
-        self._fill(entry, image, slot)
-        place_s = time.perf_counter() - begun
-        self.history.loaded(entry.facts.digests, compose_s, place_s)
+        self._fill(entry, image, slot, compose_s)
 
     def _waited_s(self, entry: Entry) -> float:
         return self._residency.clock() - entry.waits_since_s if entry.state == "full" else 0.0
@@ -197,9 +194,10 @@ class Loader:
         for waiting in self._places:
             self._wait(waiting)
 
-    def _fill(self, entry: Entry, image: Image, slot: int) -> None:
+    def _fill(self, entry: Entry, image: Image, slot: int, compose_s: float) -> None:
         residency, block = self._residency, entry.block
         assert block is not None
+        begun = time.perf_counter()
         try:
             room = residency.slab.view(block)
             event = self._upload.copy(image, room)
@@ -212,6 +210,8 @@ class Loader:
             self._places.remove(entry)
             entry.stack = Stack(entry.key, slot, patches, soft)
             entry.event, entry.state = event, "ready"
+            # before the version: whoever sees the new one sees what it stands for
+            self.history.loaded(entry.facts.digests, compose_s, time.perf_counter() - begun)
             residency.version += 1
         self.news.set()
 

@@ -123,3 +123,17 @@ def test_memory_is_flat(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_memory_is_flat_over_five_thousand_loads(tmp_path: Path) -> None:
     flat_over(tmp_path, 5000, 1024)
+
+
+def test_what_a_load_cost_is_told_no_later_than_its_end(tmp_path: Path) -> None:
+    """A worker reports loads once for each version: one seen too early would stay wrong."""
+    digests = [write_lora(tmp_path, seed) for seed in range(40)]
+    pool = open_pool(tmp_path, device_bytes=64 * ONE)
+    for digest in digests:
+        before = pool.version
+        pool.want(choose(digest))
+        while pool.version == before:
+            pass
+        times = pool.loads()[digest]
+        assert times.loads == 1 and times.place_s > 0
+    pool.close()
