@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from coterie.core.config import Server
 from coterie.core.errors import ConfigError, Forbidden, Unauthenticated
+from coterie.core.sections import Server
 
 # without keys everyone is the same tenant
 OPEN_TENANT = "local"

@@ -12,8 +12,9 @@ from pathlib import Path
 from coterie.api.auth import check_exposure, load_keys
 from coterie.cli.machine import is_installed
 from coterie.cli.options import add_dispatch, add_model, count, dispatch_options, fetch, size
-from coterie.core.config import LOG_LEVELS, Config, Server, load
+from coterie.core.config import Config, load
 from coterie.core.errors import ConfigError, MissingDependency
+from coterie.core.sections import LOG_LEVELS, Server
 
 HELP = "serve models over HTTP: OpenAI, Anthropic and native APIs"
 EPILOG = """\

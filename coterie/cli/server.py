@@ -18,8 +18,9 @@ import uvicorn
 from coterie import __version__
 from coterie.api.app import create_app
 from coterie.cli.terminal import facts, nbytes, note
-from coterie.core.config import Config, Server
+from coterie.core.config import Config
 from coterie.core.errors import CoterieError, InternalError
+from coterie.core.sections import Server
 from coterie.service.pipeline import Pipeline
 
 # past the drain: what stopping the workers and writing the last frames may take

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from coterie.cli import store_actions as actions
 from coterie.cli.options import count, size
-from coterie.core.config import DTYPES
+from coterie.core.sections import DTYPES
 
 HELP = "pack, inspect, verify and change the experts of a mixture-of-experts model"
 EPILOG = """\

@@ -5,8 +5,10 @@ Values only. Knows no file, no tensor and no kind's meaning.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from coterie.core.request import ResponseFormat
 from coterie.core.settings import key
 
 # most adapters in one request
@@ -59,3 +61,33 @@ class AdapterCard:
     signer: str = ""
     pinned: bool = False
     description: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterProfile:
+    """What an adapter's package says about when and how to use it."""
+
+    card: AdapterCard
+    keywords: tuple[str, ...] = ()
+    # prompts it is for, and prompts that look like it and are not
+    examples: tuple[str, ...] = ()
+    counterexamples: tuple[str, ...] = ()
+    # boolean expression over features and keywords; empty = none
+    router_hint: str = ""
+    # 0 to 1; 0.5 = neither preferred nor held back
+    priority: float = 0.5
+    capabilities: tuple[str, ...] = ()
+    # names of other adapters
+    requires: tuple[str, ...] = ()
+    incompatible_with: tuple[str, ...] = ()
+    # most adapters in a stack with this one; 0 = no limit of its own
+    max_chain: int = 0
+    # lower is composed first
+    load_order: int = 0
+    response_format: ResponseFormat | None = None
+    # sampling values it was judged with: {"temperature": 0.0}
+    decoding: Mapping[str, float] = field(default_factory=dict)
+    # text with {prompt} and {body}; empty = the prompt as it is
+    template: str = ""
+    # share of its held-out items it got right; None = not judged
+    quality: float | None = None

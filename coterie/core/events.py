@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coterie.core.dispatch import ExpertUsage
+from coterie.core.outcome import InferenceMetrics, ValidationResult
 from coterie.core.plan import AdapterChoice
 
 
@@ -82,6 +83,9 @@ class Finished:
     experts: ExpertUsage | None = None
     # what the request ran on, in order; the gateway fills it in from the plan
     adapters: tuple[AdapterChoice, ...] = ()
+    # of the first choice; the gateway fills in both
+    validation: ValidationResult | None = None
+    metrics: InferenceMetrics | None = None
 
 
 @dataclass(frozen=True, slots=True)

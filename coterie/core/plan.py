@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from coterie.core.request import Limits, Sampling
+from coterie.core.request import Limits, Prompt, ResponseFormat, Sampling
+from coterie.core.route_trace import RouteTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,16 @@ def stack_key(adapters: Sequence[AdapterChoice]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Tuned:
+    """What the router put in place of the caller's own; None = the request's stands."""
+
+    prompt: Prompt | None = None
+    # shortened to the room that is left, where a caller's own would be refused
+    max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RoutePlan:
     """The router's decision. `sampling` is resolved: see `Sampling`."""
 
@@ -41,6 +52,9 @@ class RoutePlan:
     shadow: str | None
     confidence: float
     reasons: tuple[str, ...]
+    tuned: Tuned = Tuned()
+    # how it was decided; None where the caller's names alone decided
+    trace: RouteTrace | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,22 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the assistant made; `arguments` is JSON text, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     role: str
     content: str
+    # only of an assistant's turn
+    tool_calls: tuple[ToolCall, ...] = ()
+    # only of a turn with role "tool": the call that it answers
+    tool_call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +40,8 @@ class Chat:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     # False when the last message is an assistant turn that the model is to continue
     add_generation_prompt: bool = True
+    # functions the model may call: {"name", "description", "parameters"}
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +59,18 @@ class Tokens:
 
 
 Prompt = Chat | Text | Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """What every answer must look like, enforced while tokens are drawn.
+
+    `kind` is json_object, json_schema, lark, gbnf or regex; `text` is the schema as JSON, the
+    grammar or the pattern.
+    """
+
+    kind: str
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +95,8 @@ class Sampling:
     logprobs: int | None = None
     # the same for the prompt's tokens (completions with echo)
     prompt_logprobs: int | None = None
+    # the request's response_format, put here for the engine: only tokens that keep to it are drawn
+    constraint: ResponseFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +129,17 @@ class RouteHints:
 
     # `base`, `adapter`, `base:adapter`, `adapter@version`, `a+b`, or None
     model: str | None = None
-    # behind those that `model` names
+    # behind those that `model` names; where any is named, the router adds none by content
     adapters: tuple[AdapterHint, ...] = ()
+    # never chosen by content
+    exclude: tuple[str, ...] = ()
+    # most that are chosen by content; None = MAX_STACK
+    max_adapters: int | None = None
+    # values left open are tuned by task type, whoever was named
+    tune: bool = False
+    # the caller's own words and the document beside them, where the prompt holds both
+    instruction: str = ""
+    document: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +149,7 @@ class InferenceRequest:
     sampling: Sampling
     limits: Limits
     hints: RouteHints
-    response_format: dict[str, Any] | None
+    response_format: ResponseFormat | None
     # key of a conversation whose blocks are kept longest; None = the tenant's default session
     session: str | None
     # who asks; prefix blocks never cross tenants

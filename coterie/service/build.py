@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coterie.core.config import Config, EngineSettings, SpecialistSettings
+from coterie.core.config import Config
 from coterie.core.dispatch import DispatchSettings
 from coterie.core.errors import ConfigError
+from coterie.core.sections import EngineSettings, SpecialistSettings
 from coterie.service.adapter_admin import AdapterAdmin
 from coterie.service.catalog import Catalog
 from coterie.service.pipeline import Pipeline

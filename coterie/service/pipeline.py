@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from coterie.core.errors import CoterieError, InvalidRequest, Unavailable, Unsupported, from_code
+from coterie.core.errors import CoterieError, InvalidRequest, Unavailable, from_code
 from coterie.core.events import Event, Failed, Finished, Started
 from coterie.core.plan import Admitted, Assignment, Rejected, RoutePlan
 from coterie.core.request import Chat, InferenceRequest, Prompt, RouteHints, Sampling, Text
@@ -146,9 +146,6 @@ class Pipeline:
     def _plan(self, request: InferenceRequest, vendor: Sampling) -> tuple[Served, RoutePlan]:
         if self._draining:
             raise Unavailable("the server is shutting down")
-        kind = (request.response_format or {}).get("type", "text")
-        if kind != "text":
-            raise Unsupported(f"response_format {kind!r} is not supported", param="response_format")
         plan = self._roster.router.plan(request, vendor)
         return self._roster.find(plan.specialist), plan
 
@@ -234,7 +231,9 @@ def _assignment(
         request_id=request.id,
         lane=served.name,
         prompt_ids=tuple(prompt_ids),
-        sampling=plan.sampling,
+        sampling=replace(
+            plan.sampling, constraint=plan.tuned.response_format or request.response_format
+        ),
         limits=limits,
         adapters=plan.adapters,
         session=request.session or "",

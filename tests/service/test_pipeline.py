@@ -25,7 +25,6 @@ from coterie.core.errors import (
     NotFound,
     Overloaded,
     Unavailable,
-    Unsupported,
 )
 from coterie.core.events import Delta, Event, Finished, Started
 from coterie.core.plan import Assignment, Rejected
@@ -168,7 +167,6 @@ def test_refusals_come_before_the_first_event(on_pipeline: Callable[[Test], None
         (request(sampling={"temperature": float("nan")}), InvalidRequest),
         (request(sampling={"n": 100}), InvalidRequest),
         (request(sampling={"num_beams": 64, "n": 1, "logprobs": 1}), CoterieError),
-        (request(response_format={"type": "json_object"}), Unsupported),
     ]
 
     async def test(pipeline: Pipeline) -> None:

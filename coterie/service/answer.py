@@ -1,0 +1,91 @@
+"""A request's events gathered into an `InferenceResult`, and a plan told as an ExpertPlan.
+
+One place for every road: HTTP, streams, WebSockets, jobs and gRPC answer the same values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from coterie.core.errors import CoterieError, from_code
+from coterie.core.events import Delta, Event, Failed, Finished
+from coterie.core.outcome import InferenceResult
+from coterie.core.plan import RoutePlan
+from coterie.core.request import Chat, Prompt, Text
+
+
+class AnswerBuilder:
+    """Takes every event of one request, in order; has a result once `ended`."""
+
+    def __init__(self, job_id: str, plan: RoutePlan, *, explain: bool = False) -> None:
+        self.job_id, self.plan, self.explain = job_id, plan, explain
+        self.finished: Finished | None = None
+        self.error: CoterieError | None = None
+        self._texts: list[str] = []
+
+    @property
+    def ended(self) -> bool:
+        return self.finished is not None or self.error is not None
+
+    @property
+    def text(self) -> str:
+        """What came so far."""
+        return "".join(self._texts)
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Delta):
+            if event.choice == 0:
+                self._texts.append(event.text)
+        elif isinstance(event, Finished):
+            self.finished = event
+        elif isinstance(event, Failed):
+            self.error = from_code(event.code, event.message, retry_after_s=event.retry_after_s)
+
+    def result(self) -> InferenceResult:
+        """Raises what the request failed with."""
+        if self.error is not None:
+            raise self.error
+        finished, trace = self.finished, self.plan.trace
+        assert finished is not None, "the request has not ended"
+        return InferenceResult(
+            job_id=self.job_id,
+            text=self.text,
+            tokens_generated=finished.usage.completion_tokens,
+            experts_used=names_of(self.plan),
+            latency_ms=round(finished.timings.total_s * 1000, 3),
+            finish_reason=finished.choices[0],
+            model=self.plan.specialist,
+            task_type="" if trace is None else trace.task_type,
+            confidence=self.plan.confidence,
+            degraded=() if trace is None else trace.degraded,
+            validation=finished.validation,
+            metrics=finished.metrics,
+            plan=expert_plan(self.plan) if self.explain else None,
+        )
+
+
+def names_of(plan: RoutePlan) -> tuple[str, ...]:
+    return tuple(adapter.name.partition("@")[0] for adapter in plan.adapters)
+
+
+def expert_plan(plan: RoutePlan) -> dict[str, Any]:
+    """The plan in the words of the native API."""
+    sampling = asdict(plan.sampling)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    params = {name: sampling[name] for name in names}
+    return {
+        "experts": [asdict(adapter) for adapter in plan.adapters],
+        "composition_order": [adapter.name for adapter in plan.adapters],
+        "generation_params": params | {"max_tokens": plan.tuned.max_tokens},
+        "prompt_modified": None if plan.tuned.prompt is None else _text(plan.tuned.prompt),
+        "confidence": plan.confidence,
+        "reasons": list(plan.reasons),
+        "reasoning_trace": None if plan.trace is None else asdict(plan.trace),
+    }
+
+
+def _text(prompt: Prompt) -> str:
+    if isinstance(prompt, Chat):
+        return prompt.messages[-1].content
+    return prompt.text if isinstance(prompt, Text) else ""
