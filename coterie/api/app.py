@@ -19,11 +19,14 @@ from coterie.api.anthropic import AnthropicDialect
 from coterie.api.auth import check_exposure, load_keys
 from coterie.api.exchange import Door, error_response, exchange_of
 from coterie.api.experts import ExpertEndpoints
+from coterie.api.infer import InferEndpoints
+from coterie.api.infer_parse import Reception
 from coterie.api.native import NativeEndpoints
 from coterie.api.openai import OpenAIDialect
-from coterie.api.routes import add_routes, document, routes
+from coterie.api.routes import Endpoints, add_routes, document, routes
 from coterie.core.config import Config
 from coterie.core.errors import CoterieError
+from coterie.service.rate import UserRate
 
 if TYPE_CHECKING:
     from coterie.service.pipeline import Pipeline
@@ -55,11 +58,15 @@ def create_app(
         redirect_slashes=False,
         lifespan=_lifespan(pipeline, on_start, starting),
     )
+    reception = Reception(UserRate(server.user_rate))
     rows = routes(
-        OpenAIDialect(pipeline, server.max_body_bytes),
-        AnthropicDialect(pipeline, server.max_body_bytes),
-        NativeEndpoints(pipeline, server.max_body_bytes),
-        ExpertEndpoints(pipeline.adapters, server.max_body_bytes, server.max_upload_bytes),
+        Endpoints(
+            OpenAIDialect(pipeline, server.max_body_bytes),
+            AnthropicDialect(pipeline, server.max_body_bytes),
+            NativeEndpoints(pipeline, server.max_body_bytes),
+            ExpertEndpoints(pipeline.adapters, server.max_body_bytes, server.max_upload_bytes),
+            InferEndpoints(pipeline, reception, server.max_body_bytes),
+        )
     )
     add_routes(app, rows)
     app.add_exception_handler(CoterieError, _refused)

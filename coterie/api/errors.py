@@ -40,6 +40,7 @@ ROWS: dict[str, Row] = {
     "unauthenticated": Row(401, _BAD, "invalid_api_key", 401, "authentication_error"),
     "forbidden": Row(403, "permission_error", "permission_denied", 403, "permission_error"),
     "not_found": Row(404, _BAD, "model_not_found", 404, "not_found_error"),
+    "conflict": Row(409, _BAD, "conflict", 409, _BAD),
     "overloaded": Row(429, "requests", "rate_limit_exceeded", 429, "rate_limit_error"),
     "unavailable": Row(503, "server_error", "specialist_unavailable", 529, "overloaded_error"),
     "deadline_exceeded": Row(504, "server_error", "deadline_exceeded", 504, "timeout_error"),
@@ -89,7 +90,7 @@ def headers_of(error: CoterieError, dialect: str, max_queue: int | None = None) 
         wait_s = min(max(error.retry_after_s, 0.001), MAX_RETRY_AFTER_S)
         headers["retry-after"] = str(math.ceil(wait_s))
         headers["retry-after-ms"] = str(math.ceil(wait_s * 1000))
-    if status == 429 or status >= 500:
+    if status in (409, 429) or status >= 500:
         headers["x-should-retry"] = "false" if error.retry_after_s is None else "true"
     if status == 429 and error.retry_after_s is not None:
         wait_s = min(error.retry_after_s, MAX_RETRY_AFTER_S)

@@ -22,6 +22,8 @@ from coterie.api.anthropic import AnthropicDialect
 from coterie.api.anthropic_types import CountBody, MessagesBody
 from coterie.api.experts import ExpertEndpoints
 from coterie.api.experts_types import ExpertPatch, InstallBody, LoadLoraBody, UnloadLoraBody
+from coterie.api.infer import InferEndpoints
+from coterie.api.infer_types import InferBody
 from coterie.api.native import NativeEndpoints
 from coterie.api.native_types import DetokenizeBody, TokenizeBody
 from coterie.api.openai import OpenAIDialect
@@ -49,13 +51,21 @@ class RouteRow:
     takes_file: bool = False
 
 
-def routes(
-    openai: OpenAIDialect,
-    anthropic: AnthropicDialect,
-    native: NativeEndpoints,
-    experts: ExpertEndpoints,
-) -> Sequence[RouteRow]:
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Who answers the routes."""
+
+    openai: OpenAIDialect
+    anthropic: AnthropicDialect
+    native: NativeEndpoints
+    experts: ExpertEndpoints
+    infer: InferEndpoints
+
+
+def routes(ends: Endpoints) -> Sequence[RouteRow]:
+    openai, anthropic, native = ends.openai, ends.anthropic, ends.native
     return (
+        RouteRow(_POST, "/v1/infer", ends.infer.infer, "native", InferBody),
         RouteRow(_POST, "/v1/chat/completions", openai.chat, "openai", ChatBody),
         RouteRow(_POST, "/v1/completions", openai.completions, "openai", CompletionBody),
         RouteRow(_GET, "/v1/models", native.models, "openai"),
@@ -72,7 +82,7 @@ def routes(
         RouteRow(("GET", "HEAD", "POST"), "/ping", native.ping, "native"),
         RouteRow(_GET, "/metrics", native.metrics, "native", media_type="text/plain"),
         RouteRow(_GET, "/version", native.version, "native"),
-        *_expert_routes(experts),
+        *_expert_routes(ends.experts),
     )
 
 
@@ -134,15 +144,22 @@ def _extra(row: RouteRow) -> dict[str, Any]:
     }
 
 
+def described() -> Sequence[RouteRow]:
+    """The rows without a server; nobody answers them."""
+    return routes(
+        Endpoints(
+            OpenAIDialect(_NOBODY, 0),
+            AnthropicDialect(_NOBODY, 0),
+            NativeEndpoints(_NOBODY, 0),
+            ExpertEndpoints(_NOBODY, 0, 0),
+            InferEndpoints(_NOBODY, _NOBODY, 0),
+        )
+    )
+
+
 def reference() -> dict[str, Any]:
     """The document without a server: only the endpoints' names and texts are read."""
-    app = FastAPI()
-    rows = routes(
-        OpenAIDialect(_NOBODY, 0),
-        AnthropicDialect(_NOBODY, 0),
-        NativeEndpoints(_NOBODY, 0),
-        ExpertEndpoints(_NOBODY, 0, 0),
-    )
+    app, rows = FastAPI(), described()
     add_routes(app, rows)
     return document(app, rows)
 

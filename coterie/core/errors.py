@@ -8,6 +8,7 @@
     +-- Unauthenticated           no key, or a wrong one
     +-- Forbidden                 a key without the right
     +-- NotFound                  no such model, job or route
+    +-- Conflict                  what is asked was done already, or is being done
     +-- Overloaded                queue full or budget spent; retry later
     +-- Unavailable               nobody healthy can serve this now
     +-- DeadlineExceeded          the request's own deadline passed
@@ -65,6 +66,10 @@ class NotFound(CoterieError):
     code = "not_found"
 
 
+class Conflict(CoterieError):
+    code = "conflict"
+
+
 class Overloaded(CoterieError):
     code = "overloaded"
 
@@ -105,6 +110,7 @@ _LEAVES = (
     Unauthenticated,
     Forbidden,
     NotFound,
+    Conflict,
     Overloaded,
     Unavailable,
     DeadlineExceeded,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,7 @@ from peft_files import make_adapter
 from served import own_home
 from tiny import tiny_checkpoint
 
-from coterie.api.anthropic import AnthropicDialect
-from coterie.api.experts import ExpertEndpoints
-from coterie.api.native import NativeEndpoints
-from coterie.api.openai import OpenAIDialect
-from coterie.api.routes import RouteRow, routes
+from coterie.api.routes import described
 from coterie.core.config import Config
 from coterie.core.errors import NotFound
 from coterie.core.events import Delta, Failed
@@ -64,16 +60,6 @@ def lax(folder: Path, rig: Rig) -> Iterator[Rig]:
     lax.close()
 
 
-def documented() -> Sequence[RouteRow]:
-    nobody: Any = None
-    return routes(
-        OpenAIDialect(nobody, 0),
-        AnthropicDialect(nobody, 0),
-        NativeEndpoints(nobody, 0),
-        ExpertEndpoints(nobody, 0, 0),
-    )
-
-
 def error(reply: Any) -> tuple[int, str]:
     return reply.status_code, reply.json()["error"]["message"]
 
@@ -91,7 +77,7 @@ def test_nothing_changes_without_an_admin_key(rig: Rig) -> None:
             assert "admin key" in reply.text
             assert reply.headers["www-authenticate"] == "Bearer"
     # every one of them that there is
-    assert {row.path for row in documented() if row.tag == "experts"} == {
+    assert {row.path for row in described() if row.tag == "experts"} == {
         "/v1/experts", "/v1/experts/{name}", "/v1/experts/{name}/{action}",
         "/v1/experts/{name}:{action}", LOAD, UNLOAD,
     }  # fmt: skip

@@ -1,0 +1,112 @@
+"""One inference under way, and its events as the native API writes them: frames and an answer.
+
+Transport-free: HTTP joins frames into bytes, WebSockets and gRPC send them one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from coterie.api.errors import OPENAI, body_of, encode
+from coterie.api.infer_parse import Asked
+from coterie.core.errors import CoterieError, InternalError
+from coterie.core.events import Delta, Event, Failed, Finished, Started
+from coterie.core.outcome import InferenceResult
+from coterie.core.plan import RoutePlan
+from coterie.core.request import InferenceRequest
+from coterie.service.answer import AnswerBuilder, expert_plan, names_of
+from coterie.service.deadline import Events, until_deadline
+
+STARTED, DELTA, FINISHED, ERROR = "started", "delta", "finished", "error"
+Frame = tuple[str, dict[str, Any]]
+
+
+class Service(Protocol):
+    """The part of `service.pipeline.Pipeline` that an inference needs."""
+
+    def handle(
+        self, request: InferenceRequest, *, tell: Callable[[RoutePlan], None] | None = None
+    ) -> AsyncGenerator[Event, None]: ...
+
+
+class Inference:
+    """Planned when it is made; refusals by name are raised there. Closing `events` aborts it."""
+
+    def __init__(self, service: Service, asked: Asked) -> None:
+        plans: list[RoutePlan] = []
+        events = service.handle(asked.request, tell=plans.append)
+        self.job_id = asked.request.id
+        self.plan = plans[0]
+        self.answer = AnswerBuilder(self.job_id, self.plan, explain=asked.explain)
+        self.events: Events = until_deadline(events, asked.request)
+        self._has_started = False
+
+    async def result(self) -> InferenceResult:
+        """Every event up to the last one; raises what it failed with."""
+        async for event in self.events:
+            self.answer.take(event)
+        if not self.answer.ended:
+            raise InternalError("the answer ended without a result")
+        return self.answer.result()
+
+    def frame(self, event: Event) -> Frame | None:
+        """What `event` says to a client, if anything; raises what the request failed with."""
+        self.answer.take(event)
+        if isinstance(event, Delta):
+            return (DELTA, {"text": event.text}) if event.text and event.choice == 0 else None
+        if isinstance(event, Started):
+            if self._has_started:
+                return None
+            self._has_started = True
+            return STARTED, self._started()
+        if isinstance(event, (Finished, Failed)):
+            return FINISHED, answer_fields(self.answer.result())
+        return None
+
+    def _started(self) -> dict[str, Any]:
+        plan, trace = self.plan, self.plan.trace
+        fields: dict[str, Any] = {
+            "job_id": self.job_id,
+            "model": plan.specialist,
+            "experts_used": names_of(plan),
+            "confidence": plan.confidence,
+            "task_type": "" if trace is None else trace.task_type,
+            "degraded": () if trace is None else trace.degraded,
+        }
+        return fields | ({"plan": expert_plan(plan)} if self.answer.explain else {})
+
+
+def answer_fields(result: InferenceResult) -> dict[str, Any]:
+    """`plan` is there only where it was asked for."""
+    fields: dict[str, Any] = msgspec.to_builtins(result)
+    if result.plan is None:
+        del fields["plan"]
+    return fields
+
+
+def error_fields(error: CoterieError) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.json.decode(body_of(error, OPENAI, ""))
+    return fields
+
+
+class InferStream:
+    """An inference's frames as server-sent events."""
+
+    keepalive = b": keepalive\n\n"
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+
+    def render(self, event: Event) -> bytes:
+        frame = self._inference.frame(event)
+        return b"" if frame is None else sse(*frame)
+
+    def error(self, error: CoterieError) -> bytes:
+        return sse(ERROR, error_fields(error))
+
+
+def sse(name: str, fields: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode(fields))

@@ -1,0 +1,151 @@
+"""From a body of /v1/infer to an `InferenceRequest`: fields that do not go together, the prompt's
+final text, and the wire's word expert turned into the code's word adapter.
+
+Knows no transport: HTTP, WebSockets and gRPC all come through `Reception.receive`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from coterie.api.body import check
+from coterie.api.infer_types import FIELDS, InferBody
+from coterie.api.inference import seed_of
+from coterie.core.errors import InvalidRequest
+from coterie.core.request import (
+    AUTO,
+    AdapterHint,
+    Chat,
+    InferenceRequest,
+    Limits,
+    Message,
+    RouteHints,
+    Sampling,
+)
+from coterie.service.rate import UserRate
+
+_HOLES = re.compile(r"\{(prompt|body)\}")
+MAX_SHOWN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a body, and when it came."""
+
+    tenant: str
+    # time.monotonic()
+    arrived_at: float
+    # from headers; the body's own wins
+    session: str | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A body, translated."""
+
+    request: InferenceRequest
+    user_id: str | None
+    stream: bool
+    explain: bool
+
+
+class Reception:
+    """Parses, checks, normalises, and counts the request against its user's rate."""
+
+    def __init__(self, rate: UserRate) -> None:
+        self.rate = rate
+
+    def receive(self, payload: Any, caller: Caller) -> Asked:
+        body = checked(payload)
+        request = _request(body, caller)
+        self.rate.take(caller.tenant, body.user_id or "")
+        return Asked(request, body.user_id, body.stream, body.explain)
+
+
+def checked(payload: Any) -> InferBody:
+    if isinstance(payload, dict):
+        for name in payload:
+            if name not in InferBody.model_fields:
+                raise _unknown(name)
+    body = check(InferBody, payload)
+    _check_together(body)
+    return body
+
+
+def _unknown(name: str) -> InvalidRequest:
+    # a name may be anything, also a prompt in the wrong place
+    shown = name if name.isidentifier() and len(name) <= MAX_SHOWN else ""
+    near = difflib.get_close_matches(shown, FIELDS, n=1, cutoff=0.5)
+    hint = f"; did you mean `{near[0]}`?" if near else f"; there is: {', '.join(FIELDS)}"
+    return InvalidRequest(f"unknown field `{shown}`{hint}", param=shown or None)
+
+
+def _check_together(body: InferBody) -> None:
+    if body.template is not None and "{prompt}" not in body.template:
+        raise InvalidRequest("template: must contain {prompt}", param="template")
+    forced, excluded = body.force_experts or [], body.exclude_experts or []
+    for name in forced:
+        if name in excluded or name.partition("@")[0] in excluded:
+            raise InvalidRequest(
+                f"force_experts: `{name}` is in exclude_experts too", param="force_experts"
+            )
+    if body.max_experts is not None and len(forced) > body.max_experts:
+        raise InvalidRequest(
+            f"force_experts names {len(forced)} experts, max_experts allows {body.max_experts}",
+            param="force_experts",
+        )
+
+
+def full_text(body: InferBody) -> str:
+    """What the model reads: one pass, so that a `{body}` in the prompt stays what it is."""
+    document = body.body or ""
+    template = body.template or ("{prompt}\n\n{body}" if document else "{prompt}")
+    if document and "{body}" not in template:
+        template += "\n\n{body}"
+    return _HOLES.sub(lambda hole: body.prompt if hole[1] == "prompt" else document, template)
+
+
+def _request(body: InferBody, caller: Caller) -> InferenceRequest:
+    timeout_s = None if body.timeout_ms is None else body.timeout_ms / 1000
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return InferenceRequest(
+        id=str(uuid.uuid4()),
+        prompt=Chat((Message("user", full_text(body)),)),
+        sampling=Sampling(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            seed=seed_of(body.seed),
+        ),
+        limits=Limits(
+            max_tokens=body.max_tokens,
+            stop=tuple(stop),
+            priority=body.priority,
+            timeout_s=caller.timeout_s if timeout_s is None else timeout_s,
+            context_size=body.context_size,
+        ),
+        hints=_hints(body),
+        response_format=None,
+        session=body.session_id or caller.session or body.user_id,
+        tenant=caller.tenant,
+        arrived_at=caller.arrived_at,
+    )
+
+
+def _hints(body: InferBody) -> RouteHints:
+    return RouteHints(
+        model=None if body.model == AUTO else body.model,
+        adapters=tuple(AdapterHint(name) for name in body.force_experts or ()),
+        exclude=tuple(body.exclude_experts or ()),
+        max_adapters=body.max_experts,
+        tune=True,
+        instruction=body.prompt,
+        document=body.body or "",
+    )

@@ -1,0 +1,108 @@
+"""Body of /v1/infer: the seed's fields and ours, with their ranges. Shapes only.
+
+What a field means is `infer_parse.py`'s business. An unknown field is refused: on this API a
+mistyped name would otherwise change an answer in silence.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from coterie.api.body import Body
+from coterie.api.experts_types import Name
+from coterie.api.openai_types import StopString, StopStrings
+from coterie.core.adapters import MAX_STACK
+
+MAX_PROMPT = 500_000
+MAX_BODY = 2_000_000
+MAX_TEMPLATE = 20_000
+MAX_TOKENS = 200_000
+MAX_TIMEOUT_MS = 24 * 3600 * 1000
+_INT64 = 2**63 - 1
+
+
+def _normal(value: Any) -> Any:
+    if not isinstance(value, str) or unicodedata.is_normalized("NFC", value):
+        return value
+    return unicodedata.normalize("NFC", value)
+
+
+def _trimmed(value: Any) -> Any:
+    return value.strip() if isinstance(value, str) else value
+
+
+Template = Annotated[str, Field(max_length=MAX_TEMPLATE), BeforeValidator(_normal)]
+Document = Annotated[str, Field(max_length=MAX_BODY), BeforeValidator(_normal)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Key = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class GrammarItem(Body):
+    """A grammar's text and the language it is written in."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: str = Field("", max_length=16, description="`lark` or `gbnf`; told apart when left out.")
+    text: str = Field(min_length=1, max_length=100_000)
+
+
+class InferBody(Body):
+    """A prompt, perhaps a document beside it; everything else may be left to the router."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    # the last validator comes first: lengths are counted on what is left
+    prompt: Annotated[
+        str,
+        Field(min_length=1, max_length=MAX_PROMPT),
+        BeforeValidator(_trimmed),
+        BeforeValidator(_normal),
+    ] = Field(
+        description="Unicode-normalised (NFC) and trimmed before it is counted.",
+        # more than blanks
+        json_schema_extra={"pattern": r"\S"},
+    )
+    template: Template | None = Field(
+        None, description="Text with `{prompt}`, and with `{body}` where the body belongs."
+    )
+    body: Document | None = Field(
+        None, description="The document or data that the prompt is about."
+    )
+    temperature: float | None = Field(None, ge=0, le=2)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=2**31 - 1, description="0 = off.")
+    min_p: Share | None = None
+    repetition_penalty: float | None = Field(None, ge=1, le=2)
+    force_experts: Annotated[list[Name], Field(max_length=MAX_STACK)] | None = Field(
+        None, description="Exactly these, in this order: `name` or `name@version`."
+    )
+    exclude_experts: Annotated[list[Name], Field(max_length=100)] | None = Field(
+        None, description="Never chosen by the router."
+    )
+    max_experts: int | None = Field(None, ge=1, le=MAX_STACK)
+    context_size: int | None = Field(
+        None, ge=16, le=2**31 - 1, description="Most tokens of prompt plus output."
+    )
+    user_id: Key | None = Field(None, description="Whose rate limit this counts against.")
+    priority: int = Field(5, ge=0, le=9, description="Higher is sooner.")
+    timeout_ms: int | None = Field(
+        None, ge=1, le=MAX_TIMEOUT_MS, description="The answer is cut there and says so."
+    )
+    model: str = Field("auto", min_length=1, max_length=512)
+    stream: bool = False
+    seed: int | None = Field(None, ge=-_INT64 - 1, le=_INT64)
+    stop: StopString | StopStrings | None = None
+    response_format: dict[str, Any] | None = Field(
+        None, description="OpenAI's: `json_object`, or `json_schema` with a schema."
+    )
+    grammar: Annotated[str, Field(min_length=1, max_length=100_000)] | GrammarItem | None = None
+    regex: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
+    session_id: Key | None = Field(None, description="The conversation this belongs to.")
+    explain: bool = Field(False, description="Answer with the router's plan too.")
+
+
+FIELDS = tuple(InferBody.model_fields)

@@ -1,0 +1,93 @@
+"""Events of a request that is answered with what there is when its time is over.
+
+`Started` always comes first, and a deadline that passes, even in the queue or while no worker
+answers, ends in `Finished` with the reason "timeout". Knows no HTTP and no dialect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+
+from coterie.core.errors import DeadlineExceeded
+from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
+from coterie.core.request import InferenceRequest
+
+# the engine keeps deadlines itself, and tells more; past this it is not waited for
+GRACE_S = 1.0
+
+Events = AsyncGenerator[Event, None]
+
+
+async def until_deadline(events: Events, request: InferenceRequest) -> Events:
+    """`events` with the promises above. Closing it closes them, which aborts the request."""
+    progress = _Progress(request)
+    async with aclosing(events):
+        while True:
+            event = await _next(events, progress.deadline)
+            if event is None:
+                break
+            for item in progress.take(event):
+                yield item
+            if isinstance(event, (Finished, Failed)):
+                return
+    for item in progress.cut():
+        yield item
+
+
+async def _next(events: Events, deadline: float | None) -> Event | None:
+    """None when the time is over, whoever noticed."""
+    try:
+        # around one event: the next may be awaited by another task
+        async with asyncio.timeout_at(deadline) as timer:
+            event = await anext(events)
+    except DeadlineExceeded:
+        return None
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        return None
+    late = isinstance(event, Failed) and event.code == DeadlineExceeded.code
+    return None if late else event
+
+
+class _Progress:
+    """What is known of a request when nobody else will tell it."""
+
+    def __init__(self, request: InferenceRequest) -> None:
+        self.id, self.arrived_at = request.id, request.arrived_at
+        timeout_s = request.limits.timeout_s
+        # the event loop's clock and time.monotonic() have the same seconds, not the same zero
+        behind_s = asyncio.get_running_loop().time() - time.monotonic()
+        self.deadline = (
+            None if timeout_s is None else request.arrived_at + timeout_s + GRACE_S + behind_s
+        )
+        self.started: Started | None = None
+        self.num_tokens = 0
+
+    def take(self, event: Event) -> Iterator[Event]:
+        if isinstance(event, Started):
+            self.started = event
+        elif isinstance(event, Delta):
+            self.num_tokens += len(event.token_ids)
+        if not isinstance(event, Failed):
+            yield from self._begin()
+        yield event
+
+    def _begin(self) -> Iterator[Event]:
+        if self.started is None:
+            self.started = Started(self.id, replica="", prompt_tokens=0, cached_tokens=0)
+            yield self.started
+
+    def cut(self) -> Iterator[Event]:
+        yield from self._begin()
+        yield Delta(self.id, 0, "", (), finish_reason="timeout")
+        assert self.started is not None
+        yield Finished(
+            self.id,
+            ("timeout",),
+            Usage(self.started.prompt_tokens, self.num_tokens, self.started.cached_tokens),
+            Timings(total_s=time.monotonic() - self.arrived_at),
+        )
