@@ -39,6 +39,8 @@ class Timings:
     decode_s: float = 0.0
     total_s: float = 0.0
     num_preemptions: int = 0
+    # of queue_s: passed over because its adapters were not in place
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class Finished:
     timings: Timings
     # only of a model with routed experts
     experts: ExpertUsage | None = None
+    # KV blocks that its sequences held when they ended, shared ones once
+    kv_blocks: int = 0
     # what the request ran on, in order; the gateway fills it in from the plan
     adapters: tuple[AdapterChoice, ...] = ()
     # of the first choice; the gateway fills in both

@@ -40,6 +40,10 @@ class ActiveRequest:
     num_completion: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
+    # how long its adapters were waited for
+    load_s: float = 0.0
+    # every KV block that an ended sequence held
+    blocks: set[int] = field(default_factory=set)
     prompt_scores: dict[int, TokenScore] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
     # what its experts cost so far; None for a model without any
@@ -58,20 +62,31 @@ class ActiveRequest:
     def is_over(self) -> bool:
         return len(self.reasons) == self.num_choices
 
-    def replay(self, choice: int) -> tuple[Detokenizer, str | None]:
-        """The text state behind the tokens the client already has, and whether they were all."""
+    def replay(self, choice: int, is_complete: bool) -> tuple[Detokenizer, str | None]:
+        """The text state behind the tokens the client already has, and whether they were all.
+
+        `is_complete`: for the grammar they are.
+        """
         emitted = self.assignment.emitted
         tokens = emitted[choice] if choice < len(emitted) else ()
         text = Detokenizer(self.pieces, self.assignment.limits.stop)
         reason = None
         for count, token in enumerate(tokens, 1):
-            _, reason, _ = self._advance(text, token, count)
+            last = is_complete and count == len(tokens)
+            _, reason, _ = self._advance(text, token, count, last)
         self.num_completion += len(tokens)
         return text, reason
 
-    def produce(self, choice: int, token: int, count: int, score: TokenScore | None) -> Delta:
+    def produce(
+        self,
+        choice: int,
+        token: int,
+        count: int,
+        score: TokenScore | None,
+        is_complete: bool = False,
+    ) -> Delta:
         """The `count`-th output token of a choice. Its end, if it is the end, is recorded."""
-        text, reason, match = self._advance(self.texts[choice], token, count)
+        text, reason, match = self._advance(self.texts[choice], token, count, is_complete)
         if reason is not None:
             self.reasons[choice] = reason
         self.num_completion += 1
@@ -125,8 +140,10 @@ class ActiveRequest:
                 decode_s=max(last - first, 0.0),
                 total_s=max(now - arrived, 0.0),
                 num_preemptions=self.num_preemptions,
+                load_s=self.load_s,
             ),
             self.experts,
+            len(self.blocks),
         )
 
     def describe(self, token: int, score: TokenScore) -> TokenLogprob:
@@ -141,7 +158,7 @@ class ActiveRequest:
         return data.decode(errors="replace"), data
 
     def _advance(
-        self, text: Detokenizer, token: int, count: int
+        self, text: Detokenizer, token: int, count: int, is_complete: bool
     ) -> tuple[str, str | None, str | int | None]:
         """(text to send, finish reason, what matched) after one more output token."""
         if token in self.stop_ids and count > self.min_output:
@@ -151,6 +168,8 @@ class ActiveRequest:
         pushed = text.push(token, count > self.min_output)
         if isinstance(pushed, Stop):
             return pushed.text, "stop", pushed.match
+        if is_complete:
+            return pushed + text.flush(), "stop", None
         if count >= self.max_output:
             return pushed + text.flush(), "length", None
         return pushed, None, None

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from heapq import heapify, heappop, heappush
 
-from coterie.core.errors import CoterieError, InternalError, WeightsError
+from coterie.core.errors import CoterieError, InternalError, InvalidRequest, WeightsError
 from coterie.core.events import Delta, Event, Failed
 from coterie.engine.active import ActiveRequest
 from coterie.engine.beam import BeamSearch
@@ -87,6 +87,7 @@ class RequestBook:
         if request.clock.scheduled is not None:
             return
         request.clock.scheduled = self._now()
+        self._charge_load(request)
         cached = min(sequence.num_cached, sequence.num_prompt)
         request.num_cached = max(cached - sequence.num_virtual, 0)
         if request.assignment.sampling.prompt_logprobs is None:
@@ -117,6 +118,9 @@ class RequestBook:
                 else:
                     score = scores.get(index) if scores else None
                     self._produce(drawer, sequence, result.tokens[index], score, events)
+            except InvalidRequest as error:
+                # a grammar that turned out to be too much
+                self._fail(drawer, events, error)
             except Exception:
                 log.exception("request_broke", extra=self._fields(drawer))
                 self._fail(drawer, events)
@@ -141,10 +145,11 @@ class RequestBook:
         events: list[Event],
     ) -> None:
         sequence.tokens.append(token)
-        if sequence.draw.penalties is not None:
-            sequence.draw.penalties.produced(token)
+        draw = sequence.draw
+        if draw.penalties is not None or draw.constraint is not None:
+            draw.produced(token)
         count = len(sequence.tokens) - sequence.num_prompt
-        delta = request.produce(sequence.choice, token, count, score)
+        delta = request.produce(sequence.choice, token, count, score, draw.is_complete)
         events.append(delta)
         if delta.finish_reason is not None:
             self._end(request, sequence, session=request.session)
@@ -212,18 +217,26 @@ class RequestBook:
     def _fields(self, request: ActiveRequest) -> dict[str, str]:
         return {"request_id": request.request_id, "replica": self._replica}
 
+    def _charge_load(self, request: ActiveRequest) -> None:
+        seats = self._schedulers[request.assignment.lane].seats
+        if seats is not None and request.assignment.adapters:
+            request.load_s += seats.waited_s(request.request_id)
+
     def _end(
         self, request: ActiveRequest, sequence: Sequence, session: Hashable | None = None
     ) -> None:
+        request.blocks.update(sequence.blocks)
         self._schedulers[request.assignment.lane].end(sequence, session)
         request.num_preemptions += sequence.num_preemptions
         request.sequences.remove(sequence)
 
     def _finish(self, request: ActiveRequest, events: list[Event]) -> None:
+        self._charge_load(request)
         events.append(request.finished(self._now()))
         self._forget(request)
 
     def _forget(self, request: ActiveRequest) -> None:
+        self._charge_load(request)
         del self._requests[request.request_id]
         self._searches.pop(request.request_id, None)
         self.num_ended[request.assignment.lane] += 1

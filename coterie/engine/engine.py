@@ -87,7 +87,7 @@ class Engine:
         self._eos_ids = frozenset((*tokenizer.eos_ids, *model.spec.eos_ids))
         self._pieces = Pieces(tokenizer)
         self._adapters = adapters
-        self._seats = None if adapters is None else Seats(adapters)
+        self._seats = None if adapters is None else Seats(adapters, clock)
         self._lanes = []
         for config in lanes:
             scheduler = Scheduler(config, self._seats, grouped=batching == "grouped")

@@ -13,6 +13,8 @@ who waits, they yield at once.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
@@ -73,8 +75,10 @@ class Adapters(Protocol):
 
 
 class Seats:
-    def __init__(self, adapters: Adapters) -> None:
-        self._adapters = adapters
+    def __init__(self, adapters: Adapters, clock: Callable[[], float] = time.monotonic) -> None:
+        self._adapters, self._now = adapters, clock
+        # requests that were passed over: since when, and until when, 0 = still
+        self._passed: dict[str, tuple[float, float]] = {}
         # by key: who has its stack taken, and who waits for it
         self.holders: dict[str, set[Sequence]] = {}
         self.waiting: dict[str, set[Sequence]] = {}
@@ -95,6 +99,21 @@ class Seats:
 
     def ask(self, sequence: Sequence) -> str:
         """ "seated": its stack is taken and it may run; "waiting", or "failed"."""
+        answer = self._answer(sequence)
+        if answer == "waiting":
+            if sequence.request_id not in self._passed:
+                self._passed[sequence.request_id] = (self._now(), 0.0)
+        elif sequence.request_id in self._passed:
+            since, until = self._passed[sequence.request_id]
+            self._passed[sequence.request_id] = (since, until or self._now())
+        return answer
+
+    def waited_s(self, request_id: str) -> float:
+        """How long it was passed over since this was last asked; nothing is remembered of it."""
+        since, until = self._passed.pop(request_id, (0.0, 0.0))
+        return (until or self._now()) - since if since else 0.0
+
+    def _answer(self, sequence: Sequence) -> str:
         key = sequence.adapter_key
         holders = self.holders.get(key)
         if holders is not None and sequence in holders:

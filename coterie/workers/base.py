@@ -114,6 +114,8 @@ class ReplicaInfo:
     experts: ExpertInfo | None = None
     # None = this worker runs no adapters
     adapters: AdapterInfo | None = None
+    # lane -> bytes of one KV block, keys and values of every layer
+    block_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

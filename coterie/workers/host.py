@@ -152,6 +152,7 @@ def _host(
         kv_budget=kv_bytes,
         experts=None if experts is None else experts.facts(),
         adapters=None if adapters is None else adapters.facts,
+        block_bytes={lane.name: _block_bytes(lane, model) for lane in lanes},
     )
     return Host(engine, tokenizer, info, experts, adapters)
 
