@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from coterie.obs.adapter_metrics import ADAPTER_METRICS, ADAPTER_SERIES
 from coterie.obs.expert_metrics import EXPERT_METRICS, EXPERT_SERIES
 from coterie.obs.metric import Metric
+from coterie.obs.pipeline_metrics import PIPELINE_METRICS
 
 FIRST_TOKEN_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -82,6 +83,7 @@ METRICS = (
     ),
     Metric("coterie_engine_events", "counter", "Engine counters.", ("replica", "event")),
     Metric("coterie_engine_state", "gauge", "How the engine stands.", ("replica", "state")),
+    *PIPELINE_METRICS,
     *EXPERT_METRICS,
     *ADAPTER_METRICS,
     Metric(

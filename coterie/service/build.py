@@ -18,6 +18,7 @@ from coterie.core.sections import EngineSettings, SpecialistSettings
 from coterie.service.adapter_admin import AdapterAdmin
 from coterie.service.catalog import Catalog
 from coterie.service.pipeline import Pipeline
+from coterie.service.records import Records
 from coterie.service.roster import Group, Roster
 from coterie.weights.home import state_dir
 from coterie.weights.hub import parse
@@ -59,7 +60,8 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
     catalog = Catalog(registry_dir() if config.adapters.device_bytes else None)
     roster = Roster(groups, config.server.drain_s, catalog)
     admin = AdapterAdmin(roster, state_dir() / "trust.json", config.server.allow_unsigned)
-    return Pipeline(roster, admin)
+    records = Records(state_dir() / "records.db", config.jobs.max_records)
+    return Pipeline(roster, admin, records)
 
 
 def registry_dir() -> Path:

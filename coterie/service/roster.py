@@ -103,6 +103,13 @@ class Roster:
     def find(self, model: str | None) -> Served:
         return self._served[self.router.resolve(RouteHints(model)).specialist]
 
+    def expected_wait_s(self, specialist: str | None = None) -> float:
+        """Until a request that came now would get its first token, by what workers last said."""
+        replicas = self.find(specialist).replicas
+        if not replicas.ready():
+            return min(replica.retry_after_s() for replica in replicas.members)
+        return min((state.predicted_first_token_s for state in replicas.states()), default=0.0)
+
     def names(self) -> Collection[str]:
         return self._served.keys()
 

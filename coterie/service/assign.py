@@ -1,0 +1,75 @@
+"""From a plan to what a replica is asked to run: tokens, limits that fit, a checked grammar.
+
+Everything that takes long is done on a thread: the event loop serves everybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from coterie.core.errors import InvalidRequest
+from coterie.core.plan import Assignment
+from coterie.core.request import Chat, Limits, Prompt, Text
+from coterie.core.resolve import check_tokens, resolve_limits
+
+if TYPE_CHECKING:
+    from coterie.models.tokenizer import Tokenizer
+    from coterie.service.run import Run
+
+# above this many characters a prompt is tokenised on a thread: about 5 ms of the event loop
+MAX_INLINE_CHARACTERS = 8_000
+
+
+async def assignment(run: Run, virtual_tokens: int) -> Assignment:
+    """Refuses what can never run. `virtual_tokens` are put in front by soft prompts."""
+    request, plan, served = run.request, run.plan, run.served
+    prompt_ids = await tokenise(served.tokenizer, plan.tuned.prompt or request.prompt)
+    check_tokens(prompt_ids, plan.sampling, served.tokenizer.vocab_size)
+    _check_choices(run)
+    limits = _limits(run, len(prompt_ids), virtual_tokens)
+    return Assignment(
+        request_id=request.id,
+        lane=served.name,
+        prompt_ids=tuple(prompt_ids),
+        sampling=replace(plan.sampling, constraint=run.response_format),
+        limits=limits,
+        adapters=plan.adapters,
+        session=request.session or "",
+        tenant=request.tenant,
+        deadline=None if limits.timeout_s is None else request.arrived_at + limits.timeout_s,
+        arrived_at=request.arrived_at,
+    )
+
+
+async def tokenise(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    if _characters(prompt) > MAX_INLINE_CHARACTERS:
+        return await asyncio.to_thread(tokenizer.encode_prompt, prompt)
+    return tokenizer.encode_prompt(prompt)
+
+
+def _characters(prompt: Prompt) -> int:
+    if isinstance(prompt, Chat):
+        return sum(len(message.content) for message in prompt.messages)
+    return len(prompt.text) if isinstance(prompt, Text) else 0
+
+
+def _check_choices(run: Run) -> None:
+    for name in ("n", "num_beams"):
+        asked = getattr(run.plan.sampling, name) or 1
+        if asked > run.served.max_sequences:
+            raise InvalidRequest(
+                f"{name} is {asked}; at most {run.served.max_sequences} sequences run together",
+                param=name,
+            )
+
+
+def _limits(run: Run, prompt_tokens: int, virtual_tokens: int) -> Limits:
+    """A number of ours is cut to the room that is left; a caller's own is kept or refused."""
+    limits = resolve_limits(run.request.limits, prompt_tokens, run.served.context, virtual_tokens)
+    tuned = run.plan.tuned.max_tokens
+    if run.request.limits.max_tokens is not None or tuned is None:
+        return limits
+    assert limits.max_tokens is not None
+    return replace(limits, max_tokens=max(limits.min_tokens, min(tuned, limits.max_tokens)))

@@ -1,0 +1,69 @@
+"""A request's way into a worker: admitted by what is known, then by the worker itself.
+
+Counts what each replica was given. Knows no prompts and no plans.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from coterie.core.errors import CoterieError, Unavailable, from_code
+from coterie.core.plan import Admitted, Assignment, Rejected, RoutePlan
+from coterie.service.admission import Admission
+from coterie.service.mailbox import Mailbox
+from coterie.service.roster import Served
+from coterie.workers.base import Replica
+
+
+class Handover:
+    def __init__(self) -> None:
+        self._admission = Admission()
+
+    def preload(self, served: Served, plan: RoutePlan) -> None:
+        """Loading begins before the prompt is tokenised, where the queue has a place at all."""
+        replicas = served.replicas
+        if replicas.ready():
+            replica = replicas.pick(adapters=plan.adapters)
+            if not replicas.is_full(replica):
+                replica.preload(plan.adapters)
+
+    async def enqueue(self, served: Served, assignment: Assignment) -> tuple[Replica, Mailbox]:
+        """Admit by what is known, then let the worker decide; its refusal is re-planned once."""
+        replicas, refused = served.replicas, set[str]()
+        full: tuple[Replica, Rejected] | None = None
+        while True:
+            try:
+                replica = replicas.pick(refused, assignment.adapters)
+            except Unavailable:
+                if full is None:
+                    raise
+                # somebody is there, only busy
+                raise self._refusal(served, *full) from None
+            state = replicas.state(replica)
+            self._admission.check(served.name, state, replicas.unreported(replica))
+            replicas.took(replica)
+            # a slow reader holds no place: the count falls when the last event comes
+            mailbox = Mailbox(partial(self._ended, served, replica))
+            verdict: Admitted | Rejected | None = None
+            try:
+                verdict = await replica.submit(assignment, mailbox.put)
+            finally:
+                if not isinstance(verdict, Admitted) and mailbox.disarm():
+                    replicas.gave_back(replica)
+            if isinstance(verdict, Admitted):
+                return replica, mailbox
+            refused.add(replica.name)
+            if verdict.code == "overloaded":
+                full = replica, verdict
+            if len(refused) > 1 or len(refused) == len(replicas.members):
+                raise self._refusal(served, replica, verdict)
+
+    def _ended(self, served: Served, replica: Replica) -> None:
+        served.replicas.gave_back(replica)
+        self._admission.ended(served.name, served.replicas.queued())
+
+    def _refusal(self, served: Served, replica: Replica, verdict: Rejected) -> CoterieError:
+        if verdict.code == "overloaded":
+            state = served.replicas.state(replica)
+            return self._admission.overloaded(served.name, state, verdict.retry_after_s)
+        return from_code(verdict.code, verdict.reason, retry_after_s=verdict.retry_after_s)

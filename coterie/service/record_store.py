@@ -1,0 +1,207 @@
+"""What came of requests, durably: a bounded log, and per adapter digest how many were valid.
+
+One thread uses it at a time. Of a job counts one outcome, however often it is told: a verdict of
+its caller goes before what a validator found. Holds no prompt and no answer.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from coterie.core.errors import Conflict, NotFound
+from coterie.core.outcome import InferenceMetrics
+from coterie.packages.locked import connect, told, transaction
+
+# rows of adapters that were removed long ago go beyond this
+MAX_DIGESTS = 100_000
+# rows over the limit before the oldest are removed: not at every row
+SLACK = 256
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS inferences (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    job_id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL,
+    submitted_at REAL NOT NULL,
+    experts TEXT NOT NULL,
+    digests TEXT NOT NULL,
+    outcome INTEGER,
+    verdict INTEGER,
+    comment TEXT,
+    metrics BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_tenant ON inferences (tenant, number);
+CREATE TABLE IF NOT EXISTS outcomes (
+    digest TEXT PRIMARY KEY,
+    valid INTEGER NOT NULL,
+    judged INTEGER NOT NULL,
+    changed_at REAL NOT NULL
+);
+"""
+
+_ADD = """
+INSERT INTO inferences (job_id, tenant, submitted_at, experts, digests, outcome, metrics)
+VALUES (?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (job_id) DO UPDATE SET
+    submitted_at = excluded.submitted_at, experts = excluded.experts,
+    digests = excluded.digests, outcome = excluded.outcome, metrics = excluded.metrics
+"""
+
+_COUNT = """
+INSERT INTO outcomes (digest, valid, judged, changed_at) VALUES (?, ?, ?, ?)
+ON CONFLICT (digest) DO UPDATE SET
+    valid = valid + excluded.valid, judged = judged + excluded.judged,
+    changed_at = excluded.changed_at
+"""
+
+Rate = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One request that ended. `outcome` is None where nobody could judge its adapters by it."""
+
+    metrics: InferenceMetrics
+    tenant: str
+    digests: tuple[str, ...] = ()
+    outcome: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Newest first, of one tenant. `expert` is a name or name@version; `after` a job's id."""
+
+    tenant: str
+    limit: int = 20
+    after: str | None = None
+    expert: str | None = None
+    # seconds since 1970
+    since: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    rows: tuple[InferenceMetrics, ...]
+    has_more: bool
+
+
+class RecordStore:
+    def __init__(self, path: Path, max_records: int) -> None:
+        self._path, self._max_records = path, max_records
+        self._since_trim = SLACK
+        self._decode = msgspec.json.Decoder(InferenceMetrics)
+        self._db = connect(path)
+        with told(path):
+            self._db.executescript(_SCHEMA)
+            with transaction(self._db) as db:
+                db.execute(
+                    "DELETE FROM outcomes WHERE digest NOT IN "
+                    "(SELECT digest FROM outcomes ORDER BY changed_at DESC LIMIT ?)",
+                    (MAX_DIGESTS,),
+                )
+
+    def close(self) -> None:
+        self._db.close()
+
+    def rates(self, digests: Collection[str] | None = None) -> dict[str, Rate]:
+        """(valid, judged) of these adapters, or of every one."""
+        with told(self._path):
+            if digests is None:
+                rows = self._db.execute("SELECT digest, valid, judged FROM outcomes").fetchall()
+            else:
+                ask = "SELECT digest, valid, judged FROM outcomes WHERE digest = ?"
+                rows = [row for d in digests if (row := self._db.execute(ask, (d,)).fetchone())]
+        return {digest: (valid, judged) for digest, valid, judged in rows}
+
+    def add(self, records: Sequence[Record]) -> set[str]:
+        """All of them or none; the digests whose rates have changed."""
+        changed: set[str] = set()
+        with told(self._path), transaction(self._db) as db:
+            for record in records:
+                changed.update(self._add(db, record))
+            self._since_trim += len(records)
+            if self._since_trim >= SLACK:
+                self._trim(db)
+        return changed
+
+    def _add(self, db: sqlite3.Connection, record: Record) -> Iterable[str]:
+        job_id, outcome = record.metrics.job_id, record.outcome
+        ask = "SELECT tenant, digests, outcome, verdict FROM inferences WHERE job_id = ?"
+        known = db.execute(ask, (job_id,)).fetchone()
+        if known is not None and known[0] != record.tenant:
+            return ()
+        before = None if known is None else known[3] if known[3] is not None else known[2]
+        if before is not None:
+            # a job that was run again counts as it did the first time
+            outcome = None if known[2] is None else bool(known[2])
+        if self._max_records:
+            names = "\n".join(("", *record.metrics.experts_used, ""))
+            digests = " ".join(record.digests) if before is None else known[1]
+            db.execute(_ADD, (
+                job_id, record.tenant, record.metrics.submitted_at, names, digests,
+                None if outcome is None else int(outcome), msgspec.json.encode(record.metrics),
+            ))  # fmt: skip
+        if before is not None or outcome is None:
+            return ()
+        _count(db, record.digests, int(outcome), 1)
+        return record.digests
+
+    def judge(self, job_id: str, tenant: str, good: bool, comment: str) -> set[str]:
+        """A caller's verdict on a job of its own; the digests whose rates have changed."""
+        with told(self._path), transaction(self._db) as db:
+            ask = "SELECT digests, outcome, verdict FROM inferences WHERE job_id = ? AND tenant = ?"
+            row = db.execute(ask, (job_id, tenant)).fetchone()
+            if row is None:
+                raise NotFound(f"no job `{job_id}` of yours has ended here", param="job_id")
+            if row[2] is not None:
+                raise Conflict(f"the job `{job_id}` has its verdict already", param="job_id")
+            db.execute(
+                "UPDATE inferences SET verdict = ?, comment = ? WHERE job_id = ?",
+                (int(good), comment, job_id),
+            )
+            digests = row[0].split()
+            if row[1] is None:
+                _count(db, digests, int(good), 1)
+            else:
+                _count(db, digests, int(good) - row[1], 0)
+        return set(digests)
+
+    def query(self, asked: Question) -> Page:
+        where, values = ["tenant = ?"], [asked.tenant]
+        if asked.after is not None:
+            where.append("number < (SELECT number FROM inferences WHERE job_id = ? AND tenant = ?)")
+            values += [asked.after, asked.tenant]
+        if asked.expert is not None:
+            where.append("instr(experts, ?)")
+            whole = "@" in asked.expert
+            values.append(f"\n{asked.expert}" + ("\n" if whole else "@"))
+        parameters: list[str | float] = [*values]
+        if asked.since is not None:
+            where.append("submitted_at >= ?")
+            parameters.append(asked.since)
+        text = f"SELECT metrics FROM inferences WHERE {' AND '.join(where)}"
+        with told(self._path):
+            rows = self._db.execute(
+                f"{text} ORDER BY number DESC LIMIT ?", (*parameters, asked.limit + 1)
+            ).fetchall()
+        found = tuple(self._decode.decode(row[0]) for row in rows[: asked.limit])
+        return Page(found, len(rows) > asked.limit)
+
+    def _trim(self, db: sqlite3.Connection) -> None:
+        self._since_trim = 0
+        db.execute(
+            "DELETE FROM inferences WHERE number <= "
+            "(SELECT number FROM inferences ORDER BY number DESC LIMIT 1 OFFSET ?)",
+            (self._max_records,),
+        )
+
+
+def _count(db: sqlite3.Connection, digests: Iterable[str], valid: int, judged: int) -> None:
+    now = time.time()
+    db.executemany(_COUNT, [(digest, valid, judged, now) for digest in digests])

@@ -1,0 +1,137 @@
+"""The log of inferences and the adapters' rates of success, as the event loop uses them.
+
+Rows go to the store on one thread, many to a commit; rates are answered from memory. A store that
+fails costs its rows, never a request. Knows no SQL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+from coterie.core.errors import CoterieError, Unavailable
+from coterie.obs.trace import log
+from coterie.service.record_store import Page, Question, Rate, Record, RecordStore
+
+# rows gather this long before they are committed, unless somebody asks
+GATHER_S = 0.05
+# rows that may wait for the disk; more are dropped, and counted
+MAX_WAITING = 10_000
+
+T = TypeVar("T")
+Work = Callable[[RecordStore], None]
+
+
+class Records:
+    """`path` is the database's file; None keeps nothing. Used from one event loop."""
+
+    def __init__(self, path: Path | None, max_records: int = 100_000) -> None:
+        self._path, self._max_records = path, max_records
+        self._rates: dict[str, Rate] = {}
+        # rows, questions, and None for the end
+        self._items: queue.SimpleQueue[Record | Work | None] = queue.SimpleQueue()
+        self._asked = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self.dropped = 0
+
+    async def start(self) -> None:
+        if self._path is None:
+            return
+        self._loop = asyncio.get_running_loop()
+        try:
+            store = await asyncio.to_thread(RecordStore, self._path, self._max_records)
+            self._rates = await asyncio.to_thread(store.rates)
+        except CoterieError as error:
+            # a server without a log is better than none
+            log("records_unreadable", level="warning", error=error)
+            return
+        self._thread = threading.Thread(
+            target=self._run, args=(store,), name="records", daemon=True
+        )
+        self._thread.start()
+
+    async def close(self) -> None:
+        """What was logged is on disk when this returns."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._items.put(None)
+            self._asked.set()
+            await asyncio.to_thread(thread.join)
+
+    def rate(self, digest: str) -> Rate:
+        """(valid, judged) answers of an adapter."""
+        return self._rates.get(digest, (0, 0))
+
+    def log(self, record: Record) -> None:
+        """Never waits. What is asked for later sees it."""
+        if self._thread is None:
+            return
+        if self._items.qsize() >= MAX_WAITING:
+            self.dropped += 1
+        else:
+            self._items.put(record)
+
+    async def query(self, asked: Question) -> Page:
+        return await self._ask(lambda store: store.query(asked))
+
+    async def feedback(self, job_id: str, tenant: str, good: bool, comment: str = "") -> None:
+        """A caller's verdict on its own job, once. Raises NotFound or Conflict."""
+        changed = await self._ask(lambda store: _judged(store, job_id, tenant, good, comment))
+        self._rates.update(changed)
+
+    async def _ask(self, question: Callable[[RecordStore], T]) -> T:
+        if self._thread is None:
+            raise Unavailable("the log of inferences cannot be opened; see the server's log")
+        answer: Future[T] = Future()
+
+        def work(store: RecordStore) -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(question(store))
+                except Exception as error:
+                    answer.set_exception(error)
+
+        self._items.put(work)
+        self._asked.set()
+        return await asyncio.wrap_future(answer)
+
+    def _run(self, store: RecordStore) -> None:
+        is_open = True
+        while is_open:
+            items = [self._items.get()]
+            if isinstance(items[0], Record):
+                self._asked.wait(GATHER_S)
+            self._asked.clear()
+            items += [self._items.get() for _ in range(self._items.qsize())]
+            self._write(store, [item for item in items if isinstance(item, Record)])
+            for item in items:
+                if item is None:
+                    is_open = False
+                elif not isinstance(item, Record):
+                    item(store)
+        store.close()
+
+    def _write(self, store: RecordStore, rows: list[Record]) -> None:
+        if not rows:
+            return
+        try:
+            changed = store.rates(store.add(rows))
+        except CoterieError as error:
+            self.dropped += len(rows)
+            log("records_unwritable", level="warning", error=error)
+            return
+        loop = self._loop
+        if changed and loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._rates.update, changed)
+
+
+def _judged(
+    store: RecordStore, job_id: str, tenant: str, good: bool, comment: str
+) -> dict[str, Rate]:
+    return store.rates(store.judge(job_id, tenant, good, comment))

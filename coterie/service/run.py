@@ -1,0 +1,39 @@
+"""One request on its road: what was asked, who answers, and when each stage began."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from coterie.core.plan import RoutePlan
+from coterie.core.request import InferenceRequest, ResponseFormat
+
+if TYPE_CHECKING:
+    from coterie.service.roster import Served
+
+
+@dataclass(slots=True)
+class Run:
+    request: InferenceRequest
+    plan: RoutePlan
+    served: Served
+    # time.monotonic() when the plan was there, and what deciding took
+    routed_at: float
+    router_s: float
+    # of the first choice, as it came; only where somebody may judge it
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def response_format(self) -> ResponseFormat | None:
+        return self.request.response_format or self.plan.tuned.response_format
+
+    @property
+    def task_type(self) -> str:
+        return "" if self.plan.trace is None else self.plan.trace.task_type
+
+    @property
+    def may_be_judged(self) -> bool:
+        """Some validator may know what the answer must look like."""
+        plan = self.plan
+        known = self.response_format is not None or plan.trace is not None
+        return known or bool(plan.adapters)
