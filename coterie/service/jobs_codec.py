@@ -1,0 +1,168 @@
+"""Requests, plans and results as the JSON that the job database keeps. Values in, bytes out.
+
+A prompt is one of three types, which JSON cannot tell apart: it is kept under its kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from coterie.core.errors import InvalidRequest
+from coterie.core.job import JobSpec
+from coterie.core.outcome import InferenceResult
+from coterie.core.plan import AdapterChoice, RoutePlan, Tuned
+from coterie.core.request import (
+    Chat,
+    InferenceRequest,
+    Limits,
+    Prompt,
+    ResponseFormat,
+    RouteHints,
+    Sampling,
+    Text,
+    Tokens,
+)
+from coterie.core.route_trace import RouteTrace
+
+
+class _Prompt(msgspec.Struct, omit_defaults=True):
+    """Exactly one is given, or none where a prompt may be missing."""
+
+    chat: Chat | None = None
+    text: Text | None = None
+    tokens: Tokens | None = None
+
+
+class _Spec(msgspec.Struct, omit_defaults=True):
+    id: str
+    prompt: _Prompt
+    sampling: Sampling
+    limits: Limits
+    hints: RouteHints
+    tenant: str
+    vendor: Sampling
+    response_format: ResponseFormat | None = None
+    session: str | None = None
+    user_id: str = ""
+    explain: bool = False
+
+
+class _Plan(msgspec.Struct, omit_defaults=True):
+    request_id: str
+    specialist: str
+    adapters: tuple[AdapterChoice, ...]
+    sampling: Sampling
+    confidence: float
+    reasons: tuple[str, ...]
+    prompt: _Prompt
+    max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    trace: RouteTrace | None = None
+    alternates: tuple[str, ...] = ()
+    shadow: str | None = None
+
+
+_encode = msgspec.json.Encoder().encode
+_spec_decoder = msgspec.json.Decoder(_Spec)
+_plan_decoder = msgspec.json.Decoder(_Plan)
+_result_decoder = msgspec.json.Decoder(InferenceResult)
+
+
+def encode_spec(spec: JobSpec) -> bytes:
+    request = spec.request
+    stored = _Spec(
+        id=request.id,
+        prompt=_kept(request.prompt),
+        sampling=request.sampling,
+        limits=request.limits,
+        hints=request.hints,
+        tenant=request.tenant,
+        vendor=spec.vendor,
+        response_format=request.response_format,
+        session=request.session,
+        user_id=spec.user_id,
+        explain=spec.explain,
+    )
+    return _written(stored)
+
+
+def decode_spec(raw: bytes, arrived_at: float) -> JobSpec:
+    """`arrived_at` is of this run: a monotonic clock does not outlive its machine's boot."""
+    stored = _spec_decoder.decode(raw)
+    prompt = _prompt(stored.prompt)
+    assert prompt is not None, "a stored request has a prompt"
+    request = InferenceRequest(
+        id=stored.id,
+        prompt=prompt,
+        sampling=stored.sampling,
+        limits=stored.limits,
+        hints=stored.hints,
+        response_format=stored.response_format,
+        session=stored.session,
+        tenant=stored.tenant,
+        arrived_at=arrived_at,
+    )
+    return JobSpec(request, stored.user_id, stored.explain, stored.vendor)
+
+
+def encode_plan(plan: RoutePlan) -> bytes:
+    tuned = plan.tuned
+    stored = _Plan(
+        request_id=plan.request_id,
+        specialist=plan.specialist,
+        adapters=plan.adapters,
+        sampling=plan.sampling,
+        confidence=plan.confidence,
+        reasons=plan.reasons,
+        prompt=_Prompt() if tuned.prompt is None else _kept(tuned.prompt),
+        max_tokens=tuned.max_tokens,
+        response_format=tuned.response_format,
+        trace=plan.trace,
+        alternates=plan.alternates,
+        shadow=plan.shadow,
+    )
+    return _written(stored)
+
+
+def decode_plan(raw: bytes) -> RoutePlan:
+    stored = _plan_decoder.decode(raw)
+    return RoutePlan(
+        request_id=stored.request_id,
+        specialist=stored.specialist,
+        alternates=stored.alternates,
+        adapters=stored.adapters,
+        sampling=stored.sampling,
+        shadow=stored.shadow,
+        confidence=stored.confidence,
+        reasons=stored.reasons,
+        tuned=Tuned(_prompt(stored.prompt), stored.max_tokens, stored.response_format),
+        trace=stored.trace,
+    )
+
+
+def encode_result(result: InferenceResult) -> bytes:
+    return _encode(result)
+
+
+def decode_result(raw: bytes) -> InferenceResult:
+    return _result_decoder.decode(raw)
+
+
+def _kept(prompt: Prompt) -> _Prompt:
+    if isinstance(prompt, Chat):
+        return _Prompt(chat=prompt)
+    return _Prompt(text=prompt) if isinstance(prompt, Text) else _Prompt(tokens=prompt)
+
+
+def _prompt(stored: _Prompt) -> Prompt | None:
+    return stored.chat or stored.text or stored.tokens
+
+
+def _written(stored: Any) -> bytes:
+    try:
+        return _encode(stored)
+    except (TypeError, ValueError, RecursionError) as error:
+        # lone surrogates, or nesting that no encoder follows
+        raise InvalidRequest("the request holds a text that cannot be stored") from error

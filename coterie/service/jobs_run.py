@@ -1,0 +1,122 @@
+"""One job's way through the pipeline: read it, answer it, write how it ended.
+
+What only says "not now" (a full queue, a restart, a shutdown) leaves the job as it was. Knows
+neither the queue nor who else runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Protocol
+
+import msgspec
+
+from coterie.core.errors import CoterieError, InternalError, Overloaded, Unavailable
+from coterie.core.events import Delta, Event
+from coterie.core.job import FAILED, SUCCEEDED, JobError, JobSpec
+from coterie.core.plan import RoutePlan
+from coterie.core.request import InferenceRequest, RouteHints, Sampling
+from coterie.obs.trace import log
+from coterie.service.answer import AnswerBuilder
+from coterie.service.deadline import until_deadline
+from coterie.service.jobs_codec import decode_spec, encode_plan, encode_result
+from coterie.service.jobs_live import LiveJob
+from coterie.service.jobs_store import RETRY_S, JobStore
+from coterie.service.jobs_tables import Ending
+
+NOT_NOW = (Overloaded, Unavailable)
+
+
+class Answers(Protocol):
+    """The part of `service.pipeline.Pipeline` that jobs use."""
+
+    def resolve(self, hints: RouteHints) -> str: ...
+    def handle(
+        self,
+        request: InferenceRequest,
+        vendor: Sampling = ...,
+        tell: Callable[[RoutePlan], None] | None = None,
+    ) -> AsyncGenerator[Event, None]: ...
+
+
+class JobRun:
+    def __init__(self, answers: Answers, store: JobStore, job_id: str, live: LiveJob) -> None:
+        self._answers = answers
+        self._store = store
+        self._id = job_id
+        self._live = live
+        self._begun = False
+        self._length = 0
+
+    async def attempt(self) -> None:
+        """Returns when the job has ended, here or by somebody else's hand. Raises what means
+        "not now", and then the job waits again."""
+        try:
+            ending = await self._ending()
+        except NOT_NOW:
+            if self._begun:
+                await self._store.requeue(self._id)
+            raise
+        if ending is not None:
+            await self._write(ending)
+
+    async def _ending(self) -> Ending | None:
+        stored = await self._store.request(self._id)
+        if stored is None:
+            return None
+        try:
+            spec = decode_spec(stored[0], time.monotonic())
+            return await self._answer(spec)
+        except NOT_NOW:
+            raise
+        except msgspec.MsgspecError as error:
+            log("job_unreadable", level="error", error=error, request_id=self._id)
+            return self._failed(InternalError("what was stored of this job cannot be read"))
+        except CoterieError as error:
+            return self._failed(error)
+        except Exception as error:
+            log("job_fault", level="error", error=error, request_id=self._id)
+            return self._failed(
+                InternalError("the server failed to answer; the log has the job id")
+            )
+
+    async def _answer(self, spec: JobSpec) -> Ending | None:
+        told: list[RoutePlan] = []
+        request = spec.request
+        events = until_deadline(self._answers.handle(request, spec.vendor, told.append), request)
+        async with aclosing(events):
+            builder = AnswerBuilder(self._id, told[0], explain=spec.explain)
+            async for event in events:
+                if not self._begun and not await self._begin(builder.plan):
+                    return None
+                builder.take(event)
+                if isinstance(event, Delta) and event.choice == 0:
+                    self._live.feed(self._length, event.text)
+                    self._length += len(event.text)
+        result = builder.result()
+        return Ending(SUCCEEDED, time.time(), result=encode_result(result))
+
+    async def _begin(self, plan: RoutePlan) -> bool:
+        """Before any of its text is seen: a run after a crash goes by the same plan."""
+        self._begun = await self._store.begin(self._id, time.time(), encode_plan(plan))
+        self._live.plan = plan
+        self._live.tell()
+        return self._begun
+
+    def _failed(self, error: CoterieError) -> Ending:
+        return Ending(
+            FAILED, time.time(), self._live.text, error=JobError(error.code, error.message)
+        )
+
+    async def _write(self, ending: Ending) -> None:
+        """An answer is not given up because the disk is full at the moment."""
+        while True:
+            try:
+                await self._store.end(self._id, ending)
+                return
+            except Unavailable as error:
+                log("job_not_written", level="warning", request_id=self._id, reason=error.message)
+                await asyncio.sleep(error.retry_after_s or RETRY_S)
