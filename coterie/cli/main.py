@@ -15,7 +15,20 @@ from types import ModuleType
 from typing import NoReturn
 
 from coterie import __version__
-from coterie.cli import bench, carve, chat, doctor, expert, keys, plan, pull, run, serve, store
+from coterie.cli import (
+    bench,
+    carve,
+    chat,
+    doctor,
+    expert,
+    keys,
+    plan,
+    pull,
+    router,
+    run,
+    serve,
+    store,
+)
 from coterie.cli.terminal import width
 from coterie.core.errors import ConfigError, CoterieError, InvalidRequest
 
@@ -27,6 +40,7 @@ COMMANDS: dict[str, ModuleType] = {
     "pull": pull,
     "expert": expert,
     "keys": keys,
+    "router": router,
     "carve": carve,
     "store": store,
     "plan": plan,

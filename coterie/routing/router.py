@@ -1,167 +1,220 @@
-"""Who answers: by the names a caller sent, with the sampling values that were left open.
+"""Who answers, and how: by the names a caller sent, or by what the prompt is about.
 
-Knows specialists by name, fingerprint and generation_config, and adapters by their cards; knows no
+A request that names nobody is matched with what the installed packages say; values left open are
+tuned. The plan carries the reasons. Knows specialists and adapters by their cards; knows no
 replicas, queues, blocks, tokens or files.
 """
 
 from __future__ import annotations
 
-import difflib
-import heapq
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from coterie.core.adapters import AdapterCard
-from coterie.core.errors import InvalidRequest, NotFound
-from coterie.core.plan import AdapterChoice, RoutePlan
-from coterie.core.request import AUTO, AdapterHint, InferenceRequest, RouteHints, Sampling
+from coterie.core.adapters import AdapterCard, AdapterProfile
+from coterie.core.pipeline_settings import RoutingSettings
+from coterie.core.plan import AdapterChoice, RoutePlan, Tuned
+from coterie.core.request import Chat, InferenceRequest, Prompt, RouteHints, Sampling, Text
 from coterie.core.resolve import VENDOR_DEFAULTS, resolve_sampling
-from coterie.routing.names import Asked, read
+from coterie.core.route_trace import RouteTrace
+from coterie.routing.decide import Decision, House, Wish, decide
+from coterie.routing.features import Features, extract, routed_text
+from coterie.routing.names import Asked
+from coterie.routing.protocols import Catalog, Matcher, NoAdapters, NoOutcomes, Outcomes
+from coterie.routing.resolve import Names, Route, Specialist
+from coterie.routing.score import Scorer
+from coterie.routing.stack import called
+from coterie.routing.tune import filled, tuned, values_for
 
-# most names that a refusal lists
-MAX_LISTED = 12
-# most names that an unknown one is compared with: the event loop waits for it
-MAX_COMPARED = 32
+__all__ = ["Route", "Router", "Specialist"]
 
-
-class Catalog(Protocol):
-    """Installed adapters, in memory."""
-
-    def find(self, name: str, version: str) -> AdapterCard | None:
-        """The card of `name`'s version, its current one when `version` is empty."""
-
-    def names(self) -> Iterable[str]:
-        """Every name that can be asked for."""
-
-
-class NoAdapters:
-    """The catalog of a server that runs none."""
-
-    def find(self, name: str, version: str) -> AdapterCard | None:
-        return None
-
-    def names(self) -> Iterable[str]:
-        return ()
+# adapters that are looked at for one request
+CANDIDATES = 30
+NOBODY = Asked(None)
 
 
-@dataclass(frozen=True, slots=True)
-class Specialist:
-    """What the router knows about one: its name, its model's generation_config and identity."""
-
-    name: str
-    generation: Mapping[str, Any] = field(default_factory=dict)
-    fingerprint: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The names of a request, resolved: who answers, and with which adapters."""
+@dataclass(slots=True)
+class _Deciding:
+    """What is known of one request while its plan is made."""
 
     specialist: str
     adapters: tuple[AdapterChoice, ...] = ()
+    confidence: float = 1.0
+    reasons: tuple[str, ...] = ()
+    # of whom decoding, format and template are taken; alone = nobody else runs
+    primary: AdapterProfile | None = None
+    features: Features | None = None
+    decision: Decision | None = None
+    threshold: float = 0.0
+    degraded: tuple[str, ...] = ()
+    timings_ms: dict[str, float] = field(default_factory=dict)
 
 
 class Router:
-    """Plans by name. The first specialist answers `auto` and requests that name nobody."""
+    """The first specialist answers requests that name nobody and are for no adapter.
 
-    def __init__(self, specialists: Sequence[Specialist], catalog: Catalog | None = None) -> None:
-        self._specialists = {item.name: item for item in specialists}
-        self._default = specialists[0].name
+    `matcher` stands in for the catalog's own, which changes with what is installed.
+    """
+
+    def __init__(
+        self,
+        specialists: Sequence[Specialist],
+        catalog: Catalog | None = None,
+        settings: RoutingSettings | None = None,
+        outcomes: Outcomes | None = None,
+        matcher: Matcher | None = None,
+    ) -> None:
         self._catalog = catalog or NoAdapters()
+        self._names = Names(specialists, self._catalog)
+        self._settings = settings or RoutingSettings()
+        self._outcomes = outcomes or NoOutcomes()
+        self._matcher = matcher
 
     def resolve(self, hints: RouteHints) -> Route:
-        """Refuses names that do not exist and adapters that do not fit."""
-        asked = read(hints, self._specialists)
-        if not asked.adapters:
-            return Route(asked.base or self._default)
-        cards = [self._card(hint, hints.model) for hint in asked.adapters]
-        chosen = tuple(
-            AdapterChoice(f"{card.name}@{card.version}", card.digest, hint.weight)
-            for card, hint in zip(cards, asked.adapters, strict=True)
-        )
-        if len({item.digest for item in chosen}) < len(chosen):
-            raise InvalidRequest(
-                "an expert is named twice in one request; give it once, with its weight",
-                param="experts",
-            )
-        return Route(self._base_for(cards, asked), chosen)
+        """By names alone. Refuses those that do not exist and adapters that do not fit."""
+        return self._names.resolve(hints)
 
-    def fits(self, card: AdapterCard) -> list[str]:
+    def fits(self, card: AdapterCard) -> Sequence[str]:
         """The specialists that an adapter was made for; one that names no base fits every one."""
-        return [
-            item.name
-            for item in self._specialists.values()
-            if not card.bases or item.fingerprint in card.bases
-        ]
+        return self._names.fits(card)
 
     def plan(self, request: InferenceRequest, vendor: Sampling = VENDOR_DEFAULTS) -> RoutePlan:
         """Decide. `vendor` holds what the caller's dialect documents for values left open."""
-        asked = request.hints.model
-        route = self.resolve(request.hints)
-        default = asked in (None, "", AUTO) and not route.adapters
-        generation = self._specialists[route.specialist].generation
+        begun = time.perf_counter()
+        asked = self._names.read(request.hints)
+        routed = self._settings.enabled and asked == NOBODY and isinstance(request.prompt, Chat)
+        known = self._by_content(request) if routed else self._by_name(request, asked)
+        sampling, changed = request.sampling, Tuned()
+        if known.features is not None:
+            marked = time.perf_counter()
+            values = values_for(known.features.task_type, known.primary)
+            sampling = filled(sampling, values)
+            alone = known.primary if len(known.adapters) == 1 else None
+            changed = tuned(request, values, alone)
+            known.timings_ms["tune"] = _ms_since(marked)
+        generation = self._names.specialists[known.specialist].generation
+        resolved = resolve_sampling(sampling, generation, vendor)
+        known.timings_ms["total"] = _ms_since(begun)
         return RoutePlan(
             request_id=request.id,
-            specialist=route.specialist,
+            specialist=known.specialist,
             alternates=(),
-            adapters=route.adapters,
-            sampling=resolve_sampling(request.sampling, generation, vendor),
+            adapters=known.adapters,
+            sampling=resolved,
             shadow=None,
-            confidence=1.0,
-            reasons=("default specialist" if default else "named by the caller",),
+            confidence=known.confidence,
+            reasons=known.reasons,
+            tuned=changed,
+            trace=_trace(known),
         )
 
-    def _card(self, hint: AdapterHint, model: str | None) -> AdapterCard:
-        name, _, version = hint.name.partition("@")
-        card = self._catalog.find(name, version)
-        if card is not None:
-            return card
-        names = list(self._catalog.names())
-        near = _near(name, names)
-        known = ", ".join([*self._specialists, *near][:MAX_LISTED])
-        message = f"The model `{hint.name}` does not exist; there is: {known}"
-        current = self._catalog.find(name, "")
-        if current is not None:
-            message = (
-                f"The expert `{name}` has no version `{version}` here; the current one is "
-                f"`{current.version}`"
-            )
-        raise NotFound(message, param="model" if hint.name in (model or "") else "experts")
+    def _by_name(self, request: InferenceRequest, asked: Asked) -> _Deciding:
+        hints = request.hints
+        route = self._names.resolve(hints)
+        reason = "default specialist" if asked == NOBODY else "named by the caller"
+        if not self._settings.enabled and asked == NOBODY:
+            reason = "default specialist: routing is off"
+        known = _Deciding(route.specialist, route.adapters, reasons=(reason,))
+        if hints.tune:
+            known.features = _features(request, known.timings_ms)
+            if route.adapters:
+                known.primary = self._names.find(route.adapters[0].name)
+        return known
 
-    def _base_for(self, cards: Sequence[AdapterCard], asked: Asked) -> str:
-        able = set(self._specialists).intersection(*(self.fits(card) for card in cards))
-        if asked.base is None:
-            for name in (self._default, *self._specialists):
-                if name in able:
-                    return name
-        elif asked.base in able:
-            return asked.base
-        wanted = [asked.base] if asked.base else list(self._specialists)
-        for card in cards:
-            if not set(wanted).intersection(self.fits(card)):
-                raise InvalidRequest(self._unfit(card, wanted), param="model")
-        raise InvalidRequest("these experts were made for different base models", param="experts")
+    def _by_content(self, request: InferenceRequest) -> _Deciding:
+        known = _Deciding(self._names.default)
+        exclude = self._names.excluded(request.hints.exclude)
+        known.features = _features(request, known.timings_ms)
+        matcher = self._matcher or self._catalog.matcher()
+        if matcher is None:
+            return _without_experts(known, any(True for _ in self._catalog.names()))
+        known.threshold = self._settings.threshold or matcher.threshold
+        marked = time.perf_counter()
+        text = routed_text(_instruction(request), request.hints.document)
+        matches = matcher.match(text, known.features, CANDIDATES)
+        known.timings_ms["match"] = _ms_since(marked)
+        marked = time.perf_counter()
+        wish = self._wish(request.hints, known.threshold, exclude)
+        decision = decide(matches, known.features, wish, self._house(), self._scorer())
+        known.timings_ms["decide"] = _ms_since(marked)
+        return _decided(known, decision)
 
-    def _unfit(self, card: AdapterCard, wanted: Sequence[str]) -> str:
-        served = ", ".join(
-            f"`{name}` ({self._specialists[name].fingerprint[:12]})" for name in wanted
-        )
-        made = ", ".join(base[:12] for base in card.bases)
-        others = [name for name in self.fits(card) if name not in wanted]
-        hint = f"; ask for `{others[0]}:{card.name}`" if others else ""
-        return (
-            f"the expert `{card.name}@{card.version}` was made for another base model ({made}), "
-            f"not for {served}{hint}"
-        )
+    def _wish(self, hints: RouteHints, threshold: float, exclude: tuple[str, ...]) -> Wish:
+        if hints.max_adapters is None:
+            return Wish(threshold, self._settings.max_experts, exclude=exclude)
+        return Wish(threshold, hints.max_adapters, hints.max_adapters, exclude)
+
+    def _house(self) -> House:
+        return House(self._names.find, lambda profile: self._names.fits(profile.card))
+
+    def _scorer(self) -> Scorer:
+        room = self._names.specialists[self._names.default].adapter_bytes
+        return Scorer(self._settings, self._outcomes, self._catalog.usual_quality(), room)
 
 
-def _near(name: str, names: Sequence[str]) -> list[str]:
-    """Of many names only those are compared that begin most like `name`."""
+def _features(request: InferenceRequest, timings_ms: dict[str, float]) -> Features:
+    marked = time.perf_counter()
+    features = extract(_instruction(request), request.hints.document)
+    timings_ms["features"] = _ms_since(marked)
+    return features
 
-    def in_common(other: str) -> int:
-        pairs = zip(name, other, strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(name), len(other)))
 
-    alike = heapq.nlargest(MAX_COMPARED, names, key=in_common)
-    return difflib.get_close_matches(name, alike, n=MAX_LISTED, cutoff=0.5)
+def _instruction(request: InferenceRequest) -> str:
+    return request.hints.instruction or _last_words(request.prompt)
+
+
+def _last_words(prompt: Prompt) -> str:
+    if isinstance(prompt, Chat):
+        return next((m.content for m in reversed(prompt.messages) if m.role == "user"), "")
+    return prompt.text if isinstance(prompt, Text) else ""
+
+
+def _without_experts(known: _Deciding, installed: bool) -> _Deciding:
+    if installed:
+        known.reasons = ("base model alone: the index of experts is still being built",)
+        known.degraded = ("no experts: their index is still being built",)
+        known.confidence = 0.0
+    else:
+        known.reasons = ("base model alone: no experts are installed",)
+    return known
+
+
+def _decided(known: _Deciding, decision: Decision) -> _Deciding:
+    known.decision, known.primary = decision, decision.primary
+    known.confidence = decision.confidence
+    if decision.primary is None:
+        best = max(decision.candidates, key=lambda c: c.probability, default=None)
+        nearest = f" (nearest: {best.name}, {best.why})" if best is not None else ""
+        known.reasons = (f"base model alone: no expert is for this prompt{nearest}",)
+        return known
+    known.specialist = decision.specialist or known.specialist
+    known.adapters = tuple(
+        AdapterChoice(called(profile), profile.card.digest) for profile in decision.chosen
+    )
+    whys = {candidate.digest: candidate for candidate in decision.candidates}
+    known.reasons = tuple(
+        f"{choice.name}: {whys[choice.digest].why}, probability "
+        f"{whys[choice.digest].probability:.2f}"
+        for choice in known.adapters
+    )
+    return known
+
+
+def _trace(known: _Deciding) -> RouteTrace | None:
+    features = known.features
+    if features is None:
+        return None
+    timings = {f"features.{name}": ms for name, ms in features.timings_ms.items()}
+    return RouteTrace(
+        task_type=features.task_type,
+        language=features.language,
+        features=features.told(),
+        candidates=() if known.decision is None else known.decision.candidates,
+        threshold=known.threshold,
+        degraded=known.degraded,
+        timings_ms=timings | known.timings_ms,
+    )
+
+
+def _ms_since(marked: float) -> float:
+    return round((time.perf_counter() - marked) * 1e3, 4)

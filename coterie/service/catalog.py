@@ -16,11 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from coterie.core.adapters import AdapterCard
+from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.errors import CoterieError, Unavailable, Unsupported
 from coterie.core.plan import AdapterChoice
 from coterie.obs.trace import log
+from coterie.routing.protocols import Matcher
 from coterie.service.leases import Lease, Leases
+from coterie.service.matching import Matching
+from coterie.service.profiles import Profiles, usual_quality
 
 if TYPE_CHECKING:
     from coterie.packages.registry import Registry
@@ -43,6 +46,9 @@ class Snapshot:
     # what names and aliases stand for
     current: Mapping[str, AdapterCard] = field(default_factory=dict)
     by_digest: Mapping[str, AdapterCard] = field(default_factory=dict)
+    # what the packages of `versions` say
+    profiles: Mapping[tuple[str, str], AdapterProfile] = field(default_factory=dict)
+    usual_quality: float = 0.5
 
 
 class Catalog:
@@ -53,6 +59,9 @@ class Catalog:
         self._root = root
         self._registry: Registry | None = None
         self._thread = ThreadPoolExecutor(1, "registry")
+        # of that thread alone
+        self._profiles = Profiles()
+        self._matching = Matching()
         self._snapshot = Snapshot()
         self._poller: asyncio.Task[None] | None = None
         # digests that are installed no longer, and whose files may still be there
@@ -82,6 +91,7 @@ class Catalog:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._matching.close()
         registry, self._registry = self._registry, None
         if registry is not None:
             # behind what the thread still has to do
@@ -111,6 +121,22 @@ class Catalog:
     def by_digest(self, digest: str) -> AdapterCard | None:
         return self._snapshot.by_digest.get(digest)
 
+    def profile(self, card: AdapterCard) -> AdapterProfile:
+        """What its package says; of one that was removed meanwhile, the card alone."""
+        found = self._snapshot.profiles.get((card.name, card.version))
+        return AdapterProfile(card) if found is None else found
+
+    def matcher(self) -> Matcher | None:
+        """Of what is installed, or was a moment ago; None while the first is being built."""
+        return self._matching.matcher
+
+    def usual_quality(self) -> float:
+        return self._snapshot.usual_quality
+
+    async def settled(self) -> None:
+        """Returns when what is installed now can be found by content."""
+        await self._matching.settled()
+
     def hold(self, adapters: Sequence[AdapterChoice]) -> Lease:
         """Keeps the files of a plan's adapters. To be called before anything else can run."""
         cards = (self._snapshot.by_digest.get(item.digest) for item in adapters)
@@ -124,8 +150,8 @@ class Catalog:
 
         def whole() -> tuple[T, Snapshot, Snapshot]:
             # what another server removed meanwhile is its own to free: it knows who runs on it
-            before = _read(registry)
-            return work(registry), before, _read(registry)
+            before = self._read(registry)
+            return work(registry), before, self._read(registry)
 
         try:
             done, before, after = await self._call(whole)
@@ -142,14 +168,32 @@ class Catalog:
         return await self._call(question, self._opened())
 
     async def refresh(self) -> None:
-        self._show(await self._call(_read, self._opened()))
+        self._show(await self._call(self._read, self._opened()))
 
     def _show(self, snapshot: Snapshot) -> None:
         """The one thread keeps the order: a later reading never comes first."""
         self._doomed -= snapshot.by_digest.keys()
         self._snapshot = snapshot
+        names = (name for name, card in snapshot.current.items() if name == card.name)
+        current = (snapshot.current[name] for name in sorted(names))
+        self._matching.follow([self.profile(card) for card in current])
         if self._doomed:
             self._untidy.set()
+
+    def _read(self, registry: Registry) -> Snapshot:
+        """The number comes first: what another process changes meanwhile is seen by the next
+        poll."""
+        generation = registry.generation()
+        cards, current = registry.cards(), registry.meanings()
+        profiles = self._profiles.read(registry, cards)
+        return Snapshot(
+            generation=generation,
+            versions={(card.name, card.version): card for card in cards},
+            current=current,
+            by_digest={card.digest: card for card in (*cards, *current.values())},
+            profiles=profiles,
+            usual_quality=usual_quality(profiles.values()),
+        )
 
     def _opened(self) -> Registry:
         if self._root is None:
@@ -197,18 +241,6 @@ class Catalog:
         except BROKEN as error:
             log("registry_unreadable", level="warning", error=error)
             return ()
-
-
-def _read(registry: Registry) -> Snapshot:
-    """The number comes first: what another process changes meanwhile is seen by the next poll."""
-    generation = registry.generation()
-    cards, current = registry.cards(), registry.meanings()
-    return Snapshot(
-        generation=generation,
-        versions={(card.name, card.version): card for card in cards},
-        current=current,
-        by_digest={card.digest: card for card in (*cards, *current.values())},
-    )
 
 
 def _free(registry: Registry, digests: Collection[str]) -> list[str]:

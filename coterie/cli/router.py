@@ -1,0 +1,205 @@
+"""`coterie router`: which experts a prompt would get, and why. Needs no server and no model."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coterie.cli.menu import Menu, choose, show
+from coterie.cli.terminal import facts, width
+from coterie.core.errors import ConfigError, CoterieError
+
+if TYPE_CHECKING:
+    from coterie.core.plan import RoutePlan
+    from coterie.core.route_trace import Candidate, RouteTrace
+    from coterie.routing.router import Router, Specialist
+    from coterie.service.catalog import Catalog
+
+HELP = "say which experts a prompt would get, and why"
+EPILOG = """\
+examples:
+  coterie router explain "How many users are older than 30? Write SQL."
+  coterie router explain "Extract name and age as JSON" --body letter.txt
+
+coterie router ACTION --help says more.
+"""
+_EXPLAIN = """\
+examples:
+  coterie router explain "Is this review positive or negative? It broke."
+  coterie router explain "Extract name and age as JSON" --body letter.txt
+  cat prompt.txt | coterie router explain -
+  coterie router explain "Make a slug: Hello World" --max-experts 3 --json
+
+Uses the experts that are installed here, as a server with default settings
+would for a request that names none of them. Columns: sim(ilarity), succ(ess)
+and mem(ory) are the three terms of the score; prob(ability) decides.
+"""
+MAX_PROMPT_BYTES = 2_000_000
+_HEADERS = ("expert", "sim", "succ", "mem", "score", "prob", "why")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    menu = Menu(parser)
+    made = menu.add("explain", explain, "the candidates for a prompt, their scores, why", _EXPLAIN)
+    made.add_argument("prompt", metavar="PROMPT", help="what is asked; - reads it from stdin")
+    made.add_argument("--body", metavar="FILE", help="the document beside it; - reads stdin")
+    made.add_argument("--max-experts", type=int, metavar="N", help="most experts, 1 to 10")
+    made.add_argument("--exclude", action="append", metavar="NAME", help="never this one")
+    made.add_argument("--rows", type=int, default=10, metavar="N", help="candidates shown (10)")
+    made.add_argument("--config", metavar="FILE", help="TOML file with a [routing] section")
+    made.add_argument("--json", action="store_true", help="print JSON")
+
+
+execute = choose
+
+
+def explain(args: argparse.Namespace) -> int:
+    if args.prompt == "-" and args.body == "-":
+        raise ConfigError("PROMPT and --body cannot both be read from stdin", param="body")
+    if args.max_experts is not None and not 1 <= args.max_experts <= 10:
+        raise ConfigError("--max-experts must be from 1 to 10", param="max_experts")
+    prompt = _read("-") if args.prompt == "-" else args.prompt
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty", param="prompt")
+    plan = asyncio.run(_plan(args, prompt, "" if args.body is None else _read(args.body)))
+    return show(args, _report(plan), _text(plan, args.rows))
+
+
+def _read(source: str) -> str:
+    try:
+        if source == "-":
+            return sys.stdin.read(MAX_PROMPT_BYTES)
+        with Path(source).open(encoding="utf-8", errors="replace") as file:
+            return file.read(MAX_PROMPT_BYTES)
+    except OSError as error:
+        raise ConfigError(f"cannot read {source}: {error.strerror}", param="body") from error
+
+
+async def _plan(args: argparse.Namespace, prompt: str, body: str) -> RoutePlan:
+    from coterie.core.config import load
+    from coterie.service.build import registry_dir
+    from coterie.service.catalog import Catalog
+
+    settings = load(args.config).routing
+    catalog = Catalog(registry_dir())
+    await catalog.start()
+    try:
+        await catalog.settled()
+        from coterie.routing.router import Router
+
+        router = Router(_specialists(catalog), catalog, settings)
+        return _planned(router, args, prompt, body)
+    finally:
+        await catalog.close()
+
+
+def _specialists(catalog: Catalog) -> list[Specialist]:
+    """One for every base model that an installed expert was made for: none has to be loaded."""
+    from coterie.routing.router import Specialist
+
+    bases = sorted({base for card in catalog.cards() for base in card.bases})
+    return [Specialist(f"base {base[:12]}", fingerprint=base) for base in bases] or [
+        Specialist("base")
+    ]
+
+
+def _planned(router: Router, args: argparse.Namespace, prompt: str, body: str) -> RoutePlan:
+    from coterie.core.request import Chat, InferenceRequest, Limits, Message, RouteHints, Sampling
+
+    content = f"{prompt}\n\n{body}" if body else prompt
+    return router.plan(
+        InferenceRequest(
+            id="explain",
+            prompt=Chat((Message("user", content),)),
+            sampling=Sampling(),
+            limits=Limits(),
+            hints=RouteHints(
+                exclude=tuple(args.exclude or ()),
+                max_adapters=args.max_experts,
+                tune=True,
+                instruction=prompt,
+                document=body,
+            ),
+            response_format=None,
+            session=None,
+            tenant="",
+            arrived_at=0.0,
+        )
+    )
+
+
+def _report(plan: RoutePlan) -> dict[str, Any]:
+    from coterie.service.answer import expert_plan
+
+    return expert_plan(plan)
+
+
+def _text(plan: RoutePlan, rows: int) -> str:
+    trace = plan.trace
+    if trace is None:
+        raise CoterieError("the router told nothing about this prompt")
+    chosen = ", ".join(adapter.name for adapter in plan.adapters) or "none: the base model alone"
+    pairs = [("experts", chosen), ("confidence", f"{plan.confidence:.3f}")]
+    pairs += [("why", reason) for reason in plan.reasons]
+    pairs += [("task", _task(trace)), ("sampling", _sampling(plan))]
+    pairs += [("degraded", note) for note in trace.degraded]
+    took = trace.timings_ms
+    stages = [
+        f"{name} {took[name]:.3f}" for name in ("features", "match", "decide") if name in took
+    ]
+    pairs.append(("took", f"{took['total']:.3f} ms ({', '.join(stages)})"))
+    parts = [facts(pairs)]
+    if trace.candidates:
+        shown = trace.candidates[: max(rows, 1)]
+        more = len(trace.candidates) - len(shown)
+        title = f"candidates, by score; threshold of prob {trace.threshold:.2f}:"
+        parts.append(f"{title}\n{candidates_table(shown)}")
+        if more:
+            parts[-1] += f"\n... and {more} more (--rows)"
+    return "\n\n".join(parts)
+
+
+def _task(trace: RouteTrace) -> str:
+    told = trace.features
+    language = "unknown language" if trace.language == "und" else f"language {trace.language}"
+    extras = [name for name in ("has_json", "has_code", "has_document") if told.get(name)]
+    code = [f"code {told['code_language']}"] if told.get("code_language") else []
+    return ", ".join([trace.task_type, f"intent {told['intent']}", language, *code, *extras])
+
+
+def _sampling(plan: RoutePlan) -> str:
+    values = [
+        f"{name} {getattr(plan.sampling, name):g}"
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        if getattr(plan.sampling, name) is not None
+    ]
+    return ", ".join([*values, f"max_tokens {plan.tuned.max_tokens}"])
+
+
+def candidates_table(candidates: Sequence[Candidate]) -> str:
+    """Aligned, and never wider than the terminal: long names are cut, long reasons wrapped."""
+    numbers = [
+        (item.similarity, item.success, item.memory, item.score, item.probability)
+        for item in candidates
+    ]
+    cells = [[f"{value:.3f}" for value in row] for row in numbers]
+    room = width() - 5 * 7 - 4
+    names = min(max(len(_HEADERS[0]), *(len(item.name) + 2 for item in candidates)), room * 3 // 5)
+    whys = room - names
+    heads = [f"{title:>5}" for title in _HEADERS[1:6]]
+    lines = ["  ".join([_HEADERS[0].ljust(names), *heads, _HEADERS[6]])]
+    for item, row in zip(candidates, cells, strict=True):
+        mark = "* " if item.chosen else "  "
+        first, *rest = textwrap.wrap(item.why, whys) or [""]
+        lines.append("  ".join([_cut(mark + item.name, names).ljust(names), *row, first]))
+        lines += [" " * (width() - whys) + text for text in rest]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

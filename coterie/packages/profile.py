@@ -1,0 +1,163 @@
+"""What a package says about when and how to use it: an `AdapterProfile` from manifest and grammar.
+
+Whoever allowed an unsigned package allowed no particular form of it: what is junk here is left out,
+field by field, and what is kept is bounded. Raises nothing but what reading files raises.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coterie.core.adapters import MAX_STACK, AdapterCard, AdapterProfile
+from coterie.core.errors import CoterieError
+from coterie.core.request import ResponseFormat
+from coterie.packages.manifest import Manifest
+from coterie.packages.names import check_name, check_version
+from coterie.packages.paths import GRAMMAR
+
+MAX_TEXTS = 64
+MAX_KEYWORD_CHARS = 64
+MAX_EXAMPLE_CHARS = 2_000
+MAX_HINT_CHARS = 1_000
+MAX_TEMPLATE_CHARS = 20_000
+MAX_FORMAT_CHARS = 100_000
+# an order beyond it says nothing more
+_MAX_ORDER = 1_000_000
+# sampling values that a package may set: low, high
+_DECODING = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.01, 1.0),
+    "top_k": (0.0, 1_000_000.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1.0, 2.0),
+    "max_tokens": (1.0, 200_000.0),
+}
+_TEXT_FORMATS = ("lark", "gbnf", "regex")
+
+
+def profile_of(card: AdapterCard, manifest: Manifest, grammar: str = "") -> AdapterProfile:
+    """`grammar` is the text of the package's grammar.gbnf, if it has one."""
+    routing, constraints = manifest.section("routing"), manifest.section("constraints")
+    return AdapterProfile(
+        card=card,
+        keywords=_texts(routing.get("keywords"), MAX_KEYWORD_CHARS),
+        examples=_texts(routing.get("examples"), MAX_EXAMPLE_CHARS),
+        counterexamples=_texts(routing.get("counterexamples"), MAX_EXAMPLE_CHARS),
+        router_hint=_text(routing.get("router_hint"), MAX_HINT_CHARS),
+        priority=_number(routing.get("priority"), 0.0, 1.0, 0.5),
+        capabilities=_texts(manifest.document.get("capabilities"), MAX_KEYWORD_CHARS),
+        requires=_names(constraints.get("requires")),
+        incompatible_with=_names(constraints.get("incompatible_with")),
+        max_chain=int(_number(constraints.get("max_chain"), 0, MAX_STACK, 0)),
+        load_order=int(_number(constraints.get("load_order"), -_MAX_ORDER, _MAX_ORDER, 0)),
+        response_format=_format(manifest.document.get("response_format"), grammar),
+        decoding=_decoding(manifest),
+        template=_template(routing.get("template")),
+        quality=_quality(manifest),
+    )
+
+
+def read_profile(card: AdapterCard, manifest: Manifest, folder: Path) -> AdapterProfile:
+    """`folder` is where the package's other files lie."""
+    path = folder / GRAMMAR
+    grammar = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return profile_of(card, manifest, grammar)
+
+
+def _text(value: Any, most: int) -> str:
+    """A text as it is, or nothing: a cut hint or grammar would mean something else."""
+    return value.strip() if isinstance(value, str) and len(value) <= most else ""
+
+
+def _texts(value: Any, most: int) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        return ()
+    texts = (item.strip()[:most] for item in value if isinstance(item, str))
+    return tuple(dict.fromkeys(text for text in texts if text))[:MAX_TEXTS]
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """Names of other adapters, `name` or `name@version`."""
+    kept: dict[str, None] = {}
+    for text in _texts(value, 2 * MAX_KEYWORD_CHARS):
+        name, at, version = text.partition("@")
+        try:
+            check_name(name)
+            if at:
+                check_version(version)
+        except CoterieError:
+            continue
+        kept[text] = None
+    return tuple(kept)
+
+
+def _number(value: Any, low: float, high: float, otherwise: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return otherwise
+    return min(max(float(value), low), high)
+
+
+def _template(value: Any) -> str:
+    text = value if isinstance(value, str) and len(value) <= MAX_TEMPLATE_CHARS else ""
+    return text if "{prompt}" in text else ""
+
+
+def _format(value: Any, grammar: str) -> ResponseFormat | None:
+    """As the manifest has it (`{"type": ...}`), else the grammar that came along."""
+    stated = _stated_format(value) if isinstance(value, dict) else None
+    if stated is not None:
+        return stated
+    if grammar.strip() and len(grammar) <= MAX_FORMAT_CHARS:
+        return ResponseFormat("gbnf", grammar)
+    return None
+
+
+def _stated_format(value: Mapping[str, Any]) -> ResponseFormat | None:
+    kind = value.get("type")
+    if kind == "json_object":
+        return ResponseFormat("json_object")
+    if kind == "json_schema":
+        # OpenAI's shape, or the schema itself
+        inner = value.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, dict) else value.get("schema")
+        text = json.dumps(schema) if isinstance(schema, dict) else ""
+    else:
+        found = value.get("text")
+        text = found if kind in _TEXT_FORMATS and isinstance(found, str) else ""
+    if not text.strip() or len(text) > MAX_FORMAT_CHARS:
+        return None
+    return ResponseFormat(str(kind), text)
+
+
+def _decoding(manifest: Manifest) -> dict[str, float]:
+    """The manifest's own, what it was trained with, or how its figures were measured."""
+    for stated in (manifest.document.get("decoding"), manifest.section("training").get("decoding")):
+        if isinstance(stated, dict) and (values := _values(stated)):
+            return values
+    return (
+        {"temperature": 0.0} if manifest.section("evaluation").get("decoding") == "greedy" else {}
+    )
+
+
+def _values(stated: Mapping[str, Any]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for name, (low, high) in _DECODING.items():
+        value = _number(stated.get(name), -math.inf, math.inf, math.nan)
+        # a value out of range is junk, and no reason for another one
+        if low <= value <= high:
+            values[name] = value
+    return values
+
+
+def _quality(manifest: Manifest) -> float | None:
+    judged = manifest.section("evaluation").get("expert")
+    score = judged.get("score") if isinstance(judged, dict) else None
+    if score is None:
+        metrics = manifest.section("quality_metrics")
+        score = metrics.get("score", metrics.get("accuracy"))
+    value = _number(score, -math.inf, math.inf, math.nan)
+    return value if 0.0 <= value <= 1.0 else None

@@ -1,0 +1,113 @@
+"""What can be told of a prompt at a glance: language, JSON, code, task type, length, intent.
+
+Bounded work: of a long text the beginning and the end are looked at. Each feature is timed.
+Knows no adapter, no model and no embedding.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from coterie.routing.code import code_in, language_named
+from coterie.routing.language import UNKNOWN, detect
+from coterie.routing.tasks import intent_of, task_type_of
+
+# of the caller's words: an instruction stands before its material or behind it
+HEAD_CHARS = 1_200
+TAIL_CHARS = 400
+DOCUMENT_CHARS = 800
+_WORD = re.compile(r"[^\W_][\w'+#-]*")
+_JSON = re.compile(r"\{\s*\"[^\"\n]{0,80}\"\s*:|\[\s*\{|\{\s*\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Of one prompt. `words` and `text` are the caller's and stay out of every trace."""
+
+    task_type: str = "conversation"
+    language: str = UNKNOWN
+    has_json: bool = False
+    has_code: bool = False
+    # that it holds, or else that it names; "" = none
+    code_language: str = ""
+    num_characters: int = 0
+    intent: str = "other"
+    has_document: bool = False
+    words: frozenset[str] = frozenset()
+    # what was looked at, in lower case
+    text: str = ""
+    timings_ms: Mapping[str, float] = field(default_factory=dict)
+
+    def told(self) -> dict[str, str | float | bool]:
+        """Everything that is not the caller's own text."""
+        return {
+            "task_type": self.task_type,
+            "language": self.language,
+            "intent": self.intent,
+            "has_json": self.has_json,
+            "has_code": self.has_code,
+            "code_language": self.code_language,
+            "has_document": self.has_document,
+            "num_characters": self.num_characters,
+        }
+
+
+def routed_text(instruction: str, document: str = "") -> str:
+    """The text that adapters are looked for with: the wish, and how its material begins."""
+    text = _ends(instruction)
+    return f"{text}\n{document[:DOCUMENT_CHARS]}" if document else text
+
+
+def extract(instruction: str, document: str = "") -> Features:
+    clock = _Clock()
+    wish = _ends(instruction)
+    lowered = wish.lower()
+    words = _WORD.findall(lowered)
+    whole = routed_text(instruction, document)
+    lowered_whole = whole.lower() if document else lowered
+    every = frozenset(_WORD.findall(lowered_whole) if document else words)
+    clock.lap("words")
+    language = detect(wish, set(words))
+    clock.lap("language")
+    has_json = "json" in every or _JSON.search(whole) is not None
+    clock.lap("has_json")
+    has_code, code_language = code_in(whole)
+    code_language = code_language or language_named(words, lowered)
+    clock.lap("has_code")
+    intent = intent_of(words)
+    clock.lap("intent")
+    task_type = task_type_of(lowered, intent)
+    clock.lap("task_type")
+    return Features(
+        task_type=task_type,
+        language=language,
+        has_json=has_json,
+        has_code=has_code,
+        code_language=code_language,
+        num_characters=len(instruction) + len(document),
+        intent=intent,
+        has_document=bool(document),
+        words=every,
+        text=lowered_whole,
+        timings_ms=clock.laps,
+    )
+
+
+def _ends(text: str) -> str:
+    if len(text) <= HEAD_CHARS + TAIL_CHARS:
+        return text
+    return f"{text[:HEAD_CHARS]}\n{text[-TAIL_CHARS:]}"
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = round((now - self._last) * 1e3, 4)
+        self._last = now

@@ -1,0 +1,196 @@
+"""Names that a caller sent, as specialists and adapters: found, completed by what they require, and
+refused where they cannot run together. Content plays no part here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coterie.core.adapters import DEFAULTS, AdapterCard, AdapterProfile
+from coterie.core.errors import InvalidRequest, NotFound
+from coterie.core.plan import AdapterChoice
+from coterie.core.request import AdapterHint, RouteHints
+from coterie.routing.names import Asked, read
+from coterie.routing.protocols import Catalog
+from coterie.routing.stack import called, first_conflict, means, too_long, with_required
+
+# most names that a refusal lists
+MAX_LISTED = 12
+# most names that an unknown one is compared with: the event loop waits for it
+MAX_COMPARED = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Specialist:
+    """What the router knows about one: its name, its model's generation_config and identity, and
+    the room its engine has for adapters."""
+
+    name: str
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: str = ""
+    adapter_bytes: int = DEFAULTS.device_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The names of a request, resolved: who answers, and with which adapters."""
+
+    specialist: str
+    adapters: tuple[AdapterChoice, ...] = ()
+
+
+class Names:
+    """The first specialist answers requests that name nobody."""
+
+    def __init__(self, specialists: Sequence[Specialist], catalog: Catalog) -> None:
+        self.specialists = {item.name: item for item in specialists}
+        self.default = specialists[0].name
+        self._catalog = catalog
+        self._every = tuple(self.specialists)
+        made_for: dict[str, list[str]] = {}
+        for item in specialists:
+            made_for.setdefault(item.fingerprint, []).append(item.name)
+        self._made_for = {base: tuple(names) for base, names in made_for.items()}
+
+    def read(self, hints: RouteHints) -> Asked:
+        return read(hints, self.specialists)
+
+    def resolve(self, hints: RouteHints) -> Route:
+        """Refuses names that do not exist, and adapters that do not fit or get along."""
+        asked = self.read(hints)
+        if not asked.adapters:
+            return Route(asked.base or self.default)
+        cards = [self._card(hint, hints.model) for hint in asked.adapters]
+        if len({card.digest for card in cards}) < len(cards):
+            raise InvalidRequest(
+                "an expert is named twice in one request; give it once, with its weight",
+                param="experts",
+            )
+        stack = self._completed([self._catalog.profile(card) for card in cards], hints.exclude)
+        weights = [hint.weight for hint in asked.adapters] + [1.0] * (len(stack) - len(cards))
+        chosen = tuple(
+            AdapterChoice(called(profile), profile.card.digest, weight)
+            for profile, weight in zip(stack, weights, strict=True)
+        )
+        return Route(self._base_for([profile.card for profile in stack], asked), chosen)
+
+    def fits(self, card: AdapterCard) -> tuple[str, ...]:
+        """The specialists that an adapter was made for; one that names no base fits every one."""
+        if not card.bases:
+            return self._every
+        if len(card.bases) == 1:
+            return self._made_for.get(card.bases[0], ())
+        return tuple(
+            name for name, item in self.specialists.items() if item.fingerprint in card.bases
+        )
+
+    def find(self, text: str) -> AdapterProfile | None:
+        """By `name` or `name@version`."""
+        name, _, version = text.partition("@")
+        card = self._catalog.find(name, version)
+        return None if card is None else self._catalog.profile(card)
+
+    def excluded(self, names: Sequence[str]) -> tuple[str, ...]:
+        """As packages are called: aliases are followed, and unknown names are refused."""
+        found = []
+        for text in names:
+            name, at, version = text.partition("@")
+            card = self._catalog.find(name, version)
+            if card is None:
+                near = _near(name, list(self._catalog.names()))
+                hint = f"; did you mean {', '.join(near[:3])}?" if near else ""
+                raise NotFound(
+                    f"The expert `{text[:80]}` in exclude_experts does not exist{hint}",
+                    param="exclude_experts",
+                )
+            found.append(f"{card.name}@{card.version}" if at else card.name)
+        return tuple(found)
+
+    def _completed(
+        self, named: list[AdapterProfile], exclude: Sequence[str]
+    ) -> list[AdapterProfile]:
+        """`named`, then what they require by load_order. Refuses stacks that cannot be."""
+        stack = with_required(named, self.find)
+        if isinstance(stack, str):
+            raise InvalidRequest(stack, param="experts")
+        pair = first_conflict(stack)
+        if pair is not None:
+            raise InvalidRequest(
+                f"the experts `{called(pair[0])}` and `{called(pair[1])}` are incompatible; "
+                "leave one of them out",
+                param="experts",
+            )
+        short = too_long(stack)
+        if short is not None:
+            raise InvalidRequest(
+                f"the expert `{called(short)}` runs with at most {short.max_chain - 1} others, "
+                f"and {len(stack) - 1} are asked for",
+                param="experts",
+            )
+        barred = self.excluded(exclude)
+        for profile in stack:
+            if any(means(name, profile) for name in barred):
+                raise InvalidRequest(
+                    f"the expert `{called(profile)}` is both needed and excluded",
+                    param="exclude_experts",
+                )
+        needed = sorted(stack[len(named) :], key=lambda p: (p.load_order, p.card.name))
+        return [*named, *needed]
+
+    def _card(self, hint: AdapterHint, model: str | None) -> AdapterCard:
+        name, _, version = hint.name.partition("@")
+        card = self._catalog.find(name, version)
+        if card is not None:
+            return card
+        names = list(self._catalog.names())
+        near = _near(name, names)
+        known = ", ".join([*self.specialists, *near][:MAX_LISTED])
+        message = f"The model `{hint.name}` does not exist; there is: {known}"
+        current = self._catalog.find(name, "")
+        if current is not None:
+            message = (
+                f"The expert `{name}` has no version `{version}` here; the current one is "
+                f"`{current.version}`"
+            )
+        raise NotFound(message, param="model" if hint.name in (model or "") else "experts")
+
+    def _base_for(self, cards: Sequence[AdapterCard], asked: Asked) -> str:
+        able = set(self.specialists).intersection(*(self.fits(card) for card in cards))
+        if asked.base is None:
+            for name in (self.default, *self.specialists):
+                if name in able:
+                    return name
+        elif asked.base in able:
+            return asked.base
+        wanted = [asked.base] if asked.base else list(self.specialists)
+        for card in cards:
+            if not set(wanted).intersection(self.fits(card)):
+                raise InvalidRequest(self._unfit(card, wanted), param="model")
+        raise InvalidRequest("these experts were made for different base models", param="experts")
+
+    def _unfit(self, card: AdapterCard, wanted: Sequence[str]) -> str:
+        served = ", ".join(
+            f"`{name}` ({self.specialists[name].fingerprint[:12]})" for name in wanted
+        )
+        made = ", ".join(base[:12] for base in card.bases)
+        others = [name for name in self.fits(card) if name not in wanted]
+        hint = f"; ask for `{others[0]}:{card.name}`" if others else ""
+        return (
+            f"the expert `{card.name}@{card.version}` was made for another base model ({made}), "
+            f"not for {served}{hint}"
+        )
+
+
+def _near(name: str, names: Sequence[str]) -> list[str]:
+    """Of many names only those are compared that begin most like `name`."""
+
+    def in_common(other: str) -> int:
+        pairs = zip(name, other, strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(name), len(other)))
+
+    alike = heapq.nlargest(MAX_COMPARED, names, key=in_common)
+    return difflib.get_close_matches(name, alike, n=MAX_LISTED, cutoff=0.5)

@@ -1,0 +1,78 @@
+"""The matcher of what is installed, built on a thread of its own and swapped in whole.
+
+Requests use the one before until the next is ready; a catalog that changes while one is being built
+gets another one behind it. Knows no registry and no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+
+from coterie.core.adapters import AdapterProfile
+from coterie.obs.trace import log
+from coterie.routing.protocols import Matcher
+
+Build = Callable[[Sequence[AdapterProfile]], Matcher]
+
+
+def build_matcher(profiles: Sequence[AdapterProfile]) -> Matcher:
+    """On a thread: it embeds every text of every package that was not seen before."""
+    from coterie.routing.embed import DEFAULT, EMBEDDERS
+    from coterie.routing.match import Matcher as ByContent
+
+    return ByContent.build(profiles, EMBEDDERS[DEFAULT]())
+
+
+class Matching:
+    def __init__(self, build: Build = build_matcher) -> None:
+        self._build = build
+        self._thread = ThreadPoolExecutor(1, "matcher")
+        self._wanted: tuple[AdapterProfile, ...] = ()
+        self._matcher: Matcher | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """None while the first is being built, and where nothing is installed."""
+        return self._matcher
+
+    def follow(self, profiles: Sequence[AdapterProfile]) -> None:
+        """To be called on the event loop with whatever is installed now; returns at once."""
+        wanted = tuple(profiles)
+        if wanted == self._wanted:
+            return
+        self._wanted = wanted
+        if not wanted:
+            self._matcher = None
+        elif self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._rebuild())
+
+    async def settled(self) -> None:
+        """Returns when what was last followed can be matched, or could not be."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    async def close(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _rebuild(self) -> None:
+        loop = asyncio.get_running_loop()
+        built: tuple[AdapterProfile, ...] = ()
+        while self._wanted and built != self._wanted:
+            built, begun = self._wanted, perf_counter()
+            try:
+                matcher = await loop.run_in_executor(self._thread, self._build, built)
+            except Exception as error:
+                # requests go on with the one before, or with the base model alone
+                log("matcher_failed", level="error", error=error)
+                return
+            self._matcher = matcher if self._wanted else None
+            took_ms = round((perf_counter() - begun) * 1e3, 3)
+            log("matcher_ready", state=f"{len(built)} experts", duration_ms=took_ms)
