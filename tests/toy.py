@@ -152,6 +152,9 @@ class ToyTokenizer:
             return "é".encode()[token_id - HALVES[0] : token_id - HALVES[0] + 1]
         return chr(ord("A") + token_id).encode()
 
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return [ord(character) - ord("A") for character in text]
+
     def is_special(self, token_id: int) -> bool:
         return token_id == EOS
 

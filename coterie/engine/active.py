@@ -12,6 +12,7 @@ from coterie.core.dispatch import ExpertUsage
 from coterie.core.events import Delta, Finished, Started, Timings, TokenLogprob, Usage
 from coterie.core.plan import Assignment
 from coterie.engine.detokenize import Detokenizer, Pieces, Stop
+from coterie.engine.grammar import Constraint
 from coterie.engine.sequence import Sequence
 from coterie.engine.step import TokenScore
 
@@ -33,6 +34,8 @@ class ActiveRequest:
     min_output: int
     max_output: int
     num_choices: int
+    # by choice, where the answer has to keep to a grammar
+    constraints: dict[int, Constraint] = field(default_factory=dict)
     # choices still to be computed; a beam search has other sequences than choices
     sequences: list[Sequence] = field(default_factory=list)
     texts: dict[int, Detokenizer] = field(default_factory=dict)
@@ -62,31 +65,27 @@ class ActiveRequest:
     def is_over(self) -> bool:
         return len(self.reasons) == self.num_choices
 
-    def replay(self, choice: int, is_complete: bool) -> tuple[Detokenizer, str | None]:
-        """The text state behind the tokens the client already has, and whether they were all.
+    def emitted(self, choice: int) -> tuple[int, ...]:
+        """The tokens of a choice that the client already has."""
+        known = self.assignment.emitted
+        return known[choice] if choice < len(known) else ()
 
-        `is_complete`: for the grammar they are.
-        """
-        emitted = self.assignment.emitted
-        tokens = emitted[choice] if choice < len(emitted) else ()
+    def replay(self, choice: int) -> tuple[Detokenizer, str | None]:
+        """The text state behind the tokens the client already has, and whether they were all."""
+        tokens = self.emitted(choice)
         text = Detokenizer(self.pieces, self.assignment.limits.stop)
         reason = None
         for count, token in enumerate(tokens, 1):
-            last = is_complete and count == len(tokens)
-            _, reason, _ = self._advance(text, token, count, last)
+            _, reason, _ = self._advance(text, token, count)
+        reason = self._complete(choice) or reason
         self.num_completion += len(tokens)
         return text, reason
 
-    def produce(
-        self,
-        choice: int,
-        token: int,
-        count: int,
-        score: TokenScore | None,
-        is_complete: bool = False,
-    ) -> Delta:
+    def produce(self, choice: int, token: int, count: int, score: TokenScore | None) -> Delta:
         """The `count`-th output token of a choice. Its end, if it is the end, is recorded."""
-        text, reason, match = self._advance(self.texts[choice], token, count, is_complete)
+        text, reason, match = self._advance(self.texts[choice], token, count)
+        if self.constraints and match is None and self._complete(choice):
+            text, reason = text + self.texts[choice].flush(), self._complete(choice)
         if reason is not None:
             self.reasons[choice] = reason
         self.num_completion += 1
@@ -95,8 +94,7 @@ class ActiveRequest:
 
     def produce_all(self, choice: int, output: Iterable[int]) -> list[Delta]:
         """A whole output at once (a beam search ends), behind what the client already has."""
-        emitted = self.assignment.emitted
-        known = len(emitted[choice]) if choice < len(emitted) else 0
+        known = len(self.emitted(choice))
         deltas = []
         for count, token in enumerate(output, 1):
             if choice in self.reasons:
@@ -157,8 +155,13 @@ class ActiveRequest:
         data = tokenizer.token_bytes(token)
         return data.decode(errors="replace"), data
 
+    def _complete(self, choice: int) -> str | None:
+        """The finish reason of a choice whose grammar lets nothing follow."""
+        constraint = self.constraints.get(choice)
+        return "stop" if constraint is not None and constraint.is_complete else None
+
     def _advance(
-        self, text: Detokenizer, token: int, count: int, is_complete: bool
+        self, text: Detokenizer, token: int, count: int
     ) -> tuple[str, str | None, str | int | None]:
         """(text to send, finish reason, what matched) after one more output token."""
         if token in self.stop_ids and count > self.min_output:
@@ -168,8 +171,6 @@ class ActiveRequest:
         pushed = text.push(token, count > self.min_output)
         if isinstance(pushed, Stop):
             return pushed.text, "stop", pushed.match
-        if is_complete:
-            return pushed + text.flush(), "stop", None
         if count >= self.max_output:
             return pushed + text.flush(), "length", None
         return pushed, None, None

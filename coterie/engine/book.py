@@ -149,7 +149,7 @@ class RequestBook:
         if draw.penalties is not None or draw.constraint is not None:
             draw.produced(token)
         count = len(sequence.tokens) - sequence.num_prompt
-        delta = request.produce(sequence.choice, token, count, score, draw.is_complete)
+        delta = request.produce(sequence.choice, token, count, score)
         events.append(delta)
         if delta.finish_reason is not None:
             self._end(request, sequence, session=request.session)

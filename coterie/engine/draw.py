@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from coterie.core.plan import Assignment
     from coterie.core.request import Sampling
+    from coterie.engine.grammar import Constraint
 
 # Below this a temperature only overflows: the most likely token is taken instead.
 MIN_TEMPERATURE = 1e-5
@@ -118,6 +119,8 @@ class Draw:
     prompt_logprobs: int | None = None
     # continuations wanted by a beam search; 0 = draw a token
     num_continuations: int = 0
+    # its place in the grammar that the output keeps to
+    constraint: Constraint | None = None
 
     # derived: the argmax decides; that of the raw logits, with nothing else asked
     is_greedy: bool = field(init=False)
@@ -134,29 +137,47 @@ class Draw:
             and self.logprobs is None
             and not self.min_output
             and not self.num_continuations
+            and self.constraint is None
         )
 
     @property
     def may_edit(self) -> bool:
         return bool(self.min_output) or self.bias is not None or self.penalties is not None
 
+    def banned_at(self, num_output: int) -> tuple[int, ...]:
+        return self.banned if num_output < self.min_output else ()
+
+    def produced(self, token: int) -> None:
+        """The output has one more token."""
+        if self.penalties is not None:
+            self.penalties.produced(token)
+        if self.constraint is not None:
+            self.constraint.produced(token)
+
     def edits(self, num_output: int) -> bool:
         """The logits have to be changed before they are used."""
-        banning = num_output < self.min_output and bool(self.banned)
+        banning = self.constraint is None and bool(self.banned_at(num_output))
         return banning or self.bias is not None or self.penalties is not None
 
     def edit(self, logits: NDArray[np.float32], num_output: int) -> None:
-        """In place on one row [V]: bias, then the ban on early ends, then penalties."""
+        """In place on one row [V]: bias, then the ban on early ends, then penalties.
+
+        Under a grammar the ban is the grammar's matter: where it lets only ends follow, they do.
+        """
         if self.bias is not None:
             logits[self.bias_ids] += self.bias
-        if num_output < self.min_output and self.banned:
+        if self.constraint is None and self.banned_at(num_output):
             logits[list(self.banned)] = -np.inf
         if self.penalties is not None:
             self.penalties.apply(logits)
 
 
 def make_draw(
-    assignment: Assignment, choice: int, output: Sequence[int], stop_ids: Sequence[int]
+    assignment: Assignment,
+    choice: int,
+    output: Sequence[int],
+    stop_ids: Sequence[int],
+    constraint: Constraint | None = None,
 ) -> Draw:
     """`output` is what the choice has produced before a takeover."""
     sampling = assignment.sampling
@@ -181,4 +202,5 @@ def make_draw(
         min_output=assignment.limits.min_tokens,
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
+        constraint=constraint,
     )

@@ -13,12 +13,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from coterie.core.errors import WeightsError
+from coterie.core.errors import CoterieError, WeightsError
 from coterie.core.events import Event
 from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
 from coterie.engine.book import RequestBook
 from coterie.engine.detokenize import Pieces
 from coterie.engine.expert_tier import ExpertTier
+from coterie.engine.grammar import Grammars
 from coterie.engine.intake import Entry, describe, open_request, refuse
 from coterie.engine.lane import LaneConfig
 from coterie.engine.pace import Pace
@@ -86,6 +87,7 @@ class Engine:
         self._vocab = model.spec.vocab
         self._eos_ids = frozenset((*tokenizer.eos_ids, *model.spec.eos_ids))
         self._pieces = Pieces(tokenizer)
+        self._grammars = Grammars(tokenizer, self._vocab, sorted(self._eos_ids))
         self._adapters = adapters
         self._seats = None if adapters is None else Seats(adapters, clock)
         self._lanes = []
@@ -121,8 +123,11 @@ class Engine:
             return Rejected("overloaded", reason, wait_s)
         expected_s = lane.first_token_s()
         self._num_added += 1
-        entry = Entry(lane.config, front, self._num_added)
-        request = open_request(assignment, entry, self._pieces, self._eos_ids)
+        entry = Entry(lane.config, front, self._num_added, self._grammars)
+        try:
+            request = open_request(assignment, entry, self._pieces, self._eos_ids)
+        except CoterieError as error:
+            return Rejected(error.code, error.message, error.retry_after_s)
         self._book.open(request, self._outbox)
         return Admitted(self._replica, expected_s)
 

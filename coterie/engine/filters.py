@@ -78,7 +78,9 @@ def _draw_among(
     # equal tokens may lie beyond the last candidate, so the cut must be above it; top-k's own cut
     # too, for the mass of its set to be known
     lowest = torch.where(filters.top_k > 0, torch.minimum(lowest, threshold), lowest)
-    done = (lowest > values[:, -1:]).squeeze(1) | (num_candidates == logits.shape[1])
+    # what a grammar has masked cannot be drawn: before it, all that can is known
+    known = (lowest > values[:, -1:]) | (values[:, -1:] == -torch.inf)
+    done = known.squeeze(1) | (num_candidates == logits.shape[1])
     weights = (values - values[:, :1]).double().exp() * kept
     if bool((filters.typical_p < 1).any()):
         weights = weights * _typical(weights, filters.typical_p)

@@ -14,6 +14,7 @@ from coterie.engine.active import ActiveRequest
 from coterie.engine.beam import num_continuations
 from coterie.engine.detokenize import Pieces
 from coterie.engine.draw import make_draw
+from coterie.engine.grammar import Grammars
 from coterie.engine.lane import LaneConfig
 from coterie.engine.prefix import root_digest
 from coterie.engine.seats import Adapters, told
@@ -30,6 +31,7 @@ class Entry(NamedTuple):
     config: LaneConfig
     front: Front
     order: int
+    grammars: Grammars
 
 
 def describe(assignment: Assignment, adapters: Adapters | None, vocab: int) -> Front | Rejected:
@@ -67,6 +69,9 @@ def refuse(assignment: Assignment, front: Front, config: LaneConfig, vocab: int)
             f"with room for one more the context holds {room - 1}",
             None,
         )
+    if assignment.sampling.constraint is not None and (assignment.sampling.num_beams or 1) > 1:
+        reason = "a response format cannot be enforced in a beam search; leave one of them out"
+        return Rejected("unsupported", reason, None)
     return _refuse_beams(assignment, front, config)
 
 
@@ -89,6 +94,9 @@ def open_request(
         assignment.sampling.n or 1,
     )
     for choice in range(request.num_choices):
+        if assignment.sampling.constraint is not None:
+            emitted = request.emitted(choice)
+            request.constraints[choice] = entry.grammars.constraint(assignment, emitted)
         request.texts[choice], reason = request.replay(choice)
         if reason is not None or choice in assignment.finished:
             request.reasons[choice] = reason or "stop"
@@ -127,8 +135,8 @@ def _open_beams(request: ActiveRequest, entry: Entry) -> None:
 def _sequence(request: ActiveRequest, entry: Entry, choice: int, restart: bool = False) -> Sequence:
     assignment = request.assignment
     prompt = [*entry.front.tokens, *assignment.prompt_ids]
-    known = choice < len(assignment.emitted) and not restart
-    emitted = assignment.emitted[choice] if known else ()
+    emitted = () if restart else request.emitted(choice)
+    constraint = request.constraints.get(choice)
     return Sequence(
         request_id=assignment.request_id,
         choice=choice,
@@ -138,7 +146,7 @@ def _sequence(request: ActiveRequest, entry: Entry, choice: int, restart: bool =
         front=entry.front,
         root=root_digest(entry.config.name, assignment.adapters, assignment.tenant),
         rank=(-assignment.limits.priority, assignment.arrived_at, entry.order, choice),
-        draw=make_draw(assignment, choice, emitted, sorted(request.stop_ids)),
+        draw=make_draw(assignment, choice, emitted, sorted(request.stop_ids), constraint),
     )
 
 

@@ -1,7 +1,8 @@
 """Logits to tokens for every draw of a step, with logprobs and beam continuations where asked.
 
-Order: logit bias, early-end ban, penalties, temperature, top-k, top-p, min-p, typical. Logprobs are
-the log softmax of the raw logits, before any of these. Rows never influence each other.
+Order: logit bias, early-end ban, penalties, grammar, temperature, top-k, top-p, min-p, typical.
+Logprobs are the log softmax of the raw logits, before any of these. Rows never influence each
+other.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Batch:
         self.is_plain = all(draw.is_plain for draw in params)
         self.beams = [i for i, draw in enumerate(params) if draw.num_continuations]
         self.edited = [i for i, draw in enumerate(params) if draw.may_edit and i not in self.beams]
+        self.constrained = [i for i, draw in enumerate(params) if draw.constraint is not None]
         self.scored = [i for i, draw in enumerate(params) if draw.logprobs is not None]
         self.groups = []
         for filtered in (True, False):
@@ -83,6 +85,8 @@ class Sampler:
         if batch.is_plain:
             return Drawn(argmax(logits), {}, {})
         edited = _edit(logits, batch)
+        if batch.constrained:
+            edited = _constrain(edited, batch, keep=edited is logits)
         tokens = [0] * len(draws) if batch.num_drawn == len(draws) else argmax(edited)
         for group in batch.groups:
             for index, token in zip(group.indices, _draw(edited, batch, group), strict=True):
@@ -129,6 +133,21 @@ def _edit(logits: Tensor, batch: Batch) -> Tensor:
     for i in rows:
         edited[i] = _edit_row(edited[i], batch.draws[i].draw, batch.draws[i].num_output)
     return edited
+
+
+def _constrain(logits: Tensor, batch: Batch, keep: bool) -> Tensor:
+    """What each constrained row's grammar does not allow becomes -inf; `keep`: in a copy."""
+    rows = batch.constrained
+    allowed = np.empty((len(rows), logits.shape[1]), dtype=np.bool_)
+    for place, i in enumerate(rows):
+        draw = batch.draws[i].draw
+        assert draw.constraint is not None
+        banned = draw.banned_at(batch.draws[i].num_output)
+        allowed[place] = draw.constraint.allowed(logits.shape[1], banned)
+    logits = logits.clone() if keep else logits
+    masked = torch.from_numpy(~allowed).to(logits.device)
+    logits[rows] = logits[rows].masked_fill(masked, -torch.inf)
+    return logits
 
 
 def _draw(logits: Tensor, batch: Batch, group: Group) -> list[int]:

@@ -1,0 +1,158 @@
+"""What an answer must look like, as a compiled grammar over a tokenizer's vocabulary.
+
+The one place that knows llguidance: gateway (checking) and engine (enforcing) compile the same way,
+within the same limits. Knows no torch, no requests and no batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from coterie.core.errors import InvalidRequest, MissingDependency
+from coterie.core.request import ResponseFormat
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    from coterie.models.tokenizer import Tokenizer
+
+# characters of a schema, grammar or pattern
+MAX_TEXT = {
+    "json_object": 0,
+    "json_schema": 200_000,
+    "lark": 200_000,
+    "gbnf": 50_000,
+    "regex": 10_000,
+}
+# between the marks of a JSON text at most one blank, or one line end and its indent: a small model
+# that may write blanks without end does
+_BLANKS = r" |\n[ \t]{0,24}"
+_JSON = {"whitespace_flexible": True, "whitespace_pattern": _BLANKS, "coerce_one_of": False}
+# runs of plain text inside a JSON string, of which whole classes of tokens are allowed at once;
+# the short ones serve strings with a length limit
+_TEXT = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(rf"{_TEXT}{{1,{n}}}" for n in (4, 8, 16, 30)), rf"{_TEXT}+"]
+
+
+class GrammarVocabulary:
+    """A tokenizer's vocabulary as the grammar engine needs it; a third of a second to build."""
+
+    def __init__(self, tokenizer: Tokenizer, num_ids: int, eos_ids: Sequence[int]) -> None:
+        """`num_ids`: rows of the model's logits, where they are more than the tokens."""
+        guidance = _guidance()
+        self.num_ids = max(num_ids, tokenizer.vocab_size)
+        # a model without an end token gets one that it cannot draw
+        ends = list(eos_ids) or [self.num_ids]
+        words = _Words(tokenizer, max(self.num_ids, ends[-1] + 1), ends)
+        self.backend: LLTokenizer = guidance.LLTokenizer(words, eos_token=ends, slices=_SLICES)
+
+    def compile(self, wanted: ResponseFormat) -> LLMatcher:
+        """A matcher at its start. Copy it, do not use it up."""
+        guidance = _guidance()
+        text = grammar_text(wanted)
+        matcher: LLMatcher = guidance.LLMatcher(self.backend, text, log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise _refusal(wanted, matcher.get_error())
+        return matcher
+
+
+def grammar_text(wanted: ResponseFormat) -> str:
+    """In llguidance's own notation. Cheap: whether it makes sense, only compiling tells."""
+    guidance = _guidance()
+    limit = MAX_TEXT.get(wanted.kind)
+    if limit is None:
+        raise InvalidRequest(f"no response format {wanted.kind!r}", param="response_format")
+    if len(wanted.text) > limit > 0:
+        raise InvalidRequest(
+            f"the {_NAMES[wanted.kind]} has {len(wanted.text)} characters; the limit is {limit}",
+            param="response_format",
+        )
+    matcher = guidance.LLMatcher
+    if wanted.kind == "regex":
+        return str(matcher.grammar_from_regex(wanted.text))
+    if wanted.kind == "lark":
+        return str(matcher.grammar_from_lark(wanted.text))
+    if wanted.kind == "gbnf":
+        return str(matcher.grammar_from_lark(_lark_of(wanted.text)))
+    schema = '{"type": "object"}' if wanted.kind == "json_object" else wanted.text
+    try:
+        return str(matcher.grammar_from_json_schema(schema, overrides=_JSON))
+    except ValueError as error:
+        raise _refusal(wanted, str(error)) from None
+
+
+def _lark_of(text: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(text))
+    except RecursionError:
+        raise InvalidRequest("the grammar is nested too deeply", param="response_format") from None
+    except Exception as error:  # the converter's own, and what it trips over
+        raise _refusal(ResponseFormat("gbnf"), str(error)) from None
+
+
+_NAMES = {
+    "json_object": "JSON grammar",
+    "json_schema": "JSON schema",
+    "lark": "Lark grammar",
+    "gbnf": "GBNF grammar",
+    "regex": "pattern",
+}
+
+
+def _refusal(wanted: ResponseFormat, reason: str) -> InvalidRequest:
+    reason = " ".join(reason.split())[:500]
+    return InvalidRequest(
+        f"the {_NAMES[wanted.kind]} cannot be enforced: {reason}", param="response_format"
+    )
+
+
+class _Words:
+    """The attributes that `LLTokenizer` reads off a tokenizer."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, num_ids: int, ends: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        known = range(tokenizer.vocab_size)
+        self.tokens = [tokenizer.token_bytes(token) for token in known]
+        self.tokens += [b""] * (num_ids - len(self.tokens))
+        self.special_token_ids = sorted({*filter(tokenizer.is_special, known), *ends})
+        self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_id
+        self._ids = {word: token for token, word in enumerate(self.tokens) if word}
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """The tokens the model would see for a forced text: its tokenizer's, if they add up."""
+        data = text.encode() if isinstance(text, str) else text
+        ids = self._tokenizer.encode(data.decode(errors="replace"), special=False)
+        if b"".join(self.tokens[token] for token in ids) == data:
+            return ids
+        return self._longest_first(data)
+
+    def _longest_first(self, data: bytes) -> list[int]:
+        ids, start = [], 0
+        while start < len(data):
+            ends = range(len(data), start, -1)
+            end = next((end for end in ends if data[start:end] in self._ids), None)
+            if end is None:
+                break
+            ids.append(self._ids[data[start:end]])
+            start = end
+        return ids
+
+
+def _limits() -> LLParserLimits:
+    limits: LLParserLimits = _guidance().LLParserLimits(verbose_errors=False)
+    return limits
+
+
+def _guidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise MissingDependency(
+            "structured output needs llguidance: pip install llguidance"
+        ) from error
+    return llguidance
