@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ from coterie.api.infer import InferEndpoints
 from coterie.api.infer_parse import Reception
 from coterie.api.native import NativeEndpoints
 from coterie.api.openai import OpenAIDialect
-from coterie.api.routes import Endpoints, add_routes, document, routes
+from coterie.api.openapi import document
+from coterie.api.routes import Endpoints, RouteRow, add_routes, routes
 from coterie.core.config import Config
 from coterie.core.errors import CoterieError
 from coterie.service.rate import UserRate
@@ -85,10 +86,10 @@ def create_app(
     return app
 
 
-def _document_once(app: FastAPI, rows: Any) -> None:
+def _document_once(app: FastAPI, rows: Sequence[RouteRow]) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = document(app, rows)
+            app.openapi_schema = document(rows)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]

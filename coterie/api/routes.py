@@ -1,23 +1,22 @@
-"""The explicit list of routes, and the OpenAPI text that describes them.
+"""The explicit list of routes: who answers, what is taken and what can come back.
 
-Bodies are read and checked by the endpoints themselves (a body limit must hold while reading), so
-their schemas are joined to the document here.
+Bodies are read and checked by the endpoints themselves, because a body limit must hold while
+reading; `openapi.py` makes the document from this table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coterie import __version__
+from coterie.api import answers_native as native_answers
+from coterie.api import answers_vendor as vendor_answers
 from coterie.api.anthropic import AnthropicDialect
 from coterie.api.anthropic_types import CountBody, MessagesBody
 from coterie.api.experts import ExpertEndpoints
@@ -28,13 +27,31 @@ from coterie.api.native import NativeEndpoints
 from coterie.api.native_types import DetokenizeBody, TokenizeBody
 from coterie.api.openai import OpenAIDialect
 from coterie.api.openai_types import ChatBody, CompletionBody
+from coterie.api.openapi import Replies, document
+from coterie.core.outcome import InferenceResult
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
-_REF = "#/components/schemas/{model}"
 # endpoints are only described, never called
 _NOBODY: Any = None
 _GET, _POST, _PROBE = ("GET",), ("POST",), ("GET", "HEAD")
-_TEXT_PLAIN = "text/plain"
+_PLAIN = "text/plain"
+
+# what can be refused, by kind of route
+_LOOK = (401, 500, 503)
+_FIND = (401, 404, 500, 503)
+_COUNT = (400, 401, 404, 413, 500, 503)
+_INFER = (400, 401, 404, 413, 429, 500, 503)
+_OPENAI = (*_INFER, 504)
+_ANTHROPIC = (400, 401, 404, 413, 429, 500, 504, 529)
+_LIST_EXPERTS = (401, 403, 500, 503)
+_FIND_EXPERT = (400, *_LIST_EXPERTS, 404)
+_CHANGE_EXPERTS = (*_FIND_EXPERT, 413)
+
+_STEERING: Mapping[str, Any] = {
+    "x-session-id": {"type": "string", "maxLength": 512},
+    "x-deadline-ms": {"type": "number", "minimum": 1, "maximum": 86_400_000},
+}
+_PREFER: Mapping[str, Any] = {"Prefer": {"type": "string", "examples": ["respond-async"]}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +60,11 @@ class RouteRow:
     path: str
     endpoint: Endpoint
     tag: str
+    replies: Replies
     body: type[BaseModel] | None = None
-    media_type: str = "application/json"
+    query: type[BaseModel] | None = None
+    # name -> schema of request headers with a meaning
+    headers: Mapping[str, Any] = field(default_factory=dict)
     # False for a second spelling of a route
     documented: bool = True
     # the body may also be a file's bytes
@@ -63,85 +83,118 @@ class Endpoints:
 
 
 def routes(ends: Endpoints) -> Sequence[RouteRow]:
-    openai, anthropic, native = ends.openai, ends.anthropic, ends.native
     return (
-        RouteRow(_POST, "/v1/infer", ends.infer.infer, "native", InferBody),
-        RouteRow(_POST, "/v1/chat/completions", openai.chat, "openai", ChatBody),
-        RouteRow(_POST, "/v1/completions", openai.completions, "openai", CompletionBody),
-        RouteRow(_GET, "/v1/models", native.models, "openai"),
-        RouteRow(_GET, "/v1/models/{model:path}", native.model, "openai"),
-        RouteRow(_POST, "/v1/messages", anthropic.messages, "anthropic", MessagesBody),
-        RouteRow(
-            _POST, "/v1/messages/count_tokens", anthropic.count_tokens, "anthropic", CountBody
-        ),
-        RouteRow(_POST, "/tokenize", native.tokenize, "native", TokenizeBody),
-        RouteRow(_POST, "/detokenize", native.detokenize, "native", DetokenizeBody),
-        RouteRow(_PROBE, "/health", native.health, "native"),
-        RouteRow(_PROBE, "/health/live", native.live, "native"),
-        RouteRow(_PROBE, "/health/ready", native.ready, "native"),
-        RouteRow(("GET", "HEAD", "POST"), "/ping", native.ping, "native"),
-        RouteRow(_GET, "/metrics", native.metrics, "native", media_type="text/plain"),
-        RouteRow(_GET, "/version", native.version, "native"),
+        *_infer_routes(ends.infer),
+        *_vendor_routes(ends),
+        *_native_routes(ends.native),
         *_expert_routes(ends.experts),
     )
 
 
+def _infer_routes(infer: InferEndpoints) -> Sequence[RouteRow]:
+    events = {
+        "started": native_answers.InferStarted,
+        "delta": native_answers.InferDelta,
+        "finished": InferenceResult,
+    }
+    replies = Replies(
+        (InferenceResult,), _INFER, events=events, also={202: native_answers.JobSubmission}
+    )
+    headers = {**_PREFER, **_STEERING}
+    return (
+        RouteRow(_POST, "/v1/infer", infer.infer, "native", replies, InferBody, headers=headers),
+    )
+
+
+def _vendor_routes(ends: Endpoints) -> Sequence[RouteRow]:
+    openai, anthropic, native = ends.openai, ends.anthropic, ends.native
+    answers = vendor_answers
+    chat = Replies((answers.ChatCompletion,), _OPENAI, events={})
+    text = Replies((answers.TextCompletion,), _OPENAI, events={})
+    message = Replies((answers.AnthropicMessage,), _ANTHROPIC, events={})
+    count = Replies((answers.TokenCount,), (400, 401, 404, 413, 500, 529))
+    models = Replies((answers.ModelList, answers.AnthropicModelList), _LOOK)
+    model = Replies((answers.Model, answers.AnthropicModel), _FIND)
+    return (
+        RouteRow(
+            _POST, "/v1/chat/completions", openai.chat, "openai", chat, ChatBody, headers=_STEERING
+        ),
+        RouteRow(
+            _POST, "/v1/completions", openai.completions, "openai", text, CompletionBody,
+            headers=_STEERING,
+        ),
+        RouteRow(_GET, "/v1/models", native.models, "openai", models),
+        RouteRow(_GET, "/v1/models/{model:path}", native.model, "openai", model),
+        RouteRow(
+            _POST, "/v1/messages", anthropic.messages, "anthropic", message, MessagesBody,
+            headers=_STEERING,
+        ),
+        RouteRow(
+            _POST, "/v1/messages/count_tokens", anthropic.count_tokens, "anthropic", count,
+            CountBody,
+        ),
+    )  # fmt: skip
+
+
+def _native_routes(native: NativeEndpoints) -> Sequence[RouteRow]:
+    answers = native_answers
+    tokens = Replies((answers.Tokenized,), _COUNT)
+    text = Replies((answers.Detokenized,), _COUNT)
+    health = Replies((answers.HealthAnswer,), also={503: answers.HealthAnswer})
+    live = Replies((answers.Liveness,), also={503: answers.Liveness})
+    ready = Replies((answers.Readiness,), also={503: answers.Readiness})
+    ping = Replies(also={503: None})
+    metrics = Replies(refusals=(401, 500), media_type=_PLAIN)
+    version = Replies((answers.Version,), (401, 500))
+    return (
+        RouteRow(_POST, "/tokenize", native.tokenize, "native", tokens, TokenizeBody),
+        RouteRow(_POST, "/detokenize", native.detokenize, "native", text, DetokenizeBody),
+        RouteRow(_PROBE, "/health", native.health, "native", health),
+        RouteRow(_PROBE, "/health/live", native.live, "native", live),
+        RouteRow(_PROBE, "/health/ready", native.ready, "native", ready),
+        RouteRow(("GET", "HEAD", "POST"), "/ping", native.ping, "native", ping),
+        RouteRow(_GET, "/metrics", native.metrics, "native", metrics),
+        RouteRow(_GET, "/version", native.version, "native", version),
+    )
+
+
 def _expert_routes(experts: ExpertEndpoints) -> Sequence[RouteRow]:
+    answers = native_answers
     one, act = "/v1/experts/{name}", experts.act_on_expert
+    listed = Replies((answers.ExpertList,), _LIST_EXPERTS)
+    shown = Replies((answers.ShownExpert,), _FIND_EXPERT)
+    acted = Replies((answers.Expert,), _FIND_EXPERT)
+    changed = Replies((answers.Expert,), _CHANGE_EXPERTS)
+    installed = Replies((answers.Expert,), _CHANGE_EXPERTS, status=201)
+    deleted = Replies((answers.DeletedExpert,), _FIND_EXPERT)
+    vllm = Replies(refusals=_CHANGE_EXPERTS, media_type=_PLAIN)
     load, unload = experts.load_lora_adapter, experts.unload_lora_adapter
     return (
-        RouteRow(_GET, "/v1/experts", experts.list_experts, "experts"),
+        RouteRow(_GET, "/v1/experts", experts.list_experts, "experts", listed),
         RouteRow(
-            _POST, "/v1/experts", experts.install_expert, "experts", InstallBody, takes_file=True
+            _POST, "/v1/experts", experts.install_expert, "experts", installed, InstallBody,
+            takes_file=True,
         ),
-        RouteRow(_POST, one + ":{action}", act, "experts", documented=False),
-        RouteRow(_POST, one + "/{action}", act, "experts"),
-        RouteRow(_GET, one, experts.show_expert, "experts"),
-        RouteRow(("PATCH",), one, experts.change_expert, "experts", ExpertPatch),
-        RouteRow(("DELETE",), one, experts.delete_expert, "experts"),
-        RouteRow(_POST, "/v1/load_lora_adapter", load, "experts", LoadLoraBody, _TEXT_PLAIN),
-        RouteRow(_POST, "/v1/unload_lora_adapter", unload, "experts", UnloadLoraBody, _TEXT_PLAIN),
-    )
+        RouteRow(_POST, one + ":{action}", act, "experts", acted, documented=False),
+        RouteRow(_POST, one + "/{action}", act, "experts", acted),
+        RouteRow(_GET, one, experts.show_expert, "experts", shown),
+        RouteRow(("PATCH",), one, experts.change_expert, "experts", changed, ExpertPatch),
+        RouteRow(("DELETE",), one, experts.delete_expert, "experts", deleted),
+        RouteRow(_POST, "/v1/load_lora_adapter", load, "experts", vllm, LoadLoraBody),
+        RouteRow(_POST, "/v1/unload_lora_adapter", unload, "experts", vllm, UnloadLoraBody),
+    )  # fmt: skip
 
 
 def add_routes(app: FastAPI, rows: Sequence[RouteRow]) -> None:
     for row in rows:
-        summary, _, _ = (row.endpoint.__doc__ or "").partition("\n")
         for method in row.methods:
             app.add_api_route(
                 row.path,
                 row.endpoint,
                 methods=[method],
-                summary=summary.rstrip("."),
-                description="",
-                tags=[row.tag],
                 response_class=Response,
-                operation_id=row.endpoint.__name__,
-                openapi_extra=_extra(row),
-                include_in_schema=row.documented and method == row.methods[0],
+                include_in_schema=False,
             )
-
-
-def _extra(row: RouteRow) -> dict[str, Any]:
-    answer = {"description": "The answer", "content": {row.media_type: {}}}
-    if row.body is None:
-        return {"responses": {"200": answer}}
-    if row.tag in ("openai", "anthropic") and row.body is not CountBody:
-        answer["content"] = {row.media_type: {}, "text/event-stream": {}}
-    error = "AnthropicError" if row.tag == "anthropic" else "OpenAIError"
-    refusal = {
-        "description": "A typed error; docs/api.md lists status, type and code",
-        "content": {"application/json": {"schema": {"$ref": _REF.format(model=error)}}},
-    }
-    content: dict[str, Any] = {
-        "application/json": {"schema": {"$ref": _REF.format(model=row.body.__name__)}}
-    }
-    if row.takes_file:
-        content["application/octet-stream"] = {}
-    return {
-        "requestBody": {"required": True, "content": content},
-        "responses": {"200": answer, "4XX": refusal, "5XX": refusal},
-    }
 
 
 def described() -> Sequence[RouteRow]:
@@ -159,46 +212,4 @@ def described() -> Sequence[RouteRow]:
 
 def reference() -> dict[str, Any]:
     """The document without a server: only the endpoints' names and texts are read."""
-    app, rows = FastAPI(), described()
-    add_routes(app, rows)
-    return document(app, rows)
-
-
-def document(app: FastAPI, rows: Sequence[RouteRow]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document, the same for the same version."""
-    document: dict[str, Any] = get_openapi(
-        title="Coterie",
-        version=__version__,
-        summary="Many experts served as one model",
-        routes=app.routes,
-    )
-    bodies = [row.body for row in rows if row.body is not None]
-    _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
-    components = document.setdefault("components", {}).setdefault("schemas", {})
-    components |= schemas["$defs"] | _ERRORS
-    return document
-
-
-def _object(required: Sequence[str], **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "required": list(required), "properties": properties}
-
-
-_TEXT, _MAYBE = {"type": "string"}, {"type": ["string", "null"]}
-_ERRORS = {
-    "OpenAIError": _object(
-        ["error"],
-        error=_object(
-            ["message", "type", "param", "code"],
-            message=_TEXT,
-            type=_TEXT,
-            param=_MAYBE,
-            code=_MAYBE,
-        ),
-    ),
-    "AnthropicError": _object(
-        ["type", "error", "request_id"],
-        type={"const": "error"},
-        error=_object(["type", "message"], type=_TEXT, message=_TEXT),
-        request_id=_TEXT,
-    ),
-}
+    return document(described())

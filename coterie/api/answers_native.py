@@ -1,0 +1,152 @@
+"""What the native routes answer, as types for the OpenAPI document and the SDKs made from it.
+
+Nothing is checked against these at run time; the fuzz tests hold the answers to them. Values of
+`core` are described by their own classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from coterie.core.outcome import InferenceMetrics
+from coterie.core.plan import AdapterChoice
+from coterie.core.route_trace import RouteTrace
+
+
+class GenerationParams(BaseModel):
+    """The sampling values that the request ran with."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    max_tokens: int | None
+
+
+class ExpertPlan(BaseModel):
+    """How a request was routed: experts in order, values, and the reasons."""
+
+    experts: list[AdapterChoice]
+    composition_order: list[str]
+    generation_params: GenerationParams
+    prompt_modified: str | None
+    confidence: float
+    reasons: list[str]
+    reasoning_trace: RouteTrace | None
+
+
+class InferStarted(BaseModel):
+    """Data of a stream's `started` event."""
+
+    job_id: str
+    model: str
+    experts_used: list[str]
+    confidence: float
+    task_type: str
+    degraded: list[str]
+    plan: ExpertPlan | None = None
+
+
+class InferDelta(BaseModel):
+    """Data of a stream's `delta` event: the next piece of the text."""
+
+    text: str
+
+
+class JobSubmission(BaseModel):
+    """A request that is answered later."""
+
+    job_id: str
+    status: Literal["queued", "processing"]
+    submitted_at: str
+    estimated_wait_ms: float | None
+
+
+class InferenceLog(BaseModel):
+    """One page of the log, newest first."""
+
+    object: Literal["list"]
+    data: list[InferenceMetrics]
+    has_more: bool
+    next: str | None
+
+
+class FeedbackAnswer(BaseModel):
+    """A verdict that was counted."""
+
+    job_id: str
+    verdict: Literal["good", "bad"]
+    experts: list[str]
+
+
+class Tokenized(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] = []
+
+
+class Detokenized(BaseModel):
+    prompt: str
+
+
+class HealthAnswer(BaseModel):
+    live: bool
+    ready: bool
+    specialists: dict[str, dict[str, Any]]
+
+
+class Liveness(BaseModel):
+    live: bool
+
+
+class Readiness(BaseModel):
+    ready: bool
+
+
+class Version(BaseModel):
+    version: str
+
+
+class Expert(BaseModel):
+    """One installed version of an expert."""
+
+    id: str
+    object: Literal["expert"]
+    name: str
+    version: str
+    digest: str
+    kind: str
+    bases: list[str]
+    num_virtual_tokens: int
+    bytes: int
+    installed_at: int
+    signer: str | None
+    pinned: bool
+    description: str
+
+
+class ListedExpert(Expert):
+    # whether its name means this version
+    current: bool
+
+
+class ExpertList(BaseModel):
+    object: Literal["list"]
+    data: list[ListedExpert]
+    # alias -> name@version
+    aliases: dict[str, str]
+
+
+class ShownExpert(Expert):
+    versions: list[Expert]
+    manifest: dict[str, Any] | None
+
+
+class DeletedExpert(BaseModel):
+    id: str
+    object: Literal["expert"]
+    deleted: bool

@@ -1,0 +1,245 @@
+"""The OpenAPI 3.1 document, made from the route table. Owns its shape; knows no endpoint.
+
+Every status that a route can answer is declared, and every JSON body has a schema: SDK types are
+generated from this, and the fuzz tests hold the server to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+from coterie import __version__
+from coterie.api.answers_native import ExpertPlan
+from coterie.core.outcome import InferenceMetrics, InferenceResult, ValidationResult
+from coterie.core.plan import AdapterChoice
+from coterie.core.route_trace import Candidate, RouteTrace
+
+if TYPE_CHECKING:
+    from coterie.api.routes import RouteRow
+
+JSON, SSE = "application/json", "text/event-stream"
+_TEMPLATE = "#/components/schemas/{model}"
+_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+_WHY = {
+    400: "A field is wrong; the error names it",
+    401: "No key, or a wrong one",
+    403: "Not allowed with this key",
+    404: "No such model, expert or job",
+    409: "Done already",
+    413: "The body is too large",
+    429: "The queue is full, or the user's rate is spent; Retry-After says when to come again",
+    500: "The server failed",
+    503: "Models still load, or no worker is healthy; Retry-After says when to come again",
+    504: "The deadline passed before the first token",
+    529: "Models still load, or no worker is healthy; Retry-After says when to come again",
+}
+
+
+# every field of these is written, also one that has a default
+_WHOLE = (
+    AdapterChoice,
+    Candidate,
+    InferenceMetrics,
+    InferenceResult,
+    RouteTrace,
+    ValidationResult,
+)
+# one segment of a path is never empty
+_SEGMENT: dict[str, Any] = {"type": "string", "minLength": 1}
+_SEGMENTS = {"action": {"enum": ["pin", "unpin", "rollback"]}}
+
+
+@dataclass(frozen=True, slots=True)
+class Replies:
+    """What a route answers."""
+
+    # bodies of `status`; several where the caller's dialect decides
+    answers: tuple[type[Any], ...] = ()
+    refusals: tuple[int, ...] = ()
+    status: int = 200
+    # of an answer that is not JSON
+    media_type: str = ""
+    # name of a stream's event -> its data; empty = the vendor's own
+    events: Mapping[str, type[Any]] | None = None
+    # other statuses that are no errors
+    also: Mapping[int, type[Any] | None] = field(default_factory=dict)
+
+
+def document(rows: Sequence[RouteRow]) -> dict[str, Any]:
+    """The same for the same version."""
+    paths: dict[str, Any] = {}
+    for row in rows:
+        if row.documented:
+            path = _PARAMETER.sub(r"{\1}", row.path)
+            paths.setdefault(path, {})[row.methods[0].lower()] = _operation(row)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Coterie",
+            "summary": "Many experts served as one model",
+            "version": __version__,
+        },
+        "paths": paths,
+        "components": {"schemas": _schemas(rows), "securitySchemes": _SECURITY},
+    }
+
+
+def _operation(row: RouteRow) -> dict[str, Any]:
+    summary, _, _ = (row.endpoint.__doc__ or "").partition("\n")
+    operation: dict[str, Any] = {
+        "tags": [row.tag],
+        "summary": summary.rstrip("."),
+        "operationId": row.endpoint.__name__,
+        "security": _security(row),
+    }
+    parameters = [*_path_parameters(row), *_query_parameters(row), *_header_parameters(row)]
+    if parameters:
+        operation["parameters"] = parameters
+    if row.body is not None:
+        content: dict[str, Any] = {JSON: {"schema": _ref(row.body)}}
+        if row.takes_file:
+            content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
+        operation["requestBody"] = {"required": True, "content": content}
+    operation["responses"] = _responses(row)
+    return operation
+
+
+def _security(row: RouteRow) -> list[dict[str, list[str]]]:
+    if row.tag == "experts":
+        return [{"admin": []}]
+    # a server without a key file asks for none
+    return [] if 401 not in row.replies.refusals else [{"bearer": []}, {"key": []}, {}]
+
+
+def _path_parameters(row: RouteRow) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "path", "required": True, "schema": _SEGMENTS.get(name, _SEGMENT)}
+        for name in _PARAMETER.findall(row.path)
+    ]
+
+
+def _query_parameters(row: RouteRow) -> list[dict[str, Any]]:
+    if row.query is None:
+        return []
+    schema = row.query.model_json_schema()
+    return [
+        {
+            "name": name,
+            "in": "query",
+            "required": False,
+            "schema": {key: value for key, value in _given(field).items() if key != "title"},
+        }
+        for name, field in schema["properties"].items()
+    ]
+
+
+def _given(field: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A parameter that is there has a value: null is only the default of one that is not."""
+    for choice in field.get("anyOf", ()):
+        if choice != {"type": "null"}:
+            return {**choice, **{key: field[key] for key in ("description",) if key in field}}
+    return field
+
+
+def _header_parameters(row: RouteRow) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "header", "required": False, "schema": schema}
+        for name, schema in row.headers.items()
+    ]
+
+
+def _responses(row: RouteRow) -> dict[str, Any]:
+    replies = row.replies
+    responses = {str(replies.status): {"description": "The answer", **_content(replies)}}
+    for status, kind in replies.also.items():
+        schema = {} if kind is None else {"content": {JSON: {"schema": _ref(kind)}}}
+        responses[str(status)] = {"description": _ALSO[status], **schema}
+    for status in replies.refusals:
+        responses[str(status)] = _refusal(status, row.tag == "anthropic")
+    return responses
+
+
+def _content(replies: Replies) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if replies.answers:
+        schemas = [_ref(answer) for answer in replies.answers]
+        content[JSON] = {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
+    if replies.media_type:
+        content[replies.media_type] = {"schema": {"type": "string"}}
+    if replies.events is not None:
+        events = {name: _ref(kind) for name, kind in replies.events.items()}
+        content[SSE] = {"schema": {"type": "string"}} | ({"x-events": events} if events else {})
+    return {"content": content} if content else {}
+
+
+_ALSO = {202: "Accepted: the job is answered later", 503: "Not now"}
+
+
+def _refusal(status: int, anthropic: bool) -> dict[str, Any]:
+    name = "AnthropicError" if anthropic else "OpenAIError"
+    schema = {"$ref": _TEMPLATE.format(model=name)}
+    refusal: dict[str, Any] = {"description": _WHY[status], "content": {JSON: {"schema": schema}}}
+    if status == 429:
+        seconds = {"description": "Seconds", "schema": {"type": "integer"}}
+        refusal["headers"] = {"Retry-After": seconds}
+    return refusal
+
+
+def _ref(kind: type[Any]) -> dict[str, Any]:
+    return {"$ref": _TEMPLATE.format(model=kind.__name__)}
+
+
+def _schemas(rows: Sequence[RouteRow]) -> dict[str, Any]:
+    bodies = dict.fromkeys(row.body for row in rows if row.body is not None)
+    answers = dict.fromkeys(kind for row in rows for kind in _written(row.replies))
+    adapters: list[Any] = [(kind, "validation", TypeAdapter(kind)) for kind in bodies]
+    adapters += [(kind, "serialization", TypeAdapter(kind)) for kind in answers]
+    _, made = TypeAdapter.json_schemas(adapters, ref_template=_TEMPLATE)
+    schemas: dict[str, Any] = made["$defs"]
+    for kind in _WHOLE:
+        schema = schemas[kind.__name__]
+        schema["required"] = list(schema["properties"])
+    result = schemas[InferenceResult.__name__]
+    result["required"].remove("plan")
+    result["properties"]["plan"] = _ref(ExpertPlan)
+    return dict(sorted((schemas | _ERRORS).items()))
+
+
+def _written(replies: Replies) -> list[type[Any]]:
+    kinds = (*replies.answers, *(replies.events or {}).values(), *replies.also.values())
+    return [kind for kind in kinds if kind is not None]
+
+
+def _object(required: Sequence[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+_TEXT, _MAYBE = {"type": "string"}, {"type": ["string", "null"]}
+_ERRORS = {
+    "OpenAIError": _object(
+        ["error"],
+        error=_object(
+            ["message", "type", "param", "code"],
+            message=_TEXT,
+            type=_TEXT,
+            param=_MAYBE,
+            code=_MAYBE,
+        ),
+    ),
+    "AnthropicError": _object(
+        ["type", "error", "request_id"],
+        type={"const": "error"},
+        error=_object(["type", "message"], type=_TEXT, message=_TEXT),
+        request_id=_TEXT,
+    ),
+}
+_SECURITY = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    "admin": {"type": "http", "scheme": "bearer", "description": "A key of the admin key file."},
+}
