@@ -1,0 +1,60 @@
+"""What a validator is, what it is told about an answer, and how it says what it found.
+
+Knows no particular validator, no process and no configuration.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from coterie.core.outcome import ValidationResult
+from coterie.core.request import ResponseFormat
+
+# longer answers are not judged
+MAX_CHARACTERS = 1_000_000
+# of an error's text: it may quote the answer
+MAX_ERROR = 500
+TOO_DEEP = "it is nested too deeply"
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What decides who judges an answer."""
+
+    response_format: ResponseFormat | None = None
+    # of the plan's trace; empty = not known
+    task_type: str = ""
+    code_language: str = ""
+    # adapters it ran on, by name without version
+    experts: tuple[str, ...] = ()
+    finish_reason: str = "stop"
+
+
+class Validator(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def check(self, text: str) -> ValidationResult:
+        """Never raises for the text's sake."""
+
+
+def judged(name: str, text: str, fault_of: Callable[[str], str | None]) -> ValidationResult:
+    """`fault_of` says what is wrong, None when nothing is."""
+    began = time.perf_counter()
+    try:
+        fault = fault_of(text)
+    except RecursionError:
+        fault = TOO_DEEP
+    except MemoryError:
+        fault = "checking it takes too much memory"
+    spent_ms = round((time.perf_counter() - began) * 1000, 3)
+    return ValidationResult(fault is None, name, cut(fault), spent_ms)
+
+
+def cut(fault: str | None) -> str | None:
+    if fault is None or len(fault) <= MAX_ERROR:
+        return fault
+    return fault[: MAX_ERROR - 3] + "..."

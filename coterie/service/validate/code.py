@@ -1,0 +1,98 @@
+"""code: the answer, or each of its code blocks, parses in its language, by tree-sitter's grammar.
+
+A grammar is more forgiving than a compiler: it finds what no compiler could read. Runs in the
+judge's process only.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from coterie.core.errors import MissingDependency
+from coterie.core.outcome import ValidationResult
+from coterie.service.validate.base import judged
+from coterie.service.validate.fences import Block, programs
+from coterie.service.validate.json_text import JsonText
+from coterie.service.validate.python_code import NAMES, syntax_fault
+
+# language -> (module, its function)
+GRAMMARS = {
+    "bash": ("tree_sitter_bash", "language"),
+    "c": ("tree_sitter_c", "language"),
+    "cpp": ("tree_sitter_cpp", "language"),
+    "go": ("tree_sitter_go", "language"),
+    "java": ("tree_sitter_java", "language"),
+    "javascript": ("tree_sitter_javascript", "language"),
+    "rust": ("tree_sitter_rust", "language"),
+    "sql": ("tree_sitter_sql", "language"),
+    "tsx": ("tree_sitter_typescript", "language_tsx"),
+    "typescript": ("tree_sitter_typescript", "language_typescript"),
+}
+_ALIASES = {
+    "sh": "bash", "shell": "bash", "zsh": "bash", "c++": "cpp", "cc": "cpp", "cxx": "cpp",
+    "h": "c", "hpp": "cpp", "golang": "go", "js": "javascript", "jsx": "javascript",
+    "mjs": "javascript", "node": "javascript", "rs": "rust", "ts": "typescript",
+    "postgresql": "sql", "postgres": "sql", "mysql": "sql", "sqlite": "sql",
+}  # fmt: skip
+
+
+class Code:
+    def __init__(self, argument: str) -> None:
+        """`argument` is the language that blocks are in which name none."""
+        self._language = canonical(argument)
+        self.name = self._language or "code"
+
+    def check(self, text: str) -> ValidationResult:
+        return judged(self.name, text, self._fault)
+
+    def _fault(self, text: str) -> str | None:
+        found = programs(text) or [Block("", text)]
+        return next((wrong for block in found if (wrong := self._block_fault(block))), None)
+
+    def _block_fault(self, block: Block) -> str | None:
+        language = canonical(block.language) or self._language
+        if language in NAMES:
+            return syntax_fault(block.code)
+        if language == "json":
+            return JsonText().check(block.code).error
+        if not block.code.strip():
+            return "there is no code"
+        return tree_fault(language, block.code) if language in GRAMMARS else None
+
+
+def canonical(language: str) -> str:
+    low = language.strip().lower()
+    return _ALIASES.get(low, low)
+
+
+def can_judge(language: str) -> bool:
+    name = canonical(language)
+    return name in GRAMMARS or name in NAMES
+
+
+def tree_fault(language: str, code: str) -> str | None:
+    root = parser(language).parse(code.encode("utf-8", "replace")).root_node
+    if not root.has_error:
+        return None
+    node = root
+    # down to the first child that holds the fault, without recursion
+    while not (node.is_error or node.is_missing):
+        inner = next((child for child in node.children if child.has_error), None)
+        if inner is None:
+            break
+        node = inner
+    what = f"{node.type} is missing" if node.is_missing else "a syntax error"
+    return f"line {node.start_point[0] + 1}: {what} in {language}"
+
+
+def parser(language: str) -> Any:
+    module, function = GRAMMARS[language]
+    try:
+        from tree_sitter import Language, Parser
+
+        grammar = getattr(import_module(module), function)()
+    except ImportError as error:
+        package = module.replace("_", "-")
+        raise MissingDependency(f"no grammar for {language}: pip install {package}") from error
+    return Parser(Language(grammar))

@@ -1,0 +1,58 @@
+"""json_schema: the answer is JSON that the request's schema accepts.
+
+Runs in the judge's process only: a caller's schema may hold patterns that never end. References
+are looked up in the schema and the published drafts, never on a network.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import msgspec
+
+from coterie.core.errors import MissingDependency
+from coterie.core.outcome import ValidationResult
+from coterie.service.validate.base import judged
+
+
+class JsonSchema:
+    name = "json_schema"
+
+    def __init__(self, argument: str) -> None:
+        """`argument` is the schema as JSON."""
+        self._schema = argument
+
+    def check(self, text: str) -> ValidationResult:
+        return judged(self.name, text, self._fault)
+
+    def _fault(self, text: str) -> str | None:
+        try:
+            value = msgspec.json.decode(text.encode("utf-8", "surrogatepass"))
+        except msgspec.MsgspecError as error:
+            return str(error)
+        except UnicodeDecodeError:
+            return "it is not valid Unicode"
+        return _first_fault(self._schema, value)
+
+
+def load() -> tuple[Any, Any]:
+    """The library and the published drafts, before a clock runs."""
+    try:
+        return import_module("jsonschema"), import_module("jsonschema_specifications").REGISTRY
+    except ImportError as error:
+        raise MissingDependency("JSON Schema is not installed: pip install jsonschema") from error
+
+
+def _first_fault(schema_text: str, value: Any) -> str | None:
+    library, drafts = load()
+    try:
+        schema = msgspec.json.decode(schema_text)
+        make = library.validators.validator_for(schema, default=library.Draft202012Validator)
+        fault = next(make(schema, registry=drafts).iter_errors(value), None)
+    except (RecursionError, MemoryError):
+        raise
+    except Exception as error:
+        # a pattern that is none, a reference to nowhere, a keyword of the wrong type
+        return f"the schema cannot be used: {type(error).__name__}"
+    return None if fault is None else f"{fault.json_path}: {fault.message}"

@@ -1,0 +1,126 @@
+"""Processes that judge answers which could take for ever, crash a parser, or eat memory.
+
+A caller may choose the schema, and a model writes the text: neither may hold up the gateway. One
+that takes longer than its time is killed, and the answer is not valid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+import coterie
+from coterie.core.outcome import ValidationResult
+from coterie.obs.trace import log
+from coterie.service.validate.child import LENGTH, READY, Task
+
+CHECK_S = 2.0
+START_S = 30.0
+MAX_PROCESSES = 2
+# answers that wait for a judge; further ones are not judged
+MAX_WAITING = 256
+_result_decoder = msgspec.msgpack.Decoder(ValidationResult)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Judge:
+    def __init__(self, check_s: float = CHECK_S) -> None:
+        self._check_s = check_s
+        self._free: list[asyncio.subprocess.Process] = []
+        self._places = asyncio.Semaphore(MAX_PROCESSES)
+        self._waiting = 0
+        self._closed = False
+
+    async def check(self, task: Task) -> ValidationResult | None:
+        """None when too many wait, or no process can be started."""
+        if self._waiting >= MAX_WAITING or self._closed:
+            return None
+        self._waiting += 1
+        try:
+            async with self._places:
+                return await self._checked(task)
+        finally:
+            self._waiting -= 1
+
+    async def close(self) -> None:
+        self._closed = True
+        free, self._free = self._free, []
+        await asyncio.gather(*(_end(process) for process in free))
+
+    async def _checked(self, task: Task) -> ValidationResult | None:
+        process = self._free.pop() if self._free else await self._start()
+        if process is None:
+            return None
+        whole = False
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._check_s):
+                result = _result_decoder.decode(await _asked(process, _encode(task)))
+            whole = True
+            return result
+        except TimeoutError:
+            fault = f"checking it took longer than {self._check_s:g} s"
+        except (asyncio.IncompleteReadError, OSError):
+            fault = "checking it takes more than a parser can bear"
+        finally:
+            if whole and not self._closed:
+                self._free.append(process)
+            else:
+                await asyncio.shield(_end(process))
+        spent_ms = round((time.perf_counter() - began) * 1000, 3)
+        return ValidationResult(False, task.validator, fault, spent_ms)
+
+    async def _start(self) -> asyncio.subprocess.Process | None:
+        root = str(Path(coterie.__file__).resolve().parent.parent)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "coterie.service.validate.child",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                # the same coterie as ours; nothing else of the server's environment
+                env={"PYTHONPATH": root, "PATH": os.environ.get("PATH", "")},
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            log("judge_failed_to_start", level="warning", error=error)
+            return None
+        try:
+            async with asyncio.timeout(START_S):
+                if await _read(process) == READY:
+                    return process
+        except (TimeoutError, asyncio.IncompleteReadError) as error:
+            log("judge_failed_to_start", level="warning", error=error)
+        except BaseException:
+            await asyncio.shield(_end(process))
+            raise
+        await _end(process)
+        return None
+
+
+async def _asked(process: asyncio.subprocess.Process, payload: bytes) -> bytes:
+    assert process.stdin is not None
+    process.stdin.write(LENGTH.pack(len(payload)) + payload)
+    await process.stdin.drain()
+    return await _read(process)
+
+
+async def _read(process: asyncio.subprocess.Process) -> bytes:
+    assert process.stdout is not None
+    (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    return await process.stdout.readexactly(size)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        try:
+            process.kill()
+        except ProcessLookupError:
+            log("judge_was_gone", level="debug", pid=process.pid)
+    if process.stdin is not None:
+        process.stdin.close()
+    await process.wait()

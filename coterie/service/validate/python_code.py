@@ -1,0 +1,47 @@
+"""python: the answer, or each of its Python blocks, parses. Nothing of it is run.
+
+Runs in the judge's process only: the parser may recurse until it overflows.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+import warnings
+
+from coterie.core.outcome import ValidationResult
+from coterie.service.validate.base import TOO_DEEP, judged
+from coterie.service.validate.fences import programs
+
+NAMES = frozenset({"python", "py", "python3", "py3"})
+
+
+class PythonCode:
+    name = "python"
+
+    def __init__(self, argument: str = "") -> None:
+        """A parser for one language takes no argument."""
+
+    def check(self, text: str) -> ValidationResult:
+        return judged(self.name, text, _fault)
+
+
+def _fault(text: str) -> str | None:
+    found = [block.code for block in programs(text) if block.language in ("", *NAMES)]
+    return next((wrong for code in found or [text] if (wrong := syntax_fault(code))), None)
+
+
+def syntax_fault(code: str) -> str | None:
+    if not code.strip():
+        return "there is no code"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(textwrap.dedent(code), "answer")
+    except SyntaxError as error:
+        return f"line {error.lineno}: {error.msg}"
+    except (MemoryError, RecursionError):
+        return TOO_DEEP
+    except ValueError as error:
+        return str(error)
+    return None

@@ -1,0 +1,43 @@
+"""Every answer's judgement: the validator that fits it, then the operator's commands.
+
+    validators = Validators(config.validators)                     # build.py
+    result = await validators.validate(text, Context(...))         # pipeline, before Finished
+    await validators.close()                                       # Pipeline.close
+
+None means that nobody knows what this answer should look like, which is not a failure. Off the
+event loop where it may take more than a millisecond. Knows no request and no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coterie.core.outcome import ValidationResult
+from coterie.core.pipeline_settings import ValidatorSettings
+from coterie.service.validate.base import Context
+from coterie.service.validate.child import Task
+from coterie.service.validate.judge import Judge
+from coterie.service.validate.table import SAFE, VALIDATORS, pick
+
+# a decoder's millisecond
+MAX_INLINE_CHARACTERS = 50_000
+
+
+class Validators:
+    def __init__(self, commands: Sequence[ValidatorSettings] = ()) -> None:
+        self._judge = Judge()
+
+    async def validate(self, text: str, context: Context) -> ValidationResult | None:
+        return await self._built_in(text, context)
+
+    async def close(self) -> None:
+        await self._judge.close()
+
+    async def _built_in(self, text: str, context: Context) -> ValidationResult | None:
+        picked = pick(text, context)
+        if picked is None:
+            return None
+        name, argument = picked
+        if name in SAFE and len(text) <= MAX_INLINE_CHARACTERS:
+            return VALIDATORS[name](argument).check(text)
+        return await self._judge.check(Task(name, argument, text))
