@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coterie.obs.metric import Metric
 
-# a decision is to take less than a millisecond
+# reception and routing are to take less than a millisecond each
 ROUTER_BUCKETS_S = (
     0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1,
 )  # fmt: skip
@@ -18,6 +18,10 @@ LOAD_BUCKETS_S = (
 _MODEL = ("model_name",)
 
 PIPELINE_METRICS = (
+    Metric(
+        "coterie_reception_seconds", "histogram",
+        "Time to parse, check and normalise a body of /v1/infer.", (), ROUTER_BUCKETS_S,
+    ),
     Metric(
         "coterie_router_seconds", "histogram", "Time to decide who answers.", (), ROUTER_BUCKETS_S
     ),

@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coterie.core.errors import CoterieError, Unavailable
 from coterie.core.events import Delta, Event, Failed, Finished, Started
+from coterie.core.pipeline_settings import JobSettings
 from coterie.core.plan import RoutePlan
 from coterie.core.request import InferenceRequest, Prompt, RouteHints, Sampling
 from coterie.core.resolve import VENDOR_DEFAULTS
+from coterie.models.grammar_check import GrammarCheck
 from coterie.service.adapter_admin import AdapterAdmin
 from coterie.service.assign import assignment, tokenise
+from coterie.service.conversation import Conversations
 from coterie.service.ending import Ending
 from coterie.service.handover import Handover
+from coterie.service.jobs import JobService
+from coterie.service.jobs_store import JobStore
 from coterie.service.leases import Lease
 from coterie.service.mailbox import Mailbox
 from coterie.service.meter import Meter
+from coterie.service.planner import Planner
 from coterie.service.records import Records
 from coterie.service.roster import Health, ModelCard, Roster
 from coterie.service.route_meter import RouteMeter
@@ -32,30 +39,54 @@ if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a pipeline is put together from."""
+
+    roster: Roster
+    adapters: AdapterAdmin
+    records: Records
+    job_store: JobStore
+    job_settings: JobSettings
+
+
 class Pipeline:
-    def __init__(self, roster: Roster, adapters: AdapterAdmin, records: Records) -> None:
-        self._roster = roster
-        self.adapters = adapters
-        self.records = records
+    def __init__(self, parts: Parts) -> None:
+        self._roster = parts.roster
+        self.registry = parts.roster.registry
+        self.adapters, self.records = parts.adapters, parts.records
+        self.jobs = JobService(self, parts.job_store, parts.job_settings)
+        registry = self.registry
+        routes = RouteMeter(registry)
+        self._planner = Planner(parts.roster, routes)
+        self._grammars = GrammarCheck()
         self._handover = Handover()
-        self._routes = RouteMeter(roster.registry)
-        self._ending = Ending(records, roster.catalog, self._routes)
+        self._conversations = Conversations(registry)
+        self._ending = Ending(parts.records, parts.roster.catalog, routes)
         self._draining = False
         self._open = 0
 
     async def start(self) -> None:
         await self.records.start()
-        await self._roster.start()
+        try:
+            await self._roster.start()
+        except BaseException:
+            await self.records.close()
+            raise
+        await self.jobs.start()
 
     async def drain(self) -> None:
         """Refuse new requests and let the running ones end."""
+        self.jobs.pause()
         self._draining = True
         await self._roster.drain()
 
     async def close(self) -> None:
+        await self.jobs.close()
         self._draining = True
         await self._roster.close()
         await self.records.close()
+        self._grammars.close()
 
     def handle(
         self,
@@ -68,7 +99,9 @@ class Pipeline:
         The plan is made, told and held to before this returns: from here on the request runs on
         the digests that its names stand for at this moment.
         """
-        run = self._plan(request, vendor)
+        if self._draining:
+            raise Unavailable("the server is shutting down")
+        run = self._planner.plan(request, vendor)
         lease = self._roster.catalog.hold(run.plan.adapters)
         if tell is not None:
             tell(run.plan)
@@ -100,31 +133,26 @@ class Pipeline:
                 if not ended:
                     await replica.abort(run.request.id)
 
-    def _plan(self, request: InferenceRequest, vendor: Sampling) -> Run:
-        if self._draining:
-            raise Unavailable("the server is shutting down")
-        began = time.monotonic()
-        plan = self._roster.router.plan(request, vendor)
-        routed_at = time.monotonic()
-        self._routes.planned(plan, routed_at - began)
-        served = self._roster.find(plan.specialist)
-        return Run(request, plan, served, routed_at, routed_at - began)
-
     async def _begin(self, run: Run, virtual_tokens: int) -> tuple[Replica, Mailbox]:
         try:
             if run.plan.adapters:
-                self._handover.preload(run.served, run.plan)
-            work = await assignment(run, virtual_tokens)
-            return await self._handover.enqueue(run.served, work)
+                self._handover.preload(run.served, run.plan.adapters)
+            work = await assignment(run, virtual_tokens, self._grammars)
+            entered = await self._handover.enqueue(run.served, work)
+            self._conversations.turn(run.request, run.plan.adapters)
+            return entered
         except CoterieError as error:
             self._roster.registry.value("coterie_rejections", run.served.name, error.code).add()
             raise
 
     async def _ended(self, run: Run, event: Finished | Failed) -> Finished | Failed:
-        if isinstance(event, Finished):
-            return await self._ending.finished(run, event)
-        self._ending.failed(run, event)
-        return event
+        if isinstance(event, Failed):
+            self._ending.failed(run, event)
+            return event
+        finished = await self._ending.finished(run, event)
+        for adapters in self._conversations.ahead(run.request):
+            self._handover.load_ahead(run.served, adapters, self._roster.catalog)
+        return finished
 
     def resolve(self, hints: RouteHints) -> str:
         """The specialist that would answer now."""
