@@ -1,0 +1,287 @@
+/** What is sent and what is answered. Written by scripts/generate_sdk.py from docs/api/openapi.json; do not edit. */
+
+/** One adapter of a stack, known by the digest of its bytes. */
+export interface AdapterChoice {
+  name: string;
+  digest: string;
+  weight: number;
+}
+
+/** One adapter that was looked at, and what became of it. */
+export interface Candidate {
+  name: string;
+  digest: string;
+  similarity: number;
+  success: number;
+  memory: number;
+  score: number;
+  probability: number;
+  chosen: boolean;
+  why: string;
+}
+
+export interface DeletedExpert {
+  id: string;
+  object: "expert";
+  deleted: boolean;
+}
+
+/** One installed version of an expert. */
+export interface Expert {
+  id: string;
+  object: "expert";
+  name: string;
+  version: string;
+  digest: string;
+  kind: string;
+  bases: string[];
+  numVirtualTokens: number;
+  bytes: number;
+  installedAt: number;
+  signer: string | null;
+  pinned: boolean;
+  description: string;
+}
+
+export interface ExpertList {
+  object: "list";
+  data: ListedExpert[];
+  aliases: Record<string, string>;
+}
+
+/** `version` makes an installed version the current one; `alias` gives it another name too. */
+export interface ExpertPatch {
+  version?: string | null;
+  alias?: string | null;
+}
+
+/** How a request was routed: experts in order, values, and the reasons. */
+export interface ExpertPlan {
+  experts: AdapterChoice[];
+  compositionOrder: string[];
+  generationParams: GenerationParams;
+  promptModified: string | null;
+  confidence: number;
+  reasons: string[];
+  reasoningTrace: RouteTrace | null;
+}
+
+/** The sampling values that the request ran with. */
+export interface GenerationParams {
+  temperature: number | null;
+  topP: number | null;
+  topK: number | null;
+  minP: number | null;
+  repetitionPenalty: number | null;
+  maxTokens: number | null;
+}
+
+/** A grammar's text and the language it is written in. */
+export interface GrammarItem {
+  /** `lark` or `gbnf`; told apart when left out. */
+  type?: string;
+  text: string;
+}
+
+/** A prompt, perhaps a document beside it; everything else may be left to the router. */
+export interface InferBody {
+  /** Unicode-normalised (NFC) and trimmed before it is counted. */
+  prompt: string;
+  /** Text with `{prompt}`, and with `{body}` where the body belongs. */
+  template?: string | null;
+  /** The document or data that the prompt is about. */
+  body?: string | null;
+  temperature?: number | null;
+  maxTokens?: number | null;
+  topP?: number | null;
+  /** 0 = off. */
+  topK?: number | null;
+  minP?: number | null;
+  repetitionPenalty?: number | null;
+  /** Exactly these, in this order: `name` or `name@version`. */
+  forceExperts?: string[] | null;
+  /** Never chosen by the router. */
+  excludeExperts?: string[] | null;
+  maxExperts?: number | null;
+  /** Most tokens of prompt plus output. */
+  contextSize?: number | null;
+  /** Whose rate limit this counts against. */
+  userId?: string | null;
+  /** Higher is sooner. */
+  priority?: number;
+  /** The answer is cut there and says so. */
+  timeoutMs?: number | null;
+  model?: string;
+  stream?: boolean;
+  seed?: number | null;
+  stop?: string | string[] | null;
+  /** OpenAI's: `json_object`, or `json_schema` with a schema. */
+  responseFormat?: Record<string, unknown> | null;
+  grammar?: string | GrammarItem | null;
+  regex?: string | null;
+  /** The conversation this belongs to. */
+  sessionId?: string | null;
+  /** Answer with the router's plan too. */
+  explain?: boolean;
+}
+
+/** Data of a stream's `delta` event: the next piece of the text. */
+export interface InferDelta {
+  text: string;
+}
+
+/** Data of a stream's `started` event. */
+export interface InferStarted {
+  jobId: string;
+  model: string;
+  expertsUsed: string[];
+  confidence: number;
+  taskType: string;
+  degraded: string[];
+  plan?: ExpertPlan | null;
+}
+
+/**
+ * Everything measured about one request. Times in milliseconds; `submitted_at` and the like
+ * are seconds since 1970, so that the stages of several requests can be laid side by side.
+ */
+export interface InferenceMetrics {
+  jobId: string;
+  submittedAt: number;
+  routerLatencyMs: number;
+  expertLoadLatencyMs: number;
+  inferenceLatencyMs: number;
+  totalLatencyMs: number;
+  expertsUsed: string[];
+  numExperts: number;
+  vramPeakMb: number;
+  inputTokens: number;
+  outputTokens: number;
+  tokensPerSecond: number;
+  success: boolean;
+  error: string | null;
+  validationPassed: boolean | null;
+  finishReason: string;
+  taskType: string;
+  specialist: string;
+  cachedTokens: number;
+  queueMs: number;
+  firstTokenMs: number;
+  routedAt: number;
+  firstTokenAt: number;
+  finishedAt: number;
+}
+
+/** What /v1/infer answers, by whatever road: whole, at a stream's end, or as a job's result. */
+export interface InferenceResult {
+  jobId: string;
+  text: string;
+  tokensGenerated: number;
+  expertsUsed: string[];
+  latencyMs: number;
+  finishReason: string;
+  model: string;
+  taskType: string;
+  confidence: number;
+  degraded: string[];
+  validation: ValidationResult | null;
+  metrics: InferenceMetrics | null;
+  plan?: ExpertPlan;
+}
+
+/** A `.expert` file or a PEFT directory on the server's machine. */
+export interface InstallBody {
+  path: string;
+  name?: string | null;
+  version?: string | null;
+  base?: string | null;
+}
+
+/** A request that is answered later. */
+export interface JobSubmission {
+  jobId: string;
+  status: "queued" | "processing";
+  submittedAt: string;
+  estimatedWaitMs: number | null;
+}
+
+export interface ListedExpert {
+  id: string;
+  object: "expert";
+  name: string;
+  version: string;
+  digest: string;
+  kind: string;
+  bases: string[];
+  numVirtualTokens: number;
+  bytes: number;
+  installedAt: number;
+  signer: string | null;
+  pinned: boolean;
+  description: string;
+  current: boolean;
+}
+
+/** One decision, told. Times are milliseconds, by stage. */
+export interface RouteTrace {
+  taskType: string;
+  language: string;
+  features: Record<string, string | number | boolean>;
+  candidates: Candidate[];
+  threshold: number;
+  degraded: string[];
+  timingsMs: Record<string, number>;
+}
+
+export interface ShownExpert {
+  id: string;
+  object: "expert";
+  name: string;
+  version: string;
+  digest: string;
+  kind: string;
+  bases: string[];
+  numVirtualTokens: number;
+  bytes: number;
+  installedAt: number;
+  signer: string | null;
+  pinned: boolean;
+  description: string;
+  versions: Expert[];
+  manifest: Record<string, unknown> | null;
+}
+
+/**
+ * Of one answer. `validator` names who looked: json, json_schema, python, a command's name
+ * ... An answer that nobody can judge has no result, which is not a valid one.
+ */
+export interface ValidationResult {
+  valid: boolean;
+  validator: string;
+  error: string | null;
+  durationMs: number;
+}
+
+/** Fields that hold named objects. Whatever is in other fields is the caller's own. */
+export const SHAPES: Readonly<Record<string, Readonly<Record<string, string>>>> = {
+  AdapterChoice: {},
+  Candidate: {},
+  DeletedExpert: {},
+  Expert: {},
+  ExpertList: { data: "ListedExpert" },
+  ExpertPatch: {},
+  ExpertPlan: { experts: "AdapterChoice", generation_params: "GenerationParams", reasoning_trace: "RouteTrace" },
+  GenerationParams: {},
+  GrammarItem: {},
+  InferBody: { grammar: "GrammarItem" },
+  InferDelta: {},
+  InferStarted: { plan: "ExpertPlan" },
+  InferenceMetrics: {},
+  InferenceResult: { validation: "ValidationResult", metrics: "InferenceMetrics", plan: "ExpertPlan" },
+  InstallBody: {},
+  JobSubmission: {},
+  ListedExpert: {},
+  RouteTrace: { candidates: "Candidate" },
+  ShownExpert: { versions: "Expert" },
+  ValidationResult: {},
+};
