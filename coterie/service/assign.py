@@ -9,12 +9,14 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from coterie.core.errors import InvalidRequest
+from coterie.core.errors import InvalidRequest, MissingDependency
 from coterie.core.plan import Assignment
-from coterie.core.request import Chat, Limits, Prompt, Text
+from coterie.core.request import Chat, Limits, Prompt, ResponseFormat, Text
 from coterie.core.resolve import check_tokens, resolve_limits
+from coterie.obs.trace import log
 
 if TYPE_CHECKING:
+    from coterie.models.grammar_check import GrammarCheck
     from coterie.models.tokenizer import Tokenizer
     from coterie.service.run import Run
 
@@ -22,13 +24,15 @@ if TYPE_CHECKING:
 MAX_INLINE_CHARACTERS = 8_000
 
 
-async def assignment(run: Run, virtual_tokens: int) -> Assignment:
+async def assignment(run: Run, virtual_tokens: int, grammars: GrammarCheck) -> Assignment:
     """Refuses what can never run. `virtual_tokens` are put in front by soft prompts."""
     request, plan, served = run.request, run.plan, run.served
     prompt_ids = await tokenise(served.tokenizer, plan.tuned.prompt or request.prompt)
     check_tokens(prompt_ids, plan.sampling, served.tokenizer.vocab_size)
     _check_choices(run)
     limits = _limits(run, len(prompt_ids), virtual_tokens)
+    if run.response_format is not None:
+        await _check_format(run, run.response_format, grammars)
     return Assignment(
         request_id=request.id,
         lane=served.name,
@@ -73,3 +77,16 @@ def _limits(run: Run, prompt_tokens: int, virtual_tokens: int) -> Limits:
         return limits
     assert limits.max_tokens is not None
     return replace(limits, max_tokens=max(limits.min_tokens, min(tuned, limits.max_tokens)))
+
+
+async def _check_format(run: Run, wanted: ResponseFormat, grammars: GrammarCheck) -> None:
+    """Before anything is reserved. A caller's own is refused; a package's is left out, as nobody
+    asked for it."""
+    try:
+        await grammars.check(wanted, run.served.tokenizer)
+    except (InvalidRequest, MissingDependency) as error:
+        if run.request.response_format is not None:
+            raise
+        run.response_format = None
+        names = ", ".join(adapter.name for adapter in run.plan.adapters)
+        log("format_unusable", level="warning", model=names, reason=error.message)

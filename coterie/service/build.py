@@ -17,9 +17,10 @@ from coterie.core.errors import ConfigError
 from coterie.core.sections import EngineSettings, SpecialistSettings
 from coterie.service.adapter_admin import AdapterAdmin
 from coterie.service.catalog import Catalog
-from coterie.service.pipeline import Pipeline
+from coterie.service.jobs_store import JobStore
+from coterie.service.pipeline import Parts, Pipeline
 from coterie.service.records import Records
-from coterie.service.roster import Group, Roster
+from coterie.service.roster import Group, Roster, Routing
 from coterie.weights.home import state_dir
 from coterie.weights.hub import parse
 from coterie.weights.sources import DEFAULT_MODEL, resolve
@@ -58,10 +59,11 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
         for index, ((path, *_), members) in enumerate(shared.items())
     ]
     catalog = Catalog(registry_dir() if config.adapters.device_bytes else None)
-    roster = Roster(groups, config.server.drain_s, catalog)
-    admin = AdapterAdmin(roster, state_dir() / "trust.json", config.server.allow_unsigned)
     records = Records(state_dir() / "records.db", config.jobs.max_records)
-    return Pipeline(roster, admin, records)
+    roster = Roster(groups, config.server.drain_s, catalog, Routing(config.routing, records))
+    admin = AdapterAdmin(roster, state_dir() / "trust.json", config.server.allow_unsigned)
+    jobs = JobStore(state_dir() / "jobs.db")
+    return Pipeline(Parts(roster, admin, records, jobs, config.jobs))
 
 
 def registry_dir() -> Path:

@@ -5,11 +5,13 @@ Counts what each replica was given. Knows no prompts and no plans.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from coterie.core.errors import CoterieError, Unavailable, from_code
-from coterie.core.plan import Admitted, Assignment, Rejected, RoutePlan
+from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
 from coterie.service.admission import Admission
+from coterie.service.catalog import Catalog
 from coterie.service.mailbox import Mailbox
 from coterie.service.roster import Served
 from coterie.workers.base import Replica
@@ -19,13 +21,28 @@ class Handover:
     def __init__(self) -> None:
         self._admission = Admission()
 
-    def preload(self, served: Served, plan: RoutePlan) -> None:
+    def preload(self, served: Served, adapters: Sequence[AdapterChoice]) -> None:
         """Loading begins before the prompt is tokenised, where the queue has a place at all."""
         replicas = served.replicas
         if replicas.ready():
-            replica = replicas.pick(adapters=plan.adapters)
+            replica = replicas.pick(adapters=adapters)
             if not replicas.is_full(replica):
-                replica.preload(plan.adapters)
+                replica.preload(adapters)
+
+    def load_ahead(
+        self, served: Served, adapters: Sequence[AdapterChoice], catalog: Catalog
+    ) -> None:
+        """For a request that may come: only what is installed, and while nobody has to wait."""
+        replicas = served.replicas
+        if not replicas.ready() or any(catalog.by_digest(a.digest) is None for a in adapters):
+            return
+        replica = replicas.pick(adapters=adapters)
+        state = replicas.state(replica)
+        if state is None or state.queued:
+            return
+        if not {adapter.digest for adapter in adapters}.issubset(state.resident_adapters):
+            replica.preload(adapters)
+            served.series.registry.value("coterie_conversation_preloads").add()
 
     async def enqueue(self, served: Served, assignment: Assignment) -> tuple[Replica, Mailbox]:
         """Admit by what is known, then let the worker decide; its refusal is re-planned once."""

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from coterie.core.adapters import AdapterCard
 from coterie.core.errors import Unavailable
+from coterie.core.pipeline_settings import RoutingSettings
 from coterie.core.request import RouteHints
 from coterie.obs.metrics import Registry
 from coterie.obs.trace import log
+from coterie.routing.protocols import Outcomes
 from coterie.routing.router import Router, Specialist
 from coterie.service.adapter_meter import measure_adapters
 from coterie.service.catalog import Catalog
@@ -56,6 +58,14 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """How requests find their adapters, and what is known of those that ran."""
+
+    settings: RoutingSettings | None = None
+    outcomes: Outcomes | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Bases:
     """Fingerprints: of every specialist, and of one that was named."""
 
@@ -85,10 +95,15 @@ class Health:
 
 class Roster:
     def __init__(
-        self, groups: Sequence[Group], drain_s: float = 30.0, catalog: Catalog | None = None
+        self,
+        groups: Sequence[Group],
+        drain_s: float = 30.0,
+        catalog: Catalog | None = None,
+        routing: Routing | None = None,
     ) -> None:
         self.registry = Registry()
         self.catalog = catalog or Catalog(None)
+        self._routing = routing or Routing()
         self._groups = tuple(groups)
         self._drain_s = drain_s
         self._served: dict[str, Served] = {}
@@ -101,6 +116,8 @@ class Roster:
         return self._router
 
     def find(self, model: str | None) -> Served:
+        if model in self._served:
+            return self._served[model]
         return self._served[self.router.resolve(RouteHints(model)).specialist]
 
     def expected_wait_s(self, specialist: str | None = None) -> float:
@@ -129,8 +146,9 @@ class Roster:
             raise
         served = [item for group in loaded for item in group]
         self._served = {item.name: item for item in served}
-        known = [Specialist(s.name, s.info.generation, s.info.fingerprint) for s in served]
-        self._router = Router(known, self.catalog)
+        known = [_specialist(item) for item in served]
+        settings, outcomes = self._routing.settings, self._routing.outcomes
+        self._router = Router(known, self.catalog, settings, outcomes)
 
     async def drain(self) -> None:
         await asyncio.gather(*(replica.drain(self._drain_s) for replica in self._replicas()))
@@ -194,9 +212,7 @@ class Roster:
         measure_adapters(self.registry, self.catalog, self._served.values())
 
     async def _start_group(self, group: Group) -> list[Served]:
-        from coterie.models.tokenizer import load_tokenizer
-
-        reading = asyncio.to_thread(load_tokenizer, group.path)
+        reading = asyncio.to_thread(_read_tokenizer, group.path)
         starting: list[Coroutine[Any, Any, Any]] = [replica.start() for replica in group.replicas]
         tokenizer, *infos = await all_or_none([reading, *starting])
         info: ReplicaInfo = infos[0]
@@ -220,6 +236,21 @@ class Roster:
 
     def _replicas(self) -> list[Replica]:
         return [replica for group in self._groups for replica in group.replicas]
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    from coterie.models.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(path)
+    # remembered: later it is asked for on the event loop
+    tokenizer.fingerprint()
+    return tokenizer
+
+
+def _specialist(item: Served) -> Specialist:
+    room = item.info.adapters
+    nbytes = 0 if room is None else room.device_bytes
+    return Specialist(item.name, item.info.generation, item.info.fingerprint, nbytes)
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -20,12 +20,10 @@ class Run:
     # time.monotonic() when the plan was there, and what deciding took
     routed_at: float
     router_s: float
+    # what the answer is held to: the caller's, or that of the adapter alone
+    response_format: ResponseFormat | None = None
     # of the first choice, as it came; only where somebody may judge it
     texts: list[str] = field(default_factory=list)
-
-    @property
-    def response_format(self) -> ResponseFormat | None:
-        return self.request.response_format or self.plan.tuned.response_format
 
     @property
     def task_type(self) -> str:

@@ -1,0 +1,57 @@
+"""Who answers a request, with what there is room for: the router's plan, made to fit.
+
+Runs on the event loop before anything else of a request; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import time
+
+from coterie.core.adapters import AdapterProfile
+from coterie.core.plan import RoutePlan
+from coterie.core.request import InferenceRequest, Sampling
+from coterie.service.degrade import Left, Room, base_alone, left_out, told, without
+from coterie.service.roster import Roster
+from coterie.service.route_meter import RouteMeter
+from coterie.service.run import Run
+
+# times that a plan is made anew without what does not fit, before the base answers alone
+MAX_TRIES = 3
+
+
+class Planner:
+    def __init__(self, roster: Roster, meter: RouteMeter) -> None:
+        self._roster, self._meter = roster, meter
+
+    def plan(self, request: InferenceRequest, vendor: Sampling) -> Run:
+        began = time.monotonic()
+        plan = self._roster.router.plan(request, vendor)
+        # a caller of a vendor's dialect gets exactly what it named, or a refusal
+        if plan.adapters and plan.trace is not None:
+            plan = self._fitted(request, vendor, plan)
+        routed_at = time.monotonic()
+        self._meter.planned(plan, routed_at - began)
+        served = self._roster.find(plan.specialist)
+        wanted = request.response_format or plan.tuned.response_format
+        return Run(request, plan, served, routed_at, routed_at - began, wanted)
+
+    def _fitted(self, request: InferenceRequest, vendor: Sampling, plan: RoutePlan) -> RoutePlan:
+        gone: list[Left] = []
+        tries = 0
+        while left := left_out(plan, self._room(request, plan), self._profile):
+            gone += left
+            tries += 1
+            make = base_alone(request, plan) if tries > MAX_TRIES else without(request, plan, left)
+            request, plan = make, self._roster.router.plan(make, vendor)
+        return told(plan, gone)
+
+    def _room(self, request: InferenceRequest, plan: RoutePlan) -> Room:
+        served = self._roster.find(plan.specialist)
+        info = served.info.adapters
+        context = min(served.context, request.limits.context_size or served.context)
+        return Room(0 if info is None else info.device_bytes, context)
+
+    def _profile(self, digest: str) -> AdapterProfile | None:
+        catalog = self._roster.catalog
+        card = catalog.by_digest(digest)
+        return None if card is None else catalog.profile(card)
