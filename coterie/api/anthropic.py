@@ -25,9 +25,8 @@ from coterie.api.inference import (
     inference_request,
     steering_of,
 )
-from coterie.api.reasoning import splitter_for
 from coterie.api.sse import EventStream, while_connected
-from coterie.core.request import Chat
+from coterie.api.tools_read import held_to_tools, reading_of
 
 JSON = "application/json"
 
@@ -43,14 +42,14 @@ class AnthropicDialect:
         steering = steering_of(request)
         who = answerer(self.service, hints_of(body), steering)
         ask = messages_ask(body, steering, who.tokenizer.reasoning is not None)
-        assert isinstance(ask.prompt, Chat)
         shape = MessageShape(
             id=new_id("msg_"),
             model=who.name,
             request_id=steering.exchange.request_id,
-            reasoning=await splitter_for(who.tokenizer, ask.prompt),
+            reading=await reading_of(ask, who.tokenizer),
         )
-        asked = inference_request(ask, steering, shape.id)
+        held = held_to_tools(ask, who.tokenizer, shape.reading)
+        asked = inference_request(held, steering, shape.id)
         events = events_of(self.service, asked, steering.exchange)
         if body.stream:
             return EventStream(events, MessageStream(shape), steering.exchange)

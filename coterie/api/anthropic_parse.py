@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from coterie.api.anthropic_types import Block, CountBody, MessagesBody, TextBlock
+from coterie.api.anthropic_tools import toolbox_of, turns_in
+from coterie.api.anthropic_types import CountBody, MessagesBody, TextBlock
 from coterie.api.experts_types import adapter_hints
 from coterie.api.inference import Ask, Steering, positive_top_p, seed_of
-from coterie.core.errors import InvalidRequest, Unsupported
-from coterie.core.request import Chat, Limits, Message, RouteHints, Sampling
-
-# a model's own earlier thoughts are not read again
-_UNREAD = ("thinking", "redacted_thinking")
-_TOOLS = ("tool_use", "tool_result", "server_tool_use", "web_search_tool_result")
+from coterie.api.response_format import response_format_of
+from coterie.api.tools import check_results
+from coterie.core.errors import InvalidRequest
+from coterie.core.request import Chat, Limits, Message, ResponseFormat, RouteHints, Sampling
 
 
 def messages_ask(body: MessagesBody, steering: Steering, thinks: bool) -> Ask:
@@ -34,7 +32,16 @@ def messages_ask(body: MessagesBody, steering: Steering, thinks: bool) -> Ask:
             timeout_s=steering.timeout_s,
         ),
         sessions=(body.cache_key, None if metadata is None else metadata.user_id),
+        response_format=_format(body),
+        tools=toolbox_of(body),
     )
+
+
+def _format(body: MessagesBody) -> ResponseFormat | None:
+    newer = None if body.output_config is None else body.output_config.format
+    if newer is not None:
+        return response_format_of(newer, param="output_config.format")
+    return response_format_of(body.output_format, param="output_format")
 
 
 def hints_of(body: CountBody) -> RouteHints:
@@ -43,26 +50,36 @@ def hints_of(body: CountBody) -> RouteHints:
 
 def prompt_of(body: CountBody, thinks: bool) -> Chat:
     """One system message, then the turns; a last turn of the assistant is to be continued."""
-    if body.tools:
-        raise Unsupported("tools: tool calling is not available yet", param="tools")
     system = [_system_text(body.system)] if body.system else []
     turns: list[Message] = []
     for index, turn in enumerate(body.messages):
-        text = _text(turn.content, f"messages.{index}")
-        if turn.role == "system":
-            system.append(text)
-        elif turns and turns[-1].role == turn.role:
-            # the vendor reads neighbours of one role as one turn
-            turns[-1] = Message(turn.role, f"{turns[-1].content}\n{text}")
-        else:
-            turns.append(Message(turn.role, text))
+        for message in turns_in(turn, f"messages.{index}"):
+            if message.role == "system":
+                system.append(message.content)
+            elif turns and _are_one(turns[-1], message):
+                turns[-1] = _joined(turns[-1], message)
+            else:
+                turns.append(message)
     if not turns:
         raise InvalidRequest("messages: at least one user message is required", param="messages")
+    check_results(turns)
     if system:
         turns.insert(0, Message("system", "\n\n".join(system)))
     continues = turns[-1].role == "assistant"
     kwargs = _thinking(body) if thinks else {}
-    return Chat(tuple(turns), kwargs, add_generation_prompt=not continues)
+    tools = toolbox_of(body)
+    told = () if tools is None else tools.fields()
+    return Chat(tuple(turns), kwargs, add_generation_prompt=not continues, tools=told)
+
+
+def _are_one(last: Message, message: Message) -> bool:
+    """The vendor reads neighbours of one role as one turn; each result is one by itself."""
+    return last.role == message.role != "tool"
+
+
+def _joined(last: Message, message: Message) -> Message:
+    text = "\n".join(part for part in (last.content, message.content) if part)
+    return Message(last.role, text, last.tool_calls + message.tool_calls)
 
 
 def _thinking(body: CountBody) -> dict[str, Any]:
@@ -74,20 +91,3 @@ def _system_text(system: str | list[TextBlock]) -> str:
     if isinstance(system, str):
         return system
     return "\n".join(block.text for block in system)
-
-
-def _text(content: str | Iterable[Block], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for index, block in enumerate(content):
-        param = f"{where}.content.{index}"
-        if block.type == "text":
-            if block.text is None:
-                raise InvalidRequest(f"{param}.text: is required", param=param)
-            texts.append(block.text)
-        elif block.type in _TOOLS:
-            raise Unsupported(f"{param}: tool calling is not available yet", param=param)
-        elif block.type not in _UNREAD:
-            raise Unsupported(f"{param}: only text blocks can be read here", param=param)
-    return "\n".join(texts)

@@ -6,13 +6,17 @@ and message_stop. The first block's start is followed by a ping. No [DONE].
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 from coterie.api import errors
-from coterie.api.collect import Answer, Choice
+from coterie.api.collect import Answer
 from coterie.api.errors import encode
-from coterie.api.reasoning import CONTENT, REASONING, Piece, Splitter
+from coterie.api.exchange import new_id
+from coterie.api.reasoning import CONTENT, REASONING, Piece
+from coterie.api.tools_read import WORDS, Parts, Reading
+from coterie.api.tools_split import ARGUMENTS, CALL
 from coterie.core.errors import CoterieError
 from coterie.core.events import Delta, Event, Finished, Started, Usage
 from coterie.core.telemetry import metadata
@@ -25,11 +29,7 @@ class MessageShape:
     id: str
     model: str
     request_id: str
-    # marks, and whether the prompt already opened them; None = the model does not think
-    reasoning: tuple[tuple[str, str], bool] | None = None
-
-    def splitter(self) -> Splitter | None:
-        return None if self.reasoning is None else Splitter(*self.reasoning)
+    reading: Reading = WORDS
 
     def message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -41,14 +41,12 @@ class MessageShape:
         }
 
 
-def stop_fields(reason: str, stop_match: str | int | None) -> dict[str, Any]:
+def stop_fields(reason: str, stop_match: str | int | None, called: bool = False) -> dict[str, Any]:
     """A time limit or an abort cuts an answer short: the vendor's word for that is max_tokens."""
     if reason == "stop" and isinstance(stop_match, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_match}
-    return {
-        "stop_reason": "end_turn" if reason == "stop" else "max_tokens",
-        "stop_sequence": None,
-    }
+    ended = "tool_use" if called else "end_turn"
+    return {"stop_reason": ended if reason == "stop" else "max_tokens", "stop_sequence": None}
 
 
 def usage_fields(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:
@@ -67,24 +65,34 @@ def _final_usage(usage: Usage) -> dict[str, int]:
 
 def whole(shape: MessageShape, answer: Answer) -> bytes:
     choice = answer.choices[0]
-    payload = shape.message(_blocks(shape, choice))
-    payload |= stop_fields(choice.finish_reason, choice.stop_match)
+    parts = shape.reading.read(choice)
+    payload = shape.message(_blocks(parts))
+    payload |= stop_fields(choice.finish_reason, choice.stop_match, bool(parts.calls))
     return encode(payload | {"usage": _final_usage(answer.usage)} | answer.metadata)
 
 
-def _blocks(shape: MessageShape, choice: Choice) -> list[dict[str, Any]]:
-    text, splitter = "".join(choice.text), shape.splitter()
-    if splitter is None:
-        return [{"type": "text", "text": text}]
-    pieces = splitter.feed(text) + splitter.finish()
-    thought = "".join(part for kind, part in pieces if kind == REASONING)
-    spoken = "".join(part for kind, part in pieces if kind == CONTENT)
+def _blocks(parts: Parts) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
-    if thought:
-        blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
-    if spoken or not thought:
-        blocks.append({"type": "text", "text": spoken})
+    if parts.thought:
+        blocks.append({"type": "thinking", "thinking": parts.thought, "signature": ""})
+    if parts.words or not (parts.thought or parts.calls):
+        blocks.append({"type": "text", "text": parts.words})
+    for name, arguments in parts.calls:
+        blocks.append(_tool_use(name) | {"input": whole_input(arguments)})
     return blocks
+
+
+def _tool_use(name: str) -> dict[str, Any]:
+    return {"type": "tool_use", "id": new_id("toolu_")[:30], "name": name, "input": {}}
+
+
+def whole_input(arguments: str) -> dict[str, Any]:
+    """A call that was cut short has no input that could be read."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def event(name: str, fields: dict[str, Any]) -> bytes:
@@ -100,6 +108,7 @@ _KINDS = {
         b"thinking_delta",
         b"thinking",
     ),
+    ARGUMENTS: ({}, b"input_json_delta", b"partial_json"),
 }
 
 
@@ -110,7 +119,7 @@ class MessageStream:
 
     def __init__(self, shape: MessageShape) -> None:
         self.shape = shape
-        self.splitter = shape.splitter()
+        self.reader = shape.reading.reader()
         self.begun = False
         self.kind: str | None = None
         self.block = -1
@@ -136,10 +145,10 @@ class MessageStream:
         message = self.shape.message([]) | {"stop_reason": None, "stop_sequence": None}
         message["usage"] = usage_fields(prompt_tokens, cached_tokens, 0)
         start = event("message_start", {"message": message})
-        # a thinking model's first block is known by its first text
-        return start if self.splitter is not None else start + self._open(CONTENT)
+        # what the first block is may be known by its first text alone
+        return start if self.reader is not None else start + self._open(CONTENT)
 
-    def _open(self, kind: str) -> bytes:
+    def _open(self, kind: str, tool: str = "") -> bytes:
         empty, delta, key = _KINDS[kind]
         self.kind = kind
         self.block += 1
@@ -148,7 +157,8 @@ class MessageStream:
             b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":'
             % (self.block, delta, key)
         )
-        frames = event("content_block_start", {"index": self.block, "content_block": empty})
+        block = _tool_use(tool) if tool else empty
+        frames = event("content_block_start", {"index": self.block, "content_block": block})
         return frames + PING if self.block == 0 else frames
 
     def _close(self) -> bytes:
@@ -162,20 +172,23 @@ class MessageStream:
         return frames + event("content_block_stop", {"index": self.block})
 
     def _delta(self, delta: Delta) -> bytes:
-        ended = delta.finish_reason is not None
+        if self.reader is None:
+            if delta.finish_reason is not None:
+                self.stop = stop_fields(delta.finish_reason, delta.stop_match)
+            return self._write((CONTENT, delta.text)) if delta.text else b""
+        pieces = self.reader.feed(delta.text, delta.token_ids)
         if delta.finish_reason is not None:
-            self.stop = stop_fields(delta.finish_reason, delta.stop_match)
-        if self.splitter is None:
-            return self._write(CONTENT, delta.text) if delta.text else b""
-        pieces: list[Piece] = self.splitter.feed(delta.text, len(delta.token_ids))
-        if ended:
-            pieces += self.splitter.finish()
-        return b"".join(self._write(kind, text) for kind, text in pieces)
+            pieces += self.reader.finish()
+            called = self.reader.num_calls > 0
+            self.stop = stop_fields(delta.finish_reason, delta.stop_match, called)
+        return b"".join(map(self._write, pieces))
 
-    def _write(self, kind: str, text: str) -> bytes:
-        if kind == self.kind:
-            return self._before + encode(text) + b"}}\n\n"
-        return self._close() + self._open(kind) + self._before + encode(text) + b"}}\n\n"
+    def _write(self, piece: Piece) -> bytes:
+        kind, text = piece
+        if kind == CALL:
+            return self._close() + self._open(ARGUMENTS, text)
+        before = b"" if kind == self.kind else self._close() + self._open(kind)
+        return before + self._before + encode(text) + b"}}\n\n"
 
     def _end(self, finished: Finished) -> bytes:
         usage = finished.usage

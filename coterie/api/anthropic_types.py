@@ -8,15 +8,29 @@ from pydantic import Field
 
 from coterie.api.body import Body
 from coterie.api.experts_types import Experts
+from coterie.api.tools import MAX_TOOLS
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Block(Body):
-    """A content block; text is what a model here can read."""
+class ResultBlock(Body):
+    """A part of a tool's result."""
 
     type: str
     text: str | None = None
+
+
+class Block(ResultBlock):
+    """A content block; words, calls of tools and their results are what a model here can read."""
+
+    # tool_use
+    id: str | None = Field(None, min_length=1, max_length=256)
+    name: str | None = Field(None, max_length=256)
+    input: dict[str, Any] | None = None
+    # tool_result
+    tool_use_id: str | None = Field(None, max_length=256)
+    content: str | list[ResultBlock] | None = None
+    is_error: bool | None = None
 
 
 class TextBlock(Body):
@@ -38,11 +52,34 @@ class Thinking(Body):
     type: str
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
+
+
+class ToolSpec(Body):
+    # left out for a tool of the caller's own
+    type: str | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputConfig(Body):
+    format: dict[str, Any] | None = None
+
+
 class CountBody(Body):
     model: str = Field(min_length=1, max_length=512)
     messages: list[Turn] = Field(min_length=1)
     system: str | list[TextBlock] | None = None
-    tools: list[Any] | None = None
+    tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     # ours: the same meaning as in the OpenAI dialect
     experts: Experts | None = None
@@ -57,4 +94,7 @@ class MessagesBody(CountBody):
     stop_sequences: Annotated[list[StopSequence], Field(max_length=32)] | None = None
     metadata: Metadata | None = None
     cache_key: str | None = None
+    # the same thing under its older and its newer name
+    output_format: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)

@@ -34,6 +34,8 @@ class Choice:
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    # number of token ids behind each text
+    sizes: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str = "stop"
     stop_match: str | int | None = None
@@ -41,6 +43,7 @@ class Choice:
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
         self.token_ids.extend(delta.token_ids)
+        self.sizes.append(len(delta.token_ids))
         self.logprobs.extend(delta.logprobs or ())
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason

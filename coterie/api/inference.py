@@ -17,10 +17,19 @@ from starlette.requests import Request
 from coterie.api.collect import Answer
 from coterie.api.exchange import Exchange, exchange_of
 from coterie.api.sse import Events
+from coterie.api.tools import Toolbox
 from coterie.core.errors import InvalidRequest
 from coterie.core.events import Event
 from coterie.core.plan import RoutePlan
-from coterie.core.request import AUTO, InferenceRequest, Limits, Prompt, RouteHints, Sampling
+from coterie.core.request import (
+    AUTO,
+    InferenceRequest,
+    Limits,
+    Prompt,
+    ResponseFormat,
+    RouteHints,
+    Sampling,
+)
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
@@ -106,6 +115,9 @@ class Ask:
     sessions: tuple[str | None, ...]
     # isolates prefix blocks inside a tenant
     salt: str | None = None
+    response_format: ResponseFormat | None = None
+    # None = none may be called
+    tools: Toolbox | None = None
 
 
 def inference_request(ask: Ask, steering: Steering, request_id: str) -> InferenceRequest:
@@ -120,7 +132,7 @@ def inference_request(ask: Ask, steering: Steering, request_id: str) -> Inferenc
         sampling=ask.sampling,
         limits=ask.limits,
         hints=ask.hints,
-        response_format=None,
+        response_format=ask.response_format,
         session=next((key[:512] for key in candidates if key), None),
         tenant=tenant,
         arrived_at=steering.exchange.arrived_at,

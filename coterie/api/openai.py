@@ -25,11 +25,11 @@ from coterie.api.inference import (
     steering_of,
 )
 from coterie.api.openai_chat import ChatShape, ChatStream
-from coterie.api.openai_parse import chat_ask, chat_prompt, completion_asks, scores_prompt
+from coterie.api.openai_parse import chat_ask, completion_asks, scores_prompt
 from coterie.api.openai_text import Echo, TextShape, TextStream
 from coterie.api.openai_types import ChatBody, Common, CompletionBody
-from coterie.api.reasoning import splitter_for
 from coterie.api.sse import Events, EventStream, while_connected
+from coterie.api.tools_read import held_to_tools, reading_of
 from coterie.core.request import Text
 from coterie.core.resolve import check_tokens
 
@@ -47,8 +47,9 @@ class OpenAIDialect:
         steering = steering_of(request)
         ask = chat_ask(body, steering)
         who = answerer(self.service, ask.hints, steering)
-        shape = await self._chat_shape(body, who)
-        asked = inference_request(ask, steering, shape.id)
+        shape = await self._chat_shape(body, ask, who)
+        held = held_to_tools(ask, who.tokenizer, shape.reading)
+        asked = inference_request(held, steering, shape.id)
         events = events_of(self.service, asked, steering.exchange)
         if body.stream:
             return EventStream(events, ChatStream(shape), steering.exchange)
@@ -71,9 +72,10 @@ class OpenAIDialect:
         account(steering.exchange, answer)
         return Response(openai_text.whole(shape, answer), media_type=JSON)
 
-    async def _chat_shape(self, body: ChatBody, who: Answerer) -> ChatShape:
-        chat = chat_prompt(body)
-        ids = await self.service.tokenise(who.specialist, chat) if body.return_token_ids else None
+    async def _chat_shape(self, body: ChatBody, ask: Ask, who: Answerer) -> ChatShape:
+        ids = None
+        if body.return_token_ids:
+            ids = await self.service.tokenise(who.specialist, ask.prompt)
         return ChatShape(
             id=new_id("chatcmpl-"),
             created=int(time.time()),
@@ -82,7 +84,7 @@ class OpenAIDialect:
             include_usage=includes_usage(body),
             logprobs=bool(body.logprobs),
             prompt_ids=None if ids is None else tuple(ids),
-            reasoning=await splitter_for(who.tokenizer, chat),
+            reading=await reading_of(ask, who.tokenizer),
         )
 
     async def _text_shape(

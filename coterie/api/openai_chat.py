@@ -12,6 +12,7 @@ from typing import Any
 from coterie import __version__
 from coterie.api.collect import Answer, Choice
 from coterie.api.errors import encode
+from coterie.api.exchange import new_id
 from coterie.api.openai_render import (
     DONE,
     KEEPALIVE,
@@ -22,7 +23,9 @@ from coterie.api.openai_render import (
     metadata_of,
     usage_fields,
 )
-from coterie.api.reasoning import REASONING, Piece, Splitter
+from coterie.api.reasoning import CONTENT, REASONING, Piece
+from coterie.api.tools_read import WORDS, Reader, Reading
+from coterie.api.tools_split import ARGUMENTS, CALL
 from coterie.core.errors import CoterieError
 from coterie.core.events import Delta, Event, Finished, Started
 
@@ -41,11 +44,7 @@ class ChatShape:
     logprobs: bool = False
     # the prompt's ids when the request asked for token ids
     prompt_ids: tuple[int, ...] | None = None
-    # marks, and whether the prompt already opened them; None = the model does not think
-    reasoning: tuple[tuple[str, str], bool] | None = None
-
-    def splitter(self) -> Splitter | None:
-        return None if self.reasoning is None else Splitter(*self.reasoning)
+    reading: Reading = WORDS
 
     def head(self, kind: str) -> dict[str, Any]:
         return {
@@ -72,32 +71,26 @@ def whole(shape: ChatShape, answer: Answer) -> bytes:
 
 
 def _choice(shape: ChatShape, index: int, choice: Choice) -> tuple[dict[str, Any], int]:
-    text, splitter = "".join(choice.text), shape.splitter()
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-    if splitter is not None:
-        pieces = splitter.feed(text) + splitter.finish()
-        thought = "".join(part for kind, part in pieces if kind == REASONING)
-        message["content"] = "".join(part for kind, part in pieces if kind != REASONING)
-        message["reasoning_content"] = thought or None
+    parts = shape.reading.read(choice)
+    message: dict[str, Any] = {"role": "assistant", "content": parts.words, "refusal": None}
+    if shape.reading.reasoning is not None:
+        message["reasoning_content"] = parts.thought or None
+    if parts.calls:
+        message["content"] = parts.words or None
+        message["tool_calls"] = [call_fields(name, text) for name, text in parts.calls]
     fields = {
         "index": index,
         "message": message,
         "logprobs": chat_logprobs(choice.logprobs) if shape.logprobs else None,
-    } | finish_fields(choice.finish_reason, choice.stop_match)
+    } | finish_fields(choice.finish_reason, choice.stop_match, bool(parts.calls))
     if shape.prompt_ids is not None:
         fields["token_ids"] = choice.token_ids
-    return fields, _thought_tokens(shape, choice)
+    return fields, parts.reasoning_tokens
 
 
-def _thought_tokens(shape: ChatShape, choice: Choice) -> int:
-    """Tokens of the deltas that ran before the closing mark."""
-    splitter = shape.splitter()
-    if splitter is None:
-        return 0
-    share = len(choice.token_ids) / max(len(choice.text), 1)
-    for text in choice.text:
-        splitter.feed(text, 1)
-    return round(splitter.reasoning_tokens * share)
+def call_fields(name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": new_id("call_")[:29], "type": "function", "function": function}
 
 
 class ChatStream:
@@ -107,8 +100,11 @@ class ChatStream:
 
     def __init__(self, shape: ChatShape) -> None:
         self.shape = shape
-        self.splitters = [shape.splitter() for _ in range(shape.num_choices)]
-        self.plain = not (shape.logprobs or shape.prompt_ids is not None or shape.reasoning)
+        self.readers = [shape.reading.reader() for _ in range(shape.num_choices)]
+        asked = shape.logprobs or shape.prompt_ids is not None
+        self.plain = not asked and self.readers[0] is None
+        # index of each choice's last call
+        self.calls = [-1] * shape.num_choices
         self.begun = False
         head = encode(shape.head("chat.completion.chunk"))[:-1]
         self._head = b"data: " + head + b',"choices":['
@@ -140,7 +136,9 @@ class ChatStream:
         self.begun = True
         frames = []
         for index in range(self.shape.num_choices):
-            delta = {"role": "assistant", "content": "", "refusal": None}
+            # where it may call, an answer need not have any words
+            content = "" if self.shape.reading.calls is None else None
+            delta = {"role": "assistant", "content": content, "refusal": None}
             frames.append(self._chunk({"index": index, "delta": delta} | _OPEN))
         if self.shape.prompt_ids is not None:
             ids = b'"prompt_token_ids":' + encode(self.shape.prompt_ids)
@@ -151,29 +149,39 @@ class ChatStream:
         return self._head + encode(choice) + self._tail
 
     def _delta(self, event: Delta) -> bytes:
-        ended = event.finish_reason is not None
-        pieces = self._pieces(event, ended)
+        reader = self.readers[event.choice]
+        deltas = [self._fields(event.choice, piece) for piece in self._pieces(event, reader)]
         extras = self._extras(event)
-        if extras and not pieces:
-            pieces = [("content", "")]
+        if extras and not deltas:
+            deltas = [{} if self.shape.reading.calls is not None else {"content": ""}]
         frames = []
-        for kind, text in pieces:
-            key = "reasoning_content" if kind == REASONING else "content"
-            choice = {"index": event.choice, "delta": {key: text}} | _OPEN
+        for delta in deltas:
+            choice = {"index": event.choice, "delta": delta} | _OPEN
             # what belongs to the token goes out once, with its first piece
             frames.append(self._chunk(choice | extras))
             extras = {}
         if event.finish_reason is not None:
+            called = reader is not None and reader.num_calls > 0
             last = {"index": event.choice, "delta": {}, "logprobs": None}
-            frames.append(self._chunk(last | finish_fields(event.finish_reason, event.stop_match)))
+            last |= finish_fields(event.finish_reason, event.stop_match, called)
+            frames.append(self._chunk(last))
         return b"".join(frames)
 
-    def _pieces(self, event: Delta, ended: bool) -> list[Piece]:
-        splitter = self.splitters[event.choice]
-        if splitter is None:
-            return [("content", event.text)] if event.text else []
-        pieces = splitter.feed(event.text, len(event.token_ids))
-        return pieces + splitter.finish() if ended else pieces
+    def _pieces(self, event: Delta, reader: Reader | None) -> list[Piece]:
+        if reader is None:
+            return [(CONTENT, event.text)] if event.text else []
+        pieces = reader.feed(event.text, event.token_ids)
+        return pieces if event.finish_reason is None else pieces + reader.finish()
+
+    def _fields(self, choice: int, piece: Piece) -> dict[str, Any]:
+        kind, text = piece
+        if kind == CALL:
+            self.calls[choice] += 1
+            return {"tool_calls": [{"index": self.calls[choice]} | call_fields(text, "")]}
+        if kind == ARGUMENTS:
+            call = {"index": self.calls[choice], "function": {"arguments": text}}
+            return {"tool_calls": [call]}
+        return {"reasoning_content" if kind == REASONING else "content": text}
 
     def _extras(self, event: Delta) -> dict[str, Any]:
         extras: dict[str, Any] = {}
@@ -186,7 +194,7 @@ class ChatStream:
     def _end(self, event: Finished) -> bytes:
         if not self.shape.include_usage:
             return DONE
-        thought = sum(s.reasoning_tokens for s in self.splitters if s is not None)
+        thought = sum(reader.reasoning_tokens for reader in self.readers if reader is not None)
         payload = self.shape.head("chat.completion.chunk")
         payload |= {"choices": [], "usage": usage_fields(event.usage, thought)}
         return frame(payload | metadata_of(event)) + DONE

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from coterie.api.experts_types import adapter_hints
 from coterie.api.inference import Ask, Steering, positive_top_p, seed_of
 from coterie.api.native_types import TokenizeBody
+from coterie.api.openai_tools import calls_of, toolbox_of
 from coterie.api.openai_types import (
     MAX_PROMPTS,
     ChatBody,
@@ -15,6 +17,8 @@ from coterie.api.openai_types import (
     CompletionBody,
     Part,
 )
+from coterie.api.response_format import response_format_of
+from coterie.api.tools import check_results
 from coterie.core.errors import InvalidRequest, Unsupported
 from coterie.core.request import (
     Chat,
@@ -36,13 +40,17 @@ def chat_ask(body: ChatBody, steering: Steering) -> Ask:
     _refuse_chat(body)
     _refuse_common(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    tools = toolbox_of(body)
+    prompt = chat_prompt(body)
     return Ask(
         hints=_hints(body),
-        prompt=chat_prompt(body),
+        prompt=prompt if tools is None else replace(prompt, tools=tools.fields()),
         sampling=_sampling(body, logprobs, None),
         limits=_limits(body, body.max_completion_tokens or body.max_tokens, steering),
         sessions=_sessions(body),
         salt=body.cache_salt,
+        response_format=response_format_of(body.response_format),
+        tools=tools,
     )
 
 
@@ -53,12 +61,16 @@ def completion_asks(body: CompletionBody, steering: Steering) -> list[Ask]:
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     echoed = body.logprobs if body.echo else None
     # an engine always makes one token; `scores_prompt` drops it from the answer
-    limits = _limits(body, max(max_tokens, 1), steering)
-    sampling = _sampling(body, body.logprobs, echoed)
-    return [
-        Ask(_hints(body), prompt, sampling, limits, _sessions(body), body.cache_salt)
-        for prompt in _prompts(body)
-    ]
+    first = Ask(
+        hints=_hints(body),
+        prompt=Text(""),
+        sampling=_sampling(body, body.logprobs, echoed),
+        limits=_limits(body, max(max_tokens, 1), steering),
+        sessions=_sessions(body),
+        salt=body.cache_salt,
+        response_format=response_format_of(body.response_format),
+    )
+    return [replace(first, prompt=prompt) for prompt in _prompts(body)]
 
 
 def scores_prompt(body: CompletionBody) -> bool:
@@ -94,14 +106,18 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> Chat:
             "continue_final_message: the last message must be the assistant's",
             param="continue_final_message",
         )
+    check_results(turns)
     opens = not body.continue_final_message and body.add_generation_prompt is not False
     return Chat(turns, body.chat_template_kwargs or {}, add_generation_prompt=opens)
 
 
 def message_of(message: ChatMessage, index: int) -> Message:
     where = f"messages.{index}"
-    if message.role in ("tool", "function") or message.tool_calls or message.function_call:
-        raise Unsupported(f"{where}: tool calling is not available yet", param=where)
+    if message.role == "function" or message.function_call:
+        raise Unsupported(f"{where}: functions are called as tools here", param=where)
+    calls = calls_of(message, where)
+    if message.role == "tool" and message.tool_call_id is None:
+        raise InvalidRequest(f"{where}.tool_call_id: is required", param=f"{where}.tool_call_id")
     # templates know the older name
     role = "system" if message.role == "developer" else message.role
     content = message.content
@@ -109,7 +125,8 @@ def message_of(message: ChatMessage, index: int) -> Message:
         if role != "assistant":
             raise InvalidRequest(f"{where}.content: is required", param=f"{where}.content")
         content = ""
-    return Message(role, content if isinstance(content, str) else _spoken(content, where))
+    text = content if isinstance(content, str) else _spoken(content, where)
+    return Message(role, text, calls, message.tool_call_id if role == "tool" else None)
 
 
 def _spoken(parts: Iterable[Part], where: str) -> str:
@@ -128,9 +145,8 @@ def _spoken(parts: Iterable[Part], where: str) -> str:
 
 
 def _refuse_chat(body: ChatBody) -> None:
-    for name in ("tools", "functions"):
-        if getattr(body, name):
-            raise Unsupported(f"{name}: tool calling is not available yet", param=name)
+    if body.functions:
+        raise Unsupported("functions: give them as tools", param="functions")
     if body.modalities and body.modalities != ["text"]:
         raise Unsupported("modalities: only text can be made here", param="modalities")
     if body.top_logprobs is not None and not body.logprobs:
@@ -147,10 +163,6 @@ def _refuse_completion(body: CompletionBody) -> None:
 
 
 def _refuse_common(body: Common) -> None:
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise Unsupported(
-            "response_format: only {'type': 'text'} is available yet", param="response_format"
-        )
     if body.include_stop_str_in_output:
         raise Unsupported(
             "include_stop_str_in_output: stop strings are never part of the output here",

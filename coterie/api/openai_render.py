@@ -23,9 +23,14 @@ LOWEST_LOGPROB = -9999.0
 FINISH_REASONS = {"stop": "stop", "length": "length", "timeout": "length", "abort": "length"}
 
 
-def finish_fields(reason: str, stop_match: str | int | None) -> dict[str, Any]:
+def finish_fields(
+    reason: str, stop_match: str | int | None, called: bool = False
+) -> dict[str, Any]:
     """`finish_reason`, and vLLM's `stop_reason` where there is more to say."""
     fields: dict[str, Any] = {"finish_reason": FINISH_REASONS[reason]}
+    # a stop string may have cut a call short
+    if called and reason == "stop" and not isinstance(stop_match, str):
+        fields["finish_reason"] = "tool_calls"
     if reason in ("timeout", "abort"):
         fields["stop_reason"] = reason
     elif stop_match is not None:

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field
 
 from coterie.api.body import Body
 from coterie.api.experts_types import Experts
+from coterie.api.tools import MAX_TOOLS
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
@@ -55,11 +56,56 @@ class Part(Body):
     refusal: str | None = None
 
 
+class CalledFunction(Body):
+    name: str = Field(max_length=256)
+    arguments: str = ""
+
+
+class CalledTool(Body):
+    id: str = Field(min_length=1, max_length=256)
+    type: str = "function"
+    function: CalledFunction | None = None
+
+
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
     function_call: Any = None
+
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class FunctionSpec(Body):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(Body):
+    type: str
+    function: FunctionSpec | None = None
+
+
+class FunctionName(Body):
+    name: str
+
+
+class ChosenTool(Body):
+    type: str
+    function: FunctionName | None = None
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: list[ChosenTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class ToolChoice(ChosenTool):
+    allowed_tools: AllowedTools | None = None
 
 
 class Common(Body):
@@ -106,7 +152,9 @@ class ChatBody(Common):
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Any] | None = None
+    tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     modalities: list[str] | None = None
     # vLLM's extras

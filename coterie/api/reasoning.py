@@ -80,7 +80,7 @@ class Splitter:
             self.held = self.held.lstrip()[len(self.closing) :]
             self.kind, self.fresh = CONTENT, True
             return True
-        safe = self.held[: len(self.held) - _overlap(self.held, self.closing)].rstrip()
+        safe = self.held[: len(self.held) - overlap(self.held, self.closing)].rstrip()
         self._give(pieces, REASONING, len(safe))
         return False
 
@@ -91,7 +91,7 @@ class Splitter:
             self.fresh = False
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Length of the longest end of `text` that begins `mark`."""
     for size in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:size]):

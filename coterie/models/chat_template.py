@@ -28,12 +28,12 @@ class ChatTemplate:
         self._tokens = tokens
         self._compiled: jinja2.Template | None = None
 
-    def render(self, messages: Sequence[dict[str, str]], options: dict[str, Any]) -> str:
+    def render(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> str:
         """Raises InvalidRequest when the template refuses these messages, WeightsError when the
         template itself is broken or misbehaves."""
         template = self._template()
         values = {"tools": None, "documents": None, **self._tokens, **_plain(options)}
-        values["messages"] = [dict(message) for message in messages]
+        values["messages"] = [_plain(message) for message in messages]
         token = current.set(Budget())
         try:
             return _joined(template.generate(**values))
@@ -54,9 +54,9 @@ class ChatTemplate:
         finally:
             current.reset(token)
 
-    def render_open(self, messages: Sequence[dict[str, str]], options: dict[str, Any]) -> str:
+    def render_open(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> str:
         """Up to the end of the last message, without what the template writes behind it."""
-        last = messages[-1]["content"]
+        last = str(messages[-1]["content"])
         marked = [*messages[:-1], {**messages[-1], "content": last + _CONTINUE}]
         text = self.render(marked, options)
         tag = _CONTINUE.strip()

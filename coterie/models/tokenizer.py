@@ -21,6 +21,7 @@ from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.core.request import Chat, Prompt, Text
 from coterie.models.chat_template import ChatTemplate
 from coterie.models.gguf_tokenizer import rebuild
+from coterie.models.tool_format import ToolSupport, tool_support, turns_of
 from coterie.weights.gguf import read_gguf
 from coterie.weights.gguf_config import hf_generation
 from coterie.weights.json_file import read_json
@@ -74,6 +75,7 @@ class Tokenizer:
         in_vocab = all(token in vocab for token in _THINK)
         in_template = all(token in (parts.chat_template or "") for token in _THINK)
         self.reasoning: tuple[str, str] | None = _THINK if in_vocab or in_template else None
+        self.tool_support: ToolSupport = tool_support(parts.chat_template)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """`special`: add BOS and the like, as the tokenizer's post-processor says."""
@@ -106,6 +108,11 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._added and self._added[token_id].special
 
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Tokens that are no text, by what they are called."""
+        return {item.content: key for key, item in self._added.items() if item.special}
+
     def render(self, chat: Chat) -> str:
         """The chat as one text, by the model's own template."""
         if self._template is None:
@@ -118,8 +125,10 @@ class Tokenizer:
                 f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}",
                 param="chat_template_kwargs",
             )
-        messages = [{"role": item.role, "content": item.content} for item in chat.messages]
+        messages, tools = turns_of(chat, self.tool_support)
         options = {**chat.template_kwargs, "add_generation_prompt": chat.add_generation_prompt}
+        if tools is not None:
+            options["tools"] = tools
         if chat.add_generation_prompt or not messages or messages[-1]["role"] != "assistant":
             return self._template.render(messages, options)
         return self._template.render_open(messages, options)

@@ -157,8 +157,9 @@ def test_errors_are_typed(client: anthropic.Anthropic, strict_server: Served) ->
             max_tokens=2,
             messages=MESSAGES,
             tools=[{"name": "f", "input_schema": {"type": "object"}}],
+            tool_choice={"type": "tool", "name": "g"},
         )
-    assert "not available yet" in str(tools.value)
+    assert "no tool is named 'g'" in str(tools.value)
     with (
         anthropic.Anthropic(base_url=strict_server.url, api_key="wrong", max_retries=0) as locked,
         pytest.raises(anthropic.AuthenticationError) as refused,

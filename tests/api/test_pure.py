@@ -22,6 +22,7 @@ from coterie.api.openai_render import LegacyLogprobs, chat_logprobs, finish_fiel
 from coterie.api.openai_text import Echo, TextShape, TextStream
 from coterie.api.reasoning import Splitter
 from coterie.api.sse import Events
+from coterie.api.tools_read import Reading
 from coterie.core.errors import ERRORS, ConfigError, DeadlineExceeded, Overloaded, Unavailable
 from coterie.core.events import Delta, Failed, Finished, Started, Timings, TokenLogprob, Usage
 
@@ -193,7 +194,7 @@ def test_an_error_in_a_stream() -> None:
 
 
 def test_a_thinking_message_has_two_blocks() -> None:
-    stream = MessageStream(MessageShape("i", "m", "r", (MARKS, False)))
+    stream = MessageStream(MessageShape("i", "m", "r", Reading((MARKS, False))))
     parts = ["<thi", "nk>why", "</think>", "\nso", ""]
     raw = stream.render(Started("i", "r", 5, 0))
     for index, text in enumerate(parts):

@@ -1,0 +1,123 @@
+"""The tools of a request, whichever dialect it came in: what may be called, and what must be.
+
+Checks what both vendors promise of names, schemas and results. Knows no wire format, no grammar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from coterie.core.errors import InvalidRequest
+from coterie.core.request import Message
+
+MAX_TOOLS = 128
+MAX_SCHEMA_BYTES = 64_000
+MAX_TOOLS_BYTES = 500_000
+MAX_SCHEMA_DEPTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    # nothing of the schema may be passed over
+    strict: bool = False
+
+    def fields(self) -> dict[str, Any]:
+        """As templates know it."""
+        return {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """`tools` are told to the model; it may call `callable_names` of them."""
+
+    tools: tuple[Tool, ...]
+    callable_names: frozenset[str]
+    # an answer is a call; otherwise the model may also just speak
+    required: bool = False
+    parallel: bool = True
+
+    def fields(self) -> tuple[dict[str, Any], ...]:
+        return tuple(tool.fields() for tool in self.tools)
+
+    def usable(self) -> list[Tool]:
+        return [tool for tool in self.tools if tool.name in self.callable_names]
+
+
+def tool_of(name: str, description: str | None, schema: Any, strict: bool, where: str) -> Tool:
+    """`where`: the path of the schema in the body."""
+    parameters = {"type": "object", "properties": {}} if schema is None else schema
+    if parameters.get("type", "object") != "object":
+        raise InvalidRequest(f"{where}.type: must be 'object'", param=where)
+    if not isinstance(parameters.get("properties", {}), dict):
+        raise InvalidRequest(f"{where}.properties: must be a JSON object", param=where)
+    if not _is_shallow(parameters):
+        raise InvalidRequest(f"{where}: is nested deeper than {MAX_SCHEMA_DEPTH}", param=where)
+    size = len(msgspec.json.encode(parameters))
+    if size > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(
+            f"{where}: {size} bytes; a schema may have {MAX_SCHEMA_BYTES}", param=where
+        )
+    return Tool(name, description or "", {"type": "object", **parameters}, strict)
+
+
+def _is_shallow(value: Any) -> bool:
+    layer: list[Any] = [value]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        layer = [
+            item
+            for part in layer
+            if isinstance(part, (dict, list))
+            for item in (part.values() if isinstance(part, dict) else part)
+        ]
+        if not layer:
+            return True
+    return False
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Names tell calls apart, so no two may be the same."""
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        if tool.name in seen:
+            raise InvalidRequest(
+                f"tools.{index}: there are two tools named '{tool.name}'", param=f"tools.{index}"
+            )
+        seen.add(tool.name)
+    size = len(msgspec.json.encode([tool.fields() for tool in tools]))
+    if size > MAX_TOOLS_BYTES:
+        raise InvalidRequest(
+            f"tools: {size} bytes; all together may have {MAX_TOOLS_BYTES}", param="tools"
+        )
+
+
+def known_names(names: Iterable[str], tools: Sequence[Tool], where: str) -> frozenset[str]:
+    chosen = frozenset(names)
+    unknown = sorted(chosen - {tool.name for tool in tools})
+    if unknown:
+        raise InvalidRequest(f"{where}: no tool is named '{unknown[0]}'", param=where)
+    if not chosen:
+        raise InvalidRequest(f"{where}: names no tool", param=where)
+    return chosen
+
+
+def check_results(messages: Sequence[Message]) -> None:
+    """Every result answers a call that was made before it."""
+    made: set[str] = set()
+    for message in messages:
+        made.update(call.id for call in message.tool_calls)
+        if message.role == "tool" and message.tool_call_id not in made:
+            raise InvalidRequest(
+                f"messages: the result of '{message.tool_call_id}' answers no call before it",
+                param="messages",
+            )

@@ -1,0 +1,181 @@
+"""The grammar that holds a model to its tools: Lark text for the engine.
+
+A forced call is held from the first token on. Where the model may also speak, any bytes and any
+special tokens pass until a call is opened: then only that call's name, and arguments that fit its
+schema. Builds text; compiles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from coterie.api.tools import Tool, Toolbox
+from coterie.core.request import ResponseFormat
+
+if TYPE_CHECKING:
+    from coterie.models.tokenizer import Tokenizer
+
+MAX_CALLS = 32
+# no text matches the negated class, so its complement is every string of bytes
+_ANY = r"ANY: ~/[^\x00-\x{10FFFF}]/"
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def tool_constraint(
+    toolbox: Toolbox, tokenizer: Tokenizer, thought: bool | None, answer: ResponseFormat | None
+) -> ResponseFormat:
+    """`thought`: the prompt has opened one (True), the model may (False), or never thinks (None).
+    `answer` is what an answer that calls nothing has to look like."""
+    return ResponseFormat("lark", _Lark(toolbox, tokenizer, thought, answer).text())
+
+
+class _Lark:
+    def __init__(
+        self,
+        toolbox: Toolbox,
+        tokenizer: Tokenizer,
+        thought: bool | None,
+        answer: ResponseFormat | None,
+    ) -> None:
+        self.toolbox = toolbox
+        self.format = tokenizer.tool_support.format
+        self.thought, self.answer = thought, answer
+        self.tools: Sequence[Tool] = toolbox.usable()
+        self.special = tokenizer.special_ids
+        self.marks = tokenizer.reasoning
+        kept = {self.special.get(mark) for mark in (self.format.mark, *(self.marks or ()))}
+        passed = sorted(set(self.special.values()) - set(tokenizer.eos_ids) - kept)
+        self.passed = ",".join(map(str, passed))
+
+    def text(self) -> str:
+        skip = f"skip: (ANY <[{self.passed}]>)*" if self.passed else 'skip: ""'
+        rules = ["%llguidance {}", *self._thinking(), *self._body(), *self._calls(), skip, _ANY]
+        return "\n".join(rules) + "\n"
+
+    def _thinking(self) -> list[str]:
+        """What may come before the body: a model's thought, which calls nothing."""
+        if self.thought is None or self.marks is None:
+            return ["start: body"]
+        unfinished = "" if self.toolbox.required else " | skip ANY"
+        rules = [
+            f"thought: skip thought_end SPACE body{unfinished}",
+            self._up_to("thought_end", "ANY", self.marks[1]),
+            r"SPACE: /[ \n]*/",
+        ]
+        if self.thought:
+            return ["start: thought", *rules]
+        begin = self._up_to("thought_begin", "SPACE", self.marks[0])
+        return ["start: body | thought_begin thought", begin, *rules]
+
+    def _body(self) -> list[str]:
+        """An answer: words, calls, or words and then calls."""
+        marked = f"{self._token(self.format.mark)} calls"
+        if self.toolbox.required:
+            return ["body: calls" if self.format.bare else f"body: {marked}"]
+        if self.answer is not None:
+            return [f"body: answer | {marked}", f"answer: {_json_rule(self.answer)}"]
+        bare = " | bare_calls" if self.format.bare else ""
+        lead = self._up_to("lead", "ANY", self.format.mark)
+        rules = [f"body: skip ANY | skip lead calls{bare}", lead]
+        return [*rules, *self._bare_calls()] if bare else rules
+
+    def _up_to(self, rule: str, text: str, mark: str) -> str:
+        """`text` that ends with the first `mark`; a special token cannot be part of a text."""
+        if mark in self.special:
+            return f"{rule}: {text} {self._token(mark)}"
+        return f"{rule}[lazy]: {text} {_literal(mark)}"
+
+    def _calls(self) -> list[str]:
+        form = self.format
+        begin = f"{_literal(form.space)} " if form.space else ""
+        end = f" {_literal(form.space)}" if form.space else ""
+        end += f" {self._token(form.closing)}" if form.closing else ""
+        names = " | ".join(f"tool_{index}" for index in range(len(self.tools)))
+        rules = [f"calls: call{self._again()}", f"call: {begin}( {names} ){end}"]
+        for index, tool in enumerate(self.tools):
+            head = _literal(f'{{"name": "{tool.name}", "{form.key}": ')
+            rules.append(f"tool_{index}: {head} arguments_{index}")
+            rules.append(f'arguments_{index}: %json {_schema(tool)} "}}"')
+        return rules
+
+    def _again(self) -> str:
+        if not self.toolbox.parallel:
+            return ""
+        behind = _literal(self.format.between)
+        if not self.format.bare:
+            behind += f" {self._token(self.format.mark)}"
+        return f" ({behind} call){{0,{MAX_CALLS - 1}}}"
+
+    def _bare_calls(self) -> list[str]:
+        """A call without a mark is opened by its whole head: less may be an answer in JSON."""
+        rules, calls = [], []
+        for index, tool in enumerate(self.tools):
+            parts = ("{", '"name"', ":", f'"{tool.name}"', ",", f'"{self.format.key}"', ":")
+            head = r"[ \n]*".join(re.escape(part) for part in parts)
+            rules.append(rf"bare_{index}[lazy]: /[ \n]*{head}/")
+            calls.append(f'bare_{index} " "? arguments_{index}')
+        return [*rules, f"bare_calls: ( {' | '.join(calls)} ){self._again()}"]
+
+    def _token(self, mark: str) -> str:
+        found = self.special.get(mark)
+        return _literal(mark) if found is None else f"<[{found}]>"
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text)
+
+
+def _json_rule(answer: ResponseFormat) -> str:
+    schema = json.loads(answer.text) if answer.kind == "json_schema" else {"type": "object"}
+    return f"%json {json.dumps(schema)}"
+
+
+def _schema(tool: Tool) -> str:
+    """A schema that says nothing of further properties is held to those it names."""
+    schema = tool.parameters if _is_composed(tool.parameters) else _closed(tool.parameters)
+    return json.dumps({**schema, "x-guidance": {**_JSON, "lenient": not tool.strict}})
+
+
+# keywords that hold one schema, a list of schemas, or schemas by name
+_ONE = ("items", "additionalProperties", "contains", "propertyNames")
+_LISTS = ("prefixItems", "anyOf", "oneOf")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+# with these a property that one part does not name may be another part's
+_JOINING = ("allOf", "if", "not", "dependentSchemas", "unevaluatedProperties")
+
+
+def _parts(schema: dict[str, Any]) -> list[Any]:
+    found = [schema[key] for key in _ONE if key in schema]
+    found += [item for key in _LISTS for item in _listed(schema.get(key))]
+    return found + [
+        item for key in _MAPS if isinstance(schema.get(key), dict) for item in schema[key].values()
+    ]
+
+
+def _is_composed(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    joins = any(key in schema for key in _JOINING)
+    splits = "properties" in schema and any(key in schema for key in ("anyOf", "oneOf", "$ref"))
+    return joins or splits or any(_is_composed(part) for part in _parts(schema))
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    closed |= {key: _closed(schema[key]) for key in _ONE if key in schema}
+    closed |= {key: [_closed(x) for x in _listed(schema[key])] for key in _LISTS if key in schema}
+    for key in _MAPS:
+        if isinstance(schema.get(key), dict):
+            closed[key] = {name: _closed(part) for name, part in schema[key].items()}
+    if "properties" in schema and "patternProperties" not in schema:
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,133 @@
+"""Reads one choice of an answer as pieces: thoughts, words, calls and their arguments.
+
+Joins the two splitters; what neither is asked for passes as words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from coterie.api.collect import Choice
+from coterie.api.inference import Ask
+from coterie.api.reasoning import CONTENT, REASONING, Piece, Splitter, splitter_for
+from coterie.api.tools_grammar import tool_constraint
+from coterie.api.tools_split import ARGUMENTS, CALL, CallMarks
+from coterie.core.request import Chat
+
+if TYPE_CHECKING:
+    from coterie.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers to one request are to be read."""
+
+    # marks, and whether the prompt already opened them; None = the model does not think
+    reasoning: tuple[tuple[str, str], bool] | None = None
+    # None = no tools were given
+    calls: CallMarks | None = None
+
+    def reader(self) -> Reader | None:
+        """None where all of an answer is words."""
+        return None if self.reasoning is None and self.calls is None else Reader(self)
+
+    def read(self, choice: Choice) -> Parts:
+        """A whole choice."""
+        reader = self.reader()
+        if reader is None:
+            return Parts("".join(choice.text))
+        pieces, at = list[Piece](), 0
+        for text, size in zip(choice.text, choice.sizes, strict=True):
+            pieces += reader.feed(text, tuple(choice.token_ids[at : at + size]))
+            at += size
+        pieces += reader.finish()
+        return Parts(
+            _joined(pieces, CONTENT),
+            _joined(pieces, REASONING),
+            _calls(pieces),
+            reader.reasoning_tokens,
+        )
+
+
+# all of an answer is words
+WORDS = Reading()
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a choice says, thinks and calls: names with their arguments."""
+
+    words: str
+    thought: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+    reasoning_tokens: int = 0
+
+
+def _joined(pieces: list[Piece], kind: str) -> str:
+    return "".join(text for found, text in pieces if found == kind)
+
+
+def _calls(pieces: list[Piece]) -> tuple[tuple[str, str], ...]:
+    calls: list[tuple[str, str]] = []
+    for kind, text in pieces:
+        if kind == CALL:
+            calls.append((text, ""))
+        elif kind == ARGUMENTS:
+            calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    return tuple(calls)
+
+
+class Reader:
+    """Feed every delta of one choice."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._thoughts = None if reading.reasoning is None else Splitter(*reading.reasoning)
+        self._calls = None if reading.calls is None else reading.calls.splitter()
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self._thoughts is None else self._thoughts.reasoning_tokens
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._calls is None else self._calls.num_calls
+
+    def feed(self, text: str, token_ids: tuple[int, ...] = ()) -> list[Piece]:
+        if self._thoughts is None:
+            pieces = [(CONTENT, text)] if text else []
+        else:
+            pieces = self._thoughts.feed(text, len(token_ids))
+        return pieces if self._calls is None else self._called(pieces, token_ids)
+
+    def finish(self) -> list[Piece]:
+        pieces = [] if self._thoughts is None else self._thoughts.finish()
+        if self._calls is None:
+            return pieces
+        return self._called(pieces, ()) + self._calls.finish()
+
+    def _called(self, pieces: list[Piece], token_ids: tuple[int, ...]) -> list[Piece]:
+        assert self._calls is not None
+        found = self._calls.feed("", token_ids)
+        for kind, text in pieces:
+            found += self._calls.feed(text) if kind == CONTENT else [(kind, text)]
+        return found
+
+
+async def reading_of(ask: Ask, tokenizer: Tokenizer) -> Reading:
+    assert isinstance(ask.prompt, Chat)
+    marks = None
+    if ask.tools is not None:
+        form = tokenizer.tool_support.format
+        names = ask.tools.callable_names
+        marks = CallMarks(form, names, tokenizer.special_ids.get(form.mark))
+    return Reading(await splitter_for(tokenizer, ask.prompt), marks)
+
+
+def held_to_tools(ask: Ask, tokenizer: Tokenizer, reading: Reading) -> Ask:
+    """The same with the grammar of its tools in place of its format."""
+    if ask.tools is None:
+        return ask
+    thought = None if reading.reasoning is None else reading.reasoning[1]
+    grammar = tool_constraint(ask.tools, tokenizer, thought, ask.response_format)
+    return replace(ask, response_format=grammar)

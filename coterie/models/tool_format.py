@@ -1,0 +1,187 @@
+"""How a model writes its calls of tools, and reads the tools and their results.
+
+One row of FORMATS per way, found from the model's chat template. A template that knows no tools (or
+writes them in a way not listed) is given ours: Hermes in plain turns. Knows no vendor's API.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coterie.core.request import Chat, Message, ToolCall
+
+Turn = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A call is `mark`, then `{"name": "N", "<key>": {...}}`, then `closing`."""
+
+    name: str
+    mark: str
+    key: str
+    # between the mark and the object, and between the object and the closing mark
+    space: str
+    closing: str
+    # what stands between two calls
+    between: str
+    # a call at the very start of an answer needs no mark, nor does any behind it
+    bare: bool = False
+    # the template refuses a turn with several calls
+    single: bool = False
+
+
+FORMATS = {
+    "hermes": ToolFormat("hermes", "<tool_call>", "arguments", "\n", "</tool_call>", "\n"),
+    "llama": ToolFormat(
+        "llama", "<|python_tag|>", "parameters", "", "", "; ", bare=True, single=True
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSupport:
+    """A model's format, and whether its own template writes it."""
+
+    format: ToolFormat
+    native: bool
+
+
+def tool_support(template: str | None) -> ToolSupport:
+    text = template or ""
+    if "tools" in text and "tool_calls" in text:
+        if "<tool_call>" in text and "<function=" not in text:
+            return ToolSupport(FORMATS["hermes"], native=True)
+        if '"parameters": ' in text and ("<|python_tag|>" in text or "ipython" in text):
+            return ToolSupport(FORMATS["llama"], native=True)
+    return ToolSupport(FORMATS["hermes"], native=False)
+
+
+def turns_of(chat: Chat, support: ToolSupport) -> tuple[list[Turn], list[Turn] | None]:
+    """What the template is given: its messages, and its tools where it knows some."""
+    if not (chat.tools or any(_is_tool_turn(message) for message in chat.messages)):
+        return [{"role": item.role, "content": item.content} for item in chat.messages], None
+    if not support.native:
+        return _plain_turns(chat), None
+    messages = _one_call_each(chat.messages) if support.format.single else chat.messages
+    tools = [{"type": "function", "function": tool} for tool in chat.tools]
+    return _native_turns(messages), tools or None
+
+
+def _is_tool_turn(message: Message) -> bool:
+    return bool(message.tool_calls) or message.tool_call_id is not None
+
+
+def _native_turns(messages: Sequence[Message]) -> list[Turn]:
+    """As transformers' templates expect them: arguments as an object, not as text."""
+    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    turns: list[Turn] = []
+    for message in messages:
+        turn: Turn = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            turn["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": arguments_of(call)},
+                }
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id is not None:
+            turn["tool_call_id"] = message.tool_call_id
+            turn["name"] = names.get(message.tool_call_id, "")
+        turns.append(turn)
+    return turns
+
+
+def arguments_of(call: ToolCall) -> Any:
+    """The object, or the text itself where it is none: a model may have been cut short."""
+    try:
+        value = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        return call.arguments
+    return value if isinstance(value, dict) else call.arguments
+
+
+def _one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Several calls of one turn as turns of their own, each before its result."""
+    turns: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        if len(message.tool_calls) < 2:
+            turns.append(message)
+            continue
+        results: list[Message] = []
+        while at < len(messages) and messages[at].tool_call_id is not None:
+            results.append(messages[at])
+            at += 1
+        for index, call in enumerate(message.tool_calls):
+            turns.append(Message("assistant", message.content if index == 0 else "", (call,)))
+            turns += [item for item in results if item.tool_call_id == call.id]
+        known = {call.id for call in message.tool_calls}
+        turns += [item for item in results if item.tool_call_id not in known]
+    return turns
+
+
+def _plain_turns(chat: Chat) -> list[Turn]:
+    """System, user and assistant turns alone, with the calls and results written out."""
+    turns: list[Turn] = []
+    for message in chat.messages:
+        if message.tool_call_id is not None:
+            text = f"<tool_response>\n{message.content}\n</tool_response>"
+            # results of one turn's calls are one turn
+            if turns and turns[-1].pop("results", False):
+                turns[-1]["content"] += "\n" + text
+                turns[-1]["results"] = True
+            else:
+                turns.append({"role": "user", "content": text, "results": True})
+        else:
+            parts = [message.content] if message.content else []
+            parts += [_written(call) for call in message.tool_calls]
+            turns.append({"role": message.role, "content": "\n".join(parts)})
+    for turn in turns:
+        turn.pop("results", None)
+    if chat.tools:
+        _tell_tools(turns, chat.tools)
+    return turns
+
+
+def _written(call: ToolCall) -> str:
+    arguments = json.dumps(arguments_of(call), ensure_ascii=False)
+    return (
+        f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {arguments}}}\n</tool_call>'
+    )
+
+
+def _tell_tools(turns: list[Turn], tools: Sequence[dict[str, Any]]) -> None:
+    listed = "\n".join(
+        json.dumps({"type": "function", "function": tool}, ensure_ascii=False) for tool in tools
+    )
+    text = _INTRODUCTION.replace("TOOLS", listed, 1)
+    if turns and turns[0]["role"] == "system":
+        turns[0]["content"] += "\n\n" + text
+    else:
+        turns.insert(0, {"role": "system", "content": text})
+
+
+# the words Hermes and Qwen were trained on
+_INTRODUCTION = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+TOOLS
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>"""
