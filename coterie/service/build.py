@@ -21,6 +21,7 @@ from coterie.service.jobs_store import JobStore
 from coterie.service.pipeline import Parts, Pipeline
 from coterie.service.records import Records
 from coterie.service.roster import Group, Roster, Routing
+from coterie.service.validate.validators import Validators
 from coterie.weights.home import state_dir
 from coterie.weights.hub import parse
 from coterie.weights.sources import DEFAULT_MODEL, resolve
@@ -63,7 +64,8 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
     roster = Roster(groups, config.server.drain_s, catalog, Routing(config.routing, records))
     admin = AdapterAdmin(roster, state_dir() / "trust.json", config.server.allow_unsigned)
     jobs = JobStore(state_dir() / "jobs.db")
-    return Pipeline(Parts(roster, admin, records, jobs, config.jobs))
+    validators = Validators(config.validators)
+    return Pipeline(Parts(roster, admin, records, validators, jobs, config.jobs))
 
 
 def registry_dir() -> Path:

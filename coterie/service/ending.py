@@ -9,22 +9,24 @@ from dataclasses import replace
 
 from coterie.core.events import Failed, Finished
 from coterie.core.outcome import InferenceMetrics, ValidationResult
+from coterie.core.request import Chat
+from coterie.service.answer import names_of
 from coterie.service.catalog import Catalog
-from coterie.service.measure import metrics_of
+from coterie.service.measure import WHOLE, metrics_of
 from coterie.service.record_store import Record
 from coterie.service.records import Records
-from coterie.service.route_meter import RouteMeter
 from coterie.service.run import Run
+from coterie.service.validate.base import Context
+from coterie.service.validate.validators import Validators
 
 
 class Ending:
-    def __init__(self, records: Records, catalog: Catalog, meter: RouteMeter) -> None:
-        self._records, self._catalog, self._meter = records, catalog, meter
+    def __init__(self, validators: Validators, records: Records, catalog: Catalog) -> None:
+        self._validators, self._records, self._catalog = validators, records, catalog
 
     async def finished(self, run: Run, event: Finished) -> Finished:
         validation = await self._validated(run, event)
         metrics = metrics_of(run, event, validation, self._catalog.by_digest)
-        self._meter.finished(metrics, validation)
         # before the answer leaves: whoever asks about it later finds it
         self._write(run, metrics, _outcome(run, event, validation))
         return replace(event, adapters=run.plan.adapters, validation=validation, metrics=metrics)
@@ -33,13 +35,29 @@ class Ending:
         self._write(run, metrics_of(run, event, None, self._catalog.by_digest), None)
 
     async def _validated(self, run: Run, event: Finished) -> ValidationResult | None:
-        return None
+        """Half an answer is not judged: nothing but the clock is to blame for it."""
+        if event.choices[0] not in WHOLE or not run.may_be_judged:
+            return None
+        return await self._validators.validate("".join(run.texts), _context(run, event))
 
     def _write(self, run: Run, metrics: InferenceMetrics, outcome: bool | None) -> None:
         # a salt isolates a tenant's prefix blocks, not its log
         tenant = run.request.tenant.partition("+")[0]
         digests = tuple(adapter.digest for adapter in run.plan.adapters)
         self._records.log(Record(metrics, tenant, digests, outcome if digests else None))
+
+
+def _context(run: Run, event: Finished) -> Context:
+    prompt, trace = run.request.prompt, run.plan.trace
+    # an answer that may call tools may have any form
+    free = isinstance(prompt, Chat) and bool(prompt.tools)
+    return Context(
+        response_format=run.response_format,
+        task_type="" if free else run.task_type,
+        code_language="" if trace is None else str(trace.features.get("code_language", "")),
+        experts=names_of(run.plan),
+        finish_reason=event.choices[0],
+    )
 
 
 def _outcome(run: Run, event: Finished, validation: ValidationResult | None) -> bool | None:

@@ -15,6 +15,9 @@ from coterie.core.outcome import InferenceMetrics, ValidationResult
 from coterie.core.plan import AdapterChoice
 from coterie.service.run import Run
 
+# finish reasons of answers that came to an end of their own, or to their limit
+WHOLE = ("stop", "length")
+
 FindCard = Callable[[str], AdapterCard | None]
 
 
@@ -38,8 +41,8 @@ def metrics_of(
         input_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens,
         tokens_per_second=round(usage.completion_tokens / inference_s, 3) if inference_s else 0.0,
-        success=reason in ("stop", "length"),
-        error=None if reason in ("stop", "length") else reason,
+        success=reason in WHOLE,
+        error=None if reason in WHOLE else reason,
         validation_passed=None if validation is None else validation.valid,
         finish_reason=reason,
         cached_tokens=usage.cached_tokens,

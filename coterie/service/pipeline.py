@@ -33,6 +33,7 @@ from coterie.service.records import Records
 from coterie.service.roster import Health, ModelCard, Roster
 from coterie.service.route_meter import RouteMeter
 from coterie.service.run import Run
+from coterie.service.validate.validators import Validators
 from coterie.workers.base import Replica
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Parts:
     roster: Roster
     adapters: AdapterAdmin
     records: Records
+    validators: Validators
     job_store: JobStore
     job_settings: JobSettings
 
@@ -56,13 +58,13 @@ class Pipeline:
         self.registry = parts.roster.registry
         self.adapters, self.records = parts.adapters, parts.records
         self.jobs = JobService(self, parts.job_store, parts.job_settings)
-        registry = self.registry
-        routes = RouteMeter(registry)
-        self._planner = Planner(parts.roster, routes)
+        self._validators = parts.validators
+        self._routes = RouteMeter(self.registry)
+        self._planner = Planner(parts.roster, self._routes)
         self._grammars = GrammarCheck()
         self._handover = Handover()
-        self._conversations = Conversations(registry)
-        self._ending = Ending(parts.records, parts.roster.catalog, routes)
+        self._conversations = Conversations(self.registry)
+        self._ending = Ending(parts.validators, parts.records, parts.roster.catalog)
         self._draining = False
         self._open = 0
 
@@ -86,6 +88,7 @@ class Pipeline:
         self._draining = True
         await self._roster.close()
         await self.records.close()
+        await self._validators.close()
         self._grammars.close()
 
     def handle(
@@ -150,6 +153,7 @@ class Pipeline:
             self._ending.failed(run, event)
             return event
         finished = await self._ending.finished(run, event)
+        self._routes.finished(finished)
         for adapters in self._conversations.ahead(run.request):
             self._handover.load_ahead(run.served, adapters, self._roster.catalog)
         return finished

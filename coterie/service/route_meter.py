@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coterie.core.outcome import InferenceMetrics, ValidationResult
+from coterie.core.events import Finished
 from coterie.core.plan import RoutePlan
 from coterie.obs.metrics import Registry, Value
 
@@ -26,8 +26,9 @@ class RouteMeter:
         if plan.trace is not None and plan.trace.degraded:
             self._registry.value("coterie_degraded", plan.specialist).add()
 
-    def finished(self, metrics: InferenceMetrics, validation: ValidationResult | None) -> None:
-        if metrics.num_experts:
+    def finished(self, event: Finished) -> None:
+        metrics, validation = event.metrics, event.validation
+        if metrics is not None and metrics.num_experts:
             series = self._registry.histogram("coterie_expert_wait_seconds", metrics.specialist)
             series.observe(metrics.expert_load_latency_ms / 1000)
         if validation is not None:
