@@ -79,7 +79,6 @@ class FeedbackAnswer(BaseModel):
 
     job_id: str
     verdict: Literal["good", "bad"]
-    experts: list[str]
 
 
 class Tokenized(BaseModel):

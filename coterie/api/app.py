@@ -19,8 +19,10 @@ from coterie.api.anthropic import AnthropicDialect
 from coterie.api.auth import check_exposure, load_keys
 from coterie.api.exchange import Door, error_response, exchange_of
 from coterie.api.experts import ExpertEndpoints
+from coterie.api.feedback import FeedbackEndpoints
 from coterie.api.infer import InferEndpoints
 from coterie.api.infer_parse import Reception
+from coterie.api.jobs import JobEndpoints
 from coterie.api.native import NativeEndpoints
 from coterie.api.openai import OpenAIDialect
 from coterie.api.openapi import document
@@ -59,14 +61,18 @@ def create_app(
         redirect_slashes=False,
         lifespan=_lifespan(pipeline, on_start, starting),
     )
-    reception = Reception(UserRate(server.user_rate))
+    seconds = pipeline.registry.histogram("coterie_reception_seconds")
+    reception = Reception(UserRate(server.user_rate), seconds)
+    limit = server.max_body_bytes
     rows = routes(
         Endpoints(
-            OpenAIDialect(pipeline, server.max_body_bytes),
-            AnthropicDialect(pipeline, server.max_body_bytes),
-            NativeEndpoints(pipeline, server.max_body_bytes),
-            ExpertEndpoints(pipeline.adapters, server.max_body_bytes, server.max_upload_bytes),
-            InferEndpoints(pipeline, reception, server.max_body_bytes),
+            OpenAIDialect(pipeline, limit),
+            AnthropicDialect(pipeline, limit),
+            NativeEndpoints(pipeline, limit),
+            ExpertEndpoints(pipeline.adapters, limit, server.max_upload_bytes),
+            InferEndpoints(pipeline, pipeline.jobs, reception, limit),
+            JobEndpoints(pipeline.jobs),
+            FeedbackEndpoints(pipeline.records, limit),
         )
     )
     add_routes(app, rows)

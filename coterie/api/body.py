@@ -100,4 +100,7 @@ def _first_fault(error: ValidationError) -> InvalidRequest:
 
 
 def _is_field(step: str) -> bool:
-    return step.isidentifier() and step not in ("str", "int", "float", "bool")
+    """Types are named in capitals or like Python's own; fields never are."""
+    if not step.isidentifier() or step[0].isupper():
+        return False
+    return step not in ("str", "int", "float", "bool")

@@ -52,6 +52,10 @@ ROWS: dict[str, Row] = {
 _FALLBACK = ROWS["internal_error"]
 
 
+# OpenAI's word for a 404 is about models; of these fields it would mislead
+_NOT_FOUND = {"job_id": "job_not_found", "action": "not_found"}
+
+
 def row_of(error: CoterieError) -> Row:
     return ROWS.get(error.code, _FALLBACK)
 
@@ -78,7 +82,10 @@ def body_of(error: CoterieError, dialect: str, request_id: str) -> bytes:
     row = row_of(error)
     if dialect == ANTHROPIC:
         return anthropic_body(error.message, row.anthropic_type, request_id)
-    return openai_body(error.message, row.openai_type, param=error.param, code=row.openai_code)
+    code = row.openai_code
+    if row.openai_status == 404:
+        code = _NOT_FOUND.get(error.param or "", code)
+    return openai_body(error.message, row.openai_type, param=error.param, code=code)
 
 
 def headers_of(error: CoterieError, dialect: str, max_queue: int | None = None) -> dict[str, str]:

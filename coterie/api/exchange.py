@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coterie.api import errors
 from coterie.api.auth import OPEN_TENANT, Keys
 from coterie.core.errors import CoterieError, InternalError
+from coterie.core.plan import RoutePlan
 from coterie.obs.trace import log
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
@@ -119,7 +120,7 @@ class Door:
         except Exception as error:
             await _answer(error, exchange, scope, receive, stamped)
         finally:
-            _log(exchange, scope)
+            log_exchange(exchange, scope, scope["method"])
 
 
 async def _answer(
@@ -147,6 +148,16 @@ def log_fault(error: Exception, request_id: str) -> None:
     log("unhandled error", level="error", error=error, request_id=request_id)
 
 
+def receipt(exchange: Exchange, plan: RoutePlan) -> None:
+    """What the request runs on, known before its first byte goes out."""
+    name = "".join(char for char in plan.specialist if " " < char < "\x7f")
+    exchange.headers["x-coterie-specialist"] = name[:128]
+    exchange.headers["x-coterie-confidence"] = f"{plan.confidence:.4f}"
+    if plan.adapters:
+        stack = (f"{item.name}#{item.digest[:8]}" for item in plan.adapters)
+        exchange.headers["x-coterie-adapter"] = ",".join(stack)
+
+
 def _stamps(exchange: Exchange) -> list[tuple[bytes, bytes]]:
     request_id = exchange.request_id.encode("ascii")
     stamps = [
@@ -159,14 +170,14 @@ def _stamps(exchange: Exchange) -> list[tuple[bytes, bytes]]:
     return stamps
 
 
-def _log(exchange: Exchange, scope: Scope) -> None:
+def log_exchange(exchange: Exchange, scope: Scope, method: str) -> None:
     log(
         "request",
         # probes come every second and say nothing new
         level="debug" if scope["path"] in OPEN_PATHS else "info",
         request_id=exchange.request_id,
         tenant_digest=exchange.tenant,
-        method=scope["method"],
+        method=method,
         # the route's own text: a path that matched none may hold anything
         route=getattr(scope.get("route"), "path", "unknown"),
         status=exchange.status,

@@ -6,6 +6,7 @@ Transport-free: HTTP joins frames into bytes, WebSockets and gRPC send them one 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +22,7 @@ from coterie.service.answer import AnswerBuilder, expert_plan, names_of
 from coterie.service.deadline import Events, until_deadline
 
 STARTED, DELTA, FINISHED, ERROR = "started", "delta", "finished", "error"
+_FORMAT = "response_format"
 Frame = tuple[str, dict[str, Any]]
 
 
@@ -37,17 +39,28 @@ class Inference:
 
     def __init__(self, service: Service, asked: Asked) -> None:
         plans: list[RoutePlan] = []
-        events = service.handle(asked.request, tell=plans.append)
+        try:
+            events = service.handle(asked.request, tell=plans.append)
+        except CoterieError as error:
+            raise _named(error, "experts", "force_experts") from None
         self.job_id = asked.request.id
         self.plan = plans[0]
         self.answer = AnswerBuilder(self.job_id, self.plan, explain=asked.explain)
         self.events: Events = until_deadline(events, asked.request)
+        if asked.format_field != _FORMAT:
+            self.events = _format_named(self.events, asked.format_field)
         self._has_started = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        finished = self.answer.finished
+        return 0 if finished is None else finished.usage.prompt_tokens
 
     async def result(self) -> InferenceResult:
         """Every event up to the last one; raises what it failed with."""
-        async for event in self.events:
-            self.answer.take(event)
+        async with aclosing(self.events):
+            async for event in self.events:
+                self.answer.take(event)
         if not self.answer.ended:
             raise InternalError("the answer ended without a result")
         return self.answer.result()
@@ -77,6 +90,22 @@ class Inference:
             "degraded": () if trace is None else trace.degraded,
         }
         return fields | ({"plan": expert_plan(plan)} if self.answer.explain else {})
+
+
+async def _format_named(events: Events, field: str) -> Events:
+    async with aclosing(events):
+        try:
+            async for event in events:
+                yield event
+        except CoterieError as error:
+            raise _named(error, _FORMAT, field) from None
+
+
+def _named(error: CoterieError, theirs: str, ours: str) -> CoterieError:
+    """Deeper down a field has the vendors' name."""
+    if error.param == theirs:
+        error.param = ours
+    return error
 
 
 def answer_fields(result: InferenceResult) -> dict[str, Any]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import difflib
 import re
+import time
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from coterie.api.body import check
-from coterie.api.infer_types import FIELDS, InferBody
+from coterie.api.body import check, decode
+from coterie.api.infer_types import FIELDS, GrammarItem, InferBody
 from coterie.api.inference import seed_of
+from coterie.api.response_format import response_format_of
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import (
     AUTO,
@@ -26,6 +28,7 @@ from coterie.core.request import (
     RouteHints,
     Sampling,
 )
+from coterie.obs.metrics import Histogram
 from coterie.service.rate import UserRate
 
 _HOLES = re.compile(r"\{(prompt|body)\}")
@@ -52,19 +55,25 @@ class Asked:
     user_id: str | None
     stream: bool
     explain: bool
+    # which field said what the answer must look like
+    format_field: str = "response_format"
 
 
 class Reception:
     """Parses, checks, normalises, and counts the request against its user's rate."""
 
-    def __init__(self, rate: UserRate) -> None:
+    def __init__(self, rate: UserRate, seconds: Histogram) -> None:
+        """`seconds` is told how long each body took."""
         self.rate = rate
+        self.seconds = seconds
 
-    def receive(self, payload: Any, caller: Caller) -> Asked:
-        body = checked(payload)
+    def receive(self, raw: bytes | dict[str, Any], caller: Caller) -> Asked:
+        begun = time.perf_counter()
+        body = checked(decode(raw) if isinstance(raw, bytes) else raw)
         request = _request(body, caller)
+        self.seconds.observe(time.perf_counter() - begun)
         self.rate.take(caller.tenant, body.user_id or "")
-        return Asked(request, body.user_id, body.stream, body.explain)
+        return Asked(request, body.user_id, body.stream, body.explain, _format_field(body))
 
 
 def checked(payload: Any) -> InferBody:
@@ -101,6 +110,12 @@ def _check_together(body: InferBody) -> None:
         )
 
 
+def _format_field(body: InferBody) -> str:
+    if body.regex is not None:
+        return "regex"
+    return "response_format" if body.grammar is None else "grammar"
+
+
 def full_text(body: InferBody) -> str:
     """What the model reads: one pass, so that a `{body}` in the prompt stays what it is."""
     document = body.body or ""
@@ -112,6 +127,7 @@ def full_text(body: InferBody) -> str:
 
 def _request(body: InferBody, caller: Caller) -> InferenceRequest:
     timeout_s = None if body.timeout_ms is None else body.timeout_ms / 1000
+    grammar = body.grammar
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return InferenceRequest(
         id=str(uuid.uuid4()),
@@ -132,7 +148,11 @@ def _request(body: InferBody, caller: Caller) -> InferenceRequest:
             context_size=body.context_size,
         ),
         hints=_hints(body),
-        response_format=None,
+        response_format=response_format_of(
+            body.response_format,
+            grammar.model_dump() if isinstance(grammar, GrammarItem) else grammar,
+            body.regex,
+        ),
         session=body.session_id or caller.session or body.user_id,
         tenant=caller.tenant,
         arrived_at=caller.arrived_at,

@@ -7,7 +7,7 @@ mistyped name would otherwise change an answer in silence.
 from __future__ import annotations
 
 import unicodedata
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -20,6 +20,8 @@ MAX_PROMPT = 500_000
 MAX_BODY = 2_000_000
 MAX_TEMPLATE = 20_000
 MAX_TOKENS = 200_000
+MAX_GRAMMAR = 100_000
+MAX_REGEX = 10_000
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _INT64 = 2**63 - 1
 
@@ -37,6 +39,7 @@ def _trimmed(value: Any) -> Any:
 Template = Annotated[str, Field(max_length=MAX_TEMPLATE), BeforeValidator(_normal)]
 Document = Annotated[str, Field(max_length=MAX_BODY), BeforeValidator(_normal)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]
 Key = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -45,8 +48,8 @@ class GrammarItem(Body):
 
     model_config = ConfigDict(extra="forbid")
 
-    type: str = Field("", max_length=16, description="`lark` or `gbnf`; told apart when left out.")
-    text: str = Field(min_length=1, max_length=100_000)
+    type: Literal["lark", "gbnf"]
+    text: Grammar
 
 
 class InferBody(Body):
@@ -99,8 +102,10 @@ class InferBody(Body):
     response_format: dict[str, Any] | None = Field(
         None, description="OpenAI's: `json_object`, or `json_schema` with a schema."
     )
-    grammar: Annotated[str, Field(min_length=1, max_length=100_000)] | GrammarItem | None = None
-    regex: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
+    grammar: Grammar | GrammarItem | None = Field(
+        None, description="Lark or GBNF; told apart by their first rules where only a text is sent."
+    )
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_REGEX)] | None = None
     session_id: Key | None = Field(None, description="The conversation this belongs to.")
     explain: bool = Field(False, description="Answer with the router's plan too.")
 

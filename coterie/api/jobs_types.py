@@ -1,12 +1,24 @@
-"""What the endpoints of jobs answer, as types for the OpenAPI document. Shapes only."""
+"""What the endpoints of jobs take and answer, as types for the OpenAPI document. Shapes only."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+from coterie.core.job import MAX_PAGE
 from coterie.core.outcome import InferenceResult
+
+Status = Literal["queued", "processing", "succeeded", "failed", "cancelled"]
+
+
+class JobParameters(BaseModel):
+    """Filters of the list."""
+
+    status: Status | None = None
+    user_id: str | None = None
+    limit: int = Field(20, ge=1, le=MAX_PAGE)
+    after: str | None = Field(None, description="A page's `next`.")
 
 
 class JobFault(BaseModel):
@@ -22,7 +34,7 @@ class JobView(BaseModel):
     """Where a job stands. `text` is what there is so far; times are ISO 8601."""
 
     job_id: str
-    status: Literal["queued", "processing", "succeeded", "failed", "cancelled"]
+    status: Status
     submitted_at: str
     started_at: str | None
     finished_at: str | None

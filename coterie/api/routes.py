@@ -21,8 +21,11 @@ from coterie.api.anthropic import AnthropicDialect
 from coterie.api.anthropic_types import CountBody, MessagesBody
 from coterie.api.experts import ExpertEndpoints
 from coterie.api.experts_types import ExpertPatch, InstallBody, LoadLoraBody, UnloadLoraBody
+from coterie.api.feedback import FeedbackBody, FeedbackEndpoints, InferenceQuery
 from coterie.api.infer import InferEndpoints
 from coterie.api.infer_types import InferBody
+from coterie.api.jobs import JobEndpoints
+from coterie.api.jobs_types import DeletedJob, JobList, JobParameters, JobView
 from coterie.api.native import NativeEndpoints
 from coterie.api.native_types import DetokenizeBody, TokenizeBody
 from coterie.api.openai import OpenAIDialect
@@ -34,6 +37,7 @@ Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 # endpoints are only described, never called
 _NOBODY: Any = None
 _GET, _POST, _PROBE = ("GET",), ("POST",), ("GET", "HEAD")
+_DELETE = ("DELETE",)
 _PLAIN = "text/plain"
 
 # what can be refused, by kind of route
@@ -50,6 +54,11 @@ _CHANGE_EXPERTS = (*_FIND_EXPERT, 413)
 _STEERING: Mapping[str, Any] = {
     "x-session-id": {"type": "string", "maxLength": 512},
     "x-deadline-ms": {"type": "number", "minimum": 1, "maximum": 86_400_000},
+}
+_EVENTS = {
+    "started": native_answers.InferStarted,
+    "delta": native_answers.InferDelta,
+    "finished": InferenceResult,
 }
 _PREFER: Mapping[str, Any] = {"Prefer": {"type": "string", "examples": ["respond-async"]}}
 
@@ -80,29 +89,46 @@ class Endpoints:
     native: NativeEndpoints
     experts: ExpertEndpoints
     infer: InferEndpoints
+    jobs: JobEndpoints
+    feedback: FeedbackEndpoints
 
 
 def routes(ends: Endpoints) -> Sequence[RouteRow]:
     return (
-        *_infer_routes(ends.infer),
+        *_infer_routes(ends),
+        *_job_routes(ends.jobs),
         *_vendor_routes(ends),
         *_native_routes(ends.native),
         *_expert_routes(ends.experts),
     )
 
 
-def _infer_routes(infer: InferEndpoints) -> Sequence[RouteRow]:
-    events = {
-        "started": native_answers.InferStarted,
-        "delta": native_answers.InferDelta,
-        "finished": InferenceResult,
-    }
-    replies = Replies(
-        (InferenceResult,), _INFER, events=events, also={202: native_answers.JobSubmission}
-    )
+def _infer_routes(ends: Endpoints) -> Sequence[RouteRow]:
+    answers, infer, feedback = native_answers, ends.infer, ends.feedback
+    replies = Replies((InferenceResult,), _INFER, events=_EVENTS, also={202: answers.JobSubmission})
+    log = Replies((answers.InferenceLog,), (400, 401, 500, 503))
+    judged = Replies((answers.FeedbackAnswer,), (400, 401, 404, 409, 413, 500, 503))
     headers = {**_PREFER, **_STEERING}
     return (
         RouteRow(_POST, "/v1/infer", infer.infer, "native", replies, InferBody, headers=headers),
+        RouteRow(
+            _GET, "/v1/inferences", feedback.list_inferences, "native", log, query=InferenceQuery
+        ),
+        RouteRow(_POST, "/v1/feedback", feedback.give_feedback, "native", judged, FeedbackBody),
+    )
+
+
+def _job_routes(jobs: JobEndpoints) -> Sequence[RouteRow]:
+    one = "/v1/jobs/{job_id}"
+    listed = Replies((JobList,), (400, 401, 500, 503))
+    shown = Replies((JobView,), _FIND)
+    ended = Replies((DeletedJob,), _FIND)
+    events = Replies(refusals=_FIND, events=_EVENTS)
+    return (
+        RouteRow(_GET, "/v1/jobs", jobs.list_jobs, "jobs", listed, query=JobParameters),
+        RouteRow(_GET, one, jobs.get_job, "jobs", shown),
+        RouteRow(_DELETE, one, jobs.delete_job, "jobs", ended),
+        RouteRow(_GET, one + "/events", jobs.job_events, "jobs", events),
     )
 
 
@@ -179,7 +205,7 @@ def _expert_routes(experts: ExpertEndpoints) -> Sequence[RouteRow]:
         RouteRow(_POST, one + "/{action}", act, "experts", acted),
         RouteRow(_GET, one, experts.show_expert, "experts", shown),
         RouteRow(("PATCH",), one, experts.change_expert, "experts", changed, ExpertPatch),
-        RouteRow(("DELETE",), one, experts.delete_expert, "experts", deleted),
+        RouteRow(_DELETE, one, experts.delete_expert, "experts", deleted),
         RouteRow(_POST, "/v1/load_lora_adapter", load, "experts", vllm, LoadLoraBody),
         RouteRow(_POST, "/v1/unload_lora_adapter", unload, "experts", vllm, UnloadLoraBody),
     )  # fmt: skip
@@ -205,7 +231,9 @@ def described() -> Sequence[RouteRow]:
             AnthropicDialect(_NOBODY, 0),
             NativeEndpoints(_NOBODY, 0),
             ExpertEndpoints(_NOBODY, 0, 0),
-            InferEndpoints(_NOBODY, _NOBODY, 0),
+            InferEndpoints(_NOBODY, _NOBODY, _NOBODY, 0),
+            JobEndpoints(_NOBODY),
+            FeedbackEndpoints(_NOBODY, 0),
         )
     )
 

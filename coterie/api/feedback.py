@@ -1,0 +1,69 @@
+"""The log of one's own inferences, and verdicts on them. Translates; `service/records.py` keeps."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from coterie.api.body import Body, parse
+from coterie.api.errors import encode
+from coterie.api.exchange import exchange_of
+from coterie.api.query import Query, query_of
+from coterie.service.record_store import Question
+from coterie.service.records import Records
+
+JSON = "application/json"
+MAX_PAGE = 100
+_VERDICTS = {True: "good", False: "bad"}
+
+
+def _word(value: Any) -> Any:
+    return _VERDICTS[value] if isinstance(value, bool) else value
+
+
+class FeedbackBody(Body):
+    """Whether the answer of one of your jobs was good. One verdict per job."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    job_id: str = Field(min_length=1, max_length=64)
+    verdict: Annotated[
+        Literal["good", "bad"],
+        BeforeValidator(_word, json_schema_input_type=Literal["good", "bad"] | bool),
+    ]
+    comment: str | None = Field(None, max_length=2000)
+
+
+class InferenceQuery(Query):
+    limit: int = Field(20, ge=1, le=MAX_PAGE)
+    after: str | None = Field(None, max_length=64, description="A page's `next`.")
+    expert: str | None = Field(None, max_length=256, description="`name` or `name@version`.")
+    since: float | None = Field(None, ge=0, le=1e11, description="Seconds since 1970.")
+
+
+class FeedbackEndpoints:
+    def __init__(self, records: Records, max_body_bytes: int) -> None:
+        self.records = records
+        self.max_body_bytes = max_body_bytes
+
+    async def list_inferences(self, request: Request) -> Response:
+        """List what was measured of your requests, newest first."""
+        asked = query_of(request, InferenceQuery)
+        tenant = exchange_of(request.scope).tenant
+        page = await self.records.query(
+            Question(tenant, asked.limit, asked.after, asked.expert, asked.since)
+        )
+        following = page.rows[-1].job_id if page.has_more else None
+        body = {"object": "list", "data": page.rows, "has_more": page.has_more, "next": following}
+        return Response(encode(body), media_type=JSON)
+
+    async def give_feedback(self, request: Request) -> Response:
+        """Judge the answer of one of your jobs, once; the router learns from it."""
+        body = await parse(request, FeedbackBody, self.max_body_bytes)
+        tenant = exchange_of(request.scope).tenant
+        good = body.verdict == "good"
+        await self.records.feedback(body.job_id, tenant, good, body.comment or "")
+        return Response(encode({"job_id": body.job_id, "verdict": body.verdict}), media_type=JSON)
