@@ -14,8 +14,10 @@ from collections.abc import Sequence
 
 from coterie.core.outcome import ValidationResult
 from coterie.core.pipeline_settings import ValidatorSettings
-from coterie.service.validate.base import Context
+from coterie.service.validate.base import MAX_CHARACTERS, Context
 from coterie.service.validate.child import Task
+from coterie.service.validate.command import Commands
+from coterie.service.validate.generic import Generic
 from coterie.service.validate.judge import Judge
 from coterie.service.validate.table import SAFE, VALIDATORS, pick
 
@@ -25,10 +27,25 @@ MAX_INLINE_CHARACTERS = 50_000
 
 class Validators:
     def __init__(self, commands: Sequence[ValidatorSettings] = ()) -> None:
+        """Refuses a command whose program is not there."""
         self._judge = Judge()
+        self._commands = Commands(tuple(commands))
 
     async def validate(self, text: str, context: Context) -> ValidationResult | None:
-        return await self._built_in(text, context)
+        """The first fault; where there is none, everybody who looked is named."""
+        result = await self._built_in(text, context)
+        if len(text) > MAX_CHARACTERS or (result is not None and not result.valid):
+            return result
+        results = await self._commands.check(text, context)
+        if not results:
+            return result
+        if not results[-1].valid:
+            return results[-1]
+        # that there is an answer at all needs no mention beside a real check
+        told = [] if result is None or result.validator == Generic.name else [result]
+        everyone = [*told, *results]
+        spent_ms = round(sum(item.duration_ms for item in everyone), 3)
+        return ValidationResult(True, "+".join(item.validator for item in everyone), None, spent_ms)
 
     async def close(self) -> None:
         await self._judge.close()

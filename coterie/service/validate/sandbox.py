@@ -1,0 +1,140 @@
+"""Runs an operator's command on a text, bounded in time, memory, disk, processes and output.
+
+Starts `launch.py`, which builds the walls; the text goes in, a bounded piece of the output comes
+out. No shell, no environment, no descriptor of the server. Knows nothing of answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import coterie
+from coterie.core.errors import CoterieError, Unavailable
+
+MAX_OUTPUT_BYTES = 64 * 1024
+MAX_REPORT_BYTES = 4096
+# beyond the command's own time: what starting and ending may take on a busy machine
+GRACE_S = 15.0
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from coterie.service.validate.launch import main; main()"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    timeout_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a command ended: exit, signal, timeout, memory, disk, output or start, and the number
+    or text that goes with it."""
+
+    how: str
+    detail: Any
+    output: str
+    # network, processes, user, files, calls: those that this system could build
+    walls: tuple[str, ...] = ()
+
+
+async def run(command: Sequence[str], text: str, bounds: Bounds) -> Ran:
+    """Raises when nothing could be run at all, which says nothing about the text."""
+    folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="coterie-check-")
+    try:
+        return await _run(command, text, bounds, folder)
+    except OSError as error:
+        raise Unavailable(f"a command could not be started: {error.strerror}") from error
+    finally:
+        await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+
+
+async def _run(command: Sequence[str], text: str, bounds: Bounds, folder: str) -> Ran:
+    settings = {
+        "command": list(command),
+        "folder": folder,
+        "timeout_s": bounds.timeout_s,
+        "memory_bytes": bounds.memory_bytes,
+        "number": secrets.randbelow(10**8),
+    }
+    root = str(Path(coterie.__file__).resolve().parent.parent)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-S", "-c", _BOOT, root, json.dumps(settings),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={},
+        cwd=folder,
+        start_new_session=True,
+    )  # fmt: skip
+    feeding = asyncio.ensure_future(_feed(process, text.encode("utf-8", "replace")))
+    try:
+        async with asyncio.timeout(bounds.timeout_s + GRACE_S):
+            return await _read(process)
+    except TimeoutError:
+        return Ran("timeout", bounds.timeout_s, "")
+    finally:
+        feeding.cancel()
+        await asyncio.gather(feeding, return_exceptions=True)
+        await asyncio.shield(_end(process))
+
+
+async def _feed(process: asyncio.subprocess.Process, data: bytes) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(data)
+        await process.stdin.drain()
+        process.stdin.close()
+    except (BrokenPipeError, ConnectionResetError):
+        # it need not read to the end
+        return
+
+
+async def _read(process: asyncio.subprocess.Process) -> Ran:
+    assert process.stdout is not None and process.stderr is not None
+    chunks: list[bytes] = []
+    size = 0
+    while chunk := await process.stdout.read(16 * 1024):
+        size += len(chunk)
+        if size > MAX_OUTPUT_BYTES:
+            return Ran("output", MAX_OUTPUT_BYTES, _text(chunks))
+        chunks.append(chunk)
+    report = await process.stderr.read(MAX_REPORT_BYTES)
+    try:
+        told = json.loads(report)
+        how, detail = told["end"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _broken(process, report) from error
+    return Ran(how, detail, _text(chunks), tuple(told["walls"]))
+
+
+def _broken(process: asyncio.subprocess.Process, report: bytes) -> CoterieError:
+    last = report.decode("utf-8", "replace").strip().rpartition("\n")[2]
+    return Unavailable(f"the sandbox could not be set up: {last or process.returncode}")
+
+
+def _text(chunks: Sequence[bytes]) -> str:
+    return b"".join(chunks).decode("utf-8", "replace").strip()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """The watcher takes everything behind the walls with it; its group is what may be left."""
+    if process.returncode is None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            # it ended by itself just now
+            await process.wait()
+    await process.wait()
