@@ -81,13 +81,13 @@ class AsyncExpertClient:
         """Has a prompt answered later; `wait` or `job` tell what came of it."""
         return await self.send(calls.submit(prompt, options))
 
-    async def job(self, job_id: str) -> types.Job:
+    async def job(self, job_id: str) -> types.JobView:
         """Where a job stands: its text so far, its result once it has ended."""
         return await self.send(calls.job(job_id))
 
     async def jobs(
         self, *, status: str | None = None, user_id: str | None = None, page_size: int = 50
-    ) -> AsyncIterator[types.Job]:
+    ) -> AsyncIterator[types.JobView]:
         """Every job, newest first; pages are fetched as they are needed."""
         after = None
         while True:
@@ -102,7 +102,7 @@ class AsyncExpertClient:
         """Cancels a job that has not ended; removes one that has."""
         return await self.send(calls.cancel(job_id))
 
-    async def wait(self, job_id: str, timeout: float | None = None) -> types.Job:
+    async def wait(self, job_id: str, timeout: float | None = None) -> types.JobView:
         """The job once it has ended, well or not. Raises `Timeout` after so many seconds."""
         polls = Polls(timeout)
         while True:

@@ -48,8 +48,8 @@ def submit(prompt: str, options: Mapping[str, Any]) -> Call[types.JobSubmission]
     return Call("POST", "/v1/infer", types.JobSubmission, body, headers=headers)
 
 
-def job(job_id: str) -> Call[types.Job]:
-    return Call("GET", _path("/v1/jobs", job_id), types.Job)
+def job(job_id: str) -> Call[types.JobView]:
+    return Call("GET", _path("/v1/jobs", job_id), types.JobView)
 
 
 def jobs(after: str | None, limit: int, **filters: str | None) -> Call[types.JobList]:

@@ -80,13 +80,13 @@ class ExpertClient:
         """Has a prompt answered later; `wait` or `job` tell what came of it."""
         return self.send(calls.submit(prompt, options))
 
-    def job(self, job_id: str) -> types.Job:
+    def job(self, job_id: str) -> types.JobView:
         """Where a job stands: its text so far, its result once it has ended."""
         return self.send(calls.job(job_id))
 
     def jobs(
         self, *, status: str | None = None, user_id: str | None = None, page_size: int = 50
-    ) -> Iterator[types.Job]:
+    ) -> Iterator[types.JobView]:
         """Every job, newest first; pages are fetched as they are needed."""
         after = None
         while True:
@@ -100,7 +100,7 @@ class ExpertClient:
         """Cancels a job that has not ended; removes one that has."""
         return self.send(calls.cancel(job_id))
 
-    def wait(self, job_id: str, timeout: float | None = None) -> types.Job:
+    def wait(self, job_id: str, timeout: float | None = None) -> types.JobView:
         """The job once it has ended, well or not. Raises `Timeout` after so many seconds."""
         polls = Polls(timeout)
         while True:

@@ -30,9 +30,10 @@ def decode_answer(call: Call[T], status: int, body: bytes) -> T:
 def decode(kind: type[T], data: Any) -> T:
     if not isinstance(data, dict):
         raise UnexpectedAnswer(f"the server answered {type(data).__name__} where JSON is expected")
-    hints = _hints(kind)
+    described: Any = kind
+    hints = _hints(described)
     given: dict[str, Any] = {}
-    for field in fields(kind):  # type: ignore[arg-type]
+    for field in fields(described):
         if field.name in data:
             given[field.name] = _value(hints[field.name], data[field.name])
         elif field.default is MISSING:

@@ -41,6 +41,22 @@ class DeletedExpert:
 
 
 @dataclass(frozen=True)
+class DeletedJob:
+    """`deleted` is false for a job that was cancelled: it can still be asked for."""
+
+    job_id: str
+    status: Literal["queued", "processing", "succeeded", "failed", "cancelled"]
+    submitted_at: str
+    started_at: str | None
+    finished_at: str | None
+    user_id: str | None
+    text: str
+    result: InferenceResult | None
+    error: JobFault | None
+    deleted: bool
+
+
+@dataclass(frozen=True)
 class Expert:
     """One installed version of an expert."""
 
@@ -87,6 +103,22 @@ class ExpertPlan:
 
 
 @dataclass(frozen=True)
+class FeedbackAnswer:
+    """A verdict that was counted."""
+
+    job_id: str
+    verdict: Literal["good", "bad"]
+
+
+class FeedbackBody(TypedDict, total=False):
+    """Whether the answer of one of your jobs was good. One verdict per job."""
+
+    job_id: Required[str]
+    verdict: Required[Literal["good", "bad"] | bool]
+    comment: str | None
+
+
+@dataclass(frozen=True)
 class GenerationParams:
     """The sampling values that the request ran with."""
 
@@ -101,8 +133,7 @@ class GenerationParams:
 class GrammarItem(TypedDict, total=False):
     """A grammar's text and the language it is written in."""
 
-    # `lark` or `gbnf`; told apart when left out.
-    type: str
+    type: Required[Literal["lark", "gbnf"]]
     text: Required[str]
 
 
@@ -138,6 +169,7 @@ class InferOptions(TypedDict, total=False):
     stop: str | list[str] | None
     # OpenAI's: `json_object`, or `json_schema` with a schema.
     response_format: dict[str, Any] | None
+    # Lark or GBNF; told apart by their first rules where only a text is sent.
     grammar: str | GrammarItem | None
     regex: str | None
     # The conversation this belongs to.
@@ -164,6 +196,16 @@ class InferStarted:
     task_type: str
     degraded: list[str]
     plan: ExpertPlan | None = None
+
+
+@dataclass(frozen=True)
+class InferenceLog:
+    """One page of the log, newest first."""
+
+    object: Literal["list"]
+    data: list[InferenceMetrics]
+    has_more: bool
+    next: str | None
 
 
 @dataclass(frozen=True)
@@ -225,6 +267,26 @@ class InstallOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
+class JobFault:
+    """Why a job failed, as it would have been answered at once."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+@dataclass(frozen=True)
+class JobList:
+    """One page, newest first; `next` is what to send as `after`."""
+
+    object: Literal["list"]
+    data: list[JobView]
+    has_more: bool
+    next: str | None
+
+
+@dataclass(frozen=True)
 class JobSubmission:
     """A request that is answered later."""
 
@@ -232,6 +294,21 @@ class JobSubmission:
     status: Literal["queued", "processing"]
     submitted_at: str
     estimated_wait_ms: float | None
+
+
+@dataclass(frozen=True)
+class JobView:
+    """Where a job stands. `text` is what there is so far; times are ISO 8601."""
+
+    job_id: str
+    status: Literal["queued", "processing", "succeeded", "failed", "cancelled"]
+    submitted_at: str
+    started_at: str | None
+    finished_at: str | None
+    user_id: str | None
+    text: str
+    result: InferenceResult | None
+    error: JobFault | None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,20 @@ export interface DeletedExpert {
   deleted: boolean;
 }
 
+/** `deleted` is false for a job that was cancelled: it can still be asked for. */
+export interface DeletedJob {
+  jobId: string;
+  status: "queued" | "processing" | "succeeded" | "failed" | "cancelled";
+  submittedAt: string;
+  startedAt: string | null;
+  finishedAt: string | null;
+  userId: string | null;
+  text: string;
+  result: InferenceResult | null;
+  error: JobFault | null;
+  deleted: boolean;
+}
+
 /** One installed version of an expert. */
 export interface Expert {
   id: string;
@@ -66,6 +80,19 @@ export interface ExpertPlan {
   reasoningTrace: RouteTrace | null;
 }
 
+/** A verdict that was counted. */
+export interface FeedbackAnswer {
+  jobId: string;
+  verdict: "good" | "bad";
+}
+
+/** Whether the answer of one of your jobs was good. One verdict per job. */
+export interface FeedbackBody {
+  jobId: string;
+  verdict: "good" | "bad" | boolean;
+  comment?: string | null;
+}
+
 /** The sampling values that the request ran with. */
 export interface GenerationParams {
   temperature: number | null;
@@ -78,8 +105,7 @@ export interface GenerationParams {
 
 /** A grammar's text and the language it is written in. */
 export interface GrammarItem {
-  /** `lark` or `gbnf`; told apart when left out. */
-  type?: string;
+  type: "lark" | "gbnf";
   text: string;
 }
 
@@ -117,6 +143,7 @@ export interface InferBody {
   stop?: string | string[] | null;
   /** OpenAI's: `json_object`, or `json_schema` with a schema. */
   responseFormat?: Record<string, unknown> | null;
+  /** Lark or GBNF; told apart by their first rules where only a text is sent. */
   grammar?: string | GrammarItem | null;
   regex?: string | null;
   /** The conversation this belongs to. */
@@ -139,6 +166,14 @@ export interface InferStarted {
   taskType: string;
   degraded: string[];
   plan?: ExpertPlan | null;
+}
+
+/** One page of the log, newest first. */
+export interface InferenceLog {
+  object: "list";
+  data: InferenceMetrics[];
+  hasMore: boolean;
+  next: string | null;
 }
 
 /**
@@ -197,12 +232,41 @@ export interface InstallBody {
   base?: string | null;
 }
 
+/** Why a job failed, as it would have been answered at once. */
+export interface JobFault {
+  message: string;
+  type: string;
+  param: string | null;
+  code: string | null;
+}
+
+/** One page, newest first; `next` is what to send as `after`. */
+export interface JobList {
+  object: "list";
+  data: JobView[];
+  hasMore: boolean;
+  next: string | null;
+}
+
 /** A request that is answered later. */
 export interface JobSubmission {
   jobId: string;
   status: "queued" | "processing";
   submittedAt: string;
   estimatedWaitMs: number | null;
+}
+
+/** Where a job stands. `text` is what there is so far; times are ISO 8601. */
+export interface JobView {
+  jobId: string;
+  status: "queued" | "processing" | "succeeded" | "failed" | "cancelled";
+  submittedAt: string;
+  startedAt: string | null;
+  finishedAt: string | null;
+  userId: string | null;
+  text: string;
+  result: InferenceResult | null;
+  error: JobFault | null;
 }
 
 export interface ListedExpert {
@@ -267,19 +331,26 @@ export const SHAPES: Readonly<Record<string, Readonly<Record<string, string>>>> 
   AdapterChoice: {},
   Candidate: {},
   DeletedExpert: {},
+  DeletedJob: { result: "InferenceResult", error: "JobFault" },
   Expert: {},
   ExpertList: { data: "ListedExpert" },
   ExpertPatch: {},
   ExpertPlan: { experts: "AdapterChoice", generation_params: "GenerationParams", reasoning_trace: "RouteTrace" },
+  FeedbackAnswer: {},
+  FeedbackBody: {},
   GenerationParams: {},
   GrammarItem: {},
   InferBody: { grammar: "GrammarItem" },
   InferDelta: {},
   InferStarted: { plan: "ExpertPlan" },
+  InferenceLog: { data: "InferenceMetrics" },
   InferenceMetrics: {},
   InferenceResult: { validation: "ValidationResult", metrics: "InferenceMetrics", plan: "ExpertPlan" },
   InstallBody: {},
+  JobFault: {},
+  JobList: { data: "JobView" },
   JobSubmission: {},
+  JobView: { result: "InferenceResult", error: "JobFault" },
   ListedExpert: {},
   RouteTrace: { candidates: "Candidate" },
   ShownExpert: { versions: "Expert" },
