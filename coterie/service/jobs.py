@@ -192,7 +192,8 @@ class JobService:
         # each place is free again after a run
         rounds = max(0, ahead + 1 - places) / places
         held_s = max(0.0, self._not_before - time.monotonic())
-        return round(1000 * (held_s + rounds * self._run_s), 1)
+        engine_s = self._answers.expected_wait_s()
+        return round(1000 * (held_s + rounds * self._run_s + engine_s), 1)
 
     def _push(self, entry: Waiting) -> None:
         self._queue.push(entry)

@@ -10,19 +10,20 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
 
-from coterie.core.errors import CoterieError, InternalError, Overloaded, Unavailable
+from coterie.core.errors import CoterieError, InternalError, NotFound, Overloaded, Unavailable
 from coterie.core.events import Delta, Event
 from coterie.core.job import FAILED, SUCCEEDED, JobError, JobSpec
-from coterie.core.plan import RoutePlan
-from coterie.core.request import InferenceRequest, RouteHints, Sampling
+from coterie.core.plan import RoutePlan, stack_key
+from coterie.core.request import AdapterHint, InferenceRequest, RouteHints, Sampling
 from coterie.obs.trace import log
 from coterie.service.answer import AnswerBuilder
-from coterie.service.deadline import until_deadline
-from coterie.service.jobs_codec import decode_spec, encode_plan, encode_result
+from coterie.service.deadline import Events, until_deadline
+from coterie.service.jobs_codec import decode_plan, decode_spec, encode_plan, encode_result
 from coterie.service.jobs_live import LiveJob
 from coterie.service.jobs_store import RETRY_S, JobStore
 from coterie.service.jobs_tables import Ending
@@ -34,6 +35,7 @@ class Answers(Protocol):
     """The part of `service.pipeline.Pipeline` that jobs use."""
 
     def resolve(self, hints: RouteHints) -> str: ...
+    def expected_wait_s(self) -> float: ...
     def handle(
         self,
         request: InferenceRequest,
@@ -69,7 +71,7 @@ class JobRun:
             return None
         try:
             spec = decode_spec(stored[0], time.monotonic())
-            return await self._answer(spec)
+            return await self._answer(spec, None if stored[1] is None else decode_plan(stored[1]))
         except NOT_NOW:
             raise
         except msgspec.MsgspecError as error:
@@ -83,14 +85,12 @@ class JobRun:
                 InternalError("the server failed to answer; the log has the job id")
             )
 
-    async def _answer(self, spec: JobSpec) -> Ending | None:
-        told: list[RoutePlan] = []
-        request = spec.request
-        events = until_deadline(self._answers.handle(request, spec.vendor, told.append), request)
+    async def _answer(self, spec: JobSpec, stored: RoutePlan | None) -> Ending | None:
+        plan, events = await self._events(spec, stored)
         async with aclosing(events):
-            builder = AnswerBuilder(self._id, told[0], explain=spec.explain)
+            builder = AnswerBuilder(self._id, plan, explain=spec.explain)
             async for event in events:
-                if not self._begun and not await self._begin(builder.plan):
+                if not self._begun and not await self._begin(plan):
                     return None
                 builder.take(event)
                 if isinstance(event, Delta) and event.choice == 0:
@@ -98,6 +98,23 @@ class JobRun:
                     self._length += len(event.text)
         result = builder.result()
         return Ending(SUCCEEDED, time.time(), result=encode_result(result))
+
+    async def _events(self, spec: JobSpec, stored: RoutePlan | None) -> tuple[RoutePlan, Events]:
+        """A run that is repeated goes by the plan of the first one: what was installed or learnt
+        meanwhile does not change its answer."""
+        request, plans = spec.request, list[RoutePlan]()
+        if stored is not None:
+            request = replace(request, sampling=replace(stored.sampling, constraint=None))
+        events = self._answers.handle(request, spec.vendor, plans.append)
+        if stored is not None and _who(plans[0]) != _who(stored):
+            await events.aclose()
+            try:
+                request = pinned(request, stored)
+                events = self._answers.handle(request, spec.vendor, plans.append)
+            except NotFound:
+                # what it ran on is gone: it is answered as if it came now
+                events = self._answers.handle(spec.request, spec.vendor, plans.append)
+        return plans[-1], until_deadline(events, request)
 
     async def _begin(self, plan: RoutePlan) -> bool:
         """Before any of its text is seen: a run after a crash goes by the same plan."""
@@ -120,3 +137,14 @@ class JobRun:
             except Unavailable as error:
                 log("job_not_written", level="warning", request_id=self._id, reason=error.message)
                 await asyncio.sleep(error.retry_after_s or RETRY_S)
+
+
+def pinned(request: InferenceRequest, plan: RoutePlan) -> InferenceRequest:
+    """Asks for exactly what `plan` chose, by name and version."""
+    adapters = tuple(AdapterHint(item.name, item.weight) for item in plan.adapters)
+    hints = replace(request.hints, model=plan.specialist, adapters=adapters, exclude=())
+    return replace(request, hints=hints)
+
+
+def _who(plan: RoutePlan) -> tuple[str, str]:
+    return plan.specialist, stack_key(plan.adapters)
