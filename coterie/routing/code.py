@@ -22,38 +22,47 @@ _NAMED = {
 _IN_COMPANY = re.compile(
     r"\b(?:in|using|with|a|an)\s+(go|c|r)\b(?=\s*(?:[,.:;?!)]|$|program|func|code|script))"
 )
-_COMPANY = {"go": "go", "c": "c", "r": "r"}
 _FENCE = re.compile(r"```[ \t]*([\w+#.-]{0,20})")
-# (language, what only its sources look like), tried in order
+# (language, words without which its pattern cannot hold, what only its sources look like)
 _LOOKS = (
-    ("python", re.compile(r"^\s*(?:def \w+\(|class \w+.*:|import \w+$|from [\w.]+ import )", re.M)),
-    ("rust", re.compile(r"\bfn \w+\s*[<(]|\blet mut \w+|\bimpl(?:<.*>)? \w+")),
-    ("go", re.compile(r"^func (?:\(\w+ \*?\w+\) )?\w+\(|^package \w+$", re.M)),
-    ("cpp", re.compile(r"^\s*#include\s*<\w+>|std::\w+", re.M)),
-    ("c", re.compile(r"^\s*#include\s*[<\"]\w+\.h[>\"]|\bint main\(", re.M)),
-    ("java", re.compile(r"\bpublic (?:static |final )*(?:class|void|int|String) \w+")),
-    ("typescript", re.compile(r"\binterface \w+ \{|:\s*(?:string|number|boolean)\s*[;,)=]")),
-    ("javascript", re.compile(r"\bfunction \w*\(|\b(?:const|let|var) \w+\s*=|=>\s*[{(]")),
-    ("sql", re.compile(r"\b(?:SELECT\s[^;]{1,200}?\sFROM|INSERT INTO|CREATE TABLE)\s", re.I)),
-    ("html", re.compile(r"</(?:div|html|body|p|span|a|table)>|<!DOCTYPE", re.I)),
-    ("bash", re.compile(r"^#!/bin/(?:ba)?sh|^\s*\$ \w+", re.M)),
+    ("python", ("def ", "class ", "import "),
+     re.compile(r"^[ \t]*(?:def \w+\(|class \w+[^\n]*:|import \w+$|from [\w.]+ import )", re.M)),
+    ("rust", ("fn ", "let mut ", "impl"),
+     re.compile(r"\bfn \w+\s*[<(]|\blet mut \w+|\bimpl(?:<[^>\n]*>)? \w+[^\n]*\{")),
+    ("go", ("func ", "package "),
+     re.compile(r"^func (?:\(\w+ \*?\w+\) )?\w+\(|^package \w+$", re.M)),
+    ("cpp", ("#include", "std::"), re.compile(r"^[ \t]*#include\s*<\w+>|std::\w+", re.M)),
+    ("c", ("#include", "int main("),
+     re.compile(r"^[ \t]*#include\s*[<\"]\w+\.h[>\"]|\bint main\(", re.M)),
+    ("java", ("public ",),
+     re.compile(r"\bpublic (?:static |final )*(?:class|void|int|String) \w+")),
+    ("typescript", ("interface ", ": string", ": number", ": boolean"),
+     re.compile(r"\binterface \w+ \{|:\s*(?:string|number|boolean)\s*[;,)=]")),
+    ("javascript", ("function ", "function(", "const ", "let ", "var ", "=>"),
+     re.compile(r"\bfunction \w*\(|\bfunction\(|\b(?:const|let|var) \w+\s*=|=>\s*[{(]")),
+    ("html", ("</", "<!"),
+     re.compile(r"</(?:div|html|body|p|span|a|table|ul|h1)>|<!DOCTYPE", re.I)),
+    ("bash", ("#!/bin/",), re.compile(r"^#!/bin/(?:ba)?sh", re.M)),
 )  # fmt: skip
-# without one of these no pattern above can hold
-_MARKS = re.compile(r"[(<{=$#]|\bSELECT\b|\bINSERT\b|\bUPDATE\b|\bimport\b|\bpackage\b", re.I)
+# of the text in lower case: people write it in both
+_SQL = re.compile(
+    r"\bselect\s[^;]{1,200}?\sfrom\s+\w+\s*(?:;|$|where|join|group|order|limit|inner|left)"
+    r"|\binsert into \w+\s*(?:\(|values|select)|\bcreate table \w+\s*\(|\bupdate \w+ set \w+\s*="
+)
+_PLAIN_FENCES = ("text", "txt", "json", "md", "markdown", "csv")
 
 
-def code_in(text: str) -> tuple[bool, str]:
+def code_in(text: str, lowered: str) -> tuple[bool, str]:
     """(whether there is code, its language or "")."""
-    fence = _FENCE.search(text)
+    fence = _FENCE.search(text) if "```" in text else None
     if fence is not None:
         said = fence.group(1).lower()
-        return said not in ("text", "txt", "json", "md", "markdown"), _NAMED.get(said, said)
-    if _MARKS.search(text) is None:
-        return False, ""
-    for name, look in _LOOKS:
-        if look.search(text) is not None:
+        return said not in _PLAIN_FENCES, "" if said in _PLAIN_FENCES else _NAMED.get(said, said)
+    for name, needed, look in _LOOKS:
+        if any(word in text for word in needed) and look.search(text) is not None:
             return True, name
-    return False, ""
+    found = any(w in lowered for w in ("select", "insert", "create table", "update"))
+    return (True, "sql") if found and _SQL.search(lowered) is not None else (False, "")
 
 
 def language_named(words: Collection[str], text: str) -> str:
@@ -62,4 +71,4 @@ def language_named(words: Collection[str], text: str) -> str:
         if word in _NAMED:
             return _NAMED[word]
     found = _IN_COMPANY.search(text)
-    return "" if found is None else _COMPANY[found.group(1)]
+    return "" if found is None else found.group(1)

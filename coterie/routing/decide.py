@@ -6,15 +6,15 @@ A function of its arguments alone: the same matches, outcomes and wishes give th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coterie.core.adapters import MAX_STACK, AdapterProfile
+from coterie.core.adapters import MAX_STACK, AdapterCard, AdapterProfile
 from coterie.core.route_trace import Candidate
 from coterie.routing.features import Features
 from coterie.routing.protocols import Match
 from coterie.routing.rules import compiled
-from coterie.routing.score import Scorer, Worth
+from coterie.routing.score import Scorer
 from coterie.routing.stack import (
     Lookup,
     called,
@@ -45,8 +45,10 @@ class Wish:
 class House:
     """What is installed, and which specialists an adapter fits, the preferred one first."""
 
+    # what every name means now, without aliases
+    current: Mapping[str, AdapterProfile]
     find: Lookup
-    fits: Callable[[AdapterProfile], Sequence[str]]
+    fits: Callable[[AdapterCard], Sequence[str]]
 
 
 @dataclass(slots=True)
@@ -54,9 +56,13 @@ class _Seen:
     """A candidate under judgement."""
 
     profile: AdapterProfile
-    worth: Worth
+    similarity: float
+    success: float
+    memory: float
+    score: float
     probability: float
-    why: str = ""
+    why: str = BELOW
+    chosen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,49 +81,54 @@ class Decision:
 def decide(
     matches: Sequence[Match], features: Features, wish: Wish, house: House, scorer: Scorer
 ) -> Decision:
-    seen = [item for match in matches if (item := _seen(match, house, scorer)) is not None]
-    for item in seen:
-        item.why = _bar(item, features, wish, house)
-    allowed = [item for item in seen if not item.why]
-    likely = sorted((s for s in allowed if s.probability >= wish.threshold), key=_rank)
-    for item in allowed:
-        item.why = BELOW
-    stack = _Stack(wish, house, {item.profile.card.digest: item for item in seen}, scorer)
-    for item in likely:
+    seen: list[_Seen] = []
+    likely: list[_Seen] = []
+    best = 0.0
+    for match in matches:
+        # a matcher may be older than the catalog: what counts is what a name means now
+        profile = house.current.get(match.profile.card.name)
+        if profile is None:
+            continue
+        item = _Seen(
+            profile,
+            match.similarity,
+            *scorer.worth(profile, match.similarity),
+            match.probability,
+        )
+        seen.append(item)
+        bar = _bar(profile, features, wish, house)
+        if bar:
+            item.why = bar
+            continue
+        best = max(best, match.probability)
+        if match.probability >= wish.threshold:
+            likely.append(item)
+    stack = _Stack(wish, house, seen, scorer)
+    for item in sorted(likely, key=_rank):
         item.why = stack.offer(item)
     primary = stack.primary
-    best = max((item.probability for item in allowed), default=0.0)
-    everyone = sorted([*seen, *stack.pulled_in], key=_rank)
     return Decision(
         chosen=stack.ordered(),
         primary=None if primary is None else primary.profile,
         specialist=stack.specialist,
         confidence=1.0 - best if primary is None else primary.probability,
-        candidates=tuple(_told(item, stack) for item in everyone),
+        candidates=tuple(_told(item) for item in sorted(seen, key=_rank)),
     )
 
 
-def _seen(match: Match, house: House, scorer: Scorer) -> _Seen | None:
-    """A matcher may be older than the catalog: what counts is what a name means now."""
-    profile = house.find(match.profile.card.name)
-    if profile is None or profile.card.name != match.profile.card.name:
-        return None
-    return _Seen(profile, scorer.worth(profile, match.similarity), match.probability)
-
-
-def _bar(item: _Seen, features: Features, wish: Wish, house: House) -> str:
-    if any(means(name, item.profile) for name in wish.exclude):
+def _bar(profile: AdapterProfile, features: Features, wish: Wish, house: House) -> str:
+    if wish.exclude and any(means(name, profile) for name in wish.exclude):
         return "excluded"
-    if not house.fits(item.profile):
+    if not house.fits(profile.card):
         return "made for another base model"
-    rule = compiled(item.profile.router_hint)
+    rule = compiled(profile.router_hint) if profile.router_hint else None
     if rule is not None and not rule(features):
         return "its router_hint does not hold"
     return ""
 
 
 def _rank(item: _Seen) -> tuple[float, str]:
-    return -item.worth.score, item.profile.card.name
+    return -item.score, item.profile.card.name
 
 
 @dataclass(slots=True)
@@ -126,21 +137,21 @@ class _Stack:
 
     wish: Wish
     house: House
-    seen: dict[str, _Seen]
+    # everyone that was looked at; what is pulled in joins them
+    seen: list[_Seen]
     scorer: Scorer
     primary: _Seen | None = None
     specialist: str | None = None
     members: list[_Seen] = field(default_factory=list)
-    pulled_in: list[_Seen] = field(default_factory=list)
     # chosen for themselves
     count: int = 0
 
     def offer(self, item: _Seen) -> str:
         """Takes it, with what it requires, or says why not."""
-        profiles = [member.profile for member in self.members]
-        if any(p.card.digest == item.profile.card.digest for p in profiles):
+        if item.chosen:
             # already there for another's sake, which it says
             return item.why
+        profiles = [member.profile for member in self.members]
         if self.count >= self.wish.max_chosen:
             return f"beyond the limit of {self.wish.max_chosen}"
         rival = conflict(item.profile, profiles)
@@ -170,10 +181,10 @@ class _Stack:
         if short is not None:
             return f"{short.card.name} takes at most {short.max_chain} together", None
         if self.specialist is not None:
-            able = all(self.specialist in self.house.fits(profile) for profile in whole)
+            able = all(self.specialist in self.house.fits(profile.card) for profile in whole)
             return ("" if able else "made for another base model"), self.specialist
-        for name in self.house.fits(whole[0]):
-            if all(name in self.house.fits(profile) for profile in whole):
+        for name in self.house.fits(whole[0].card):
+            if all(name in self.house.fits(profile.card) for profile in whole):
                 return "", name
         return "what it requires was made for another base model", None
 
@@ -181,30 +192,35 @@ class _Stack:
         self.primary = self.primary or item
         self.specialist = specialist
         self.count += 1
-        self.members.append(item)
+        self._join(item)
+        known = {other.profile.card.digest: other for other in self.seen} if needed else {}
         for profile in needed:
-            known = self.seen.get(profile.card.digest)
-            if known is None:
-                known = _Seen(profile, self.scorer.worth(profile, 0.0), 0.0)
-                self.pulled_in.append(known)
-            known.why = f"required by {item.profile.card.name}"
-            self.members.append(known)
+            other = known.get(profile.card.digest)
+            if other is None:
+                other = _Seen(profile, 0.0, *self.scorer.worth(profile, 0.0), 0.0)
+                self.seen.append(other)
+            other.why = f"required by {item.profile.card.name}"
+            self._join(other)
+
+    def _join(self, item: _Seen) -> None:
+        item.chosen = True
+        self.members.append(item)
 
     def ordered(self) -> tuple[AdapterProfile, ...]:
         members = sorted(self.members, key=lambda m: (m.profile.load_order, *_rank(m)))
         return tuple(member.profile for member in members)
 
 
-def _told(item: _Seen, stack: _Stack) -> Candidate:
-    worth = item.worth
+def _told(item: _Seen) -> Candidate:
+    profile = item.profile
     return Candidate(
-        name=called(item.profile),
-        digest=item.profile.card.digest,
-        similarity=worth.similarity,
-        success=worth.success,
-        memory=worth.memory,
-        score=worth.score,
-        probability=item.probability,
-        chosen=any(member is item for member in stack.members),
-        why=item.why,
+        called(profile),
+        profile.card.digest,
+        item.similarity,
+        item.success,
+        item.memory,
+        item.score,
+        item.probability,
+        item.chosen,
+        item.why,
     )

@@ -19,6 +19,9 @@ from coterie.routing.tasks import intent_of, task_type_of
 HEAD_CHARS = 1_200
 TAIL_CHARS = 400
 DOCUMENT_CHARS = 800
+# an instruction is short: where it is sought at either end
+WISH_HEAD_CHARS = 300
+WISH_TAIL_CHARS = 200
 _WORD = re.compile(r"[^\W_][\w'+#-]*")
 _JSON = re.compile(r"\{\s*\"[^\"\n]{0,80}\"\s*:|\[\s*\{|\{\s*\}")
 
@@ -68,18 +71,20 @@ def extract(instruction: str, document: str = "") -> Features:
     words = _WORD.findall(lowered)
     whole = routed_text(instruction, document)
     lowered_whole = whole.lower() if document else lowered
-    every = frozenset(_WORD.findall(lowered_whole) if document else words)
+    spoken = frozenset(words)
+    every = frozenset(_WORD.findall(lowered_whole)) if document else spoken
     clock.lap("words")
-    language = detect(wish, set(words))
+    language = detect(wish, spoken)
     clock.lap("language")
     has_json = "json" in every or _JSON.search(whole) is not None
     clock.lap("has_json")
-    has_code, code_language = code_in(whole)
-    code_language = code_language or language_named(words, lowered)
+    has_code, code_language = code_in(whole, lowered_whole)
+    asked = _ends(lowered, WISH_HEAD_CHARS, WISH_TAIL_CHARS)
+    code_language = code_language or language_named(words, asked)
     clock.lap("has_code")
     intent = intent_of(words)
     clock.lap("intent")
-    task_type = task_type_of(lowered, intent)
+    task_type = task_type_of(asked, intent, spoken, has_code or bool(code_language))
     clock.lap("task_type")
     return Features(
         task_type=task_type,
@@ -96,10 +101,10 @@ def extract(instruction: str, document: str = "") -> Features:
     )
 
 
-def _ends(text: str) -> str:
-    if len(text) <= HEAD_CHARS + TAIL_CHARS:
+def _ends(text: str, head: int = HEAD_CHARS, tail: int = TAIL_CHARS) -> str:
+    if len(text) <= head + tail:
         return text
-    return f"{text[:HEAD_CHARS]}\n{text[-TAIL_CHARS:]}"
+    return f"{text[:head]}\n{text[-tail:]}"
 
 
 class _Clock:

@@ -7,8 +7,7 @@ further: the caller bounds the text.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Collection
+from collections.abc import Set
 
 UNKNOWN = "und"
 
@@ -32,7 +31,8 @@ _TELLING = {
 }
 _SMALL_WORDS = {
     "en": "the of and to is in that for with this are what how a an it you i on be from as my have "
-    "do can write make which was by or not give your please me does",
+    "do can write make which was by or not no give your please me does out at if into there when "
+    "explain list find using about should would could they we he she his her its has",
     "de": "der die das und ist nicht ein eine ich zu mit den von für auf wie was im des sich dem "
     "es auch sind wird bitte kann mir als aus einen schreibe",
     "fr": "le la les des est et une un pour que qui dans je vous pas en du au ce sur avec quel "
@@ -57,19 +57,27 @@ _SMALL_WORDS = {
     "vi": "và là của có không một cho được trong với này những tôi như thế nào viết hãy bạn",
     "id": "dan yang di ini itu untuk dengan tidak adalah dari apa bagaimana saya ke pada tulis",
 }
-# how much a word says: the fewer languages have it, the more
-_VOTES: dict[str, tuple[tuple[str, float], ...]] = {}
-for _name, _words in _SMALL_WORDS.items():
-    for _word in _words.split():
-        _VOTES[_word] = (*_VOTES.get(_word, ()), (_name, 1.0))
-_VOTES = {
-    word: tuple((name, 1.0 / len(votes)) for name, _ in votes) for word, votes in _VOTES.items()
-}
+_ORDER = tuple(_SMALL_WORDS)
+
+
+def _votes() -> dict[str, tuple[tuple[int, float], ...]]:
+    """Word -> (language's number, how much the word says: the fewer have it, the more)."""
+    having: dict[str, list[int]] = {}
+    for number, name in enumerate(_ORDER):
+        for word in _SMALL_WORDS[name].split():
+            having.setdefault(word, []).append(number)
+    return {
+        word: tuple((number, 1.0 / len(numbers)) for number in numbers)
+        for word, numbers in having.items()
+    }
+
+
+_VOTES = _votes()
 # a Latin text with a few foreign letters is still one
 _MIN_SHARE = 0.3
 
 
-def detect(text: str, words: Collection[str]) -> str:
+def detect(text: str, words: Set[str]) -> str:
     """`words` are the text's own, in lower case."""
     if not text.isascii() and (found := _by_script(text)):
         return found
@@ -87,10 +95,11 @@ def _by_script(text: str) -> str:
     return ""
 
 
-def _by_words(words: Collection[str]) -> str:
-    votes: Counter[str] = Counter()
-    for word in words:
-        for name, weight in _VOTES.get(word, ()):
-            votes[name] += weight  # type: ignore[assignment]
+def _by_words(words: Set[str]) -> str:
+    votes = [0.0] * len(_ORDER)
+    for word in _VOTES.keys() & words:
+        for number, weight in _VOTES[word]:
+            votes[number] += weight
+    most = max(votes)
     # equal votes go to the language that the table has first
-    return max(votes, key=lambda name: votes[name]) if votes else UNKNOWN
+    return _ORDER[votes.index(most)] if most else UNKNOWN

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
@@ -54,6 +54,9 @@ class Catalog(Protocol):
     def profile(self, card: AdapterCard) -> AdapterProfile:
         """What its package says; of a package that says nothing, the card alone."""
 
+    def current_profiles(self) -> Mapping[str, AdapterProfile]:
+        """What every name means now, without aliases."""
+
     def matcher(self) -> Matcher | None:
         """Of what is installed, None while it is being built."""
 
@@ -72,6 +75,9 @@ class NoAdapters:
 
     def profile(self, card: AdapterCard) -> AdapterProfile:
         return AdapterProfile(card)
+
+    def current_profiles(self) -> Mapping[str, AdapterProfile]:
+        return {}
 
     def matcher(self) -> Matcher | None:
         return None

@@ -145,7 +145,7 @@ class Router:
         return Wish(threshold, hints.max_adapters, hints.max_adapters, exclude)
 
     def _house(self) -> House:
-        return House(self._names.find, lambda profile: self._names.fits(profile.card))
+        return House(self._catalog.current_profiles(), self._names.find, self._names.fits)
 
     def _scorer(self) -> Scorer:
         room = self._names.specialists[self._names.default].adapter_bytes

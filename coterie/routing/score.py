@@ -7,8 +7,6 @@ Pure arithmetic over values; decides nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from coterie.core.adapters import AdapterProfile
 from coterie.core.pipeline_settings import RoutingSettings
 from coterie.routing.protocols import Outcomes
@@ -17,16 +15,6 @@ from coterie.routing.protocols import Outcomes
 PRIOR_VERDICTS = 20
 # between an author's priority of 0 and of 1
 PRIORITY_SPAN = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Worth:
-    """The three terms, each 0 to 1, and their weighted sum."""
-
-    similarity: float
-    success: float
-    memory: float
-    score: float
 
 
 class Scorer:
@@ -39,18 +27,20 @@ class Scorer:
         self._settings, self._outcomes = settings, outcomes
         self._usual, self._budget = usual_quality, budget_bytes
 
-    def worth(self, profile: AdapterProfile, similarity: float) -> Worth:
+    def worth(self, profile: AdapterProfile, similarity: float) -> tuple[float, float, float]:
+        """(success, memory, score)."""
+        settings, card = self._settings, profile.card
         prior = self._usual if profile.quality is None else profile.quality
-        valid, judged = self._outcomes.rate(profile.card.digest)
+        valid, judged = self._outcomes.rate(card.digest)
         success = smoothed(valid, judged, prior)
-        memory = room_left(profile.card.nbytes, self._budget)
+        memory = room_left(card.nbytes, self._budget)
         score = (
-            self._settings.similarity_weight * similarity
-            + self._settings.success_weight * success
-            + self._settings.memory_weight * memory
+            settings.similarity_weight * similarity
+            + settings.success_weight * success
+            + settings.memory_weight * memory
             + PRIORITY_SPAN * (profile.priority - 0.5)
         )
-        return Worth(similarity, success, memory, score)
+        return success, memory, score
 
 
 def smoothed(valid: int, judged: int, prior: float) -> float:
@@ -61,6 +51,6 @@ def smoothed(valid: int, judged: int, prior: float) -> float:
 
 def room_left(nbytes: int, budget_bytes: int) -> float:
     """Share of the budget that stays free beside the adapter, 0 where it does not fit."""
-    if budget_bytes <= 0:
+    if nbytes >= budget_bytes:
         return 0.0
-    return min(1.0, max(0.0, 1.0 - nbytes / budget_bytes))
+    return 1.0 - max(nbytes, 0) / budget_bytes

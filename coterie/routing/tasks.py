@@ -1,67 +1,90 @@
 """What a caller wants done: an intent by the verbs of the instruction, and one of `TASK_TYPES`.
 
-Patterns over the caller's own words; the document beside them is material, not a wish.
+Words and patterns over the caller's own words; the document beside them is material, not a wish.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
 
 # the first of these words in an instruction tells what is wanted
 _VERBS = {
-    "extract": "extract pull parse find identify locate grab scrape",
+    "extract": "extract pull parse find identify locate grab scrape extrahiere extrais extrae",
     "convert": "convert turn transform reformat normalise normalize rewrite rephrase paraphrase "
-    "reword change format express shorten simplify correct proofread slugify",
-    "translate": "translate",
-    "summarise": "summarise summarize tldr condense recap abridge",
-    "classify": "classify categorise categorize label tag sort rate decide detect judge",
+    "reword change format express shorten simplify correct proofread slugify make fix improve "
+    "replace remove polish edit",
+    "translate": "translate übersetze traduis traduisez traduce traduza traduci переведи vertaal",
+    "summarise": "summarise summarize tldr condense recap abridge résume resume riassumi",
+    "classify": "classify categorise categorize label tag sort rate decide detect judge grade",
     "code": "implement refactor debug code program",
-    "write": "write compose draft create generate invent imagine tell brainstorm continue",
-    "calculate": "calculate compute solve add multiply count sum",
-    "explain": "explain describe define compare discuss outline",
-    "ask": "what why how who whom whose when where which is are was were do does did can could "
-    "should would will has have list name give show",
-    "chat": "hello hi hey thanks thank goodbye bye",
+    "write": "write compose draft create generate invent imagine tell brainstorm continue design "
+    "schreibe schreib écris écrivez escribe escreva scrivi напиши skriv schrijf napisz",
+    "calculate": "calculate compute solve add multiply subtract divide count sum",
+    "explain": "explain describe define compare discuss outline erkläre explique explica",
+    "ask": "what what's why how who who's whom whose when where which are was were do does did "
+    "should will has have list name give show wie was warum wer wo wann comment pourquoi où qué "
+    "cómo quién dónde cuál что как почему",
+    "chat": "hello hi hey thanks thank goodbye bye hallo bonjour hola ciao привет",
 }
 _INTENTS = {verb: intent for intent, verbs in _VERBS.items() for verb in verbs.split()}
-# words that ask for nothing themselves
-_POLITE = frozenset(("could", "can", "would", "is"))
+# an instruction says what it is within so many words
 _MAX_LEADING = 40
+_ASKING = ("ask", "chat")
+# a question that speaks of these does not ask for them
+_YIELDING = ("write", "code", "convert", "calculate")
 
 _WANTS_JSON = re.compile(
     r"\b(?:as|in|into|to|return|returns|output|produce|give me|valid|only|pure|respond with|"
-    r"reply with|answer with|write|generate|create|make)\s+(?:a |an |the |one |only |valid |"
-    r"strict |plain |single |nested |compact |flat )*json\b"
+    r"reply with|answer with|write|generate|create|make)\s+(?:(?:a|an|the|one|only|valid|strict|"
+    r"plain|single|nested|compact|flat|raw)\s+){0,4}json\b"
     r"|\bjson\s+(?:object|array|list|format|output|only|please|with (?:the )?(?:keys|fields))\b"
-    r"|\bparse\b.{0,40}\bjson\b|\bjson\b\s*[:?.]?\s*$"
+    r"|\bparse\b[^\n]{0,40}\bjson\b|\bjson\s*[:?.]?\s*$|^\s*json\s*:"
 )
 _ABOUT_JSON = re.compile(
-    r"\bfrom\s+(?:this |the |a )?json\b|\b(?:what|explain|why)\b.{0,30}\bjson\b"
+    r"\bfrom\s+(?:this |the |a |that )?json\b|\bjson (?:schema|file) (?:is|do)"
 )
-_WANTS_CODE = re.compile(
-    r"\b(?:write|implement|generate|create|make|build|code|fix|debug|refactor|complete|need|"
-    r"give me|show me|want|provide|develop|port|translate|convert|optimise|optimize|add)\b.{0,60}?"
-    r"\b(?:functions?|scripts?|class(?:es)?|programs?|quer(?:y|ies)|sql|regex|regexp|methods?|"
-    r"code|snippets?|components?|algorithms?|unit tests?|macros?|makefile|dockerfile|one-liner|"
-    r"endpoints?|subroutine|closure|decorator|iterator|struct|trait|stored procedure)\b"
-    r"|\b(?:sql|select) (?:query|statement|for|to|that)\b|\bquery (?:for|to|that|the)\b"
-    r"|\b(?:regex|regexp|regular expression) (?:for|to|that)\b|^\s*(?:sql|regex)\s*:"
+# nouns that mean code by themselves, and those that do beside a programming language
+_CODE = _set(
+    "function functions sql regex regexp snippet code query queries algorithm dockerfile makefile "
+    "endpoint subroutine struct one-liner selector funktion fonction función função funzione "
+    "функцию requête consulta"
+)
+_PERHAPS_CODE = _set(
+    "class program script method component macro iterator closure decorator trait module tests "
+    "test interface loop library parser server bot app programm programme programa"
+)
+_MAKES = re.compile(
+    r"\b(?:write|implement|generate|create|make|build|code|fix|debug|refactor|complete|need|give|"
+    r"show|want|provide|develop|port|translate|convert|optimi[sz]e|add|turn|schreibe|écris|escribe|"
+    r"escreva|scrivi|напиши)\b"
+    r"|\b(?:sql|regex|regexp|query|select) (?:query|statement|for|to|that|which)\b"
+    r"|^\s*(?:sql|regex)\b|\b(?:as|in|into|to) (?:an? )?(?:sql|regex)\b|\bsql\s*[:?.]?\s*$"
 )
 _EXPLAINS = re.compile(
-    r"^\s*(?:please |can you |could you )?(?:explain|what(?:'s| is| are| does)|why|who|describe|"
-    r"define|compare)\b"
+    r"^\s*(?:please |can you |could you )?(?:explain|what(?:'s| is| are| does| was)|why|who|"
+    r"describe|define|compare)\b"
 )
-_CREATIVE = re.compile(
-    r"\b(?:story|stories|poem|haiku|sonnet|limerick|song|lyrics|novel|essay|fairy ?tale|tale|joke|"
-    r"dialogue|screenplay|monologue|blog post|speech|letter|verse|ballad|slogan|tagline)\b"
+_STORIES = _set(
+    "story stories poem poems haiku sonnet limerick song lyrics novel essay fairy tale joke jokes "
+    "dialogue screenplay monologue blog speech letter verse ballad slogan tagline poema poème "
+    "gedicht poesia geschichte histoire"
 )
 _LABELS = re.compile(
-    r"\b(?:positive|negative|spam|true|yes|urgent)\b\W{0,3}(?:, |or |/)\s*\S"
+    r"\b(?:positive|negative|neutral|spam|true|false|yes|no|urgent)\b,? (?:or|/) \w"
+    r"|\b(?:positive|negative|spam|urgent)\b, \w+"
     r"|\b(?:sentiment|which (?:category|class|label|of these)|pick one|choose one|one of)\b"
-    r"|\b(?:category|intent|label|topic)\s*[:?]"
+    r"|\b(?:category|intent|label|topic|sentiment)\s*[:?]"
 )
-
+_LABEL_WORDS = _set(
+    "positive negative neutral spam true false yes urgent sentiment category class label pick "
+    "choose one intent topic"
+)
 _BY_INTENT = {
     "extract": "extraction",
     "convert": "transformation",
@@ -82,28 +105,40 @@ def intent_of(words: Sequence[str]) -> str:
     asked = ""
     for word in words[:_MAX_LEADING]:
         intent = _INTENTS.get(word)
-        if intent is None or word in _POLITE:
+        if intent is None:
             continue
-        # "what", "is" and the like yield to a verb of doing behind them
-        if intent in ("ask", "chat"):
-            asked = asked or intent
-        elif not (asked == "ask" and intent in ("write", "code")):
+        if intent in _ASKING:
+            # a greeting yields to a question
+            asked = intent if asked in ("", "chat") else asked
+        elif not (asked == "ask" and intent in _YIELDING):
             return intent
     return asked or "other"
 
 
-def task_type_of(lowered: str, intent: str) -> str:
-    """One of `TASK_TYPES`. `lowered` is the instruction in lower case."""
-    explains = _EXPLAINS.search(lowered) is not None
-    if not explains:
-        if "json" in lowered and _WANTS_JSON.search(lowered) and not _ABOUT_JSON.search(lowered):
-            return "json_parsing"
-        if _WANTS_CODE.search(lowered) is not None:
-            return "creative_writing" if _CREATIVE.search(lowered) else "code_generation"
-    if _LABELS.search(lowered) is not None and not explains:
-        return "classification"
-    if intent in ("write", "other", "ask") and _CREATIVE.search(lowered) and not explains:
-        return "creative_writing"
+def task_type_of(lowered: str, intent: str, words: Set[str], speaks_code: bool) -> str:
+    """One of `TASK_TYPES`. `lowered` is the instruction in lower case; `speaks_code` says whether
+    it names a programming language or holds code."""
+    if _EXPLAINS.search(lowered) is None:
+        found = _product(lowered, words, speaks_code)
+        if found:
+            return found
+        if not words.isdisjoint(_LABEL_WORDS) and _LABELS.search(lowered) is not None:
+            return "classification"
     if intent == "other":
         return "question_answering" if "?" in lowered else "conversation"
     return _BY_INTENT[intent]
+
+
+def _product(lowered: str, words: Set[str], speaks_code: bool) -> str:
+    """By what is to come out: JSON, code or a story."""
+    if "json" in words and _WANTS_JSON.search(lowered) and not _ABOUT_JSON.search(lowered):
+        return "json_parsing"
+    coded = not words.isdisjoint(_CODE) or (speaks_code and not words.isdisjoint(_PERHAPS_CODE))
+    if coded and _MAKES.search(lowered) is not None and words.isdisjoint(_STORIES):
+        return "code_generation"
+    if not words.isdisjoint(_STORIES) and not words.isdisjoint(_WRITING):
+        return "creative_writing"
+    return ""
+
+
+_WRITING = frozenset((*_VERBS["write"].split(), "give", "make", "need", "want", "another"))

@@ -48,6 +48,8 @@ class Snapshot:
     by_digest: Mapping[str, AdapterCard] = field(default_factory=dict)
     # what the packages of `versions` say
     profiles: Mapping[tuple[str, str], AdapterProfile] = field(default_factory=dict)
+    # those that can be chosen by content, by name
+    current_profiles: Mapping[str, AdapterProfile] = field(default_factory=dict)
     usual_quality: float = 0.5
 
 
@@ -126,6 +128,9 @@ class Catalog:
         found = self._snapshot.profiles.get((card.name, card.version))
         return AdapterProfile(card) if found is None else found
 
+    def current_profiles(self) -> Mapping[str, AdapterProfile]:
+        return self._snapshot.current_profiles
+
     def matcher(self) -> Matcher | None:
         """Of what is installed, or was a moment ago; None while the first is being built."""
         return self._matching.matcher
@@ -174,9 +179,7 @@ class Catalog:
         """The one thread keeps the order: a later reading never comes first."""
         self._doomed -= snapshot.by_digest.keys()
         self._snapshot = snapshot
-        names = (name for name, card in snapshot.current.items() if name == card.name)
-        current = (snapshot.current[name] for name in sorted(names))
-        self._matching.follow([self.profile(card) for card in current])
+        self._matching.follow(tuple(snapshot.current_profiles.values()))
         if self._doomed:
             self._untidy.set()
 
@@ -192,6 +195,11 @@ class Catalog:
             current=current,
             by_digest={card.digest: card for card in (*cards, *current.values())},
             profiles=profiles,
+            current_profiles={
+                name: profiles[name, card.version]
+                for name, card in sorted(current.items())
+                if (name, card.version) in profiles
+            },
             usual_quality=usual_quality(profiles.values()),
         )
 
