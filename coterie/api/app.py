@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie import __version__
-from coterie.api import errors
+from coterie.api import errors, ws
 from coterie.api.anthropic import AnthropicDialect
 from coterie.api.auth import check_exposure, load_keys
 from coterie.api.exchange import Door, error_response, exchange_of
@@ -27,6 +27,7 @@ from coterie.api.native import NativeEndpoints
 from coterie.api.openai import OpenAIDialect
 from coterie.api.openapi import document
 from coterie.api.routes import Endpoints, RouteRow, add_routes, routes
+from coterie.api.ws import InferSocket
 from coterie.core.config import Config
 from coterie.core.errors import CoterieError
 from coterie.service.rate import UserRate
@@ -76,6 +77,8 @@ def create_app(
         )
     )
     add_routes(app, rows)
+    socket = InferSocket(pipeline, reception, keys, server.cors_origins)
+    app.add_api_websocket_route(ws.PATH, socket.connect)
     app.add_exception_handler(CoterieError, _refused)
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_middleware(Door, keys=keys, max_queue=config.engine.max_queue)

@@ -40,8 +40,7 @@ class InferEndpoints:
         if asked.stream:
             return EventStream(inference.events, InferStream(inference), exchange)
         result = await while_connected(request.receive, inference.result())
-        exchange.prompt_tokens = inference.prompt_tokens
-        exchange.completion_tokens = result.tokens_generated
+        exchange.prompt_tokens, exchange.completion_tokens = inference.tokens()
         return Response(encode(answer_fields(result)), media_type=JSON)
 
     def _receive(self, request: Request, raw: bytes) -> Asked:

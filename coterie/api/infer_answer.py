@@ -5,6 +5,7 @@ Transport-free: HTTP joins frames into bytes, WebSockets and gRPC send them one 
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ import msgspec
 from coterie.api.errors import OPENAI, body_of, encode
 from coterie.api.infer_parse import Asked
 from coterie.core.errors import CoterieError, InternalError
-from coterie.core.events import Delta, Event, Failed, Finished, Started
+from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.core.outcome import InferenceResult
 from coterie.core.plan import RoutePlan
 from coterie.core.request import InferenceRequest
@@ -49,12 +50,16 @@ class Inference:
         self.events: Events = until_deadline(events, asked.request)
         if asked.format_field != _FORMAT:
             self.events = _format_named(self.events, asked.format_field)
+        self._arrived_at = asked.request.arrived_at
         self._has_started = False
+        self._prompt_tokens = self._num_tokens = 0
 
-    @property
-    def prompt_tokens(self) -> int:
+    def tokens(self) -> tuple[int, int]:
+        """Of the prompt and of the answer, so far."""
         finished = self.answer.finished
-        return 0 if finished is None else finished.usage.prompt_tokens
+        if finished is None:
+            return self._prompt_tokens, self._num_tokens
+        return finished.usage.prompt_tokens, finished.usage.completion_tokens
 
     async def result(self) -> InferenceResult:
         """Every event up to the last one; raises what it failed with."""
@@ -69,15 +74,29 @@ class Inference:
         """What `event` says to a client, if anything; raises what the request failed with."""
         self.answer.take(event)
         if isinstance(event, Delta):
+            self._num_tokens += len(event.token_ids)
             return (DELTA, {"text": event.text}) if event.text and event.choice == 0 else None
         if isinstance(event, Started):
             if self._has_started:
                 return None
             self._has_started = True
+            self._prompt_tokens = event.prompt_tokens
             return STARTED, self._started()
         if isinstance(event, (Finished, Failed)):
             return FINISHED, answer_fields(self.answer.result())
         return None
+
+    def aborted(self) -> Frame:
+        """The last frame of a request that its caller has cancelled."""
+        finished = Finished(
+            self.job_id,
+            ("abort",),
+            Usage(*self.tokens()),
+            Timings(total_s=time.monotonic() - self._arrived_at),
+        )
+        frame = self.frame(finished)
+        assert frame is not None
+        return frame
 
     def _started(self) -> dict[str, Any]:
         plan, trace = self.plan, self.plan.trace

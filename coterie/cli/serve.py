@@ -36,6 +36,8 @@ _SETTINGS = {
     "admin_key_file": "server.admin_key_file",
     "allow_unsigned": "server.allow_unsigned",
     "insecure": "server.insecure",
+    "user_rate": "server.user_rate",
+    "grpc_port": "server.grpc_port",
     "log_level": "server.log_level",
     "device": "engine.device",
     "threads": "engine.threads",
@@ -62,6 +64,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=None,
         help="allow a public address without API keys",
+    )
+    parser.add_argument(
+        "--user-rate",
+        type=float,
+        metavar="N",
+        help="requests per second and user_id (default: any)",
+    )
+    parser.add_argument(
+        "--grpc-port", type=port, metavar="PORT", help="gRPC too; 0 = any free port (default: none)"
     )
     parser.add_argument("--name", help="the model's name for clients (default: from its file)")
     parser.add_argument("--replicas", type=count, metavar="N", help="worker processes (default: 1)")

@@ -103,6 +103,9 @@ async def run(
             server_header=False,
             timeout_graceful_shutdown=math.ceil(config.server.drain_s + CLOSE_S),
             lifespan="on",
+            ws="websockets-sansio",
+            # a message is one body
+            ws_max_size=config.server.max_body_bytes,
         ),
         pipeline,
         starting,

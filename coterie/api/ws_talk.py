@@ -1,0 +1,146 @@
+"""One WebSocket's conversation: bodies of /v1/infer come in, events go out, several at a time.
+
+Every request ends in one `finished` or `error`. Leaving the connection aborts what runs on it. A
+reader that is slow holds up its own requests alone, and their events fold in the pipeline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing, suppress
+from typing import Any
+
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+
+from coterie.api.body import decode
+from coterie.api.errors import OPENAI, encode, status_of
+from coterie.api.exchange import CLIENT_CLOSED, Exchange, log_exchange, log_fault
+from coterie.api.infer_answer import ERROR, Inference, Service, error_fields
+from coterie.api.infer_parse import Caller, Reception
+from coterie.core.errors import (
+    CoterieError,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+)
+
+# requests that run at once on one connection
+MAX_OVERLAP = 16
+MAX_TAG = 128
+
+
+class Talk:
+    def __init__(
+        self, websocket: WebSocket, service: Service, reception: Reception, tenant: str
+    ) -> None:
+        self._websocket = websocket
+        self._service, self._reception, self._tenant = service, reception, tenant
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._is_open = True
+
+    async def run(self) -> None:
+        """Until the client leaves."""
+        try:
+            while True:
+                message = await self._websocket.receive()
+                if message["type"] == "websocket.disconnect":
+                    return
+                await self._take(message.get("bytes") or (message.get("text") or "").encode())
+        except WebSocketDisconnect:
+            return
+        finally:
+            self._is_open = False
+            tasks = list(self._running.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _take(self, raw: bytes) -> None:
+        """A body, or `{"cancel": job_id}`."""
+        arrived_at, tag = time.monotonic(), None
+        try:
+            payload = decode(raw)
+            if isinstance(payload, dict):
+                if "cancel" in payload:
+                    self._cancel(payload)
+                    return
+                tag = _tag(payload)
+            if len(self._running) >= MAX_OVERLAP:
+                raise Overloaded(
+                    f"{MAX_OVERLAP} requests run on this connection already", retry_after_s=1.0
+                )
+            asked = self._reception.receive(payload, Caller(self._tenant, arrived_at))
+            inference = Inference(self._service, asked)
+        except CoterieError as error:
+            await self._say(ERROR, error_message(error), {"request_id": tag} if tag else {})
+            return
+        exchange = Exchange(inference.job_id, OPENAI, arrived_at, self._tenant)
+        task = asyncio.create_task(self._answer(inference, exchange, tag))
+        self._running[inference.job_id] = task
+        task.add_done_callback(lambda _: self._running.pop(inference.job_id, None))
+        # a task that is cancelled before it begins would say nothing
+        await asyncio.sleep(0)
+
+    def _cancel(self, payload: dict[str, Any]) -> None:
+        job_id = payload["cancel"]
+        if len(payload) > 1 or not isinstance(job_id, str):
+            raise InvalidRequest('a cancellation is {"cancel": job_id}', param="cancel")
+        task = self._running.get(job_id)
+        if task is None:
+            raise NotFound("no such job runs on this connection", param="job_id")
+        task.cancel()
+
+    async def _answer(self, inference: Inference, exchange: Exchange, tag: str | None) -> None:
+        marks = {"job_id": inference.job_id} | ({"request_id": tag} if tag else {})
+        exchange.status = 200
+        try:
+            async with aclosing(inference.events) as events:
+                async for event in events:
+                    frame = inference.frame(event)
+                    if frame is not None:
+                        await self._say(*frame, marks)
+        except asyncio.CancelledError:
+            exchange.status = CLIENT_CLOSED
+            if not self._is_open:
+                raise
+            await self._say(*inference.aborted(), marks)
+        except Exception as error:
+            typed = _typed(error, inference.job_id)
+            exchange.status = status_of(typed, OPENAI)
+            await self._say(ERROR, error_message(typed), marks)
+        finally:
+            exchange.prompt_tokens, exchange.completion_tokens = inference.tokens()
+            log_exchange(exchange, self._websocket.scope, "WEBSOCKET")
+
+    async def _say(self, name: str, fields: dict[str, Any], marks: dict[str, Any]) -> None:
+        """Nothing to one who is gone; `run` ends what is left."""
+        if self._websocket.application_state is WebSocketState.CONNECTED:
+            with suppress(WebSocketDisconnect):
+                await self._websocket.send_text(encode({"event": name} | marks | fields).decode())
+
+
+def _typed(error: Exception, job_id: str) -> CoterieError:
+    if isinstance(error, CoterieError):
+        return error
+    log_fault(error, job_id)
+    return InternalError("the server failed in the middle of the answer")
+
+
+def error_message(error: CoterieError) -> dict[str, Any]:
+    """As in a stream, with the wait that HTTP would say in a header."""
+    fields = error_fields(error)
+    if error.retry_after_s is not None:
+        fields["retry_after_ms"] = round(error.retry_after_s * 1000)
+    return fields
+
+
+def _tag(payload: dict[str, Any]) -> str | None:
+    """The caller's own name for a request, sent back in every event of it."""
+    tag = payload.pop("request_id", None)
+    if tag is not None and not (isinstance(tag, str) and 0 < len(tag) <= MAX_TAG):
+        raise InvalidRequest(
+            f"request_id: must be a text of 1 to {MAX_TAG} characters", param="request_id"
+        )
+    return tag

@@ -1,0 +1,145 @@
+"""/v1/infer/ws against a real server: overlap, cancellation, refusals, doors, limits."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from served import Served
+from websockets.exceptions import ConnectionClosedError, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+KEY = "key-of-the-first-tenant"
+
+
+def dial(server: Served, **options: Any) -> ClientConnection:
+    url = server.url.replace("http", "ws", 1) + "/v1/infer/ws"
+    return connect(url, open_timeout=30, close_timeout=5, **options)
+
+
+def say(socket: ClientConnection, **fields: Any) -> None:
+    socket.send(json.dumps(fields))
+
+
+def hear(socket: ClientConnection) -> Any:
+    return json.loads(socket.recv(timeout=30))
+
+
+def until_ended(socket: ClientConnection, count: int = 1) -> dict[str, list[Any]]:
+    """Events by request_id, until so many requests have ended."""
+    heard: dict[str, list[Any]] = defaultdict(list)
+    while count:
+        event = hear(socket)
+        heard[event.get("request_id", "")].append(event)
+        count -= event["event"] in ("finished", "error")
+    return heard
+
+
+def test_requests_overlap_and_are_told_apart(server: Served) -> None:
+    with dial(server) as socket:
+        for tag in ("a", "b", "c"):
+            say(socket, prompt=f"hello {tag}", max_tokens=12, temperature=0, request_id=tag)
+        heard = until_ended(socket, 3)
+    assert sorted(heard) == ["a", "b", "c"]
+    for tag, events in heard.items():
+        assert [event["event"] for event in events][0] == "started"
+        assert len({event["job_id"] for event in events}) == 1
+        last = events[-1]
+        assert last["event"] == "finished" and last["tokens_generated"] == 12
+        assert last["text"] == "".join(e["text"] for e in events if e["event"] == "delta")
+        alone = server.post(
+            "/v1/infer", {"prompt": f"hello {tag}", "max_tokens": 12, "temperature": 0}
+        )
+        assert last["text"] == alone.json["text"]
+
+
+def test_one_request_is_cancelled_and_another_goes_on(server: Served) -> None:
+    with dial(server) as socket:
+        say(socket, prompt="tell a long story", max_tokens=400, request_id="long")
+        job_id = hear(socket)["job_id"]
+        say(socket, prompt="short", max_tokens=4, request_id="short")
+        say(socket, cancel=job_id)
+        heard = until_ended(socket, 2)
+    assert heard["long"][-1]["finish_reason"] == "abort"
+    assert heard["long"][-1]["tokens_generated"] < 400
+    assert heard["short"][-1]["finish_reason"] == "length"
+
+
+def test_refusals_are_events_and_leave_the_connection_open(server: Served) -> None:
+    with dial(server) as socket:
+        for fields, param in (
+            ({"prompt": " "}, "prompt"),
+            ({"prompt": "x", "temprature": 1}, "temprature"),
+            ({"prompt": "x", "force_experts": ["nobody"]}, "force_experts"),
+            ({"cancel": "nothing"}, "job_id"),
+            ({"cancel": "nothing", "prompt": "x"}, "cancel"),
+            ({"prompt": "x", "request_id": 5}, "request_id"),
+        ):
+            say(socket, **fields)
+            event = hear(socket)
+            assert (event["event"], event["error"]["param"]) == ("error", param)
+        socket.send("[1, 2]")
+        assert "JSON object" in hear(socket)["error"]["message"]
+        socket.send("{nothing")
+        assert "not valid JSON" in hear(socket)["error"]["message"]
+        say(socket, prompt="still here", max_tokens=2)
+        assert until_ended(socket)[""][-1]["event"] == "finished"
+
+
+def test_more_than_sixteen_at_once_are_refused(server: Served) -> None:
+    with dial(server) as socket:
+        for index in range(17):
+            say(socket, prompt="count", max_tokens=300, request_id=str(index))
+        while (event := hear(socket))["event"] != "error":
+            continue
+    assert event["request_id"] == "16" and event["retry_after_ms"] == 1000
+    assert event["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_leaving_aborts_what_runs(server: Served) -> None:
+    with dial(server) as socket:
+        for _ in range(3):
+            say(socket, prompt="a story without an end", max_tokens=400)
+        assert hear(socket)["event"] == "started"
+    deadline = time.monotonic() + 10
+    while server.metric("coterie_gateway_open_streams") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert server.metric("coterie_gateway_open_streams") == 0
+    assert server.metric("vllm:num_requests_running") == 0
+
+
+def test_a_message_over_the_limit_closes_the_connection(server: Served) -> None:
+    with dial(server, max_size=None) as socket, pytest.raises(ConnectionClosedError) as closed:
+        socket.send("x" * 4_100_000)
+        socket.recv(timeout=30)
+    assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
+
+
+def test_keys_by_header_and_by_subprotocol(strict_server: Served) -> None:
+    for options in (
+        {"additional_headers": {"Authorization": f"Bearer {KEY}"}},
+        {"subprotocols": ["coterie", f"coterie-key.{KEY}"]},
+    ):
+        with dial(strict_server, **options) as socket:
+            say(socket, prompt="hello", max_tokens=2)
+            assert until_ended(socket)[""][-1]["event"] == "finished"
+            # the key is never sent back
+            assert socket.subprotocol in (None, "coterie")
+    for wrong in ({}, {"subprotocols": ["coterie", "coterie-key.wrong"]}):
+        with pytest.raises(InvalidStatus) as refused:
+            dial(strict_server, **wrong)
+        assert refused.value.response.status_code == 401
+        assert json.loads(refused.value.response.body)["error"]["code"] == "invalid_api_key"
+    assert KEY not in strict_server.log()
+
+
+def test_pages_of_other_origins_cannot_connect(server: Served) -> None:
+    with pytest.raises(InvalidStatus) as refused:
+        dial(server, origin="https://elsewhere.example")
+    assert refused.value.response.status_code == 403
+    with dial(server, origin=server.url) as socket:
+        say(socket, prompt="hello", max_tokens=1)
+        assert until_ended(socket)[""][-1]["event"] == "finished"
