@@ -77,14 +77,14 @@ class ActiveRequest:
         reason = None
         for count, token in enumerate(tokens, 1):
             _, reason, _ = self._advance(text, token, count)
-        reason = self._complete(choice) or reason
+        reason = reason or self._complete(choice)
         self.num_completion += len(tokens)
         return text, reason
 
     def produce(self, choice: int, token: int, count: int, score: TokenScore | None) -> Delta:
         """The `count`-th output token of a choice. Its end, if it is the end, is recorded."""
         text, reason, match = self._advance(self.texts[choice], token, count)
-        if self.constraints and match is None and self._complete(choice):
+        if self.constraints and reason is None and self._complete(choice):
             text, reason = text + self.texts[choice].flush(), self._complete(choice)
         if reason is not None:
             self.reasons[choice] = reason

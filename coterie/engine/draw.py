@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.core.errors import InvalidRequest
+
 if TYPE_CHECKING:
     from coterie.core.plan import Assignment
     from coterie.core.request import Sampling
@@ -148,11 +150,11 @@ class Draw:
         return self.banned if num_output < self.min_output else ()
 
     def produced(self, token: int) -> None:
-        """The output has one more token."""
+        """The output has one more token. Raises InvalidRequest where the grammar was too much."""
         if self.penalties is not None:
             self.penalties.produced(token)
-        if self.constraint is not None:
-            self.constraint.produced(token)
+        if self.constraint is not None and self.constraint.error is not None:
+            raise InvalidRequest(f"the grammar cannot be followed: {self.constraint.error}")
 
     def edits(self, num_output: int) -> bool:
         """The logits have to be changed before they are used."""

@@ -96,7 +96,9 @@ def open_request(
     for choice in range(request.num_choices):
         if assignment.sampling.constraint is not None:
             emitted = request.emitted(choice)
-            request.constraints[choice] = entry.grammars.constraint(assignment, emitted)
+            request.constraints[choice] = entry.grammars.constraint(
+                assignment, emitted, request.max_output
+            )
         request.texts[choice], reason = request.replay(choice)
         if reason is not None or choice in assignment.finished:
             request.reasons[choice] = reason or "stop"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from coterie.engine.draw import Draw, noise_key, uniforms
 from coterie.engine.filters import Filters, draw_filtered, draw_plain, make_filters
+from coterie.engine.grammar import Masks
 from coterie.engine.sequence import Sequence
 from coterie.engine.step import BeamScores, TokenScore
 
@@ -47,7 +48,11 @@ class Batch:
         self.is_plain = all(draw.is_plain for draw in params)
         self.beams = [i for i, draw in enumerate(params) if draw.num_continuations]
         self.edited = [i for i, draw in enumerate(params) if draw.may_edit and i not in self.beams]
-        self.constrained = [i for i, draw in enumerate(params) if draw.constraint is not None]
+        held = [
+            (i, draw.constraint) for i, draw in enumerate(params) if draw.constraint is not None
+        ]
+        self.constrained = [i for i, _ in held]
+        self.constraints = [constraint for _, constraint in held]
         self.scored = [i for i, draw in enumerate(params) if draw.logprobs is not None]
         self.groups = []
         for filtered in (True, False):
@@ -68,6 +73,7 @@ class Sampler:
 
     def __init__(self) -> None:
         self._batch: Batch | None = None
+        self._masks = Masks()
 
     def sample(self, logits: Tensor, draws: Seq[Sequence], rows: Seq[int]) -> Drawn:
         """`rows` names, in order, the row each draw takes its token from; equal ones share logits.
@@ -86,16 +92,32 @@ class Sampler:
             return Drawn(argmax(logits), {}, {})
         edited = _edit(logits, batch)
         if batch.constrained:
-            edited = _constrain(edited, batch, keep=edited is logits)
+            edited = self._constrain(edited, batch, keep=edited is logits)
         tokens = [0] * len(draws) if batch.num_drawn == len(draws) else argmax(edited)
         for group in batch.groups:
             for index, token in zip(group.indices, _draw(edited, batch, group), strict=True):
                 tokens[index] = token
+        for index, constraint in zip(batch.constrained, batch.constraints, strict=True):
+            tokens[index] = constraint.take(tokens[index])
         return Drawn(
             tokens,
             _score_draws(logits, batch, tokens),
             {i: _continue_beam(logits[i], draws[i]) for i in batch.beams},
         )
+
+    def _constrain(self, logits: Tensor, batch: Batch, keep: bool) -> Tensor:
+        """What a row's grammar does not allow becomes -inf; `keep`: in a copy."""
+        rows = batch.constrained
+        drawers = [batch.draws[i] for i in rows]
+        banned = [one.draw.banned_at(one.num_output) for one in drawers]
+        # on a GPU the forward still runs
+        allowed = self._masks.allowed(batch.constraints, banned, logits.shape[1])
+        refused = torch.from_numpy(~allowed).to(logits.device, non_blocking=True)
+        if len(rows) == len(logits):
+            return logits.masked_fill(refused, -torch.inf)
+        logits = logits.clone() if keep else logits
+        logits[rows] = logits[rows].masked_fill_(refused, -torch.inf)
+        return logits
 
 
 def _places(rows: Seq[int]) -> list[int]:
@@ -133,21 +155,6 @@ def _edit(logits: Tensor, batch: Batch) -> Tensor:
     for i in rows:
         edited[i] = _edit_row(edited[i], batch.draws[i].draw, batch.draws[i].num_output)
     return edited
-
-
-def _constrain(logits: Tensor, batch: Batch, keep: bool) -> Tensor:
-    """What each constrained row's grammar does not allow becomes -inf; `keep`: in a copy."""
-    rows = batch.constrained
-    allowed = np.empty((len(rows), logits.shape[1]), dtype=np.bool_)
-    for place, i in enumerate(rows):
-        draw = batch.draws[i].draw
-        assert draw.constraint is not None
-        banned = draw.banned_at(batch.draws[i].num_output)
-        allowed[place] = draw.constraint.allowed(logits.shape[1], banned)
-    logits = logits.clone() if keep else logits
-    masked = torch.from_numpy(~allowed).to(logits.device)
-    logits[rows] = logits[rows].masked_fill(masked, -torch.inf)
-    return logits
 
 
 def _draw(logits: Tensor, batch: Batch, group: Group) -> list[int]:

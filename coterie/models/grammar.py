@@ -25,6 +25,8 @@ MAX_TEXT = {
     "gbnf": 50_000,
     "regex": 10_000,
 }
+# forced texts whose tokens are remembered
+MAX_FORCED = 10_000
 # between the marks of a JSON text at most one blank, or one line end and its indent: a small model
 # that may write blanks without end does
 _BLANKS = r" |\n[ \t]{0,24}"
@@ -45,6 +47,10 @@ class GrammarVocabulary:
         # a model without an end token gets one that it cannot draw
         ends = list(eos_ids) or [self.num_ids]
         words = _Words(tokenizer, max(self.num_ids, ends[-1] + 1), ends)
+        self.words: Sequence[bytes] = words.tokens
+        # of 32 bits, for a mask over the vocabulary
+        self.num_words = -(-len(words.tokens) // 32)
+        self.end = ends[0]
         self.backend: LLTokenizer = guidance.LLTokenizer(words, eos_token=ends, slices=_SLICES)
 
     def compile(self, wanted: ResponseFormat) -> LLMatcher:
@@ -121,11 +127,21 @@ class _Words:
         self.tokens += [b""] * (num_ids - len(self.tokens))
         self.special_token_ids = sorted({*filter(tokenizer.is_special, known), *ends})
         self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_id
+        # forced texts come again with every answer
+        self._forced: dict[bytes, list[int]] = {}
         self._ids = {word: token for token, word in enumerate(self.tokens) if word}
 
     def __call__(self, text: str | bytes) -> list[int]:
         """The tokens the model would see for a forced text: its tokenizer's, if they add up."""
         data = text.encode() if isinstance(text, str) else text
+        ids = self._forced.get(data)
+        if ids is None:
+            if len(self._forced) >= MAX_FORCED:
+                self._forced.clear()
+            ids = self._forced[data] = self._tokenise(data)
+        return ids
+
+    def _tokenise(self, data: bytes) -> list[int]:
         ids = self._tokenizer.encode(data.decode(errors="replace"), special=False)
         if b"".join(self.tokens[token] for token in ids) == data:
             return ids
