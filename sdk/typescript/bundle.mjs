@@ -1,8 +1,9 @@
-// Joins the compiled modules into dist/browser.js: one file, no imports. Each module's top-level
+// Joins the compiled modules of dist, or of another folder, into its browser.js: one file, no imports. Each module's top-level
 // names must differ from all others'; the file does not parse otherwise.
 import { readFileSync, writeFileSync } from "node:fs";
+import { pathToFileURL } from "node:url";
 
-const DIST = new URL("./dist/", import.meta.url);
+const DIST = process.argv[2] ? pathToFileURL(`${process.argv[2]}/`) : new URL("./dist/", import.meta.url);
 const IMPORT = /^import (?:type )?\{[^}]*\} from "\.\/([\w-]+)\.js";\n/gm;
 const EXPORTS = /^export \{([^}]*)\} from "\.\/([\w-]+)\.js";\n/gm;
 const done = new Set();

@@ -1,0 +1,137 @@
+"""When the Python client asks again, and how it reads what comes in pieces."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+from typing import Any
+
+import coterie_client as sdk
+import httpx
+import pytest
+import sdk_rig  # noqa: F401 puts the client on the path
+from coterie_client.attempts import Attempts
+from coterie_client.calls import Call
+from coterie_client.errors import retry_after_s
+from coterie_client.frames import Frames
+from coterie_client.settings import Settings
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import Step, answer, refusal, scripted
+
+GOOD = answer(
+    job_id="j", text="t", tokens_generated=1, experts_used=[], latency_ms=1, finish_reason="stop",
+    model="m", task_type="", confidence=1, degraded=[], validation=None, metrics=None,
+    field_of_tomorrow=1,
+)  # fmt: skip
+LIST = answer(object="list", data=[], aliases={})
+
+
+def ask(*steps: Step, method: str = "infer", retries: int = 2) -> tuple[Any, int]:
+    """What a client gets, an error or a result, and how often it asked."""
+    with scripted(*steps) as server, sdk.ExpertClient("k", server.url, 5, retries) as client:
+        try:
+            result: Any = client.infer("x") if method == "infer" else client.experts.list()
+        except sdk.CoterieError as error:
+            result = error
+        return result, len(server.seen)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_refusal_is_asked_again_when_the_server_says(status: int) -> None:
+    began = time.monotonic()
+    result, times = ask(refusal(status, retry_after_ms="150", retry_after="1"), GOOD)
+    assert (result.text, times) == ("t", 2)
+    assert 0.15 <= time.monotonic() - began < 0.9
+
+
+def test_patience_ends() -> None:
+    error, times = ask(*[refusal(429, retry_after_ms="1")] * 3)
+    assert (type(error), times) == (sdk.RateLimited, 3)
+    assert error.retry_after_s == 0.001
+    error, times = ask(refusal(429, retry_after="3600"))
+    assert (type(error), times) == (sdk.RateLimited, 1)
+
+
+def test_the_server_may_say_that_it_is_no_use() -> None:
+    error, times = ask(refusal(503, x_should_retry="false"))
+    assert (type(error), times) == (sdk.Unavailable, 1)
+
+
+@pytest.mark.parametrize("step", [None, refusal(500), refusal(502), refusal(504)])
+def test_what_may_have_run_is_not_sent_twice(step: Step) -> None:
+    error, times = ask(step, GOOD)
+    assert isinstance(error, sdk.CoterieError)
+    assert times == 1
+
+
+@pytest.mark.parametrize("step", [None, refusal(502), refusal(504)])
+def test_a_question_may_be_asked_twice(step: Step) -> None:
+    result, times = ask(step, LIST, method="list")
+    assert (result.object, times) == ("list", 2)
+
+
+def test_nobody_there_is_tried_again() -> None:
+    settings = Settings("http://127.0.0.1:1", None, None, 1.0, 1)
+    attempts = Attempts(Call("POST", "/v1/infer", dict), settings)
+    assert 0.1 < attempts.failed(httpx.ConnectError("refused")) < 0.3
+    with pytest.raises(sdk.ConnectionFailed, match="refused"):
+        attempts.failed(httpx.ConnectError("refused"))
+
+
+def test_keys_are_sent_to_whom_they_are_for() -> None:
+    with (
+        scripted(LIST, GOOD) as server,
+        sdk.ExpertClient("caller", server.url + "/v1/", admin_key="admin") as client,
+    ):
+        client.experts.list()
+        client.infer("x")
+        sent = [(path, headers["authorization"]) for _, path, headers, _ in server.seen]
+    assert sent == [("/v1/experts", "Bearer admin"), ("/v1/infer", "Bearer caller")]
+
+
+def test_other_servers_are_told_apart() -> None:
+    for body in (b"<html>", b"[]", b"{}"):
+        error, _ = ask((200, {}, body))
+        assert isinstance(error, sdk.UnexpectedAnswer)
+
+
+def test_retry_after_in_all_its_forms() -> None:
+    assert retry_after_s({"retry-after-ms": "250", "retry-after": "9"}) == 0.25
+    assert retry_after_s({"retry-after-ms": "soon", "retry-after": "9"}) == 9
+    assert retry_after_s({"retry-after": "Thu, 01 Jan 1970 00:00:00 GMT"}) == 0
+    assert retry_after_s({"retry-after": "later"}) is None
+    assert retry_after_s({}) is None
+
+
+TEXT = "a\u2028b\x85c\nd\re é 🙂"
+STREAM = (
+    ": keepalive\r\n\r\nevent: delta\r\ndata: "
+    + json.dumps({"text": TEXT}, ensure_ascii=False)
+    + '\n\nevent: later\ndata: {}\n\nevent:delta\rdata:{\rdata: "text": "z"}\r\r'
+    "event: error\ndata: "
+    + json.dumps({"error": {"message": "full", "code": "rate_limit_exceeded"}})
+    + "\n\n"
+).encode()
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=12))
+def test_a_stream_may_be_cut_anywhere(cuts: list[int]) -> None:
+    frames, texts = Frames("req_1"), []
+    edges = [0, *sorted(cuts), len(STREAM)]
+    with pytest.raises(sdk.RateLimited, match="full") as told:
+        for start, end in pairwise(edges):
+            for chunk in frames.feed(STREAM[start:end]):
+                texts.append(chunk.text)
+    assert texts == [TEXT, "z"]
+    assert told.value.request_id == "req_1"
+
+
+def test_a_stream_without_an_end_is_no_answer() -> None:
+    body = b'event: delta\ndata: {"text": "half"}\n\n'
+    with scripted((200, {}, body)) as server, sdk.ExpertClient("k", server.url) as client:
+        stream = client.infer_stream("x")
+        assert next(stream).text == "half"
+        with pytest.raises(sdk.ConnectionFailed, match="broke off"):
+            next(stream)
