@@ -23,12 +23,12 @@ _VERBS = {
     "summarise": "summarise summarize tldr condense recap abridge résume resume riassumi",
     "classify": "classify categorise categorize label tag sort rate decide detect judge grade",
     "code": "implement refactor debug code program",
-    "write": "write compose draft create generate invent imagine tell brainstorm continue design "
+    "write": "write compose draft create generate invent imagine brainstorm continue design "
     "schreibe schreib écris écrivez escribe escreva scrivi напиши skriv schrijf napisz",
     "calculate": "calculate compute solve add multiply subtract divide count sum",
     "explain": "explain describe define compare discuss outline erkläre explique explica",
     "ask": "what what's why how who who's whom whose when where which are was were do does did "
-    "should will has have list name give show wie was warum wer wo wann comment pourquoi où qué "
+    "should will has have list name give show tell wie was warum wer wo wann comment pourquoi où qué "
     "cómo quién dónde cuál что как почему",
     "chat": "hello hi hey thanks thank goodbye bye hallo bonjour hola ciao привет",
 }
@@ -141,4 +141,4 @@ def _product(lowered: str, words: Set[str], speaks_code: bool) -> str:
     return ""
 
 
-_WRITING = frozenset((*_VERBS["write"].split(), "give", "make", "need", "want", "another"))
+_WRITING = frozenset((*_VERBS["write"].split(), "tell", "give", "make", "need", "want"))
