@@ -63,7 +63,7 @@ def test_under_pressure(kind: str, backend: str) -> None:
     assert got.tokens == expected(path, prompts, got)
 
 
-@pytest.mark.parametrize("num_blocks", [512, 40])
+@pytest.mark.parametrize("num_blocks", [40, pytest.param(512, marks=pytest.mark.full)])
 def test_shared_prefixes(kind: str, backend: str, num_blocks: int) -> None:
     """Turns of a conversation and siblings of one prompt; with few blocks, also evicted ones."""
     path = tiny_checkpoint(kind)
@@ -76,7 +76,9 @@ def test_shared_prefixes(kind: str, backend: str, num_blocks: int) -> None:
     assert got.tokens == expected(path, prompts, got)
 
 
-@pytest.mark.parametrize(("chunk", "block_size"), [(5, 8), (13, 32)])
+@pytest.mark.parametrize(
+    ("chunk", "block_size"), [(13, 32), pytest.param(5, 8, marks=pytest.mark.full)]
+)
 def test_odd_chunks(kind: str, backend: str, chunk: int, block_size: int) -> None:
     path = tiny_checkpoint(kind)
     prompts = random_prompts(path, 16)[8:]
