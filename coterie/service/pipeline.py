@@ -188,5 +188,7 @@ class Pipeline:
         registry.value("coterie_gateway_cpu_seconds").set(time.process_time())
         registry.value("coterie_gateway_open_streams").set(self._open)
         registry.value("coterie_records_dropped").set(self.records.dropped)
+        for verdict, count in self.records.verdicts.items():
+            registry.value("coterie_feedback", verdict).set(count)
         self._roster.measure()
         return registry.render()

@@ -38,7 +38,9 @@ class Records:
         self._asked = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        # for metrics, since start
         self.dropped = 0
+        self.verdicts = {"good": 0, "bad": 0}
 
     async def start(self) -> None:
         if self._path is None:
@@ -84,6 +86,7 @@ class Records:
         """A caller's verdict on its own job, once. Raises NotFound or Conflict."""
         changed = await self._ask(lambda store: _judged(store, job_id, tenant, good, comment))
         self._rates.update(changed)
+        self.verdicts["good" if good else "bad"] += 1
 
     async def _ask(self, question: Callable[[RecordStore], T]) -> T:
         if self._thread is None:
@@ -122,7 +125,8 @@ class Records:
             return
         try:
             changed = store.rates(store.add(rows))
-        except CoterieError as error:
+        except Exception as error:
+            # whatever it is: the thread must live on, others wait for its answers
             self.dropped += len(rows)
             log("records_unwritable", level="warning", error=error)
             return
