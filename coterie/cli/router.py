@@ -6,17 +6,18 @@ import argparse
 import asyncio
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.cli.menu import Menu, choose, show
-from coterie.cli.terminal import facts, width
+from coterie.cli.terminal import facts, note, width
 from coterie.core.errors import ConfigError, CoterieError
 
 if TYPE_CHECKING:
     from coterie.core.plan import RoutePlan
     from coterie.core.route_trace import Candidate, RouteTrace
+    from coterie.routing.protocols import Outcomes
     from coterie.routing.router import Router, Specialist
     from coterie.service.catalog import Catalog
 
@@ -40,7 +41,10 @@ would for a request that names none of them. Columns: sim(ilarity), succ(ess)
 and mem(ory) are the three terms of the score; prob(ability) decides.
 """
 MAX_PROMPT_BYTES = 2_000_000
-_HEADERS = ("expert", "sim", "succ", "mem", "score", "prob", "why")
+_FIGURES = ("sim", "succ", "mem", "score", "prob")
+# characters of one of them, and the least for a name and a reason
+_FIGURE = 5
+MIN_WORDS = 28
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -82,30 +86,60 @@ def _read(source: str) -> str:
 
 async def _plan(args: argparse.Namespace, prompt: str, body: str) -> RoutePlan:
     from coterie.core.config import load
+    from coterie.routing.router import Router
     from coterie.service.build import registry_dir
     from coterie.service.catalog import Catalog
 
-    settings = load(args.config).routing
+    config = load(args.config)
     catalog = Catalog(registry_dir())
     await catalog.start()
     try:
         await catalog.settled()
-        from coterie.routing.router import Router
-
-        router = Router(_specialists(catalog), catalog, settings)
+        bases = _bases(catalog, config.adapters.device_bytes)
+        router = Router(bases, catalog, config.routing, _outcomes())
         return _planned(router, args, prompt, body)
     finally:
         await catalog.close()
 
 
-def _specialists(catalog: Catalog) -> list[Specialist]:
+def _bases(catalog: Catalog, adapter_bytes: int) -> list[Specialist]:
     """One for every base model that an installed expert was made for: none has to be loaded."""
     from coterie.routing.router import Specialist
 
-    bases = sorted({base for card in catalog.cards() for base in card.bases})
-    return [Specialist(f"base {base[:12]}", fingerprint=base) for base in bases] or [
-        Specialist("base")
+    found = sorted({base for card in catalog.cards() for base in card.bases})
+    return [
+        Specialist(f"base {base[:12]}".rstrip(), fingerprint=base, adapter_bytes=adapter_bytes)
+        for base in found or [""]
     ]
+
+
+class _Recorded:
+    """What servers of this home have recorded."""
+
+    def __init__(self, rates: Mapping[str, tuple[int, int]]) -> None:
+        self._rates = rates
+
+    def rate(self, digest: str) -> tuple[int, int]:
+        return self._rates.get(digest, (0, 0))
+
+
+def _outcomes() -> Outcomes | None:
+    from coterie.service.record_store import RecordStore
+    from coterie.weights.home import state_dir
+
+    path = state_dir() / "records.db"
+    if not path.is_file():
+        return None
+    try:
+        store = RecordStore(path, 1)
+        try:
+            return _Recorded(store.rates())
+        finally:
+            store.close()
+    except CoterieError as error:
+        # the rest can be told all the same
+        note(f"coterie: {error.message}")
+        return None
 
 
 def _planned(router: Router, args: argparse.Namespace, prompt: str, body: str) -> RoutePlan:
@@ -182,23 +216,30 @@ def _sampling(plan: RoutePlan) -> str:
 
 
 def candidates_table(candidates: Sequence[Candidate]) -> str:
-    """Aligned, and never wider than the terminal: long names are cut, long reasons wrapped."""
-    numbers = [
-        (item.similarity, item.success, item.memory, item.score, item.probability)
-        for item in candidates
-    ]
-    cells = [[f"{value:.3f}" for value in row] for row in numbers]
-    room = width() - 5 * 7 - 4
-    names = min(max(len(_HEADERS[0]), *(len(item.name) + 2 for item in candidates)), room * 3 // 5)
+    """Never wider than the terminal: long names are cut, long reasons wrapped; one block per
+    candidate where the terminal is too narrow for columns."""
+    rows = [(item, _figures(item)) for item in candidates]
+    room = width() - len(_FIGURES) * (_FIGURE + 2) - 2
+    if room < MIN_WORDS:
+        return "\n\n".join(
+            facts([("expert", item.name), *zip(_FIGURES, row, strict=True), ("why", item.why)])
+            for item, row in rows
+        )
+    names = min(max(len(item.name) for item in candidates) + 2, room * 3 // 5)
     whys = room - names
-    heads = [f"{title:>5}" for title in _HEADERS[1:6]]
-    lines = ["  ".join([_HEADERS[0].ljust(names), *heads, _HEADERS[6]])]
-    for item, row in zip(candidates, cells, strict=True):
-        mark = "* " if item.chosen else "  "
-        first, *rest = textwrap.wrap(item.why, whys) or [""]
-        lines.append("  ".join([_cut(mark + item.name, names).ljust(names), *row, first]))
+    heads = [title.rjust(_FIGURE) for title in _FIGURES]
+    lines = ["  ".join(["expert".ljust(names), *heads, "why"])]
+    for item, row in rows:
+        name = _cut(("* " if item.chosen else "  ") + item.name, names).ljust(names)
+        first, *rest = textwrap.wrap(item.why, whys, break_on_hyphens=False) or [""]
+        lines.append("  ".join([name, *row, first]))
         lines += [" " * (width() - whys) + text for text in rest]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _figures(item: Candidate) -> list[str]:
+    values = (item.similarity, item.success, item.memory, item.score, item.probability)
+    return [f"{value:.3f}".rjust(_FIGURE) for value in values]
 
 
 def _cut(text: str, most: int) -> str:
