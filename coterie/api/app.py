@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from coterie import __version__
 from coterie.api import errors, ws
@@ -152,4 +153,17 @@ async def _unrouted(request: Request, error: Exception) -> Response:
             exchange.dialect,
             None,
         )
-    return Response(body, error.status_code, error.headers, "application/json")
+    headers = {"allow": _allowed(request)} if error.status_code == 405 else error.headers
+    return Response(body, error.status_code, headers, "application/json")
+
+
+def _allowed(request: Request) -> str:
+    """Each method of a path is a route of its own; the router names those of the first alone."""
+    path = request.scope["path"]
+    methods = {
+        method
+        for route in request.app.routes
+        if isinstance(route, Route) and route.path_regex.match(path)
+        for method in route.methods or ()
+    }
+    return ", ".join(sorted(methods))

@@ -17,6 +17,7 @@ from coterie.core.job import JobSpec
 from coterie.service.jobs import JobService
 
 JSON = "application/json"
+MAX_SESSION = 512
 
 
 class InferEndpoints:
@@ -46,7 +47,8 @@ class InferEndpoints:
     def _receive(self, request: Request, raw: bytes) -> Asked:
         steering = steering_of(request)
         exchange = steering.exchange
-        caller = Caller(exchange.tenant, exchange.arrived_at, steering.session, steering.timeout_s)
+        session = (steering.session or "")[:MAX_SESSION]
+        caller = Caller(exchange.tenant, exchange.arrived_at, session, steering.timeout_s)
         return self.reception.receive(raw, caller)
 
 

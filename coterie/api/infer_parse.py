@@ -43,7 +43,7 @@ class Caller:
     # time.monotonic()
     arrived_at: float
     # from headers; the body's own wins
-    session: str | None = None
+    session: str = ""
     timeout_s: float | None = None
 
 

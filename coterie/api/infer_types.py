@@ -36,7 +36,11 @@ def _trimmed(value: Any) -> Any:
     return value.strip() if isinstance(value, str) else value
 
 
-Template = Annotated[str, Field(max_length=MAX_TEMPLATE), BeforeValidator(_normal)]
+Template = Annotated[
+    str,
+    Field(max_length=MAX_TEMPLATE, json_schema_extra={"pattern": r"\{prompt\}"}),
+    BeforeValidator(_normal),
+]
 Document = Annotated[str, Field(max_length=MAX_BODY), BeforeValidator(_normal)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]

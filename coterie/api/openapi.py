@@ -75,8 +75,10 @@ def document(rows: Sequence[RouteRow]) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for row in rows:
         if row.documented:
-            path = _PARAMETER.sub(r"{\1}", row.path)
-            paths.setdefault(path, {})[row.methods[0].lower()] = _operation(row)
+            path = paths.setdefault(_PARAMETER.sub(r"{\1}", row.path), {})
+            # a HEAD is a GET without its body
+            for method in (name for name in row.methods if name != "HEAD"):
+                path[method.lower()] = _operation(row, method)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -89,12 +91,13 @@ def document(rows: Sequence[RouteRow]) -> dict[str, Any]:
     }
 
 
-def _operation(row: RouteRow) -> dict[str, Any]:
+def _operation(row: RouteRow, method: str) -> dict[str, Any]:
     summary, _, _ = (row.endpoint.__doc__ or "").partition("\n")
+    name = row.endpoint.__name__
     operation: dict[str, Any] = {
         "tags": [row.tag],
         "summary": summary.rstrip("."),
-        "operationId": row.endpoint.__name__,
+        "operationId": name if method == row.methods[0] else f"{name}_{method.lower()}",
         "security": _security(row),
     }
     parameters = [*_path_parameters(row), *_query_parameters(row), *_header_parameters(row)]
@@ -172,9 +175,22 @@ def _content(replies: Replies) -> dict[str, Any]:
     if replies.media_type:
         content[replies.media_type] = {"schema": {"type": "string"}}
     if replies.events is not None:
-        events = {name: _ref(kind) for name, kind in replies.events.items()}
-        content[SSE] = {"schema": {"type": "string"}} | ({"x-events": events} if events else {})
+        content[SSE] = {"schema": _event(replies.events)}
     return {"content": content} if content else {}
+
+
+def _event(events: Mapping[str, type[Any]]) -> dict[str, Any]:
+    """One server-sent event; its data is JSON in a text."""
+    data: dict[str, Any] = {"type": "string", "contentMediaType": JSON}
+    if not events:
+        return _object(["data"], data=data)
+    kinds = {name: _ref(kind) for name, kind in events.items()}
+    kinds["error"] = {"$ref": _TEMPLATE.format(model="OpenAIError")}
+    choices = [
+        _object(["event", "data"], event={"const": name}, data=data | {"contentSchema": schema})
+        for name, schema in kinds.items()
+    ]
+    return {"oneOf": choices}
 
 
 _ALSO = {202: "Accepted: the job is answered later", 503: "Not now"}

@@ -52,7 +52,7 @@ _FIND_EXPERT = (400, *_LIST_EXPERTS, 404)
 _CHANGE_EXPERTS = (*_FIND_EXPERT, 413)
 
 _STEERING: Mapping[str, Any] = {
-    "x-session-id": {"type": "string", "maxLength": 512},
+    "x-session-id": {"type": "string"},
     "x-deadline-ms": {"type": "number", "minimum": 1, "maximum": 86_400_000},
 }
 _EVENTS = {

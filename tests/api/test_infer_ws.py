@@ -45,7 +45,7 @@ def test_requests_overlap_and_are_told_apart(server: Served) -> None:
         heard = until_ended(socket, 3)
     assert sorted(heard) == ["a", "b", "c"]
     for tag, events in heard.items():
-        assert [event["event"] for event in events][0] == "started"
+        assert events[0]["event"] == "started"
         assert len({event["job_id"] for event in events}) == 1
         last = events[-1]
         assert last["event"] == "finished" and last["tokens_generated"] == 12
