@@ -244,7 +244,8 @@ def _spelled(schema: Schema, texts: Spelling, literal: Callable[[Sequence[Any]],
             return str(node["$ref"]).removeprefix(PREFIX)
         for choices in (node.get("anyOf"), node.get("oneOf")):
             if choices:
-                return " | ".join(_nulls_last({spell(item): None for item in choices}, texts.null))
+                spelled = dict.fromkeys(spell(item) for item in choices)
+                return " | ".join(sorted(spelled, key=lambda text: text == texts.null))
         if "const" in node or "enum" in node:
             return literal(node.get("enum") or [node["const"]])
         return by_type(node, node.get("type"))
@@ -264,10 +265,6 @@ def _spelled(schema: Schema, texts: Spelling, literal: Callable[[Sequence[Any]],
     return spell(schema)
 
 
-def _nulls_last(spelled: Mapping[str, None], null: str) -> list[str]:
-    return sorted(spelled, key=lambda text: text == null)
-
-
 FILES: dict[str, Callable[[Schema], str]] = {
     "sdk/python/coterie_client/types.py": python_types,
     "sdk/typescript/src/types.ts": typescript_types,
@@ -277,12 +274,11 @@ FILES: dict[str, Callable[[Schema], str]] = {
 def drifted(document: Schema) -> dict[str, str]:
     """path -> what it should hold, of every file that holds something else."""
     texts = {name: make(document) for name, make in FILES.items()}
+    return {name: text for name, text in texts.items() if _held(ROOT / name) != text}
 
-    def held(name: str) -> str:
-        path = ROOT / name
-        return path.read_text(encoding="utf-8") if path.exists() else ""
 
-    return {name: text for name, text in texts.items() if held(name) != text}
+def _held(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def main() -> int:

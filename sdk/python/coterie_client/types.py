@@ -330,6 +330,11 @@ class ListedExpert:
 
 
 @dataclass(frozen=True)
+class OpenAIError:
+    error: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class RouteTrace:
     """One decision, told. Times are milliseconds, by stage."""
 

@@ -286,6 +286,10 @@ export interface ListedExpert {
   current: boolean;
 }
 
+export interface OpenAIError {
+  error: Record<string, unknown>;
+}
+
 /** One decision, told. Times are milliseconds, by stage. */
 export interface RouteTrace {
   taskType: string;
@@ -352,6 +356,7 @@ export const SHAPES: Readonly<Record<string, Readonly<Record<string, string>>>> 
   JobSubmission: {},
   JobView: { result: "InferenceResult", error: "JobFault" },
   ListedExpert: {},
+  OpenAIError: {},
   RouteTrace: { candidates: "Candidate" },
   ShownExpert: { versions: "Expert" },
   ValidationResult: {},

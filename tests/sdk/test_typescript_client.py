@@ -1,0 +1,77 @@
+"""The TypeScript client: against the real server, against scripted answers, and as a package."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from api.served import Served
+from peft_directory import write_lora
+from sdk_rig import CALLER, TYPESCRIPT, node, run, tool
+
+CHROMIUM = "/usr/bin/chromium"
+# what a browser or Deno may lack; names in comments do not count
+NOT_OF_THE_WEB = re.compile(r"\b(require|Buffer|__dirname|setImmediate)\b|from \"node:|\bprocess\.")
+
+
+def test_against_the_server(environment: dict[str, str], package: Path, tmp_path: Path) -> None:
+    environment["LORA"] = str(write_lora(tmp_path / "lora"))
+    told = run([node(), "--test", package / "client.mjs"], environment)
+    assert re.search(r"^# fail 0$", told, re.MULTILINE), told
+
+
+def test_against_scripted_answers(package: Path) -> None:
+    told = run([node(), "--test", package / "retries.mjs"])
+    assert re.search(r"^# fail 0$", told, re.MULTILINE), told
+
+
+def test_nothing_of_node_is_needed(package: Path) -> None:
+    for path in (TYPESCRIPT / "src").glob("*.ts"):
+        found = NOT_OF_THE_WEB.search(path.read_text())
+        # `host.process?.env` is asked for, not relied on
+        assert found is None, f"{path.name}: {found[0] if found else ''}"
+    assert '"dependencies"' not in (TYPESCRIPT / "package.json").read_text()
+    bundle = (package / "node_modules/@coterie/client/dist/browser.js").read_text()
+    assert not re.search(r"^import ", bundle, re.MULTILINE)
+
+
+def test_without_what_only_node_has(environment: dict[str, str], package: Path) -> None:
+    assert run([node(), package / "bare.mjs"], environment) == "qqqqqqq BadRequest\n"
+
+
+def test_in_a_browser(server: Served, package: Path, tmp_path: Path) -> None:
+    if shutil.which(CHROMIUM) is None:
+        pytest.skip(f"{CHROMIUM} is not installed")
+    client = package / "node_modules/@coterie/client/dist/browser.js"
+    page = tmp_path / "page.html"
+    page.write_text(
+        f"""<script type="module">{client.read_text()}
+        const asked = new ExpertClient({{ apiKey: "{CALLER}", baseUrl: "{server.url}" }});
+        const stream = asked.inferStream({{ prompt: "x", regex: "q{{7}}" }});
+        for await (const chunk of stream) document.body.append(chunk.text);
+        document.body.append(" done");
+        </script><body></body>"""
+    )
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-web-security"]
+    shown = subprocess.run(
+        [CHROMIUM, *flags, f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000",
+         "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "qqqqqqq done" in shown.stdout, shown.stdout + shown.stderr
+
+
+@pytest.mark.full
+def test_the_package_holds_what_it_exports(tmp_path: Path) -> None:
+    folder = tmp_path / "typescript"
+    shutil.copytree(TYPESCRIPT, folder, symlinks=True)
+    for command in (["run", "build"], ["pack", "--ignore-scripts"]):
+        done = subprocess.run([tool("npm"), *command], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    listed = run(["tar", "-tzf", next(folder.glob("*.tgz"))]).split()
+    for name in ("dist/index.js", "dist/index.d.ts", "dist/browser.js", "README.md"):
+        assert f"package/{name}" in listed
+    assert not [name for name in listed if "node_modules" in name or name.endswith("/src/")]
