@@ -39,7 +39,8 @@ def test_nothing_of_node_is_needed(package: Path) -> None:
 
 
 def test_without_what_only_node_has(environment: dict[str, str], package: Path) -> None:
-    assert run([node(), package / "bare.mjs"], environment) == "qqqqqqq BadRequest\n"
+    command = [node(), "--experimental-vm-modules", "--no-warnings", package / "bare.mjs"]
+    assert run(command, environment) == "qqqqqqq BadRequest\n"
 
 
 def test_in_a_browser(server: Served, package: Path, tmp_path: Path) -> None:
