@@ -18,6 +18,7 @@ _NAMED = {
     "haskell": "haskell", "scala": "scala", "perl": "perl", "lua": "lua", "regex": "regex",
     "yaml": "yaml", "dockerfile": "dockerfile", "cypher": "cypher", "powershell": "powershell",
 }  # fmt: skip
+LANGUAGES = frozenset(_NAMED.values())
 # short or common words that name a language only in company
 _IN_COMPANY = re.compile(
     r"\b(?:in|using|with|a|an)\s+(go|c|r)\b(?=\s*(?:[,.:;?!)]|$|program|func|code|script))"

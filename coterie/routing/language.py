@@ -32,7 +32,8 @@ _TELLING = {
 _SMALL_WORDS = {
     "en": "the of and to is in that for with this are what how a an it you i on be from as my have "
     "do can write make which was by or not no give your please me does out at if into there when "
-    "explain list find using about should would could they we he she his her its has",
+    "explain list find using about should would could they we he she his her its has who i'm "
+    "let's that's hello good ok first all one",
     "de": "der die das und ist nicht ein eine ich zu mit den von für auf wie was im des sich dem "
     "es auch sind wird bitte kann mir als aus einen schreibe",
     "fr": "le la les des est et une un pour que qui dans je vous pas en du au ce sur avec quel "
@@ -49,9 +50,9 @@ _SMALL_WORDS = {
     "da": "og er at det en et som på for ikke jeg med af til hvordan hvad har kan den skriv hvor",
     "no": "og er at det en et som på for ikke jeg med av til hvordan hva har kan den skriv hvor",
     "fi": "ja on ei se että mutta tämä mikä kuinka miten minä ovat voi kun niin olen mitä kirjoita",
-    "pl": "i jest nie to na się że do z w jak co dla czy po jakie są od mi napisz ten który",
+    "pl": "kto gdzie i jest nie to na się że do z w jak co dla czy po są od mi napisz ten który",
     "cs": "a je se na že to v s jak co pro jsem není od ale jaké jsou napiš který kde po",
-    "tr": "ve bir bu için ne nasıl ile çok değil mi ben var daha olarak gibi yaz kadar hangi",
+    "tr": "hangisi büyük ve bir bu için ne nasıl ile çok değil mi ben var daha gibi yaz kadar",
     "ro": "și este un o în de la cu pe nu ce cum pentru sunt că mai care din scrie al",
     "hu": "és a az egy nem hogy van mi ez hogyan mit is vagy meg kell írj volt milyen",
     "vi": "và là của có không một cho được trong với này những tôi như thế nào viết hãy bạn",

@@ -24,7 +24,7 @@ from coterie.routing.protocols import Catalog, Matcher, NoAdapters, NoOutcomes, 
 from coterie.routing.resolve import Names, Route, Specialist
 from coterie.routing.score import Scorer
 from coterie.routing.stack import called
-from coterie.routing.tune import filled, tuned, values_for
+from coterie.routing.tune import filled, suited, tuned, values_for
 
 __all__ = ["Route", "Router", "Specialist"]
 
@@ -87,6 +87,7 @@ class Router:
         sampling, changed = request.sampling, Tuned()
         if known.features is not None:
             marked = time.perf_counter()
+            known.features = suited(known.features, known.primary)
             values = values_for(known.features.task_type, known.primary)
             sampling = filled(sampling, values)
             alone = known.primary if len(known.adapters) == 1 else None

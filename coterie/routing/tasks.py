@@ -28,7 +28,7 @@ _VERBS = {
     "calculate": "calculate compute solve add multiply subtract divide count sum",
     "explain": "explain describe define compare discuss outline erkläre explique explica",
     "ask": "what what's why how who who's whom whose when where which are was were do does did "
-    "should will has have list name give show tell wie was warum wer wo wann comment pourquoi où qué "
+    "should will has have list give show tell wie was warum wer wo wann comment pourquoi où qué "
     "cómo quién dónde cuál что как почему",
     "chat": "hello hi hey thanks thank goodbye bye hallo bonjour hola ciao привет",
 }

@@ -12,6 +12,8 @@ from typing import Any
 from coterie.core.adapters import AdapterProfile
 from coterie.core.plan import Tuned
 from coterie.core.request import Chat, InferenceRequest, Prompt, Sampling
+from coterie.routing.code import LANGUAGES
+from coterie.routing.features import Features
 
 # by task type, as seed 000 has them and in its spirit
 TASK_VALUES: dict[str, dict[str, float]] = {
@@ -44,6 +46,20 @@ _SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # an adapter that says how it was judged was judged without a penalty unless it says so
 _JUDGED = {"repetition_penalty": 1.0}
 _PLACE = re.compile(r"\{(prompt|body)\}")
+
+
+def suited(features: Features, adapter: AdapterProfile | None) -> Features:
+    """What the chosen adapter is for is what is to be done: its `task:` and `tech:` capabilities
+    over what the prompt looks like."""
+    stated = (
+        {} if adapter is None else dict(c.split(":", 1) for c in adapter.capabilities if ":" in c)
+    )
+    task, language = stated.get("task", ""), stated.get("tech", "")
+    task = task if task in TASK_VALUES else features.task_type
+    language = language if language in LANGUAGES else features.code_language
+    if (task, language) == (features.task_type, features.code_language):
+        return features
+    return replace(features, task_type=task, code_language=language)
 
 
 def values_for(task_type: str, adapter: AdapterProfile | None) -> dict[str, float]:

@@ -76,6 +76,20 @@ def test_who_is_tuned() -> None:
     assert made.plan(plain).sampling.temperature == 0.9 and made.plan(plain).trace is None
 
 
+def test_what_an_adapter_is_for_decides_the_task() -> None:
+    stated = profile("a", capabilities=("task:code_generation", "tech:sql", "task"))
+    plan = router(stated).plan(asking(STORY, tune=True))
+    assert plan.trace is not None and plan.trace.task_type == "code_generation"
+    assert plan.trace.features["code_language"] == "sql" and plan.tuned.max_tokens == 8192
+    for unknown in (profile("a", capabilities=("task:magic", "tech:neo4j")), profile("a")):
+        trace = router(unknown).plan(asking(STORY)).trace
+        assert trace is not None and trace.task_type == "creative_writing"
+        assert trace.features["code_language"] == ""
+    # only of one that was chosen
+    trace = router(stated, chance=0.1).plan(asking(STORY)).trace
+    assert trace is not None and trace.task_type == "creative_writing"
+
+
 def test_max_tokens_only_where_none_was_given_and_tuning_was_asked_for() -> None:
     made = router(profile("a", decoding={"max_tokens": 77.0}), chance=0.1)
     assert made.plan(asking(STORY)).tuned.max_tokens is None
