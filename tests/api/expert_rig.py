@@ -35,11 +35,41 @@ def adapter(kind: str = "lora", seed: int = 0, **options: Any) -> Path:
     return make_adapter(MODEL, kind, 200 + seed, **options)
 
 
-class Rig:
+class Packer:
+    """Makes packages, signed with the key of its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def package(self, name: str, version: str = "1.0.0", seed: int = 0, **more: Any) -> bytes:
+        """A package of a LoRA for the served model, signed with this folder's key."""
+        base = {"name": "tiny", "fingerprint": more.pop("fingerprint", fingerprint())}
+        document = {
+            "schema_version": "2.0", "name": name, "version": version, "base_models": [base],
+            "description": "for tests", **more,
+        }  # fmt: skip
+        out = self.folder / f"{name}-{version}-{seed}.expert"
+        files = collect(adapter(seed=seed)).files
+        made = pack(files, from_document(document), out)
+        repack(made, signed(made, self.key().read_bytes()), out)
+        return out.read_bytes()
+
+    def key(self) -> Path:
+        path = self.folder / "signer.key"
+        if not path.exists():
+            new_key(path)
+        return path
+
+    def trust(self, store: Path) -> None:
+        TrustStore(store).trust(public_of(self.key().read_bytes()), "tests")
+
+
+class Rig(Packer):
     """One application. `send` speaks as the admin unless it is told otherwise."""
 
     def __init__(self, folder: Path, runner: asyncio.Runner, **settings: Any) -> None:
-        self.folder, self.runner = folder, runner
+        super().__init__(folder)
+        self.runner = runner
         (folder / "admins.txt").write_text(f"{ADMIN}\n")
         (folder / "callers.txt").write_text(f"{CALLER}\n")
         common = {
@@ -82,25 +112,3 @@ class Rig:
             "messages": [{"role": "user", "content": content}],
         }
         return self.send("POST", "/v1/chat/completions", body | fields, key=CALLER)
-
-    def package(self, name: str, version: str = "1.0.0", seed: int = 0, **more: Any) -> bytes:
-        """A package of a LoRA for the served model, signed with this folder's key."""
-        base = {"name": "tiny", "fingerprint": more.pop("fingerprint", fingerprint())}
-        document = {
-            "schema_version": "2.0", "name": name, "version": version, "base_models": [base],
-            "description": "for tests", **more,
-        }  # fmt: skip
-        out = self.folder / f"{name}-{version}-{seed}.expert"
-        files = collect(adapter(seed=seed)).files
-        made = pack(files, from_document(document), out)
-        repack(made, signed(made, self.key().read_bytes()), out)
-        return out.read_bytes()
-
-    def key(self) -> Path:
-        path = self.folder / "signer.key"
-        if not path.exists():
-            new_key(path)
-        return path
-
-    def trust(self, store: Path) -> None:
-        TrustStore(store).trust(public_of(self.key().read_bytes()), "tests")

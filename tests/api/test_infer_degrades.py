@@ -1,0 +1,109 @@
+"""The error table of the pipeline, row by row, against a real server with experts installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from expert_rig import ADMIN, MODEL, Packer, adapter
+from served import Served, own_home
+
+SQL = {
+    "keywords": ["sql", "query", "table", "database", "select", "join"],
+    "examples": [
+        "Write a SQL query that lists all customers",
+        "Turn this question into SQL: how many orders were placed in May?",
+        "Give me a SELECT statement that joins orders and customers",
+        "SQL query for the average price per category",
+    ],
+}
+RELATED = "Write a SQL query that lists all customers and joins their orders"
+UNRELATED = "Which river flows through the capital of Austria, and how long is it?"
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Three experts of one size, and room for one of them (and a half)."""
+    folder = tmp_path_factory.mktemp("degrades")
+    home = own_home(folder / "home")
+    (folder / "admins.txt").write_text(f"{ADMIN}\n")
+    packer = Packer(folder)
+    packer.trust(home / "state" / "trust.json")
+    nbytes = (adapter() / "adapter_model.safetensors").stat().st_size
+    served = Served(
+        str(MODEL),
+        *("--name", "tiny", "--admin-key-file", str(folder / "admins.txt")),
+        *("--adapter-bytes", str(nbytes * 3 // 2)),
+        COTERIE_HOME=str(home),
+    )
+    made = [
+        packer.package("sql-writer", seed=1, description="Writes SQL queries", routing=SQL),
+        packer.package("poems", seed=2, description="Writes rhymed poems"),
+        packer.package("letters", seed=3, description="Writes formal letters"),
+    ]
+    for package in made:
+        reply = served.post("/v1/experts", package, authorization=f"Bearer {ADMIN}")
+        assert reply.status == 201, reply.body
+    yield served
+    served.stop()
+
+
+def infer(house: Served, prompt: str, **fields: Any) -> Any:
+    reply = house.post("/v1/infer", {"prompt": prompt, "max_tokens": 8} | fields)
+    assert reply.status == 200, reply.body
+    return reply.json
+
+
+@pytest.mark.parametrize("prompt", ["", " \n\t ", "x" * 500_001])
+def test_an_invalid_prompt_is_a_400_that_names_it(house: Served, prompt: str) -> None:
+    reply = house.post("/v1/infer", {"prompt": prompt})
+    assert (reply.status, reply.json["error"]["param"]) == (400, "prompt")
+
+
+def test_a_suitable_expert_answers(house: Served) -> None:
+    answer = infer(house, RELATED, explain=True)
+    assert answer["experts_used"] == ["sql-writer"] and answer["degraded"] == [], str(answer["plan"])
+    assert answer["plan"]["composition_order"] == ["sql-writer@1.0.0"]
+    assert answer["metrics"]["experts_used"] == ["sql-writer@1.0.0"]
+
+
+def test_no_suitable_expert_means_the_base_model(house: Served) -> None:
+    answer = infer(house, UNRELATED, explain=True)
+    assert answer["experts_used"] == [] and answer["model"] == "tiny"
+    assert "base model alone" in answer["plan"]["reasons"][0]
+    assert answer["tokens_generated"] == 8
+
+
+def test_an_excluded_expert_leaves_the_base_model(house: Served) -> None:
+    answer = infer(house, RELATED, exclude_experts=["sql-writer"])
+    assert answer["experts_used"] == []
+
+
+def test_overflow_means_fewer_experts_and_says_so(house: Served) -> None:
+    answer = infer(house, RELATED, force_experts=["poems", "letters"])
+    assert answer["experts_used"] == ["poems"]
+    assert len(answer["degraded"]) == 1 and "letters" in answer["degraded"][0]
+    assert "do not fit" in answer["degraded"][0]
+    assert answer["metrics"]["num_experts"] == 1
+
+
+def test_a_timeout_means_the_text_so_far(house: Served) -> None:
+    whole = infer(house, UNRELATED, max_tokens=150, temperature=0)
+    total_ms = whole["metrics"]["total_latency_ms"]
+    cut = infer(house, UNRELATED, max_tokens=150, temperature=0, timeout_ms=int(total_ms / 3))
+    assert cut["finish_reason"] == "timeout"
+    assert 0 < cut["tokens_generated"] < 150
+    assert whole["text"].startswith(cut["text"]) and cut["text"]
+
+
+def test_a_timeout_before_the_first_token_is_an_empty_text(house: Served) -> None:
+    answer = infer(house, UNRELATED, timeout_ms=1)
+    assert (answer["finish_reason"], answer["text"]) == ("timeout", "")
+
+
+def test_a_failed_validation_comes_with_the_text_and_the_error(house: Served) -> None:
+    answer = infer(house, UNRELATED, max_tokens=1, response_format={"type": "json_object"})
+    assert answer["text"] == "{" and answer["finish_reason"] == "length"
+    assert answer["validation"]["valid"] is False and answer["validation"]["error"]
+    assert answer["metrics"]["validation_passed"] is False
