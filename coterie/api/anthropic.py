@@ -21,12 +21,11 @@ from coterie.api.inference import (
     Service,
     account,
     answerer,
-    events_of,
-    inference_request,
     steering_of,
 )
 from coterie.api.sse import EventStream, while_connected
-from coterie.api.tools_read import held_to_tools, reading_of
+from coterie.api.tools_blame import tool_events
+from coterie.api.tools_read import held, reading_of
 
 JSON = "application/json"
 
@@ -40,6 +39,9 @@ class AnthropicDialect:
         """Create a message, whole or as a stream of events."""
         body = await parse(request, MessagesBody, self.max_body_bytes)
         steering = steering_of(request)
+        if body.thread is not None:
+            refusal = anthropic_render.thread_refusal(steering.exchange.request_id)
+            return Response(refusal, status_code=400, media_type=JSON)
         who = answerer(self.service, hints_of(body), steering)
         ask = messages_ask(body, steering, who.tokenizer.reasoning is not None)
         shape = MessageShape(
@@ -48,9 +50,8 @@ class AnthropicDialect:
             request_id=steering.exchange.request_id,
             reading=await reading_of(ask, who.tokenizer),
         )
-        held = held_to_tools(ask, who.tokenizer, shape.reading)
-        asked = inference_request(held, steering, shape.id)
-        events = events_of(self.service, asked, steering.exchange)
+        ask = held(ask, who.tokenizer, shape.reading)
+        events = tool_events(self.service, ask, steering, shape.id)
         if body.stream:
             return EventStream(events, MessageStream(shape), steering.exchange)
         answer = await while_connected(request.receive, collect(events, 1))

@@ -67,7 +67,7 @@ def whole(shape: MessageShape, answer: Answer) -> bytes:
     choice = answer.choices[0]
     parts = shape.reading.read(choice)
     payload = shape.message(_blocks(parts))
-    payload |= stop_fields(choice.finish_reason, choice.stop_match, bool(parts.calls))
+    payload |= stop_fields(parts.finish_reason, choice.stop_match, bool(parts.calls))
     return encode(payload | {"usage": _final_usage(answer.usage)} | answer.metadata)
 
 
@@ -93,6 +93,16 @@ def whole_input(arguments: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def thread_refusal(request_id: str) -> bytes:
+    """No conversation is kept here. The vendor's client reads the code and sends it whole."""
+    error = {
+        "type": "invalid_request_error",
+        "message": "thread: conversations are not kept here; send all of its messages",
+        "details": {"error_code": "thread_unsupported_request"},
+    }
+    return encode({"type": "error", "error": error, "request_id": request_id})
 
 
 def event(name: str, fields: dict[str, Any]) -> bytes:
@@ -179,8 +189,8 @@ class MessageStream:
         pieces = self.reader.feed(delta.text, delta.token_ids)
         if delta.finish_reason is not None:
             pieces += self.reader.finish()
-            called = self.reader.num_calls > 0
-            self.stop = stop_fields(delta.finish_reason, delta.stop_match, called)
+            reason = self.reader.ending(delta.finish_reason)
+            self.stop = stop_fields(reason, delta.stop_match, self.reader.called)
         return b"".join(map(self._write, pieces))
 
     def _write(self, piece: Piece) -> bytes:

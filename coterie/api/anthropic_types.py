@@ -94,6 +94,8 @@ class MessagesBody(CountBody):
     stop_sequences: Annotated[list[StopSequence], Field(max_length=32)] | None = None
     metadata: Metadata | None = None
     cache_key: str | None = None
+    # conversations that the server keeps
+    thread: dict[str, Any] | None = None
     # the same thing under its older and its newer name
     output_format: dict[str, Any] | None = None
     output_config: OutputConfig | None = None

@@ -29,7 +29,8 @@ from coterie.api.openai_parse import chat_ask, completion_asks, scores_prompt
 from coterie.api.openai_text import Echo, TextShape, TextStream
 from coterie.api.openai_types import ChatBody, Common, CompletionBody
 from coterie.api.sse import Events, EventStream, while_connected
-from coterie.api.tools_read import held_to_tools, reading_of
+from coterie.api.tools_blame import tool_events
+from coterie.api.tools_read import held, reading_of
 from coterie.core.request import Text
 from coterie.core.resolve import check_tokens
 
@@ -48,9 +49,8 @@ class OpenAIDialect:
         ask = chat_ask(body, steering)
         who = answerer(self.service, ask.hints, steering)
         shape = await self._chat_shape(body, ask, who)
-        held = held_to_tools(ask, who.tokenizer, shape.reading)
-        asked = inference_request(held, steering, shape.id)
-        events = events_of(self.service, asked, steering.exchange)
+        ask = held(ask, who.tokenizer, shape.reading)
+        events = tool_events(self.service, ask, steering, shape.id)
         if body.stream:
             return EventStream(events, ChatStream(shape), steering.exchange)
         answer = await while_connected(request.receive, collect(events, shape.num_choices))

@@ -82,7 +82,7 @@ def _choice(shape: ChatShape, index: int, choice: Choice) -> tuple[dict[str, Any
         "index": index,
         "message": message,
         "logprobs": chat_logprobs(choice.logprobs) if shape.logprobs else None,
-    } | finish_fields(choice.finish_reason, choice.stop_match, bool(parts.calls))
+    } | finish_fields(parts.finish_reason, choice.stop_match, bool(parts.calls))
     if shape.prompt_ids is not None:
         fields["token_ids"] = choice.token_ids
     return fields, parts.reasoning_tokens
@@ -161,10 +161,8 @@ class ChatStream:
             frames.append(self._chunk(choice | extras))
             extras = {}
         if event.finish_reason is not None:
-            called = reader is not None and reader.num_calls > 0
             last = {"index": event.choice, "delta": {}, "logprobs": None}
-            last |= finish_fields(event.finish_reason, event.stop_match, called)
-            frames.append(self._chunk(last))
+            frames.append(self._chunk(last | _finish(event, event.finish_reason, reader)))
         return b"".join(frames)
 
     def _pieces(self, event: Delta, reader: Reader | None) -> list[Piece]:
@@ -198,6 +196,12 @@ class ChatStream:
         payload = self.shape.head("chat.completion.chunk")
         payload |= {"choices": [], "usage": usage_fields(event.usage, thought)}
         return frame(payload | metadata_of(event)) + DONE
+
+
+def _finish(event: Delta, reason: str, reader: Reader | None) -> dict[str, Any]:
+    if reader is None:
+        return finish_fields(reason, event.stop_match)
+    return finish_fields(reader.ending(reason), event.stop_match, reader.called)
 
 
 _OPEN: dict[str, Any] = {"logprobs": None, "finish_reason": None}

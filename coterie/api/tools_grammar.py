@@ -10,18 +10,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coterie.api.tools import Tool, Toolbox
+from coterie.api.tools_schema import SPACING, held_schema
+from coterie.core.errors import InvalidRequest
 from coterie.core.request import ResponseFormat
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
 
 MAX_CALLS = 32
+# what the engine reads
+MAX_GRAMMAR = 200_000
 # no text matches the negated class, so its complement is every string of bytes
 _ANY = r"ANY: ~/[^\x00-\x{10FFFF}]/"
-_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def tool_constraint(
@@ -29,26 +32,44 @@ def tool_constraint(
 ) -> ResponseFormat:
     """`thought`: the prompt has opened one (True), the model may (False), or never thinks (None).
     `answer` is what an answer that calls nothing has to look like."""
-    return ResponseFormat("lark", _Lark(toolbox, tokenizer, thought, answer).text())
+    text = _Lark(toolbox, tokenizer, thought, answer).text()
+    if len(text) > MAX_GRAMMAR:
+        raise InvalidRequest(
+            f"tools: their schemas make a grammar of {len(text)} characters; the limit is "
+            f"{MAX_GRAMMAR}. Give fewer tools.",
+            param="tools",
+        )
+    return ResponseFormat("lark", text)
+
+
+def answer_behind_thought(
+    answer: ResponseFormat, tokenizer: Tokenizer, thought: bool
+) -> ResponseFormat:
+    """An answer's format where a thought may come before it, which is not held to it."""
+    return ResponseFormat("lark", _Lark(None, tokenizer, thought, answer).text())
 
 
 class _Lark:
     def __init__(
         self,
-        toolbox: Toolbox,
+        toolbox: Toolbox | None,
         tokenizer: Tokenizer,
         thought: bool | None,
         answer: ResponseFormat | None,
     ) -> None:
-        self.toolbox = toolbox
+        self.parallel = toolbox is not None and toolbox.parallel
+        # an answer may not be just any words
+        self.required = toolbox is None or toolbox.required
         self.format = tokenizer.tool_support.format
         self.thought, self.answer = thought, answer
-        self.tools: Sequence[Tool] = toolbox.usable()
+        self.tools: Sequence[Tool] = [] if toolbox is None else toolbox.usable()
         self.special = tokenizer.special_ids
         self.marks = tokenizer.reasoning
         kept = {self.special.get(mark) for mark in (self.format.mark, *(self.marks or ()))}
-        passed = sorted(set(self.special.values()) - set(tokenizer.eos_ids) - kept)
-        self.passed = ",".join(map(str, passed))
+        # the grammar engine keeps the byte 0xFF for itself: it has to be named as a token
+        passed = {*self.special.values(), tokenizer.never_text_id}
+        passed -= {*tokenizer.eos_ids, *kept, None}
+        self.passed = ",".join(str(token) for token in passed if token is not None)
 
     def text(self) -> str:
         skip = f"skip: (ANY <[{self.passed}]>)*" if self.passed else 'skip: ""'
@@ -59,7 +80,7 @@ class _Lark:
         """What may come before the body: a model's thought, which calls nothing."""
         if self.thought is None or self.marks is None:
             return ["start: body"]
-        unfinished = "" if self.toolbox.required else " | skip ANY"
+        unfinished = "" if self.required else " | skip ANY"
         rules = [
             f"thought: skip thought_end SPACE body{unfinished}",
             self._up_to("thought_end", "ANY", self.marks[1]),
@@ -73,10 +94,12 @@ class _Lark:
     def _body(self) -> list[str]:
         """An answer: words, calls, or words and then calls."""
         marked = f"{self._token(self.format.mark)} calls"
-        if self.toolbox.required:
+        if not self.tools and self.answer is not None:
+            return ["body: answer", f"answer: {_answer_rule(self.answer)}"]
+        if self.required:
             return ["body: calls" if self.format.bare else f"body: {marked}"]
         if self.answer is not None:
-            return [f"body: answer | {marked}", f"answer: {_json_rule(self.answer)}"]
+            return [f"body: answer | {marked}", f"answer: {_answer_rule(self.answer)}"]
         bare = " | bare_calls" if self.format.bare else ""
         lead = self._up_to("lead", "ANY", self.format.mark)
         rules = [f"body: skip ANY | skip lead calls{bare}", lead]
@@ -90,6 +113,8 @@ class _Lark:
 
     def _calls(self) -> list[str]:
         form = self.format
+        if not self.tools:
+            return []
         begin = f"{_literal(form.space)} " if form.space else ""
         end = f" {_literal(form.space)}" if form.space else ""
         end += f" {self._token(form.closing)}" if form.closing else ""
@@ -98,11 +123,13 @@ class _Lark:
         for index, tool in enumerate(self.tools):
             head = _literal(f'{{"name": "{tool.name}", "{form.key}": ')
             rules.append(f"tool_{index}: {head} arguments_{index}")
-            rules.append(f'arguments_{index}: %json {_schema(tool)} "}}"')
+            rules.append(
+                f'arguments_{index}: %json {held_schema(tool.parameters, tool.strict)} "}}"'
+            )
         return rules
 
     def _again(self) -> str:
-        if not self.toolbox.parallel:
+        if not self.parallel:
             return ""
         behind = _literal(self.format.between)
         if not self.format.bare:
@@ -128,54 +155,9 @@ def _literal(text: str) -> str:
     return json.dumps(text)
 
 
-def _json_rule(answer: ResponseFormat) -> str:
-    schema = json.loads(answer.text) if answer.kind == "json_schema" else {"type": "object"}
-    return f"%json {json.dumps(schema)}"
-
-
-def _schema(tool: Tool) -> str:
-    """A schema that says nothing of further properties is held to those it names."""
-    schema = tool.parameters if _is_composed(tool.parameters) else _closed(tool.parameters)
-    return json.dumps({**schema, "x-guidance": {**_JSON, "lenient": not tool.strict}})
-
-
-# keywords that hold one schema, a list of schemas, or schemas by name
-_ONE = ("items", "additionalProperties", "contains", "propertyNames")
-_LISTS = ("prefixItems", "anyOf", "oneOf")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-# with these a property that one part does not name may be another part's
-_JOINING = ("allOf", "if", "not", "dependentSchemas", "unevaluatedProperties")
-
-
-def _parts(schema: dict[str, Any]) -> list[Any]:
-    found = [schema[key] for key in _ONE if key in schema]
-    found += [item for key in _LISTS for item in _listed(schema.get(key))]
-    return found + [
-        item for key in _MAPS if isinstance(schema.get(key), dict) for item in schema[key].values()
-    ]
-
-
-def _is_composed(schema: Any) -> bool:
-    if not isinstance(schema, dict):
-        return False
-    joins = any(key in schema for key in _JOINING)
-    splits = "properties" in schema and any(key in schema for key in ("anyOf", "oneOf", "$ref"))
-    return joins or splits or any(_is_composed(part) for part in _parts(schema))
-
-
-def _closed(schema: Any) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    closed = dict(schema)
-    closed |= {key: _closed(schema[key]) for key in _ONE if key in schema}
-    closed |= {key: [_closed(x) for x in _listed(schema[key])] for key in _LISTS if key in schema}
-    for key in _MAPS:
-        if isinstance(schema.get(key), dict):
-            closed[key] = {name: _closed(part) for name, part in schema[key].items()}
-    if "properties" in schema and "patternProperties" not in schema:
-        closed.setdefault("additionalProperties", False)
-    return closed
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _answer_rule(answer: ResponseFormat) -> str:
+    if answer.kind != "json_schema":
+        return f"%json {json.dumps({'type': 'object', 'x-guidance': SPACING})}"
+    schema = json.loads(answer.text)
+    options = {**schema.get("x-guidance", {}), **SPACING}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"

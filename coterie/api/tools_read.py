@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from coterie.api.collect import Choice
 from coterie.api.inference import Ask
 from coterie.api.reasoning import CONTENT, REASONING, Piece, Splitter, splitter_for
-from coterie.api.tools_grammar import tool_constraint
+from coterie.api.tools_grammar import answer_behind_thought, tool_constraint
 from coterie.api.tools_split import ARGUMENTS, CALL, CallMarks
 from coterie.core.request import Chat
 
@@ -36,7 +36,7 @@ class Reading:
         """A whole choice."""
         reader = self.reader()
         if reader is None:
-            return Parts("".join(choice.text))
+            return Parts("".join(choice.text), finish_reason=choice.finish_reason)
         pieces, at = list[Piece](), 0
         for text, size in zip(choice.text, choice.sizes, strict=True):
             pieces += reader.feed(text, tuple(choice.token_ids[at : at + size]))
@@ -46,6 +46,7 @@ class Reading:
             _joined(pieces, CONTENT),
             _joined(pieces, REASONING),
             _calls(pieces),
+            reader.ending(choice.finish_reason),
             reader.reasoning_tokens,
         )
 
@@ -61,6 +62,7 @@ class Parts:
     words: str
     thought: str = ""
     calls: tuple[tuple[str, str], ...] = ()
+    finish_reason: str = "stop"
     reasoning_tokens: int = 0
 
 
@@ -90,8 +92,13 @@ class Reader:
         return 0 if self._thoughts is None else self._thoughts.reasoning_tokens
 
     @property
-    def num_calls(self) -> int:
-        return 0 if self._calls is None else self._calls.num_calls
+    def called(self) -> bool:
+        return self._calls is not None and self._calls.num_calls > 0
+
+    def ending(self, reason: str) -> str:
+        """Why the choice ended; an engine that has no room for a call ends before it."""
+        is_cut = self._calls is not None and self._calls.is_cut
+        return "length" if reason == "stop" and is_cut else reason
 
     def feed(self, text: str, token_ids: tuple[int, ...] = ()) -> list[Piece]:
         if self._thoughts is None:
@@ -124,10 +131,12 @@ async def reading_of(ask: Ask, tokenizer: Tokenizer) -> Reading:
     return Reading(await splitter_for(tokenizer, ask.prompt), marks)
 
 
-def held_to_tools(ask: Ask, tokenizer: Tokenizer, reading: Reading) -> Ask:
-    """The same with the grammar of its tools in place of its format."""
-    if ask.tools is None:
-        return ask
+def held(ask: Ask, tokenizer: Tokenizer, reading: Reading) -> Ask:
+    """The same with the one grammar that holds its thoughts, tools and format together."""
     thought = None if reading.reasoning is None else reading.reasoning[1]
-    grammar = tool_constraint(ask.tools, tokenizer, thought, ask.response_format)
-    return replace(ask, response_format=grammar)
+    answer = ask.response_format
+    if ask.tools is not None:
+        answer = tool_constraint(ask.tools, tokenizer, thought, answer)
+    elif answer is not None and thought is not None:
+        answer = answer_behind_thought(answer, tokenizer, thought)
+    return replace(ask, response_format=answer)

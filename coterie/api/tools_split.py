@@ -44,6 +44,8 @@ class ToolSplitter:
         self._step = self._first if form.bare else self._words
         self.held = ""
         self.num_calls = 0
+        # it ended where a call was about to be opened
+        self.is_cut = False
 
     def feed(self, text: str, token_ids: tuple[int, ...] = ()) -> list[Piece]:
         marked = self.marks.mark_id is not None and self.marks.mark_id in token_ids
@@ -56,10 +58,26 @@ class ToolSplitter:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What is left when the choice has ended: a mark that never completed is text."""
+        """What is left when the choice has ended. The smaller half of a mark is text; the larger
+        one is a call for which there were no tokens left."""
         text, self.held = self.held, ""
-        spoken = self._step in (self._first, self._words)
-        return [(CONTENT, text)] if text and spoken else []
+        if self._step not in (self._first, self._words):
+            return []
+        begun = self._begun(text)
+        if begun:
+            self.is_cut = True
+            text = text[:-begun].rstrip()
+        return [(CONTENT, text)] if text else []
+
+    def _begun(self, text: str) -> int:
+        """Length of the larger half of a mark, or of a call that needs none, at the end."""
+        if self._step == self._first:
+            bare = "".join(text.split())
+            parts = (head for head in self._heads if head.startswith(bare))
+            return len(text) if any(2 * len(bare) > len(head) for head in parts) else 0
+        mark = self.marks.format.mark
+        size = overlap(text, mark) if self.marks.mark_id is None else 0
+        return size if 2 * size > len(mark) else 0
 
     def _first(self, pieces: list[Piece]) -> bool:
         """The start of an answer, where a call needs no mark."""

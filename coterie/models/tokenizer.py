@@ -113,6 +113,12 @@ class Tokenizer:
         """Tokens that are no text, by what they are called."""
         return {item.content: key for key, item in self._added.items() if item.special}
 
+    @cached_property
+    def never_text_id(self) -> int | None:
+        """The token of the byte 0xFF, which stands in no text."""
+        token: int | None = self._backend.token_to_id("\xff" if self._byte_level else "<0xFF>")
+        return token
+
     def render(self, chat: Chat) -> str:
         """The chat as one text, by the model's own template."""
         if self._template is None:

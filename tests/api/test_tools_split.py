@@ -1,0 +1,127 @@
+"""Answers parted into words and calls: the same pieces however the text is cut into deltas."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.api.reasoning import CONTENT, REASONING
+from coterie.api.tools_read import Reading
+from coterie.api.tools_split import ARGUMENTS, CALL, CallMarks
+from coterie.models.tool_format import FORMATS
+
+NAMES = frozenset({"get", "get_more"})
+TRICKY = json.dumps({"a": '}"</tool_call>\\ {', "b": [{"c": {}}, "]"]})
+HERMES = f'<tool_call>\n{{"name": "get", "arguments": {TRICKY}}}\n</tool_call>'
+MORE = '<tool_call>\n{"name": "get_more", "arguments": {}}\n</tool_call>'
+LLAMA = f'{{"name": "get", "parameters": {TRICKY}}}'
+LLAMA_MORE = '{"name": "get_more", "parameters": {}}'
+
+Said = tuple[str, str, list[tuple[str, str]], bool]
+
+
+def read(
+    text: str, style: str, cuts: list[int], marks: tuple[tuple[str, str], bool] | None = None
+) -> Said:
+    """(thought, words, calls, whether it was cut) of `text` fed in pieces."""
+    reader = Reading(marks, CallMarks(FORMATS[style], NAMES)).reader()
+    assert reader is not None
+    places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    pieces = []
+    for start, end in pairwise(places):
+        pieces += reader.feed(text[start:end], (7,))
+    pieces += reader.finish()
+    calls: list[tuple[str, str]] = []
+    for kind, part in pieces:
+        if kind == CALL:
+            calls.append((part, ""))
+        elif kind == ARGUMENTS:
+            calls[-1] = (calls[-1][0], calls[-1][1] + part)
+    thought = "".join(part for kind, part in pieces if kind == REASONING)
+    words = "".join(part for kind, part in pieces if kind == CONTENT)
+    return thought, words, calls, reader.ending("stop") == "length"
+
+
+TEXTS = [
+    ("hermes", HERMES, "", ["get"]),
+    ("hermes", f"Let me see. \n{HERMES}\n{MORE}", "Let me see.", ["get", "get_more"]),
+    ("hermes", f"{MORE}\n{MORE}\n{HERMES}", "", ["get_more", "get_more", "get"]),
+    ("hermes", "a <tool b <tool_ca c\n\n", "a <tool b <tool_ca c\n\n", []),
+    ("hermes", "", "", []),
+    ("llama", LLAMA, "", ["get"]),
+    ("llama", f"\n {LLAMA}; {LLAMA_MORE}", "", ["get", "get_more"]),
+    ("llama", LLAMA_MORE.replace(" ", ""), "", ["get_more"]),
+    ("llama", f"So: <|python_tag|>{LLAMA}", "So:", ["get"]),
+    ("llama", '{"name": "Alice", "parameters": {}}', '{"name": "Alice", "parameters": {}}', []),
+    ("llama", f"I would say {LLAMA}", f"I would say {LLAMA}", []),
+    ("llama", '{"name": "getting"} <|pyth', '{"name": "getting"} <|pyth', []),
+]
+
+
+@pytest.mark.parametrize(("style", "text", "words", "names"), TEXTS)
+@settings(max_examples=40, deadline=None)
+@given(cuts=st.lists(st.integers(0, 10_000), max_size=12))
+def test_pieces_do_not_depend_on_deltas(
+    style: str, text: str, words: str, names: list[str], cuts: list[int]
+) -> None:
+    thought, said, calls, was_cut = read(text, style, cuts)
+    assert (thought, said, was_cut) == ("", words, False)
+    assert [name for name, _ in calls] == names
+    for name, arguments in calls:
+        assert arguments == (TRICKY if name == "get" else "{}")
+
+
+@given(st.text(alphabet='<tool_call>{}"\n {name', max_size=60), st.lists(st.integers(0, 60)))
+def test_words_without_a_call_are_left_alone(text: str, cuts: list[int]) -> None:
+    for style, mark in (("hermes", "<tool_call>"), ("llama", "<|python_tag|>")):
+        if mark not in text:
+            _, words, calls, was_cut = read(text, style, cuts)
+            assert calls == []
+            # half a mark at the very end is a call that found no room
+            assert words == text or (was_cut and text.startswith(words))
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "words"),
+    [
+        ("hermes", "So <tool_call", "So"),
+        ("hermes", "So <tool_", "So"),
+        ("hermes", "So <tool", "So <tool"),
+        ("llama", '{"name": "get", "para', ""),
+        ("llama", '{"name"', '{"name"'),
+        ("llama", "So <|python_t", "So"),
+    ],
+)
+def test_a_mark_at_the_end(style: str, text: str, words: str) -> None:
+    _, said, calls, was_cut = read(text, style, [3, 5, 9])
+    assert (said, calls, was_cut) == (words, [], words != text)
+
+
+def test_thoughts_call_nothing() -> None:
+    text = f"<think>maybe {HERMES}</think>\n\nWell.\n{MORE}"
+    for cuts in ([], list(range(len(text)))):
+        thought, words, calls, _ = read(text, "hermes", cuts, (("<think>", "</think>"), False))
+        assert thought == f"maybe {HERMES}"
+        assert words == "Well."
+        assert calls == [("get_more", "{}")]
+
+
+@pytest.mark.parametrize("style", ["hermes", "llama"])
+def test_a_mark_that_is_a_special_token(style: str) -> None:
+    """It has no text of its own; deltas may hold several tokens around it."""
+    call = LLAMA if style == "llama" else f'\n{{"name": "get", "arguments": {TRICKY}}}\n'
+    for deltas in (
+        [("Well. ", (1,)), ("", (99,)), (call, (2,))],
+        [("Well. " + call[:4], (1, 99, 2)), (call[4:], (3,))],
+    ):
+        reader = Reading(None, CallMarks(FORMATS[style], NAMES, mark_id=99)).reader()
+        assert reader is not None
+        pieces = [piece for text, ids in deltas for piece in reader.feed(text, ids)]
+        pieces += reader.finish()
+        assert "".join(part for kind, part in pieces if kind == CONTENT) == "Well."
+        assert [part for kind, part in pieces if kind == CALL] == ["get"]
+        assert "".join(part for kind, part in pieces if kind == ARGUMENTS) == TRICKY
