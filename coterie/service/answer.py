@@ -53,7 +53,7 @@ class AnswerBuilder:
             text=self.text,
             tokens_generated=finished.usage.completion_tokens,
             experts_used=names_of(self.plan),
-            latency_ms=round(finished.timings.total_s * 1000, 3),
+            latency_ms=_latency_ms(finished),
             finish_reason=finished.choices[0],
             model=self.plan.specialist,
             task_type="" if trace is None else trace.task_type,
@@ -63,6 +63,13 @@ class AnswerBuilder:
             metrics=finished.metrics,
             plan=expert_plan(self.plan) if self.explain else None,
         )
+
+
+def _latency_ms(finished: Finished) -> float:
+    """With validation, where it was measured."""
+    if finished.metrics is not None:
+        return finished.metrics.total_latency_ms
+    return round(finished.timings.total_s * 1000, 3)
 
 
 def names_of(plan: RoutePlan) -> tuple[str, ...]:

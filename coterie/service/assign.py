@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from coterie.core.errors import InvalidRequest, MissingDependency
 from coterie.core.plan import Assignment
-from coterie.core.request import Chat, Limits, Prompt, ResponseFormat, Text
+from coterie.core.request import Chat, Limits, Prompt, ResponseFormat, Sampling, Text
 from coterie.core.resolve import check_tokens, resolve_limits
 from coterie.obs.trace import log
 
@@ -37,7 +37,7 @@ async def assignment(run: Run, virtual_tokens: int, grammars: GrammarCheck) -> A
         request_id=request.id,
         lane=served.name,
         prompt_ids=tuple(prompt_ids),
-        sampling=replace(plan.sampling, constraint=run.response_format),
+        sampling=_constrained(plan.sampling, run.response_format),
         limits=limits,
         adapters=plan.adapters,
         session=request.session or "",
@@ -57,6 +57,10 @@ def _characters(prompt: Prompt) -> int:
     if isinstance(prompt, Chat):
         return sum(len(message.content) for message in prompt.messages)
     return len(prompt.text) if isinstance(prompt, Text) else 0
+
+
+def _constrained(sampling: Sampling, wanted: ResponseFormat | None) -> Sampling:
+    return sampling if wanted is None else replace(sampling, constraint=wanted)
 
 
 def _check_choices(run: Run) -> None:

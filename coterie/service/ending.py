@@ -5,8 +5,6 @@ Turns the engine's last event into the one that leaves the system. Knows no repl
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from coterie.core.events import Failed, Finished
 from coterie.core.outcome import InferenceMetrics, ValidationResult
 from coterie.core.request import Chat
@@ -29,7 +27,17 @@ class Ending:
         metrics = metrics_of(run, event, validation, self._catalog.by_digest)
         # before the answer leaves: whoever asks about it later finds it
         self._write(run, metrics, _outcome(run, event, validation))
-        return replace(event, adapters=run.plan.adapters, validation=validation, metrics=metrics)
+        return Finished(
+            event.request_id,
+            event.choices,
+            event.usage,
+            event.timings,
+            event.experts,
+            event.kv_blocks,
+            run.plan.adapters,
+            validation,
+            metrics,
+        )
 
     def failed(self, run: Run, event: Failed) -> None:
         self._write(run, metrics_of(run, event, None, self._catalog.by_digest), None)
