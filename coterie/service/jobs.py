@@ -210,7 +210,9 @@ class JobService:
             self._wake.clear()
             held_s = self._not_before - time.monotonic()
             try:
-                await asyncio.wait_for(self._wake.wait(), held_s if held_s > 0 else None)
+                # not wait_for, which may swallow a cancellation
+                async with asyncio.timeout(held_s if held_s > 0 else None):
+                    await self._wake.wait()
             except TimeoutError:
                 continue
 

@@ -41,7 +41,8 @@ class LiveJob:
     async def change(self, timeout_s: float) -> bool:
         """Whether anything is new; at most so long."""
         try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
         except TimeoutError:
             return False
         return True

@@ -49,9 +49,11 @@ class JobStore:
 
     async def close(self) -> None:
         """Open jobs are left to the next server. A second call does nothing."""
-        if self._owner is not None:
-            await self._call(self._close)
-        self._thread.shutdown(wait=False)
+        try:
+            if self._owner is not None:
+                await self._call(self._close)
+        finally:
+            self._thread.shutdown(wait=False)
 
     async def add(self, entry: Entry) -> Waiting:
         """Accepts a job: when this returns it will be run, whatever happens to this process."""
@@ -121,7 +123,8 @@ class JobStore:
                 sql.execute(pragma).fetchall()
             tables = JobTables(sql)
             if not tables.prepare():
-                raise Unavailable(f"{self._path} was made by a newer Coterie; update this one")
+                self._said = f"{self._path} was made by a newer Coterie; update this one"
+                raise Unavailable(self._said)
         except BaseException:
             sql.close()
             raise
