@@ -29,6 +29,7 @@ check: setup
 	$(BIN)/python scripts/check_sizes.py
 	$(BIN)/python scripts/generate_docs.py --check
 	$(BIN)/python scripts/generate_sdk.py --check
+	$(BIN)/python scripts/generate_proto.py --check
 
 # the TypeScript client is tested with Node: the system's, or one from the package index
 $(NODE): $(STAMP)
@@ -52,6 +53,7 @@ bench-peers: setup
 docs: setup
 	$(BIN)/python scripts/generate_docs.py
 	$(BIN)/python scripts/generate_sdk.py
+	$(BIN)/python scripts/generate_proto.py
 
 clean:
 	rm -rf $(VENV) .venv-peers* .cache build dist *.egg-info sdk/typescript/node_modules sdk/typescript/dist

@@ -78,6 +78,8 @@ def create_app(
         )
     )
     add_routes(app, rows)
+    # gRPC lets in and counts by the same ones
+    app.state.reception, app.state.keys = reception, keys
     socket = InferSocket(pipeline, reception, keys, server.cors_origins)
     app.add_api_websocket_route(ws.PATH, socket.connect)
     app.add_exception_handler(CoterieError, _refused)

@@ -18,6 +18,7 @@ from coterie.api.infer_answer import (
     ERROR,
     FINISHED,
     STARTED,
+    Frame,
     answer_fields,
     error_fields,
     sse,
@@ -63,7 +64,7 @@ class JobEvents(Response):
                     await _write(send, KEEPALIVE)
                     continue
                 item, coming = coming.result(), None
-                await _write(send, self._frame(item))
+                await _write(send, sse(*frame_of(self.job_id, item)))
                 if isinstance(item, Job):
                     return
         except CoterieError as error:
@@ -76,20 +77,22 @@ class JobEvents(Response):
                 coming.cancel()
                 await asyncio.gather(coming, return_exceptions=True)
 
-    def _frame(self, item: Progress) -> bytes:
-        if isinstance(item, str):
-            return sse(DELTA, {"text": item})
-        if isinstance(item, RoutePlan):
-            return sse(STARTED, _started(self.job_id, item))
-        if item.result is not None:
-            return sse(FINISHED, answer_fields(item.result))
-        if item.status == CANCELLED:
-            return self._error(InvalidRequest("the job was cancelled"))
-        assert item.error is not None, "a job that failed says why"
-        return self._error(from_code(item.error.code, item.error.message))
-
     def _error(self, error: CoterieError) -> bytes:
         return sse(ERROR, error_fields(error))
+
+
+def frame_of(job_id: str, item: Progress) -> Frame:
+    """What `item` says to whoever follows; raises what a job without a result ended with."""
+    if isinstance(item, str):
+        return DELTA, {"text": item}
+    if isinstance(item, RoutePlan):
+        return STARTED, _started(job_id, item)
+    if item.result is not None:
+        return FINISHED, answer_fields(item.result)
+    if item.status == CANCELLED:
+        raise InvalidRequest("the job was cancelled")
+    assert item.error is not None, "a job that failed says why"
+    raise from_code(item.error.code, item.error.message)
 
 
 def _started(job_id: str, plan: RoutePlan) -> dict[str, Any]:

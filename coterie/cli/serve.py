@@ -119,6 +119,8 @@ def execute(args: argparse.Namespace) -> int:
         if not is_installed(name):
             package = "pyzmq" if name == "zmq" else name
             raise MissingDependency(f"serving needs {package}: pip install {package}")
+    if config.server.grpc_port >= 0 and not is_installed("grpc_reflection"):
+        raise MissingDependency("--grpc-port needs grpcio: pip install 'coterie[grpc]'")
     listener = listen(config.server)
     for specialist in config.specialists:
         fetch(specialist.model or None)

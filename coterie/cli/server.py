@@ -17,6 +17,7 @@ import uvicorn
 
 from coterie import __version__
 from coterie.api.app import create_app
+from coterie.cli.grpc_beside import grpc_beside
 from coterie.cli.terminal import facts, nbytes, note
 from coterie.core.config import Config
 from coterie.core.errors import CoterieError, InternalError
@@ -94,9 +95,10 @@ async def run(
             failures.append(error)
             server.should_exit = True
 
+    app = create_app(pipeline, config, on_start, starting)
     server = _Server(
         uvicorn.Config(
-            create_app(pipeline, config, on_start, starting),
+            app,
             access_log=False,
             log_config=None,
             log_level="warning",
@@ -111,7 +113,8 @@ async def run(
         starting,
     )
     note(f"coterie: listening on {url}, loading models")
-    await server.serve(sockets=[listener])
+    async with grpc_beside(config.server, pipeline, app):
+        await server.serve(sockets=[listener])
     if failures:
         raise _startup_error(failures[0])
 

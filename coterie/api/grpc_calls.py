@@ -1,0 +1,129 @@
+"""The calls of coterie.v1.Inference. Translates messages; Reception, JobService and Records do the
+work, as they do for HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from coterie.api.body import check
+from coterie.api.feedback import FeedbackBody
+from coterie.api.grpc_door import Call, GrpcDoor, handler
+from coterie.api.grpc_values import fields_of, message_of
+from coterie.api.infer_answer import Frame, Inference, Service, answer_fields
+from coterie.api.infer_parse import Asked, Reception
+from coterie.api.jobs import accepted, view
+from coterie.api.jobs_events import frame_of
+from coterie.api.jobs_types import JobParameters
+from coterie.api.proto.coterie.v1 import inference_pb2 as pb
+from coterie.core.events import Failed, Finished
+from coterie.core.job import JobQuery, JobSpec
+from coterie.service.jobs import JobService
+from coterie.service.records import Records
+
+Events = AsyncGenerator[pb.InferEvent, None]
+# name -> who answers it, and what it takes
+Methods = dict[str, tuple[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """Who does the work."""
+
+    service: Service
+    jobs: JobService
+    records: Records
+    reception: Reception
+
+
+class InferenceCalls:
+    def __init__(self, behind: Behind) -> None:
+        self._behind = behind
+
+    async def infer(self, request: pb.InferRequest, call: Call) -> pb.InferenceResult:
+        inference = Inference(self._behind.service, self._receive(request, call))
+        result = await inference.result()
+        call.exchange.prompt_tokens, call.exchange.completion_tokens = inference.tokens()
+        return message_of(pb.InferenceResult, answer_fields(result))
+
+    async def infer_stream(self, request: pb.InferRequest, call: Call) -> Events:
+        inference = Inference(self._behind.service, self._receive(request, call))
+        async with aclosing(inference.events) as events:
+            async for event in events:
+                frame = inference.frame(event)
+                if frame is not None:
+                    yield event_of(frame)
+                if isinstance(event, (Finished, Failed)):
+                    break
+        call.exchange.prompt_tokens, call.exchange.completion_tokens = inference.tokens()
+
+    async def submit_job(self, request: pb.InferRequest, call: Call) -> pb.JobSubmission:
+        asked = self._receive(request, call)
+        spec = JobSpec(asked.request, asked.user_id or "", asked.explain)
+        answer = accepted(await self._behind.jobs.submit(spec))
+        return message_of(pb.JobSubmission, bytes(answer.body))
+
+    async def get_job(self, request: pb.JobRequest, call: Call) -> pb.Job:
+        return message_of(pb.Job, view(await self._behind.jobs.get(request.job_id, call.tenant)))
+
+    async def list_jobs(self, request: pb.ListJobsRequest, call: Call) -> pb.JobList:
+        asked = check(JobParameters, fields_of(request))
+        page = await self._behind.jobs.page(
+            JobQuery(call.tenant, asked.status, asked.user_id, asked.limit, asked.after)
+        )
+        jobs = [message_of(pb.Job, view(job)) for job in page.jobs]
+        return pb.JobList(data=jobs, has_more=page.next is not None, next=page.next)
+
+    async def cancel_job(self, request: pb.JobRequest, call: Call) -> pb.CancelledJob:
+        jobs = self._behind.jobs
+        deleted = not (await jobs.get(request.job_id, call.tenant)).active
+        job = await jobs.delete(request.job_id, call.tenant)
+        return pb.CancelledJob(job=message_of(pb.Job, view(job)), deleted=deleted)
+
+    async def watch_job(self, request: pb.JobRequest, call: Call) -> Events:
+        following = self._behind.jobs.follow(request.job_id, call.tenant)
+        async with aclosing(following) as progress:
+            async for item in progress:
+                yield event_of(frame_of(request.job_id, item))
+
+    async def feedback(self, request: pb.FeedbackRequest, call: Call) -> pb.FeedbackAnswer:
+        body = check(FeedbackBody, fields_of(request))
+        good = body.verdict == "good"
+        await self._behind.records.feedback(body.job_id, call.tenant, good, body.comment or "")
+        return pb.FeedbackAnswer(job_id=body.job_id, verdict=body.verdict)
+
+    def _receive(self, request: pb.InferRequest, call: Call) -> Asked:
+        return self._behind.reception.receive(fields_of(request), call.caller())
+
+
+def methods(calls: InferenceCalls, door: GrpcDoor) -> dict[str, Any]:
+    """Every method of the service."""
+    unary: Methods = {
+        "Infer": (calls.infer, pb.InferRequest),
+        "SubmitJob": (calls.submit_job, pb.InferRequest),
+        "GetJob": (calls.get_job, pb.JobRequest),
+        "ListJobs": (calls.list_jobs, pb.ListJobsRequest),
+        "CancelJob": (calls.cancel_job, pb.JobRequest),
+        "Feedback": (calls.feedback, pb.FeedbackRequest),
+    }
+    streams: Methods = {
+        "InferStream": (calls.infer_stream, pb.InferRequest),
+        "WatchJob": (calls.watch_job, pb.JobRequest),
+    }
+    named = {
+        name: handler("unary", door.unary(name, handle), takes)
+        for name, (handle, takes) in unary.items()
+    }
+    return named | {
+        name: handler("stream", door.stream(name, handle), takes)
+        for name, (handle, takes) in streams.items()
+    }
+
+
+def event_of(frame: Frame) -> pb.InferEvent:
+    name, fields = frame
+    if name == "delta":
+        return pb.InferEvent(delta=pb.InferDelta(text=fields["text"]))
+    return message_of(pb.InferEvent, {name: fields})

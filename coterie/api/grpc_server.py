@@ -1,0 +1,71 @@
+"""The gRPC server beside the HTTP one: where it listens, which services it has, how it ends.
+
+Imported only where `server.grpc_port` asks for it: grpcio is an extra.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from coterie.api.auth import Keys
+from coterie.api.grpc_calls import Behind, InferenceCalls, methods
+from coterie.api.grpc_door import SERVICE, GrpcDoor
+from coterie.api.grpc_health import NAME, HealthCalls
+from coterie.api.infer_parse import Reception
+from coterie.core.errors import ConfigError
+from coterie.core.sections import Server
+
+if TYPE_CHECKING:
+    from coterie.service.pipeline import Pipeline
+
+# a connection may have this many calls under way; more wait
+MAX_STREAMS = 1024
+
+
+class GrpcServer:
+    """`port` is the one that it got."""
+
+    def __init__(
+        self, settings: Server, pipeline: Pipeline, reception: Reception, keys: Keys
+    ) -> None:
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.max_receive_message_length", settings.max_body_bytes),
+                ("grpc.max_concurrent_streams", MAX_STREAMS),
+                # two servers on one port would share its calls without a word
+                ("grpc.so_reuseport", 0),
+            )
+        )
+        calls = InferenceCalls(Behind(pipeline, pipeline.jobs, pipeline.records, reception))
+        health = HealthCalls(lambda: pipeline.health().ready)
+        generic = grpc.method_handlers_generic_handler
+        self._server.add_generic_rpc_handlers(
+            (
+                generic(SERVICE, methods(calls, GrpcDoor(keys))),
+                generic(NAME, health.methods()),
+            )
+        )
+        reflection.enable_server_reflection((SERVICE, NAME, reflection.SERVICE_NAME), self._server)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self.port = _bound(self._server, host, settings.grpc_port)
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """No new calls; those under way may end within `grace_s`."""
+        await self._server.stop(grace_s)
+
+
+def _bound(server: grpc.aio.Server, host: str, port: int) -> int:
+    try:
+        return int(server.add_insecure_port(f"{host}:{port}"))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"cannot listen for gRPC on {host}:{port}: choose another --grpc-port "
+            "(0 = any free one)",
+            param="server.grpc_port",
+        ) from error

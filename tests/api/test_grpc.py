@@ -1,0 +1,260 @@
+"""gRPC with a real channel: the calls, keys, limits, errors, deadlines, health, reflection."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2, json_format
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from served import Served, own_home
+from tiny import tiny_checkpoint
+
+from coterie.api.proto.coterie.v1 import inference_pb2 as pb
+
+KEY, OTHER = "key-of-the-caller", "key-of-another"
+SERVICE = "coterie.v1.Inference"
+LONG = {"regex": "(ab){3500}", "max_tokens": 7000}
+_Code = grpc.StatusCode
+
+
+class Stub:
+    """Calls by name, with a key."""
+
+    def __init__(self, channel: grpc.Channel, key: str = KEY) -> None:
+        self.channel, self.metadata = channel, (("authorization", f"Bearer {key}"),)
+
+    def call(self, name: str, request: Any, **options: Any) -> Any:
+        method = pb.DESCRIPTOR.services_by_name["Inference"].methods_by_name[name]
+        make = self.channel.unary_stream if method.server_streaming else self.channel.unary_unary
+        answers = getattr(pb, method.output_type.name)
+        invoke = make(
+            f"/{SERVICE}/{name}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=answers.FromString,
+        )
+        return invoke(request, metadata=self.metadata, timeout=options.pop("timeout", 60))
+
+    def infer(self, prompt: str = "hello", **fields: Any) -> Any:
+        return self.call("Infer", pb.InferRequest(prompt=prompt, **fields))
+
+
+@pytest.fixture(scope="module")
+def grpc_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("grpc")
+    (folder / "keys").write_text(f"{KEY}\n{OTHER}\n")
+    served = Served(
+        *(str(tiny_checkpoint("llama", max_position_embeddings=8192)), "--name", "tiny"),
+        *("--grpc-port", "0", "--api-key-file", str(folder / "keys"), "--user-rate", "5"),
+        COTERIE_HOME=str(own_home(folder / "home")),
+    )
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def channel(grpc_server: Served) -> Iterator[grpc.Channel]:
+    found = re.search(r"gRPC on (\S+)", grpc_server.log())
+    assert found, grpc_server.log()
+    with grpc.insecure_channel(found[1]) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel: grpc.Channel) -> Stub:
+    return Stub(channel)
+
+
+def metric(served: Served, name: str) -> float:
+    text = served.get("/metrics", authorization=f"Bearer {KEY}").body.decode()
+    found = re.findall(rf"^{re.escape(name)}(?:\{{.*?\}})? (\S+)$", text, re.MULTILINE)
+    assert found, f"no metric {name}"
+    return sum(map(float, found))
+
+
+def test_an_answer_is_the_one_that_http_gives(stub: Stub, grpc_server: Served) -> None:
+    fields: dict[str, Any] = {"prompt": "Say it", "seed": 2**40, "max_tokens": 20, "explain": True}
+    over_grpc = json_format.MessageToDict(
+        stub.call("Infer", pb.InferRequest(**fields)), preserving_proto_field_name=True
+    )
+    over_http = grpc_server.post("/v1/infer", fields, authorization=f"Bearer {KEY}").json
+    same = ("text", "tokens_generated", "finish_reason", "model", "task_type", "confidence")
+    assert {name: over_grpc[name] for name in same} == {name: over_http[name] for name in same}
+    params = over_grpc["plan"]["generation_params"]
+    told = {name: value for name, value in over_http["plan"]["generation_params"].items() if value}
+    assert params == pytest.approx(told)
+    assert over_grpc["metrics"]["output_tokens"] == over_http["metrics"]["output_tokens"]
+
+
+def test_a_schema_holds(stub: Stub) -> None:
+    request = pb.InferRequest(prompt="Numbers")
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3}
+    request.response_format.update(
+        {"type": "json_schema", "json_schema": {"name": "three", "schema": schema}}
+    )
+    answer = stub.call("Infer", request)
+    assert re.fullmatch(r"\s*\[(\s*(true|false)\s*,?){3}\]\s*", answer.text), answer.text
+    assert answer.validation.valid
+    lark = stub.infer(grammar=pb.Grammar(type="lark", text='start: "yes"'))
+    assert lark.text == "yes"
+
+
+def test_a_stream_is_its_answer_in_pieces(stub: Stub) -> None:
+    request = pb.InferRequest(prompt="Count", regex="[a-z]{30}")
+    events = list(stub.call("InferStream", request))
+    kinds = [event.WhichOneof("event") for event in events]
+    assert (kinds[0], kinds[-1], set(kinds[1:-1])) == ("started", "finished", {"delta"})
+    assert events[0].started.model == "tiny"
+    text = "".join(event.delta.text for event in events[1:-1])
+    assert text == events[-1].finished.text
+    assert len(text) == 30
+
+
+def test_cancelling_gives_the_request_up(stub: Stub, grpc_server: Served) -> None:
+    before = metric(grpc_server, "vllm:generation_tokens_total")
+    call = stub.call("InferStream", pb.InferRequest(prompt="Go on", **LONG))
+    assert next(event for event in call if event.delta.text)
+    call.cancel()
+    deadline = time.monotonic() + 30
+    while metric(grpc_server, "vllm:num_requests_running") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert metric(grpc_server, "vllm:generation_tokens_total") - before < 3000
+
+
+def test_a_deadline_cuts_the_answer(stub: Stub) -> None:
+    answer = stub.call("Infer", pb.InferRequest(prompt="Go on", **LONG), timeout=1.5)
+    assert answer.finish_reason == "timeout"
+    assert 0 < len(answer.text) < 7000
+    sooner = stub.infer(timeout_ms=200, **LONG)
+    assert sooner.finish_reason == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"prompt": "  "}, _Code.INVALID_ARGUMENT, "prompt"),
+        ({"temperature": 3.0}, _Code.INVALID_ARGUMENT, "temperature"),
+        ({"max_tokens": 0}, _Code.INVALID_ARGUMENT, "max_tokens"),
+        ({"force_experts": ["nobody"]}, _Code.NOT_FOUND, "force_experts"),
+        ({"regex": "("}, _Code.INVALID_ARGUMENT, "regex"),
+    ],
+)
+def test_refusals_name_the_field(stub: Stub, fields: Any, status: Any, param: str) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.call("Infer", pb.InferRequest(**{"prompt": "hello"} | fields))
+    details = dict(refused.value.trailing_metadata())
+    assert (refused.value.code(), details["coterie-param"]) == (status, param)
+    assert details["x-request-id"].startswith("req_")
+    with pytest.raises(grpc.RpcError) as streamed:
+        list(stub.call("InferStream", pb.InferRequest(**{"prompt": "hello"} | fields)))
+    assert streamed.value.code() == status
+
+
+def test_keys_are_asked_for(channel: grpc.Channel) -> None:
+    with pytest.raises(grpc.RpcError, match="not known") as refused:
+        Stub(channel, "wrong").infer()
+    assert refused.value.code() == _Code.UNAUTHENTICATED
+    assert dict(refused.value.trailing_metadata())["coterie-code"] == "unauthenticated"
+
+
+def test_a_large_message_is_refused(stub: Stub) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.infer(body="x" * 5_000_000)
+    assert refused.value.code() == _Code.RESOURCE_EXHAUSTED
+
+
+def test_rates_count_over_both_doors(stub: Stub, grpc_server: Served) -> None:
+    body = {"prompt": "hello", "max_tokens": 1, "user_id": "eager"}
+    for _ in range(45):
+        grpc_server.post("/v1/infer", body, authorization=f"Bearer {KEY}")
+    with pytest.raises(grpc.RpcError, match="times a second") as refused:
+        for _ in range(45):
+            stub.infer(max_tokens=1, user_id="eager")
+    assert refused.value.code() == _Code.RESOURCE_EXHAUSTED
+    details = dict(refused.value.trailing_metadata())
+    assert details["coterie-code"] == "overloaded"
+    assert 0 < int(details["retry-after-ms"]) <= 200
+
+
+def test_a_job_from_end_to_end(stub: Stub, channel: grpc.Channel) -> None:
+    request = pb.InferRequest(prompt="Later", regex="x{6}", user_id="ada")
+    job = pb.JobRequest(job_id=stub.call("SubmitJob", request).job_id)
+    events = list(stub.call("WatchJob", job))
+    assert "".join(event.delta.text for event in events) == "xxxxxx"
+    assert events[-1].finished.text == "xxxxxx"
+    found = stub.call("GetJob", job)
+    assert (found.status, found.result.text, found.user_id) == ("succeeded", "xxxxxx", "ada")
+    page = stub.call("ListJobs", pb.ListJobsRequest(user_id="ada", limit=1))
+    assert [row.job_id for row in page.data] == [job.job_id]
+    verdict = pb.FeedbackRequest(job_id=job.job_id, verdict="good")
+    assert stub.call("Feedback", verdict).verdict == "good"
+    refusals = [
+        ("Feedback", verdict, _Code.ALREADY_EXISTS),
+        ("Feedback", pb.FeedbackRequest(job_id=job.job_id, verdict="so"), _Code.INVALID_ARGUMENT),
+        ("ListJobs", pb.ListJobsRequest(limit=1000), _Code.INVALID_ARGUMENT),
+    ]
+    for name, wrong, status in refusals:
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.call(name, wrong)
+        assert refused.value.code() == status, name
+    for name in ("GetJob", "CancelJob", "WatchJob"):
+        with pytest.raises(grpc.RpcError) as hidden:
+            answer = Stub(channel, OTHER).call(name, job)
+            next(iter(answer))
+        assert hidden.value.code() == _Code.NOT_FOUND, name
+
+
+def test_a_job_is_cancelled_then_removed(stub: Stub) -> None:
+    job = pb.JobRequest(job_id=stub.call("SubmitJob", pb.InferRequest(prompt="x", **LONG)).job_id)
+    assert not stub.call("CancelJob", job).deleted
+    with pytest.raises(grpc.RpcError, match="cancelled"):
+        list(stub.call("WatchJob", job))
+    assert stub.call("CancelJob", job).deleted
+    with pytest.raises(grpc.RpcError) as gone:
+        stub.call("GetJob", job)
+    assert gone.value.code() == _Code.NOT_FOUND
+
+
+def test_health_asks_for_no_key(channel: grpc.Channel) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    for name in ("", SERVICE):
+        answer = health.Check(health_pb2.HealthCheckRequest(service=name))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    watched = health.Watch(health_pb2.HealthCheckRequest())
+    assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
+    watched.cancel()
+    with pytest.raises(grpc.RpcError) as unknown:
+        health.Check(health_pb2.HealthCheckRequest(service="nobody"))
+    assert unknown.value.code() == _Code.NOT_FOUND
+
+
+def test_reflection_tells_the_service(channel: grpc.Channel) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    asked = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
+    ]
+    listed, described = stub.ServerReflectionInfo(iter(asked))
+    names = {service.name for service in listed.list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+    files = [
+        descriptor_pb2.FileDescriptorProto.FromString(raw)
+        for raw in described.file_descriptor_response.file_descriptor_proto
+    ]
+    methods = {method.name for file in files for row in file.service for method in row.method}
+    assert {"Infer", "InferStream", "WatchJob"} <= methods
+
+
+def test_calls_are_logged_without_what_they_say(stub: Stub, grpc_server: Served) -> None:
+    stub.infer("a very private question", max_tokens=2)
+    deadline = time.monotonic() + 5
+    while '"route":"/coterie.v1.Inference/Infer"' not in grpc_server.log():
+        assert time.monotonic() < deadline, grpc_server.log()
+        time.sleep(0.02)
+    assert "private" not in grpc_server.log()
+    assert KEY not in grpc_server.log()
