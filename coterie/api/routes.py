@@ -140,7 +140,7 @@ def _vendor_routes(ends: Endpoints) -> Sequence[RouteRow]:
     message = Replies((answers.AnthropicMessage,), _ANTHROPIC, events={})
     count = Replies((answers.TokenCount,), (400, 401, 404, 413, 500, 529))
     models = Replies((answers.ModelList, answers.AnthropicModelList), _LOOK)
-    model = Replies((answers.Model, answers.AnthropicModel), _FIND)
+    model = Replies((answers.Model, answers.AnthropicModel), (400, *_FIND))
     return (
         RouteRow(
             _POST, "/v1/chat/completions", openai.chat, "openai", chat, ChatBody, headers=_STEERING

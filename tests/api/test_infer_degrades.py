@@ -63,7 +63,9 @@ def test_an_invalid_prompt_is_a_400_that_names_it(house: Served, prompt: str) ->
 
 def test_a_suitable_expert_answers(house: Served) -> None:
     answer = infer(house, RELATED, explain=True)
-    assert answer["experts_used"] == ["sql-writer"] and answer["degraded"] == [], str(answer["plan"])
+    assert answer["experts_used"] == ["sql-writer"] and answer["degraded"] == [], str(
+        answer["plan"]
+    )
     assert answer["plan"]["composition_order"] == ["sql-writer@1.0.0"]
     assert answer["metrics"]["experts_used"] == ["sql-writer@1.0.0"]
 

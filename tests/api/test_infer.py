@@ -1,0 +1,185 @@
+"""/v1/infer, its log and its verdicts over HTTP, against a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from served import Served, frames, own_home
+from tiny import tiny_checkpoint
+
+FIRST, SECOND = "key-of-the-first-tenant", "key-of-the-second-tenant"
+
+
+@pytest.fixture(scope="module")
+def rated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Keys of two tenants, and one request in five seconds per user."""
+    folder = tmp_path_factory.mktemp("rated")
+    (folder / "keys.txt").write_text(f"{FIRST}\n{SECOND}\n")
+    served = Served(
+        str(tiny_checkpoint("llama")),
+        *("--name", "tiny", "--api-key-file", str(folder / "keys.txt"), "--user-rate", "0.2"),
+        COTERIE_HOME=str(own_home(folder / "home")),
+    )
+    yield served
+    served.stop()
+
+
+def ask(prompt: str = "hello there", **fields: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": 6, "temperature": 0} | fields
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_an_answer_has_every_field(server: Served) -> None:
+    reply = server.post("/v1/infer", ask())
+    assert reply.status == 200
+    answer = reply.json
+    assert list(answer) == [
+        "job_id", "text", "tokens_generated", "experts_used", "latency_ms", "finish_reason",
+        "model", "task_type", "confidence", "degraded", "validation", "metrics",
+    ]  # fmt: skip
+    assert str(uuid.UUID(answer["job_id"])) == answer["job_id"]
+    assert (answer["tokens_generated"], answer["finish_reason"]) == (6, "length")
+    assert (answer["model"], answer["experts_used"], answer["degraded"]) == ("tiny", [], [])
+    assert answer["metrics"]["job_id"] == answer["job_id"]
+    assert answer["metrics"]["output_tokens"] == 6
+    assert reply.headers["x-coterie-specialist"] == "tiny"
+    assert re.fullmatch(r"[01]\.\d{4}", reply.headers["x-coterie-confidence"])
+
+
+def test_a_stream_says_the_same_as_a_whole_answer(server: Served) -> None:
+    whole = server.post("/v1/infer", ask(seed=5, temperature=1)).json
+    reply = server.post("/v1/infer", ask(seed=5, temperature=1, stream=True))
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    told = frames(reply.body)
+    names = [name for name, _ in told]
+    assert names[0] == "started" and names[-1] == "finished" and set(names[1:-1]) == {"delta"}
+    started, finished = told[0][1], told[-1][1]
+    assert started["job_id"] == finished["job_id"] != whole["job_id"]
+    assert "".join(data["text"] for name, data in told if name == "delta") == whole["text"]
+    assert finished["text"] == whole["text"] and list(finished) == list(whole)
+
+
+def test_the_plan_is_told_when_it_is_asked_for(server: Served) -> None:
+    plan = server.post("/v1/infer", ask(explain=True, top_p=0.5)).json["plan"]
+    assert plan["generation_params"]["top_p"] == 0.5
+    assert plan["reasoning_trace"]["language"] and plan["reasons"]
+    started = frames(server.post("/v1/infer", ask(explain=True, stream=True)).body)[0][1]
+    assert started["plan"]["composition_order"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"force_experts": ["nobody"]}, 404, "force_experts"),
+        ({"exclude_experts": ["nobody"]}, 404, "exclude_experts"),
+        ({"model": "nobody"}, 404, "model"),
+        ({"context_size": 16, "max_tokens": 15}, 400, None),
+        ({"regex": "(open"}, 400, "regex"),
+        ({"grammar": "start: nothing"}, 400, "grammar"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, 400, "response_format"),
+    ],
+)
+def test_refusals_keep_their_status_also_when_streamed(
+    server: Served, fields: dict[str, Any], status: int, param: str | None
+) -> None:
+    for stream in (False, True):
+        reply = server.post("/v1/infer", ask(stream=stream) | fields)
+        error = reply.json["error"]
+        assert reply.status == status, error
+        named = error["param"] and ".".join(error["param"].split(".")[:1])
+        assert named == param, error
+
+
+def test_context_size_caps_prompt_and_output(server: Served) -> None:
+    used = server.post("/v1/infer", ask()).json["metrics"]["input_tokens"]
+    answer = server.post("/v1/infer", {"prompt": "hello there", "context_size": used + 9}).json
+    assert answer["metrics"]["input_tokens"] + answer["tokens_generated"] <= used + 9
+
+
+def idle(server: Served) -> bool:
+    running = server.metric("vllm:num_requests_running")
+    return running == 0 == server.metric("coterie_gateway_open_streams")
+
+
+def test_a_client_that_leaves_aborts_its_request(server: Served) -> None:
+    url, body = server.url + "/v1/infer", ask(max_tokens=400)
+    before = server.metric("vllm:generation_tokens_total")
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url, json=body, timeout=httpx.Timeout(10, read=0.05))
+    with httpx.stream("POST", url, json=body | {"stream": True}) as stream:
+        assert next(stream.iter_lines()) == "event: started"
+    deadline = time.monotonic() + 10
+    while not idle(server):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    # neither ran to its end
+    assert server.metric("vllm:generation_tokens_total") - before < 700
+
+
+def test_a_job_is_accepted_and_answered_later(server: Served) -> None:
+    reply = server.post("/v1/infer", ask(), prefer="wait=5, respond-async")
+    assert reply.status == 202
+    job = reply.json
+    assert reply.headers["location"] == f"/v1/jobs/{job['job_id']}"
+    assert reply.headers["preference-applied"] == "respond-async"
+    assert job["status"] in ("queued", "processing") and job["estimated_wait_ms"] >= 0
+    deadline = time.monotonic() + 20
+    while (view := server.get(reply.headers["location"]).json)["status"] != "succeeded":
+        assert time.monotonic() < deadline, view
+        time.sleep(0.02)
+    assert view["result"]["text"] == server.post("/v1/infer", ask()).json["text"]
+
+
+def test_reception_is_measured(server: Served) -> None:
+    before = server.metric("coterie_reception_seconds_count")
+    server.post("/v1/infer", ask())
+    assert server.metric("coterie_reception_seconds_count") == before + 1
+
+
+def test_users_have_a_rate_and_tenants_their_own_log(rated: Served) -> None:
+    mine, theirs = bearer(FIRST), bearer(SECOND)
+    ids = []
+    for _ in range(2):
+        reply = rated.post("/v1/infer", ask(user_id="ann"), **mine)
+        assert reply.status == 200, reply.body
+        ids.append(reply.json["job_id"])
+    reply = rated.post("/v1/infer", ask(user_id="ann"), **mine)
+    assert (reply.status, reply.json["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert 1 <= int(reply.headers["retry-after"]) <= 5
+    # another user, and the same name of another tenant
+    assert rated.post("/v1/infer", ask(user_id="bob"), **mine).status == 200
+    assert rated.post("/v1/infer", ask(user_id="ann"), **theirs).status == 200
+    page = rated.get("/v1/inferences?limit=2", **mine).json
+    assert page["has_more"] and [row["job_id"] for row in page["data"]][1] == ids[1]
+    rest = rated.get(f"/v1/inferences?after={page['next']}", **mine).json
+    assert [row["job_id"] for row in rest["data"]] == [ids[0]] and rest["next"] is None
+    assert len(rated.get("/v1/inferences", **theirs).json["data"]) == 1
+    assert rated.get("/v1/inferences?limt=1", **mine).json["error"]["param"] == "limt"
+
+
+def test_one_verdict_per_job_and_on_own_jobs_alone(rated: Served) -> None:
+    mine, theirs = bearer(FIRST), bearer(SECOND)
+    job_id = rated.post("/v1/infer", ask(user_id="eve"), **mine).json["job_id"]
+    verdict = {"job_id": job_id, "verdict": "good", "comment": "as I wished"}
+
+    def judge(key: dict[str, str], **fields: Any) -> tuple[int, Any]:
+        reply = rated.post("/v1/feedback", verdict | fields, **key)
+        return reply.status, json.loads(reply.body)
+
+    assert judge(theirs)[0] == 404
+    assert judge(mine, verdict="so-so")[1]["error"]["param"] == "verdict"
+    assert judge(mine, comment="x" * 2001)[1]["error"]["param"] == "comment"
+    assert judge(mine, verdict=True) == (200, {"job_id": job_id, "verdict": "good"})
+    status, refusal = judge(mine, verdict="bad")
+    assert (status, refusal["error"]["code"]) == (409, "conflict")
+    assert "as I wished" not in rated.log()
