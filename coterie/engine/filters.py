@@ -28,7 +28,7 @@ class Filters(NamedTuple):
     min_p: Tensor
     typical_p: Tensor
 
-    def pick(self, rows: Tensor) -> Filters:
+    def pick(self, rows: Tensor | list[int]) -> Filters:
         return Filters(*(values[rows] for values in self))
 
 

@@ -7,6 +7,7 @@ other.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from coterie.engine.draw import Draw, noise_key, uniforms
 from coterie.engine.filters import Filters, draw_filtered, draw_plain, make_filters
 from coterie.engine.grammar import Masks
+from coterie.engine.narrow import MAX_CANDIDATES, draw_among
 from coterie.engine.sequence import Sequence
 from coterie.engine.step import BeamScores, TokenScore
 
@@ -37,6 +39,13 @@ class Group(NamedTuple):
     filtered: bool
     filters: Filters
     keys: NDArray[np.uint64]
+
+    def without(self, drawn: Container[int]) -> Group:
+        places = [place for place, index in enumerate(self.indices) if index not in drawn]
+        if len(places) == len(self.indices):
+            return self
+        indices = [self.indices[place] for place in places]
+        return Group(indices, self.filtered, self.filters.pick(places), self.keys[places])
 
 
 class Batch:
@@ -78,7 +87,7 @@ class Sampler:
     def sample(self, logits: Tensor, draws: Seq[Sequence], rows: Seq[int]) -> Drawn:
         """`rows` names, in order, the row each draw takes its token from; equal ones share logits.
 
-        logits: fp32 [R, V], one for each different row; not changed.
+        logits: fp32 [R, V], one for each different row; those of constrained rows are used up.
         """
         if not draws:
             return Drawn([], {}, {})
@@ -91,12 +100,18 @@ class Sampler:
         if batch.is_plain:
             return Drawn(argmax(logits), {}, {})
         edited = _edit(logits, batch)
+        drawn: dict[int, int] = {}
         if batch.constrained:
-            edited = self._constrain(edited, batch, keep=edited is logits)
+            # logprobs are of the logits as they came
+            raw = edited is logits and bool(batch.scored)
+            edited, drawn = self._constrain(edited.clone() if raw else edited, batch)
         tokens = [0] * len(draws) if batch.num_drawn == len(draws) else argmax(edited)
-        for group in batch.groups:
+        for whole in batch.groups:
+            group = whole.without(drawn)
             for index, token in zip(group.indices, _draw(edited, batch, group), strict=True):
                 tokens[index] = token
+        for index, token in drawn.items():
+            tokens[index] = token
         for index, constraint in zip(batch.constrained, batch.constraints, strict=True):
             tokens[index] = constraint.take(tokens[index])
         return Drawn(
@@ -105,19 +120,26 @@ class Sampler:
             {i: _continue_beam(logits[i], draws[i]) for i in batch.beams},
         )
 
-    def _constrain(self, logits: Tensor, batch: Batch, keep: bool) -> Tensor:
-        """What a row's grammar does not allow becomes -inf; `keep`: in a copy."""
-        rows = batch.constrained
-        drawers = [batch.draws[i] for i in rows]
+    def _constrain(self, logits: Tensor, batch: Batch) -> tuple[Tensor, dict[int, int]]:
+        """Logits in which nothing that a grammar forbids has weight, and the tokens of rows that
+        are drawn already. Changes the logits of constrained rows."""
+        drawers = [batch.draws[i] for i in batch.constrained]
         banned = [one.draw.banned_at(one.num_output) for one in drawers]
         # on a GPU the forward still runs
         allowed = self._masks.allowed(batch.constraints, banned, logits.shape[1])
-        refused = torch.from_numpy(~allowed).to(logits.device, non_blocking=True)
-        if len(rows) == len(logits):
-            return logits.masked_fill(refused, -torch.inf)
-        logits = logits.clone() if keep else logits
-        logits[rows] = logits[rows].masked_fill_(refused, -torch.inf)
-        return logits
+        if logits.device.type != "cpu":
+            refused = torch.from_numpy(~allowed).to(logits.device, non_blocking=True)
+            rows = logits[batch.constrained]
+            logits[batch.constrained] = rows.masked_fill_(refused, -torch.inf)
+            return logits, {}
+        values, drawn = logits.detach().numpy(), {}
+        for i, row, count in zip(batch.constrained, allowed, allowed.sum(axis=1), strict=True):
+            if count <= MAX_CANDIDATES:
+                ids = np.flatnonzero(row)
+                drawn[i] = draw_among(ids, values[i, ids], batch.draws[i])
+            else:
+                values[i, np.flatnonzero(~row)] = -np.inf
+        return logits, drawn
 
 
 def _places(rows: Seq[int]) -> list[int]:
@@ -159,6 +181,8 @@ def _edit(logits: Tensor, batch: Batch) -> Tensor:
 
 def _draw(logits: Tensor, batch: Batch, group: Group) -> list[int]:
     draws, chosen = batch.draws, group.indices
+    if not chosen:
+        return []
     noise = uniforms(group.keys, [len(draws[i].tokens) - draws[i].num_prompt for i in chosen])
     found: list[int] = (draw_filtered if group.filtered else draw_plain)(
         logits if len(chosen) == len(logits) else logits[chosen],
