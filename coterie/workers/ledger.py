@@ -19,6 +19,8 @@ from coterie.workers.base import Report, Sink
 
 # Present in this many crashes: suspect, and run alone. In one more: failed.
 SUSPECT_CRASHES = 2
+# an engine keeps deadlines itself and tells more: one that is silent for so long is hung or dead
+LATE_S = 0.5
 
 
 @dataclass(slots=True)
@@ -34,6 +36,8 @@ class Entry:
     crashes: int = 0
     # the running worker has it
     present: bool = True
+    # goes off when its deadline has passed in silence
+    alarm: asyncio.TimerHandle | None = None
 
     @property
     def suspect(self) -> bool:
@@ -82,9 +86,14 @@ class Ledger:
         """Enter a request that is being handed to the worker; the future is its verdict."""
         if assignment.request_id in self._entries:
             raise InvalidRequest(f"a request with the id {assignment.request_id!r} is running")
-        verdict: asyncio.Future[Admitted | Rejected] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        verdict: asyncio.Future[Admitted | Rejected] = loop.create_future()
         emitted: list[list[int]] = [[] for _ in range(assignment.sampling.n or 1)]
-        self._entries[assignment.request_id] = Entry(assignment, sink, verdict, emitted)
+        entry = Entry(assignment, sink, verdict, emitted)
+        if assignment.deadline is not None:
+            left_s = max(0.0, assignment.deadline - time.monotonic()) + LATE_S
+            entry.alarm = loop.call_later(left_s, self._late, assignment.request_id)
+        self._entries[assignment.request_id] = entry
         self._emptied.clear()
         return verdict
 
@@ -164,6 +173,17 @@ class Ledger:
             failed = Failed(request_id, rejected.code, rejected.reason, rejected.retry_after_s)
             self._end(failed)
 
+    def _late(self, request_id: str) -> None:
+        """Nobody ended it in time: it ends with the text that its client has."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return
+        log("deadline_missed", level="warning", request_id=request_id)
+        for choice in range(len(entry.emitted)):
+            if choice not in entry.finished:
+                _take_delta(entry, Delta(request_id, choice, "", (), finish_reason="timeout"))
+        self._end(_synthesised(entry))
+
     def _end(self, event: Finished | Failed) -> None:
         entry = self._remove(event.request_id)
         if entry is None:
@@ -174,6 +194,8 @@ class Ledger:
 
     def _remove(self, request_id: str) -> Entry | None:
         entry = self._entries.pop(request_id, None)
+        if entry is not None and entry.alarm is not None:
+            entry.alarm.cancel()
         if entry is not None and not entry.present:
             self._waiting -= 1
         if not self._entries:
@@ -188,7 +210,7 @@ class Ledger:
 
 def _take_delta(entry: Entry, delta: Delta) -> None:
     emitted = entry.emitted[delta.choice]
-    if not emitted and not entry.first_token_s:
+    if delta.token_ids and not emitted and not entry.first_token_s:
         entry.first_token_s = time.monotonic() - entry.assignment.arrived_at
     emitted += delta.token_ids
     if delta.finish_reason is not None:
@@ -203,7 +225,7 @@ def _verdict_of(event: Finished | Failed) -> Admitted | Rejected:
 
 
 def _synthesised(entry: Entry) -> Finished:
-    """Every choice had ended and only the last word was lost."""
+    """Every choice had ended and only the last word was lost, or was never said."""
     started = entry.started
     usage = Usage(
         prompt_tokens=len(entry.assignment.prompt_ids),
@@ -212,7 +234,9 @@ def _synthesised(entry: Entry) -> Finished:
     )
     total_s = time.monotonic() - entry.assignment.arrived_at
     choices = tuple(reason for _, reason in sorted(entry.finished.items()))
-    timings = Timings(first_token_s=entry.first_token_s, total_s=total_s)
+    timings = Timings(
+        queue_s=0.0 if started else total_s, first_token_s=entry.first_token_s, total_s=total_s
+    )
     return Finished(entry.assignment.request_id, choices, usage, timings)
 
 

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coterie.adapters.library import Library
 from coterie.core.errors import InvalidRequest
-from coterie.core.events import Delta
+from coterie.core.events import Delta, Finished
 from coterie.core.outcome import InferenceMetrics
 from coterie.core.request import AdapterHint, ResponseFormat
 from coterie.service.pipeline import Pipeline
@@ -208,6 +208,28 @@ def test_a_timeout_leaves_what_there_is(on_road: Road) -> None:
         assert not found.success and found.error == found.finish_reason == "timeout"
         # nothing but the clock is to blame
         assert done.end.validation is None and found.validation_passed is None
+
+    on_road(test)
+
+
+def test_a_timeout_holds_when_the_worker_is_silent(
+    on_road: Road, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(pipeline: Pipeline) -> None:
+        replica = pipeline._roster._groups[0].replicas[0]
+        request = ask(PROMPTS["haiku"], limits={"max_tokens": 900, "timeout_s": 0.3})
+        with monkeypatch.context() as patch:
+            events = pipeline.handle(request)
+            seen = [await anext(events) for _ in range(10)]
+            # nothing that it says arrives any more
+            patch.setattr(replica, "_take", lambda report: None)
+            seen += [event async for event in events]
+        end = seen[-1]
+        assert isinstance(end, Finished) and end.choices == ("timeout",)
+        row = await logged(pipeline, request.id)
+        assert row == end.metrics and row.error == "timeout"
+        assert row.output_tokens == sum(len(e.token_ids) for e in seen if isinstance(e, Delta)) > 0
+        assert 300 <= row.total_latency_ms < 2000
 
     on_road(test)
 

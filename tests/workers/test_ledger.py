@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings
 from coterie.core.plan import Admitted, Rejected
 from coterie.core.request import Sampling
 from coterie.workers.base import Report
-from coterie.workers.ledger import Ledger
+from coterie.workers.ledger import LATE_S, Ledger
 
 FULL = Rejected("overloaded", "full", 1.0)
 
@@ -151,3 +153,43 @@ async def test_a_request_without_verdict_survives_a_crash() -> None:
     assert not verdict.done() and set(resumed(ledger)) == {"a"}
     ledger.fail_all("unavailable", "gone")
     assert verdict.result() == Rejected("unavailable", "gone", None)
+
+
+@on_loop
+async def test_a_deadline_holds_when_the_worker_is_silent() -> None:
+    ledger = Ledger()
+    two = Sampling(temperature=0.0, top_p=1.0, n=2, num_beams=1, seed=1)
+    events: list[Event] = []
+    unheard: list[Event] = []
+    soon = time.monotonic() + 0.05
+    begun = replace(assign("begun", sampling=two), deadline=soon)
+    ledger.open(begun, events.append)
+    verdict = ledger.open(replace(assign("unheard"), deadline=soon), unheard.append)
+    ended = accepted(ledger, "plain")
+    ledger.take(Report(started=[Started("begun", "r0", 4, 0)]))
+    ledger.take(delta("begun", 1, 2))
+    ledger.take(delta("begun", 3, choice=1, end="stop"))
+    # dead or alive
+    ledger.crashed()
+    await asyncio.sleep(0.05 + LATE_S + 0.1)
+    *_, cut, last = events
+    assert isinstance(cut, Delta) and (cut.choice, cut.finish_reason) == (0, "timeout")
+    assert isinstance(last, Finished) and last.choices == ("timeout", "stop")
+    assert last.usage == Usage(4, 3, 0) and last.timings.total_s >= 0.05
+    # its caller still waited for a verdict
+    assert isinstance(verdict.result(), Admitted)
+    assert [type(event) for event in unheard] == [Delta, Finished]
+    # what comes late is nobody's, and who has no deadline waits on
+    ledger.take(delta("begun", 9))
+    assert events[-1] is last and len(ledger) == 1 and len(ended) == 1
+
+
+@on_loop
+async def test_a_deadline_that_was_kept_says_nothing_more() -> None:
+    ledger = Ledger()
+    events: list[Event] = []
+    ledger.open(replace(assign("a"), deadline=time.monotonic() + 60), events.append)
+    ledger.take(finished("a"))
+    assert len(events) == 1 and len(ledger) == 0
+    waiting = [handle for handle in asyncio.get_running_loop()._scheduled if not handle._cancelled]  # type: ignore[attr-defined]
+    assert not waiting
