@@ -149,9 +149,10 @@ def test_what_is_required_comes_along_or_the_candidate_goes() -> None:
     fleet[2] = profile("low", bases=(OTHER,))
     plan = routed(fleet, {"top": 0.9})
     assert names(plan) == [] and "made for another base model" in whys(plan)["top"]
-    chain = [profile(f"n{i}", requires=(f"n{i + 1}",)) for i in range(MAX_STACK + 1)]
-    plan = routed([*chain, profile(f"n{MAX_STACK + 1}")], {"n0": 0.9})
+    chain = [profile(f"n{i}", requires=(f"n{i + 1}",)) for i in range(MAX_STACK)]
+    plan = routed([*chain, profile(f"n{MAX_STACK}")], {"n0": 0.9})
     assert names(plan) == [] and f"more than {MAX_STACK}" in whys(plan)["n0"]
+    assert len(routed([*chain[1:], profile(f"n{MAX_STACK}")], {"n1": 0.9}).adapters) == MAX_STACK
 
 
 @pytest.mark.parametrize("says", ["better", "worse"])
@@ -219,6 +220,7 @@ def test_named_experts_bring_what_they_require_and_must_get_along() -> None:
         profile("e", max_chain=1),
         profile("f", requires=("b", "g")),
         profile("g", load_order=-5),
+        profile("h", requires=("g", "b")),
     ]
     router = Router(SPECIALISTS, Fleet(fleet))
 
@@ -229,7 +231,8 @@ def test_named_experts_bring_what_they_require_and_must_get_along() -> None:
     assert stack("a") == [("a", 1.0), ("b", 1.0)]
     # one that is named keeps its place and its weight
     assert stack(None, AdapterHint("b", 0.5), AdapterHint("a", 2.0)) == [("b", 0.5), ("a", 2.0)]
-    assert stack("f") == [("f", 1.0), ("g", 1.0), ("b", 1.0)]
+    for name in ("f", "h"):
+        assert stack(name) == [(name, 1.0), ("g", 1.0), ("b", 1.0)]
     for model, words in {
         "b+c": "`b@1.0.0` and `c@1.0.0` are incompatible",
         "c+a": "are incompatible",
