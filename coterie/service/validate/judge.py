@@ -53,27 +53,34 @@ class Judge:
         await asyncio.gather(*(_end(process) for process in free))
 
     async def _checked(self, task: Task) -> ValidationResult | None:
-        process = self._free.pop() if self._free else await self._start()
-        if process is None:
-            return None
-        whole = False
+        """One that died may have died of something else: the answer gets a second one."""
         began = time.perf_counter()
+        for _ in range(2):
+            process = self._free.pop() if self._free else await self._start()
+            if process is None:
+                return None
+            try:
+                return await self._told(process, task)
+            except TimeoutError:
+                fault = f"checking it took longer than {self._check_s:g} s"
+                break
+            except (asyncio.IncompleteReadError, OSError):
+                fault = "checking it takes more than a parser can bear"
+        spent_ms = round((time.perf_counter() - began) * 1000, 3)
+        return ValidationResult(False, task.validator, fault, spent_ms)
+
+    async def _told(self, process: asyncio.subprocess.Process, task: Task) -> ValidationResult:
+        whole = False
         try:
             async with asyncio.timeout(self._check_s):
                 result = _result_decoder.decode(await _asked(process, _encode(task)))
             whole = True
             return result
-        except TimeoutError:
-            fault = f"checking it took longer than {self._check_s:g} s"
-        except (asyncio.IncompleteReadError, OSError):
-            fault = "checking it takes more than a parser can bear"
         finally:
             if whole and not self._closed:
                 self._free.append(process)
             else:
                 await asyncio.shield(_end(process))
-        spent_ms = round((time.perf_counter() - began) * 1000, 3)
-        return ValidationResult(False, task.validator, fault, spent_ms)
 
     async def _start(self) -> asyncio.subprocess.Process | None:
         root = str(Path(coterie.__file__).resolve().parent.parent)

@@ -1,0 +1,187 @@
+"""service/validate: who judges which answer, what is found, and that nobody is held up by it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.core.outcome import ValidationResult
+from coterie.core.request import ResponseFormat
+from coterie.service.validate.base import MAX_CHARACTERS, MAX_ERROR, Context
+from coterie.service.validate.fences import blocks
+from coterie.service.validate.json_text import JsonText
+from coterie.service.validate.validators import Validators
+
+Check = Callable[[str, Context], ValidationResult | None]
+CODE = Context(task_type="code_generation")
+PYTHON = Context(task_type="code_generation", code_language="python")
+
+
+@pytest.fixture(scope="module")
+def check() -> Iterator[Check]:
+    with asyncio.Runner() as runner:
+        validators = Validators()
+        yield lambda text, context: runner.run(validators.validate(text, context))
+        runner.run(validators.close())
+    assert not [c for c in psutil.Process().children() if "validate.child" in " ".join(c.cmdline())]
+
+
+def schema(value: Any) -> Context:
+    return Context(ResponseFormat("json_schema", json.dumps(value)))
+
+
+FENCED = "Here it is:\n```{}\n{}\n```\nDone."
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+
+CASES = [
+    # (text, context, validator, whether it is valid, part of the error)
+    ('{"a": [1, 2]}', Context(task_type="json_parsing"), "json", True, ""),
+    (FENCED.format("json", '{"a": 1}'), Context(task_type="json_parsing"), "json", True, ""),
+    (FENCED.format("json", '{"a": 1'), Context(task_type="json_parsing"), "json", False, "trunc"),
+    ("a: 1", Context(task_type="json_parsing"), "json", False, "malformed"),
+    ("NaN", Context(task_type="json_parsing"), "json", False, "malformed"),
+    ('{"a": 1}', Context(ResponseFormat("json_object")), "json", True, ""),
+    ("[1]", Context(ResponseFormat("json_object")), "json", False, "not a JSON object"),
+    (FENCED.format("", "{}"), Context(ResponseFormat("json_object")), "json", False, "malformed"),
+    ('{"x": 3}', schema(POINT), "json_schema", True, ""),
+    ('{"x": "3"}', schema(POINT), "json_schema", False, "$.x: '3' is not of type 'integer'"),
+    ("{}", schema(POINT), "json_schema", False, "'x' is a required property"),
+    ("{", schema(POINT), "json_schema", False, "truncated"),
+    ("3", schema({"type": "nonsense"}), "json_schema", False, "the schema cannot be used"),
+    ("3", schema({"$ref": "http://127.0.0.1:9/x"}), "json_schema", False, "cannot be used"),
+    ("def f(x):\n    return x\n", PYTHON, "python", True, ""),
+    ("  x = 1\n  y = 2\n", PYTHON, "python", True, ""),
+    ("def f(x:\n    return x\n", PYTHON, "python", False, "line 1"),
+    ("x = 1\0", PYTHON, "python", False, "null bytes"),
+    (FENCED.format("python", "print('\\d')"), CODE, "python", True, ""),
+    (FENCED.format("py", "print('"), CODE, "python", False, "unterminated"),
+    ("```python\nx = (1,\n", CODE, "python", False, "never closed"),
+    (FENCED.format("rust", "fn main() { let x = 1; }"), CODE, "rust", True, ""),
+    (FENCED.format("js", "let x = ;"), CODE, "javascript", False, "line 1"),
+    (FENCED.format("ts", "const x: number = 1;"), CODE, "typescript", True, ""),
+    (FENCED.format("go", "func f() int { return 1 }"), CODE, "go", True, ""),
+    (FENCED.format("c++", "int main() { return 0; }"), CODE, "cpp", True, ""),
+    (FENCED.format("java", "class A { void f( { }"), CODE, "java", False, "java"),
+    (FENCED.format("sh", "for f in *; do echo $f; done"), CODE, "bash", True, ""),
+    (FENCED.format("sql", "SELECT a FROM t WHERE b = 1;"), CODE, "sql", True, ""),
+    ("SELEC a FROM", Context(None, "code_generation", "sql"), "sql", False, "sql"),
+    ("```rust\nfn a() {}\n```\n```python\nx = (\n```", CODE, "rust", False, "never closed"),
+    ("some cobol", Context(None, "code_generation", "cobol"), "generic", True, ""),
+    ("hello", Context(task_type="conversation"), "generic", True, ""),
+    (" \n", Context(task_type="conversation"), "generic", False, "empty"),
+    ("abc", Context(ResponseFormat("regex", "[a-c]+")), "grammar", True, ""),
+    (
+        "ab",
+        Context(ResponseFormat("lark", "start: /abc/"), finish_reason="length"),
+        "grammar",
+        False,
+        "length",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "context", "validator", "valid", "error"), CASES)
+def test_an_answer_is_judged_by_what_it_should_be(
+    check: Check, text: str, context: Context, validator: str, valid: bool, error: str
+) -> None:
+    result = check(text, context)
+    assert result is not None
+    assert (result.validator, result.valid) == (validator, valid), result
+    assert (result.error is None) == valid and error in (result.error or "")
+
+
+def test_what_nobody_knows_is_not_judged(check: Check) -> None:
+    assert check("hello", Context()) is None
+    assert check("x" * (MAX_CHARACTERS + 1), PYTHON) is None
+
+
+DEEP = {
+    "unary": "-" * 100_000 + "1",
+    "parentheses": "(" * 100_000,
+    "attributes": "a" + ".a" * 150_000,
+    "sum": "a" + "+a" * 80_000,
+    "lambda": "lambda:" * 20_000 + "0",
+    "subscripts": "a" + "[0]" * 50_000,
+    "blocks": "".join(f"{' ' * i}if x:\n" for i in range(500)),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_deep_python_is_refused_and_breaks_nothing(check: Check, name: str) -> None:
+    result = check(DEEP[name], PYTHON)
+    assert result is not None and not result.valid and result.error, result
+    after = check("x = 1", PYTHON)
+    assert after is not None and after.valid
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 100_000, '"' + "x" * 900_000 + '"'])
+def test_deep_and_huge_json_breaks_nothing(check: Check, text: str) -> None:
+    for context in (Context(task_type="json_parsing"), schema({"type": "array"})):
+        result = check(text, context)
+        assert result is not None and len(result.error or "") <= MAX_ERROR
+        assert result.valid == (text[0] == '"' and context.task_type == "json_parsing")
+
+
+EVIL = schema({"type": "string", "pattern": "^(a+)+$"})
+
+
+def test_a_pattern_that_never_ends_is_cut_off_beside_the_event_loop() -> None:
+    evil = json.dumps("a" * 60 + "!")
+
+    async def main() -> list[float]:
+        validators = Validators()
+        await validators.validate('"a"', EVIL)
+        validators._judge._check_s = 0.3
+        gaps: list[float] = []
+
+        async def beat() -> None:
+            while True:
+                at = time.perf_counter()
+                await asyncio.sleep(0.005)
+                gaps.append(time.perf_counter() - at)
+
+        beating = asyncio.create_task(beat())
+        results = await asyncio.gather(*(validators.validate(evil, EVIL) for _ in range(4)))
+        beating.cancel()
+        for result in results:
+            assert result is not None and not result.valid
+            assert result.error == "checking it took longer than 0.3 s"
+        after = await validators.validate('"aa"', EVIL)
+        assert after is not None and after.valid
+        await validators.close()
+        return gaps
+
+    gaps = sorted(asyncio.run(main()))
+    assert gaps[len(gaps) // 2] < 0.1, "the event loop was held up"
+
+
+def test_a_judge_that_dies_is_replaced(check: Check) -> None:
+    before = check("x = 1", PYTHON)
+    assert before is not None and before.valid
+    for child in psutil.Process().children():
+        if "validate.child" in " ".join(child.cmdline()):
+            child.kill()
+    after = check("x = 1", PYTHON)
+    assert after is not None and after.valid
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.text(alphabet="`~ab\n {}[]\"'1,", max_size=80))
+def test_any_text_is_judged_without_an_exception(text: str) -> None:
+    for block in blocks(text):
+        assert "\n```\n" not in f"\n{block.code}" or "~~~" in text or "````" in text
+    result = JsonText().check(text)
+    try:
+        json.loads(text)
+    except ValueError:
+        assert not result.valid or "```" in text or "~~~" in text
+    else:
+        assert result.valid

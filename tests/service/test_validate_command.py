@@ -1,0 +1,320 @@
+"""service/validate/command.py: hostile commands are bounded, walled in and killed with all they
+started; good ones judge."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from coterie.core.errors import ConfigError
+from coterie.core.outcome import ValidationResult
+from coterie.core.pipeline_settings import ValidatorSettings
+from coterie.service.validate import sandbox
+from coterie.service.validate.base import Context
+from coterie.service.validate.sandbox import Bounds, Ran, run
+from coterie.service.validate.validators import Validators
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the walls are Linux's")
+# one that any user can run: as root, commands run as nobody in particular
+PYTHON = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable
+TIMEOUT_S, MEMORY = 0.6, 100_000_000
+
+
+def ran(code: str, text: str = "the answer", timeout_s: float = TIMEOUT_S) -> Ran:
+    return asyncio.run(run([PYTHON, "-c", code], text, Bounds(timeout_s, MEMORY)))
+
+
+def patient(code: str) -> Ran:
+    """For a command that ends by itself, on a machine that may be slow."""
+    return ran(code, timeout_s=30.0)
+
+
+def left_behind(mark: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if mark in " ".join(process.info["cmdline"] or ()) and process.pid != os.getpid():
+            found.append(process.pid)
+    return found
+
+
+def test_a_command_gets_the_text_and_an_empty_world() -> None:
+    code = (
+        "import os, sys; print(sys.stdin.read(), sorted(os.environ), os.listdir('.'), "
+        "sorted(os.listdir('/proc/self/fd')))"
+    )
+    found = patient(code)
+    # Python itself sets LC_CTYPE, and reads the folder through a fourth descriptor
+    assert found.output == "the answer ['LC_CTYPE'] [] ['0', '1', '2', '3']"
+    assert (found.how, found.detail) == ("exit", 0)
+    assert "calls" in found.walls and "files" in found.walls
+
+
+def test_it_writes_in_its_folder_and_nowhere_else(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    target = Path(tempfile.gettempdir()) / f"coterie-outside-{os.getpid()}"
+    code = f"""
+open('inside', 'w').write('x')
+for path in ({str(target)!r}, '/dev/shm/coterie-outside', {str(tmp_path / "x")!r}):
+    try:
+        open(path, 'w').write('x')
+        print('wrote', path)
+    except OSError as error:
+        print('refused')
+"""
+    found = patient(code)
+    assert found.output.split() == ["refused"] * 3
+    assert not target.exists() and not list(tmp_path.iterdir())
+    assert not list(Path(tempfile.gettempdir()).glob("coterie-check-*/inside"))
+
+
+def test_it_sees_neither_the_servers_environment_nor_its_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COTERIE_SECRET_FOR_TEST", "hunter2")
+    code = """
+import os
+for name in os.listdir('/proc'):
+    if name.isdigit():
+        try:
+            if b'hunter2' in open(f'/proc/{name}/environ', 'rb').read():
+                print('found', name)
+        except OSError:
+            pass
+try:
+    os.kill(-1, 9)
+except OSError as error:
+    pass
+print('end')
+"""
+    assert patient(code).output == "end"
+
+
+def test_it_opens_no_socket_of_any_kind() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        code = f"""
+import socket
+for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
+    try:
+        socket.socket(family)
+        print('opened', family)
+    except OSError as error:
+        print('refused')
+try:
+    socket.create_connection(('127.0.0.1', {port}), 1)
+    print('connected')
+except OSError:
+    print('refused')
+"""
+        assert patient(code).output.split() == ["refused"] * 4
+
+
+FOREVER = {
+    "hangs": "import time; time.sleep(77)",
+    "spins": "while True: pass",
+    "ignores signals": """
+import signal, time
+for number in range(1, 65):
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+while True:
+    time.sleep(1)
+""",
+    "fork bomb": """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+""",
+    "runs away": """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(77)
+time.sleep(77)
+""",
+}
+
+
+@pytest.mark.parametrize("name", FOREVER)
+def test_what_would_last_for_ever_is_killed_with_all_it_started(name: str) -> None:
+    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
+    began = time.monotonic()
+    found = ran(FOREVER[name] + f"\n# {mark}")
+    assert (found.how, found.detail) == ("timeout", TIMEOUT_S), found
+    assert time.monotonic() - began < TIMEOUT_S + sandbox.GRACE_S
+    assert not left_behind(mark)
+
+
+def test_what_a_command_leaves_behind_ends_with_it() -> None:
+    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
+    code = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(77)
+"""
+    found = patient(f"{code}\n# {mark}")
+    assert (found.how, found.detail) == ("exit", 0)
+    assert not left_behind(mark)
+
+
+def test_memory_is_bounded_for_one_and_for_all_together() -> None:
+    alone = patient("held = []\nwhile True: held.append(bytearray(10**7))")
+    assert alone.how in ("exit", "memory", "signal") and alone.detail != 0
+    together = """
+import os, time
+for _ in range(5):
+    os.fork()
+held = bytearray(os.urandom(1)) * 3 * 10**7
+time.sleep(77)
+"""
+    found = patient(together)
+    assert (found.how, found.detail) == ("memory", MEMORY)
+
+
+def test_disk_and_output_are_bounded() -> None:
+    found = patient("i = 0\nwhile True:\n open(str(i), 'wb').write(b'x' * 10**7); i += 1")
+    assert found.how == "disk"
+    many = patient("i = 0\nwhile True:\n open(str(i), 'w').close(); i += 1")
+    assert many.how == "disk"
+    one = patient("import sys\nwith open('x', 'wb') as f:\n while True: f.write(b'x' * 10**6)")
+    assert (one.how, one.detail) != ("exit", 0)
+    loud = patient("while True: print('x' * 1000)")
+    assert loud.how == "output" and len(loud.output) <= sandbox.MAX_OUTPUT_BYTES
+
+
+def test_a_text_that_is_never_read_holds_up_nobody() -> None:
+    found = ran("import time; time.sleep(0.05)", text="x" * 900_000, timeout_s=30.0)
+    assert (found.how, found.detail) == ("exit", 0)
+
+
+UNPRIVILEGED = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+from coterie.service.validate import walls
+from coterie.service.validate.sandbox import Bounds, run
+if sys.argv[2] == "plain":
+    # as on a system without namespaces: unshare is refused to this process and its children
+    walls.prctl(walls.PR_SET_NO_NEW_PRIVS, 1)
+    assert walls.calls()
+code = '''
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(77)
+    os._exit(0)
+for attempt in (lambda: open("/proc/%d/environ" % os.getppid()).read(),
+                lambda: os.kill(os.getppid(), 9), lambda: open("/tmp/coterie-x", "w")):
+    try:
+        attempt()
+        print("did")
+    except OSError:
+        print("refused")
+'''
+found = asyncio.run(run([sys.executable, "-c", code + "# " + sys.argv[3]], "", Bounds(20, 10**8)))
+print(found.how, found.detail, found.output.split().count("refused"), *found.walls)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("system", ["namespaces", "plain"])
+def test_the_walls_stand_without_privileges_and_without_namespaces(system: str) -> None:
+    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
+    root = Path(sandbox.__file__).resolve().parents[3]
+    done = subprocess.run(
+        [PYTHON, "-c", UNPRIVILEGED, str(root), system, mark],
+        user=65534, group=65534, extra_groups=[], env={}, cwd="/",
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    if "No module named" in done.stderr or "Permission denied" in done.stderr:
+        pytest.skip("another user cannot read this checkout")
+    assert done.returncode == 0, done.stderr
+    how, detail, refused, *walls = done.stdout.split()
+    assert (how, detail) == ("exit", "0") and int(refused) == 3
+    assert {"files", "calls"} <= set(walls)
+    assert ("processes" in walls) == (system == "namespaces")
+    assert not left_behind(mark)
+
+
+# --- as validators
+
+
+def judged(
+    text: str, context: Context, *commands: tuple[str, Sequence[str]], **options: float
+) -> ValidationResult | None:
+    listed = [
+        ValidatorSettings(
+            name, tuple(command), experts=("sql",), task_types=("classification",),
+            **{"timeout_s": 30.0, **options},  # type: ignore[arg-type]
+        )
+        for name, command in commands
+    ]  # fmt: skip
+
+    async def main() -> ValidationResult | None:
+        validators = Validators(listed)
+        try:
+            return await validators.validate(text, context)
+        finally:
+            await validators.close()
+
+    return asyncio.run(main())
+
+
+GOOD = ("good", ["/bin/sh", "-c", 'read line; test "$line" = yes'])
+BAD = ("bad", ["/bin/sh", "-c", "echo this is wrong; exit 3"])
+SILENT = ("silent", ["/bin/sh", "-c", "exit 3"])
+SQL, CLASS = Context(experts=("sql",)), Context(task_type="classification")
+
+
+def test_commands_judge_the_experts_and_tasks_they_are_for() -> None:
+    found = judged("yes", SQL, GOOD)
+    assert found is not None and (found.valid, found.validator) == (True, "good")
+    found = judged("yes", CLASS, GOOD, BAD)
+    assert found is not None and (found.valid, found.error) == (False, "this is wrong")
+    assert found.validator == "bad"
+    found = judged("no", CLASS, GOOD)
+    assert found is not None and found.error == "the validator's exit status is 1"
+    assert judged("yes", Context(experts=("other",)), BAD) is None
+    found = judged("{}", Context(task_type="json_parsing", experts=("sql",)), SILENT)
+    assert found is not None and found.validator == "silent" and not found.valid
+    found = judged("{", Context(task_type="json_parsing", experts=("sql",)), SILENT)
+    assert found is not None and found.validator == "json", "what is no JSON needs no command"
+    found = judged("yes", Context(task_type="code_generation", experts=("sql",)), GOOD)
+    assert found is not None and found.validator == "good"
+
+
+def test_a_command_that_is_killed_says_so_and_one_that_cannot_start_says_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = judged("x", SQL, ("slow", ["/bin/sh", "-c", "sleep 77"]), timeout_s=0.2)
+    assert found is not None and found.error == "the validator took longer than 0.2 s"
+    with tempfile.TemporaryDirectory() as folder:
+        broken = Path(folder) / "broken"
+        broken.write_text("#!/nowhere/at/all\n")
+        broken.chmod(0o755)
+        Path(folder).chmod(0o755)
+        assert judged("x", SQL, ("broken", [str(broken)])) is None
+    assert "validator_failed" in caplog.messages
+
+
+def test_a_command_that_does_not_exist_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="no program '/nowhere/check'"):
+        Validators([ValidatorSettings("gone", ("/nowhere/check",), experts=("sql",))])
