@@ -6,13 +6,13 @@ mistyped name would otherwise change an answer in silence.
 
 from __future__ import annotations
 
-import unicodedata
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from coterie.api.body import Body
 from coterie.api.experts_types import Name
+from coterie.api.normal import nfc
 from coterie.api.openai_types import StopString, StopStrings
 from coterie.core.adapters import MAX_STACK
 
@@ -27,9 +27,7 @@ _INT64 = 2**63 - 1
 
 
 def _normal(value: Any) -> Any:
-    if not isinstance(value, str) or unicodedata.is_normalized("NFC", value):
-        return value
-    return unicodedata.normalize("NFC", value)
+    return nfc(value) if isinstance(value, str) else value
 
 
 def _trimmed(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import unicodedata
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -98,6 +99,17 @@ def test_prompts_are_normalised_and_trimmed() -> None:
     asked = receive(prompt="  caf\u0065\u0301 \n", body=" e\u0301\n")
     assert asked.request.hints.instruction == "caf\u00e9"
     assert text_of(asked) == "caf\u00e9\n\n \u00e9\n"
+
+
+def test_normalising_takes_no_longer_than_the_text_is_long() -> None:
+    for mark in ("\u0301\u0316", "\u0f73\u0f71"):
+        text = "a" + mark * 200_000
+        begun = time.perf_counter()
+        asked = receive(prompt="x", body=text)
+        assert time.perf_counter() - begun < 1.0
+        assert asked.request.hints.document == text
+    dense = "e\u0316\u0301" * 1000 + "e" + "\u0301\u0316" * 50
+    assert receive(prompt=dense).request.hints.instruction == unicodedata.normalize("NFC", dense)
 
 
 def test_templates_are_filled_in_one_pass() -> None:
