@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 from unicodedata import combining, is_normalized, normalize
 
-# a run of twice this many is seen, a shorter one is cheap
+# a run of up to this many is never taken for a long one, one of twice as many always is
 STEP = 64
 # these decompose into marks without being one
 _HIDDEN = frozenset("\u0f73\u0f75\u0f81")

@@ -108,7 +108,7 @@ def test_normalising_takes_no_longer_than_the_text_is_long() -> None:
         asked = receive(prompt="x", body=text)
         assert time.perf_counter() - begun < 1.0
         assert asked.request.hints.document == text
-    dense = "e\u0316\u0301" * 1000 + "e" + "\u0301\u0316" * 50
+    dense = "e\u0316\u0301" * 1000 + "e" + "\u0301\u0316" * 32
     assert receive(prompt=dense).request.hints.instruction == unicodedata.normalize("NFC", dense)
 
 
