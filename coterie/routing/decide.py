@@ -25,6 +25,9 @@ from coterie.routing.stack import (
     with_required,
 )
 
+# of the likeliest one's odds: who has less is behind it whatever the scores say. A poor record must
+# not hand a prompt to an adapter that is for something else
+CLOSE_ODDS = 0.5
 BELOW = "below threshold"
 CHOSEN = "chosen"
 
@@ -104,7 +107,8 @@ def decide(
         if match.probability >= wish.threshold:
             likely.append(item)
     stack = _Stack(wish, house, seen, scorer)
-    for item in sorted(likely, key=_rank):
+    close = CLOSE_ODDS * _odds(max((item.probability for item in likely), default=0.0))
+    for item in sorted(likely, key=lambda item: (_odds(item.probability) < close, *_rank(item))):
         item.why = stack.offer(item)
     primary = stack.primary
     return Decision(
@@ -125,6 +129,10 @@ def _bar(profile: AdapterProfile, features: Features, wish: Wish, house: House) 
     if rule is not None and not rule(features):
         return "its router_hint does not hold"
     return ""
+
+
+def _odds(probability: float) -> float:
+    return probability / max(1.0 - probability, 1e-6)
 
 
 def _rank(item: _Seen) -> tuple[float, str]:

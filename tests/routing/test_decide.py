@@ -189,6 +189,17 @@ def test_score_orders_and_load_order_composes() -> None:
     assert [c.memory for c in plan.trace.candidates if c.name == "huge@1.0.0"] == [0.0]
 
 
+def test_a_good_record_does_not_outweigh_what_a_prompt_is_for() -> None:
+    fleet = [profile("meant", quality=0.1), profile("proven", quality=1.0)]
+    plan = routed(fleet, {"meant": 0.99, "proven": 0.9})
+    assert names(plan) == ["meant"] and plan.confidence == 0.99
+    assert plan.trace is not None and plan.trace.candidates[0].name == "proven@1.0.0"
+    # half the odds or more is a close call
+    assert names(routed(fleet, {"meant": 0.9, "proven": 0.82})) == ["proven"]
+    assert names(routed(fleet, {"meant": 0.9, "proven": 0.81})) == ["meant"]
+    assert names(routed(fleet, {"meant": 1.0, "proven": 1.0})) == ["proven"]
+
+
 def test_a_matcher_that_is_behind_the_catalog() -> None:
     """What was removed is not chosen; what was replaced is chosen as it is now."""
     old, new, gone = profile("a", "1.0.0"), profile("a", "2.0.0"), profile("gone")
@@ -256,6 +267,11 @@ def test_named_requests_are_not_matched() -> None:
     router.plan(asking("whole text", instruction="the wish", document="the material"))
     (text, features, k), *_ = answers.asked
     assert text == "the wish\nthe material" and k == 30 and features is not None
+
+
+_BARRED = (
+    "below threshold", "excluded", "made for another base model", "its router_hint does not hold",
+)  # fmt: skip
 
 
 class Made:
@@ -350,6 +366,13 @@ def _check_candidates(
     limit = made.hints.max_adapters or made.settings.max_experts
     assert alone <= limit
     inside = {p.card.name: p for p in chosen}
+    likely = [c for c in candidates if c.why not in _BARRED]
+    odds = {c.digest: c.probability / max(1 - c.probability, 1e-6) for c in candidates}
+    most = max((odds[c.digest] for c in likely), default=0.0)
+
+    def rank(c: Candidate) -> tuple[bool, float]:
+        return odds[c.digest] < most / 2, -c.score
+
     for c in candidates:
         p = known[c.digest]
         if c.why.startswith("beyond the limit"):
@@ -357,12 +380,9 @@ def _check_candidates(
         elif c.why.startswith("incompatible with "):
             rival = inside[c.why.removeprefix("incompatible with ")]
             assert rival.card.name in p.incompatible_with or p.card.name in rival.incompatible_with
-            # of two that were chosen for themselves, the better one stayed
-            assert (
-                not found.get(rival.card.digest)
-                or scores[rival.card.digest] >= c.score
-                or any(c2.digest == rival.card.digest and c2.why != "chosen" for c2 in candidates)
-            )
+            # of two that were wanted for themselves, the one that ranks higher stayed
+            stayed = next(other for other in candidates if other.digest == rival.card.digest)
+            assert stayed.why != "chosen" or rank(stayed) <= rank(c)
 
 
 def test_a_plan_costs_the_event_loop_little() -> None:
