@@ -172,8 +172,8 @@ def _last_words(prompt: Prompt) -> str:
 
 def _without_experts(known: _Deciding, installed: bool) -> _Deciding:
     if installed:
-        known.reasons = ("base model alone: the index of experts is still being built",)
-        known.degraded = ("no experts: their index is still being built",)
+        known.reasons = ("base model alone: the index of experts is not ready",)
+        known.degraded = ("no experts: their index is not ready",)
         known.confidence = 0.0
     else:
         known.reasons = ("base model alone: no experts are installed",)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
 from coterie.core.adapters import AdapterProfile
+from coterie.core.errors import InternalError
 from coterie.obs.trace import log
 from coterie.routing.protocols import Matcher
 
@@ -33,6 +34,8 @@ class Matching:
         self._wanted: tuple[AdapterProfile, ...] = ()
         self._matcher: Matcher | None = None
         self._task: asyncio.Task[None] | None = None
+        # why the last one could not be built
+        self._error: Exception | None = None
 
     @property
     def matcher(self) -> Matcher | None:
@@ -51,9 +54,11 @@ class Matching:
             self._task = asyncio.ensure_future(self._rebuild())
 
     async def settled(self) -> None:
-        """Returns when what was last followed can be matched, or could not be."""
+        """Returns when what was last followed can be matched; raises where it cannot be."""
         if self._task is not None:
             await asyncio.shield(self._task)
+        if self._error is not None:
+            raise InternalError("the index of experts cannot be built") from self._error
 
     async def close(self) -> None:
         task, self._task = self._task, None
@@ -67,10 +72,12 @@ class Matching:
         built: tuple[AdapterProfile, ...] = ()
         while self._wanted and built != self._wanted:
             built, begun = self._wanted, perf_counter()
+            self._error = None
             try:
                 matcher = await loop.run_in_executor(self._thread, self._build, built)
             except Exception as error:
                 # requests go on with the one before, or with the base model alone
+                self._error = error
                 log("matcher_failed", level="error", error=error)
                 return
             self._matcher = matcher if self._wanted else None

@@ -109,7 +109,7 @@ JSON = st.recursive(
     | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4)
     | st.dictionaries(st.text(max_size=9), inner, max_size=4),
-    max_leaves=12,
+    max_leaves=5,
 )  # fmt: skip
 NAMES = st.sampled_from(
     ["keywords", "examples", "router_hint", "priority", "template", "requires", "max_chain",
@@ -118,7 +118,7 @@ NAMES = st.sampled_from(
 SECTIONS = ("routing", "constraints", "evaluation", "training", "quality_metrics")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from(SECTIONS), st.dictionaries(NAMES, JSON)), JSON, JSON)
 def test_any_manifest_has_a_profile(sections: dict[str, Any], decoding: Any, form: Any) -> None:
     found = read(**sections, decoding=decoding, response_format=form)

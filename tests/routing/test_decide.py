@@ -211,8 +211,8 @@ def test_a_matcher_that_is_behind_the_catalog() -> None:
 
 def test_without_a_matcher_the_base_answers_and_says_why() -> None:
     plan = Router(SPECIALISTS, Fleet([profile("a")])).plan(asking())
-    assert not plan.adapters and "still being built" in plan.reasons[0]
-    assert plan.trace is not None and "still being built" in plan.trace.degraded[0]
+    assert not plan.adapters and "not ready" in plan.reasons[0]
+    assert plan.trace is not None and "not ready" in plan.trace.degraded[0]
     plan = Router(SPECIALISTS, Fleet([])).plan(asking())
     assert not plan.adapters and "no experts are installed" in plan.reasons[0]
     assert plan.trace is not None and plan.trace.degraded == ()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
+from coterie.core.errors import InternalError
 from coterie.packages.registry import Registry
 from coterie.packages.trust import TrustStore
 from coterie.routing.router import Router, Specialist
@@ -64,7 +65,8 @@ def test_the_last_catalog_wins_and_nobody_waits() -> None:
         # a build that fails leaves the one before
         shop.fail = True
         matching.follow([profile("z")])
-        await matching.settled()
+        with pytest.raises(InternalError, match="cannot be built"):
+            await matching.settled()
         assert matching.matcher is first and shop.built[-1] == ("z",)
         matching.follow([])
         assert matching.matcher is None
