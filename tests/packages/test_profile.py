@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from coterie.core.adapters import MAX_STACK, AdapterCard, AdapterProfile
 from coterie.core.request import ResponseFormat
@@ -104,25 +104,36 @@ def test_a_grammar_that_came_along(tmp_path: Path) -> None:
     assert found == ResponseFormat("gbnf", 'root ::= "yes" | "no"\n')
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False)
-    | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.text(max_size=9), inner, max_size=4),
-    max_leaves=5,
-)  # fmt: skip
-NAMES = st.sampled_from(
-    ["keywords", "examples", "router_hint", "priority", "template", "requires", "max_chain",
-     "load_order", "incompatible_with", "expert", "decoding", "temperature", "score", "type"]
+NAMES = (
+    "keywords", "examples", "router_hint", "priority", "template", "requires", "max_chain",
+    "load_order", "incompatible_with", "expert", "decoding", "temperature", "score", "type", "text",
 )  # fmt: skip
 SECTIONS = ("routing", "constraints", "evaluation", "training", "quality_metrics")
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.dictionaries(st.sampled_from(SECTIONS), st.dictionaries(NAMES, JSON)), JSON, JSON)
-def test_any_manifest_has_a_profile(sections: dict[str, Any], decoding: Any, form: Any) -> None:
-    found = read(**sections, decoding=decoding, response_format=form)
-    assert 0.0 <= found.priority <= 1.0 and 0 <= found.max_chain <= MAX_STACK
-    assert len(found.keywords) <= MAX_TEXTS and all(isinstance(k, str) for k in found.keywords)
-    assert found.quality is None or 0.0 <= found.quality <= 1.0
-    assert all(isinstance(value, float) for value in found.decoding.values())
+def junk(rng: random.Random, depth: int = 2) -> Any:
+    kind = rng.randrange(8 if depth else 6)
+    if kind == 6:
+        return [junk(rng, depth - 1) for _ in range(rng.randrange(4))]
+    if kind == 7:
+        return {rng.choice(NAMES): junk(rng, depth - 1) for _ in range(rng.randrange(4))}
+    number, text = rng.choice((-1e300, -1, 0.5, 7, 2**62, math.inf)), rng.choice(NAMES) * 30
+    return (None, rng.random() < 0.5, number, "{prompt}", text[: rng.randrange(400)], "regex")[kind]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_manifest_has_a_profile(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(100):
+        sections = {
+            section: {name: junk(rng) for name in NAMES if rng.random() < 0.5}
+            for section in SECTIONS
+        }
+        found = read(**sections, decoding=junk(rng), response_format=junk(rng))
+        assert 0.0 <= found.priority <= 1.0 and 0 <= found.max_chain <= MAX_STACK
+        for texts in (found.keywords, found.examples, found.requires, found.incompatible_with):
+            assert len(texts) <= MAX_TEXTS and all(isinstance(text, str) for text in texts)
+        assert found.quality is None or 0.0 <= found.quality <= 1.0
+        assert all(isinstance(value, float) for value in found.decoding.values())
+        assert not found.template or "{prompt}" in found.template
+        hash((found.keywords, found.router_hint, found.load_order, found.response_format))
