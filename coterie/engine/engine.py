@@ -10,10 +10,11 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from coterie.core.errors import CoterieError, WeightsError
+from coterie.core.errors import CoterieError, MissingDependency, WeightsError
 from coterie.core.events import Event
 from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
 from coterie.engine.book import RequestBook
@@ -130,6 +131,11 @@ class Engine:
             return Rejected(error.code, error.message, error.retry_after_s)
         self._book.open(request, self._outbox)
         return Admitted(self._replica, expected_s)
+
+    def warm_grammars(self) -> None:
+        """Half a second's work of the first constrained request, done before; any thread may."""
+        with suppress(MissingDependency):
+            self._grammars.warm()
 
     def abort(self, request_id: str) -> None:
         """Free the request's blocks at once; its Finished comes with the next step."""

@@ -7,7 +7,7 @@ within the same limits. Knows no torch, no requests and no batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from coterie.core.errors import InvalidRequest, MissingDependency
 from coterie.core.request import ResponseFormat
@@ -15,7 +15,18 @@ from coterie.core.request import ResponseFormat
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-    from coterie.models.tokenizer import Tokenizer
+
+class Tokenizer(Protocol):
+    """What a grammar needs of one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def bos_id(self) -> int | None: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def is_special(self, token_id: int) -> bool: ...
+    def encode(self, text: str, *, special: bool = True) -> Sequence[int]: ...
+
 
 # characters of a schema, grammar or pattern
 MAX_TEXT = {
@@ -25,6 +36,16 @@ MAX_TEXT = {
     "gbnf": 50_000,
     "regex": 10_000,
 }
+# what a caller calls them
+NAMES = {
+    "json_object": "JSON grammar",
+    "json_schema": "JSON schema",
+    "lark": "Lark grammar",
+    "gbnf": "GBNF grammar",
+    "regex": "pattern",
+}
+# tokens that are tried before a grammar is accepted
+PROBE_STEPS = 16
 # forced texts whose tokens are remembered
 MAX_FORCED = 10_000
 # between the marks of a JSON text at most one blank, or one line end and its indent: a small model
@@ -65,15 +86,8 @@ class GrammarVocabulary:
 
 def grammar_text(wanted: ResponseFormat) -> str:
     """In llguidance's own notation. Cheap: whether it makes sense, only compiling tells."""
+    check_size(wanted)
     guidance = _guidance()
-    limit = MAX_TEXT.get(wanted.kind)
-    if limit is None:
-        raise InvalidRequest(f"no response format {wanted.kind!r}", param="response_format")
-    if len(wanted.text) > limit > 0:
-        raise InvalidRequest(
-            f"the {_NAMES[wanted.kind]} has {len(wanted.text)} characters; the limit is {limit}",
-            param="response_format",
-        )
     matcher = guidance.LLMatcher
     if wanted.kind == "regex":
         return str(matcher.grammar_from_regex(wanted.text))
@@ -88,6 +102,30 @@ def grammar_text(wanted: ResponseFormat) -> str:
         raise _refusal(wanted, str(error)) from None
 
 
+def check_size(wanted: ResponseFormat) -> None:
+    limit = MAX_TEXT.get(wanted.kind)
+    if limit is None:
+        raise InvalidRequest(f"no response format {wanted.kind!r}", param="response_format")
+    if len(wanted.text) > limit > 0:
+        raise InvalidRequest(
+            f"the {NAMES[wanted.kind]} has {len(wanted.text)} characters; the limit is {limit}",
+            param="response_format",
+        )
+
+
+def probe(wanted: ResponseFormat, matcher: LLMatcher) -> None:
+    """Follow the grammar a few steps: one that fails at once is refused before it is used."""
+    for _ in range(PROBE_STEPS):
+        if matcher.is_stopped():
+            break
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error() or not mask:
+            raise _refusal(wanted, matcher.get_error() or "no text can follow it")
+        matcher.consume_token((mask & -mask).bit_length() - 1)
+    if matcher.is_error():
+        raise _refusal(wanted, matcher.get_error())
+
+
 def _lark_of(text: str) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -99,19 +137,10 @@ def _lark_of(text: str) -> str:
         raise _refusal(ResponseFormat("gbnf"), str(error)) from None
 
 
-_NAMES = {
-    "json_object": "JSON grammar",
-    "json_schema": "JSON schema",
-    "lark": "Lark grammar",
-    "gbnf": "GBNF grammar",
-    "regex": "pattern",
-}
-
-
 def _refusal(wanted: ResponseFormat, reason: str) -> InvalidRequest:
     reason = " ".join(reason.split())[:500]
     return InvalidRequest(
-        f"the {_NAMES[wanted.kind]} cannot be enforced: {reason}", param="response_format"
+        f"the {NAMES[wanted.kind]} cannot be enforced: {reason}", param="response_format"
     )
 
 
@@ -144,7 +173,7 @@ class _Words:
     def _tokenise(self, data: bytes) -> list[int]:
         ids = self._tokenizer.encode(data.decode(errors="replace"), special=False)
         if b"".join(self.tokens[token] for token in ids) == data:
-            return ids
+            return list(ids)
         return self._longest_first(data)
 
     def _longest_first(self, data: bytes) -> list[int]:

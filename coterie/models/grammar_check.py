@@ -1,70 +1,142 @@
 """Whether a response format can be enforced, told before anything is admitted. No torch.
 
-Compiles on its own thread, within the limits of `models/grammar.py`; verdicts are remembered. The
-event loop never waits, and a flood of new grammars is refused, not queued without end.
+Tried out in a process of its own (`grammar_child.py`), which a hostile grammar may hang or kill;
+verdicts are remembered. The event loop never waits, and a flood of new grammars is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING
 
-from coterie.core.errors import InvalidRequest, Overloaded
+from coterie.core.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 from coterie.core.request import ResponseFormat
-from coterie.models.grammar import GrammarVocabulary
+from coterie.models.grammar import NAMES, check_size
+from coterie.models.grammar_child import Words, receive, send
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
 
 # verdicts remembered, and checks that may wait
 MAX_VERDICTS = 512
-MAX_WAITING = 64
+MAX_WAITING = 32
+# the child ends itself by its CPU time; this is for one that sleeps
+MAX_WALL_S = 20.0
+_PACKAGE_ROOT = Path(__file__).parents[2]
 
-Key = tuple[str, ResponseFormat]
+# a tokenizer is equal only to itself
+Key = tuple["Tokenizer", ResponseFormat]
 
 
 class GrammarCheck:
+    """Start nothing until it is asked; `close` it."""
+
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "grammar-check")
-        # by the tokenizer's fingerprint; only the thread touches it
-        self._vocabularies: dict[str, GrammarVocabulary] = {}
-        # None = it can be enforced
-        self._verdicts: OrderedDict[Key, InvalidRequest | None] = OrderedDict()
+        # of one tokenizer; only the thread touches it
+        self._child: tuple[Tokenizer, subprocess.Popen[bytes]] | None = None
+        # what is wrong; empty = nothing
+        self._verdicts: OrderedDict[Key, str] = OrderedDict()
         self._waiting = 0
+        self._closed = False
 
-    async def check(self, wanted: ResponseFormat, tokenizer: Tokenizer) -> None:
+    async def check(
+        self, wanted: ResponseFormat, tokenizer: Tokenizer, param: str = "response_format"
+    ) -> None:
         """Raises InvalidRequest that says what is wrong with `wanted`, or Overloaded."""
-        key = (tokenizer.fingerprint(), wanted)
+        if wanted.kind == "json_object":
+            return
+        check_size(wanted)
+        key = (tokenizer, wanted)
         if key not in self._verdicts:
             if self._waiting >= MAX_WAITING:
                 raise Overloaded("too many new grammars are being read", retry_after_s=1.0)
             self._waiting += 1
             try:
                 loop = asyncio.get_running_loop()
-                verdict = await loop.run_in_executor(self._thread, self._judge, key, tokenizer)
+                fault = await loop.run_in_executor(self._thread, self._judge, key)
             finally:
                 self._waiting -= 1
-            self._verdicts[key] = verdict
+            self._verdicts[key] = fault
             if len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
         self._verdicts.move_to_end(key)
-        verdict = self._verdicts[key]
-        if verdict is not None:
-            raise InvalidRequest(verdict.message, param=verdict.param)
+        if self._verdicts[key]:
+            raise InvalidRequest(self._verdicts[key], param=param)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """At once: whoever still waits is refused."""
+        self._closed = True
+        child = self._child
+        if child is not None:
+            child[1].kill()
+        self._thread.submit(self._end)
+        self._thread.shutdown(wait=False)
 
-    def _judge(self, key: Key, tokenizer: Tokenizer) -> InvalidRequest | None:
-        fingerprint, wanted = key
-        vocabulary = self._vocabularies.get(fingerprint)
-        if vocabulary is None:
-            vocabulary = GrammarVocabulary(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
-            self._vocabularies[fingerprint] = vocabulary
-        try:
-            vocabulary.compile(wanted)
-        except InvalidRequest as error:
-            return error
+    def _judge(self, key: Key) -> str:
+        tokenizer, wanted = key
+        if self._closed:
+            raise Unavailable("the server is shutting down")
+        if self._child is None or self._child[0] is not tokenizer:
+            self._end()
+            self._child = tokenizer, _start(tokenizer)
+        child = self._child[1]
+        fault = _ask(child, wanted)
+        if fault is None and not self._closed:
+            self._end()
+            return f"the {NAMES[wanted.kind]} takes too long or too much to compile; simplify it"
+        return fault or ""
+
+    def _end(self) -> None:
+        if self._child is None:
+            return
+        child = self._child[1]
+        self._child = None
+        child.kill()
+        child.communicate()
+
+
+def _start(tokenizer: Tokenizer) -> subprocess.Popen[bytes]:
+    known = range(tokenizer.vocab_size)
+    words = Words(
+        tuple(tokenizer.token_bytes(token) for token in known),
+        frozenset(filter(tokenizer.is_special, known)),
+        tokenizer.eos_ids,
+    )
+    path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
+    child = subprocess.Popen(
+        [sys.executable, "-m", "coterie.models.grammar_child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={"PYTHONPATH": path, "PATH": os.defpath, "RAYON_NUM_THREADS": "1"},
+        # signals for the server's whole group are not for it
+        start_new_session=True,
+    )
+    if _ask(child, words) is None:
+        child.kill()
+        child.communicate()
+        raise InternalError("the process that tries out grammars does not start")
+    return child
+
+
+def _ask(child: subprocess.Popen[bytes], question: ResponseFormat | Words) -> str | None:
+    """Its answer; None when it died of the question."""
+    assert child.stdin is not None and child.stdout is not None
+    watch = Timer(MAX_WALL_S, child.kill)
+    watch.start()
+    try:
+        send(child.stdin, question)
+        answer: str | None = receive(child.stdout, str)
+        return answer
+    except BrokenPipeError:
         return None
+    finally:
+        watch.cancel()

@@ -66,6 +66,7 @@ def main(address: str) -> int:
         channel.send(wire.Loaded(code=error.code, message=error.message))
         channel.close()
         return 1
+    threading.Thread(target=host.engine.warm_grammars, name="grammars", daemon=True).start()
     channel.send(wire.Loaded(host.info))
     channel.send(Report(lanes=host.engine.lane_states()))
     try:
