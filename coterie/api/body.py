@@ -7,6 +7,7 @@ leaves while it sends is `ClientGone`. Knows no dialect.
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +20,8 @@ from coterie.core.errors import InvalidRequest, RequestTooLarge
 READ_TIMEOUT_S = 60.0
 
 Model = TypeVar("Model", bound=BaseModel)
+# the subject of pydantic's sentences; ours is the field
+_SUBJECT = re.compile(r"^\w+ should ")
 _decode = msgspec.json.Decoder(strict=True).decode
 
 
@@ -91,7 +94,7 @@ def _first_fault(error: ValidationError) -> InvalidRequest:
     # the members of a union add their own names to the path; a caller knows fields and indexes
     path = [str(step) for step in fault["loc"] if isinstance(step, int) or _is_field(step)]
     param = ".".join(path) or None
-    message = fault["msg"].removeprefix("Value error, ")
+    message = _SUBJECT.sub("must ", fault["msg"].removeprefix("Value error, "))
     if fault["type"] == "missing":
         message = "is required"
     elif fault["type"] in ("model_type", "dict_type"):

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from coterie.api.collect import Answer
-from coterie.api.exchange import Exchange, exchange_of
+from coterie.api.exchange import Exchange, exchange_of, receipt
 from coterie.api.sse import Events
 from coterie.api.tools import Toolbox
 from coterie.core.errors import InvalidRequest
@@ -167,17 +167,9 @@ def answerer(service: Service, hints: RouteHints, steering: Steering) -> Answere
 
 def events_of(service: Service, request: InferenceRequest, exchange: Exchange) -> Events:
     """The pipeline's events as something that can be closed, which aborts the request."""
-    events = service.handle(request, tell=partial(_receipt, exchange))
+    events = service.handle(request, tell=partial(receipt, exchange))
     assert isinstance(events, AsyncGenerator)
     return events
-
-
-def _receipt(exchange: Exchange, plan: RoutePlan) -> None:
-    """What the request runs on, known before its first byte goes out."""
-    exchange.headers["x-coterie-specialist"] = _header(plan.specialist)
-    if plan.adapters:
-        stack = (f"{item.name}#{item.digest[:8]}" for item in plan.adapters)
-        exchange.headers["x-coterie-adapter"] = ",".join(stack)
 
 
 def _header(name: str) -> str:
