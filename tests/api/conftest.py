@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from served import Served
 from tiny import tiny_checkpoint
+from tools_rig import taught_checkpoint
 
 KEYS = ("key-of-the-first-tenant", "key-of-the-second-tenant")
 THINKING_TEMPLATE = (
@@ -29,15 +30,23 @@ def server() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="session")
+def taught_server() -> Iterator[Served]:
+    """A tiny model that calls tools of its own accord, in Hermes' format."""
+    served = Served(str(taught_checkpoint("hermes")), "--name", "tiny")
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="session")
 def strict_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Keys, one sequence at a time, a queue of one, and a model that thinks."""
+    """Keys, one sequence at a time, a queue of one, a rate per user, and a model that thinks."""
     folder = tmp_path_factory.mktemp("strict")
     keys = folder / "keys.txt"
     keys.write_text("# two tenants\n" + "\n".join(KEYS) + "\n")
     served = Served(
         str(thinking_checkpoint(folder / "model")),
         *("--name", "tiny", "--api-key-file", str(keys)),
-        *("--max-sequences", "1", "--max-queue", "1"),
+        *("--max-sequences", "1", "--max-queue", "1", "--user-rate", "0.2"),
     )
     yield served
     served.stop()
