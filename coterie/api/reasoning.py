@@ -99,12 +99,15 @@ def overlap(text: str, mark: str) -> int:
     return 0
 
 
-async def splitter_for(tokenizer: Tokenizer, chat: Chat) -> tuple[tuple[str, str], bool] | None:
-    """The marks and whether the prompt already opened them; None for models that do not think."""
+async def opened_thought(tokenizer: Tokenizer, chat: Chat) -> bool | None:
+    """Whether the prompt ends inside a thought (True) or before one (False); None when the model
+    does not think, or not any more."""
     if tokenizer.reasoning is None:
         return None
     if sum(len(message.content) for message in chat.messages) > MAX_INLINE_CHARACTERS:
         text = await asyncio.to_thread(tokenizer.render, chat)
     else:
         text = tokenizer.render(chat)
-    return tokenizer.reasoning, text.rstrip().endswith(tokenizer.reasoning[0])
+    opening, closing = tokenizer.reasoning
+    end = text.rstrip()
+    return None if end.endswith(closing) else end.endswith(opening)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from coterie.api.collect import Choice
 from coterie.api.inference import Ask
-from coterie.api.reasoning import CONTENT, REASONING, Piece, Splitter, splitter_for
+from coterie.api.reasoning import CONTENT, REASONING, Piece, Splitter, opened_thought
 from coterie.api.tools_grammar import answer_behind_thought, tool_constraint
 from coterie.api.tools_split import ARGUMENTS, CALL, CallMarks
 from coterie.core.request import Chat
@@ -27,6 +27,8 @@ class Reading:
     reasoning: tuple[tuple[str, str], bool] | None = None
     # None = no tools were given
     calls: CallMarks | None = None
+    # the prompt has opened a thought, or the model may; None = neither
+    thought: bool | None = None
 
     def reader(self) -> Reader | None:
         """None where all of an answer is words."""
@@ -128,13 +130,14 @@ async def reading_of(ask: Ask, tokenizer: Tokenizer) -> Reading:
         form = tokenizer.tool_support.format
         names = ask.tools.callable_names
         marks = CallMarks(form, names, tokenizer.special_ids.get(form.mark))
-    return Reading(await splitter_for(tokenizer, ask.prompt), marks)
+    thought = await opened_thought(tokenizer, ask.prompt)
+    reasoning = None if tokenizer.reasoning is None else (tokenizer.reasoning, bool(thought))
+    return Reading(reasoning, marks, thought)
 
 
 def held(ask: Ask, tokenizer: Tokenizer, reading: Reading) -> Ask:
     """The same with the one grammar that holds its thoughts, tools and format together."""
-    thought = None if reading.reasoning is None else reading.reasoning[1]
-    answer = ask.response_format
+    thought, answer = reading.thought, ask.response_format
     if ask.tools is not None:
         answer = tool_constraint(ask.tools, tokenizer, thought, answer)
     elif answer is not None and thought is not None:

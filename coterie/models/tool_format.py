@@ -53,7 +53,9 @@ class ToolSupport:
 def tool_support(template: str | None) -> ToolSupport:
     text = template or ""
     if "tools" in text and "tool_calls" in text:
-        if "<tool_call>" in text and "<function=" not in text:
+        # others put XML, or a name without JSON, between the same marks
+        written = '"arguments' in text or '\\"arguments' in text
+        if "<tool_call>" in text and written and "<function=" not in text:
             return ToolSupport(FORMATS["hermes"], native=True)
         if '"parameters": ' in text and ("<|python_tag|>" in text or "ipython" in text):
             return ToolSupport(FORMATS["llama"], native=True)

@@ -28,9 +28,11 @@ from tools_rig import (
 
 @pytest.fixture(scope="module", params=["hermes", "llama"])
 def taught(request: pytest.FixtureRequest) -> Iterator[tuple[str, Served]]:
-    style = request.param
-    served = Served(str(taught_checkpoint(style)), "--name", "tiny")
-    yield style, served
+    if request.param == "hermes":
+        yield "hermes", request.getfixturevalue("taught_server")
+        return
+    served = Served(str(taught_checkpoint(request.param)), "--name", "tiny")
+    yield request.param, served
     served.stop()
 
 
