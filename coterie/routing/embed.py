@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.routing.words import tokens
+from coterie.routing.words import bounded, words
 
 Vector = NDArray[np.float32]
+_DATA = Path(__file__).parent / "data"
+_MAX_KNOWN_WORDS = 50_000
+_MAX_WORD_CHARS = 40
 
 
 class Embedder(Protocol):
@@ -26,6 +31,50 @@ class Embedder(Protocol):
         """Of unit length, or zero for a text without words."""
 
 
+class StaticEmbedder:
+    """The sum of one vector per word, distilled from a sentence encoder; see data/README.md.
+
+    A word that the table does not have is cut into the longest pieces that it has (WordPiece).
+    """
+
+    def __init__(self, path: Path = _DATA / "words.npz") -> None:
+        with np.load(path, allow_pickle=False) as found:
+            texts = found["vocabulary"].tobytes().decode().split("\n")
+            vectors = found["vectors"].astype(np.float32) * found["scales"].astype(np.float32)
+        self._vectors: Vector = vectors
+        self._rows = {text: row for row, text in enumerate(texts)}
+        self._known: dict[str, tuple[int, ...]] = {}
+        self.name, self.dim = "static", int(vectors.shape[1])
+
+    def embed(self, text: str) -> Vector:
+        rows: list[int] = []
+        for word in words(bounded(text)):
+            found = self._known.get(word)
+            rows += self._learn(word) if found is None else found
+        if not rows:
+            return np.zeros(self.dim, np.float32)
+        return unit(self._vectors[rows].sum(axis=0))
+
+    def _learn(self, word: str) -> tuple[int, ...]:
+        if len(self._known) >= _MAX_KNOWN_WORDS:
+            self._known.clear()
+        self._known[word] = rows = self._pieces(word[:_MAX_WORD_CHARS])
+        return rows
+
+    def _pieces(self, word: str) -> tuple[int, ...]:
+        rows: list[int] = []
+        start = 0
+        while start < len(word):
+            mark = "##" if start else ""
+            ends = range(len(word), start, -1)
+            end = next((end for end in ends if mark + word[start:end] in self._rows), None)
+            if end is None:
+                return ()
+            rows.append(self._rows[mark + word[start:end]])
+            start = end
+        return tuple(rows)
+
+
 class HashedEmbedder:
     """Words and pairs of words, each added to one of `dim` places with a sign."""
 
@@ -33,7 +82,7 @@ class HashedEmbedder:
         self.name, self.dim = f"hashed-{dim}", dim
 
     def embed(self, text: str) -> Vector:
-        found = tokens(text)
+        found = words(bounded(text))
         total = np.zeros(self.dim, np.float32)
         for gram in [*found, *map(" ".join, pairwise(found))]:
             code = zlib.crc32(gram.encode())
@@ -46,5 +95,11 @@ def unit(vector: Vector) -> Vector:
     return vector / np.float32(length) if length else vector
 
 
-EMBEDDERS: dict[str, Callable[[], Embedder]] = {"hashed": HashedEmbedder}
-DEFAULT = "hashed"
+@cache
+def static() -> StaticEmbedder:
+    """One for all: it is read from disk once."""
+    return StaticEmbedder()
+
+
+EMBEDDERS: dict[str, Callable[[], Embedder]] = {"static": static, "hashed": HashedEmbedder}
+DEFAULT = "static"

@@ -1,0 +1,93 @@
+"""A linear probe per adapter: texts that are for it against ordinary prompts, in closed form.
+
+Ridge regression in its dual form. What every probe has in common, a background of ordinary prompts,
+is inverted once; an adapter adds its own few rows, which takes milliseconds. Knows no catalog.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.routing.embed import Embedder
+from coterie.routing.sketch import PLACES, SHAPE_WEIGHT, Rows, Sketch, sketch
+
+_PROMPTS = Path(__file__).parent / "data" / "background.txt"
+_RIDGE = 0.1
+# how much one row counts, beside one ordinary prompt
+FOR, AGAINST = 3.0, 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What one adapter's probe learns from, beside the background."""
+
+    examples: Sequence[Sketch]
+    counterexamples: Sequence[Sketch]
+    # what other adapters are for
+    others: Sequence[Sketch] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """score = [1, form] @ joint @ [1, meaning] + words @ marks; about 1 for, -1 against."""
+
+    # [1 + shape.DIM, 1 + dim]
+    joint: NDArray[np.float16]
+    # [PLACES], times `scale`: one byte a place, so that thousands of probes fit
+    words: NDArray[np.int8]
+    scale: float
+
+
+class Background:
+    """Ordinary prompts, which are for no adapter, and the inverse of their kernel."""
+
+    def __init__(self, texts: Sequence[str], embedder: Embedder) -> None:
+        self._sketches = [sketch(text, embedder) for text in texts]
+        self._rows = Rows(self._sketches)
+        kernel = self._rows.alike(self._sketches).astype(np.float64) + 1.0
+        self._inverse = np.linalg.inv(kernel + _RIDGE * np.eye(len(texts)))
+
+    def fit(self, lesson: Lesson) -> Probe:
+        own = [*lesson.examples, *lesson.counterexamples, *lesson.others]
+        positive, negative = len(lesson.examples), len(lesson.counterexamples)
+        worth = np.full(len(own), FOR)
+        worth[positive : positive + negative] = AGAINST
+        wanted = np.where(np.arange(len(own)) < positive, 1.0, -1.0)
+        rows = Rows(own)
+        inside = rows.alike(own).astype(np.float64) + 1.0 + np.diag(_RIDGE / worth)
+        across = self._rows.alike(own).astype(np.float64) + 1.0
+        # block elimination: the background's answers are all -1
+        reduced = across @ self._inverse
+        left = np.linalg.solve(inside - reduced @ across.T, wanted + reduced.sum(axis=1))
+        rest = -self._inverse.sum(axis=1) - left @ reduced
+        joint = _joint(rows, left) + _joint(self._rows, rest)
+        words = _words(rows, left) + _words(self._rows, rest)
+        scale = max(float(np.abs(words).max()), 1e-9) / 127
+        return Probe(joint.astype(np.float16), np.rint(words / scale).astype(np.int8), scale)
+
+
+def _joint(rows: Rows, share: NDArray[np.float64]) -> NDArray[np.float64]:
+    meaning = np.insert(rows.meaning, 0, 1.0, axis=1)
+    form = np.insert(rows.form, 0, 1.0, axis=1)
+    joint: NDArray[np.float64] = form.T @ (meaning * share[:, None])
+    joint[1:, 0] *= SHAPE_WEIGHT
+    return joint
+
+
+def _words(rows: Rows, share: NDArray[np.float64]) -> NDArray[np.float32]:
+    words = np.zeros(PLACES, np.float32)
+    used = np.flatnonzero(rows.marks.any(axis=1))
+    words[used] = rows.marks[used] @ (share * rows.lengths).astype(np.float32)
+    return words
+
+
+@cache
+def ordinary_prompts() -> tuple[str, ...]:
+    lines = _PROMPTS.read_text(encoding="utf-8").splitlines()
+    return tuple(line.replace("\\n", "\n") for line in lines if line)
