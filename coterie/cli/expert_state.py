@@ -14,11 +14,16 @@ if TYPE_CHECKING:
     from coterie.packages.trust import TrustStore
 
 
-def open_registry() -> Registry:
-    from coterie.packages.registry import Registry
+def experts_dir() -> Path:
     from coterie.weights.home import state_dir
 
-    return Registry(state_dir() / "experts")
+    return state_dir() / "experts"
+
+
+def open_registry() -> Registry:
+    from coterie.packages.registry import Registry
+
+    return Registry(experts_dir())
 
 
 def open_trust() -> TrustStore:

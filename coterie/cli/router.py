@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coterie.cli.expert_state import experts_dir
 from coterie.cli.menu import Menu, choose, show
 from coterie.cli.terminal import facts, note, width
 from coterie.core.errors import ConfigError, CoterieError
@@ -87,11 +88,10 @@ def _read(source: str) -> str:
 async def _plan(args: argparse.Namespace, prompt: str, body: str) -> RoutePlan:
     from coterie.core.config import load
     from coterie.routing.router import Router
-    from coterie.service.build import registry_dir
     from coterie.service.catalog import Catalog
 
     config = load(args.config)
-    catalog = Catalog(registry_dir())
+    catalog = Catalog(experts_dir())
     await catalog.start()
     try:
         await catalog.settled()
@@ -124,12 +124,13 @@ class _Recorded:
 
 
 def _outcomes() -> Outcomes | None:
-    from coterie.service.record_store import RecordStore
     from coterie.weights.home import state_dir
 
     path = state_dir() / "records.db"
     if not path.is_file():
         return None
+    from coterie.service.record_store import RecordStore
+
     try:
         store = RecordStore(path, 1)
         try:

@@ -115,6 +115,8 @@ def test_exclusion_follows_aliases_and_versions_and_refuses_strangers() -> None:
     with pytest.raises(NotFound, match=r"`sqll`.*did you mean.*sql") as caught:
         left("sqll")
     assert caught.value.param == "exclude_experts"
+    with pytest.raises(NotFound, match="`sqll`"):
+        router.plan(asking(model="tiny", exclude=("sqll",)))
 
 
 def test_the_prompt_may_be_for_another_specialists_expert() -> None:
