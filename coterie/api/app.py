@@ -90,7 +90,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(server.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
             expose_headers=["*"],
         )

@@ -14,6 +14,7 @@ from coterie.api.grpc_door import Call, GrpcDoor, handler
 from coterie.api.grpc_values import fields_of, message_of
 from coterie.api.infer_answer import Frame, Inference, Service, answer_fields
 from coterie.api.infer_parse import Asked, Reception
+from coterie.api.infer_types import MAX_TIMEOUT_MS
 from coterie.api.jobs import accepted, view
 from coterie.api.jobs_events import frame_of
 from coterie.api.jobs_types import JobParameters
@@ -60,7 +61,8 @@ class InferenceCalls:
         call.exchange.prompt_tokens, call.exchange.completion_tokens = inference.tokens()
 
     async def submit_job(self, request: pb.InferRequest, call: Call) -> pb.JobSubmission:
-        asked = self._receive(request, call)
+        # the deadline is the call's, not the job's
+        asked = self._behind.reception.receive(fields_of(request), call.caller())
         spec = JobSpec(asked.request, asked.user_id or "", asked.explain)
         answer = accepted(await self._behind.jobs.submit(spec))
         return message_of(pb.JobSubmission, bytes(answer.body))
@@ -95,7 +97,11 @@ class InferenceCalls:
         return pb.FeedbackAnswer(job_id=body.job_id, verdict=body.verdict)
 
     def _receive(self, request: pb.InferRequest, call: Call) -> Asked:
-        return self._behind.reception.receive(fields_of(request), call.caller())
+        fields = fields_of(request)
+        if call.deadline_s is not None:
+            left_ms = max(1, int(call.deadline_s * 1000))
+            fields["timeout_ms"] = min(fields.get("timeout_ms", left_ms), left_ms, MAX_TIMEOUT_MS)
+        return self._behind.reception.receive(fields, call.caller())
 
 
 def methods(calls: InferenceCalls, door: GrpcDoor) -> dict[str, Any]:

@@ -41,8 +41,7 @@ class Call:
         return self.exchange.tenant
 
     def caller(self) -> Caller:
-        exchange = self.exchange
-        return Caller(exchange.tenant, exchange.arrived_at, self.session, self.deadline_s)
+        return Caller(self.exchange.tenant, self.exchange.arrived_at, self.session)
 
 
 class GrpcDoor:

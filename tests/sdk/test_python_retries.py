@@ -11,8 +11,10 @@ import coterie_client as sdk
 import httpx
 import pytest
 import sdk_rig  # noqa: F401 puts the client on the path
+from coterie_client.aio import AsyncExperts
 from coterie_client.attempts import Attempts
 from coterie_client.calls import Call
+from coterie_client.client import Experts
 from coterie_client.errors import retry_after_s
 from coterie_client.frames import Frames
 from coterie_client.settings import Settings
@@ -78,6 +80,30 @@ def test_nobody_there_is_tried_again() -> None:
     assert 0.1 < attempts.failed(httpx.ConnectError("refused")) < 0.3
     with pytest.raises(sdk.ConnectionFailed, match="refused"):
         attempts.failed(httpx.ConnectError("refused"))
+
+
+def job(status: str) -> Step:
+    times = dict.fromkeys(("started_at", "finished_at", "user_id", "result", "error"))
+    return answer(job_id="j", status=status, submitted_at="", text="", **times)
+
+
+def test_waiting_outlasts_a_server_that_starts_again() -> None:
+    steps = [job("queued"), None, refusal(503), None, job("processing"), job("succeeded")]
+    with scripted(*steps) as server, sdk.ExpertClient("k", server.url, max_retries=0) as client:
+        assert client.wait("j", timeout=20).status == "succeeded"
+        assert len(server.seen) == len(steps)
+    with (
+        scripted(refusal(404)) as server,
+        sdk.ExpertClient("k", server.url) as client,
+        pytest.raises(sdk.NotFound),
+    ):
+        client.wait("j")
+
+
+def test_both_clients_can_do_the_same() -> None:
+    for plain, other in ((sdk.ExpertClient, sdk.AsyncExpertClient), (Experts, AsyncExperts)):
+        names = [{name for name in vars(kind) if name[0] != "_"} for kind in (plain, other)]
+        assert names[0] - {"close"} == names[1] - {"aclose"}
 
 
 def test_keys_are_sent_to_whom_they_are_for() -> None:

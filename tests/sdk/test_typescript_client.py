@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from api.served import Served
 from peft_directory import write_lora
-from sdk_rig import CALLER, TYPESCRIPT, node, run, tool
+from sdk_rig import CALLER, SEARCHED, TYPESCRIPT, node, run, tool
 
 CHROMIUM = "/usr/bin/chromium"
 # what a browser or Deno may lack; names in comments do not count
@@ -70,7 +71,13 @@ def test_the_package_holds_what_it_exports(tmp_path: Path) -> None:
     folder = tmp_path / "typescript"
     shutil.copytree(TYPESCRIPT, folder, symlinks=True)
     for command in (["run", "build"], ["pack", "--ignore-scripts"]):
-        done = subprocess.run([tool("npm"), *command], cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(
+            [tool("npm"), *command],
+            cwd=folder,
+            env={**os.environ, "PATH": SEARCHED},
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
     listed = run(["tar", "-tzf", next(folder.glob("*.tgz"))]).split()
     for name in ("dist/index.js", "dist/index.d.ts", "dist/browser.js", "README.md"):

@@ -17,6 +17,7 @@ from coterie_client import calls
 from coterie_client.attempts import Attempts, Polls
 from coterie_client.calls import Call, Verdict
 from coterie_client.decode import decode_answer
+from coterie_client.errors import ConnectionFailed, Unavailable
 from coterie_client.settings import IDLE_S, Settings, settings
 from coterie_client.streams import AsyncInferStream
 
@@ -106,9 +107,14 @@ class AsyncExpertClient:
         """The job once it has ended, well or not. Raises `Timeout` after so many seconds."""
         polls = Polls(timeout)
         while True:
-            job = await self.job(job_id)
-            if job.status not in ACTIVE:
-                return job
+            try:
+                job = await self.job(job_id)
+            except (ConnectionFailed, Unavailable) as error:
+                polls.lost(error)
+            else:
+                polls.heard()
+                if job.status not in ACTIVE:
+                    return job
             await asyncio.sleep(polls.next_pause_s())
 
     def job_events(self, job_id: str) -> AsyncInferStream:

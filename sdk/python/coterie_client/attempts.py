@@ -21,6 +21,8 @@ FIRST_PAUSE_S = 0.25
 MAX_PAUSE_S = 8.0
 # a server that asks for more patience than this is not waited for
 MAX_RETRY_AFTER_S = 120.0
+# a server that starts again is back within this
+MAX_AWAY_S = 60.0
 _REFUSALS = frozenset({429, 503})
 _PASSING = frozenset({429, 502, 503, 504})
 _UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
@@ -92,11 +94,23 @@ def broken(error: httpx.TransportError, settings: Settings) -> errors.CoterieErr
 
 
 class Polls:
-    """When to look at a job again, until its time is over."""
+    """When to look at a job again, until its time is over.
+
+    A job outlives its server: one that is away for a while is waited for.
+    """
 
     def __init__(self, timeout_s: float | None) -> None:
         self.deadline = None if timeout_s is None else monotonic() + timeout_s
         self.timeout_s, self.pause_s = timeout_s, 0.05
+        self.heard_at = monotonic()
+
+    def heard(self) -> None:
+        self.heard_at = monotonic()
+
+    def lost(self, error: errors.CoterieError) -> None:
+        """Raises `error` when nobody has answered for too long."""
+        if monotonic() - self.heard_at > MAX_AWAY_S:
+            raise error
 
     def next_pause_s(self) -> float:
         self.pause_s = min(2.0, self.pause_s * 1.5)

@@ -19,7 +19,7 @@ import {
 } from "./calls.js";
 import type { InferRequest, JobFilter, LogFilter, Verdict } from "./calls.js";
 import { settings, type ClientOptions } from "./environment.js";
-import { Timeout } from "./errors.js";
+import { ConnectionFailed, Timeout, Unavailable } from "./errors.js";
 import { InferStream } from "./stream.js";
 import { Transport, type CallOptions } from "./transport.js";
 import type {
@@ -38,6 +38,8 @@ import type {
 
 const FIRST_POLL_MS = 50;
 const MAX_POLL_MS = 2_000;
+/** A server that starts again is back within this. */
+const MAX_AWAY_MS = 60_000;
 
 /** Asks a Coterie server. */
 export class ExpertClient {
@@ -91,9 +93,17 @@ export class ExpertClient {
   /** The job once it has ended, well or not. Rejects with `Timeout` after `forMs`. */
   async wait(jobId: string, forMs = Infinity, options: CallOptions = {}): Promise<JobView> {
     const deadline = Date.now() + forMs;
+    let heardAt = Date.now();
     for (let pauseMs = FIRST_POLL_MS; ; pauseMs = Math.min(MAX_POLL_MS, pauseMs * 1.5)) {
-      const found = await this.job(jobId, options);
-      if (found.status !== "queued" && found.status !== "processing") return found;
+      try {
+        const found = await this.job(jobId, options);
+        if (found.status !== "queued" && found.status !== "processing") return found;
+        heardAt = Date.now();
+      } catch (error) {
+        // a job outlives its server: one that is away for a while is waited for
+        const away = error instanceof ConnectionFailed || error instanceof Unavailable;
+        if (!away || Date.now() - heardAt > MAX_AWAY_MS) throw error;
+      }
       const leftMs = deadline - Date.now();
       if (leftMs <= 0) throw new Timeout(`the job has not ended within ${forMs} ms`);
       await this.transport.pause(Math.min(pauseMs, leftMs), options);

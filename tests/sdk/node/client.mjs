@@ -12,7 +12,8 @@ import {
 } from "@coterie/client";
 
 const client = new ExpertClient();
-const LONG = { prompt: "Go on", regex: "(ab){3500}", maxTokens: 7000 };
+const LARK = "start: k~10\nk: h~10\nh: t~10\nt: /[a-y]/~10\n";
+const LONG = { prompt: "Go on", grammar: { type: "lark", text: LARK }, maxTokens: 7000 };
 
 async function running() {
   const headers = { authorization: `Bearer ${process.env.COTERIE_API_KEY}` };

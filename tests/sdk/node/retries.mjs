@@ -77,6 +77,14 @@ test("what may have run is not sent twice; a question may be", async () => {
   assert.equal(tried.length, 2);
 });
 
+test("waiting outlasts a server that starts again", async () => {
+  const job = (status) => json({ job_id: "j", status });
+  const steps = [job("queued"), refused(), refusal(503), job("processing"), job("succeeded")];
+  const [client, sent] = scripted(steps, { maxRetries: 0 });
+  assert.equal((await client.wait("j", 20_000)).status, "succeeded");
+  assert.equal(sent.length, 5);
+});
+
 test("keys and names are sent as they should be", async () => {
   const [client, sent] = scripted([json({ data: [], aliases: {} }), json(GOOD)]);
   await client.experts.list();
