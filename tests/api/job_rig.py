@@ -131,7 +131,7 @@ class Crash:
                 assert after[job_id] == row, "a job that had ended ended again"
 
 
-def crash(home: Path, count: int, tokens: int) -> Crash:
+def crash(home: Path, count: int, tokens: int, *, worker_too: bool = True) -> Crash:
     """`count` jobs; in their middle a worker is killed, then the gateway; then a new start."""
     server = job_server(home)
     try:
@@ -145,7 +145,8 @@ def crash(home: Path, count: int, tokens: int) -> Crash:
             # what was left open is fixed from acceptance on
             requests[job_id] = {"seed": seed} | requests[job_id]
         wait_for(count // 6, home, "succeeded")
-        kill_worker(server)
+        if worker_too:
+            kill_worker(server)
         wait_for(count // 3, home, "succeeded")
         wait_for(1, home, "processing")
     finally:

@@ -62,35 +62,25 @@ def long_checkpoint(kind: str) -> Path:
     return tiny_checkpoint(kind, max_position_embeddings=8192)
 
 
-def config(*specialists: tuple[str, str], engine: str = "") -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        tables = "".join(
-            f'[[specialists]]\nname = "{name}"\nmodel = "{long_checkpoint(kind)}"\n'
-            for name, kind in specialists
-        )
-        path = folder / f"{uuid.uuid4().hex}.toml"
-        path.write_text(f'[engine]\nkv_bytes = "8MB"\nthreads = 1\n{engine}\n{tables}')
-        return path
-
-    return write
-
-
-@asynccontextmanager
-async def piped(path: Path) -> AsyncIterator[Pipeline]:
-    pipeline = build(load(path), inproc=True)
-    await pipeline.start()
-    try:
-        yield pipeline
-    finally:
-        await pipeline.close()
-
-
 @pytest.fixture(scope="module")
 def on_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Test], None]]:
     """One pipeline for the module, whose queue of two is soon full."""
-    write = config(("tiny", "llama"), engine="max_queue = 2\nmax_sequences = 2")
+    path = tmp_path_factory.mktemp("config") / "coterie.toml"
+    path.write_text(f"""
+        [engine]
+        kv_bytes = "8MB"
+        threads = 1
+        max_queue = 2
+        max_sequences = 2
+        [[specialists]]
+        name = "tiny"
+        model = "{long_checkpoint("llama")}"
+        [[specialists]]
+        name = "other"
+        model = "{long_checkpoint("qwen3")}"
+    """)
     with asyncio.Runner() as runner:
-        pipeline = build(load(write(tmp_path_factory.mktemp("config"))), inproc=True)
+        pipeline = build(load(path), inproc=True)
         runner.run(pipeline.start())
         try:
             yield lambda test: runner.run(test(pipeline))  # type: ignore[arg-type]
@@ -125,7 +115,7 @@ async def running(jobs: JobService, job_id: str) -> Job:
     return job
 
 
-async def text_of(pipeline: Pipeline, asked: JobSpec, folder: Path) -> str:
+async def text_of(pipeline: Answers, asked: JobSpec, folder: Path) -> str:
     """What a job gives when nothing happens to it."""
     async with service(pipeline, folder / uuid.uuid4().hex) as jobs:
         fresh = replace(asked, request=replace(asked.request, id=str(uuid.uuid4())))
@@ -147,6 +137,16 @@ class Counted:
     ) -> AsyncGenerator[Event, None]:
         self.asked[request.id] += 1
         return self.pipeline.handle(request, *rest, **more)
+
+
+class Changed(Counted):
+    """The same server after a change of its settings: another specialist is the default."""
+
+    def handle(
+        self, request: InferenceRequest, *rest: Any, **more: Any
+    ) -> AsyncGenerator[Event, None]:
+        hints = replace(request.hints, model=request.hints.model or "other")
+        return super().handle(replace(request, hints=hints), *rest, **more)
 
 
 async def die(jobs: JobService) -> None:
@@ -330,28 +330,26 @@ def test_a_server_that_stops_in_good_order_leaves_its_jobs(
     on_pipeline(test)
 
 
-def test_a_job_goes_by_its_first_plan_when_the_server_comes_back_otherwise(tmp_path: Path) -> None:
-    """The default specialist is another one after the restart."""
-    first = config(("one", "llama"), ("two", "qwen3"))(tmp_path)
-    other = config(("two", "qwen3"), ("one", "llama"))(tmp_path)
+def test_a_job_goes_by_its_first_plan_when_the_server_comes_back_otherwise(
+    on_pipeline: Callable[[Test], None], tmp_path: Path
+) -> None:
     asked = spec(sampling={"temperature": 1.0, "seed": 5}, limits={"max_tokens": 60})
 
-    async def test() -> None:
-        async with piped(first) as pipeline:
-            told = await text_of(pipeline, asked, tmp_path)
-            dead = JobService(pipeline, JobStore(tmp_path / "jobs.db"), JobSettings())
-            await dead.start()
-            await dead.submit(asked)
-            await running(dead, asked.request.id)
-            await die(dead)
-        async with piped(other) as pipeline:
-            assert await text_of(pipeline, asked, tmp_path) != told
-            async with service(pipeline, tmp_path) as jobs:
-                (job,) = await ended(jobs, asked.request.id)
-            assert job.text == told
-            assert job.result is not None and job.result.model == "one"
+    async def test(pipeline: Pipeline) -> None:
+        told = await text_of(pipeline, asked, tmp_path)
+        dead = JobService(pipeline, JobStore(tmp_path / "jobs.db"), JobSettings())
+        await dead.start()
+        await dead.submit(asked)
+        await running(dead, asked.request.id)
+        await die(dead)
+        changed = Changed(pipeline)
+        assert await text_of(changed, asked, tmp_path) != told
+        async with service(changed, tmp_path) as jobs:
+            (job,) = await ended(jobs, asked.request.id)
+        assert job.text == told
+        assert job.result is not None and job.result.model == "tiny"
 
-    asyncio.run(test())
+    on_pipeline(test)
 
 
 def test_a_job_for_a_model_that_is_not_here_waits_for_a_server_that_has_it(

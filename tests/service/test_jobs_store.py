@@ -168,7 +168,7 @@ class Jobs(RuleBasedStateMachine):
 
 
 RARE = settings(
-    max_examples=12, stateful_step_count=20, deadline=None, derandomize=True,
+    max_examples=8, stateful_step_count=20, deadline=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 

@@ -106,10 +106,10 @@ def test_what_nobody_knows_is_not_judged(check: Check) -> None:
 DEEP = {
     "unary": "-" * 100_000 + "1",
     "parentheses": "(" * 100_000,
-    "attributes": "a" + ".a" * 150_000,
-    "sum": "a" + "+a" * 80_000,
+    "attributes": "a" + ".a" * 60_000,
+    "sum": "a" + "+a" * 40_000,
     "lambda": "lambda:" * 20_000 + "0",
-    "subscripts": "a" + "[0]" * 50_000,
+    "subscripts": "a" + "[0]" * 20_000,
     "blocks": "".join(f"{' ' * i}if x:\n" for i in range(500)),
 }
 
@@ -149,7 +149,7 @@ def test_a_pattern_that_never_ends_is_cut_off_beside_the_event_loop() -> None:
                 gaps.append(time.perf_counter() - at)
 
         beating = asyncio.create_task(beat())
-        results = await asyncio.gather(*(validators.validate(evil, EVIL) for _ in range(4)))
+        results = await asyncio.gather(*(validators.validate(evil, EVIL) for _ in range(2)))
         beating.cancel()
         for result in results:
             assert result is not None and not result.valid
