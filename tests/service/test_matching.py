@@ -139,7 +139,8 @@ def test_from_package_to_plan(tmp_path: Path) -> None:
             await catalog.change(lambda r: r.remove("slug"))
             plan = router.plan(asking("Write SQL: how many users are there?"))
             assert plan.adapters == () and plan.trace is not None
-            assert "requires slug" in plan.trace.candidates[0].why
+            whys = {item.name: item.why for item in plan.trace.candidates}
+            assert "requires slug" in whys["sql@1.0.0"] and "slug@3.0.0" not in whys
         finally:
             await catalog.close()
 
