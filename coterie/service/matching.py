@@ -7,8 +7,10 @@ gets another one behind it. Knows no registry and no request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Thread
 from time import perf_counter
 
 from coterie.core.adapters import AdapterProfile
@@ -30,7 +32,6 @@ def build_matcher(profiles: Sequence[AdapterProfile]) -> Matcher:
 class Matching:
     def __init__(self, build: Build = build_matcher) -> None:
         self._build = build
-        self._thread = ThreadPoolExecutor(1, "matcher")
         self._wanted: tuple[AdapterProfile, ...] = ()
         self._matcher: Matcher | None = None
         self._task: asyncio.Task[None] | None = None
@@ -65,16 +66,14 @@ class Matching:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _rebuild(self) -> None:
-        loop = asyncio.get_running_loop()
         built: tuple[AdapterProfile, ...] = ()
         while self._wanted and built != self._wanted:
             built, begun = self._wanted, perf_counter()
             self._error = None
             try:
-                matcher = await loop.run_in_executor(self._thread, self._build, built)
+                matcher = await _beside(partial(self._build, built))
             except Exception as error:
                 # requests go on with the one before, or with the base model alone
                 self._error = error
@@ -83,3 +82,30 @@ class Matching:
             self._matcher = matcher if self._wanted else None
             took_ms = round((perf_counter() - begun) * 1e3, 3)
             log("matcher_ready", state=f"{len(built)} experts", duration_ms=took_ms)
+
+
+async def _beside(work: Callable[[], Matcher]) -> Matcher:
+    """On a thread that a process which ends does not wait for, as it does for an executor's."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Matcher] = loop.create_future()
+
+    def settle(matcher: Matcher | None, error: Exception | None) -> None:
+        if done.cancelled():
+            return
+        if matcher is not None:
+            done.set_result(matcher)
+        else:
+            done.set_exception(error or InternalError("no matcher was built"))
+
+    def run() -> None:
+        matcher, error = None, None
+        try:
+            matcher = work()
+        except Exception as raised:
+            error = raised
+        # the loop may have been closed meanwhile: then nobody asks any more
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, matcher, error)
+
+    Thread(target=run, name="matcher", daemon=True).start()
+    return await done
