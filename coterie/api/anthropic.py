@@ -50,7 +50,7 @@ class AnthropicDialect:
             request_id=steering.exchange.request_id,
             reading=await reading_of(ask, who.tokenizer),
         )
-        ask = held(ask, who.tokenizer, shape.reading)
+        ask = await held(ask, who.tokenizer, shape.reading)
         events = tool_events(self.service, ask, steering, shape.id)
         if body.stream:
             return EventStream(events, MessageStream(shape), steering.exchange)

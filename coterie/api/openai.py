@@ -49,7 +49,7 @@ class OpenAIDialect:
         ask = chat_ask(body, steering)
         who = answerer(self.service, ask.hints, steering)
         shape = await self._chat_shape(body, ask, who)
-        ask = held(ask, who.tokenizer, shape.reading)
+        ask = await held(ask, who.tokenizer, shape.reading)
         events = tool_events(self.service, ask, steering, shape.id)
         if body.stream:
             return EventStream(events, ChatStream(shape), steering.exchange)

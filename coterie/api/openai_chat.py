@@ -105,6 +105,8 @@ class ChatStream:
         self.plain = not asked and self.readers[0] is None
         # index of each choice's last call
         self.calls = [-1] * shape.num_choices
+        # choices that said or called something
+        self.answered = set[int]()
         self.begun = False
         head = encode(shape.head("chat.completion.chunk"))[:-1]
         self._head = b"data: " + head + b',"choices":['
@@ -151,6 +153,8 @@ class ChatStream:
     def _delta(self, event: Delta) -> bytes:
         reader = self.readers[event.choice]
         deltas = [self._fields(event.choice, piece) for piece in self._pieces(event, reader)]
+        if self._is_silent(event):
+            deltas.append({"content": ""})
         extras = self._extras(event)
         if extras and not deltas:
             deltas = [{} if self.shape.reading.calls is not None else {"content": ""}]
@@ -165,6 +169,11 @@ class ChatStream:
             frames.append(self._chunk(last | _finish(event, event.finish_reason, reader)))
         return b"".join(frames)
 
+    def _is_silent(self, event: Delta) -> bool:
+        """It ends without a word or a call: its content, open until now, is empty."""
+        ended = event.finish_reason is not None and event.choice not in self.answered
+        return ended and self.shape.reading.calls is not None
+
     def _pieces(self, event: Delta, reader: Reader | None) -> list[Piece]:
         if reader is None:
             return [(CONTENT, event.text)] if event.text else []
@@ -173,13 +182,16 @@ class ChatStream:
 
     def _fields(self, choice: int, piece: Piece) -> dict[str, Any]:
         kind, text = piece
+        if kind == REASONING:
+            return {"reasoning_content": text}
+        self.answered.add(choice)
         if kind == CALL:
             self.calls[choice] += 1
             return {"tool_calls": [{"index": self.calls[choice]} | call_fields(text, "")]}
         if kind == ARGUMENTS:
             call = {"index": self.calls[choice], "function": {"arguments": text}}
             return {"tool_calls": [call]}
-        return {"reasoning_content" if kind == REASONING else "content": text}
+        return {"content": text}
 
     def _extras(self, event: Delta) -> dict[str, Any]:
         extras: dict[str, Any] = {}

@@ -18,6 +18,8 @@ REASONING, CONTENT = "reasoning", "content"
 Piece = tuple[str, str]
 # above this many characters a chat is rendered on a thread, as the pipeline does to tokenise it
 MAX_INLINE_CHARACTERS = 8_000
+# about what a tool adds to a prompt
+TOOL_CHARACTERS = 1_000
 
 
 class Splitter:
@@ -104,7 +106,8 @@ async def opened_thought(tokenizer: Tokenizer, chat: Chat) -> bool | None:
     does not think, or not any more."""
     if tokenizer.reasoning is None:
         return None
-    if sum(len(message.content) for message in chat.messages) > MAX_INLINE_CHARACTERS:
+    size = sum(len(message.content) for message in chat.messages)
+    if size + TOOL_CHARACTERS * len(chat.tools) > MAX_INLINE_CHARACTERS:
         text = await asyncio.to_thread(tokenizer.render, chat)
     else:
         text = tokenizer.render(chat)

@@ -5,7 +5,9 @@ Joins the two splitters; what neither is asked for passes as words.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from coterie.api.collect import Choice
@@ -17,6 +19,9 @@ from coterie.core.request import Chat
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
+
+# above this many tools a grammar is written on a thread: about 2 ms of the event loop
+MAX_INLINE_TOOLS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +140,15 @@ async def reading_of(ask: Ask, tokenizer: Tokenizer) -> Reading:
     return Reading(reasoning, marks, thought)
 
 
-def held(ask: Ask, tokenizer: Tokenizer, reading: Reading) -> Ask:
+async def held(ask: Ask, tokenizer: Tokenizer, reading: Reading) -> Ask:
     """The same with the one grammar that holds its thoughts, tools and format together."""
     thought, answer = reading.thought, ask.response_format
     if ask.tools is not None:
-        answer = tool_constraint(ask.tools, tokenizer, thought, answer)
+        if len(ask.tools.tools) > MAX_INLINE_TOOLS:
+            build = partial(tool_constraint, ask.tools, tokenizer, thought, answer)
+            answer = await asyncio.to_thread(build)
+        else:
+            answer = tool_constraint(ask.tools, tokenizer, thought, answer)
     elif answer is not None and thought is not None:
         answer = answer_behind_thought(answer, tokenizer, thought)
     return replace(ask, response_format=answer)

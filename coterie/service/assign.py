@@ -55,7 +55,8 @@ async def tokenise(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 def _characters(prompt: Prompt) -> int:
     if isinstance(prompt, Chat):
-        return sum(len(message.content) for message in prompt.messages)
+        # a tool adds about a thousand
+        return sum(len(item.content) for item in prompt.messages) + 1_000 * len(prompt.tools)
     return len(prompt.text) if isinstance(prompt, Text) else 0
 
 

@@ -8,10 +8,14 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from served import frames
 
+from coterie.api.anthropic_render import MessageShape, MessageStream
+from coterie.api.openai_chat import ChatShape, ChatStream
 from coterie.api.reasoning import CONTENT, REASONING
 from coterie.api.tools_read import Reading
 from coterie.api.tools_split import ARGUMENTS, CALL, CallMarks
+from coterie.core.events import Delta, Finished, Started, Timings, Usage
 from coterie.models.tool_format import FORMATS
 
 NAMES = frozenset({"get", "get_more"})
@@ -125,3 +129,50 @@ def test_a_mark_that_is_a_special_token(style: str) -> None:
         assert "".join(part for kind, part in pieces if kind == CONTENT) == "Well."
         assert [part for kind, part in pieces if kind == CALL] == ["get"]
         assert "".join(part for kind, part in pieces if kind == ARGUMENTS) == TRICKY
+
+
+def events(text: str) -> list[Started | Delta | Finished]:
+    """One token a character."""
+    deltas = [Delta("r", 0, character, (5,)) for character in text]
+    end = Delta("r", 0, "", (1,), finish_reason="stop")
+    usage = Usage(3, len(text) + 1)
+    return [Started("r", "x", 3, 0), *deltas, end, Finished("r", ("stop",), usage, Timings())]
+
+
+READING = Reading(None, CallMarks(FORMATS["hermes"], NAMES))
+
+
+def test_arguments_stream_as_they_are_written() -> None:
+    """Nothing is held back that can be told: one character, one delta."""
+    stream = ChatStream(ChatShape("i", 0, "m", 1, reading=READING))
+    raw = b"".join(map(stream.render, events(f"Well. {HERMES}")))
+    chunks = [data["choices"][0] for _, data in frames(raw) if data != "[DONE]"]
+    calls = [chunk["delta"]["tool_calls"][0] for chunk in chunks if "tool_calls" in chunk["delta"]]
+    assert calls[0]["function"] == {"name": "get", "arguments": ""}
+    assert [item["function"]["arguments"] for item in calls[1:]] == list(TRICKY)
+    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "Well."
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+
+    claude = MessageStream(MessageShape("i", "m", "r", READING))
+    sent = [data for _, data in frames(b"".join(map(claude.render, events(f"Well. {HERMES}"))))]
+    deltas = [data["delta"] for data in sent if data["type"] == "content_block_delta"]
+    parts = [delta["partial_json"] for delta in deltas if delta["type"] == "input_json_delta"]
+    assert parts == list(TRICKY)
+    kinds = [data["type"] for data in sent if data["type"] != "content_block_delta"]
+    block = ["content_block_start", "content_block_stop"]
+    expected = ["message_start", block[0], "ping", block[1], *block, "message_delta"]
+    assert kinds == [*expected, "message_stop"]
+
+
+def test_an_answer_without_a_word() -> None:
+    stream = ChatStream(ChatShape("i", 0, "m", 1, reading=READING))
+    raw = b"".join(map(stream.render, events("")))
+    contents = [
+        data["choices"][0]["delta"].get("content") for _, data in frames(raw) if data != "[DONE]"
+    ]
+    assert contents == [None, "", None]
+    claude = MessageStream(MessageShape("i", "m", "r", READING))
+    sent = [data for _, data in frames(b"".join(map(claude.render, events(""))))]
+    assert [data["content_block"] for data in sent if data["type"] == "content_block_start"] == [
+        {"type": "text", "text": ""}
+    ]
