@@ -260,6 +260,9 @@ class ToyAdapters:
     def stats(self) -> dict[str, float]:
         return {"adapter_evictions": self.num_evictions}
 
+    def stack_bytes(self, key: str) -> int:
+        return 64
+
     def resident(self) -> tuple[str, ...]:
         return tuple(sorted(self._resident.values()))
 

@@ -140,6 +140,11 @@ class AdapterPool:
         assert stack is not None
         return stack
 
+    def stack_bytes(self, key: str) -> int:
+        """Of a taken key: what it takes on the device."""
+        block = self._residency.entries[key].block
+        return 0 if block is None else block.nbytes
+
     def wait(self, timeout_s: float) -> None:
         """Until a load has ended in some way: for an engine that has nothing else to do."""
         self._loader.news.wait(timeout_s)

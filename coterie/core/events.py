@@ -85,6 +85,8 @@ class Finished:
     experts: ExpertUsage | None = None
     # KV blocks that its sequences held when they ended, shared ones once
     kv_blocks: int = 0
+    # what its adapters took where the model runs
+    adapter_bytes: int = 0
     # what the request ran on, in order; the gateway fills it in from the plan
     adapters: tuple[AdapterChoice, ...] = ()
     # of the first choice; the gateway fills in both

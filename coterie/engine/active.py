@@ -45,6 +45,8 @@ class ActiveRequest:
     num_preemptions: int = 0
     # how long its adapters were waited for
     load_s: float = 0.0
+    # of its stack
+    adapter_bytes: int = 0
     # every KV block that an ended sequence held
     blocks: set[int] = field(default_factory=set)
     prompt_scores: dict[int, TokenScore] = field(default_factory=dict)
@@ -142,6 +144,7 @@ class ActiveRequest:
             ),
             self.experts,
             len(self.blocks),
+            self.adapter_bytes,
         )
 
     def describe(self, token: int, score: TokenScore) -> TokenLogprob:

@@ -88,6 +88,9 @@ class RequestBook:
             return
         request.clock.scheduled = self._now()
         self._charge_load(request)
+        seats = self._schedulers[request.assignment.lane].seats
+        if seats is not None and sequence.adapter_key:
+            request.adapter_bytes = seats.stack_bytes(sequence.adapter_key)
         cached = min(sequence.num_cached, sequence.num_prompt)
         request.num_cached = max(cached - sequence.num_virtual, 0)
         if request.assignment.sampling.prompt_logprobs is None:

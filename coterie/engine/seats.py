@@ -66,6 +66,9 @@ class Adapters(Protocol):
     def stack(self, key: str) -> Stack:
         """Of a taken key."""
 
+    def stack_bytes(self, key: str) -> int:
+        """Of a taken key: what it takes where the model runs."""
+
     def wait(self, timeout_s: float) -> None:
         """Until something may have changed."""
 
@@ -148,6 +151,9 @@ class Seats:
 
     def stack(self, key: str) -> Stack:
         return self._adapters.stack(key)
+
+    def stack_bytes(self, key: str) -> int:
+        return self._adapters.stack_bytes(key)
 
     def failure(self, key: str) -> CoterieError:
         return self._adapters.failure(key)

@@ -9,7 +9,6 @@ from coterie.core.events import Failed, Finished
 from coterie.core.outcome import InferenceMetrics, ValidationResult
 from coterie.core.request import Chat
 from coterie.service.answer import names_of
-from coterie.service.catalog import Catalog
 from coterie.service.measure import WHOLE, metrics_of
 from coterie.service.record_store import Record
 from coterie.service.records import Records
@@ -19,12 +18,12 @@ from coterie.service.validate.validators import Validators
 
 
 class Ending:
-    def __init__(self, validators: Validators, records: Records, catalog: Catalog) -> None:
-        self._validators, self._records, self._catalog = validators, records, catalog
+    def __init__(self, validators: Validators, records: Records) -> None:
+        self._validators, self._records = validators, records
 
     async def finished(self, run: Run, event: Finished) -> Finished:
         validation = await self._validated(run, event)
-        metrics = metrics_of(run, event, validation, self._catalog.by_digest)
+        metrics = metrics_of(run, event, validation)
         # before the answer leaves: whoever asks about it later finds it
         self._write(run, metrics, _outcome(run, event, validation))
         return Finished(
@@ -34,13 +33,14 @@ class Ending:
             event.timings,
             event.experts,
             event.kv_blocks,
+            event.adapter_bytes,
             run.plan.adapters,
             validation,
             metrics,
         )
 
     def failed(self, run: Run, event: Failed) -> None:
-        self._write(run, metrics_of(run, event, None, self._catalog.by_digest), None)
+        self._write(run, metrics_of(run, event), None)
 
     async def _validated(self, run: Run, event: Finished) -> ValidationResult | None:
         """Half an answer is not judged: nothing but the clock is to blame for it."""

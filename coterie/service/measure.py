@@ -6,9 +6,7 @@ Arithmetic over what was measured elsewhere; the only clock it asks is that of t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-from coterie.core.adapters import AdapterCard
 from coterie.core.events import Failed, Finished, Timings, Usage
 from coterie.core.outcome import InferenceMetrics, ValidationResult
 from coterie.service.run import Run
@@ -16,17 +14,14 @@ from coterie.service.run import Run
 # finish reasons of answers that came to an end of their own, or to their limit
 WHOLE = ("stop", "length")
 
-FindCard = Callable[[str], AdapterCard | None]
-
 
 # of a request that failed there are no figures of an engine's
 NO_FIGURES = Finished("", ("",), Usage(0, 0), Timings())
 
 
 def metrics_of(
-    run: Run, event: Finished | Failed, validation: ValidationResult | None, find: FindCard
+    run: Run, event: Finished | Failed, validation: ValidationResult | None = None
 ) -> InferenceMetrics:
-    """`find` knows the card of a digest."""
     end = event if isinstance(event, Finished) else NO_FIGURES
     usage, timings, reason = end.usage, end.timings, end.choices[0]
     adapters, arrived_at, now = run.plan.adapters, run.request.arrived_at, time.monotonic()
@@ -43,7 +38,7 @@ def metrics_of(
         total_latency_ms=_ms(now - arrived_at),
         experts_used=tuple(adapter.name for adapter in adapters),
         num_experts=len(adapters),
-        vram_peak_mb=round(_held_bytes(run, end, find) / 1e6, 3),
+        vram_peak_mb=round(_held_bytes(run, end) / 1e6, 3),
         input_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens,
         tokens_per_second=round(usage.completion_tokens / inference_s, 3) if inference_s else 0.0,
@@ -68,13 +63,10 @@ def _error(event: Finished | Failed) -> str | None:
     return None if event.choices[0] in WHOLE else event.choices[0]
 
 
-def _held_bytes(run: Run, end: Finished, find: FindCard) -> int:
+def _held_bytes(run: Run, end: Finished) -> int:
     """KV and adapters. Nothing of what it shared with everybody."""
-    if not end.kv_blocks:
-        return 0
-    kv_bytes = end.kv_blocks * run.served.info.block_bytes.get(run.served.name, 0)
-    cards = (find(adapter.digest) for adapter in run.plan.adapters)
-    return kv_bytes + sum(card.nbytes for card in cards if card is not None)
+    block_bytes = run.served.info.block_bytes.get(run.served.name, 0)
+    return end.kv_blocks * block_bytes + end.adapter_bytes
 
 
 def _ms(seconds: float) -> float:

@@ -64,7 +64,7 @@ class Pipeline:
         self._grammars = GrammarCheck()
         self._handover = Handover()
         self._conversations = Conversations(self.registry)
-        self._ending = Ending(parts.validators, parts.records, parts.roster.catalog)
+        self._ending = Ending(parts.validators, parts.records)
         self._draining = False
         self._open = 0
 

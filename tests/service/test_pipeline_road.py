@@ -80,7 +80,9 @@ def test_every_figure_is_true(on_road: Road) -> None:
         assert found.input_tokens == len(prompt_ids) and found.output_tokens == 40
         blocks = math.ceil((found.input_tokens + found.output_tokens - 1) / BLOCK)
         kv_bytes = blocks * served.info.block_bytes["tiny"]
-        assert found.vram_peak_mb == round((kv_bytes + card.nbytes) / 1e6, 3)
+        assert found.vram_peak_mb == round((kv_bytes + done.end.adapter_bytes) / 1e6, 3)
+        # fp32 in its file and on the device, here with padding, there with a header
+        assert abs(done.end.adapter_bytes - card.nbytes) < 0.1 * card.nbytes
         assert (found.job_id, found.num_experts) == (request.id, 1)
         assert found.experts_used == ("haiku@1.0.0",)
         assert found.task_type == "creative_writing" and found.specialist == "tiny"
@@ -184,6 +186,25 @@ def test_an_adapter_is_judged_by_what_it_answered(on_road: Road) -> None:
         }
         # random weights write no SQL, but some text
         assert grown == {"sql": (0, 1), "haiku": (1, 1), "dates": (0, 0)}
+
+    on_road(test)
+
+
+def test_verdicts_reach_the_score(on_road: Road) -> None:
+    async def test(pipeline: Pipeline) -> None:
+        async def asked() -> tuple[str, float]:
+            request = ask(PROMPTS["dates"], limits={"max_tokens": 2})
+            done = await answer(pipeline, request)
+            assert done.plan.trace is not None
+            (seen,) = [c for c in done.plan.trace.candidates if c.name == "dates@1.0.0"]
+            return request.id, seen.success
+
+        ids, rates = zip(*[await asked() for _ in range(5)], strict=True)
+        assert len(set(rates)) == 1
+        for job_id in ids:
+            await pipeline.records.feedback(job_id, "t", False)
+        _, after = await asked()
+        assert 0 < after < rates[0]
 
     on_road(test)
 
