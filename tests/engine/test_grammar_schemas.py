@@ -1,0 +1,38 @@
+"""Fifty schemas at temperature 1, every answer judged by jsonschema: tiny model, default model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny import tiny_checkpoint
+
+from benchmarks.structured import ask, build, judge, run
+from benchmarks.structured_schemas import SCHEMAS
+
+
+def faults(model: Path, count: int, max_tokens: int, threads: int) -> tuple[list[str], set[str]]:
+    """What is wrong with any of `count` generations, and how they ended."""
+    host = build(model, threads, 16)
+    answers, _ = run(host.engine, [ask(host, index, max_tokens) for index in range(count)])
+    host.close()
+    found = [
+        f"{list(SCHEMAS)[index % len(SCHEMAS)]}: {fault}: {answers[f'g{index}'].text!r}"
+        for index in range(count)
+        if (fault := judge(index, answers[f"g{index}"].text)) is not None
+    ]
+    return found, {answer.reason for answer in answers.values()}
+
+
+def test_a_model_that_knows_nothing_answers_fifty_schemas() -> None:
+    assert len(SCHEMAS) == 50
+    found, reasons = faults(tiny_checkpoint("llama"), 50, 200, threads=1)
+    assert not found
+    # random weights: many texts have no end of their own
+    assert reasons == {"stop", "length"}
+
+
+@pytest.mark.full
+def test_five_hundred_answers_of_the_default_model(default_model_path: Path) -> None:
+    found, _ = faults(default_model_path, 500, 160, threads=2)
+    assert not found
