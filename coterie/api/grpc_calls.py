@@ -80,8 +80,7 @@ class InferenceCalls:
 
     async def cancel_job(self, request: pb.JobRequest, call: Call) -> pb.CancelledJob:
         jobs = self._behind.jobs
-        deleted = not (await jobs.get(request.job_id, call.tenant)).active
-        job = await jobs.delete(request.job_id, call.tenant)
+        job, deleted = await jobs.delete(request.job_id, call.tenant)
         return pb.CancelledJob(job=message_of(pb.Job, view(job)), deleted=deleted)
 
     async def watch_job(self, request: pb.JobRequest, call: Call) -> Events:

@@ -36,9 +36,7 @@ class JobEndpoints:
 
     async def delete_job(self, request: Request) -> Response:
         """Cancel a job that has not ended; remove one that has."""
-        job_id, tenant = request.path_params["job_id"], _tenant(request)
-        deleted = not (await self.jobs.get(job_id, tenant)).active
-        job = await self.jobs.delete(job_id, tenant)
+        job, deleted = await self.jobs.delete(request.path_params["job_id"], _tenant(request))
         return Response(encode(view(job) | {"deleted": deleted}), 200, None, JSON)
 
     async def list_jobs(self, request: Request) -> Response:

@@ -19,68 +19,70 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
-from coterie.core.errors import CoterieError, NotFound, Overloaded, Unavailable
+from coterie.core.errors import CoterieError, NotFound, Unavailable
 from coterie.core.job import FAILED, QUEUED, Job, JobError, JobPage, JobQuery, JobSpec
 from coterie.core.pipeline_settings import JobSettings
 from coterie.core.plan import RoutePlan
 from coterie.core.request import RouteHints
 from coterie.obs.trace import log
 from coterie.service.jobs_codec import encode_spec
+from coterie.service.jobs_dispatch import Dispatcher
 from coterie.service.jobs_live import LiveJob
-from coterie.service.jobs_queue import JobQueue, is_suspect
-from coterie.service.jobs_run import NOT_NOW, Answers, JobRun
-from coterie.service.jobs_store import RETRY_S, JobStore
+from coterie.service.jobs_run import Answers
+from coterie.service.jobs_store import JobStore
 from coterie.service.jobs_tables import Ending, Entry, Orphan, Waiting
 
-# requests that wait, and answers that can still be asked for, on disk
-MAX_QUEUED_BYTES = 512 * 10**6
+# answers that can still be asked for, on disk
 MAX_ENDED = 100_000
 MAX_ENDED_BYTES = 2 * 10**9
 # how soon jobs of a killed server are taken over, and cancellations by another one are seen
 SWEEP_S = 2.0
 # a job that ran alone in this many servers when they died is what kills them
 MAX_CRASHES = 10
-# weight of the newest duration
-NEWEST = 0.1
-MAX_PAUSE_S = 30.0
 
 Progress = RoutePlan | str | Job
 
 
 class JobService:
     def __init__(self, answers: Answers, store: JobStore, settings: JobSettings) -> None:
-        self._answers = answers
-        self._store = store
-        self._settings = settings
-        self._queue = JobQueue()
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._alone = False
-        self._live: dict[str, LiveJob] = {}
-        self._wake = asyncio.Event()
+        self._answers, self._store, self._settings = answers, store, settings
+        self._dispatcher = Dispatcher(answers, store, settings)
         self._tasks: list[asyncio.Task[None]] = []
-        self._not_before = 0.0
-        self._paused = False
-        self._run_s = 1.0
+        # jobs on their way to the disk
+        self._entering = 0
 
     async def start(self) -> None:
         """Never fails for the database's sake: without it everything but jobs is served."""
+        wait_s = await self._open()
+        if wait_s != 0:
+            self._tasks = [asyncio.create_task(self._open_later(wait_s))] if wait_s else []
+
+    async def _open(self) -> float | None:
+        """Seconds until it may work: 0 = it did, None = never by itself."""
         try:
             await self._store.open()
             await self._sweep()
         except CoterieError as error:
             log("jobs_disabled", level="error", reason=error.message)
-            return
-        self._tasks = [asyncio.create_task(self._dispatch()), asyncio.create_task(self._sweeps())]
+            return error.retry_after_s
+        self._tasks += [
+            asyncio.create_task(self._dispatcher.loop()),
+            asyncio.create_task(self._sweeps()),
+        ]
+        return 0.0
+
+    async def _open_later(self, wait_s: float | None) -> None:
+        while wait_s:
+            await asyncio.sleep(wait_s)
+            wait_s = await self._open()
 
     def pause(self) -> None:
         """Nothing new is accepted or begun; what runs may end."""
-        self._paused = True
-        for live in self._live.values():
-            live.tell()
+        self._dispatcher.pause()
 
     async def close(self) -> None:
-        self._paused = True
-        tasks = [*self._tasks, *self._running.values()]
+        self.pause()
+        tasks = [*self._tasks, *self._dispatcher.running.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -92,7 +94,7 @@ class JobService:
 
     async def submit(self, spec: JobSpec) -> Job:
         """Accepted when this returns: it will run, once, whatever happens to this process."""
-        if self._paused:
+        if self._dispatcher.is_paused:
             raise Unavailable("the server is shutting down")
         self._answers.resolve(spec.request.hints)
         sampling = spec.request.sampling
@@ -101,7 +103,8 @@ class JobService:
             sampling = replace(sampling, seed=secrets.randbits(63))
             spec = replace(spec, request=replace(spec.request, sampling=sampling))
         raw = encode_spec(spec)
-        self._check_room(len(raw))
+        self._dispatcher.check_room(self._entering, len(raw))
+        self._entering += 1
         # on disk means accepted, whether or not the caller is still there to hear of it
         return await asyncio.shield(self._accept(spec, raw))
 
@@ -109,26 +112,26 @@ class JobService:
         job = await self._store.find(job_id, tenant)
         if job is None:
             raise NotFound(f"there is no job {job_id!r}", param="job_id")
-        live = self._live.get(job_id)
+        live = self._dispatcher.live.get(job_id)
         return replace(job, text=live.text) if live is not None and job.active else job
 
     async def page(self, query: JobQuery) -> JobPage:
         return await self._store.page(query)
 
-    async def delete(self, job_id: str, tenant: str) -> Job:
-        """Cancels an open job; removes one that has ended. As it stands afterwards, or stood."""
+    async def delete(self, job_id: str, tenant: str) -> tuple[Job, bool]:
+        """Cancels an open job (False); removes one that has ended (True), told as it was."""
         job = await self.get(job_id, tenant)
-        if job.active:
-            if await self._store.cancel(job_id, tenant, time.time(), job.text):
-                self._stop(job_id)
-            return await self.get(job_id, tenant)
-        await self._store.remove(job_id, tenant)
-        return job
+        if job.active and await self._store.cancel(job_id, tenant, time.time(), job.text):
+            self._dispatcher.stop(job_id)
+            return await self.get(job_id, tenant), False
+        job = await self.get(job_id, tenant)
+        return job, await self._store.remove(job_id, tenant)
 
     async def follow(self, job_id: str, tenant: str) -> AsyncGenerator[Progress, None]:
         """The plan once it runs, pieces of text, and at last the job as it ended."""
         job = await self.get(job_id, tenant)
-        live = self._live.setdefault(job_id, LiveJob()) if job.active else LiveJob()
+        dispatcher = self._dispatcher
+        live = dispatcher.live.setdefault(job_id, LiveJob()) if job.active else LiveJob()
         live.followers += 1
         told, parts = False, 0
         try:
@@ -139,7 +142,7 @@ class JobService:
                 text, parts = live.since(parts)
                 if text:
                     yield text
-                if self._paused and job_id not in self._running:
+                if dispatcher.is_paused and job_id not in dispatcher.running:
                     raise Unavailable("the server is shutting down; the job is kept")
                 if not await live.change(SWEEP_S) or live.ended:
                     job = await self.get(job_id, tenant)
@@ -149,15 +152,15 @@ class JobService:
             yield job
         finally:
             live.followers -= 1
-            self._forget(job_id)
+            dispatcher.forget(job_id)
 
     def waiting(self) -> tuple[int, int]:
         """Jobs in line and running, for metrics."""
-        return len(self._queue), len(self._running)
+        return len(self._dispatcher.queue), len(self._dispatcher.running)
 
     async def _accept(self, spec: JobSpec, raw: bytes) -> Job:
         request = spec.request
-        wait_ms = self._expected_wait_ms(request.limits.priority)
+        wait_s = self._dispatcher.expected_wait_s(request.limits.priority)
         entry = Entry(
             request.id,
             request.tenant,
@@ -167,107 +170,18 @@ class JobService:
             time.time(),
             raw,
         )
-        self._push(await self._store.add(entry))
+        try:
+            self._dispatcher.push(await self._store.add(entry))
+        finally:
+            self._entering -= 1
         return Job(
             entry.id,
             QUEUED,
             entry.tenant,
             entry.user_id,
             entry.submitted_at,
-            estimated_wait_ms=wait_ms,
+            estimated_wait_ms=round(1000 * wait_s, 1),
         )
-
-    def _check_room(self, nbytes: int) -> None:
-        limit = self._settings.max_queued
-        if len(self._queue) >= limit or self._queue.nbytes + nbytes > MAX_QUEUED_BYTES:
-            what = f"{len(self._queue)} jobs wait, and {limit} may"
-            if len(self._queue) < limit:
-                what = f"the jobs that wait hold {self._queue.nbytes} bytes"
-            wait_s = min(max(self._run_s, 1.0), MAX_PAUSE_S)
-            raise Overloaded(f"{what}; ask again later", retry_after_s=wait_s)
-
-    def _expected_wait_ms(self, priority: int) -> float:
-        ahead = self._queue.ahead(priority) + len(self._running)
-        places = self._settings.concurrency
-        # each place is free again after a run
-        rounds = max(0, ahead + 1 - places) / places
-        held_s = max(0.0, self._not_before - time.monotonic())
-        engine_s = self._answers.expected_wait_s()
-        return round(1000 * (held_s + rounds * self._run_s + engine_s), 1)
-
-    def _push(self, entry: Waiting) -> None:
-        self._queue.push(entry)
-        self._wake.set()
-
-    async def _dispatch(self) -> None:
-        while True:
-            entry = self._next()
-            if entry is not None:
-                self._queue.drop(entry.id)
-                self._alone = is_suspect(entry)
-                self._running[entry.id] = asyncio.create_task(self._run(entry))
-                continue
-            self._wake.clear()
-            held_s = self._not_before - time.monotonic()
-            try:
-                # not wait_for, which may swallow a cancellation
-                async with asyncio.timeout(held_s if held_s > 0 else None):
-                    await self._wake.wait()
-            except TimeoutError:
-                continue
-
-    def _next(self) -> Waiting | None:
-        """The job that may begin now."""
-        full = len(self._running) >= (1 if self._alone else self._settings.concurrency)
-        if self._paused or (self._running and full) or time.monotonic() < self._not_before:
-            return None
-        entry = self._queue.peek()
-        if entry is not None and is_suspect(entry) and self._running:
-            return None
-        return entry
-
-    async def _run(self, entry: Waiting) -> None:
-        live = self._live.setdefault(entry.id, LiveJob())
-        began = time.monotonic()
-        again = False
-        try:
-            await JobRun(self._answers, self._store, entry.id, live).attempt()
-            self._run_s += NEWEST * (time.monotonic() - began - self._run_s)
-        except NOT_NOW as error:
-            again = True
-            self._hold(error)
-        finally:
-            del self._running[entry.id]
-            if again:
-                self._queue.push(entry)
-            else:
-                self._end(entry.id)
-            self._wake.set()
-
-    def _hold(self, error: CoterieError) -> None:
-        """Nobody begins before the engine may have room again."""
-        wait_s = min(error.retry_after_s or RETRY_S, MAX_PAUSE_S)
-        self._not_before = max(self._not_before, time.monotonic() + wait_s)
-
-    def _stop(self, job_id: str) -> None:
-        """It has ended on disk: nothing more is computed for it."""
-        task = self._running.get(job_id)
-        if task is not None:
-            task.cancel()
-        elif self._queue.drop(job_id) is not None:
-            self._end(job_id)
-
-    def _end(self, job_id: str) -> None:
-        live = self._live.get(job_id)
-        if live is not None:
-            live.ended = True
-            live.tell()
-            self._forget(job_id)
-
-    def _forget(self, job_id: str) -> None:
-        live = self._live.get(job_id)
-        if live is not None and not live.followers and job_id not in self._running:
-            del self._live[job_id]
 
     async def _sweeps(self) -> None:
         while True:
@@ -280,21 +194,22 @@ class JobService:
     async def _sweep(self) -> None:
         """Takes over what killed servers left, removes what is too old, stops what was cancelled
         by another server of this home."""
-        ours = await self._store.adopt(self._can_take)
+        orphans = await self._store.orphans()
+        ours = await self._store.adopt([item for item in orphans if self._can_take(item)])
         for entry in ours:
             if entry.crashes >= MAX_CRASHES:
                 await self._give_up(entry)
             else:
-                self._push(entry)
+                self._dispatcher.push(entry)
         if ours:
             log("jobs_adopted", pending=len(ours))
         await self._store.expire(time.time() - self._settings.keep_s, MAX_ENDED, MAX_ENDED_BYTES)
         # in this order: what begins meanwhile is open and not looked at
-        running = list(self._running)
+        running = list(self._dispatcher.running)
         still = await self._store.open_ids()
         for job_id in running:
             if job_id not in still:
-                self._stop(job_id)
+                self._dispatcher.stop(job_id)
 
     def _can_take(self, orphan: Orphan) -> bool:
         """Not where this server has no such model, as long as another one may come that has."""

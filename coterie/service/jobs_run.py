@@ -104,16 +104,17 @@ class JobRun:
         meanwhile does not change its answer."""
         request, plans = spec.request, list[RoutePlan]()
         if stored is not None:
-            request = replace(request, sampling=replace(stored.sampling, constraint=None))
+            again = replace(request, sampling=replace(stored.sampling, constraint=None))
+            for asked in (again, pinned(again, stored)):
+                try:
+                    events = self._answers.handle(asked, spec.vendor, plans.append)
+                except NotFound:
+                    continue
+                if _who(plans[-1]) == _who(stored):
+                    return plans[-1], until_deadline(events, asked)
+                await events.aclose()
+        # the first run, or what it ran on is gone: it is answered as if it came now
         events = self._answers.handle(request, spec.vendor, plans.append)
-        if stored is not None and _who(plans[0]) != _who(stored):
-            await events.aclose()
-            try:
-                request = pinned(request, stored)
-                events = self._answers.handle(request, spec.vendor, plans.append)
-            except NotFound:
-                # what it ran on is gone: it is answered as if it came now
-                events = self._answers.handle(spec.request, spec.vendor, plans.append)
         return plans[-1], until_deadline(events, request)
 
     async def _begin(self, plan: RoutePlan) -> bool:

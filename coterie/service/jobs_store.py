@@ -43,9 +43,12 @@ class JobStore:
         self._tables: JobTables | None = None
         self._owner: Owner | None = None
         self._said: str | None = None
+        self._closed = False
 
     async def open(self) -> None:
-        await self._call(self._open)
+        """A second call does nothing, unless the first one failed."""
+        if self._owner is None:
+            await self._call(self._open)
 
     async def close(self) -> None:
         """Open jobs are left to the next server. A second call does nothing."""
@@ -53,6 +56,7 @@ class JobStore:
             if self._owner is not None:
                 await self._call(self._close)
         finally:
+            self._closed = True
             self._thread.shutdown(wait=False)
 
     async def add(self, entry: Entry) -> Waiting:
@@ -95,22 +99,27 @@ class JobStore:
         last = f"{jobs[-1].submitted_at!r}_{jobs[-1].id}" if more else None
         return JobPage(tuple(jobs), last)
 
-    async def adopt(self, take: Callable[[Orphan], bool]) -> Sequence[Waiting]:
-        """Jobs of servers that are gone become ours where `take` says so."""
-        return await self._call(lambda: self._adopt(take))
+    async def orphans(self) -> Sequence[Orphan]:
+        """Open jobs of servers that are gone, which they never cease to be."""
+        return await self._call(self._orphans)
 
-    def _adopt(self, take: Callable[[Orphan], bool]) -> list[Waiting]:
+    async def adopt(self, orphans: Sequence[Orphan]) -> Sequence[Waiting]:
+        """These become ours, but for those that another server was quicker with."""
+
+        def work(tables: JobTables, owner: str) -> list[Waiting]:
+            taken = (tables.adopt(orphan.id, orphan.owner, owner) for orphan in orphans)
+            return [waiting for waiting in taken if waiting is not None]
+
+        return await self._ask(work)
+
+    def _orphans(self) -> list[Orphan]:
         tables, owner = self._opened()
-        ours: list[Waiting] = []
+        found: list[Orphan] = []
         for other in tables.owners():
-            if other == owner.name:
-                continue
-            with owner.gone(other) as is_gone:
-                for orphan in tables.orphans(other) if is_gone else ():
-                    adopted = tables.adopt(orphan.id, other, owner.name) if take(orphan) else None
-                    if adopted is not None:
-                        ours.append(adopted)
-        return ours
+            if other != owner.name:
+                with owner.gone(other) as is_gone:
+                    found += tables.orphans(other) if is_gone else ()
+        return found
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,15 +167,12 @@ class JobStore:
         return await self._call(work)
 
     async def _call(self, work: Callable[[], T]) -> T:
+        if self._closed:
+            raise Unavailable("the server is shutting down")
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise self._told(error) from error
-        except OSError as error:
-            raise self._told(error) from error
-        except RuntimeError as error:
-            # the thread takes nothing more
-            raise Unavailable("the server is shutting down") from error
 
     def _told(self, error: sqlite3.Error | OSError) -> CoterieError:
         damaged = getattr(error, "sqlite_errorname", "").startswith(_DAMAGED)

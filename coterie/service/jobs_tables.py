@@ -68,6 +68,7 @@ class Orphan:
     """An open job whose server is gone."""
 
     id: str
+    owner: str
     model: str
     submitted_at: float
 
@@ -161,7 +162,7 @@ class JobTables:
         ]
 
     def orphans(self, owner: str) -> list[Orphan]:
-        query = f"SELECT id, model, submitted_at FROM jobs WHERE owner = ? AND {_OPEN}"
+        query = f"SELECT id, owner, model, submitted_at FROM jobs WHERE owner = ? AND {_OPEN}"
         return [Orphan(*row) for row in self._sql.execute(query, (owner,))]
 
     def adopt(self, job_id: str, old: str, new: str) -> Waiting | None:
@@ -221,7 +222,11 @@ class JobTables:
 def _job(row: Sequence[Any]) -> Job:
     *facts, text, result, error = row
     job = Job(*facts)
-    if result is not None:
-        found = decode_result(result)
-        return replace(job, text=found.text, result=found)
-    return replace(job, text=text, error=None if error is None else _error_decoder.decode(error))
+    try:
+        if result is not None:
+            found = decode_result(result)
+            return replace(job, text=found.text, result=found)
+        fault = None if error is None else _error_decoder.decode(error)
+    except msgspec.MsgspecError:
+        fault = JobError("internal_error", "what was stored of this job cannot be read")
+    return replace(job, text=text, error=fault)

@@ -24,7 +24,7 @@ from coterie.core.job import Job, JobQuery, JobSpec
 from coterie.core.pipeline_settings import JobSettings
 from coterie.core.request import InferenceRequest, Limits, RouteHints, Sampling, Text
 from coterie.service import jobs as module
-from coterie.service import jobs_store
+from coterie.service import jobs_dispatch, jobs_store
 from coterie.service.build import build
 from coterie.service.jobs import JobService
 from coterie.service.jobs_run import Answers
@@ -151,9 +151,9 @@ class Changed(Counted):
 
 async def die(jobs: JobService) -> None:
     """What SIGKILL leaves of a service: its files, and a lock that nobody holds."""
-    for task in [*jobs._tasks, *jobs._running.values()]:
+    for task in [*jobs._tasks, *jobs._dispatcher.running.values()]:
         task.cancel()
-    await asyncio.gather(*jobs._tasks, *jobs._running.values(), return_exceptions=True)
+    await asyncio.gather(*jobs._tasks, *jobs._dispatcher.running.values(), return_exceptions=True)
     store = jobs._store
     store._thread.submit(store._sql.close).result()  # type: ignore[union-attr]
     os.close(store._owner._handle)  # type: ignore[union-attr]
@@ -209,7 +209,7 @@ def test_a_full_queue_refuses_and_keeps_nothing(
             assert (caught.value.retry_after_s or 0) >= 1
             assert len((await jobs.page(JobQuery(TENANT))).jobs) == 3
             await jobs.delete(waiting[0].id, TENANT)
-            monkeypatch.setattr(module, "MAX_QUEUED_BYTES", 2000)
+            monkeypatch.setattr(jobs_dispatch, "MAX_QUEUED_BYTES", 2000)
             with pytest.raises(Overloaded, match="bytes"):
                 await jobs.submit(spec("x" * 3000))
             await jobs.delete(running_one.id, TENANT)
@@ -225,7 +225,8 @@ def test_a_cancelled_job_stays_cancelled_and_frees_the_engine(
             job = await jobs.submit(spec(limits={"max_tokens": 3000}))
             behind = await jobs.submit(spec())
             seen = await running(jobs, job.id)
-            gone = await jobs.delete(job.id, TENANT)
+            gone, removed = await jobs.delete(job.id, TENANT)
+            assert not removed
             assert gone.status == "cancelled" and gone.text.startswith(seen.text)
             (after,) = await ended(jobs, behind.id)
             assert after.status == "succeeded"
@@ -301,7 +302,7 @@ def test_two_servers_never_run_one_job_twice(
             # cancelled by the one that does not run it
             job = await one.submit(spec(limits={"max_tokens": 3000}))
             await running(one, job.id)
-            assert (await two.delete(job.id, TENANT)).status == "cancelled"
+            assert (await two.delete(job.id, TENANT))[0].status == "cancelled"
             while one.waiting()[1]:
                 await asyncio.sleep(0.01)
             assert (await one.get(job.id, TENANT)).status == "cancelled"
@@ -314,7 +315,7 @@ def test_a_server_that_stops_in_good_order_leaves_its_jobs(
 ) -> None:
     async def test(pipeline: Pipeline) -> None:
         async with service(pipeline, tmp_path, concurrency=1) as jobs:
-            ids = [(await jobs.submit(spec(limits={"max_tokens": 200}))).id for _ in range(3)]
+            ids = [(await jobs.submit(spec(limits={"max_tokens": 700}))).id for _ in range(3)]
             await running(jobs, ids[0])
             jobs.pause()
             with pytest.raises(Unavailable):
@@ -383,10 +384,9 @@ def test_suspects_of_crashes_run_alone_and_the_one_that_kills_is_given_up(
 ) -> None:
     async def test(pipeline: Pipeline) -> None:
         dead = JobService(pipeline, JobStore(tmp_path / "jobs.db"), JobSettings())
-        dead.pause()
+        # so that none begins
+        dead._dispatcher.held_until = time.monotonic() + 99
         await dead.start()
-        dead._paused = False
-        dead._not_before = time.monotonic() + 99
         ids = [(await dead.submit(spec(f"fox {i}"))).id for i in range(5)]
         await die(dead)
         edit(tmp_path, f"UPDATE jobs SET crashes = 3 WHERE id IN ('{ids[0]}', '{ids[1]}')")
@@ -426,6 +426,36 @@ def test_a_file_that_cannot_be_written_for_a_while_loses_no_answer(
             (done,) = await ended(jobs, job.id)
             assert done.status == "succeeded"
             assert len((await jobs.page(JobQuery(TENANT))).jobs) == 1
+
+    on_pipeline(test)
+
+
+def test_a_file_that_is_locked_at_the_start_is_opened_later(
+    on_pipeline: Callable[[Test], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs_store, "BUSY_S", 0.05)
+    monkeypatch.setattr(jobs_store, "RETRY_S", 0.1)
+
+    async def test(pipeline: Pipeline) -> None:
+        with closing(sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)) as sql:
+            sql.execute("BEGIN EXCLUSIVE")
+            jobs = JobService(pipeline, JobStore(tmp_path / "jobs.db"), JobSettings())
+            await jobs.start()
+            with pytest.raises(Unavailable, match="locked") as caught:
+                await jobs.submit(spec())
+            assert caught.value.retry_after_s is not None
+            sql.execute("ROLLBACK")
+        deadline = time.monotonic() + END_S
+        while True:
+            try:
+                job = await jobs.submit(spec())
+                break
+            except Unavailable:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+        (done,) = await ended(jobs, job.id)
+        assert done.status == "succeeded"
+        await jobs.close()
 
     on_pipeline(test)
 

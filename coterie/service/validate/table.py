@@ -53,4 +53,5 @@ def _code(text: str, asked: str) -> Pick:
     if not language:
         return "generic", ""
     only_python = all(canonical(name) in NAMES for name in (*said, language))
-    return ("python", "") if only_python else ("code", canonical(asked) or canonical(language))
+    # its name goes into metrics: only one that is in the table
+    return ("python", "") if only_python else ("code", asked if can_judge(asked) else language)

@@ -1,0 +1,141 @@
+"""Which jobs run now: begins those in line while there are places, and ends what is to end.
+
+When the engine is full nobody begins until it may have room again. Knows neither tenants nor
+other servers; what a run does is `jobs_run.py`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from coterie.core.errors import CoterieError, Overloaded
+from coterie.core.pipeline_settings import JobSettings
+from coterie.service.jobs_live import LiveJob
+from coterie.service.jobs_queue import JobQueue, is_suspect
+from coterie.service.jobs_run import NOT_NOW, Answers, JobRun
+from coterie.service.jobs_store import RETRY_S, JobStore
+from coterie.service.jobs_tables import Waiting
+
+# requests that wait, on disk
+MAX_QUEUED_BYTES = 512 * 10**6
+# weight of the newest duration
+NEWEST = 0.1
+MAX_PAUSE_S = 30.0
+MAX_ESTIMATE_S = 24 * 3600.0
+
+
+class Dispatcher:
+    def __init__(self, answers: Answers, store: JobStore, settings: JobSettings) -> None:
+        self._answers, self._store, self._settings = answers, store, settings
+        self.running: dict[str, asyncio.Task[None]] = {}
+        self.live: dict[str, LiveJob] = {}
+        self.queue = JobQueue()
+        self.is_paused = False
+        # nobody begins before; time.monotonic()
+        self.held_until = 0.0
+        self._wake = asyncio.Event()
+        self._alone = False
+        # what a run takes, by and large
+        self._run_s = 1.0
+
+    def push(self, entry: Waiting) -> None:
+        self.queue.push(entry)
+        self._wake.set()
+
+    def pause(self) -> None:
+        """Nothing new begins; what runs may end."""
+        self.is_paused = True
+        for live in self.live.values():
+            live.tell()
+
+    def stop(self, job_id: str) -> None:
+        """It has ended on disk: nothing more is computed for it."""
+        task = self.running.get(job_id)
+        if task is not None:
+            task.cancel()
+        elif self.queue.drop(job_id) is not None:
+            self._end(job_id)
+
+    def forget(self, job_id: str) -> None:
+        """Where nobody runs or watches it any more."""
+        live = self.live.get(job_id)
+        if live is not None and not live.followers and job_id not in self.running:
+            del self.live[job_id]
+
+    def check_room(self, entering: int, nbytes: int) -> None:
+        """`entering` are on their way to the disk."""
+        count, limit = len(self.queue) + entering, self._settings.max_queued
+        if count >= limit or self.queue.nbytes + nbytes > MAX_QUEUED_BYTES:
+            what = f"{count} jobs wait, and {limit} may"
+            if count < limit:
+                what = f"the jobs that wait hold {self.queue.nbytes} bytes"
+            wait_s = min(max(self._run_s, 1.0), MAX_PAUSE_S)
+            raise Overloaded(f"{what}; ask again later", retry_after_s=wait_s)
+
+    def expected_wait_s(self, priority: int) -> float:
+        """Until a job of this priority that came now would begin."""
+        ahead = self.queue.ahead(priority) + len(self.running)
+        places = self._settings.concurrency
+        # each place is free again after a run
+        rounds = max(0, ahead + 1 - places) / places
+        held_s = max(0.0, self.held_until - time.monotonic())
+        wait_s = held_s + rounds * self._run_s + self._answers.expected_wait_s()
+        return min(wait_s, MAX_ESTIMATE_S)
+
+    async def loop(self) -> None:
+        while True:
+            entry = self._next()
+            if entry is not None:
+                self.queue.drop(entry.id)
+                self._alone = is_suspect(entry)
+                self.running[entry.id] = asyncio.create_task(self._run(entry))
+                continue
+            self._wake.clear()
+            held_s = self.held_until - time.monotonic()
+            try:
+                # not wait_for, which may swallow a cancellation
+                async with asyncio.timeout(held_s if held_s > 0 else None):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    def _next(self) -> Waiting | None:
+        """The job that may begin now."""
+        places = 1 if self._alone else self._settings.concurrency
+        full = bool(self.running) and len(self.running) >= places
+        if self.is_paused or full or time.monotonic() < self.held_until:
+            return None
+        entry = self.queue.peek()
+        if entry is not None and is_suspect(entry) and self.running:
+            return None
+        return entry
+
+    async def _run(self, entry: Waiting) -> None:
+        live = self.live.setdefault(entry.id, LiveJob())
+        began = time.monotonic()
+        again = False
+        try:
+            await JobRun(self._answers, self._store, entry.id, live).attempt()
+            self._run_s += NEWEST * (time.monotonic() - began - self._run_s)
+        except NOT_NOW as error:
+            again = True
+            self._hold(error)
+        finally:
+            del self.running[entry.id]
+            if again:
+                self.queue.push(entry)
+            else:
+                self._end(entry.id)
+            self._wake.set()
+
+    def _hold(self, error: CoterieError) -> None:
+        wait_s = min(error.retry_after_s or RETRY_S, MAX_PAUSE_S)
+        self.held_until = max(self.held_until, time.monotonic() + wait_s)
+
+    def _end(self, job_id: str) -> None:
+        live = self.live.get(job_id)
+        if live is not None:
+            live.ended = True
+            live.tell()
+            self.forget(job_id)
