@@ -20,12 +20,12 @@ NOT_OF_THE_WEB = re.compile(r"\b(require|Buffer|__dirname|setImmediate)\b|from \
 
 def test_against_the_server(environment: dict[str, str], package: Path, tmp_path: Path) -> None:
     environment["LORA"] = str(write_lora(tmp_path / "lora"))
-    told = run([node(), "--test", package / "client.mjs"], environment)
+    told = run([node(), "--test", "--test-reporter=tap", package / "client.mjs"], environment)
     assert re.search(r"^# fail 0$", told, re.MULTILINE), told
 
 
 def test_against_scripted_answers(package: Path) -> None:
-    told = run([node(), "--test", package / "retries.mjs"])
+    told = run([node(), "--test", "--test-reporter=tap", package / "retries.mjs"])
     assert re.search(r"^# fail 0$", told, re.MULTILINE), told
 
 
