@@ -53,5 +53,6 @@ PIPELINE_METRICS = (
         "coterie_conversation_preloads", "counter", "Stacks asked for before their turn came.", ()
     ),
     Metric("coterie_conversations", "gauge", "Conversations that are remembered.", ()),
+    Metric("coterie_jobs", "gauge", "Open jobs of this server.", ("status",)),
     Metric("coterie_records_dropped", "counter", "Rows of the log that were lost.", ()),
 )  # fmt: skip

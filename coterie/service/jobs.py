@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from coterie.core.errors import CoterieError, NotFound, Unavailable
-from coterie.core.job import FAILED, QUEUED, Job, JobError, JobPage, JobQuery, JobSpec
+from coterie.core.job import FAILED, PROCESSING, QUEUED, Job, JobError, JobPage, JobQuery, JobSpec
 from coterie.core.pipeline_settings import JobSettings
 from coterie.core.plan import RoutePlan
 from coterie.core.request import RouteHints
@@ -154,9 +154,9 @@ class JobService:
             live.followers -= 1
             dispatcher.forget(job_id)
 
-    def waiting(self) -> tuple[int, int]:
-        """Jobs in line and running, for metrics."""
-        return len(self._dispatcher.queue), len(self._dispatcher.running)
+    def counts(self) -> dict[str, int]:
+        """This server's open jobs by status, for metrics."""
+        return {QUEUED: len(self._dispatcher.queue), PROCESSING: len(self._dispatcher.running)}
 
     async def _accept(self, spec: JobSpec, raw: bytes) -> Job:
         request = spec.request

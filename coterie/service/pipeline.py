@@ -188,6 +188,8 @@ class Pipeline:
         registry.value("coterie_gateway_cpu_seconds").set(time.process_time())
         registry.value("coterie_gateway_open_streams").set(self._open)
         registry.value("coterie_records_dropped").set(self.records.dropped)
+        for status, count in self.jobs.counts().items():
+            registry.value("coterie_jobs", status).set(count)
         for verdict, count in self.records.verdicts.items():
             registry.value("coterie_feedback", verdict).set(count)
         self._roster.measure()

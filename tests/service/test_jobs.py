@@ -186,7 +186,7 @@ def test_jobs_begin_by_priority_then_by_acceptance(
             await running(jobs, first.id)
             levels = (2, 9, 5, 9, 0)
             ids = [(await jobs.submit(spec(limits={"priority": p}))).id for p in levels]
-            assert jobs.waiting() == (5, 1)
+            assert jobs.counts() == {"queued": 5, "processing": 1}
             await jobs.delete(first.id, TENANT)
             done = dict(zip(ids, await ended(jobs, *ids), strict=True))
             order = sorted(ids, key=lambda job_id: done[job_id].started_at or 0)
@@ -303,7 +303,7 @@ def test_two_servers_never_run_one_job_twice(
             job = await one.submit(spec(limits={"max_tokens": 3000}))
             await running(one, job.id)
             assert (await two.delete(job.id, TENANT))[0].status == "cancelled"
-            while one.waiting()[1]:
+            while one.counts()["processing"]:
                 await asyncio.sleep(0.01)
             assert (await one.get(job.id, TENANT)).status == "cancelled"
 
