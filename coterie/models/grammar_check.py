@@ -72,7 +72,9 @@ class GrammarCheck:
             raise InvalidRequest(self._verdicts[key], param=param)
 
     def close(self) -> None:
-        """At once: whoever still waits is refused."""
+        """At once: whoever still waits is refused. A second call does nothing."""
+        if self._closed:
+            return
         self._closed = True
         child = self._child
         if child is not None:
