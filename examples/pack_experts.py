@@ -25,7 +25,7 @@ from coterie.packages.figures import ITEMS, Figures, shown
 from coterie.packages.manifest import from_document
 from coterie.packages.trust import PUBLISHER
 from coterie.weights.checkpoint import open_checkpoint
-from examples.expert_data.cards import ABOUT, About
+from examples.expert_data.cards import ABOUT, About, routing_texts
 from examples.expert_data.table import EXPERTS, Recipe
 from examples.judge_experts import Trial, eval_lines
 
@@ -111,7 +111,7 @@ def _document(
         "base_models": [{"name": args.base.stem, "fingerprint": fingerprint}],
         "capabilities": list(about.capabilities),
         "limitations": list(about.limitations),
-        "routing": {"keywords": list(about.keywords), "examples": [about.prompt]},
+        "routing": {"keywords": list(about.keywords), **routing_texts(recipe.name)},
         "evaluation": {**figures.section(), "decoding": "greedy"},
     }
 

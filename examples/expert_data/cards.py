@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+_ROUTING = Path(__file__).parent / "routing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +84,13 @@ ABOUT = {
          "Titles of up to about twelve words; & is written as and."),
     ),
 }  # fmt: skip
+
+
+def routing_texts(name: str) -> dict[str, list[str]]:
+    """Prompts an expert is for (+) and prompts that only look like it (-), of routing/NAME.txt."""
+    lines = (_ROUTING / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    kinds = {"examples": "+ ", "counterexamples": "- "}
+    return {
+        kind: [line[2:].replace("\\n", "\n") for line in lines if line.startswith(mark)]
+        for kind, mark in kinds.items()
+    }
