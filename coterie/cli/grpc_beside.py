@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ async def grpc_beside(settings: Server, pipeline: Pipeline, app: FastAPI) -> Asy
     if settings.grpc_port < 0:
         yield
         return
+    # what goes wrong is raised here; its core would write lines of its own between ours
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from coterie.api.grpc_server import GrpcServer
 
     try:

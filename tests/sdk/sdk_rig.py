@@ -38,32 +38,42 @@ def metric(server: Served, name: str) -> float:
     return sum(map(float, found))
 
 
+def examples(language: str) -> list[str]:
+    """The examples of docs/sdk.md that can be run as they are."""
+    text = (ROOT / "docs/sdk.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
 def build_typescript(folder: Path) -> None:
+    """One compilation of the client and of whoever uses it, and the client as it is installed."""
     _npm_ci()
-    config = folder / "tsconfig.json"
-    config.write_text(json.dumps(_config(folder)))
-    run([node(), TYPESCRIPT / "node_modules/typescript/bin/tsc", "-p", config])
+    shutil.copytree(TYPESCRIPT / "src", folder / "src")
+    shutil.copytree(HERE / "examples", folder / "examples")
+    for number, text in enumerate(examples("typescript")):
+        (folder / "examples" / f"docs_{number}.ts").write_text(text)
+    (folder / "package.json").write_text('{"type": "module"}')
+    (folder / "tsconfig.json").write_text(json.dumps(CONFIG))
+    run([node(), TYPESCRIPT / "node_modules/typescript/bin/tsc", "-p", folder])
     installed = folder / "node_modules" / "@coterie" / "client"
     installed.mkdir(parents=True)
     shutil.copy(TYPESCRIPT / "package.json", installed)
-    shutil.copytree(folder / "sdk/typescript/src", installed / "dist")
+    (folder / "built/src").rename(installed / "dist")
     run([node(), TYPESCRIPT / "bundle.mjs", installed / "dist"])
-    (folder / "package.json").write_text('{"type": "module"}')
     for script in (HERE / "node").glob("*.mjs"):
         shutil.copy(script, folder)
 
 
-def _config(folder: Path) -> dict[str, object]:
-    """The client's own settings; the examples see it as they would see the package."""
-    options = {
-        "rootDir": str(ROOT),
-        "outDir": str(folder),
-        "paths": {"@coterie/client": [str(TYPESCRIPT / "src/index.ts")]},
+# the client's own settings; examples see it as they would see the package
+CONFIG = {
+    "extends": str(TYPESCRIPT / "tsconfig.json"),
+    "compilerOptions": {
+        "rootDir": ".",
+        "outDir": "built",
+        "paths": {"@coterie/client": ["./src/index.ts"]},
         "skipLibCheck": True,
-    }
-    included = [str(TYPESCRIPT / "src"), str(ROOT / "tests/sdk/examples")]
-    extends = str(TYPESCRIPT / "tsconfig.json")
-    return {"extends": extends, "compilerOptions": options, "include": included}
+    },
+    "include": ["src", "examples"],
+}
 
 
 def _npm_ci() -> None:

@@ -21,7 +21,7 @@ def test_python_example(environment: dict[str, str]) -> None:
 
 
 def test_typescript_example(environment: dict[str, str], package: Path) -> None:
-    printed = run([node(), package / "tests/sdk/examples/seed_example.js"], environment)
+    printed = run([node(), package / "built/examples/seed_example.js"], environment)
     said = re.search(r"^Experts: \n", printed, re.MULTILINE)
     assert said, printed
     assert said.start() > 0, "no text was printed before the experts"
