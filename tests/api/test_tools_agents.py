@@ -26,7 +26,7 @@ from tools_rig import (
 )
 
 
-@pytest.fixture(scope="module", params=["hermes", "llama"])
+@pytest.fixture(scope="module", params=["hermes", pytest.param("llama", marks=pytest.mark.full)])
 def taught(request: pytest.FixtureRequest) -> Iterator[tuple[str, Served]]:
     if request.param == "hermes":
         yield "hermes", request.getfixturevalue("taught_server")
