@@ -48,19 +48,22 @@ class Constraint:
     """
 
     __slots__ = (
-        "_closer", "_end", "_horizon", "_left", "_look_at", "_way",
-        "error", "is_complete", "matcher", "shunned",
+        "_can_end", "_closer", "_end", "_horizon", "_left", "_look_at", "_way",
+        "error", "is_complete", "matcher", "num_words", "shunned",
     )  # fmt: skip
 
     def __init__(self, start: Compiled, max_output: int, shunned: Sequence[int]) -> None:
         """`shunned` tokens come only where nothing else may."""
         self.matcher = start.matcher.deep_copy()
         self.shunned = tuple(shunned)
+        # of 32 bits in a mask
+        self.num_words = start.vocabulary.num_words
         # nothing may follow
         self.is_complete = False
         # why the grammar cannot be followed any further
         self.error: str | None = None
         self._closer, self._end = start.closer, start.vocabulary.end
+        self._can_end = self._end < start.vocabulary.num_ids
         self._left = max_output
         # tokens that complete the text from here; None = not looked for yet, or there is no way
         self._way: list[int] | None = None
@@ -94,6 +97,10 @@ class Constraint:
         after = self._way_behind(way)
         if after is not None:
             self._way = after
+            return token
+        if not way and not self._can_end:
+            # no token ends a text of this model
+            self._way = None
             return token
         self.matcher.rollback(1)
         token = way[0] if way else self._end
@@ -137,7 +144,7 @@ class Masks:
 
         A grammar that fails allows everything here, and tells in `take`.
         """
-        words = np.zeros((len(constraints), -(-size // 32)), dtype=np.uint32)
+        words = np.zeros((len(constraints), constraints[0].num_words), dtype=np.uint32)
         self._fill([constraint.matcher for constraint in constraints], words)
         bits = np.unpackbits(words.view(np.uint8), axis=1, count=size, bitorder="little")
         allowed: NDArray[np.bool_] = bits.view(np.bool_)

@@ -138,7 +138,9 @@ def _lark_of(text: str) -> str:
 
 
 def _refusal(wanted: ResponseFormat, reason: str) -> InvalidRequest:
-    reason = " ".join(reason.split())[:500]
+    reason = " ".join(reason.replace("<non-verbose/>", "").split())[:500]
+    if reason.startswith("NoExtension"):
+        reason = "no text satisfies it"
     return InvalidRequest(
         f"the {NAMES[wanted.kind]} cannot be enforced: {reason}", param="response_format"
     )

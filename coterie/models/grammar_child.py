@@ -7,7 +7,6 @@ formats, from standard input until its end; answers each with what is wrong with
 
 from __future__ import annotations
 
-import resource
 import signal
 import struct
 import sys
@@ -67,11 +66,7 @@ def receive(stream: IO[bytes], kind: type[Any]) -> Any:
 
 
 def main() -> int:
-    # at the limit of CPU time the process ends: Python would not get to a handler of its own
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit_memory()
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     words: Words | None = receive(stdin, Words)
     if words is None:
@@ -82,10 +77,25 @@ def main() -> int:
         wanted: ResponseFormat | None = receive(stdin, ResponseFormat)
         if wanted is None:
             return 0
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+        _limit_cpu(MAX_CPU_S)
         answer = _fault(vocabulary, wanted)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        _limit_cpu(0)
         send(stdout, answer)
+
+
+def _limit_memory() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _limit_cpu(seconds: float) -> None:
+    """Past them the system ends the process: Python would not get to a handler of its own."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _fault(vocabulary: GrammarVocabulary, wanted: ResponseFormat) -> str:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from toy import (
     EOS,
     VOCAB,
+    ToyModel,
+    ToySpec,
     ToyTokenizer,
     chain_logits,
     drain,
@@ -31,6 +33,7 @@ from coterie.core.plan import Admitted, Assignment, Rejected
 from coterie.core.request import ResponseFormat
 from coterie.engine import grammar
 from coterie.engine.draw import uniform
+from coterie.engine.engine import Engine
 from coterie.engine.grammar import Grammars
 
 # over the toy's alphabet: "B" to "n"
@@ -264,3 +267,19 @@ def test_compiled_grammars_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch)
         grammars.constraint(constrained("r", ResponseFormat("regex", text)), (), 5)
     # C was the least recently used when E came
     assert compiled == ["B", "C", "D", "E", "C"]
+
+
+def test_a_model_without_an_end_token_ends_where_the_grammar_does() -> None:
+    class Endless(ToyTokenizer):
+        eos_ids = ()  # type: ignore[assignment]
+
+    model = ToyModel()
+    model.spec = ToySpec(eos_ids=())
+    engine = Engine(model, Endless(), (make_lane(),))  # type: ignore[arg-type]
+    engine.add(constrained("ends", ResponseFormat("regex", "[C-F]{3}X")))
+    engine.add(constrained("goes on", ResponseFormat("regex", "[C-F]+"), max_tokens=11))
+    events = drain(engine)
+    ends = {e.request_id: e.choices for e in events if isinstance(e, Finished)}
+    assert ends == {"ends": ("stop",), "goes on": ("length",)}
+    assert re.fullmatch("[C-F]{3}X", texts(events)["ends", 0])
+    assert re.fullmatch("[C-F]{11}", texts(events)["goes on", 0])
