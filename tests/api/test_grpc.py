@@ -56,7 +56,7 @@ def grpc_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         COTERIE_HOME=str(own_home(folder / "home")),
     )
     yield served
-    served.stop()
+    assert served.stop() == 0, served.log()
 
 
 @pytest.fixture(scope="module")
@@ -270,3 +270,10 @@ def test_calls_are_logged_without_what_they_say(stub: Stub, grpc_server: Served)
         time.sleep(0.02)
     assert "private" not in grpc_server.log()
     assert KEY not in grpc_server.log()
+
+
+def test_a_server_that_stops_lets_calls_end(stub: Stub, grpc_server: Served) -> None:
+    call = stub.call("InferStream", pb.InferRequest(prompt="Go on", regex="[a-z]{300}"))
+    assert next(call).started.model == "tiny"
+    grpc_server.process.terminate()
+    assert len(list(call)[-1].finished.text) == 300
