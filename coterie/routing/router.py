@@ -82,7 +82,7 @@ class Router:
         """Decide. `vendor` holds what the caller's dialect documents for values left open."""
         begun = time.perf_counter()
         asked = self._names.read(request.hints)
-        routed = self._settings.enabled and asked == NOBODY and isinstance(request.prompt, Chat)
+        routed = self._settings.enabled and asked == NOBODY and _is_plain_chat(request.prompt)
         known = self._by_content(request) if routed else self._by_name(request, asked)
         sampling, changed = request.sampling, Tuned()
         if known.features is not None:
@@ -116,8 +116,10 @@ class Router:
             # nothing is chosen here; a name that does not exist is refused all the same
             self._names.excluded(hints.exclude)
         reason = "default specialist" if asked == NOBODY else "named by the caller"
-        if not self._settings.enabled and asked == NOBODY:
+        if asked == NOBODY and not self._settings.enabled:
             reason = "default specialist: routing is off"
+        elif asked == NOBODY and isinstance(request.prompt, Chat) and request.prompt.tools:
+            reason = "default specialist: tools are given"
         known = _Deciding(route.specialist, route.adapters, reasons=(reason,))
         if hints.tune:
             known.features = _features(request, known.timings_ms)
@@ -154,6 +156,11 @@ class Router:
     def _scorer(self) -> Scorer:
         room = self._names.specialists[self._names.default].adapter_bytes
         return Scorer(self._settings, self._outcomes, self._catalog.usual_quality(), room)
+
+
+def _is_plain_chat(prompt: Prompt) -> bool:
+    """Adapters are for what a user says; the calls of a loop with tools are the base's."""
+    return isinstance(prompt, Chat) and not prompt.tools
 
 
 def _features(request: InferenceRequest, timings_ms: dict[str, float]) -> Features:

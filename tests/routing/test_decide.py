@@ -13,7 +13,7 @@ from coterie.core.adapters import MAX_STACK, AdapterProfile
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.pipeline_settings import RoutingSettings
 from coterie.core.plan import RoutePlan
-from coterie.core.request import AdapterHint, RouteHints
+from coterie.core.request import AdapterHint, Chat, RouteHints
 from coterie.core.route_trace import Candidate
 from coterie.routing.features import Features
 from coterie.routing.protocols import NoOutcomes
@@ -257,6 +257,17 @@ def test_named_experts_bring_what_they_require_and_must_get_along() -> None:
     for exclude in ("a", "b"):
         with pytest.raises(InvalidRequest, match=f"`{exclude}@1.0.0` is both needed and excluded"):
             router.resolve(RouteHints("a", exclude=(exclude,)))
+
+
+def test_a_loop_with_tools_is_the_bases() -> None:
+    likely = profile("sql")
+    router = Router(SPECIALISTS, Fleet([likely], Answers([Matched(likely, 0.9, 0.9)])))
+    request = asking("some prompt")
+    assert names(router.plan(request)) == ["sql"]
+    assert isinstance(request.prompt, Chat)
+    tools = ({"name": "look_up", "parameters": {}},)
+    plan = router.plan(replace(request, prompt=replace(request.prompt, tools=tools)))
+    assert names(plan) == [] and plan.reasons == ("default specialist: tools are given",)
 
 
 def test_named_requests_are_not_matched() -> None:
