@@ -12,7 +12,7 @@ import pytest
 from job_rig import KEYS, Caller, Crash, crash
 from served import Served, frames, own_home
 
-JOBS, TOKENS = 9, 60
+JOBS, TOKENS = 10, 50
 
 
 @pytest.fixture(scope="module")

@@ -149,6 +149,16 @@ class Changed(Counted):
         return super().handle(replace(request, hints=hints), *rest, **more)
 
 
+def hold(jobs: JobService) -> None:
+    """No job begins, as when the engine is full."""
+    jobs._dispatcher.held_until = time.monotonic() + 99
+
+
+def let_go(jobs: JobService) -> None:
+    jobs._dispatcher.held_until = 0.0
+    jobs._dispatcher._wake.set()
+
+
 async def die(jobs: JobService) -> None:
     """What SIGKILL leaves of a service: its files, and a lock that nobody holds."""
     for task in [*jobs._tasks, *jobs._dispatcher.running.values()]:
@@ -165,11 +175,12 @@ def test_an_engine_that_is_full_makes_jobs_wait_and_never_fail(
 ) -> None:
     async def test(pipeline: Pipeline) -> None:
         counted = Counted(pipeline)
+        # more places than the engine has: two that run and two that wait
         async with service(counted, tmp_path, concurrency=10) as jobs:
-            ids = [
-                (await jobs.submit(spec(f"fox {i}", limits={"max_tokens": 40}))).id
-                for i in range(10)
-            ]
+            hold(jobs)
+            asked = [spec(f"fox {i}", limits={"max_tokens": 150}) for i in range(10)]
+            ids = [(await jobs.submit(one)).id for one in asked]
+            let_go(jobs)
             done = await ended(jobs, *ids)
             assert {job.status for job in done} == {"succeeded"}, [job.error for job in done]
             assert counted.asked.total() > len(ids), "the engine was never full"
@@ -247,7 +258,11 @@ def test_jobs_of_a_dead_server_are_run_again_with_the_same_words(
     async def test(pipeline: Pipeline) -> None:
         counted = Counted(pipeline)
         asked = [
-            spec(f"fox {i}", sampling=SAMPLED if i % 2 else {}, limits={"max_tokens": 80})
+            spec(
+                f"fox {i}",
+                sampling=SAMPLED if i % 2 else {},
+                limits={"max_tokens": 80 if i < 2 else 500},
+            )
             for i in range(6)
         ]
         dead = JobService(counted, JobStore(tmp_path / "jobs.db"), JobSettings(concurrency=2))
@@ -315,7 +330,9 @@ def test_a_server_that_stops_in_good_order_leaves_its_jobs(
 ) -> None:
     async def test(pipeline: Pipeline) -> None:
         async with service(pipeline, tmp_path, concurrency=1) as jobs:
-            ids = [(await jobs.submit(spec(limits={"max_tokens": 700}))).id for _ in range(3)]
+            hold(jobs)
+            ids = [(await jobs.submit(spec(limits={"max_tokens": 1000}))).id for _ in range(3)]
+            let_go(jobs)
             await running(jobs, ids[0])
             jobs.pause()
             with pytest.raises(Unavailable):
@@ -384,8 +401,7 @@ def test_suspects_of_crashes_run_alone_and_the_one_that_kills_is_given_up(
 ) -> None:
     async def test(pipeline: Pipeline) -> None:
         dead = JobService(pipeline, JobStore(tmp_path / "jobs.db"), JobSettings())
-        # so that none begins
-        dead._dispatcher.held_until = time.monotonic() + 99
+        hold(dead)
         await dead.start()
         ids = [(await dead.submit(spec(f"fox {i}"))).id for i in range(5)]
         await die(dead)
