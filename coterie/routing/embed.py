@@ -68,10 +68,9 @@ class StaticEmbedder:
             mark = "##" if start else ""
             ends = range(len(word), start, -1)
             end = next((end for end in ends if mark + word[start:end] in self._rows), None)
-            if end is None:
-                return ()
-            rows.append(self._rows[mark + word[start:end]])
-            start = end
+            if end is not None:
+                rows.append(self._rows[mark + word[start:end]])
+            start = end or start + 1
         return tuple(rows)
 
 

@@ -25,7 +25,7 @@ MAX_EXAMPLES = 100
 FEW_EXAMPLES = 5
 # neighbours whose examples are held against an adapter, and rows of all of them
 NEIGHBOURS = 16
-MAX_OTHERS = 256
+MAX_OTHERS = 96
 
 
 @dataclass(frozen=True, slots=True)

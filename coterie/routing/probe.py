@@ -51,7 +51,8 @@ class Background:
         self._sketches = [sketch(text, embedder) for text in texts]
         self._rows = Rows(self._sketches)
         kernel = self._rows.alike(self._sketches).astype(np.float64) + 1.0
-        self._inverse = np.linalg.inv(kernel + _RIDGE * np.eye(len(texts)))
+        inverse = np.linalg.inv(kernel + _RIDGE * np.eye(len(texts)))
+        self._inverse = inverse.astype(np.float32)
 
     def fit(self, lesson: Lesson) -> Probe:
         own = [*lesson.examples, *lesson.counterexamples, *lesson.others]
@@ -61,7 +62,7 @@ class Background:
         wanted = np.where(np.arange(len(own)) < positive, 1.0, -1.0)
         rows = Rows(own)
         inside = rows.alike(own).astype(np.float64) + 1.0 + np.diag(_RIDGE / worth)
-        across = self._rows.alike(own).astype(np.float64) + 1.0
+        across = self._rows.alike(own) + np.float32(1.0)
         # block elimination: the background's answers are all -1
         reduced = across @ self._inverse
         left = np.linalg.solve(inside - reduced @ across.T, wanted + reduced.sum(axis=1))
@@ -80,10 +81,9 @@ def _joint(rows: Rows, share: NDArray[np.float64]) -> NDArray[np.float64]:
     return joint
 
 
-def _words(rows: Rows, share: NDArray[np.float64]) -> NDArray[np.float32]:
-    words = np.zeros(PLACES, np.float32)
-    used = np.flatnonzero(rows.marks.any(axis=1))
-    words[used] = rows.marks[used] @ (share * rows.lengths).astype(np.float32)
+def _words(rows: Rows, share: NDArray[np.float64]) -> NDArray[np.float64]:
+    amounts = np.repeat(share * rows.lengths, rows.counts)
+    words: NDArray[np.float64] = np.bincount(rows.grams, amounts, PLACES).astype(np.float64)
     return words
 
 

@@ -59,8 +59,9 @@ class Rows:
         # [PLACES, rows]: a column marks the words of a text; `lengths` make it of unit length
         self.marks = np.zeros((PLACES, len(sketches)), np.uint8)
         self.lengths = np.array([word_scale(item) for item in sketches], np.float32)
-        for column, item in enumerate(sketches):
-            self.marks[item.grams, column] = 1
+        self.grams = np.concatenate([item.grams for item in sketches])
+        self.counts = np.array([len(item.grams) for item in sketches])
+        self.marks[self.grams, np.repeat(np.arange(len(sketches)), self.counts)] = 1
 
     def alike(self, others: Sequence[Sketch]) -> NDArray[np.float32]:
         """The kernel of every other sketch with every row: [len(others), rows]."""

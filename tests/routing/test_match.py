@@ -1,0 +1,135 @@
+"""Who a text is for, from packages' hints alone: tasks, near misses, and many adapters."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks.routing_fleet import made_up, shipped
+from coterie.core.adapters import AdapterProfile
+from coterie.routing.embed import DEFAULT, EMBEDDERS
+from coterie.routing.lessons import probes
+from coterie.routing.match import Matcher
+from coterie.routing.probe import AGAINST, FOR, Background, Lesson
+from coterie.routing.sketch import Rows, sketch, word_scale
+from tests.routing.fleet import profile
+
+EMBEDDER = EMBEDDERS[DEFAULT]()
+
+
+@pytest.fixture(scope="module")
+def known() -> list[AdapterProfile]:
+    return shipped()
+
+
+@pytest.fixture(scope="module")
+def matcher(known: list[AdapterProfile]) -> Matcher:
+    return Matcher.build(known, EMBEDDER)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Extract brand and price as JSON: the Asus costs 800 euros", "json-extract"),
+        ("Table ponds(name, depth). Which pond is deepest? Write SQL.", "text-to-sql"),
+        ("Is this comment positive or negative? I want to hug whoever made this.", "sentiment"),
+        ("Which support category fits: my parcel went to the wrong city", "intent"),
+        ("Write May 6th 2016 as YYYY-MM-DD", "iso-values"),
+        ("Conventional commit header for: the clock widget shows seconds", "commit-header"),
+        ("Turn this headline into a URL slug: Ducks Stop Traffic", "url-slug"),
+    ],
+)
+def test_a_task_finds_its_expert(matcher: Matcher, text: str, name: str) -> None:
+    best, second = matcher.match(text)[:2]
+    assert best.profile.card.name == name
+    assert best.probability >= matcher.threshold > second.probability
+    assert 0.0 <= second.similarity < best.similarity <= 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is JSON?",
+        "Explain SQL joins",
+        "When was the treaty signed?",
+        "Write a poem about a commit",
+        "Is this review helpful to write?",
+        "Who invented the refund?",
+        "Do slugs have teeth?",
+        "",
+        "😀",
+        "Erzähl mir einen Witz.",
+    ],
+)
+def test_a_near_miss_is_for_nobody(matcher: Matcher, text: str) -> None:
+    assert matcher.match(text)[0].probability < matcher.threshold
+
+
+def test_the_same_text_gives_the_same_matches(matcher: Matcher, known: list) -> None:
+    again = Matcher.build(known, EMBEDDER)
+    text = "Make a slug of this title: Rain"
+    assert matcher.match(text) == matcher.match(text) == again.match(text)
+
+
+def test_a_long_document_is_not_read_to_its_end(matcher: Matcher) -> None:
+    wish, tail = "Sentiment, positive or negative? " + "It broke at once. " * 60, "Bye. " * 80
+    begun = time.perf_counter()
+    long = matcher.match(wish + "word " * 400_000 + tail)
+    assert time.perf_counter() - begun < 0.5
+    assert long == matcher.match(wish + "other " * 400_000 + tail)
+
+
+def test_counterexamples_hold_back() -> None:
+    hints = {
+        "examples": tuple(f"Bake a cake with {x}" for x in ("nuts", "figs", "rum", "milk", "oats"))
+    }
+    plain = profile("plain", **hints)
+    careful = profile("careful", counterexamples=("Who invented cake with nuts?",), **hints)
+    text = "Who invented cake with figs?"
+    first = Matcher.build([plain], EMBEDDER).match(text)[0]
+    second = Matcher.build([careful], EMBEDDER).match(text)[0]
+    assert second.probability < first.probability
+
+
+def test_a_package_without_examples_is_found_by_what_it_says() -> None:
+    haiku = profile("haiku", keywords=("haiku", "syllables", "poem"))
+    tax = profile("tax-forms", keywords=("tax", "income", "form"))
+    found = Matcher.build([tax, haiku], EMBEDDER).match("haiku poem with the right syllables")
+    assert found[0].profile.card.name == "haiku"
+
+
+def test_of_many_only_the_likely_are_asked(known: list[AdapterProfile]) -> None:
+    crowd = [*made_up(24), *known]
+    matcher = Matcher.build(crowd, EMBEDDER)
+    found = matcher.match("Make a URL slug: Why Geese Fly", k=10)
+    assert len(found) == 10 and found[0].profile.card.name == "url-slug"
+    assert [item.probability for item in found] == sorted(
+        (item.probability for item in found), reverse=True
+    )
+
+
+def test_what_did_not_change_is_not_learnt_again(known: list[AdapterProfile]) -> None:
+    first, second = probes(known[:3], EMBEDDER), probes(known[:3], EMBEDDER)
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    other = profile(known[0].card.name, "9.9.9", examples=known[0].examples)
+    assert probes([other, *known[1:3]], EMBEDDER)[0] is not first[0]
+
+
+def test_a_probe_is_the_ridge_regression_over_all_rows() -> None:
+    ordinary = [f"Tell me about {x} and {y}" for x in ("cats", "war", "tea") for y in ("art", "me")]
+    pro = [sketch(f"Slug for {x}", EMBEDDER) for x in ("A Day Out", "Two Men", "New Roads")]
+    con = [sketch("What is a slug?", EMBEDDER)]
+    probe = Background(ordinary, EMBEDDER).fit(Lesson(pro, con))
+    rows = [*pro, *con, *(sketch(text, EMBEDDER) for text in ordinary)]
+    worth = np.array([FOR] * 3 + [AGAINST] + [1.0] * len(ordinary))
+    wanted = np.array([1.0] * 3 + [-1.0] * (1 + len(ordinary)))
+    table = Rows(rows)
+    shares = np.linalg.solve(table.alike(rows) + 1.0 + np.diag(0.1 / worth), wanted)
+    for text in ("Slug for Old Men", "Tell me about slugs", "What?"):
+        asked = sketch(text, EMBEDDER)
+        direct = float((table.alike([asked]) + 1.0)[0] @ shares)
+        said = probe.words[asked.grams].sum() * probe.scale * word_scale(asked)
+        sides = np.append(1.0, asked.form), np.append(1.0, asked.meaning)
+        assert float(sides[0] @ probe.joint @ sides[1] + said) == pytest.approx(direct, abs=0.02)

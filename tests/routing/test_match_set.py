@@ -1,0 +1,50 @@
+"""The routing set is what its README says, and the shipped experts are found on its dev part."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from benchmarks import routing_set
+from benchmarks.routing import cross_validated, routed, router_of, scored
+from benchmarks.routing_fleet import shipped
+from benchmarks.routing_set import Item
+from coterie.routing.probe import ordinary_prompts
+
+
+@pytest.fixture(scope="module")
+def dev() -> list[Item]:
+    return routing_set.read(routing_set.FOLDER / "dev.jsonl")
+
+
+def test_there_is_enough_of_everything(dev: list[Item]) -> None:
+    counts = Counter(item.expert for item in dev)
+    names = {profile.card.name for profile in shipped()}
+    assert counts.keys() == {*names, None}
+    assert counts[None] >= 500 and all(counts[name] >= 60 for name in names)
+    assert len({(item.prompt, item.body) for item in dev}) == len(dev)
+
+
+def test_nothing_of_it_is_learnt_from(dev: list[Item]) -> None:
+    learnt = set(ordinary_prompts())
+    for profile in shipped():
+        learnt.update(profile.examples, profile.counterexamples)
+    assert not learnt & {item.prompt for item in dev}
+
+
+def test_packages_say_much_about_when_to_use_them() -> None:
+    for profile in shipped():
+        assert len(profile.examples) >= 30 and len(profile.counterexamples) >= 20
+        assert profile.decoding == {"temperature": 0.0}
+
+
+def test_the_dev_part_is_routed_well(dev: list[Item]) -> None:
+    router, matcher = router_of(shipped())
+    found = routing_set.judged(cross_validated(scored(matcher, dev)))
+    assert found["related"]["share"] >= 0.97
+    assert found["false_activation"]["share"] <= 0.02
+    assert found["calibration_error"] <= 0.05
+    whole = routing_set.judged(routed(router, dev[::4]))
+    assert whole["related"]["share"] >= 0.96
+    assert whole["false_activation"]["share"] <= 0.03
