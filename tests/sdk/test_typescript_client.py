@@ -44,6 +44,16 @@ def test_without_what_only_node_has(environment: dict[str, str], package: Path) 
     assert run(command, environment) == "qqqqqqq BadRequest\n"
 
 
+def test_in_deno(environment: dict[str, str], package: Path) -> None:
+    deno = shutil.which("deno")
+    if deno is None:
+        pytest.skip("deno is not installed")
+    flags = ["--node-modules-dir=manual", "--allow-net", "--allow-env", "--no-prompt"]
+    example = package / "built/examples/seed_example.js"
+    printed = run([deno, "run", *flags, example], environment)
+    assert re.search(r"^Experts: \n.", printed, re.MULTILINE | re.DOTALL), printed
+
+
 def test_in_a_browser(server: Served, package: Path, tmp_path: Path) -> None:
     if shutil.which(CHROMIUM) is None:
         pytest.skip(f"{CHROMIUM} is not installed")
