@@ -56,7 +56,8 @@ def calibrated(known: Sequence[Scored]) -> Calibration:
     slope, offset = learn([s for _, _, s in known], [name == i.expert for i, name, _ in known])
     curve = Calibration(slope, offset)
     against = [curve.probability(s) for item, _, s in known if item.expert is None]
-    return Calibration(slope, offset, float(np.quantile(against, 1 - FALSE_SHARE)))
+    # below a half the likeliest expert is more likely wrong than right
+    return Calibration(slope, offset, max(0.5, float(np.quantile(against, 1 - FALSE_SHARE))))
 
 
 def decided(found: Sequence[Scored], by: Calibration) -> list[Decided]:
