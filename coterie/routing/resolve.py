@@ -64,7 +64,11 @@ class Names:
         asked = self.read(hints)
         if not asked.adapters:
             return Route(asked.base or self.default)
-        cards = [self._card(hint, hints.model) for hint in asked.adapters]
+        num_in_model = len(asked.adapters) - len(hints.adapters)
+        cards = [
+            self._card(hint, "model" if index < num_in_model else "experts")
+            for index, hint in enumerate(asked.adapters)
+        ]
         if len({card.digest for card in cards}) < len(cards):
             raise InvalidRequest(
                 "an expert is named twice in one request; give it once, with its weight",
@@ -101,10 +105,9 @@ class Names:
             name, at, version = text.partition("@")
             card = self._catalog.find(name, version)
             if card is None:
-                near = _near(name, list(self._catalog.names()))
-                hint = f"; did you mean {', '.join(near[:3])}?" if near else ""
+                near = _did_you_mean(_near(name, list(self._catalog.names())))
                 raise NotFound(
-                    f"The expert `{text[:80]}` in exclude_experts does not exist{hint}",
+                    f"The expert `{text[:80]}` in exclude_experts does not exist{near}",
                     param="exclude_experts",
                 )
             found.append(f"{card.name}@{card.version}" if at else card.name)
@@ -141,22 +144,25 @@ class Names:
         needed = sorted(stack[len(named) :], key=lambda p: (p.load_order, p.card.name))
         return [*named, *needed]
 
-    def _card(self, hint: AdapterHint, model: str | None) -> AdapterCard:
+    def _card(self, hint: AdapterHint, param: str) -> AdapterCard:
+        """`param` is the field that named it: a model's name may also mean a specialist."""
         name, _, version = hint.name.partition("@")
         card = self._catalog.find(name, version)
         if card is not None:
             return card
-        names = list(self._catalog.names())
-        near = _near(name, names)
-        known = ", ".join([*self.specialists, *near][:MAX_LISTED])
-        message = f"The model `{hint.name}` does not exist; there is: {known}"
+        near = _near(name, list(self._catalog.names()))
+        if param == "model":
+            known = ", ".join([*self.specialists, *near][:MAX_LISTED])
+            message = f"The model `{hint.name}` does not exist; there is: {known}"
+        else:
+            message = f"The expert `{hint.name}` does not exist{_did_you_mean(near)}"
         current = self._catalog.find(name, "")
         if current is not None:
             message = (
                 f"The expert `{name}` has no version `{version}` here; the current one is "
                 f"`{current.version}`"
             )
-        raise NotFound(message, param="model" if hint.name in (model or "") else "experts")
+        raise NotFound(message, param=param)
 
     def _base_for(self, cards: Sequence[AdapterCard], asked: Asked) -> str:
         able = set(self.specialists).intersection(*(self.fits(card) for card in cards))
@@ -194,3 +200,7 @@ def _near(name: str, names: Sequence[str]) -> list[str]:
 
     alike = heapq.nlargest(MAX_COMPARED, names, key=in_common)
     return difflib.get_close_matches(name, alike, n=MAX_LISTED, cutoff=0.5)
+
+
+def _did_you_mean(near: Sequence[str]) -> str:
+    return f"; did you mean {', '.join(near[:3])}?" if near else ""

@@ -141,8 +141,23 @@ def test_unknown_names_list_what_is_near(router: Router, model: str, words: str)
     with pytest.raises(NotFound, match=words) as caught:
         router.resolve(RouteHints(model))
     assert caught.value.param == "model"
-    with pytest.raises(NotFound) as caught:
-        router.resolve(RouteHints("tiny", (AdapterHint("gone"),)))
+
+
+@pytest.mark.parametrize(
+    ("model", "expert", "words"),
+    [
+        ("tiny", "zzzz", "^The expert `zzzz` does not exist$"),
+        ("tiny", "sqll", r"^The expert `sqll` does not exist; did you mean sql.*\?$"),
+        ("tiny", "sql@9.9.9", "^The expert `sql` has no version `9.9.9` here"),
+        # a part of the model's name all the same
+        ("tiny:json", "js", "^The expert `js` does not exist"),
+    ],
+)
+def test_unknown_experts_are_not_called_models(
+    router: Router, model: str, expert: str, words: str
+) -> None:
+    with pytest.raises(NotFound, match=words) as caught:
+        router.resolve(RouteHints(model, (AdapterHint(expert),)))
     assert caught.value.param == "experts"
 
 
