@@ -1,8 +1,8 @@
 """Which adapters a text is for: a probe of each, learnt from what its package says.
 
-Built off the event loop from a catalog's profiles and immutable from then on. Of many adapters an
-index finds those that can be meant, and only their probes are asked. Decides nothing: the router
-weighs, permits and composes.
+Built off the event loop from a catalog's profiles and immutable from then on. Of many adapters a
+short form of their probes says who can be meant, beyond 50,000 an index does, and only those probes
+are asked in full. Decides nothing: the router weighs, permits and composes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,25 @@ from numpy.typing import NDArray
 from coterie.core.adapters import AdapterProfile
 from coterie.routing.calibrate import Calibration, calibration_of
 from coterie.routing.embed import Embedder
-from coterie.routing.index import AdapterIndex
+from coterie.routing.index import MAX_EXACT_ROWS, AdapterIndex
 from coterie.routing.lessons import probes
 from coterie.routing.probe import Probe
+from coterie.routing.shape import shape
 from coterie.routing.sketch import PLACES, Sketch, sketch, word_scale
 
 if TYPE_CHECKING:
     from coterie.routing.features import Features
 
 CANDIDATES = 30
-# columns of the index for words, beside those for the meaning
-_FOLDED = 128
+# more of a graph's rows are scored, since it compares less than the probes do
+_SPARE = 8
+# columns of a graph's rows for words, beside those for meaning and shape
+_FOLDED = 512
+_ONE = np.ones(1, np.float32)
 _COLUMN = np.arange(PLACES) % _FOLDED
-_SIGN = np.where(np.arange(PLACES) // _FOLDED % 2, 1.0, -1.0).astype(np.float32)
+_SIGN = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), PLACES)
+# of a wish with its material: what the shape is taken for until a probe is asked in full
+_USUAL = shape("Write this down as a list, please: the first is Red, the second one is Blue.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +53,17 @@ class Matcher:
     ) -> None:
         self._profiles, self._embedder = tuple(profiles), embedder
         self._calibration: Calibration = calibration_of(embedder.name)
-        # [adapters, (1 + shape.DIM) * (1 + dim)] and [adapters, PLACES]
-        self._joint = np.stack([probe.joint.ravel() for probe in learnt])
-        self._words = np.stack([probe.words for probe in learnt])
+        # [adapters, (1 + shape.DIM) * (1 + dim)]
+        self._joint = np.stack([probe.joint.ravel() for probe in learnt]).astype(np.float32)
+        # [adapters, dim + shape.DIM + 1]: the same in short
+        self._short = np.stack([_short(probe) for probe in learnt])
+        # [PLACES, adapters]: a text looks at few of its rows
+        self._words = np.stack([probe.words for probe in learnt], axis=1)
         self._scales = np.array([probe.scale for probe in learnt], np.float32)
-        self._index = AdapterIndex(np.stack([_row(probe) for probe in learnt]))
+        self._graph: AdapterIndex | None = None
+        if len(learnt) > MAX_EXACT_ROWS:
+            rows = np.stack([_row(probe) for probe in learnt])
+            self._graph = AdapterIndex(rows, MAX_EXACT_ROWS)
 
     @classmethod
     def build(cls, profiles: Sequence[AdapterProfile], embedder: Embedder) -> Matcher:
@@ -68,36 +80,61 @@ class Matcher:
     ) -> list[Match]:
         """At most `k` adapters, the likeliest first."""
         asked = sketch(text, self._embedder)
-        rows = self._candidates(asked, k)
-        scores = self._scores(asked, rows)
-        order = np.lexsort((rows, -scores))
-        return [self._match(int(rows[i]), float(scores[i])) for i in order]
+        rows, scores = self._scored(asked, k)
+        order = np.lexsort((rows, -scores))[:k]
+        return [
+            self._match(row, score)
+            for row, score in zip(rows[order].tolist(), scores[order].tolist(), strict=True)
+        ]
 
     def _match(self, row: int, score: float) -> Match:
         similarity = min(1.0, max(0.0, (score + 1.0) / 2.0))
         return Match(self._profiles[row], similarity, self._calibration.probability(score))
 
-    def _candidates(self, asked: Sketch, k: int) -> NDArray[np.int64]:
-        if len(self._profiles) <= k:
-            return np.arange(len(self._profiles))
-        found = self._index.search(_column(asked), k)
-        return np.array([row for row, _ in found], np.int64)
+    def _scored(self, asked: Sketch, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """At least `k` rows, where there are so many, with their scores."""
+        rows = np.arange(len(self._profiles))
+        if self._graph is not None:
+            found = self._graph.search(_column(asked), _SPARE * k)
+            rows = np.array([row for row, _ in found], np.int64)
+        said = self._said(asked, rows)
+        if len(rows) > k:
+            rough = self._short[rows] if self._graph is not None else self._short
+            best = np.argpartition(rough @ _brief(asked) + said, -k)[-k:]
+            rows, said = rows[best], said[best]
+        sides = np.append(_ONE, asked.form), np.append(_ONE, asked.meaning)
+        pairs = np.outer(*sides).ravel()
+        scores: NDArray[np.float32] = self._joint[rows] @ pairs + said
+        return rows, scores
 
-    def _scores(self, asked: Sketch, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        pairs = np.outer(np.append(1.0, asked.form), np.append(1.0, asked.meaning)).ravel()
-        said = self._words[np.ix_(rows, asked.grams)].sum(axis=1, dtype=np.float32)
-        joint = self._joint[rows].astype(np.float32) @ pairs.astype(np.float32)
-        total: NDArray[np.float32] = joint + said * self._scales[rows] * word_scale(asked)
-        return total
+    def _said(self, asked: Sketch, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        marks = (
+            self._words[asked.grams]
+            if self._graph is None
+            else self._words[np.ix_(asked.grams, rows)]
+        )
+        total = marks.sum(axis=0, dtype=np.int32)
+        said: NDArray[np.float32] = total * (self._scales[rows] * word_scale(asked))
+        return said
+
+
+def _short(probe: Probe) -> NDArray[np.float32]:
+    joint = probe.joint.astype(np.float32)
+    meaning = joint[0, 1:] + _USUAL @ joint[1:, 1:]
+    return np.concatenate([meaning, joint[1:, 0], joint[:1, 0]])
+
+
+def _brief(asked: Sketch) -> NDArray[np.float32]:
+    return np.concatenate([asked.meaning, asked.form, _ONE])
 
 
 def _row(probe: Probe) -> NDArray[np.float32]:
-    """A probe without the shape, its words folded into few columns: what an index compares."""
+    """What a graph compares: the short form, and the words folded into few columns."""
     folded = np.bincount(_COLUMN, probe.words * _SIGN, _FOLDED) * probe.scale
-    return np.concatenate([probe.joint[0, 1:], folded]).astype(np.float32)
+    return np.concatenate([_short(probe), folded]).astype(np.float32)
 
 
 def _column(asked: Sketch) -> NDArray[np.float32]:
     signs = _SIGN[asked.grams] * word_scale(asked)
     folded = np.bincount(_COLUMN[asked.grams], signs, _FOLDED)
-    return np.concatenate([asked.meaning, folded]).astype(np.float32)
+    return np.concatenate([_brief(asked), folded]).astype(np.float32)

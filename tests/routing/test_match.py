@@ -100,14 +100,16 @@ def test_a_package_without_examples_is_found_by_what_it_says() -> None:
     assert found[0].profile.card.name == "haiku"
 
 
-def test_of_many_only_the_likely_are_asked(known: list[AdapterProfile]) -> None:
-    crowd = [*made_up(24), *known]
-    matcher = Matcher.build(crowd, EMBEDDER)
-    found = matcher.match("Make a URL slug: Why Geese Fly", k=10)
-    assert len(found) == 10 and found[0].profile.card.name == "url-slug"
-    assert [item.probability for item in found] == sorted(
-        (item.probability for item in found), reverse=True
-    )
+@pytest.mark.parametrize("exact_rows", [50_000, 20])
+def test_of_many_only_the_likely_are_asked(
+    known: list[AdapterProfile], exact_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coterie.routing.match.MAX_EXACT_ROWS", exact_rows)
+    matcher = Matcher.build([*made_up(24), *known], EMBEDDER)
+    found = matcher.match("Make a URL slug: Why Geese Fly", k=3)
+    assert len(found) == 3 and found[0].profile.card.name == "url-slug"
+    chances = [item.probability for item in found]
+    assert chances == sorted(chances, reverse=True)
 
 
 def test_what_did_not_change_is_not_learnt_again(known: list[AdapterProfile]) -> None:
