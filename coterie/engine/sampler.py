@@ -128,10 +128,7 @@ class Sampler:
         # on a GPU the forward still runs
         allowed = self._masks.allowed(batch.constraints, banned, logits.shape[1])
         if logits.device.type != "cpu":
-            refused = torch.from_numpy(~allowed).to(logits.device, non_blocking=True)
-            rows = logits[batch.constrained]
-            logits[batch.constrained] = rows.masked_fill_(refused, -torch.inf)
-            return logits, {}
+            return mask_rows(logits, batch.constrained, allowed), {}
         values, drawn = logits.detach().numpy(), {}
         for i, row, count in zip(batch.constrained, allowed, allowed.sum(axis=1), strict=True):
             if count <= MAX_CANDIDATES:
@@ -140,6 +137,16 @@ class Sampler:
             else:
                 values[i, np.flatnonzero(~row)] = -np.inf
         return logits, drawn
+
+
+def mask_rows(logits: Tensor, rows: list[int], allowed: NDArray[np.bool_]) -> Tensor:
+    """In place, wherever the logits lie: what `allowed` [len(rows), V] leaves out loses all weight.
+
+    The plain twin of drawing among the few tokens that are left.
+    """
+    refused = torch.from_numpy(~allowed).to(logits.device, non_blocking=True)
+    logits[rows] = logits[rows].masked_fill_(refused, -torch.inf)
+    return logits
 
 
 def _places(rows: Seq[int]) -> list[int]:

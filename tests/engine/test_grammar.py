@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from toy import (
     EOS,
     VOCAB,
@@ -35,6 +36,7 @@ from coterie.engine import grammar
 from coterie.engine.draw import uniform
 from coterie.engine.engine import Engine
 from coterie.engine.grammar import Grammars
+from coterie.engine.sampler import Batch, Sampler, mask_rows
 
 # over the toy's alphabet: "B" to "n"
 PATTERN = "(CUB|[D-H]{2,5}k)(_[a-e]{1,3}){0,4}[XY]"
@@ -150,6 +152,27 @@ def test_filters_and_penalties_work_on_what_is_allowed(filters: dict[str, Any]) 
     work = [constrained(f"r{i}", REGEX, seed=i, **filters) for i in range(8)]
     for text in texts(run(*work)).values():
         assert re.fullmatch(PATTERN, text), text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masking_whole_rows_draws_the_same(
+    monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """As a GPU does it, where few candidates are no cheaper than all."""
+    work = [
+        constrained("a", REGEX, temperature=temperature, seed=3),
+        make_assignment("b", range(1, 20), temperature=temperature, seed=4),
+        constrained("c", NESTED, temperature=temperature, seed=5),
+    ]
+    among_few = outputs(run(*work))
+
+    def whole_rows(self: Sampler, logits: Tensor, batch: Batch) -> tuple[Tensor, dict[int, int]]:
+        nothing = [()] * len(batch.constrained)
+        allowed = self._masks.allowed(batch.constraints, nothing, logits.shape[1])
+        return mask_rows(logits, batch.constrained, allowed), {}
+
+    monkeypatch.setattr(Sampler, "_constrain", whole_rows)
+    assert outputs(run(*work)) == among_few
 
 
 def test_choices_differ_and_all_match() -> None:
