@@ -1,7 +1,7 @@
 """What each adapter's probe learns from: its package's examples, and those of its neighbours.
 
-Probes are kept by the digests they depend on, so that a catalog that changes a little is learnt
-again only where it changed. Knows no request.
+Probes are kept by the texts they depend on, so that a catalog that changes a little is learnt again
+only where it changed: the same weights may be packed again with other hints. Knows no request.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,7 @@ MAX_OTHERS = 96
 class _Said:
     """The texts of one package."""
 
+    # of these texts
     digest: str
     examples: list[Sketch]
     counterexamples: list[Sketch]
@@ -60,18 +62,24 @@ def probes(profiles: Sequence[AdapterProfile], embedder: Embedder) -> list[Probe
 
 
 def _texts(profile: AdapterProfile, embedder: Embedder) -> _Said:
-    digest = profile.card.digest
-    return _said.get((embedder.name, digest), lambda: _read(profile, embedder))
+    digest = _digest(profile)
+    return _said.get((embedder.name, digest), lambda: _read(profile, digest, embedder))
 
 
-def _read(profile: AdapterProfile, embedder: Embedder) -> _Said:
+def _digest(profile: AdapterProfile) -> str:
+    card = profile.card
+    texts = (profile.examples, profile.counterexamples, profile.keywords, card.description)
+    return sha256(repr((*texts, card.name)).encode()).hexdigest()
+
+
+def _read(profile: AdapterProfile, digest: str, embedder: Embedder) -> _Said:
     texts = list(profile.examples[:MAX_EXAMPLES])
     if len(texts) < FEW_EXAMPLES:
         texts += [profile.card.description, " ".join(profile.keywords), profile.card.name]
     examples = [sketch(text, embedder) for text in texts if text]
     against = [sketch(text, embedder) for text in profile.counterexamples[:MAX_EXAMPLES] if text]
     centre = unit(np.sum([item.meaning for item in examples], axis=0, dtype=np.float32))
-    return _Said(profile.card.digest, examples, against, centre)
+    return _Said(digest, examples, against, centre)
 
 
 def _neighbours(centres: NDArray[np.float32], row: int) -> list[int]:
