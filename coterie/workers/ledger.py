@@ -32,6 +32,8 @@ class Entry:
     # choice -> finish_reason
     finished: dict[int, str] = field(default_factory=dict)
     started: Started | None = None
+    # both from arrival
+    started_s: float = 0.0
     first_token_s: float = 0.0
     crashes: int = 0
     # the running worker has it
@@ -122,6 +124,7 @@ class Ledger:
             entry = entries.get(started.request_id)
             if entry is not None and entry.started is None:
                 entry.started = started
+                entry.started_s = _since_arrival_s(entry)
                 entry.sink(started)
         for delta in report.deltas:
             entry = entries.get(delta.request_id)
@@ -211,7 +214,7 @@ class Ledger:
 def _take_delta(entry: Entry, delta: Delta) -> None:
     emitted = entry.emitted[delta.choice]
     if delta.token_ids and not emitted and not entry.first_token_s:
-        entry.first_token_s = time.monotonic() - entry.assignment.arrived_at
+        entry.first_token_s = _since_arrival_s(entry)
     emitted += delta.token_ids
     if delta.finish_reason is not None:
         entry.finished[delta.choice] = delta.finish_reason
@@ -232,10 +235,12 @@ def _synthesised(entry: Entry) -> Finished:
         completion_tokens=sum(len(ids) for ids in entry.emitted),
         cached_tokens=started.cached_tokens if started else 0,
     )
-    total_s = time.monotonic() - entry.assignment.arrived_at
+    total_s = _since_arrival_s(entry)
     choices = tuple(reason for _, reason in sorted(entry.finished.items()))
     timings = Timings(
-        queue_s=0.0 if started else total_s, first_token_s=entry.first_token_s, total_s=total_s
+        queue_s=entry.started_s if started else total_s,
+        first_token_s=entry.first_token_s,
+        total_s=total_s,
     )
     return Finished(entry.assignment.request_id, choices, usage, timings)
 
@@ -244,9 +249,16 @@ def _mended(entry: Entry, event: Finished | Failed) -> Event:
     """A worker that took over counts from its own start: tell what the client saw."""
     if isinstance(event, Failed) or not entry.crashes or entry.started is None:
         return event
-    decode_s = event.timings.total_s - entry.first_token_s
-    return replace(
-        event,
-        usage=replace(event.usage, cached_tokens=entry.started.cached_tokens),
-        timings=replace(event.timings, first_token_s=entry.first_token_s, decode_s=decode_s),
+    timings = replace(
+        event.timings,
+        queue_s=entry.started_s,
+        load_s=min(event.timings.load_s, entry.started_s),
+        first_token_s=entry.first_token_s,
+        decode_s=event.timings.total_s - entry.first_token_s,
     )
+    usage = replace(event.usage, cached_tokens=entry.started.cached_tokens)
+    return replace(event, usage=usage, timings=timings)
+
+
+def _since_arrival_s(entry: Entry) -> float:
+    return time.monotonic() - entry.assignment.arrived_at

@@ -41,8 +41,11 @@ def delta(name: str, *tokens: int, choice: int = 0, end: str | None = None) -> R
     return Report(deltas=[Delta(name, choice, "", tokens, finish_reason=end)])
 
 
-def finished(name: str) -> Report:
-    return Report(finished=[Finished(name, ("stop",), Usage(4, 1, 3), Timings(total_s=9.0))])
+NINE = Timings(total_s=9.0)
+
+
+def finished(name: str, timings: Timings = NINE) -> Report:
+    return Report(finished=[Finished(name, ("stop",), Usage(4, 1, 3), timings)])
 
 
 def resumed(ledger: Ledger) -> dict[str, Any]:
@@ -69,6 +72,24 @@ async def test_a_crash_resumes_behind_what_the_client_has() -> None:
     # counts and times are those the client saw, not the second worker's
     assert isinstance(events[-1], Finished) and events[-1].usage.cached_tokens == 0
     assert len(ledger) == 0
+
+
+@on_loop
+async def test_a_takeover_did_not_wait_in_the_queue_while_it_ran() -> None:
+    ledger = Ledger()
+    events: list[Event] = []
+    ledger.open(replace(assign("a"), arrived_at=time.monotonic() - 1.0), events.append)
+    ledger.take(Report(started=[Started("a", "r0", 4, 0)]))
+    ledger.take(delta("a", 1, 2))
+    ledger.crashed()
+    resumed(ledger)
+    # the second worker scheduled it nine seconds after it came, five of them for its adapters
+    ledger.take(finished("a", Timings(queue_s=9.0, load_s=5.0, first_token_s=9.1, total_s=10.0)))
+    last = events[-1]
+    assert isinstance(last, Finished)
+    told = last.timings
+    assert 1.0 <= told.queue_s <= told.first_token_s < 2.0 and told.total_s == 10.0
+    assert told.load_s <= told.queue_s and told.decode_s == told.total_s - told.first_token_s
 
 
 @on_loop
@@ -176,6 +197,7 @@ async def test_a_deadline_holds_when_the_worker_is_silent() -> None:
     assert isinstance(cut, Delta) and (cut.choice, cut.finish_reason) == (0, "timeout")
     assert isinstance(last, Finished) and last.choices == ("timeout", "stop")
     assert last.usage == Usage(4, 3, 0) and last.timings.total_s >= 0.05
+    assert last.timings.queue_s <= last.timings.first_token_s < last.timings.total_s
     # its caller still waited for a verdict
     assert isinstance(verdict.result(), Admitted)
     assert [type(event) for event in unheard] == [Delta, Finished]
