@@ -34,7 +34,8 @@ class InferenceMetrics:
     # name@version, in order of composition
     experts_used: tuple[str, ...]
     num_experts: int
-    # KV blocks of this request at its longest, and its adapters; not shared weights
+    # KV blocks of this request at its longest, and its adapters; not shared weights. 0 where it
+    # ended without its engine's last word
     vram_peak_mb: float
     input_tokens: int
     output_tokens: int

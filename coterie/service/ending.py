@@ -5,11 +5,14 @@ Turns the engine's last event into the one that leaves the system. Knows no repl
 
 from __future__ import annotations
 
+import time
+
 from coterie.core.events import Failed, Finished
 from coterie.core.outcome import InferenceMetrics, ValidationResult
 from coterie.core.request import Chat
 from coterie.service.answer import names_of
 from coterie.service.measure import WHOLE, metrics_of
+from coterie.service.meter import Meter
 from coterie.service.record_store import Record
 from coterie.service.records import Records
 from coterie.service.run import Run
@@ -39,8 +42,15 @@ class Ending:
             metrics,
         )
 
-    def failed(self, run: Run, event: Failed) -> None:
-        self._write(run, metrics_of(run, event), None)
+    def failed(self, run: Run, event: Failed, meter: Meter) -> None:
+        self._write(run, metrics_of(run, meter.so_far(event.request_id, ""), failure=event.code))
+
+    def left(self, run: Run, meter: Meter) -> None:
+        """Nobody reads it any more: what it cost until then is written down all the same."""
+        request = run.request
+        timeout_s = request.limits.timeout_s
+        late = timeout_s is not None and time.monotonic() >= request.arrived_at + timeout_s
+        self._write(run, metrics_of(run, meter.so_far(request.id, "timeout" if late else "abort")))
 
     async def _validated(self, run: Run, event: Finished) -> ValidationResult | None:
         """Half an answer is not judged: nothing but the clock is to blame for it."""
@@ -48,7 +58,7 @@ class Ending:
             return None
         return await self._validators.validate("".join(run.texts), _context(run, event))
 
-    def _write(self, run: Run, metrics: InferenceMetrics, outcome: bool | None) -> None:
+    def _write(self, run: Run, metrics: InferenceMetrics, outcome: bool | None = None) -> None:
         # a salt isolates a tenant's prefix blocks, not its log
         tenant = run.request.tenant.partition("+")[0]
         digests = tuple(adapter.digest for adapter in run.plan.adapters)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from coterie.core.events import Failed, Finished, Timings, Usage
+from coterie.core.events import Finished
 from coterie.core.outcome import InferenceMetrics, ValidationResult
 from coterie.service.run import Run
 
@@ -15,14 +15,10 @@ from coterie.service.run import Run
 WHOLE = ("stop", "length")
 
 
-# of a request that failed there are no figures of an engine's
-NO_FIGURES = Finished("", ("",), Usage(0, 0), Timings())
-
-
 def metrics_of(
-    run: Run, event: Finished | Failed, validation: ValidationResult | None = None
+    run: Run, end: Finished, validation: ValidationResult | None = None, failure: str | None = None
 ) -> InferenceMetrics:
-    end = event if isinstance(event, Finished) else NO_FIGURES
+    """`failure` is the code of what went wrong, if anything did."""
     usage, timings, reason = end.usage, end.timings, end.choices[0]
     adapters, arrived_at, now = run.plan.adapters, run.request.arrived_at, time.monotonic()
     # this process's clock as seconds since 1970
@@ -43,7 +39,7 @@ def metrics_of(
         output_tokens=usage.completion_tokens,
         tokens_per_second=round(usage.completion_tokens / inference_s, 3) if inference_s else 0.0,
         success=reason in WHOLE,
-        error=_error(event),
+        error=failure or (None if reason in WHOLE else reason),
         validation_passed=None if validation is None else validation.valid,
         finish_reason=reason,
         task_type=run.task_type,
@@ -55,12 +51,6 @@ def metrics_of(
         first_token_at=epoch + arrived_at + timings.first_token_s if answered else 0.0,
         finished_at=epoch + now,
     )
-
-
-def _error(event: Finished | Failed) -> str | None:
-    if isinstance(event, Failed):
-        return event.code
-    return None if event.choices[0] in WHOLE else event.choices[0]
 
 
 def _held_bytes(run: Run, end: Finished) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from coterie.core.events import Delta, Event, Failed, Finished, Started
+from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.obs.metrics import Histogram, Registry, Value
 from coterie.obs.trace import log
 
@@ -37,13 +37,31 @@ class Series:
 class Meter:
     """One request's."""
 
-    __slots__ = ("_arrived_at", "_last_at", "_series", "first_token_s")
+    __slots__ = (
+        "_arrived_at", "_last_at", "_num_tokens", "_series", "_started", "_started_at",
+        "first_token_s",
+    )  # fmt: skip
 
     def __init__(self, series: Series, arrived_at: float, choices: int) -> None:
         self._series = series
         self._arrived_at = arrived_at
         self._last_at = [0.0] * choices
+        self._num_tokens = 0
+        self._started: Started | None = None
+        self._started_at = 0.0
         self.first_token_s: float | None = None
+
+    def so_far(self, request_id: str, reason: str) -> Finished:
+        """What can be told of a request whose engine says nothing more."""
+        total_s = time.monotonic() - self._arrived_at
+        started = self._started or Started(request_id, "", 0, 0)
+        timings = Timings(
+            queue_s=total_s if self._started is None else self._started_at - self._arrived_at,
+            first_token_s=self.first_token_s or 0.0,
+            total_s=total_s,
+        )
+        usage = Usage(started.prompt_tokens, self._num_tokens, started.cached_tokens)
+        return Finished(request_id, (reason,), usage, timings)
 
     def observe(self, events: list[Event]) -> None:
         now = time.monotonic()
@@ -52,6 +70,7 @@ class Meter:
             if isinstance(event, Delta):
                 tokens = len(event.token_ids)
                 series.generation_tokens.value += tokens
+                self._num_tokens += tokens
                 before = last_at[event.choice]
                 last_at[event.choice] = now
                 if before and tokens:
@@ -60,6 +79,7 @@ class Meter:
                     self.first_token_s = now - self._arrived_at
                     series.first_token.observe(self.first_token_s)
             elif isinstance(event, Started):
+                self._started, self._started_at = event, now
                 series.prompt_tokens.add(event.prompt_tokens)
                 series.prefix_queries.add(event.prompt_tokens)
                 series.prefix_hits.add(event.cached_tokens)

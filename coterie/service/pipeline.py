@@ -127,13 +127,14 @@ class Pipeline:
                         elif isinstance(event, Started):
                             lease.start()
                         else:
+                            event = await self._ended(run, event, meter)
                             ended = True
-                            event = await self._ended(run, event)
                         yield event
             finally:
                 self._open -= 1
                 mailbox.end()
                 if not ended:
+                    self._ending.left(run, meter)
                     await replica.abort(run.request.id)
 
     async def _begin(self, run: Run, virtual_tokens: int) -> tuple[Replica, Mailbox]:
@@ -148,9 +149,9 @@ class Pipeline:
             self._roster.registry.value("coterie_rejections", run.served.name, error.code).add()
             raise
 
-    async def _ended(self, run: Run, event: Finished | Failed) -> Finished | Failed:
+    async def _ended(self, run: Run, event: Finished | Failed, meter: Meter) -> Finished | Failed:
         if isinstance(event, Failed):
-            self._ending.failed(run, event)
+            self._ending.failed(run, event, meter)
             return event
         finished = await self._ending.finished(run, event)
         self._routes.finished(finished)

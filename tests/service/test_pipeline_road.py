@@ -294,6 +294,63 @@ def test_what_failed_is_in_the_log(on_road: Road, tmp_path: Path) -> None:
     on_road(test)
 
 
+def test_what_was_left_is_in_the_log(on_road: Road) -> None:
+    async def test(pipeline: Pipeline) -> None:
+        request = ask(PROMPTS["haiku"], limits={"max_tokens": 900})
+        before = pipeline.records.rate(digest_of(pipeline, "haiku"))
+        events = pipeline.handle(request)
+        seen = [await anext(events) for _ in range(10)]
+        await events.aclose()
+        row = await logged(pipeline, request.id)
+        assert row.output_tokens == sum(len(e.token_ids) for e in seen if isinstance(e, Delta)) > 0
+        assert row.input_tokens == len(await pipeline.tokenise("tiny", request.prompt))
+        assert row.experts_used == ("haiku@1.0.0",)
+        assert not row.success and row.error == row.finish_reason == "abort"
+        assert row.queue_ms <= row.first_token_ms <= row.total_latency_ms
+        assert row.submitted_at < row.first_token_at <= row.finished_at
+        # half an answer says nothing about its adapter
+        await asyncio.sleep(0)
+        assert row.validation_passed is None
+        assert pipeline.records.rate(digest_of(pipeline, "haiku")) == before
+        # its caller may all the same
+        await pipeline.records.feedback(request.id, "t", False)
+
+    on_road(test)
+
+
+def test_an_answer_that_is_left_while_it_is_judged_is_in_the_log(
+    on_road: Road, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(pipeline: Pipeline) -> None:
+        judged = asyncio.Event()
+
+        async def never(*_: object) -> None:
+            judged.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(pipeline._validators, "validate", never)
+        request = ask(PROMPTS["haiku"], limits={"max_tokens": 12})
+        reading = asyncio.ensure_future(answer(pipeline, request))
+        await judged.wait()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        row = await logged(pipeline, request.id)
+        assert (row.finish_reason, row.output_tokens) == ("abort", 12)
+
+    on_road(test)
+
+
+def test_what_was_refused_is_not_in_the_log(on_road: Road) -> None:
+    async def test(pipeline: Pipeline) -> None:
+        request = ask(limits={"max_tokens": 10**6})
+        with pytest.raises(InvalidRequest):
+            await answer(pipeline, request)
+        page = await pipeline.records.query(Question("t", 1000))
+        assert page.rows and request.id not in {row.job_id for row in page.rows}
+
+    on_road(test)
+
+
 def test_a_salt_is_not_another_tenant(on_road: Road) -> None:
     async def test(pipeline: Pipeline) -> None:
         request = ask(UNRELATED, tenant="own+0123456789abcdef")
