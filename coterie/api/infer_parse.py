@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coterie.api.body import check, decode
-from coterie.api.infer_types import FIELDS, GrammarItem, InferBody
+from coterie.api.infer_types import FIELDS, MAX_BODY, MAX_PROMPT, GrammarItem, InferBody
 from coterie.api.inference import seed_of
 from coterie.api.response_format import response_format_of
 from coterie.core.errors import InvalidRequest
@@ -33,6 +33,8 @@ from coterie.service.rate import UserRate
 
 _HOLES = re.compile(r"\{(prompt|body)\}")
 MAX_SHOWN = 64
+# of what the model reads, beside a template's own words
+MAX_TEXT = MAX_PROMPT + MAX_BODY
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,13 @@ def full_text(body: InferBody) -> str:
     template = body.template or ("{prompt}\n\n{body}" if document else "{prompt}")
     if document and "{body}" not in template:
         template += "\n\n{body}"
+    # each may be repeated, and what twenty thousand characters repeat is gigabytes
+    size = template.count("{prompt}") * len(body.prompt) + template.count("{body}") * len(document)
+    if size > MAX_TEXT:
+        raise InvalidRequest(
+            f"template: with prompt and body it makes more than {MAX_TEXT} characters",
+            param="template",
+        )
     return _HOLES.sub(lambda hole: body.prompt if hole[1] == "prompt" else document, template)
 
 

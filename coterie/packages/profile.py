@@ -25,6 +25,8 @@ MAX_EXAMPLE_CHARS = 2_000
 MAX_HINT_CHARS = 1_000
 MAX_TEMPLATE_CHARS = 20_000
 MAX_FORMAT_CHARS = 100_000
+# of the prompt or the body in a template
+MAX_REPEATS = 3
 # an order beyond it says nothing more
 _MAX_ORDER = 1_000_000
 # sampling values that a package may set: low, high
@@ -102,8 +104,10 @@ def _number(value: Any, low: float, high: float, otherwise: float) -> float:
 
 
 def _template(value: Any) -> str:
+    """A prompt may be long: one that is repeated often would fill the memory."""
     text = value if isinstance(value, str) and len(value) <= MAX_TEMPLATE_CHARS else ""
-    return text if "{prompt}" in text else ""
+    repeats = max(text.count("{prompt}"), text.count("{body}"))
+    return text if "{prompt}" in text and repeats <= MAX_REPEATS else ""
 
 
 def _format(value: Any, grammar: str) -> ResponseFormat | None:

@@ -61,6 +61,9 @@ def test_a_whole_manifest() -> None:
         ("routing", {"priority": "high"}, "priority", 0.5),
         ("routing", {"priority": True}, "priority", 0.5),
         ("routing", {"template": "no place"}, "template", ""),
+        ("routing", {"template": "{prompt}{body}" * 3}, "template", "{prompt}{body}" * 3),
+        # a long document, three thousand times
+        ("routing", {"template": "{prompt}" + "{body}" * 3_000}, "template", ""),
         ("constraints", {"requires": ["UPPER", "../x", "ok", "a@b@c", 3]}, "requires", ("ok",)),
         ("constraints", {"max_chain": -5}, "max_chain", 0),
         ("constraints", {"max_chain": 10**9}, "max_chain", MAX_STACK),
