@@ -15,7 +15,7 @@ from coterie.core.errors import InvalidRequest
 from coterie.core.request import ResponseFormat
 
 # Lark's first rule, or llguidance's own mark; GBNF writes `root ::=`
-_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:)")
+_LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start[ \t]*:)")
 
 
 def response_format_of(

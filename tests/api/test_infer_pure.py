@@ -118,6 +118,21 @@ def test_templates_are_filled_in_one_pass() -> None:
     assert text_of(asked) == "Q: what is {body}? {other}\nD: a {prompt}"
     assert text_of(receive(prompt="x", body="y", template="<{prompt}>")) == "<x>\n\ny"
     assert text_of(receive(prompt="x", template="{prompt}|{body}")) == "x|"
+
+
+@pytest.mark.parametrize("hole", ["{prompt}", "{body}"])
+def test_templates_that_repeat_make_no_giants(hole: str) -> None:
+    fields = {"prompt": "p" * 100_000, "body": "b" * 100_000}
+    assert len(text_of(receive(**fields, template="{prompt}" + 20 * hole))) >= 2_100_000
+    with pytest.raises(InvalidRequest, match="2500000 characters") as caught:
+        receive(**fields, template="{prompt}" + 2000 * hole)
+    assert caught.value.param == "template"
+
+
+def test_a_long_grammar_is_told_from_the_other_kind_at_once() -> None:
+    begun = time.process_time()
+    receive(prompt="x", grammar="\n" * 90_000 + 'root ::= "a"')
+    assert time.process_time() - begun < 2.0
     assert text_of(receive(prompt="x")) == "x"
 
 
