@@ -10,16 +10,13 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from coterie.core.request import Chat
+from coterie.models.tokenizer import is_long
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
 
 REASONING, CONTENT = "reasoning", "content"
 Piece = tuple[str, str]
-# above this many characters a chat is rendered on a thread, as the pipeline does to tokenise it
-MAX_INLINE_CHARACTERS = 8_000
-# about what a tool adds to a prompt
-TOOL_CHARACTERS = 1_000
 
 
 class Splitter:
@@ -106,8 +103,7 @@ async def opened_thought(tokenizer: Tokenizer, chat: Chat) -> bool | None:
     does not think, or not any more."""
     if tokenizer.reasoning is None:
         return None
-    size = sum(len(message.content) for message in chat.messages)
-    if size + TOOL_CHARACTERS * len(chat.tools) > MAX_INLINE_CHARACTERS:
+    if is_long(chat):
         text = await asyncio.to_thread(tokenizer.render, chat)
     else:
         text = tokenizer.render(chat)

@@ -33,6 +33,21 @@ _RESERVED = frozenset({"messages", "add_generation_prompt"})
 _THINK = ("<think>", "</think>")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_TEMPLATE_BYTES = 4_000_000
+# above this many characters a prompt is read on a thread: about 5 ms of the event loop
+MAX_INLINE_CHARACTERS = 8_000
+# about what a message and a tool add to a prompt
+_MESSAGE_CHARACTERS, _TOOL_CHARACTERS = 50, 1_000
+
+
+def is_long(prompt: Prompt) -> bool:
+    """Whether rendering and encoding it would hold up an event loop."""
+    if isinstance(prompt, Chat):
+        size = _TOOL_CHARACTERS * len(prompt.tools)
+        for message in prompt.messages:
+            size += _MESSAGE_CHARACTERS + len(message.content)
+            size += sum(len(call.arguments) for call in message.tool_calls)
+        return size > MAX_INLINE_CHARACTERS
+    return isinstance(prompt, Text) and len(prompt.text) > MAX_INLINE_CHARACTERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 
 from coterie.core.errors import InvalidRequest, MissingDependency
 from coterie.core.plan import Assignment
-from coterie.core.request import Chat, Limits, Prompt, ResponseFormat, Sampling, Text
+from coterie.core.request import Limits, Prompt, ResponseFormat, Sampling
 from coterie.core.resolve import check_tokens, resolve_limits
+from coterie.models.tokenizer import is_long
 from coterie.obs.trace import log
 
 if TYPE_CHECKING:
     from coterie.models.grammar_check import GrammarCheck
     from coterie.models.tokenizer import Tokenizer
     from coterie.service.run import Run
-
-# above this many characters a prompt is tokenised on a thread: about 5 ms of the event loop
-MAX_INLINE_CHARACTERS = 8_000
 
 
 async def assignment(run: Run, virtual_tokens: int, grammars: GrammarCheck) -> Assignment:
@@ -48,16 +46,9 @@ async def assignment(run: Run, virtual_tokens: int, grammars: GrammarCheck) -> A
 
 
 async def tokenise(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
-    if _characters(prompt) > MAX_INLINE_CHARACTERS:
+    if is_long(prompt):
         return await asyncio.to_thread(tokenizer.encode_prompt, prompt)
     return tokenizer.encode_prompt(prompt)
-
-
-def _characters(prompt: Prompt) -> int:
-    if isinstance(prompt, Chat):
-        # a tool adds about a thousand
-        return sum(len(item.content) for item in prompt.messages) + 1_000 * len(prompt.tools)
-    return len(prompt.text) if isinstance(prompt, Text) else 0
 
 
 def _constrained(sampling: Sampling, wanted: ResponseFormat | None) -> Sampling:
