@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from coterie.api.anthropic_types import Block, CountBody, ResultBlock, ToolSpec, Turn
 from coterie.api.tools import Tool, Toolbox, check_tools, known_names, tool_of
 from coterie.core.errors import InvalidRequest, Unsupported
+from coterie.core.nesting import is_deeper
 from coterie.core.request import Message, ToolCall
+from coterie.models.tool_format import MAX_DEPTH
 
 # a model's own earlier thoughts are not read again
 _UNREAD = ("thinking", "redacted_thinking")
@@ -81,6 +83,8 @@ def _text(block: ResultBlock, param: str) -> str:
 def _call(block: Block, param: str) -> ToolCall:
     if block.id is None or block.name is None or block.input is None:
         raise InvalidRequest(f"{param}: needs id, name and input", param=param)
+    if is_deeper(block.input, MAX_DEPTH):
+        raise InvalidRequest(f"{param}.input: is nested deeper than {MAX_DEPTH}", param=param)
     return ToolCall(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
 
 

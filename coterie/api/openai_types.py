@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field
 from coterie.api.body import Body
 from coterie.api.experts_types import Experts
 from coterie.api.tools import MAX_TOOLS
+from coterie.core.nesting import is_deeper
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
@@ -28,17 +29,9 @@ StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 
 def _shallow(value: dict[str, Any]) -> dict[str, Any]:
     """Templates walk their arguments recursively."""
-    layer: list[Any] = [value]
-    for _ in range(MAX_KWARGS_DEPTH):
-        layer = [
-            item
-            for part in layer
-            if isinstance(part, (dict, list))
-            for item in (part.values() if isinstance(part, dict) else part)
-        ]
-        if not layer:
-            return value
-    raise ValueError(f"is nested deeper than {MAX_KWARGS_DEPTH}")
+    if is_deeper(value, MAX_KWARGS_DEPTH):
+        raise ValueError(f"is nested deeper than {MAX_KWARGS_DEPTH}")
+    return value
 
 
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_shallow)]

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from coterie.core.errors import InvalidRequest
+from coterie.core.nesting import is_deeper
 from coterie.core.request import Message
 
 MAX_TOOLS = 128
@@ -61,7 +62,7 @@ def tool_of(name: str, description: str | None, schema: Any, strict: bool, where
         raise InvalidRequest(f"{where}.type: must be 'object'", param=where)
     if not isinstance(parameters.get("properties", {}), dict):
         raise InvalidRequest(f"{where}.properties: must be a JSON object", param=where)
-    if not _is_shallow(parameters):
+    if is_deeper(parameters, MAX_SCHEMA_DEPTH):
         raise InvalidRequest(f"{where}: is nested deeper than {MAX_SCHEMA_DEPTH}", param=where)
     size = len(msgspec.json.encode(parameters))
     if size > MAX_SCHEMA_BYTES:
@@ -69,20 +70,6 @@ def tool_of(name: str, description: str | None, schema: Any, strict: bool, where
             f"{where}: {size} bytes; a schema may have {MAX_SCHEMA_BYTES}", param=where
         )
     return Tool(name, description or "", {"type": "object", **parameters}, strict)
-
-
-def _is_shallow(value: Any) -> bool:
-    layer: list[Any] = [value]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        layer = [
-            item
-            for part in layer
-            if isinstance(part, (dict, list))
-            for item in (part.values() if isinstance(part, dict) else part)
-        ]
-        if not layer:
-            return True
-    return False
 
 
 def check_tools(tools: Sequence[Tool]) -> None:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+from coterie.core.nesting import is_deeper
 from coterie.core.request import Chat, Message, ToolCall
 
 Turn = dict[str, Any]
+# of the arguments of a call
+MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +104,15 @@ def _native_turns(messages: Sequence[Message]) -> list[Turn]:
 
 
 def arguments_of(call: ToolCall) -> Any:
-    """The object, or the text itself where it is none: a model may have been cut short."""
+    """The object, or the text itself where it is none: a model may have been cut short. Templates
+    walk an object by recursion, so that a deep one stays text too."""
     try:
         value = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):
         return call.arguments
-    return value if isinstance(value, dict) else call.arguments
+    if not isinstance(value, dict) or is_deeper(value, MAX_DEPTH):
+        return call.arguments
+    return value
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
@@ -118,36 +125,31 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
         if len(message.tool_calls) < 2:
             turns.append(message)
             continue
-        results: list[Message] = []
-        while at < len(messages) and messages[at].tool_call_id is not None:
-            results.append(messages[at])
+        results: dict[str, list[Message]] = {}
+        while at < len(messages) and (call_id := messages[at].tool_call_id) is not None:
+            results.setdefault(call_id, []).append(messages[at])
             at += 1
         for index, call in enumerate(message.tool_calls):
             turns.append(Message("assistant", message.content if index == 0 else "", (call,)))
-            turns += [item for item in results if item.tool_call_id == call.id]
-        known = {call.id for call in message.tool_calls}
-        turns += [item for item in results if item.tool_call_id not in known]
+            turns += results.pop(call.id, ())
+        # of earlier turns' calls
+        turns += [item for items in results.values() for item in items]
     return turns
 
 
 def _plain_turns(chat: Chat) -> list[Turn]:
     """System, user and assistant turns alone, with the calls and results written out."""
     turns: list[Turn] = []
-    for message in chat.messages:
-        if message.tool_call_id is not None:
-            text = f"<tool_response>\n{message.content}\n</tool_response>"
-            # results of one turn's calls are one turn
-            if turns and turns[-1].pop("results", False):
-                turns[-1]["content"] += "\n" + text
-                turns[-1]["results"] = True
-            else:
-                turns.append({"role": "user", "content": text, "results": True})
-        else:
+    # results of one turn's calls are one turn
+    for are_results, group in groupby(chat.messages, lambda item: item.tool_call_id is not None):
+        if are_results:
+            texts = [f"<tool_response>\n{item.content}\n</tool_response>" for item in group]
+            turns.append({"role": "user", "content": "\n".join(texts)})
+            continue
+        for message in group:
             parts = [message.content] if message.content else []
             parts += [_written(call) for call in message.tool_calls]
             turns.append({"role": message.role, "content": "\n".join(parts)})
-    for turn in turns:
-        turn.pop("results", None)
     if chat.tools:
         _tell_tools(turns, chat.tools)
     return turns

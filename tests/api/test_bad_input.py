@@ -27,6 +27,17 @@ def nested(depth: int) -> Any:
     return value
 
 
+def called(argument: Any) -> list[dict[str, Any]]:
+    """A conversation with a call of a tool, as Anthropic's clients send it."""
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": argument}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "y"}
+    return [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+
+
 # bodies that are wrong for OpenAI: (path, body, status, param, code)
 OPENAI: list[tuple[str, Any, int, str | None, str | None]] = [
     (CHAT, chat(messages=[]), 400, "messages", None),
@@ -147,6 +158,8 @@ ANTHROPIC: list[tuple[str, Any, int, str]] = [
         400,
         "invalid_request_error",
     ),
+    (MESSAGES, chat(messages=called(nested(65))), 400, "invalid_request_error"),
+    (COUNT, chat(messages=called(nested(800))), 400, "invalid_request_error"),
     (COUNT, {"model": "tiny"}, 400, "invalid_request_error"),
     (COUNT, chat(model="nobody"), 404, "not_found_error"),
 ]

@@ -11,8 +11,8 @@ import pytest
 from tiny import tiny_checkpoint
 
 from coterie.core.errors import InvalidRequest
-from coterie.core.request import Chat, Message, ToolCall
-from coterie.models.tokenizer import Tokenizer, load_tokenizer
+from coterie.core.request import Chat, Message, Text, ToolCall
+from coterie.models.tokenizer import Tokenizer, is_long, load_tokenizer
 from coterie.models.tool_format import FORMATS, ToolSupport, tool_support, turns_of
 
 # Qwen's way: tools in the system turn, results of one turn together
@@ -125,6 +125,24 @@ def test_a_template_with_tools_renders_as_in_transformers(
                 add_generation_prompt=True,
             )
             assert tokenizer.render(Chat(messages, tools=given)) == expected
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA, "{{ messages[1].content }}"])
+@pytest.mark.parametrize("depth", [65, 300, 900, 5_000])
+def test_arguments_too_deep_to_walk_stay_text(template: str, depth: int, tmp_path: Path) -> None:
+    deep = '{"a":' * depth + "1" + "}" * depth
+    call = ToolCall("a1", "weather", deep)
+    messages = (TURNS[0], Message("assistant", "", (call,)), TURNS[2])
+    text = tokenizer_with(tmp_path, template).render(Chat(messages))
+    assert json.dumps(deep) in text
+
+
+def test_long_chats_are_known_by_all_they_hold() -> None:
+    assert not is_long(Chat(TURNS)) and not is_long(Text("a" * 8_000))
+    call = ToolCall("a", "weather", '{"city": "' + "a" * 8_000 + '"}')
+    assert is_long(Chat((TURNS[0], Message("assistant", "", (call,)), TURNS[2])))
+    assert is_long(Chat((Message("user", ""),) * 1_000))
+    assert is_long(Chat(TURNS, tools=TOOLS * 8)) and is_long(Text("a" * 8_001))
 
 
 def test_several_calls_where_a_template_takes_one(tmp_path: Path) -> None:
