@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from coterie.api.anthropic_tools import toolbox_of, turns_in
@@ -51,15 +52,14 @@ def hints_of(body: CountBody) -> RouteHints:
 def prompt_of(body: CountBody, thinks: bool) -> Chat:
     """One system message, then the turns; a last turn of the assistant is to be continued."""
     system = [_system_text(body.system)] if body.system else []
-    turns: list[Message] = []
+    spoken: list[Message] = []
     for index, turn in enumerate(body.messages):
         for message in turns_in(turn, f"messages.{index}"):
             if message.role == "system":
                 system.append(message.content)
-            elif turns and _are_one(turns[-1], message):
-                turns[-1] = _joined(turns[-1], message)
             else:
-                turns.append(message)
+                spoken.append(message)
+    turns = _joined(spoken)
     if not turns:
         raise InvalidRequest("messages: at least one user message is required", param="messages")
     check_results(turns)
@@ -72,14 +72,18 @@ def prompt_of(body: CountBody, thinks: bool) -> Chat:
     return Chat(tuple(turns), kwargs, add_generation_prompt=not continues, tools=told)
 
 
-def _are_one(last: Message, message: Message) -> bool:
+def _joined(messages: list[Message]) -> list[Message]:
     """The vendor reads neighbours of one role as one turn; each result is one by itself."""
-    return last.role == message.role != "tool"
-
-
-def _joined(last: Message, message: Message) -> Message:
-    text = "\n".join(part for part in (last.content, message.content) if part)
-    return Message(last.role, text, last.tool_calls + message.tool_calls)
+    turns: list[Message] = []
+    for role, neighbours in groupby(messages, lambda message: message.role):
+        group = list(neighbours)
+        if role == "tool" or len(group) == 1:
+            turns += group
+            continue
+        text = "\n".join(message.content for message in group if message.content)
+        calls = tuple(call for message in group for call in message.tool_calls)
+        turns.append(Message(role, text, calls))
+    return turns
 
 
 def _thinking(body: CountBody) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from served import frames
 
 from coterie.api import errors
+from coterie.api.anthropic_parse import prompt_of
 from coterie.api.anthropic_render import MessageShape, MessageStream, stop_fields
+from coterie.api.anthropic_types import CountBody
 from coterie.api.auth import KeyRing, check_exposure
 from coterie.api.collect import MAX_WAITING, collect, merged
 from coterie.api.openai_chat import ChatShape, ChatStream
@@ -214,6 +216,24 @@ def test_a_thinking_message_has_two_blocks() -> None:
         ("message_delta", None),
         ("message_stop", None),
     ]
+
+
+def test_neighbours_of_one_role_are_one_turn_in_linear_time() -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "y"}
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    messages = [
+        *[{"role": "user", "content": "word"}] * 50_000,
+        {"role": "assistant", "content": [{"type": "text", "text": "I look."}]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, result]},
+    ]
+    body = CountBody.model_validate({"model": "tiny", "messages": messages})
+    begun = time.process_time()
+    chat = prompt_of(body, thinks=False)
+    assert time.process_time() - begun < 2.0
+    assert [turn.role for turn in chat.messages] == ["user", "assistant", "tool", "tool"]
+    assert chat.messages[0].content == "\n".join(["word"] * 50_000)
+    assert (chat.messages[1].content, len(chat.messages[1].tool_calls)) == ("I look.", 1)
 
 
 def test_loopback_rule() -> None:
