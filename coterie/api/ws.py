@@ -75,10 +75,18 @@ class InferSocket:
         origin = websocket.headers.get("origin")
         if origin is None or origin in self.origins or "*" in self.origins:
             return
-        if urlsplit(origin).netloc != websocket.headers.get("host"):
+        if _place(origin) != websocket.headers.get("host"):
             raise Forbidden(
                 "this origin may not connect: the server's cors_origins does not name it"
             )
+
+
+def _place(origin: str) -> str | None:
+    """Host and port; None of what is no address."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 async def _refuse(websocket: WebSocket, response: Response) -> None:

@@ -73,8 +73,9 @@ class Talk:
                 )
             asked = self._reception.receive(payload, Caller(self._tenant, arrived_at))
             inference = Inference(self._service, asked)
-        except CoterieError as error:
-            await self._say(ERROR, error_message(error), {"request_id": tag} if tag else {})
+        except Exception as error:
+            typed = _typed(error, "")
+            await self._say(ERROR, error_message(typed), {"request_id": tag} if tag else {})
             return
         exchange = Exchange(inference.job_id, OPENAI, arrived_at, self._tenant)
         task = asyncio.create_task(self._answer(inference, exchange, tag))
@@ -88,7 +89,7 @@ class Talk:
         if len(payload) > 1 or not isinstance(job_id, str):
             raise InvalidRequest('a cancellation is {"cancel": job_id}', param="cancel")
         task = self._running.get(job_id)
-        if task is None:
+        if task is None or task.cancelling():
             raise NotFound("no such job runs on this connection", param="job_id")
         task.cancel()
 
@@ -102,10 +103,11 @@ class Talk:
                     if frame is not None:
                         await self._say(*frame, marks)
         except asyncio.CancelledError:
-            exchange.status = CLIENT_CLOSED
-            if not self._is_open:
-                raise
-            await self._say(*inference.aborted(), marks)
+            # where it had ended, the last frame is on its way
+            if not inference.answer.ended:
+                exchange.status = CLIENT_CLOSED
+                if self._is_open:
+                    await self._say(*inference.aborted(), marks)
         except Exception as error:
             typed = _typed(error, inference.job_id)
             exchange.status = status_of(typed, OPENAI)
@@ -125,7 +127,7 @@ def _typed(error: Exception, job_id: str) -> CoterieError:
     if isinstance(error, CoterieError):
         return error
     log_fault(error, job_id)
-    return InternalError("the server failed in the middle of the answer")
+    return InternalError("the server failed to answer")
 
 
 def error_message(error: CoterieError) -> dict[str, Any]:

@@ -69,6 +69,21 @@ def test_one_request_is_cancelled_and_another_goes_on(server: Served) -> None:
     assert heard["short"][-1]["finish_reason"] == "length"
 
 
+def test_a_second_cancellation_finds_nothing_to_cancel(server: Served) -> None:
+    with dial(server) as socket:
+        say(socket, prompt="tell a long story", max_tokens=400, request_id="long")
+        job_id = hear(socket)["job_id"]
+        for _ in range(3):
+            say(socket, cancel=job_id)
+        heard = until_ended(socket, 3)
+        say(socket, prompt="short", max_tokens=2, request_id="short")
+        heard |= until_ended(socket)
+    ends = [event for event in heard["long"] if event["event"] == "finished"]
+    assert [event["finish_reason"] for event in ends] == ["abort"]
+    assert [event["error"]["code"] for event in heard[""]] == ["job_not_found"] * 2
+    assert [event["event"] for event in heard["short"]][-1] == "finished"
+
+
 def test_refusals_are_events_and_leave_the_connection_open(server: Served) -> None:
     with dial(server) as socket:
         for fields, param in (
@@ -137,9 +152,10 @@ def test_keys_by_header_and_by_subprotocol(strict_server: Served) -> None:
 
 
 def test_pages_of_other_origins_cannot_connect(server: Served) -> None:
-    with pytest.raises(InvalidStatus) as refused:
-        dial(server, origin="https://elsewhere.example")
-    assert refused.value.response.status_code == 403
+    for origin in ("https://elsewhere.example", "http://[", "null"):
+        with pytest.raises(InvalidStatus) as refused:
+            dial(server, origin=origin)
+        assert refused.value.response.status_code == 403
     with dial(server, origin=server.url) as socket:
         say(socket, prompt="hello", max_tokens=1)
         assert until_ended(socket)[""][-1]["event"] == "finished"
