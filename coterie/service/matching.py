@@ -78,7 +78,7 @@ class Matching:
                 # requests go on with the one before, or with the base model alone
                 self._error = error
                 log("matcher_failed", level="error", error=error)
-                return
+                continue
             self._matcher = matcher if self._wanted else None
             took_ms = round((perf_counter() - begun) * 1e3, 3)
             log("matcher_ready", state=f"{len(built)} experts", duration_ms=took_ms)

@@ -78,6 +78,27 @@ def test_the_last_catalog_wins_and_nobody_waits() -> None:
     assert shop.threads == {("matcher", True)}
 
 
+def test_a_catalog_that_came_while_a_build_failed_gets_its_own() -> None:
+    shop = Workshop()
+    shop.fail = True
+
+    async def main() -> None:
+        matching = Matching(shop.build)
+        matching.follow([profile("broken")])
+        await asyncio.to_thread(shop.begun.wait, 10)
+        matching.follow([profile("a")])
+        shop.let.set()
+        while not shop.built:
+            await asyncio.sleep(0)
+        shop.fail = False
+        await matching.settled()
+        assert shop.built == [("broken",), ("a",)]
+        assert matching.matcher is not None and matching.matcher.threshold == 0.02
+        await matching.close()
+
+    asyncio.run(main())
+
+
 def test_closing_while_one_is_being_built() -> None:
     shop = Workshop()
 
