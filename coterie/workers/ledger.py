@@ -55,6 +55,8 @@ class Ledger:
         self._entries: dict[str, Entry] = {}
         # entries that the running worker does not have
         self._waiting = 0
+        # it let a deadline pass and has said nothing since
+        self._is_late = False
         self._emptied = asyncio.Event()
         self._emptied.set()
 
@@ -72,7 +74,8 @@ class Ledger:
 
     @property
     def working(self) -> bool:
-        return len(self._entries) > self._waiting
+        """The running worker has something to say."""
+        return self._is_late or len(self._entries) > self._waiting
 
     async def emptied(self) -> None:
         await self._emptied.wait()
@@ -114,6 +117,7 @@ class Ledger:
 
     def take(self, report: Report) -> None:
         """Settle verdicts and pass events on, in the order a report promises."""
+        self._is_late = False
         entries = self._entries
         for request_id, admitted in report.admitted:
             if request_id in entries and not entries[request_id].verdict.done():
@@ -137,6 +141,7 @@ class Ledger:
 
     def crashed(self) -> None:
         """The worker died. Who was present is counted; who cannot be retried ends here."""
+        self._is_late = False
         for entry in list(self._entries.values()):
             if not entry.present:
                 continue
@@ -182,6 +187,7 @@ class Ledger:
         if entry is None:
             return
         log("deadline_missed", level="warning", request_id=request_id)
+        self._is_late |= entry.present
         for choice in range(len(entry.emitted)):
             if choice not in entry.finished:
                 _take_delta(entry, Delta(request_id, choice, "", (), finish_reason="timeout"))

@@ -175,6 +175,33 @@ def test_a_silent_worker_is_killed_and_replaced() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.full
+def test_a_silent_worker_is_replaced_though_its_requests_have_ended() -> None:
+    """Deadlines end requests without the worker: that must not hide that it is hung."""
+
+    async def test() -> None:
+        replica = ProcessReplica(tiny_spec(), Restart(0.05, 0.2, hang_s=1.2))
+        await replica.start()
+        try:
+            hung = replica.pid
+            assert hung is not None
+            os.kill(hung, signal.SIGSTOP)
+            for number in range(12):
+                if replica.pid != hung:
+                    break
+                asked = replace(assign(f"a{number}"), deadline=time.monotonic() + 0.02)
+                end = (await begin(replica, asked)).end
+                assert isinstance(end, Finished) and end.choices == ("timeout",)
+            assert replica.pid != hung
+            await until_healthy(replica)
+            again = await begin(replica, assign("after"))
+            assert isinstance(await again.ended(), Finished) and len(again.tokens()) == 16
+        finally:
+            await replica.close()
+
+    asyncio.run(test())
+
+
 def test_drain_survives_a_crash() -> None:
     async def test() -> None:
         replica = ProcessReplica(tiny_spec(), QUICK)

@@ -215,3 +215,19 @@ async def test_a_deadline_that_was_kept_says_nothing_more() -> None:
     assert len(events) == 1 and len(ledger) == 0
     waiting = [handle for handle in asyncio.get_running_loop()._scheduled if not handle._cancelled]  # type: ignore[attr-defined]
     assert not waiting
+
+
+@on_loop
+async def test_a_worker_owes_a_word_for_the_deadline_it_missed() -> None:
+    ledger = Ledger()
+    for heard in (lambda: ledger.take(Report()), ledger.crashed):
+        ledger.open(replace(assign("a"), deadline=time.monotonic()), lambda event: None)
+        await asyncio.sleep(LATE_S + 0.05)
+        assert len(ledger) == 0 and ledger.working
+        heard()
+        assert not ledger.working
+    # one that no worker had is nobody's fault
+    ledger.open(replace(assign("b"), deadline=time.monotonic()), lambda event: None)
+    ledger.postpone("b")
+    await asyncio.sleep(LATE_S + 0.05)
+    assert len(ledger) == 0 and not ledger.working
