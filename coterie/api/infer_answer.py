@@ -19,7 +19,7 @@ from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings
 from coterie.core.outcome import InferenceResult
 from coterie.core.plan import RoutePlan
 from coterie.core.request import InferenceRequest
-from coterie.service.answer import AnswerBuilder, expert_plan, names_of
+from coterie.service.answer import AnswerBuilder, names_of
 from coterie.service.deadline import Events, until_deadline
 
 STARTED, DELTA, FINISHED, ERROR = "started", "delta", "finished", "error"
@@ -108,7 +108,8 @@ class Inference:
             "task_type": "" if trace is None else trace.task_type,
             "degraded": () if trace is None else trace.degraded,
         }
-        return fields | ({"plan": expert_plan(plan)} if self.answer.explain else {})
+        told = self.answer.told_plan()
+        return fields if told is None else fields | {"plan": told}
 
 
 async def _format_named(events: Events, field: str) -> Events:

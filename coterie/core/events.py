@@ -53,6 +53,8 @@ class Started:
     cached_tokens: int
     # only when sampling.prompt_logprobs was asked; the first token has none
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    # most tokens of a choice; the gateway fills it in, once it knows what room there is
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

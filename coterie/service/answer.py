@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from coterie.core.errors import CoterieError, from_code
-from coterie.core.events import Delta, Event, Failed, Finished
+from coterie.core.events import Delta, Event, Failed, Finished, Started
 from coterie.core.outcome import InferenceResult
 from coterie.core.plan import RoutePlan
 from coterie.core.request import Chat, Prompt, Text
@@ -23,6 +23,7 @@ class AnswerBuilder:
         self.finished: Finished | None = None
         self.error: CoterieError | None = None
         self._texts: list[str] = []
+        self._max_tokens: int | None = None
 
     @property
     def ended(self) -> bool:
@@ -37,10 +38,16 @@ class AnswerBuilder:
         if isinstance(event, Delta):
             if event.choice == 0:
                 self._texts.append(event.text)
+        elif isinstance(event, Started):
+            self._max_tokens = event.max_tokens
         elif isinstance(event, Finished):
             self.finished = event
         elif isinstance(event, Failed):
             self.error = from_code(event.code, event.message, retry_after_s=event.retry_after_s)
+
+    def told_plan(self) -> dict[str, Any] | None:
+        """Where it was asked for."""
+        return expert_plan(self.plan, self._max_tokens) if self.explain else None
 
     def result(self) -> InferenceResult:
         """Raises what the request failed with."""
@@ -61,7 +68,7 @@ class AnswerBuilder:
             degraded=() if trace is None else trace.degraded,
             validation=finished.validation,
             metrics=finished.metrics,
-            plan=expert_plan(self.plan) if self.explain else None,
+            plan=self.told_plan(),
         )
 
 
@@ -76,15 +83,16 @@ def names_of(plan: RoutePlan) -> tuple[str, ...]:
     return tuple(adapter.name.partition("@")[0] for adapter in plan.adapters)
 
 
-def expert_plan(plan: RoutePlan) -> dict[str, Any]:
-    """The plan in the words of the native API."""
+def expert_plan(plan: RoutePlan, max_tokens: int | None = None) -> dict[str, Any]:
+    """The plan in the words of the native API. `max_tokens` is what became of the caller's or the
+    tuned one, where that is known."""
     sampling = asdict(plan.sampling)
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     params = {name: sampling[name] for name in names}
     return {
         "experts": [asdict(adapter) for adapter in plan.adapters],
         "composition_order": [adapter.name for adapter in plan.adapters],
-        "generation_params": params | {"max_tokens": plan.tuned.max_tokens},
+        "generation_params": params | {"max_tokens": max_tokens or plan.tuned.max_tokens},
         "prompt_modified": None if plan.tuned.prompt is None else _text(plan.tuned.prompt),
         "confidence": plan.confidence,
         "reasons": list(plan.reasons),

@@ -29,6 +29,7 @@ async def assignment(run: Run, virtual_tokens: int, grammars: GrammarCheck) -> A
     check_tokens(prompt_ids, plan.sampling, served.tokenizer.vocab_size)
     _check_choices(run)
     limits = _limits(run, len(prompt_ids), virtual_tokens)
+    run.max_tokens = limits.max_tokens
     if run.response_format is not None:
         await _check_format(run, run.response_format, grammars)
     return Assignment(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from coterie.core.errors import CoterieError, Unavailable
@@ -126,6 +126,7 @@ class Pipeline:
                                 run.texts.append(event.text)
                         elif isinstance(event, Started):
                             lease.start()
+                            event = replace(event, max_tokens=run.max_tokens)
                         else:
                             event = await self._ended(run, event, meter)
                             ended = True

@@ -59,6 +59,17 @@ def test_the_plan_is_told_when_it_is_asked_for(server: Served) -> None:
     assert plan["reasoning_trace"]["language"] and plan["reasons"]
     started = frames(server.post("/v1/infer", ask(explain=True, stream=True)).body)[0][1]
     assert started["plan"]["composition_order"] == []
+    assert plan["generation_params"]["max_tokens"] == 6
+    assert started["plan"]["generation_params"]["max_tokens"] == 6
+
+
+def test_a_length_of_ours_is_told_as_it_was_cut(server: Served) -> None:
+    """The task type's own is longer than what is left of the context."""
+    body = ask(explain=True, max_tokens=None, context_size=64)
+    answer = server.post("/v1/infer", body).json
+    room = 64 - answer["metrics"]["input_tokens"]
+    assert answer["plan"]["generation_params"]["max_tokens"] == room > 0
+    assert answer["tokens_generated"] <= room
 
 
 @pytest.mark.parametrize(
