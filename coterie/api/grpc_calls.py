@@ -12,15 +12,16 @@ from coterie.api.body import check
 from coterie.api.feedback import FeedbackBody
 from coterie.api.grpc_door import Call, GrpcDoor, handler
 from coterie.api.grpc_values import fields_of, message_of
+from coterie.api.infer import submit
 from coterie.api.infer_answer import Frame, Inference, Service, answer_fields
 from coterie.api.infer_parse import Asked, Reception
 from coterie.api.infer_types import MAX_TIMEOUT_MS
-from coterie.api.jobs import accepted, view
+from coterie.api.jobs import view
 from coterie.api.jobs_events import frame_of
 from coterie.api.jobs_types import JobParameters
 from coterie.api.proto.coterie.v1 import inference_pb2 as pb
 from coterie.core.events import Failed, Finished
-from coterie.core.job import JobQuery, JobSpec
+from coterie.core.job import JobQuery
 from coterie.service.jobs import JobService
 from coterie.service.records import Records
 
@@ -63,8 +64,7 @@ class InferenceCalls:
     async def submit_job(self, request: pb.InferRequest, call: Call) -> pb.JobSubmission:
         # the deadline is the call's, not the job's
         asked = self._behind.reception.receive(fields_of(request), call.caller())
-        spec = JobSpec(asked.request, asked.user_id or "", asked.explain)
-        answer = accepted(await self._behind.jobs.submit(spec))
+        answer = await submit(self._behind.jobs, asked)
         return message_of(pb.JobSubmission, bytes(answer.body))
 
     async def get_job(self, request: pb.JobRequest, call: Call) -> pb.Job:

@@ -8,11 +8,12 @@ from starlette.responses import Response
 from coterie.api.body import read
 from coterie.api.errors import encode
 from coterie.api.exchange import exchange_of, receipt
-from coterie.api.infer_answer import Inference, InferStream, Service, answer_fields
+from coterie.api.infer_answer import Inference, InferStream, Service, answer_fields, named
 from coterie.api.infer_parse import Asked, Caller, Reception
 from coterie.api.inference import steering_of
 from coterie.api.jobs import accepted
 from coterie.api.sse import EventStream, while_connected
+from coterie.core.errors import CoterieError
 from coterie.core.job import JobSpec
 from coterie.service.jobs import JobService
 
@@ -33,8 +34,7 @@ class InferEndpoints:
         """Answer a prompt with the experts that suit it: whole, streamed, or later as a job."""
         asked = self._receive(request, await read(request, self.max_body_bytes))
         if prefers_job(request):
-            spec = JobSpec(asked.request, asked.user_id or "", asked.explain)
-            return accepted(await self.jobs.submit(spec))
+            return await submit(self.jobs, asked)
         exchange = exchange_of(request.scope)
         inference = Inference(self.service, asked)
         receipt(exchange, inference.plan)
@@ -50,6 +50,15 @@ class InferEndpoints:
         session = (steering.session or "")[:MAX_SESSION]
         caller = Caller(exchange.tenant, exchange.arrived_at, session, steering.timeout_s)
         return self.reception.receive(raw, caller)
+
+
+async def submit(jobs: JobService, asked: Asked) -> Response:
+    """Accepted as a job, or refused in the words of this API."""
+    spec = JobSpec(asked.request, asked.user_id or "", asked.explain)
+    try:
+        return accepted(await jobs.submit(spec))
+    except CoterieError as error:
+        raise named(error, "experts", "force_experts") from None
 
 
 def prefers_job(request: Request) -> bool:

@@ -43,7 +43,7 @@ class Inference:
         try:
             events = service.handle(asked.request, tell=plans.append)
         except CoterieError as error:
-            raise _named(error, "experts", "force_experts") from None
+            raise named(error, "experts", "force_experts") from None
         self.job_id = asked.request.id
         self.plan = plans[0]
         self.answer = AnswerBuilder(self.job_id, self.plan, explain=asked.explain)
@@ -118,10 +118,10 @@ async def _format_named(events: Events, field: str) -> Events:
             async for event in events:
                 yield event
         except CoterieError as error:
-            raise _named(error, _FORMAT, field) from None
+            raise named(error, _FORMAT, field) from None
 
 
-def _named(error: CoterieError, theirs: str, ours: str) -> CoterieError:
+def named(error: CoterieError, theirs: str, ours: str) -> CoterieError:
     """Deeper down a field has the vendors' name."""
     if error.param == theirs:
         error.param = ours

@@ -61,7 +61,7 @@ class Names:
 
     def resolve(self, hints: RouteHints) -> Route:
         """Refuses names that do not exist, and adapters that do not fit or get along."""
-        asked = self.read(hints)
+        asked, barred = self.read(hints), self.excluded(hints.exclude)
         if not asked.adapters:
             return Route(asked.base or self.default)
         num_in_model = len(asked.adapters) - len(hints.adapters)
@@ -74,7 +74,7 @@ class Names:
                 "an expert is named twice in one request; give it once, with its weight",
                 param="experts",
             )
-        stack = self._completed([self._catalog.profile(card) for card in cards], hints.exclude)
+        stack = self._completed([self._catalog.profile(card) for card in cards], barred)
         weights = [hint.weight for hint in asked.adapters] + [1.0] * (len(stack) - len(cards))
         chosen = tuple(
             AdapterChoice(called(profile), profile.card.digest, weight)
@@ -114,7 +114,7 @@ class Names:
         return tuple(found)
 
     def _completed(
-        self, named: list[AdapterProfile], exclude: Sequence[str]
+        self, named: list[AdapterProfile], barred: Sequence[str]
     ) -> list[AdapterProfile]:
         """`named`, then what they require by load_order. Refuses stacks that cannot be."""
         stack = with_required(named, self.find)
@@ -134,7 +134,6 @@ class Names:
                 f"and {len(stack) - 1} are asked for",
                 param="experts",
             )
-        barred = self.excluded(exclude)
         for profile in stack:
             if any(means(name, profile) for name in barred):
                 raise InvalidRequest(

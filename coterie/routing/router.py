@@ -112,9 +112,6 @@ class Router:
     def _by_name(self, request: InferenceRequest, asked: Asked) -> _Deciding:
         hints = request.hints
         route = self._names.resolve(hints)
-        if hints.exclude:
-            # nothing is chosen here; a name that does not exist is refused all the same
-            self._names.excluded(hints.exclude)
         reason = "default specialist" if asked == NOBODY else "named by the caller"
         if asked == NOBODY and not self._settings.enabled:
             reason = "default specialist: routing is off"

@@ -95,6 +95,23 @@ def test_refusals_keep_their_status_also_when_streamed(
         assert named == param, error
 
 
+@pytest.mark.parametrize("field", ["force_experts", "exclude_experts"])
+def test_unknown_experts_are_refused_alike_on_every_road(server: Served, field: str) -> None:
+    body = ask() | {field: ["nobody"]}
+    told = [
+        (reply.status, reply.json["error"])
+        for reply in (
+            server.post("/v1/infer", body),
+            server.post("/v1/infer", body | {"stream": True}),
+            server.post("/v1/infer", body, Prefer="respond-async"),
+        )
+    ]
+    status, error = told[0]
+    assert status == 404 and error["param"] == field
+    assert error["message"].startswith("The expert `nobody`")
+    assert told == [told[0]] * 3
+
+
 def test_context_size_caps_prompt_and_output(server: Served) -> None:
     used = server.post("/v1/infer", ask()).json["metrics"]["input_tokens"]
     answer = server.post("/v1/infer", {"prompt": "hello there", "context_size": used + 9}).json
