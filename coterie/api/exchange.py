@@ -148,10 +148,14 @@ def log_fault(error: Exception, request_id: str) -> None:
     log("unhandled error", level="error", error=error, request_id=request_id)
 
 
+def note_specialist(exchange: Exchange, name: str) -> None:
+    safe = "".join(char for char in name if " " < char < "\x7f")
+    exchange.headers["x-coterie-specialist"] = safe[:128]
+
+
 def receipt(exchange: Exchange, plan: RoutePlan) -> None:
     """What the request runs on, known before its first byte goes out."""
-    name = "".join(char for char in plan.specialist if " " < char < "\x7f")
-    exchange.headers["x-coterie-specialist"] = name[:128]
+    note_specialist(exchange, plan.specialist)
     exchange.headers["x-coterie-confidence"] = f"{plan.confidence:.4f}"
     if plan.adapters:
         stack = (f"{item.name}#{item.digest[:8]}" for item in plan.adapters)

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from coterie.api.collect import Answer
-from coterie.api.exchange import Exchange, exchange_of, receipt
+from coterie.api.exchange import Exchange, exchange_of, note_specialist, receipt
 from coterie.api.sse import Events
 from coterie.api.tools import Toolbox
 from coterie.core.errors import InvalidRequest
@@ -160,7 +160,7 @@ class Answerer:
 def answerer(service: Service, hints: RouteHints, steering: Steering) -> Answerer:
     """Who will answer to these names, noted for the receipt header."""
     specialist = service.resolve(hints)
-    steering.exchange.headers["x-coterie-specialist"] = _header(specialist)
+    note_specialist(steering.exchange, specialist)
     name = hints.model if hints.model and hints.model != AUTO else specialist
     return Answerer(name, specialist, service.tokenizer(specialist))
 
@@ -170,10 +170,6 @@ def events_of(service: Service, request: InferenceRequest, exchange: Exchange) -
     events = service.handle(request, tell=partial(receipt, exchange))
     assert isinstance(events, AsyncGenerator)
     return events
-
-
-def _header(name: str) -> str:
-    return "".join(char for char in name if " " < char < "\x7f")[:128]
 
 
 def account(exchange: Exchange, answer: Answer) -> None:
