@@ -91,3 +91,5 @@ class AdapterProfile:
     template: str = ""
     # share of its held-out items it got right; None = not judged
     quality: float | None = None
+    # most that it can take beside a model; 0 = nobody knows
+    device_bytes: int = 0

@@ -1,6 +1,7 @@
-"""What of a plan's adapters the engine has room for, by their true bytes and KV tokens.
+"""What of a plan's adapters the engine has room for, by the most bytes that they may take there and
+their KV tokens.
 
-Only what could never run is left out: a stack that fits and finds others in its place waits. Knows
+Only what might never run is left out: a stack that fits and finds others in its place waits. Knows
 no scheduling; values in, values out.
 """
 
@@ -99,10 +100,14 @@ def told(plan: RoutePlan, left: Sequence[Left]) -> RoutePlan:
 
 
 def _fits(profiles: Iterable[AdapterProfile], room: Room) -> bool:
-    cards = [profile.card for profile in profiles]
-    nbytes = sum(card.nbytes for card in cards)
-    tokens = sum(card.num_virtual_tokens for card in cards)
+    stack = list(profiles)
+    nbytes = sum(_nbytes(profile) for profile in stack)
+    tokens = sum(profile.card.num_virtual_tokens for profile in stack)
     return nbytes <= room.nbytes and (not tokens or tokens + MIN_TOKENS <= room.tokens)
+
+
+def _nbytes(profile: AdapterProfile) -> int:
+    return profile.device_bytes or profile.card.nbytes
 
 
 def _with_required(digest: str, known: dict[str, AdapterProfile]) -> dict[str, AdapterProfile]:
@@ -124,5 +129,6 @@ def _why(profile: AdapterProfile, room: Room) -> str:
     card = profile.card
     if card.num_virtual_tokens and card.num_virtual_tokens + MIN_TOKENS > room.tokens:
         return f"its {card.num_virtual_tokens} soft tokens leave no place in {room.tokens}"
-    alone = "" if card.nbytes > room.nbytes else " beside the others"
-    return f"its {card.nbytes / 1e6:.1f} MB do not fit{alone} in {room.nbytes / 1e6:.1f} MB"
+    nbytes = _nbytes(profile)
+    alone = "" if nbytes > room.nbytes else " beside the others"
+    return f"its {nbytes / 1e6:.1f} MB do not fit{alone} in {room.nbytes / 1e6:.1f} MB"

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from coterie.adapters.base import Adapter, Change
 from coterie.adapters.compose import compose
+from coterie.adapters.image import Image
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.kernels import patched
 from coterie.kernels.linear import ReferenceLinear
 from coterie.kernels.patch import Segment, Stack
 from coterie.models.adapt import Matrix
 from coterie.models.reader import BiasedLinear
+from coterie.packages.device_size import device_bytes
 from coterie.weights.quantize import Dense
 
 INNER, OUTER, PATH = 24, 40, "model.layers.0.self_attn.q_proj"
@@ -112,6 +116,34 @@ def test_random_stacks(seed: int) -> None:
     got = model.run(x, Stack("k", 0, made.patches))
     assert float((got - want).abs().max()) < 2e-5 * max(1.0, float(want.abs().max()))
     assert made.nbytes == sum(patch.nbytes for patch in made.patches.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_files_tell_the_most_that_a_stack_can_take(dtype: torch.dtype, tmp_path: Path) -> None:
+    """And, in fp32, hardly more: alignment alone."""
+    generator = torch.Generator().manual_seed(5)
+    model = OneMatrix(0, biased=True, shuffled=False)
+
+    def saved(adapter: Adapter) -> int:
+        change = adapter.changes[PATH]
+        tensors = {
+            "lora_A.weight": change.a, "lora_B.weight": change.b,
+            "lora_magnitude_vector": change.magnitude, "ia3_l": change.vector,
+        }  # fmt: skip
+        path = tmp_path / "adapter.safetensors"
+        named = {f"base_model.model.{PATH}.{name}": part for name, part in tensors.items()}
+        named["base_model.model.lm_head.base_layer.weight"] = torch.zeros(1000, 16)
+        save_file({name: part for name, part in named.items() if part is not None}, path)
+        return device_bytes(path)
+
+    for count in range(30):
+        kinds = torch.randint(0, 4, (1 + count % 5,), generator=generator).tolist()
+        stack = [drawn(("lora", "dora", "ia3", "ia3_inner")[k], generator, dtype) for k in kinds]
+        taken = Image(compose([(adapter, 0.7) for adapter in stack], model)).nbytes
+        most = sum(saved(adapter) for adapter in stack)
+        assert most % 256 == 0 and taken <= most
+        if dtype == torch.float32 and kinds == [0]:
+            assert most < taken + 256
 
 
 def test_bf16_stays_where_nothing_is_lost() -> None:

@@ -102,6 +102,7 @@ def test_a_server_with_little_room_answers_with_fewer(small_home: Path) -> None:
     """59 KB each: two do not fit; by name and by content, and an expert larger than all room."""
 
     async def prepare(pipeline: Pipeline) -> None:
+        await install(pipeline, small_home, "half", seed=3, options={"dtype": "float16", "r": 10})
         await install(pipeline, small_home, "sql", seed=0)
         await install(pipeline, small_home, "haiku", seed=1)
         await install(pipeline, small_home, "dates", seed=2, options={"r": 16})
@@ -126,7 +127,10 @@ def test_a_server_with_little_room_answers_with_fewer(small_home: Path) -> None:
             forced = await answer(pipeline, ask(hints={"adapters": (AdapterHint("dates"),)}))
             assert forced.experts == [] and forced.text
             assert "dropped dates@1.0.0" in forced.plan.reasons[-1]
-            assert 'coterie_degraded_total{model_name="tiny"} 3' in pipeline.metrics_text()
+            # small enough in its file; in fp32, as it is computed, it is not
+            half = await answer(pipeline, ask(hints={"adapters": (AdapterHint("half"),)}))
+            assert half.experts == [] and half.text
+            assert 'coterie_degraded_total{model_name="tiny"} 4' in pipeline.metrics_text()
             # a vendor's dialect has no place to say so: exactly what was named, or a refusal
             exact = {"adapters": (AdapterHint("dates"),), "tune": False}
             with pytest.raises(CoterieError, match="room"):
