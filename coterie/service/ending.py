@@ -5,6 +5,7 @@ Turns the engine's last event into the one that leaves the system. Knows no repl
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from coterie.core.events import Failed, Finished
@@ -19,13 +20,27 @@ from coterie.service.run import Run
 from coterie.service.validate.base import Context
 from coterie.service.validate.validators import Validators
 
+# answers that are being judged when the server ends are waited for so long
+SETTLE_S = 3.0
+
 
 class Ending:
     def __init__(self, validators: Validators, records: Records) -> None:
         self._validators, self._records = validators, records
+        self._judging = 0
+
+    async def settled(self) -> None:
+        """Returns when nobody is being judged; not much later than that, whatever happens."""
+        give_up_at = time.monotonic() + SETTLE_S
+        while self._judging and time.monotonic() < give_up_at:
+            await asyncio.sleep(0.01)
 
     async def finished(self, run: Run, event: Finished) -> Finished:
-        validation = await self._validated(run, event)
+        self._judging += 1
+        try:
+            validation = await self._validated(run, event)
+        finally:
+            self._judging -= 1
         metrics = metrics_of(run, event, validation)
         # before the answer leaves: whoever asks about it later finds it
         self._write(run, metrics, _outcome(run, event, validation))

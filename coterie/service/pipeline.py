@@ -87,6 +87,7 @@ class Pipeline:
         await self.jobs.close()
         self._draining = True
         await self._roster.close()
+        await self._ending.settled()
         await self.records.close()
         await self._validators.close()
         self._grammars.close()

@@ -16,10 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from coterie.adapters.library import Library
 from coterie.core.errors import InvalidRequest
 from coterie.core.events import Delta, Finished
-from coterie.core.outcome import InferenceMetrics
+from coterie.core.outcome import InferenceMetrics, ValidationResult
 from coterie.core.request import AdapterHint, ResponseFormat
 from coterie.service.pipeline import Pipeline
-from coterie.service.record_store import Question
+from coterie.service.record_store import Question, RecordStore
 from tests.api.served import own_home
 from tests.service.routed import PROMPTS, UNRELATED, answer, ask, install, serving
 
@@ -338,6 +338,33 @@ def test_an_answer_that_is_left_while_it_is_judged_is_in_the_log(
         assert (row.finish_reason, row.output_tokens) == ("abort", 12)
 
     on_road(test)
+
+
+def test_a_server_that_ends_writes_down_whom_it_judges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COTERIE_HOME", str(own_home(tmp_path / "home")))
+
+    async def test() -> InferenceMetrics | None:
+        async with serving() as pipeline:
+            judged = asyncio.Event()
+
+            async def slowly(*_: object) -> ValidationResult:
+                judged.set()
+                await asyncio.sleep(0.5)
+                return ValidationResult(False, "slow")
+
+            monkeypatch.setattr(pipeline._validators, "validate", slowly)
+            reading = asyncio.ensure_future(answer(pipeline, ask()))
+            await judged.wait()
+            await pipeline.drain()
+        return (await reading).end.metrics
+
+    found = asyncio.run(test())
+    assert found is not None and found.validation_passed is False
+    store = RecordStore(tmp_path / "home" / "state" / "records.db", 10)
+    assert store.query(Question("t")).rows == (found,)
+    store.close()
 
 
 def test_what_was_refused_is_not_in_the_log(on_road: Road) -> None:
