@@ -68,10 +68,10 @@ def explain(args: argparse.Namespace) -> int:
         raise ConfigError("PROMPT and --body cannot both be read from stdin", param="body")
     if args.max_experts is not None and not 1 <= args.max_experts <= 10:
         raise ConfigError("--max-experts must be from 1 to 10", param="max_experts")
-    prompt = _read("-") if args.prompt == "-" else args.prompt
+    prompt = _legible(_read("-") if args.prompt == "-" else args.prompt)
     if not prompt.strip():
         raise ConfigError("the prompt is empty", param="prompt")
-    plan = asyncio.run(_plan(args, prompt, "" if args.body is None else _read(args.body)))
+    plan = asyncio.run(_plan(args, prompt, "" if args.body is None else _legible(_read(args.body))))
     return show(args, _report(plan), _text(plan, args.rows))
 
 
@@ -83,6 +83,11 @@ def _read(source: str) -> str:
             return file.read(MAX_PROMPT_BYTES)
     except OSError as error:
         raise ConfigError(f"cannot read {source}: {error.strerror}", param="body") from error
+
+
+def _legible(text: str) -> str:
+    """Bytes that are no UTF-8 come as halves of surrogate pairs, which nothing can write."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 async def _plan(args: argparse.Namespace, prompt: str, body: str) -> RoutePlan:

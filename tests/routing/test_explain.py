@@ -103,6 +103,8 @@ def test_a_document_and_standard_input(
     assert features["has_document"] and features["has_json"]
     monkeypatch.setattr("sys.stdin", io.StringIO("Make a URL slug: Hello World"))
     assert told(capsys, "-")["composition_order"] == ["slug@1.0.0"]
+    # a byte that is no UTF-8, as Python hands it over
+    assert told(capsys, "Make a URL slug: Hello \udcff")["composition_order"] == ["slug@1.0.0"]
     assert "cannot read" in refused(capsys, "x", "--body", str(tmp_path / "none"))
     assert "both" in refused(capsys, "-", "--body", "-")
     assert "empty" in refused(capsys, "  ")
