@@ -55,7 +55,7 @@ class AnthropicDialect:
         if body.stream:
             return EventStream(events, MessageStream(shape), steering.exchange)
         answer = await while_connected(request.receive, collect(events, 1))
-        account(steering.exchange, answer)
+        account(steering.exchange, answer.finished)
         return Response(anthropic_render.whole(shape, answer), media_type=JSON)
 
     async def count_tokens(self, request: Request) -> Response:

@@ -10,7 +10,7 @@ from coterie.api.errors import encode
 from coterie.api.exchange import exchange_of, receipt
 from coterie.api.infer_answer import Inference, InferStream, Service, answer_fields, named
 from coterie.api.infer_parse import Asked, Caller, Reception
-from coterie.api.inference import steering_of
+from coterie.api.inference import account, steering_of
 from coterie.api.jobs import accepted
 from coterie.api.sse import EventStream, while_connected
 from coterie.core.errors import CoterieError
@@ -41,7 +41,8 @@ class InferEndpoints:
         if asked.stream:
             return EventStream(inference.events, InferStream(inference), exchange)
         result = await while_connected(request.receive, inference.result())
-        exchange.prompt_tokens, exchange.completion_tokens = inference.tokens()
+        assert inference.answer.finished is not None
+        account(exchange, inference.answer.finished)
         return Response(encode(answer_fields(result)), media_type=JSON)
 
     def _receive(self, request: Request, raw: bytes) -> Asked:

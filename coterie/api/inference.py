@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from coterie.api.collect import Answer
 from coterie.api.exchange import Exchange, exchange_of, note_specialist, receipt
 from coterie.api.sse import Events
 from coterie.api.tools import Toolbox
 from coterie.core.errors import InvalidRequest
-from coterie.core.events import Event
+from coterie.core.events import Event, Finished
 from coterie.core.plan import RoutePlan
 from coterie.core.request import (
     AUTO,
@@ -172,8 +171,8 @@ def events_of(service: Service, request: InferenceRequest, exchange: Exchange) -
     return events
 
 
-def account(exchange: Exchange, answer: Answer) -> None:
+def account(exchange: Exchange, finished: Finished) -> None:
     """Notes what the log line and the receipt headers say."""
-    exchange.prompt_tokens = answer.usage.prompt_tokens
-    exchange.completion_tokens = answer.usage.completion_tokens
-    exchange.headers["x-coterie-queue-ms"] = f"{answer.finished.timings.queue_s * 1000:.0f}"
+    exchange.prompt_tokens = finished.usage.prompt_tokens
+    exchange.completion_tokens = finished.usage.completion_tokens
+    exchange.headers["x-coterie-queue-ms"] = f"{finished.timings.queue_s * 1000:.0f}"

@@ -54,7 +54,7 @@ class OpenAIDialect:
         if body.stream:
             return EventStream(events, ChatStream(shape), steering.exchange)
         answer = await while_connected(request.receive, collect(events, shape.num_choices))
-        account(steering.exchange, answer)
+        account(steering.exchange, answer.finished)
         return Response(openai_chat.whole(shape, answer), media_type=JSON)
 
     async def completions(self, request: Request) -> Response:
@@ -69,7 +69,7 @@ class OpenAIDialect:
             return EventStream(events, TextStream(shape), steering.exchange)
         total = shape.num_choices * shape.num_prompts
         answer = await while_connected(request.receive, collect(events, total))
-        account(steering.exchange, answer)
+        account(steering.exchange, answer.finished)
         return Response(openai_text.whole(shape, answer), media_type=JSON)
 
     async def _chat_shape(self, body: ChatBody, ask: Ask, who: Answerer) -> ChatShape:

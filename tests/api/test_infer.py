@@ -38,6 +38,7 @@ def test_an_answer_has_every_field(server: Served) -> None:
     assert answer["metrics"]["output_tokens"] == 6
     assert reply.headers["x-coterie-specialist"] == "tiny"
     assert re.fullmatch(r"[01]\.\d{4}", reply.headers["x-coterie-confidence"])
+    assert re.fullmatch(r"\d+", reply.headers["x-coterie-queue-ms"])
 
 
 def test_a_stream_says_the_same_as_a_whole_answer(server: Served) -> None:
