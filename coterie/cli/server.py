@@ -29,7 +29,7 @@ CLOSE_S = 5.0
 # after a second Ctrl-C: what stopping the workers may take
 FORCED_CLOSE_S = 5.0
 # most installed experts that the banner names
-MAX_NAMED = 6
+MAX_NAMED = 8
 
 
 class _Server(uvicorn.Server):
@@ -90,7 +90,7 @@ async def run(
 
     def on_start(error: BaseException | None) -> None:
         if error is None:
-            print(banner(url, pipeline), flush=True)
+            print(banner(url, pipeline, asks_key=bool(config.server.api_key_file)), flush=True)
         else:
             failures.append(error)
             server.should_exit = True
@@ -131,7 +131,7 @@ def _url(server: Server, listener: socket.socket) -> str:
     return f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
 
 
-def banner(url: str, pipeline: Pipeline) -> str:
+def banner(url: str, pipeline: Pipeline, asks_key: bool) -> str:
     pairs = [("Coterie", f"{__version__}, Python {sys.version.split()[0]}"), ("url", url)]
     specialists = pipeline.health().specialists
     for name, known in specialists.items():
@@ -149,11 +149,18 @@ def banner(url: str, pipeline: Pipeline) -> str:
             pairs.append(
                 ("experts", f"{experts['count']} by {experts['strategy']}: {slots}, {held}")
             )
-    adapted = [card.name for card in pipeline.models() if card.parent is not None]
-    if adapted:
-        more = f" and {len(adapted) - MAX_NAMED} more" if len(adapted) > MAX_NAMED else ""
-        pairs.append(("installed", f"{', '.join(adapted[:MAX_NAMED])}{more}"))
-    model = next(iter(specialists))
-    body = f'{{"model":"{model}","messages":[{{"role":"user","content":"Hello"}}]}}'
-    command = f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+    if installed := _installed(pipeline):
+        pairs.append(("installed", installed))
+    key = " -H 'authorization: Bearer KEY'" if asks_key else ""
+    headers = f"-H 'content-type: application/json'{key}"
+    command = f"""curl {url}/v1/infer {headers} -d '{{"prompt":"Hello"}}'"""
     return f"{facts(pairs)}\n\ntry it:\n  {command}\n"
+
+
+def _installed(pipeline: Pipeline) -> str:
+    fitting = [card.name for card in pipeline.models() if card.parent is not None]
+    if not fitting:
+        unfit = len(pipeline.adapters.current())
+        return f"experts for other models ({unfit}), none for this one" if unfit else ""
+    more = f" and {len(fitting) - MAX_NAMED} more" if len(fitting) > MAX_NAMED else ""
+    return f"{', '.join(fitting[:MAX_NAMED])}{more}"

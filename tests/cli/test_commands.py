@@ -230,6 +230,8 @@ def test_a_second_interrupt_stops_at_once(tiny: str, tmp_path: Path) -> None:
             assert line, log.read_text()
             shown += line
         url = next(w for w in shown.split() if w.startswith("http"))
+        example = server.stdout.readline().split(maxsplit=1)
+        assert example[0] == "curl" and f"{url}/v1/infer " in example[1]
         body = json.dumps(
             {"model": "tiny", "prompt": "a", "max_tokens": 1000, "ignore_eos": True, "n": 32}
         )
