@@ -59,6 +59,8 @@ def _too_large(limit_bytes: int) -> RequestTooLarge:
 
 def decode(raw: bytes) -> Any:
     """Strict JSON: UTF-8 only, no NaN or Infinity, no lone surrogates."""
+    if not raw.strip():
+        raise InvalidRequest("the body is empty; send a JSON object")
     try:
         return _decode(raw)
     except UnicodeDecodeError:

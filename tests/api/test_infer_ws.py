@@ -101,6 +101,8 @@ def test_refusals_are_events_and_leave_the_connection_open(server: Served) -> No
         assert "JSON object" in hear(socket)["error"]["message"]
         socket.send("{nothing")
         assert "not valid JSON" in hear(socket)["error"]["message"]
+        socket.send(" ")
+        assert "is empty" in hear(socket)["error"]["message"]
         say(socket, prompt="still here", max_tokens=2)
         assert until_ended(socket)[""][-1]["event"] == "finished"
 
