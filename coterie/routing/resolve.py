@@ -22,6 +22,8 @@ from coterie.routing.stack import called, first_conflict, means, too_long, with_
 MAX_LISTED = 12
 # most names that an unknown one is compared with: the event loop waits for it
 MAX_COMPARED = 32
+# letters of a name that say something when they occur within another
+MIN_HELD = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,14 +193,17 @@ class Names:
 
 
 def _near(name: str, names: Sequence[str]) -> list[str]:
-    """Of many names only those are compared that begin most like `name`."""
+    """Those that hold `name`, then those spelt like it; of many names only those are compared that
+    begin most like it."""
 
     def in_common(other: str) -> int:
         pairs = zip(name, other, strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(name), len(other)))
 
+    holding = [other for other in names if name in other] if len(name) >= MIN_HELD else []
     alike = heapq.nlargest(MAX_COMPARED, names, key=in_common)
-    return difflib.get_close_matches(name, alike, n=MAX_LISTED, cutoff=0.5)
+    close = difflib.get_close_matches(name, alike, n=MAX_LISTED, cutoff=0.5)
+    return list(dict.fromkeys([*holding[:MAX_LISTED], *close]))[:MAX_LISTED]
 
 
 def _did_you_mean(near: Sequence[str]) -> str:

@@ -117,6 +117,9 @@ def test_exclusion_follows_aliases_and_versions_and_refuses_strangers() -> None:
     assert caught.value.param == "exclude_experts"
     with pytest.raises(NotFound, match="`sqll`"):
         router.plan(asking(model="tiny", exclude=("sqll",)))
+    far = Router(SPECIALISTS, Fleet([profile("some-text-to-sql"), profile("other")]))
+    with pytest.raises(NotFound, match=r"did you mean some-text-to-sql\?$"):
+        far.plan(asking(exclude=("sql",)))
 
 
 def test_the_prompt_may_be_for_another_specialists_expert() -> None:
