@@ -153,7 +153,7 @@ class Names:
             return card
         near = _near(name, list(self._catalog.names()))
         if param == "model":
-            known = ", ".join([*self.specialists, *near][:MAX_LISTED])
+            known = ", ".join(["auto", *self.specialists, *near][:MAX_LISTED])
             message = f"The model `{hint.name}` does not exist; there is: {known}"
         else:
             message = f"The expert `{hint.name}` does not exist{_did_you_mean(near)}"

@@ -131,7 +131,7 @@ def test_body_experts_follow_the_name_in_order(router: Router) -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("sqll", "`sqll` does not exist.*tiny.*sql"),
+        ("sqll", "`sqll` does not exist; there is: auto, tiny.*sql"),
         ("tiny:jsn", "`jsn` does not exist.*json"),
         ("sql@9.9.9", "`sql` has no version `9.9.9` here; the current one is `2.0.0`"),
         ("sql+gone", "`gone` does not exist"),
