@@ -133,8 +133,12 @@ async def reading_of(ask: Ask, tokenizer: Tokenizer) -> Reading:
     marks = None
     if ask.tools is not None:
         form = tokenizer.tool_support.format
-        names = ask.tools.callable_names
-        marks = CallMarks(form, names, tokenizer.special_ids.get(form.mark))
+        marks = CallMarks(
+            form,
+            ask.tools.callable_names,
+            tokenizer.special_ids.get(form.mark),
+            ask.tools.required,
+        )
     thought = await opened_thought(tokenizer, ask.prompt)
     reasoning = None if tokenizer.reasoning is None else (tokenizer.reasoning, bool(thought))
     return Reading(reasoning, marks, thought)

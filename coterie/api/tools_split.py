@@ -24,6 +24,8 @@ class CallMarks:
     names: frozenset[str]
     # the mark's token where it is a special one, which has no text
     mark_id: int | None = None
+    # an answer is nothing but calls
+    required: bool = False
 
     def splitter(self) -> ToolSplitter:
         return ToolSplitter(self)
@@ -58,12 +60,12 @@ class ToolSplitter:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What is left when the choice has ended. The smaller half of a mark is text; the larger
-        one is a call for which there were no tokens left."""
+        """What is left when the choice has ended. The smaller half of a mark is text, unless a call
+        had to come; the larger one is a call for which there were no tokens left."""
         text, self.held = self.held, ""
         if self._step not in (self._first, self._words):
             return []
-        begun = self._begun(text)
+        begun = len(text) if self.marks.required else self._begun(text)
         if begun:
             self.is_cut = True
             text = text[:-begun].rstrip()

@@ -105,6 +105,15 @@ def test_a_mark_at_the_end(style: str, text: str, words: str) -> None:
     assert (said, calls, was_cut) == (words, [], words != text)
 
 
+@pytest.mark.parametrize(("style", "whole"), [("hermes", HERMES), ("llama", LLAMA)])
+def test_a_call_that_had_to_come_leaves_no_words_however_short(style: str, whole: str) -> None:
+    opened = len('<tool_call>\n{"name": ') if style == "hermes" else len('{"name": ')
+    for size in range(1, opened):
+        reader = Reading(None, CallMarks(FORMATS[style], NAMES, required=True)).reader()
+        assert reader is not None
+        assert reader.feed(whole[:size], (7,)) + reader.finish() == []
+
+
 def test_thoughts_call_nothing() -> None:
     text = f"<think>maybe {HERMES}</think>\n\nWell.\n{MORE}"
     for cuts in ([], list(range(len(text)))):
