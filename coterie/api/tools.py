@@ -104,7 +104,8 @@ def check_results(messages: Sequence[Message]) -> None:
     for message in messages:
         made.update(call.id for call in message.tool_calls)
         if message.role == "tool" and message.tool_call_id not in made:
+            shown = (message.tool_call_id or "")[:80]
             raise InvalidRequest(
-                f"messages: the result of '{message.tool_call_id}' answers no call before it",
+                f"messages: the result of '{shown}' answers no call before it",
                 param="messages",
             )

@@ -66,7 +66,8 @@ def _names_all(schema: dict[str, Any]) -> bool:
     named = schema.get("properties")
     if not isinstance(named, dict) or "patternProperties" in schema:
         return False
-    return all(name in named for name in _listed(schema.get("required")))
+    required = _listed(schema.get("required"))
+    return all(isinstance(name, str) and name in named for name in required)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -27,6 +27,10 @@ def nested(depth: int) -> Any:
     return value
 
 
+def tool(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 def called(argument: Any) -> list[dict[str, Any]]:
     """A conversation with a call of a tool, as Anthropic's clients send it."""
     call = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": argument}}
@@ -93,6 +97,8 @@ OPENAI: list[tuple[str, Any, int, str | None, str | None]] = [
     (CHAT, chat(chat_template_kwargs={"a": nested(100)}), 400, "chat_template_kwargs", None),
     (CHAT, chat(chat_template_kwargs={"messages": []}), 400, "chat_template_kwargs", None),
     (CHAT, chat(tools=[{"type": "function"}]), 400, "tools.0.function", None),
+    (CHAT, chat(tools=[tool({"required": [{}], "properties": {}})]), 400, "tools.0", None),
+    (CHAT, chat(tools=[tool({"properties": {"a": 5}})]), 400, "tools.0", None),
     (CHAT, chat(tools=[{"type": "custom", "custom": {}}]), 400, "tools.0", "unsupported"),
     (CHAT, chat(functions=[{"name": "f"}]), 400, "functions", "unsupported"),
     (CHAT, chat(modalities=["audio"]), 400, "modalities", "unsupported"),

@@ -211,6 +211,8 @@ def test_unknown_properties_are_not_made_up() -> None:
         kept = json.loads(held_schema(open_, strict=False))
         assert kept.get("additionalProperties") != False  # noqa: E712
         jsonschema.Draft202012Validator.check_schema(kept)
+    # not a schema at all: the engine says so
+    assert json.loads(held_schema(named | {"required": [{}]}, strict=False))["required"] == [{}]
 
 
 def test_the_tool_at_fault_is_named(tokenizer: Tokenizer, vocabulary: GrammarVocabulary) -> None:
