@@ -101,7 +101,9 @@ def headers_of(error: CoterieError, dialect: str, max_queue: int | None = None) 
         headers["x-should-retry"] = "false" if error.retry_after_s is None else "true"
     if status == 429 and error.retry_after_s is not None:
         wait_s = min(error.retry_after_s, MAX_RETRY_AFTER_S)
-        headers.update(_rate_limit(wait_s, dialect, max_queue))
+        # a user's rate is no number of requests that may wait
+        limit = None if error.param == "user_id" else max_queue
+        headers.update(_rate_limit(wait_s, dialect, limit))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return headers

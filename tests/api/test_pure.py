@@ -89,6 +89,10 @@ def test_a_full_queue_names_its_limit() -> None:
     assert theirs["anthropic-ratelimit-requests-remaining"] == "0"
     reset = datetime.fromisoformat(theirs["anthropic-ratelimit-requests-reset"])
     assert 28 <= (reset - datetime.now(UTC)).total_seconds() <= 30
+    rate = errors.headers_of(
+        Overloaded("slow down", param="user_id", retry_after_s=1), errors.OPENAI, 256
+    )
+    assert rate["retry-after"] == "1" and "x-ratelimit-limit-requests" not in rate
 
 
 def test_finish_reasons() -> None:
@@ -229,7 +233,7 @@ def test_neighbours_of_one_role_are_one_turn_in_linear_time() -> None:
     ]
     body = CountBody.model_validate({"model": "tiny", "messages": messages})
     begun = time.process_time()
-    chat = prompt_of(body, thinks=False)
+    chat = prompt_of(body)
     assert time.process_time() - begun < 2.0
     assert [turn.role for turn in chat.messages] == ["user", "assistant", "tool", "tool"]
     assert chat.messages[0].content == "\n".join(["word"] * 50_000)
