@@ -103,7 +103,10 @@ def resolve_limits(
     if asked is not None and asked < 1:
         raise InvalidRequest(f"max_tokens is {asked}; it must be at least 1", param="max_tokens")
     if room < 1 or (asked is not None and asked > room):
-        raise ContextLengthExceeded(_too_long(prompt_tokens, virtual_tokens, asked, room))
+        message = _too_long(prompt_tokens, virtual_tokens, asked, room)
+        if limits.context_size is not None and limits.context_size < context:
+            raise ContextLengthExceeded(f"context_size is {message}", param="context_size")
+        raise ContextLengthExceeded(f"This model's maximum context length is {message}")
     tokens = room if asked is None else asked
     if not 0 <= limits.min_tokens <= tokens:
         raise InvalidRequest(
@@ -119,7 +122,7 @@ def resolve_limits(
 
 def _too_long(prompt_tokens: int, virtual_tokens: int, asked: int | None, room: int) -> str:
     used = prompt_tokens + virtual_tokens
-    said = f"This model's maximum context length is {room + used} tokens. However, "
+    said = f"{room + used} tokens. However, "
     soft = f", and its experts put {virtual_tokens} in front" if virtual_tokens else ""
     if asked is None or room <= 0:
         return said + f"the prompt has {prompt_tokens} tokens{soft}. Please shorten it."

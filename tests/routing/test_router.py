@@ -79,6 +79,14 @@ def test_max_tokens_fills_the_context_or_is_refused() -> None:
     assert resolve_limits(Limits(), 10, 64).max_tokens == 54
     assert resolve_limits(Limits(max_tokens=54), 10, 64).max_tokens == 54
     assert resolve_limits(Limits(context_size=32), 10, 64).max_tokens == 22
+    with pytest.raises(ContextLengthExceeded, match=r"^context_size is 32 tokens.*40") as caught:
+        resolve_limits(Limits(context_size=32, max_tokens=30), 10, 64)
+    assert caught.value.param == "context_size"
+    with pytest.raises(
+        ContextLengthExceeded, match="maximum context length is 64 tokens"
+    ) as caught:
+        resolve_limits(Limits(context_size=99, max_tokens=60), 10, 64)
+    assert caught.value.param is None
     with pytest.raises(ContextLengthExceeded, match="65 tokens"):
         resolve_limits(Limits(max_tokens=55), 10, 64)
     with pytest.raises(ContextLengthExceeded, match="prompt has 64"):
