@@ -1,7 +1,7 @@
 """The log of inferences and the adapters' rates of success, as the event loop uses them.
 
 Rows go to the store on one thread, many to a commit; rates are answered from memory. A store that
-fails costs its rows, never a request. Knows no SQL.
+is locked keeps them waiting, one that fails costs them, and neither costs a request. Knows no SQL.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from coterie.core.errors import CoterieError, Unavailable
+from coterie.core.errors import CoterieError, Unavailable, WeightsError
 from coterie.obs.trace import log
 from coterie.service.record_store import Page, Question, Rate, Record, RecordStore
 
@@ -22,6 +22,7 @@ from coterie.service.record_store import Page, Question, Rate, Record, RecordSto
 GATHER_S = 0.05
 # rows that may wait for the disk; more are dropped, and counted
 MAX_WAITING = 10_000
+RETRY_S = 5.0
 
 T = TypeVar("T")
 Work = Callable[[RecordStore], None]
@@ -38,6 +39,8 @@ class Records:
         self._asked = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        # the last write did not come about, which was said
+        self._is_failing = False
         # for metrics, since start
         self.dropped = 0
         self.verdicts = {"good": 0, "bad": 0}
@@ -51,7 +54,7 @@ class Records:
             self._rates = await asyncio.to_thread(store.rates)
         except CoterieError as error:
             # a server without a log is better than none
-            log("records_unreadable", level="warning", error=error)
+            log("records_unreadable", level="warning", reason=error.message)
             return
         self._thread = threading.Thread(
             target=self._run, args=(store,), name="records", daemon=True
@@ -102,7 +105,14 @@ class Records:
 
         self._items.put(work)
         self._asked.set()
-        return await asyncio.wrap_future(answer)
+        try:
+            return await asyncio.wrap_future(answer)
+        except WeightsError as error:
+            log("records_failed", level="warning", reason=error.message)
+            raise Unavailable(
+                "the log of inferences cannot be used now; see the server's log",
+                retry_after_s=RETRY_S,
+            ) from error
 
     def _run(self, store: RecordStore) -> None:
         is_open = True
@@ -125,14 +135,31 @@ class Records:
             return
         try:
             changed = store.rates(store.add(rows))
+        except Unavailable as error:
+            # another process has it: they go with the next ones
+            self._failing(reason=error.message)
+            for row in rows:
+                self._items.put(row)
+            return
+        except CoterieError as error:
+            self.dropped += len(rows)
+            self._failing(reason=error.message)
+            return
         except Exception as error:
             # whatever it is: the thread must live on, others wait for its answers
             self.dropped += len(rows)
-            log("records_unwritable", level="warning", error=error)
+            self._failing(error=error)
             return
+        self._is_failing = False
         loop = self._loop
         if changed and loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._rates.update, changed)
+
+    def _failing(self, **why: Any) -> None:
+        """Said once, not with every row."""
+        if not self._is_failing:
+            self._is_failing = True
+            log("records_unwritable", level="warning", **why)
 
 
 def _judged(

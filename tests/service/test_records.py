@@ -13,6 +13,7 @@ import pytest
 
 from coterie.core.errors import Conflict, NotFound, Unavailable
 from coterie.core.outcome import InferenceMetrics
+from coterie.packages import locked
 from coterie.service import records as module
 from coterie.service.record_store import SLACK, Question, Record
 from coterie.service.records import Records
@@ -244,6 +245,48 @@ def test_rows_that_cannot_be_written_are_counted(
         records.log(record("c", True))
 
     assert run(tmp_path, test).dropped == 2
+
+
+def test_a_locked_file_keeps_rows_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(locked, "WAIT_S", 0.05)
+
+    async def test(records: Records) -> None:
+        other = sqlite3.connect(tmp_path / "records.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        records.log(record("a", True))
+        with pytest.raises(Unavailable, match="locked"):
+            await records.feedback("a", "t", True)
+        records.log(record("b", True))
+        await asyncio.sleep(0.5)
+        assert await rows(records) == []
+        other.execute("ROLLBACK")
+        other.close()
+        while len(await rows(records)) < 2:
+            await asyncio.sleep(0.01)
+        await settled(records)
+        assert records.rate("d1") == (2, 2) and records.dropped == 0
+
+    run(tmp_path, test)
+    assert [line.message for line in caplog.records] == ["records_unwritable"]
+
+
+def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
+    async def test(records: Records) -> None:
+        records.log(record("a", True))
+        await settled(records)
+        # SQLite says so when its limit of pages is reached
+        await records._ask(lambda store: store._db.execute("PRAGMA max_page_count = 1"))
+        with pytest.raises(Unavailable) as caught:
+            await records.feedback("a", "t", True, "long " * 20_000)
+        assert caught.value.retry_after_s
+        await records._ask(lambda store: store._db.execute("PRAGMA max_page_count = 1000000"))
+        # nothing of it was kept
+        await records.feedback("a", "t", False)
+        assert records.rate("d1") == (0, 1)
+
+    run(tmp_path, test)
 
 
 def test_what_was_logged_is_on_disk_after_close(tmp_path: Path) -> None:
