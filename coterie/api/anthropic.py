@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.api import anthropic_render
-from coterie.api.anthropic_parse import hints_of, messages_ask, prompt_of
+from coterie.api.anthropic_parse import hints_of, messages_ask, prompt_of, told_to_think
 from coterie.api.anthropic_render import MessageShape, MessageStream
 from coterie.api.anthropic_types import CountBody, MessagesBody
 from coterie.api.body import parse
@@ -42,8 +42,9 @@ class AnthropicDialect:
         if body.thread is not None:
             refusal = anthropic_render.thread_refusal(steering.exchange.request_id)
             return Response(refusal, status_code=400, media_type=JSON)
-        who = answerer(self.service, hints_of(body), steering)
-        ask = messages_ask(body, steering, who.tokenizer.reasoning is not None)
+        chat = prompt_of(body)
+        who = answerer(self.service, hints_of(body), chat, steering)
+        ask = messages_ask(body, steering, told_to_think(chat, body, who.tokenizer))
         shape = MessageShape(
             id=new_id("msg_"),
             model=who.name,
@@ -61,8 +62,9 @@ class AnthropicDialect:
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens a message's prompt would have."""
         body = await parse(request, CountBody, self.max_body_bytes)
-        specialist = self.service.resolve(hints_of(body))
-        chat = prompt_of(body, self.service.tokenizer(specialist).reasoning is not None)
+        chat = prompt_of(body)
+        specialist = self.service.resolve(hints_of(body), chat)
+        chat = told_to_think(chat, body, self.service.tokenizer(specialist))
         ids = await self.service.tokenise(specialist, chat)
         return Response(encode({"input_tokens": len(ids)}), media_type=JSON)
 

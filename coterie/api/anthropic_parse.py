@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING
 
 from coterie.api.anthropic_tools import toolbox_of, turns_in
 from coterie.api.anthropic_types import CountBody, MessagesBody, TextBlock
@@ -14,12 +15,15 @@ from coterie.api.tools import check_results
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import Chat, Limits, Message, ResponseFormat, RouteHints, Sampling
 
+if TYPE_CHECKING:
+    from coterie.models.tokenizer import Tokenizer
 
-def messages_ask(body: MessagesBody, steering: Steering, thinks: bool) -> Ask:
+
+def messages_ask(body: MessagesBody, steering: Steering, prompt: Chat) -> Ask:
     metadata = body.metadata
     return Ask(
         hints=hints_of(body),
-        prompt=prompt_of(body, thinks),
+        prompt=prompt,
         sampling=Sampling(
             temperature=body.temperature,
             top_p=positive_top_p(body.top_p),
@@ -49,7 +53,7 @@ def hints_of(body: CountBody) -> RouteHints:
     return RouteHints(body.model, adapter_hints(body.experts))
 
 
-def prompt_of(body: CountBody, thinks: bool) -> Chat:
+def prompt_of(body: CountBody) -> Chat:
     """One system message, then the turns; a last turn of the assistant is to be continued."""
     system = [_system_text(body.system)] if body.system else []
     spoken: list[Message] = []
@@ -66,10 +70,9 @@ def prompt_of(body: CountBody, thinks: bool) -> Chat:
     if system:
         turns.insert(0, Message("system", "\n\n".join(system)))
     continues = turns[-1].role == "assistant"
-    kwargs = _thinking(body) if thinks else {}
     tools = toolbox_of(body)
     told = () if tools is None else tools.fields()
-    return Chat(tuple(turns), kwargs, add_generation_prompt=not continues, tools=told)
+    return Chat(tuple(turns), add_generation_prompt=not continues, tools=told)
 
 
 def _joined(messages: list[Message]) -> list[Message]:
@@ -86,9 +89,12 @@ def _joined(messages: list[Message]) -> list[Message]:
     return turns
 
 
-def _thinking(body: CountBody) -> dict[str, Any]:
-    """Templates of thinking models read this flag; the vendor's default is not to think."""
-    return {"enable_thinking": body.thinking is not None and body.thinking.type != "disabled"}
+def told_to_think(chat: Chat, body: CountBody, tokenizer: Tokenizer) -> Chat:
+    """Templates of thinking models read a flag; the vendor's default is not to think."""
+    if tokenizer.reasoning is None:
+        return chat
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
+    return replace(chat, template_kwargs={"enable_thinking": thinks})
 
 
 def _system_text(system: str | list[TextBlock]) -> str:

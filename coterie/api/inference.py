@@ -55,7 +55,7 @@ class Service(Protocol):
     """The part of `service.pipeline.Pipeline` that the dialects use."""
 
     def models(self) -> Sequence[ModelCard]: ...
-    def resolve(self, hints: RouteHints) -> str: ...
+    def resolve(self, hints: RouteHints, prompt: Prompt | None = None) -> str: ...
     def tokenizer(self, specialist: str | None) -> Tokenizer: ...
     async def tokenise(self, specialist: str | None, prompt: Prompt) -> list[int]: ...
     def handle(
@@ -156,9 +156,9 @@ class Answerer:
     tokenizer: Tokenizer
 
 
-def answerer(service: Service, hints: RouteHints, steering: Steering) -> Answerer:
+def answerer(service: Service, hints: RouteHints, prompt: Prompt, steering: Steering) -> Answerer:
     """Who will answer to these names, noted for the receipt header."""
-    specialist = service.resolve(hints)
+    specialist = service.resolve(hints, prompt)
     note_specialist(steering.exchange, specialist)
     name = hints.model if hints.model and hints.model != AUTO else specialist
     return Answerer(name, specialist, service.tokenizer(specialist))

@@ -47,7 +47,7 @@ class OpenAIDialect:
         body = await parse(request, ChatBody, self.max_body_bytes)
         steering = steering_of(request)
         ask = chat_ask(body, steering)
-        who = answerer(self.service, ask.hints, steering)
+        who = answerer(self.service, ask.hints, ask.prompt, steering)
         shape = await self._chat_shape(body, ask, who)
         ask = await held(ask, who.tokenizer, shape.reading)
         events = tool_events(self.service, ask, steering, shape.id)
@@ -62,7 +62,7 @@ class OpenAIDialect:
         body = await parse(request, CompletionBody, self.max_body_bytes)
         steering = steering_of(request)
         asks = completion_asks(body, steering)
-        who = answerer(self.service, asks[0].hints, steering)
+        who = answerer(self.service, asks[0].hints, asks[0].prompt, steering)
         shape = await self._text_shape(body, asks, who)
         events = self._text_events(shape, asks, steering)
         if body.stream:

@@ -74,6 +74,13 @@ class Router:
         """By names alone. Refuses those that do not exist and adapters that do not fit."""
         return self._names.resolve(hints)
 
+    def specialist(self, hints: RouteHints, prompt: Prompt) -> str:
+        """Whom a plan would name now; content is looked at only where that tells bases apart."""
+        several = len(self._names.specialists) > 1
+        if several and self._is_routed(self._names.read(hints), prompt):
+            return self._by_content(hints, prompt).specialist
+        return self._names.resolve(hints).specialist
+
     def fits(self, card: AdapterCard) -> Sequence[str]:
         """The specialists that an adapter was made for; one that names no base fits every one."""
         return self._names.fits(card)
@@ -82,8 +89,10 @@ class Router:
         """Decide. `vendor` holds what the caller's dialect documents for values left open."""
         begun = time.perf_counter()
         asked = self._names.read(request.hints)
-        routed = self._settings.enabled and asked == NOBODY and _is_plain_chat(request.prompt)
-        known = self._by_content(request) if routed else self._by_name(request, asked)
+        if self._is_routed(asked, request.prompt):
+            known = self._by_content(request.hints, request.prompt)
+        else:
+            known = self._by_name(request, asked)
         sampling, changed = request.sampling, Tuned()
         if known.features is not None:
             marked = time.perf_counter()
@@ -109,6 +118,11 @@ class Router:
             trace=_trace(known),
         )
 
+    def _is_routed(self, asked: Asked, prompt: Prompt) -> bool:
+        """Adapters are for what a user says; the calls of a loop with tools are the base's."""
+        plain = isinstance(prompt, Chat) and not prompt.tools
+        return self._settings.enabled and asked == NOBODY and plain
+
     def _by_name(self, request: InferenceRequest, asked: Asked) -> _Deciding:
         hints = request.hints
         route = self._names.resolve(hints)
@@ -119,25 +133,25 @@ class Router:
             reason = "default specialist: tools are given"
         known = _Deciding(route.specialist, route.adapters, reasons=(reason,))
         if hints.tune:
-            known.features = _features(request, known.timings_ms)
+            known.features = _features(hints, request.prompt, known.timings_ms)
             if route.adapters:
                 known.primary = self._names.find(route.adapters[0].name)
         return known
 
-    def _by_content(self, request: InferenceRequest) -> _Deciding:
+    def _by_content(self, hints: RouteHints, prompt: Prompt) -> _Deciding:
         known = _Deciding(self._names.default)
-        exclude = self._names.excluded(request.hints.exclude)
-        known.features = _features(request, known.timings_ms)
+        exclude = self._names.excluded(hints.exclude)
+        known.features = _features(hints, prompt, known.timings_ms)
         matcher = self._matcher or self._catalog.matcher()
         if matcher is None:
             return _without_experts(known, any(True for _ in self._catalog.names()))
         known.threshold = self._settings.threshold or matcher.threshold
         marked = time.perf_counter()
-        text = routed_text(_instruction(request), request.hints.document)
+        text = routed_text(_instruction(hints, prompt), hints.document)
         matches = matcher.match(text, known.features, CANDIDATES)
         known.timings_ms["match"] = _ms_since(marked)
         marked = time.perf_counter()
-        wish = self._wish(request.hints, known.threshold, exclude)
+        wish = self._wish(hints, known.threshold, exclude)
         decision = decide(matches, known.features, wish, self._house(), self._scorer())
         known.timings_ms["decide"] = _ms_since(marked)
         return _decided(known, decision)
@@ -155,20 +169,15 @@ class Router:
         return Scorer(self._settings, self._outcomes, self._catalog.usual_quality(), room)
 
 
-def _is_plain_chat(prompt: Prompt) -> bool:
-    """Adapters are for what a user says; the calls of a loop with tools are the base's."""
-    return isinstance(prompt, Chat) and not prompt.tools
-
-
-def _features(request: InferenceRequest, timings_ms: dict[str, float]) -> Features:
+def _features(hints: RouteHints, prompt: Prompt, timings_ms: dict[str, float]) -> Features:
     marked = time.perf_counter()
-    features = extract(_instruction(request), request.hints.document)
+    features = extract(_instruction(hints, prompt), hints.document)
     timings_ms["features"] = _ms_since(marked)
     return features
 
 
-def _instruction(request: InferenceRequest) -> str:
-    return request.hints.instruction or _last_words(request.prompt)
+def _instruction(hints: RouteHints, prompt: Prompt) -> str:
+    return hints.instruction or _last_words(prompt)
 
 
 def _last_words(prompt: Prompt) -> str:

@@ -161,9 +161,12 @@ class Pipeline:
             self._handover.load_ahead(run.served, adapters, self._roster.catalog)
         return finished
 
-    def resolve(self, hints: RouteHints) -> str:
-        """The specialist that would answer now."""
-        return self._roster.router.resolve(hints).specialist
+    def resolve(self, hints: RouteHints, prompt: Prompt | None = None) -> str:
+        """The specialist that would answer now: by names alone, or by what `prompt` is about."""
+        router = self._roster.router
+        if prompt is None:
+            return router.resolve(hints).specialist
+        return router.specialist(hints, prompt)
 
     async def tokenise(self, specialist: str | None, prompt: Prompt) -> list[int]:
         """A prompt's tokens as `specialist` would read them."""

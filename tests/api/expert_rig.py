@@ -67,7 +67,10 @@ class Packer:
 class Rig(Packer):
     """One application. `send` speaks as the admin unless it is told otherwise."""
 
-    def __init__(self, folder: Path, runner: asyncio.Runner, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, runner: asyncio.Runner, file: Path | None = None, **settings: Any
+    ) -> None:
+        """`settings` stand over those of `file`."""
         super().__init__(folder)
         self.runner = runner
         (folder / "admins.txt").write_text(f"{ADMIN}\n")
@@ -80,7 +83,7 @@ class Rig(Packer):
             "adapters.device_bytes": "4MB",
             "server.max_upload_bytes": 200_000,
         }
-        config = load(None, common | settings)
+        config = load(file, common | settings)
         self.pipeline = build(config, inproc=True)
         runner.run(self.pipeline.start())
         self.client = self.client_with(config)

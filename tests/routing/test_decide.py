@@ -35,7 +35,10 @@ def routed(
     current = {p.card.name: p for p in profiles}
     matches = [Matched(current[name], chance, chance) for name, chance in chances.items()]
     fleet = Fleet(profiles, Answers(matches))
-    return Router(SPECIALISTS, fleet, settings).plan(asking("some prompt", **hints))
+    router, request = Router(SPECIALISTS, fleet, settings), asking("some prompt", **hints)
+    plan = router.plan(request)
+    assert router.specialist(request.hints, request.prompt) == plan.specialist
+    return plan
 
 
 def names(plan: RoutePlan) -> list[str]:
