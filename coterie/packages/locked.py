@@ -13,11 +13,14 @@ from coterie.core.errors import Unavailable, WeightsError
 WAIT_S = 20.0
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """A database in WAL mode, without transactions of Python's own making."""
+def connect(path: Path, private: bool = False) -> sqlite3.Connection:
+    """A database in WAL mode, without transactions of Python's own making. A private one that is
+    made here is nobody else's to read."""
     deadline = time.monotonic() + WAIT_S
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if private and not path.exists():
+            path.touch(0o600)
     except OSError as error:
         raise WeightsError(f"{path.parent}: cannot be made ({error.strerror}).") from error
     with told(path):

@@ -96,7 +96,8 @@ class RecordStore:
         self._path, self._max_records = path, max_records
         self._since_trim = SLACK
         self._decode = msgspec.json.Decoder(InferenceMetrics)
-        self._db = connect(path)
+        # callers' comments are in it
+        self._db = connect(path, private=True)
         with told(path):
             self._db.executescript(_SCHEMA)
             with transaction(self._db) as db:

@@ -299,3 +299,5 @@ def test_what_was_logged_is_on_disk_after_close(tmp_path: Path) -> None:
 
     run(tmp_path, log_some)
     run(tmp_path, look)
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert kept and not any(path.stat().st_mode & 0o077 for path in kept)
