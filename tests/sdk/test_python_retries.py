@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from itertools import pairwise
@@ -152,6 +153,16 @@ def test_a_stream_may_be_cut_anywhere(cuts: list[int]) -> None:
                 texts.append(chunk.text)
     assert texts == [TEXT, "z"]
     assert told.value.request_id == "req_1"
+
+
+def test_a_proxy_may_pack_a_stream() -> None:
+    body = gzip.compress(b'event: delta\ndata: {"text": "whole"}\n\n')
+    with (
+        scripted((200, {"content-encoding": "gzip"}, body)) as server,
+        sdk.ExpertClient("k", server.url) as client,
+        client.infer_stream("x") as stream,
+    ):
+        assert next(stream).text == "whole"
 
 
 def test_a_stream_without_an_end_is_no_answer() -> None:

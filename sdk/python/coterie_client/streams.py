@@ -26,7 +26,7 @@ class InferStream:
         response = self._open()
         frames = Frames(response.headers.get("x-request-id"))
         try:
-            for data in response.iter_raw():
+            for data in response.iter_bytes():
                 for chunk in frames.feed(data):
                     self.result = frames.result
                     yield chunk
@@ -69,7 +69,7 @@ class AsyncInferStream:
         response = await self._open()
         frames = Frames(response.headers.get("x-request-id"))
         try:
-            async for data in response.aiter_raw():
+            async for data in response.aiter_bytes():
                 for chunk in frames.feed(data):
                     self.result = frames.result
                     yield chunk
