@@ -81,7 +81,9 @@ class Inference:
                 return None
             self._has_started = True
             self._prompt_tokens = event.prompt_tokens
-            return STARTED, self._started()
+            told = self.answer.told_plan()
+            more = {} if told is None else {"plan": told}
+            return STARTED, started_fields(self.job_id, self.plan) | more
         if isinstance(event, (Finished, Failed)):
             return FINISHED, answer_fields(self.answer.result())
         return None
@@ -98,19 +100,6 @@ class Inference:
         assert frame is not None
         return frame
 
-    def _started(self) -> dict[str, Any]:
-        plan, trace = self.plan, self.plan.trace
-        fields: dict[str, Any] = {
-            "job_id": self.job_id,
-            "model": plan.specialist,
-            "experts_used": names_of(plan),
-            "confidence": plan.confidence,
-            "task_type": "" if trace is None else trace.task_type,
-            "degraded": () if trace is None else trace.degraded,
-        }
-        told = self.answer.told_plan()
-        return fields if told is None else fields | {"plan": told}
-
 
 async def _format_named(events: Events, field: str) -> Events:
     async with aclosing(events):
@@ -126,6 +115,18 @@ def named(error: CoterieError, theirs: str, ours: str) -> CoterieError:
     if error.param == theirs:
         error.param = ours
     return error
+
+
+def started_fields(job_id: str, plan: RoutePlan) -> dict[str, Any]:
+    trace = plan.trace
+    return {
+        "job_id": job_id,
+        "model": plan.specialist,
+        "experts_used": names_of(plan),
+        "confidence": plan.confidence,
+        "task_type": "" if trace is None else trace.task_type,
+        "degraded": () if trace is None else trace.degraded,
+    }
 
 
 def answer_fields(result: InferenceResult) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,12 +21,12 @@ from coterie.api.infer_answer import (
     answer_fields,
     error_fields,
     sse,
+    started_fields,
 )
 from coterie.api.sse import KEEPALIVE_S, while_connected
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest, from_code
 from coterie.core.job import CANCELLED, Job
 from coterie.core.plan import RoutePlan
-from coterie.service.answer import names_of
 from coterie.service.jobs import Progress
 
 KEEPALIVE = b": keepalive\n\n"
@@ -86,25 +85,13 @@ def frame_of(job_id: str, item: Progress) -> Frame:
     if isinstance(item, str):
         return DELTA, {"text": item}
     if isinstance(item, RoutePlan):
-        return STARTED, _started(job_id, item)
+        return STARTED, started_fields(job_id, item)
     if item.result is not None:
         return FINISHED, answer_fields(item.result)
     if item.status == CANCELLED:
         raise InvalidRequest("the job was cancelled")
     assert item.error is not None, "a job that failed says why"
     raise from_code(item.error.code, item.error.message)
-
-
-def _started(job_id: str, plan: RoutePlan) -> dict[str, Any]:
-    trace = plan.trace
-    return {
-        "job_id": job_id,
-        "model": plan.specialist,
-        "experts_used": names_of(plan),
-        "confidence": plan.confidence,
-        "task_type": "" if trace is None else trace.task_type,
-        "degraded": () if trace is None else trace.degraded,
-    }
 
 
 async def _write(send: Send, body: bytes) -> None:
