@@ -79,7 +79,7 @@ def test_a_length_of_ours_is_told_as_it_was_cut(server: Served) -> None:
         ({"force_experts": ["nobody"]}, 404, "force_experts"),
         ({"exclude_experts": ["nobody"]}, 404, "exclude_experts"),
         ({"model": "nobody"}, 404, "model"),
-        ({"context_size": 16, "max_tokens": 15}, 400, None),
+        ({"context_size": 16, "max_tokens": 15}, 400, "context_size"),
         ({"regex": "(open"}, 400, "regex"),
         ({"grammar": "start: nothing"}, 400, "grammar"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, 400, "response_format"),
