@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from coterie.api.collect import Choice
 from coterie.api.inference import Ask
 from coterie.api.reasoning import CONTENT, REASONING, Piece, Splitter, opened_thought
@@ -20,8 +22,8 @@ from coterie.core.request import Chat
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
 
-# above this many tools a grammar is written on a thread: about 2 ms of the event loop
-MAX_INLINE_TOOLS = 16
+# of tools as JSON; above it a grammar is written on a thread: about 2 ms of the event loop
+MAX_INLINE_BYTES = 8_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ async def held(ask: Ask, tokenizer: Tokenizer, reading: Reading) -> Ask:
     """The same with the one grammar that holds its thoughts, tools and format together."""
     thought, answer = reading.thought, ask.response_format
     if ask.tools is not None:
-        if len(ask.tools.tools) > MAX_INLINE_TOOLS:
+        if len(msgspec.json.encode(ask.tools.fields())) > MAX_INLINE_BYTES:
             build = partial(tool_constraint, ask.tools, tokenizer, thought, answer)
             answer = await asyncio.to_thread(build)
         else:
