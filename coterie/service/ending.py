@@ -43,7 +43,9 @@ class Ending:
             self._judging -= 1
         metrics = metrics_of(run, event, validation)
         # before the answer leaves: whoever asks about it later finds it
-        self._write(run, metrics, _outcome(run, event, validation))
+        digests = tuple(adapter.digest for adapter in run.plan.adapters)
+        outcome = _outcome(run, event, validation) if digests else None
+        self._records.log(Record(metrics, _tenant(run), digests, outcome))
         return Finished(
             event.request_id,
             event.choices,
@@ -58,14 +60,17 @@ class Ending:
         )
 
     def failed(self, run: Run, event: Failed, meter: Meter) -> None:
-        self._write(run, metrics_of(run, meter.so_far(event.request_id, ""), failure=event.code))
+        self._without_answer(
+            run, metrics_of(run, meter.so_far(event.request_id, ""), failure=event.code)
+        )
 
     def left(self, run: Run, meter: Meter) -> None:
         """Nobody reads it any more: what it cost until then is written down all the same."""
         request = run.request
         timeout_s = request.limits.timeout_s
         late = timeout_s is not None and time.monotonic() >= request.arrived_at + timeout_s
-        self._write(run, metrics_of(run, meter.so_far(request.id, "timeout" if late else "abort")))
+        reason = "timeout" if late else "abort"
+        self._without_answer(run, metrics_of(run, meter.so_far(request.id, reason)))
 
     async def _validated(self, run: Run, event: Finished) -> ValidationResult | None:
         """Half an answer is not judged: nothing but the clock is to blame for it."""
@@ -73,11 +78,14 @@ class Ending:
             return None
         return await self._validators.validate("".join(run.texts), _context(run, event))
 
-    def _write(self, run: Run, metrics: InferenceMetrics, outcome: bool | None = None) -> None:
-        # a salt isolates a tenant's prefix blocks, not its log
-        tenant = run.request.tenant.partition("+")[0]
-        digests = tuple(adapter.digest for adapter in run.plan.adapters)
-        self._records.log(Record(metrics, tenant, digests, outcome if digests else None))
+    def _without_answer(self, run: Run, metrics: InferenceMetrics) -> None:
+        """No digests: nobody's verdict on what was never answered counts against an adapter."""
+        self._records.log(Record(metrics, _tenant(run)))
+
+
+def _tenant(run: Run) -> str:
+    """A salt isolates a tenant's prefix blocks, not its log."""
+    return run.request.tenant.partition("+")[0]
 
 
 def _context(run: Run, event: Finished) -> Context:

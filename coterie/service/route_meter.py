@@ -15,7 +15,8 @@ class RouteMeter:
         self._registry = registry
         self._router = registry.histogram("coterie_router_seconds")
         self._validation = registry.histogram("coterie_validation_seconds")
-        self._decisions: dict[str, Value] = {}
+        # the base alone has its own, however many others there are
+        self._decisions = {"none": registry.value("coterie_route_decisions", "none")}
 
     def planned(self, plan: RoutePlan, router_s: float) -> None:
         self._router.observe(router_s)
