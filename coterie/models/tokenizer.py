@@ -7,6 +7,7 @@ the same model. Knows nothing of torch: the gateway tokenises too.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,14 +36,14 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_TEMPLATE_BYTES = 4_000_000
 # above this many characters a prompt is read on a thread: about 5 ms of the event loop
 MAX_INLINE_CHARACTERS = 8_000
-# about what a message and a tool add to a prompt
-_MESSAGE_CHARACTERS, _TOOL_CHARACTERS = 50, 1_000
+# about what a message adds to a prompt beside its words
+_MESSAGE_CHARACTERS = 50
 
 
 def is_long(prompt: Prompt) -> bool:
     """Whether rendering and encoding it would hold up an event loop."""
     if isinstance(prompt, Chat):
-        size = _TOOL_CHARACTERS * len(prompt.tools)
+        size = sum(len(json.dumps(tool)) for tool in prompt.tools)
         for message in prompt.messages:
             size += _MESSAGE_CHARACTERS + len(message.content)
             size += sum(len(call.arguments) for call in message.tool_calls)

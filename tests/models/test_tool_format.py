@@ -142,7 +142,9 @@ def test_long_chats_are_known_by_all_they_hold() -> None:
     call = ToolCall("a", "weather", '{"city": "' + "a" * 8_000 + '"}')
     assert is_long(Chat((TURNS[0], Message("assistant", "", (call,)), TURNS[2])))
     assert is_long(Chat((Message("user", ""),) * 1_000))
-    assert is_long(Chat(TURNS, tools=TOOLS * 8)) and is_long(Text("a" * 8_001))
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}}
+    assert not is_long(Chat(TURNS, tools=TOOLS * 8)) and is_long(Text("a" * 8_001))
+    assert is_long(Chat(TURNS, tools=({"name": "wide", "description": "", "parameters": wide},)))
 
 
 def test_several_calls_where_a_template_takes_one(tmp_path: Path) -> None:
