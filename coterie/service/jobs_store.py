@@ -134,12 +134,12 @@ class JobStore:
             if not tables.prepare():
                 self._said = f"{self._path} was made by a newer Coterie; update this one"
                 raise Unavailable(self._said)
+            owner = Owner(self._path.with_suffix(".owners"))
         except BaseException:
             sql.close()
             raise
-        self._sql, self._tables = sql, tables
-        self._owner = Owner(self._path.with_suffix(".owners"))
-        self._owner.clean()
+        self._sql, self._tables, self._owner = sql, tables, owner
+        owner.clean()
 
     def _close(self) -> None:
         sql, tables, owner = self._sql, self._tables, self._owner

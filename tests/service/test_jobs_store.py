@@ -324,6 +324,23 @@ def test_a_file_of_a_newer_coterie_is_left_alone(tmp_path: Path) -> None:
         asyncio.run(JobStore(path).open())
 
 
+def test_a_start_that_failed_holds_nothing_and_is_tried_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        store = JobStore(tmp_path / "jobs.db")
+        in_the_way = tmp_path / "jobs.owners"
+        in_the_way.write_text("")
+        with pytest.raises(Unavailable):
+            await store.open()
+        assert store._sql is None
+        in_the_way.unlink()
+        await store.open()
+        await store.add(entry("a"))
+        assert await store.find("a", "t") is not None
+        await store.close()
+
+    asyncio.run(test())
+
+
 def test_ended_jobs_go_by_age_number_and_size(tmp_path: Path) -> None:
     async def main() -> None:
         store = JobStore(tmp_path / "jobs.db")
