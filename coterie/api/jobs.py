@@ -17,12 +17,13 @@ from coterie.api.errors import encode, row_of
 from coterie.api.exchange import exchange_of
 from coterie.api.infer_answer import answer_fields
 from coterie.api.jobs_events import JobEvents
-from coterie.core.errors import InvalidRequest, from_code
-from coterie.core.job import MAX_PAGE, STATUSES, Job, JobError, JobQuery
+from coterie.api.jobs_types import JobParameters
+from coterie.api.query import query_of
+from coterie.core.errors import from_code
+from coterie.core.job import Job, JobError, JobQuery
 from coterie.service.jobs import JobService
 
 JSON = "application/json"
-_PARAMETERS = ("status", "user_id", "limit", "after")
 
 
 class JobEndpoints:
@@ -41,7 +42,10 @@ class JobEndpoints:
 
     async def list_jobs(self, request: Request) -> Response:
         """List your jobs, newest first."""
-        page = await self.jobs.page(_query(request))
+        asked = query_of(request, JobParameters)
+        page = await self.jobs.page(
+            JobQuery(_tenant(request), asked.status, asked.user_id, asked.limit, asked.after)
+        )
         data = [view(job) for job in page.jobs]
         body = {"object": "list", "data": data, "has_more": page.next is not None}
         return Response(encode(body | {"next": page.next}), 200, None, JSON)
@@ -99,17 +103,3 @@ def moment(at: float | None) -> str | None:
 
 def _tenant(request: Request) -> str:
     return exchange_of(request.scope).tenant
-
-
-def _query(request: Request) -> JobQuery:
-    given = request.query_params
-    for name in given:
-        if name not in _PARAMETERS:
-            listed = ", ".join(_PARAMETERS)
-            raise InvalidRequest(f"{name!r} is no filter of jobs; there is {listed}", param=name)
-    status, limit = given.get("status"), given.get("limit", "20")
-    if status is not None and status not in STATUSES:
-        raise InvalidRequest(f"status must be one of {', '.join(STATUSES)}", param="status")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
-        raise InvalidRequest(f"limit must be a number from 1 to {MAX_PAGE}", param="limit")
-    return JobQuery(_tenant(request), status, given.get("user_id"), int(limit), given.get("after"))

@@ -6,13 +6,14 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from coterie.api.query import Query
 from coterie.core.job import MAX_PAGE
 from coterie.core.outcome import InferenceResult
 
 Status = Literal["queued", "processing", "succeeded", "failed", "cancelled"]
 
 
-class JobParameters(BaseModel):
+class JobParameters(Query):
     """Filters of the list."""
 
     status: Status | None = None

@@ -14,7 +14,6 @@ from coterie.core.resolve import VENDOR_DEFAULTS
 QUEUED, PROCESSING = "queued", "processing"
 SUCCEEDED, FAILED, CANCELLED = "succeeded", "failed", "cancelled"
 ACTIVE = (QUEUED, PROCESSING)
-STATUSES = (*ACTIVE, SUCCEEDED, FAILED, CANCELLED)
 MAX_PAGE = 100
 
 
