@@ -110,7 +110,9 @@ def test_a_timeout_before_the_first_token_is_an_empty_text(house: Served) -> Non
 
 
 def test_a_failed_validation_comes_with_the_text_and_the_error(house: Served) -> None:
-    answer = infer(house, UNRELATED, max_tokens=1, response_format={"type": "json_object"})
-    assert answer["text"] == "{" and answer["finish_reason"] == "length"
+    asked = {"max_tokens": 1, "temperature": 0, "response_format": {"type": "json_object"}}
+    answer = infer(house, UNRELATED, **asked)
+    # one token, whichever of them the tokenizer made
+    assert answer["text"] in ("{", '{"') and answer["finish_reason"] == "length"
     assert answer["validation"]["valid"] is False and answer["validation"]["error"]
     assert answer["metrics"]["validation_passed"] is False
