@@ -18,6 +18,7 @@ from coterie.service.record_store import Record
 from coterie.service.records import Records
 from coterie.service.run import Run
 from coterie.service.validate.base import Context
+from coterie.service.validate.generic import Generic
 from coterie.service.validate.validators import Validators
 
 # answers that are being judged when the server ends are waited for so long
@@ -103,8 +104,9 @@ def _context(run: Run, event: Finished) -> Context:
 
 def _outcome(run: Run, event: Finished, validation: ValidationResult | None) -> bool | None:
     """Whether the answer speaks for its adapters. One that the caller's own limit cut short says
-    nothing about them."""
-    if validation is None:
+    nothing about them; nor does one of which only its being there could be checked, or adapters
+    whose form nobody checks would pass for the best."""
+    if validation is None or validation.validator == Generic.name:
         return None
     cut = event.choices[0] == "length" and run.request.limits.max_tokens is not None
     return None if cut else validation.valid

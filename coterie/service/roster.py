@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from coterie.core.adapters import AdapterCard
 from coterie.core.errors import Unavailable
 from coterie.core.pipeline_settings import RoutingSettings
-from coterie.core.request import RouteHints
+from coterie.core.request import AUTO, RouteHints
 from coterie.obs.metrics import Registry
 from coterie.obs.trace import log
 from coterie.routing.protocols import Outcomes
@@ -158,16 +158,20 @@ class Roster:
         await self.catalog.close()
 
     def cards(self) -> tuple[ModelCard, ...]:
-        """Specialists, then the adapters that fit one, by name and alias."""
+        """Specialists, then the adapters that fit one, by name and alias. Where there are any,
+        `auto` too: a client that offers what is listed can leave the choice to the router."""
         bases = tuple(
             ModelCard(item.name, item.created, item.context, item.model)
             for item in self._served.values()
         )
-        return bases + tuple(
+        adapters = tuple(
             card
             for name, adapter in self.catalog.current().items()
             if name not in self._served and (card := self._adapter_card(name, adapter)) is not None
         )
+        first = bases[0] if bases else None
+        routed = (replace(first, name=AUTO),) if adapters and first is not None else ()
+        return bases + adapters + routed
 
     def card(self, model: str | None) -> ModelCard:
         route = self.router.resolve(RouteHints(model))

@@ -211,6 +211,8 @@ def test_the_model_list(rig: Rig) -> None:
     rig.send("PATCH", "/v1/experts/sql", {"alias": "stable"})
     listed = {m["id"]: m for m in rig.send("GET", "/v1/models", key=CALLER).json()["data"]}
     assert next(iter(listed)) == "tiny" and listed["tiny"]["parent"] is None
+    # what a client offers as listed can be routed too
+    assert list(listed)[-1] == "auto" and listed["auto"]["root"] == listed["tiny"]["root"]
     for name in ("sql", "stable"):
         assert listed[name]["parent"] == "tiny" and listed[name]["root"] == "sql@1.0.0"
         assert listed[name]["max_model_len"] == listed["tiny"]["max_model_len"]

@@ -184,8 +184,8 @@ def test_an_adapter_is_judged_by_what_it_answered(on_road: Road) -> None:
             name: (rate(name)[0] - before[name][0], rate(name)[1] - before[name][1])
             for name in PROMPTS
         }
-        # random weights write no SQL, but some text
-        assert grown == {"sql": (0, 1), "haiku": (1, 1), "dates": (0, 0)}
+        # random weights write no SQL; that there is a haiku says nothing about it
+        assert grown == {"sql": (0, 1), "haiku": (0, 0), "dates": (0, 0)}
 
     on_road(test)
 
@@ -249,7 +249,9 @@ def test_a_timeout_holds_when_the_worker_is_silent(
         assert isinstance(end, Finished) and end.choices == ("timeout",)
         row = await logged(pipeline, request.id)
         assert row == end.metrics and row.error == "timeout"
-        assert row.output_tokens == sum(len(e.token_ids) for e in seen if isinstance(e, Delta)) > 0
+        # those that came while the last one was read were paid for too
+        read = sum(len(e.token_ids) for e in seen if isinstance(e, Delta))
+        assert 0 < read <= row.output_tokens < read + 100
         assert 300 <= row.total_latency_ms < 2000
 
     on_road(test)
@@ -302,7 +304,9 @@ def test_what_was_left_is_in_the_log(on_road: Road) -> None:
         seen = [await anext(events) for _ in range(10)]
         await events.aclose()
         row = await logged(pipeline, request.id)
-        assert row.output_tokens == sum(len(e.token_ids) for e in seen if isinstance(e, Delta)) > 0
+        # those that came while the last one was read were paid for too
+        read = sum(len(e.token_ids) for e in seen if isinstance(e, Delta))
+        assert 0 < read <= row.output_tokens < read + 100
         assert row.input_tokens == len(await pipeline.tokenise("tiny", request.prompt))
         assert row.experts_used == ("haiku@1.0.0",)
         assert not row.success and row.error == row.finish_reason == "abort"
