@@ -52,7 +52,10 @@ def test_checkpoints_have_the_names_transformers_writes(architecture: str) -> No
 CONSTANT_BYTES = 24 * 2**20
 
 
-@pytest.mark.parametrize("strategy", ["lru", "cpu_only", "adaptive"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["adaptive", *(pytest.param(name, marks=pytest.mark.full) for name in ("lru", "cpu_only"))],
+)
 def test_experts_eight_times_the_budget_run_from_disk(strategy: str) -> None:
     command = [sys.executable, "-m", "tests.experts.bigger_than_ram", strategy]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

@@ -59,6 +59,7 @@ def test_broken_compiler_is_explained(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.full
 def test_two_processes_compile_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROBE]
     environment = {**os.environ, "COTERIE_HOME": str(tmp_path), "COTERIE_CXXFLAGS": "-O0"}

@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,9 +133,10 @@ def _text(chunks: Sequence[bytes]) -> str:
 async def _end(process: asyncio.subprocess.Process) -> None:
     """The watcher takes everything behind the walls with it; its group is what may be left."""
     if process.returncode is None:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            # it ended by itself just now
-            await process.wait()
+    # the end of a process is told only when its pipes were read to theirs
+    for pipe in (process.stdout, process.stderr):
+        while pipe is not None and await pipe.read(64 * 1024):
+            continue
     await process.wait()
