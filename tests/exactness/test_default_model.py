@@ -52,6 +52,7 @@ def test_together_in_odd_chunks(default_model_path: Path, backend: str) -> None:
     assert got.tokens == expected(default_model_path, prompts, got)
 
 
+@pytest.mark.full
 def test_torch_path(default_model_path: Path) -> None:
     """One prompt, so that the path without a compiler is never left unchecked."""
     prompts = encoded(default_model_path, 1)

@@ -37,11 +37,13 @@ def test_the_published_shape_has_its_number_of_parameters() -> None:
     assert Shape().parameters() == 259_712_096
 
 
+@pytest.mark.full
 def test_training_lowers_the_held_out_loss(trained: tuple[DWR, Path, dict[str, float]]) -> None:
     losses = trained[2]
     assert losses["after"] < losses["before"] - 0.1
 
 
+@pytest.mark.full
 def test_coterie_runs_the_checkpoint(trained: tuple[DWR, Path, dict[str, float]]) -> None:
     module, path, _ = trained
     ids = load_tokenizer(path).encode("def add(left, right):\n    return left + right\n")[:24]

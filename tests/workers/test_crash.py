@@ -129,6 +129,7 @@ def test_two_crashes_then_alone_then_a_typed_failure() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.full
 def test_restarts_back_off() -> None:
     assert [Restart(0.5, 30).pause_s(n) for n in (1, 2, 3, 7, 40)] == [0.5, 1.0, 2.0, 30.0, 30.0]
 
