@@ -41,7 +41,7 @@ class Seats:
         self._members.rank_by(memory)
 
     def use(self, asked: Sequence[int]) -> list[int]:
-        """These are what the step asks for. Answers who of them is absent; a guest that deserves it changes
+        """A step asks for these. Answers who of them is absent; a guest that deserves it changes
         places with the lowest member, which moves nothing."""
         keys, guests = self.keys, self._guests
         absent = self.slots.use([keys[expert] for expert in asked])
