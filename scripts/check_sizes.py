@@ -1,6 +1,6 @@
-"""Fails when a source file passes 300 lines, a function 60, or a hot type its field budget.
+"""Fails when a hot type passes its field budget or a file has no name of its own.
 
-A file or function that must be longer is listed in EXCEPTIONS with its reason.
+Sizes are guides: files over 400 code lines and functions over 60 lines are printed, and pass.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_FILE_LINES = 300
-MAX_FUNCTION_LINES = 60
-EXCEPTIONS: dict[str, str] = {}
+GUIDE_FILE_LINES = 400
+GUIDE_FUNCTION_LINES = 60
 # design: a feature that needs more brings its own small type
 FIELD_BUDGETS = {
     ("coterie/core/request.py", "InferenceRequest"): 12,
@@ -41,20 +40,32 @@ def fields(node: ast.ClassDef) -> int:
     return sum(isinstance(item, ast.AnnAssign) for item in node.body)
 
 
+def code_lines(text: str, tree: ast.Module | None) -> int:
+    """Lines without blanks, comments and docstrings."""
+    lines = {
+        number
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith(("#", "//"))
+    }
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
 def problems_in(path: Path) -> list[str]:
+    """Prints what passes a guide, returns what breaks a rule."""
     name = path.relative_to(ROOT).as_posix()
     text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text) if path.suffix == ".py" else None
+    if (lines := code_lines(text, tree)) > GUIDE_FILE_LINES:
+        print(f"guide: {name} has {lines} code lines (about {GUIDE_FILE_LINES} is right)")
     found = []
-    lines = text.count("\n")
-    if lines > MAX_FILE_LINES and name not in EXCEPTIONS:
-        found.append(f"{name}: {lines} lines, the ceiling is {MAX_FILE_LINES}")
-    if path.suffix != ".py":
-        return found
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             size = (node.end_lineno or node.lineno) - node.lineno + 1
-            if size > MAX_FUNCTION_LINES and f"{name}:{node.name}" not in EXCEPTIONS:
-                found.append(f"{name}:{node.lineno} {node.name}: {size} lines, the ceiling is 60")
+            if size > GUIDE_FUNCTION_LINES:
+                print(f"guide: {name}:{node.lineno} {node.name} has {size} lines")
         if isinstance(node, ast.ClassDef):
             budget = FIELD_BUDGETS.get((name, node.name))
             if budget is not None and fields(node) > budget:
@@ -80,7 +91,7 @@ def main() -> int:
                 found.append(
                     f"{path.relative_to(ROOT)}: a file needs a name that says what it owns"
                 )
-    print("\n".join(found) or "sizes and field budgets hold")
+    print("\n".join(found) or "field budgets hold")
     return 1 if found else 0
 
 
