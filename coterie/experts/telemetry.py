@@ -145,7 +145,9 @@ class Telemetry:
         """`late` [S, N]: who needed the experts that had to be fetched."""
         fetched = (late / np.maximum(late.sum(axis=0), 1)).sum(axis=1)
         fetched = fetched / fetched.sum() if fetched.any() else rows
-        for mine, part, work in zip(self._sequences, fetched, rows, strict=False):
+        # plain floats: a usage leaves the process, and numpy's numbers cannot
+        parts = zip(self._sequences, fetched.tolist(), rows.tolist(), strict=False)
+        for mine, part, work in parts:
             for name in ("moved_bytes", "read_bytes", "host_hits", "host_misses"):
                 setattr(mine, name, getattr(mine, name) + round(getattr(tally, name) * part))
             mine.io_s += tally.io_s * part

@@ -13,60 +13,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rig import GREEDY, SAMPLED, Listener, assign, begin, own_workers, run, tiny_spec
+from rig import GREEDY, SAMPLED, assign, begin, own_workers, run, tiny_spec
+from storm import QUICK, eight, kill, said, until_died
 
 from coterie.core.events import Failed, Finished
 from coterie.core.plan import Assignment
-from coterie.core.request import Sampling
 from coterie.workers.process import ProcessReplica, Restart
-
-QUICK = Restart(backoff_s=0.05, max_backoff_s=0.2, hang_s=0)
-
-
-def kill(replica: ProcessReplica) -> int:
-    pid = replica.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    return pid
 
 
 async def until_healthy(replica: ProcessReplica, timeout_s: float = 60) -> None:
     async with asyncio.timeout(timeout_s):
         while not replica.healthy():
             await asyncio.sleep(0.01)
-
-
-async def until_died(replica: ProcessReplica, pid: int) -> None:
-    async with asyncio.timeout(30):
-        while replica.pid == pid:
-            await asyncio.sleep(0.005)
-
-
-def eight(prefix: str, max_tokens: int = 200) -> list[Assignment]:
-    """Greedy, sampled, several choices, a stop string, logprobs: mixed lengths."""
-    kinds: list[Sampling] = [
-        GREEDY,
-        SAMPLED,
-        replace(SAMPLED, seed=5, top_k=20),
-        replace(SAMPLED, seed=6, n=3),
-        replace(GREEDY, logprobs=2),
-        replace(SAMPLED, seed=8, presence_penalty=0.5, frequency_penalty=0.5),
-        replace(GREEDY, repetition_penalty=1.3),
-        replace(SAMPLED, seed=9, min_p=0.02),
-    ]
-    return [
-        assign(
-            f"{prefix}{i}", tuple(range(20 + i, 30 + 7 * i)), sampling=kind,
-            max_tokens=max_tokens + 10 * i,
-        )
-        for i, kind in enumerate(kinds)
-    ]  # fmt: skip
-
-
-def said(listener: Listener) -> list[tuple[list[int], str]]:
-    assert isinstance(listener.end, Finished), listener.end
-    count = len(listener.end.choices)
-    return [(listener.tokens(choice), listener.text(choice)) for choice in range(count)]
 
 
 def test_kill_in_the_middle_of_eight_streams_changes_no_token() -> None:
