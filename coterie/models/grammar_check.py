@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING
 
 from coterie.core.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 from coterie.core.request import ResponseFormat
+from coterie.core.spawn import DEVNULL, PIPE, Child, environment, spawn
 from coterie.models.grammar import NAMES, check_size
 from coterie.models.grammar_child import Words, receive, send
 
@@ -29,7 +28,6 @@ MAX_VERDICTS = 512
 MAX_WAITING = 32
 # the child ends itself by its CPU time; this is for one that sleeps
 MAX_WALL_S = 20.0
-_PACKAGE_ROOT = Path(__file__).parents[2]
 
 # a tokenizer is equal only to itself
 Key = tuple["Tokenizer", ResponseFormat]
@@ -41,7 +39,7 @@ class GrammarCheck:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "grammar-check")
         # of one tokenizer; only the thread touches it
-        self._child: tuple[Tokenizer, subprocess.Popen[bytes]] | None = None
+        self._child: tuple[Tokenizer, Child] | None = None
         # what is wrong; empty = nothing
         self._verdicts: OrderedDict[Key, str] = OrderedDict()
         self._waiting = 0
@@ -101,35 +99,33 @@ class GrammarCheck:
             return
         child = self._child[1]
         self._child = None
-        child.kill()
-        child.communicate()
+        _end(child)
 
 
-def _start(tokenizer: Tokenizer) -> subprocess.Popen[bytes]:
+def _start(tokenizer: Tokenizer) -> Child:
     known = range(tokenizer.vocab_size)
     words = Words(
         tuple(tokenizer.token_bytes(token) for token in known),
         frozenset(filter(tokenizer.is_special, known)),
         tokenizer.eos_ids,
     )
-    path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
-    child = subprocess.Popen(
-        [sys.executable, "-m", "coterie.models.grammar_child"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={"PYTHONPATH": path, "PATH": os.defpath, "RAYON_NUM_THREADS": "1"},
-        # signals for the server's whole group are not for it
-        start_new_session=True,
-    )
+    kept = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    env = environment({**kept, "PATH": os.defpath, "RAYON_NUM_THREADS": "1"})
+    command = [sys.executable, "-m", "coterie.models.grammar_child"]
+    child = spawn(command, env, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
     if _ask(child, words) is None:
-        child.kill()
-        child.communicate()
+        _end(child)
         raise InternalError("the process that tries out grammars does not start")
     return child
 
 
-def _ask(child: subprocess.Popen[bytes], question: ResponseFormat | Words) -> str | None:
+def _end(child: Child) -> None:
+    child.kill()
+    child.wait()
+    child.close()
+
+
+def _ask(child: Child, question: ResponseFormat | Words) -> str | None:
     """Its answer; None when it died of the question."""
     assert child.stdin is not None and child.stdout is not None
     watch = Timer(MAX_WALL_S, child.kill)

@@ -7,7 +7,6 @@ left behind can be mistaken for its successor's word.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import tempfile
@@ -17,8 +16,8 @@ from typing import Any
 
 import zmq
 
-import coterie
 from coterie.core.errors import Unavailable, from_code
+from coterie.core.spawn import PIPE, Process, environment, start
 from coterie.weights.home import state_dir
 from coterie.workers import wire
 from coterie.workers.base import Command, ReplicaInfo, Report, WorkerSpec
@@ -71,7 +70,7 @@ class Link:
 class Child:
     """One worker process from spawn to exit."""
 
-    def __init__(self, process: asyncio.subprocess.Process, link: Link) -> None:
+    def __init__(self, process: Process, link: Link) -> None:
         self._process = process
         self._link = link
         self.pid = process.pid
@@ -141,35 +140,22 @@ class Child:
         self._release()
 
     async def kill(self) -> None:
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        self._process.kill()
         await self._process.wait()
         self._release()
 
     def _release(self) -> None:
         self._link.close()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._process.close()
 
 
-async def _launch(address: str, spec: WorkerSpec) -> asyncio.subprocess.Process:
-    environment = dict(os.environ)
-    # the same coterie as ours, also from a bare checkout started elsewhere
-    root = str(Path(coterie.__file__).resolve().parent.parent)
-    inherited = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{root}{os.pathsep}{inherited}" if inherited else root
+async def _launch(address: str, spec: WorkerSpec) -> Process:
+    env = environment()
     if spec.threads:
-        environment["OMP_NUM_THREADS"] = str(spec.threads)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "coterie.workers.child", address,
-        stdin=asyncio.subprocess.PIPE,
-        # standard output belongs to the gateway's own answers
-        stdout=2,
-        env=environment,
-        # a Ctrl-C in the terminal is for the gateway
-        start_new_session=True,
-    )  # fmt: skip
+        env["OMP_NUM_THREADS"] = str(spec.threads)
+    command = [sys.executable, "-m", "coterie.workers.child", address]
+    # standard output belongs to the gateway's own answers
+    process = await start(command, env, stdin=PIPE, stdout=2)
     assert process.stdin is not None
     payload = wire.encode(spec)
     process.stdin.write(wire.LENGTH.pack(len(payload)) + payload)

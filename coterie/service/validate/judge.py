@@ -10,12 +10,11 @@ import asyncio
 import os
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 
-import coterie
 from coterie.core.outcome import ValidationResult
+from coterie.core.spawn import PIPE, Process, environment, start
 from coterie.obs.trace import log
 from coterie.service.validate.child import LENGTH, READY, Task
 
@@ -31,7 +30,7 @@ _encode = msgspec.msgpack.Encoder().encode
 class Judge:
     def __init__(self, check_s: float = CHECK_S) -> None:
         self._check_s = check_s
-        self._free: list[asyncio.subprocess.Process] = []
+        self._free: list[Process] = []
         self._places = asyncio.Semaphore(MAX_PROCESSES)
         self._waiting = 0
         self._closed = False
@@ -69,7 +68,7 @@ class Judge:
         spent_ms = round((time.perf_counter() - began) * 1000, 3)
         return ValidationResult(False, task.validator, fault, spent_ms)
 
-    async def _told(self, process: asyncio.subprocess.Process, task: Task) -> ValidationResult:
+    async def _told(self, process: Process, task: Task) -> ValidationResult:
         whole = False
         try:
             async with asyncio.timeout(self._check_s):
@@ -82,17 +81,12 @@ class Judge:
             else:
                 await asyncio.shield(_end(process))
 
-    async def _start(self) -> asyncio.subprocess.Process | None:
-        root = str(Path(coterie.__file__).resolve().parent.parent)
+    async def _start(self) -> Process | None:
+        command = [sys.executable, "-m", "coterie.service.validate.child"]
+        # nothing else of the server's environment
+        env = environment({"PATH": os.environ.get("PATH", "")})
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "coterie.service.validate.child",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                # the same coterie as ours; nothing else of the server's environment
-                env={"PYTHONPATH": root, "PATH": os.environ.get("PATH", "")},
-                start_new_session=True,
-            )  # fmt: skip
+            process = await start(command, env, stdin=PIPE, stdout=PIPE)
         except OSError as error:
             log("judge_failed_to_start", level="warning", error=error)
             return None
@@ -109,25 +103,20 @@ class Judge:
         return None
 
 
-async def _asked(process: asyncio.subprocess.Process, payload: bytes) -> bytes:
+async def _asked(process: Process, payload: bytes) -> bytes:
     assert process.stdin is not None
     process.stdin.write(LENGTH.pack(len(payload)) + payload)
     await process.stdin.drain()
     return await _read(process)
 
 
-async def _read(process: asyncio.subprocess.Process) -> bytes:
+async def _read(process: Process) -> bytes:
     assert process.stdout is not None
     (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
     return await process.stdout.readexactly(size)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        try:
-            process.kill()
-        except ProcessLookupError:
-            log("judge_was_gone", level="debug", pid=process.pid)
-    if process.stdin is not None:
-        process.stdin.close()
+async def _end(process: Process) -> None:
+    process.kill()
+    process.close()
     await process.wait()

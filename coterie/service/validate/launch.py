@@ -29,6 +29,7 @@ NOT_STARTED = 127
 
 def main() -> None:
     settings = json.loads(sys.argv[-1])
+    os.chdir(settings["folder"])
     walls.prctl(walls.PR_SET_PDEATHSIG, signal.SIGKILL)
     # whoever is left alone becomes our child
     walls.prctl(walls.PR_SET_CHILD_SUBREAPER, 1)

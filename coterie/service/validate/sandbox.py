@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import coterie
 from coterie.core.errors import CoterieError, Unavailable
+from coterie.core.spawn import PIPE, Process, start
 
 MAX_OUTPUT_BYTES = 64 * 1024
 MAX_REPORT_BYTES = 4096
@@ -71,15 +69,8 @@ async def _run(command: Sequence[str], text: str, bounds: Bounds, folder: str) -
         "number": secrets.randbelow(10**8),
     }
     root = str(Path(coterie.__file__).resolve().parent.parent)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-I", "-S", "-c", _BOOT, root, json.dumps(settings),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={},
-        cwd=folder,
-        start_new_session=True,
-    )  # fmt: skip
+    boot = [sys.executable, "-I", "-S", "-c", _BOOT, root, json.dumps(settings)]
+    process = await start(boot, {}, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     feeding = asyncio.ensure_future(_feed(process, text.encode("utf-8", "replace")))
     try:
         async with asyncio.timeout(bounds.timeout_s + GRACE_S):
@@ -92,7 +83,7 @@ async def _run(command: Sequence[str], text: str, bounds: Bounds, folder: str) -
         await asyncio.shield(_end(process))
 
 
-async def _feed(process: asyncio.subprocess.Process, data: bytes) -> None:
+async def _feed(process: Process, data: bytes) -> None:
     assert process.stdin is not None
     try:
         process.stdin.write(data)
@@ -103,7 +94,7 @@ async def _feed(process: asyncio.subprocess.Process, data: bytes) -> None:
         return
 
 
-async def _read(process: asyncio.subprocess.Process) -> Ran:
+async def _read(process: Process) -> Ran:
     assert process.stdout is not None and process.stderr is not None
     chunks: list[bytes] = []
     size = 0
@@ -121,7 +112,7 @@ async def _read(process: asyncio.subprocess.Process) -> Ran:
     return Ran(how, detail, _text(chunks), tuple(told["walls"]))
 
 
-def _broken(process: asyncio.subprocess.Process, report: bytes) -> CoterieError:
+def _broken(process: Process, report: bytes) -> CoterieError:
     last = report.decode("utf-8", "replace").strip().rpartition("\n")[2]
     return Unavailable(f"the sandbox could not be set up: {last or process.returncode}")
 
@@ -130,13 +121,8 @@ def _text(chunks: Sequence[bytes]) -> str:
     return b"".join(chunks).decode("utf-8", "replace").strip()
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end(process: Process) -> None:
     """The watcher takes everything behind the walls with it; its group is what may be left."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    # the end of a process is told only when its pipes were read to theirs
-    for pipe in (process.stdout, process.stderr):
-        while pipe is not None and await pipe.read(64 * 1024):
-            continue
+    process.kill(group=True)
     await process.wait()
+    process.close()

@@ -1,0 +1,286 @@
+"""The one way by which a running server starts another program: posix_spawn, never fork().
+
+fork() runs the handlers that native libraries registered with pthread_atfork. OpenBLAS's waits for
+its own threads, for ever when one of them is inside a product, and with it waits the event loop.
+asyncio, uvloop and multiprocessing all fork; posix_spawn runs no handler and copies no page tables.
+
+    process = await start([sys.executable, "-m", "coterie.some.child"], environment(), stdout=PIPE)
+    answer = await process.stdout.read()
+    status = await process.wait()
+    process.close()
+
+`start` is for an event loop, `spawn` for a thread. The program leads a session of its own (a Ctrl-C
+in the terminal is for the server) and gets the three standard streams, no more. Where it
+asks to end with its parent (PR_SET_PDEATHSIG), that is the thread that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+# for a standard stream: a pipe, or nothing; a number is a descriptor of ours, None the server's own
+PIPE = -1
+DEVNULL = -3
+Stream = int | None
+
+# where a descriptor of a process cannot be had, its end is asked for this often
+_POLL_S = 0.02
+_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """`base` (by default this process's environment), and the same coterie as ours to import, also
+    from a bare checkout that was started elsewhere."""
+    found = dict(os.environ if base is None else base)
+    inherited = found.get("PYTHONPATH")
+    found["PYTHONPATH"] = f"{_ROOT}{os.pathsep}{inherited}" if inherited else _ROOT
+    return found
+
+
+class Child:
+    """A program that was started, for a thread that may wait for it. `stdin` and so on are blocking
+    binary files where a pipe was asked for."""
+
+    def __init__(self, pid: int, pipes: Sequence[BinaryIO | None]) -> None:
+        self.pid = pid
+        self.stdin, self.stdout, self.stderr = pipes
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        self._descriptor = _pidfd(pid)
+
+    def fileno(self) -> int | None:
+        """Readable when the process has ended; None where the system has no such descriptor."""
+        return self._descriptor
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal, once it has ended."""
+        # one who reaps at a time, and none who signals: a reaped number may be another process's
+        with self._lock:
+            if self.returncode is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:
+                    # somebody else in this process reaped it
+                    pid, status = self.pid, 0
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+                    if self._descriptor is not None:
+                        os.close(self._descriptor)
+                        self._descriptor = None
+            return self.returncode
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            descriptor = self._descriptor
+            if descriptor is None:
+                time.sleep(_POLL_S)
+            else:
+                ended = select.poll()
+                ended.register(descriptor, select.POLLIN)
+                # bounded: a second waiter may have reaped it and closed the descriptor
+                ended.poll(1000)
+        return code
+
+    def kill(self, group: bool = False) -> None:
+        """Whoever has ended is left alone. `group`: all that it started and did not move away."""
+        with self._lock:
+            if self.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    (os.killpg if group else os.kill)(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+def spawn(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    stdin: Stream = DEVNULL,
+    stdout: Stream = None,
+    stderr: Stream = None,
+) -> Child:
+    """Raises OSError where the program cannot be started."""
+    with _streams((stdin, stdout, stderr)) as (ours, theirs):
+        actions: list[tuple[int, ...]] = [
+            *((os.POSIX_SPAWN_DUP2, fd, target) for target, fd in theirs.items()),
+            *((os.POSIX_SPAWN_CLOSE, fd) for fd in _inheritable()),
+        ]
+        pid = os.posix_spawn(
+            command[0],
+            list(command),
+            dict(env),
+            file_actions=actions,
+            setsid=True,
+            # what Python ignores would be ignored by the program too
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+            setsigmask=[],
+        )
+        return Child(pid, [_file(ours.pop(target, None), target) for target in range(3)])
+
+
+class _Input(asyncio.StreamReaderProtocol):
+    """Of a pipe that is written to. asyncio's own cannot be aborted once it is closed."""
+
+    lost = False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.lost = True
+        super().connection_lost(error)
+
+
+class Process:
+    """A program that was started, for an event loop: its pipes are streams."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._loop = asyncio.get_running_loop()
+        self._exited: asyncio.Future[int] = self._loop.create_future()
+        self._input = _Input(asyncio.StreamReader())
+        self._reading: list[asyncio.BaseTransport] = []
+        self._watch()
+        self.pid = child.pid
+        self.stdin: asyncio.StreamWriter | None = None
+        self.stdout: asyncio.StreamReader | None = None
+        self.stderr: asyncio.StreamReader | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        return self._child.returncode
+
+    async def wait(self) -> int:
+        """The end of the process itself; its pipes may still hold what it said."""
+        return await asyncio.shield(self._exited)
+
+    def kill(self, group: bool = False) -> None:
+        self._child.kill(group)
+
+    def close(self) -> None:
+        """Drops the pipes, with what was not read. A process that reads its input sees the end."""
+        if self.stdin is not None and not self._input.lost:
+            self.stdin.transport.abort()
+        for transport in self._reading:
+            transport.close()
+
+    async def connect(self) -> None:
+        child = self._child
+        if child.stdin is not None:
+            transport, _ = await self._loop.connect_write_pipe(lambda: self._input, child.stdin)
+            self.stdin = asyncio.StreamWriter(transport, self._input, None, self._loop)
+        self.stdout = await self._reader(child.stdout)
+        self.stderr = await self._reader(child.stderr)
+
+    async def _reader(self, pipe: BinaryIO | None) -> asyncio.StreamReader | None:
+        if pipe is None:
+            return None
+        reader = asyncio.StreamReader()
+        transport, _ = await self._loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        self._reading.append(transport)
+        return reader
+
+    def _watch(self) -> None:
+        descriptor = self._child.fileno()
+        if descriptor is None:
+            threading.Thread(target=self._wait, name="wait-for-exit", daemon=True).start()
+        else:
+            self._loop.add_reader(descriptor, self._ended, descriptor)
+
+    def _ended(self, descriptor: int) -> None:
+        # first: poll closes the descriptor
+        self._loop.remove_reader(descriptor)
+        code = self._child.poll()
+        if code is not None:
+            self._exited.set_result(code)
+
+    def _wait(self) -> None:
+        code = self._child.wait()
+        # a loop that was closed has nobody who waits
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._exited.set_result, code)
+
+
+async def start(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    stdin: Stream = DEVNULL,
+    stdout: Stream = None,
+    stderr: Stream = None,
+) -> Process:
+    """As `spawn`, on the event loop, which waits until the program is loaded: a millisecond."""
+    process = Process(spawn(command, env, stdin=stdin, stdout=stdout, stderr=stderr))
+    try:
+        await process.connect()
+    except BaseException:
+        process.kill()
+        process.close()
+        raise
+    return process
+
+
+@contextlib.contextmanager
+def _streams(wanted: Sequence[Stream]) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
+    """Our ends and the program's, by standard stream. What is left of either is closed."""
+    ours: dict[int, int] = {}
+    theirs: dict[int, int] = {}
+    opened: list[int] = []
+    try:
+        for target, stream in enumerate(wanted):
+            if stream == PIPE:
+                read, write = (_above_standard(fd) for fd in os.pipe())
+                ours[target], theirs[target] = (write, read) if target == 0 else (read, write)
+                opened.append(theirs[target])
+            elif stream == DEVNULL:
+                theirs[target] = _above_standard(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+                opened.append(theirs[target])
+            elif stream is not None:
+                theirs[target] = stream
+        yield ours, theirs
+    finally:
+        for descriptor in (*ours.values(), *opened):
+            os.close(descriptor)
+
+
+def _above_standard(descriptor: int) -> int:
+    """In a server that was started without standard streams the first descriptors are theirs."""
+    if descriptor > 2:
+        return descriptor
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(descriptor)
+    return moved
+
+
+def _inheritable() -> Iterator[int]:
+    """Python opens none that are; whoever started the server, and a library, may have."""
+    for name in os.listdir("/dev/fd"):
+        descriptor = int(name)
+        # the listing's own is gone by now
+        with contextlib.suppress(OSError):
+            if descriptor > 2 and os.get_inheritable(descriptor):
+                yield descriptor
+
+
+def _file(descriptor: int | None, target: int) -> BinaryIO | None:
+    return None if descriptor is None else os.fdopen(descriptor, "wb" if target == 0 else "rb")
+
+
+def _pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
