@@ -12,12 +12,16 @@ from pathlib import Path
 _SITE = """
 import ctypes, os
 
-@ctypes.CFUNCTYPE(None)
-def forking():
+def note(what):
     log = os.open(os.environ["FORK_PROBE"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    os.write(log, f"{os.getpid()}\\n".encode())
+    os.write(log, f"{what} {os.getpid()}\\n".encode())
     os.close(log)
 
+@ctypes.CFUNCTYPE(None)
+def forking():
+    note("fork")
+
+note("watched")
 ctypes.CDLL(None).__register_atfork(forking, None, None, None)
 """
 
@@ -29,7 +33,8 @@ def watch(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": path, "FORK_PROBE": str(folder / "forks")}
 
 
-def forks(folder: Path) -> list[int]:
-    """The process of each fork that was seen."""
-    notes = folder / "forks"
-    return [int(line) for line in notes.read_text().split()] if notes.exists() else []
+def forks(folder: Path, pid: int) -> int:
+    """How many were seen of one process, which must have been watched."""
+    notes = (folder / "forks").read_text().splitlines()
+    assert f"watched {pid}" in notes
+    return notes.count(f"fork {pid}")

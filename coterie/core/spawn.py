@@ -28,6 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from coterie.core.native_threads import unpinned
+
 # for a standard stream: a pipe, or nothing; a number is a descriptor of ours, None the server's own
 PIPE = -1
 DEVNULL = -3
@@ -39,9 +41,9 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 
 
 def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """`base` (by default this process's environment), and the same coterie as ours to import, also
-    from a bare checkout that was started elsewhere."""
-    found = dict(os.environ if base is None else base)
+    """`base` (by default what this process was started with), and the same coterie as ours, also
+    where that is a bare checkout which was started elsewhere."""
+    found = unpinned() if base is None else dict(base)
     inherited = found.get("PYTHONPATH")
     found["PYTHONPATH"] = f"{_ROOT}{os.pathsep}{inherited}" if inherited else _ROOT
     return found

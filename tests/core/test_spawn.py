@@ -178,4 +178,4 @@ def test_no_fork_handler_runs(how: str, forked: int, tmp_path: Path) -> None:
         [*python(STARTED), how], env={**os.environ, **watch(tmp_path)}, capture_output=True,
         text=True, timeout=60, check=True,
     )  # fmt: skip
-    assert forks(tmp_path) == [int(done.stdout)] * forked
+    assert forks(tmp_path, int(done.stdout)) == forked
