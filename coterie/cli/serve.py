@@ -136,13 +136,15 @@ def execute(args: argparse.Namespace) -> int:
 
 
 async def _serve(config: Config, listener: socket.socket) -> None:
+    from coterie.obs.loop_watch import LoopWatch
     from coterie.service.build import build
 
     pipeline = build(config)
-    # the workers load their models while this process imports the web framework
-    starting = asyncio.ensure_future(pipeline.start())
-    server = await asyncio.to_thread(importlib.import_module, "coterie.cli.server")
-    await server.run(config, pipeline, starting, listener)
+    with LoopWatch(pipeline.registry):
+        # the workers load their models while this process imports the web framework
+        starting = asyncio.ensure_future(pipeline.start())
+        server = await asyncio.to_thread(importlib.import_module, "coterie.cli.server")
+        await server.run(config, pipeline, starting, listener)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

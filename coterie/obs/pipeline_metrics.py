@@ -15,6 +15,10 @@ LOAD_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0,
 )  # fmt: skip
 
+LAG_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0,
+)  # fmt: skip
+
 _MODEL = ("model_name",)
 
 PIPELINE_METRICS = (
@@ -54,5 +58,13 @@ PIPELINE_METRICS = (
     ),
     Metric("coterie_conversations", "gauge", "Conversations that are remembered.", ()),
     Metric("coterie_jobs", "gauge", "Open jobs of this server.", ("status",)),
+    Metric(
+        "coterie_event_loop_lag_seconds", "histogram",
+        "How late the gateway's event loop is, looked at four times a second.", (), LAG_BUCKETS_S,
+    ),
+    Metric(
+        "coterie_event_loop_blocks", "counter",
+        "Times the gateway's event loop did nothing else for over a second.", (),
+    ),
     Metric("coterie_records_dropped", "counter", "Rows of the log that were lost.", ()),
 )  # fmt: skip
