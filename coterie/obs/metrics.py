@@ -34,7 +34,16 @@ REQUEST_BUCKETS_S = (
 
 
 ENGINE_GAUGES = frozenset({"running", "waiting", "kv_usage", "cached_blocks"})
-ENGINE_SERIES = EXPERT_SERIES | ADAPTER_SERIES
+# how often a replica recovered from something
+RECOVERY_SERIES: dict[str, tuple[str, ...]] = {
+    "failed_starts": ("coterie_recoveries", "failed_start"),
+    "requests_continued": ("coterie_recoveries", "request_continued"),
+    "requests_alone": ("coterie_recoveries", "request_alone"),
+    "deadlines_missed": ("coterie_recoveries", "deadline_missed"),
+    "values_refused": ("coterie_recoveries", "value_refused"),
+    "expert_updates_failed": ("coterie_recoveries", "experts_stayed"),
+}
+ENGINE_SERIES = EXPERT_SERIES | ADAPTER_SERIES | RECOVERY_SERIES
 
 _MODEL = ("model_name",)
 
@@ -76,6 +85,15 @@ METRICS = (
         ("model_name", "code"),
     ),
     Metric("coterie_worker_restarts", "counter", "Worker processes started again.", ("replica",)),
+    Metric(
+        "coterie_recoveries", "counter",
+        "Faults that nobody noticed: `failed_start` of a worker, `request_continued` behind a "
+        "crash, `request_alone` because two crashes met it, `deadline_missed` by a worker, "
+        "`value_refused` on the way between processes (its request failed), `replanned` onto "
+        "another replica, `format_left_out`, `job_taken_up` after a crash, `experts_stayed` where "
+        "a move of experts failed.",
+        ("where", "kind"),
+    ),
     Metric("coterie_worker_up", "gauge", "1 while the replica can take requests.", ("replica",)),
     Metric(
         "coterie_step_seconds", "counter", "Seconds of engine steps by phase.",

@@ -86,4 +86,7 @@ async def _check_format(run: Run, wanted: ResponseFormat, grammars: GrammarCheck
             raise
         run.response_format = None
         names = ", ".join(adapter.name for adapter in run.plan.adapters)
+        run.served.series.registry.value(
+            "coterie_recoveries", run.served.name, "format_left_out"
+        ).add()
         log("format_unusable", level="warning", model=names, reason=error.message)

@@ -74,6 +74,7 @@ class Handover:
                 full = replica, verdict
             if len(refused) > 1 or len(refused) == len(replicas.members):
                 raise self._refusal(served, replica, verdict)
+            served.series.registry.value("coterie_recoveries", served.name, "replanned").add()
 
     def _ended(self, served: Served, replica: Replica) -> None:
         served.replicas.gave_back(replica)

@@ -50,6 +50,8 @@ class JobService:
         self._tasks: list[asyncio.Task[None]] = []
         # jobs on their way to the disk
         self._entering = 0
+        # of servers that were killed, since start
+        self.taken_up = 0
 
     async def start(self) -> None:
         """Never fails for the database's sake: without it everything but jobs is served."""
@@ -202,6 +204,7 @@ class JobService:
             else:
                 self._dispatcher.push(entry)
         if ours:
+            self.taken_up += len(ours)
             log("jobs_adopted", pending=len(ours))
         await self._store.expire(time.time() - self._settings.keep_s, MAX_ENDED, MAX_ENDED_BYTES)
         # in this order: what begins meanwhile is open and not looked at

@@ -198,5 +198,6 @@ class Pipeline:
             registry.value("coterie_jobs", status).set(count)
         for verdict, count in self.records.verdicts.items():
             registry.value("coterie_feedback", verdict).set(count)
+        registry.value("coterie_recoveries", "gateway", "job_taken_up").set(self.jobs.taken_up)
         self._roster.measure()
         return registry.render()

@@ -120,7 +120,8 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a worker is told. `kind` is submit, abort, preload or stop."""
+    """What a worker is told. `kind` is submit, abort, preload or stop; unread = a command of which
+    nothing but the request could be read."""
 
     kind: str
     request_id: str = ""
@@ -147,6 +148,8 @@ class Report:
     stats: dict[str, float] = field(default_factory=dict)
     # the adapters loaded last, at most 64; None = as in the report before
     adapters: tuple[AdapterLoad, ...] | None = None
+    # paths of values that could not be told; whoever they belonged to is in `failed`
+    faults: list[str] = field(default_factory=list)
 
     def take(self, event: Event) -> None:
         if isinstance(event, Delta):

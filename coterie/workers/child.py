@@ -15,10 +15,11 @@ from collections.abc import Sequence
 
 import zmq
 
-from coterie.core.errors import CoterieError
+from coterie.core.errors import CoterieError, InternalError
+from coterie.core.plain import fault_of
 from coterie.obs.trace import configure, log
 from coterie.workers import wire
-from coterie.workers.base import Command, Report
+from coterie.workers.base import Command, ReplicaInfo, Report
 from coterie.workers.loop import serve
 
 # standard input's descriptor
@@ -34,14 +35,17 @@ class Channel:
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.connect(address)
 
-    def send(self, value: wire.Loaded | Report) -> None:
-        self._socket.send(wire.encode(value))
+    def load(self, word: wire.Loaded) -> None:
+        self._socket.send(wire.encode(word))
+
+    def send(self, report: Report) -> None:
+        self._socket.send(wire.encode_report(report))
 
     def receive(self, wait: bool) -> Sequence[Command]:
-        commands = [wire.decode_command(self._socket.recv())] if wait else []
+        commands = [_read_command(self._socket.recv())] if wait else []
         while True:
             try:
-                commands.append(wire.decode_command(self._socket.recv(zmq.NOBLOCK)))
+                commands.append(_read_command(self._socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 return commands
 
@@ -62,12 +66,14 @@ def main(address: str) -> int:
         from coterie.workers.host import build_engine
 
         host = build_engine(spec)
+        if (fault := fault_of(host.info, ReplicaInfo)) is not None:
+            raise InternalError(f"what was loaded cannot be told: {fault}")
     except CoterieError as error:
-        channel.send(wire.Loaded(code=error.code, message=error.message))
+        channel.load(wire.Loaded(code=error.code, message=error.message))
         channel.close()
         return 1
     threading.Thread(target=host.engine.warm_grammars, name="grammars", daemon=True).start()
-    channel.send(wire.Loaded(host.info))
+    channel.load(wire.Loaded(host.info))
     channel.send(Report(lanes=host.engine.lane_states()))
     try:
         serve(host, channel.receive, channel.send)
@@ -77,6 +83,15 @@ def main(address: str) -> int:
     host.close()
     channel.close()
     return 0
+
+
+def _read_command(message: bytes) -> Command:
+    try:
+        return wire.decode_command(message)
+    except wire.Mistyped as error:
+        command = wire.unread(message)
+        log("command_unread", level="error", request_id=command.request_id, reason=str(error))
+        return command
 
 
 # Straight from the descriptor: a buffered reader's lock, held by the watching thread, would be

@@ -69,7 +69,7 @@ class InprocReplica:
         return len(self._ledger)
 
     def stats(self) -> dict[str, float]:
-        return {**self._stats, "restarts": 0.0}
+        return {**self._stats, **self._ledger.stats(), "restarts": 0.0}
 
     def adapter_loads(self) -> tuple[AdapterLoad, ...]:
         return self._adapters
@@ -126,11 +126,12 @@ class InprocReplica:
             ready.set_result(info)
 
     def _take(self, report: Report) -> None:
-        self._lanes = {state.lane: state for state in report.lanes}
+        self._lanes = self._lanes | {state.lane: state for state in report.lanes}
         self._stats = report.stats
         if report.adapters is not None:
             self._adapters = report.adapters
-        self._ledger.take(report)
+        for request_id in self._ledger.take(report):
+            self._commands.put(Command("abort", request_id))
 
     def _died(self, ready: asyncio.Future[ReplicaInfo], error: Exception) -> None:
         self._running = False

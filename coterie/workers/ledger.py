@@ -9,18 +9,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from coterie.core.errors import InvalidRequest
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.core.plan import Admitted, Assignment, Rejected
 from coterie.obs.trace import log
 from coterie.workers.base import Report, Sink
+from coterie.workers.sift import TOLD
 
 # Present in this many crashes: suspect, and run alone. In one more: failed.
 SUSPECT_CRASHES = 2
 # an engine keeps deadlines itself and tells more: one that is silent for so long is hung or dead
 LATE_S = 0.5
+# faults that are logged once and not with every report
+MAX_STANDING = 256
 
 
 @dataclass(slots=True)
@@ -59,6 +64,19 @@ class Ledger:
         self._is_late = False
         self._emptied = asyncio.Event()
         self._emptied.set()
+        # recovered from, since start: requests handed to another worker, of these alone; deadlines
+        # that the worker let pass; values that could not be passed on
+        self._continued = self._alone = self._missed = self._faults = 0
+        # paths of these that were logged
+        self._standing: set[str] = set()
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "requests_continued": float(self._continued),
+            "requests_alone": float(self._alone),
+            "deadlines_missed": float(self._missed),
+            "values_refused": float(self._faults),
+        }
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -115,8 +133,9 @@ class Ledger:
         """The hand-over did not reach a worker: it goes with the next one."""
         self._set_present(self._entries[request_id], False)
 
-    def take(self, report: Report) -> None:
-        """Settle verdicts and pass events on, in the order a report promises."""
+    def take(self, report: Report) -> list[str]:
+        """Settle verdicts and pass events on, in the order a report promises. Names the requests
+        that a bad value ended: the worker still runs them."""
         self._is_late = False
         entries = self._entries
         for request_id, admitted in report.admitted:
@@ -124,20 +143,56 @@ class Ledger:
                 entries[request_id].verdict.set_result(admitted)
         for request_id, rejected in report.rejected:
             self._rejected(request_id, rejected)
-        for started in report.started:
-            entry = entries.get(started.request_id)
-            if entry is not None and entry.started is None:
-                entry.started = started
-                entry.started_s = _since_arrival_s(entry)
-                entry.sink(started)
-        for delta in report.deltas:
-            entry = entries.get(delta.request_id)
-            if entry is not None:
-                _take_delta(entry, delta)
-        for finished in report.finished:
-            self._end(finished)
-        for failed in report.failed:
-            self._end(failed)
+        lost = self._told(report)
+        events: Iterator[Event] = chain(
+            report.started, report.deltas, report.finished, report.failed
+        )
+        for event in events:
+            try:
+                self._take(event)
+            except Exception as error:
+                log("event_lost", level="error", error=error, request_id=event.request_id)
+                lost.append(event.request_id)
+                self._broke(event.request_id)
+        return lost
+
+    def refused(self, request_id: str, path: str) -> None:
+        """A value of this request could not be passed on."""
+        self._faults += 1
+        log("value_refused", level="error", request_id=request_id, reason=path)
+
+    def _told(self, report: Report) -> list[str]:
+        if not report.faults:
+            return []
+        failed = [event.request_id for event in report.failed]
+        for path in report.faults:
+            if not failed and path in self._standing:
+                # what is nobody's comes with every report
+                self._faults += 1
+                continue
+            if len(self._standing) < MAX_STANDING:
+                self._standing.add(path)
+            self.refused(",".join(failed), path)
+        return failed
+
+    def _take(self, event: Event) -> None:
+        entry = self._entries.get(event.request_id)
+        if entry is None:
+            return
+        if isinstance(event, Delta):
+            _take_delta(entry, event)
+        elif not isinstance(event, Started):
+            self._end(event)
+        elif entry.started is None:
+            entry.started = event
+            entry.started_s = _since_arrival_s(entry)
+            entry.sink(event)
+
+    def _broke(self, request_id: str) -> None:
+        """An event could not be handed on; who waited for it is told so, as far as that goes."""
+        self._faults += 1
+        with suppress(Exception):
+            self._end(Failed(request_id, "internal_error", TOLD))
 
     def crashed(self) -> None:
         """The worker died. Who was present is counted; who cannot be retried ends here."""
@@ -161,6 +216,8 @@ class Ledger:
             waiting = suspects[:1] if not self.working else []
         for entry in waiting:
             self._set_present(entry, True)
+            self._continued += 1
+            self._alone += entry.suspect
             yield entry.resumed()
 
     def fail_all(self, code: str, message: str, retry_after_s: float | None = None) -> None:
@@ -187,6 +244,7 @@ class Ledger:
         if entry is None:
             return
         log("deadline_missed", level="warning", request_id=request_id)
+        self._missed += 1
         self._is_late |= entry.present
         for choice in range(len(entry.emitted)):
             if choice not in entry.finished:

@@ -1,6 +1,7 @@
 """The life of an engine behind any transport: take commands, step, report; sleep when idle.
 
-Knows neither sockets nor threads: `receive` brings commands, `publish` takes reports.
+Knows neither sockets nor threads: `receive` brings commands, `publish` takes reports. What a report
+holds is checked here, where it is made: on any transport a value of a wrong type fails its request.
 """
 
 from __future__ import annotations
@@ -8,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from coterie.core.plan import Admitted
+from coterie.core.plain import fault_of
+from coterie.core.plan import Admitted, Assignment, Rejected
+from coterie.obs.trace import log
 from coterie.workers.base import Command, Report
+from coterie.workers.sift import TOLD, sift
 
 if TYPE_CHECKING:
+    from coterie.engine.engine import Engine
     from coterie.workers.host import Host
 
 # receive(wait): everything that is there; with wait=True it blocks until something is
@@ -37,6 +42,7 @@ def serve(host: Host, receive: Receive, publish: Publish) -> None:
         if host.adapters is not None and host.adapters.version != told:
             told = host.adapters.version
             report.adapters = host.adapters.loads()
+        sift(report, fault_of)
         publish(report)
         host.tend()
 
@@ -48,9 +54,21 @@ def _apply(host: Host, command: Command, report: Report) -> None:
     elif command.kind == "preload":
         if host.adapters is not None:
             host.adapters.preload(command.adapters)
+    elif command.kind == "unread":
+        report.rejected.append((command.request_id, Rejected("internal_error", TOLD, None)))
     elif command.assignment is not None:
-        verdict = engine.add(command.assignment)
+        verdict = _add(engine, command.assignment)
         if isinstance(verdict, Admitted):
             report.admitted.append((command.assignment.request_id, verdict))
         else:
             report.rejected.append((command.assignment.request_id, verdict))
+
+
+def _add(engine: Engine, assignment: Assignment) -> Admitted | Rejected:
+    """An engine refuses what it cannot run; what it did not foresee costs this request alone."""
+    try:
+        return engine.add(assignment)
+    except Exception as error:
+        log("request_not_added", level="error", error=error, request_id=assignment.request_id)
+        engine.abort(assignment.request_id)
+        return Rejected("internal_error", TOLD, None)

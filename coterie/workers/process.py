@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coterie.core.errors import CoterieError, Unavailable
+from coterie.core.errors import CoterieError, InternalError, Unavailable
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 from coterie.obs.trace import log
 from coterie.workers.base import AdapterLoad, Command, ReplicaInfo, Report, Sink, WorkerSpec
@@ -53,7 +53,8 @@ class ProcessReplica:
         self._stats: dict[str, float] = {}
         self._adapters: tuple[AdapterLoad, ...] = ()
         self._fingerprint: str | None = None
-        self._starts = 0
+        # of these that never came to serve: those after the first
+        self._starts = self._failed_starts = 0
         self._load_s = 1.0
         self._next_start_at = 0.0
         self._reported_at = 0.0
@@ -83,8 +84,13 @@ class ProcessReplica:
             return Rejected("unavailable", reason, self.retry_after_s())
         self._mark_busy()
         verdict = self._ledger.open(assignment, sink)
-        if not self._send(Command("submit", assignment.request_id, assignment)):
-            self._ledger.postpone(assignment.request_id)
+        try:
+            if not self._send(Command("submit", assignment.request_id, assignment)):
+                self._ledger.postpone(assignment.request_id)
+        except InternalError as error:
+            self._ledger.refused(assignment.request_id, str(error.__cause__))
+            self._ledger.drop(assignment.request_id)
+            return Rejected(error.code, error.message, None)
         try:
             return await verdict
         except asyncio.CancelledError:
@@ -106,7 +112,11 @@ class ProcessReplica:
         return len(self._ledger)
 
     def stats(self) -> dict[str, float]:
-        return {**self._stats, "restarts": float(max(0, self._starts - 1))}
+        starts = {
+            "restarts": float(max(0, self._starts - 1)),
+            "failed_starts": float(self._failed_starts),
+        }
+        return {**self._stats, **self._ledger.stats(), **starts}
 
     def adapter_loads(self) -> tuple[AdapterLoad, ...]:
         return self._adapters
@@ -161,6 +171,7 @@ class ProcessReplica:
                 child, _ = await self._spawn()
             except Exception as error:
                 failures += 1
+                self._failed_starts += 1
                 log("worker_failed_to_start", level="error", error=error, replica=self.name,
                     attempt=failures)  # fmt: skip
                 if failures > MAX_FAILED_STARTS or isinstance(error, ModelChanged):
@@ -204,11 +215,12 @@ class ProcessReplica:
 
     def _take(self, report: Report) -> None:
         self._reported_at = time.monotonic()
-        self._lanes = {state.lane: state for state in report.lanes}
+        self._lanes = self._lanes | {state.lane: state for state in report.lanes}
         self._stats = report.stats
         if report.adapters is not None:
             self._adapters = report.adapters
-        self._ledger.take(report)
+        for request_id in self._ledger.take(report):
+            self._send(Command("abort", request_id))
         self._hand_over()
 
     def _hand_over(self) -> None:

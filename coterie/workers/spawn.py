@@ -16,8 +16,9 @@ from typing import Any
 
 import zmq
 
-from coterie.core.errors import Unavailable, from_code
+from coterie.core.errors import InternalError, Unavailable, from_code
 from coterie.core.spawn import PIPE, Process, environment, start
+from coterie.obs.trace import log
 from coterie.weights.home import state_dir
 from coterie.workers import wire
 from coterie.workers.base import Command, ReplicaInfo, Report, WorkerSpec
@@ -47,7 +48,11 @@ class Link:
         if self._socket.closed:
             return False
         try:
-            self._socket.send(wire.encode(command), zmq.NOBLOCK)
+            message = wire.encode(command)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise InternalError("a value of this request cannot be sent to a worker") from error
+        try:
+            self._socket.send(message, zmq.NOBLOCK)
         except zmq.Again:
             return False
         self._loop.call_soon(self.read)
@@ -82,16 +87,22 @@ class Child:
     ) -> tuple[Child, ReplicaInfo]:
         """Start a process and wait until it has loaded; raises what kept it from loading."""
         loaded: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
+        child: Child | None = None
 
         def on_message(message: bytes) -> None:
-            if loaded.done():
-                on_report(wire.decode_report(message))
-            else:
-                loaded.set_result(wire.decode_loaded(message))
+            try:
+                if loaded.done():
+                    on_report(wire.decode_report(message))
+                else:
+                    loaded.set_result(wire.decode_loaded(message))
+            except wire.Unreadable as error:
+                # tokens are lost with it: another worker says them again
+                log("report_unreadable", level="error", error=error, replica=spec.name)
+                if child is not None:
+                    child._process.kill()
 
         address = f"ipc://{path}"
         link = Link(address, on_message)
-        child = None
         try:
             process = await _launch(address, spec)
             child = cls(process, link)

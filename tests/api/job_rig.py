@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from served import Reply, Served
 from tiny import tiny_checkpoint
 
@@ -120,12 +119,6 @@ def seeds(home: Path) -> dict[str, dict[str, int]]:
     return {job_id: {"seed": json.loads(raw)["sampling"]["seed"]} for job_id, raw in found}
 
 
-def kill_worker(server: Served) -> None:
-    for child in psutil.Process(server.process.pid).children():
-        if "coterie.workers.child" in child.cmdline():
-            child.send_signal(signal.SIGKILL)
-
-
 def wait_for(count: int, home: Path, *statuses: str) -> None:
     """Until so many jobs have one of these statuses."""
     deadline = time.monotonic() + END_S
@@ -163,7 +156,7 @@ def crash(home: Path, count: int, tokens: int, *, worker_too: bool = True) -> Cr
         requests = submit_all([server], home, count, tokens)
         wait_for(count // 6, home, "succeeded")
         if worker_too:
-            kill_worker(server)
+            server.kill_workers()
         wait_for(count // 3, home, "succeeded")
         wait_for(1, home, "processing")
     finally:

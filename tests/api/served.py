@@ -15,6 +15,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from coterie.weights.home import home
 
 START_S = 90.0
@@ -24,6 +26,9 @@ class Served:
     """One running server. `wait_ready=False` returns as soon as it listens."""
 
     def __init__(self, *arguments: str, wait_ready: bool = True, **environment: str) -> None:
+        # workers that the test killed
+        self.expected_deaths = 0
+        self._checked = False
         self.folder = Path(tempfile.mkdtemp(prefix="coterie-served-"))
         self.log_path, self.out_path = self.folder / "log", self.folder / "out"
         command = [sys.executable, "-m", "coterie", "serve", "--port", "0", *arguments]
@@ -65,9 +70,28 @@ class Served:
         return self.out_path.read_text(errors="replace")
 
     def stop(self, number: int = signal.SIGTERM) -> int:
+        """Its exit status. Fails where a worker died or a value was lost that no test asked for:
+        continuation after a crash is not to hide a fault."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(60)
+        code = self.process.wait(60)
+        if not self._checked:
+            self._checked = True
+            found = re.findall(r'^.*"event":"worker_died".*$', self.log(), re.M)
+            assert len(found) == self.expected_deaths, (
+                f"{len(found)} workers died and {self.expected_deaths} were to: {self.log()}"
+            )
+            assert '"event":"value_refused"' not in self.log(), self.log()
+        return code
+
+    def kill_workers(self) -> int:
+        """kill -9 of every worker that runs; how many."""
+        children = psutil.Process(self.process.pid).children()
+        workers = [one for one in children if "coterie.workers.child" in one.cmdline()]
+        for worker in workers:
+            worker.kill()
+        self.expected_deaths += len(workers)
+        return len(workers)
 
     def get(self, path: str, **headers: str) -> Reply:
         return self.send("GET", path, None, **headers)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import anthropic
@@ -111,6 +112,22 @@ def test_stock_clients_read_what_an_answer_cost(server: Served) -> None:
         model="tiny", prompt=["hello", "there"], max_tokens=4, temperature=0
     )
     assert both.model_extra["coterie"]["experts"]["read_bytes"] > 0
+
+
+def test_eight_at_once_say_what_each_says_alone(server: Served) -> None:
+    def ask(index: int) -> str:
+        body = {"model": "tiny", "prompt": [0, *range(20, 24 + index)], "max_tokens": 12,
+                "temperature": 0, "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+        reply = server.post("/v1/completions", body)
+        assert reply.status == 200, reply.body
+        return str(reply.json["choices"][0]["token_ids"])
+
+    alone = [ask(index) for index in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == alone
+    assert server.metric("coterie_worker_restarts_total") == 0
+    # by a refusal of the worker, a retry, a value that could not be sent
+    assert server.metric("coterie_recoveries_total") == 0
 
 
 def test_anthropic_answers_carry_it_too(server: Served) -> None:

@@ -1,0 +1,133 @@
+"""Whether a value is what its type says, all the way down, before it leaves its process.
+
+Values travel as msgpack, which knows Python's own numbers and texts alone: a numpy float passes for
+a float everywhere but there. Checks are made once per type, from its annotations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import cache
+from operator import attrgetter
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+Look = Callable[[Any], str | None]
+
+
+class Check(NamedTuple):
+    """A value of a type in `plain` is right; any other is looked at: None, or the path to the first
+    that is wrong and the name of its type."""
+
+    plain: frozenset[type]
+    look: Look
+
+    def __call__(self, value: Any) -> str | None:
+        return None if type(value) in self.plain else self.look(value)
+
+
+def fault_of(value: Any, kind: Any) -> str | None:
+    """`usage.prompt_tokens: int64`; None where every value is plain and of its type."""
+    found = check_of(kind)(value)
+    return None if found is None else found.lstrip(".")
+
+
+@cache
+def check_of(kind: Any) -> Check:
+    if is_dataclass(kind):
+        return Check(frozenset(), _record(kind))
+    if kind in _SCALARS:
+        return Check(_SCALARS[kind], _named)
+    if kind is Any:
+        return Check(frozenset(), lambda value: None)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return _either([check_of(one) for one in arguments])
+    if origin is tuple and arguments[-1:] != (...,):
+        return Check(frozenset(), _row([check_of(one) for one in arguments]))
+    if origin in (tuple, list):
+        return Check(frozenset(), _many(origin, check_of(arguments[0])))
+    if origin is dict:
+        return Check(frozenset(), _table(check_of(arguments[0]), check_of(arguments[1])))
+    raise TypeError(f"{kind} is no type of a value that travels")
+
+
+# an int may stand for a float, as everywhere in Python; nothing else may stand for another
+_SCALARS: dict[Any, frozenset[type]] = {
+    kind: frozenset({kind}) for kind in (int, str, bool, bytes, NoneType)
+} | {float: frozenset({float, int})}
+
+
+def _named(value: Any) -> str:
+    return f": {type(value).__name__}"
+
+
+def _record(kind: Any) -> Look:
+    hints = get_type_hints(kind)
+    names = [item.name for item in fields(kind)]
+    checks = [check_of(hints[name]) for name in names]
+    # one name alone would give no tuple
+    values_of = attrgetter(*names, names[0])
+    parts = [*zip(names, *zip(*checks, strict=True), strict=True)]
+
+    def look(value: Any) -> str | None:
+        if type(value) is not kind:
+            return _named(value)
+        for item, (name, plain, deeper) in zip(values_of(value), parts, strict=False):
+            if type(item) not in plain and (found := deeper(item)) is not None:
+                return f".{name}{found}"
+        return None
+
+    return look
+
+
+def _either(checks: list[Check]) -> Check:
+    plain = frozenset[type]().union(*(check.plain for check in checks))
+    deeper = [check.look for check in checks if check.look is not _named]
+
+    def look(value: Any) -> str | None:
+        found = [one(value) for one in deeper]
+        # the longest path: of the kind that fitted best
+        return None if None in found else max((one or "" for one in found), key=len, default="")
+
+    return Check(plain, look if deeper else _named)
+
+
+def _row(checks: list[Check]) -> Look:
+    def look(value: Any) -> str | None:
+        if type(value) is not tuple or len(value) != len(checks):
+            return _named(value)
+        for place, (item, check) in enumerate(zip(value, checks, strict=True)):
+            if (found := check(item)) is not None:
+                return f"[{place}]{found}"
+        return None
+
+    return look
+
+
+def _many(kind: type, check: Check) -> Look:
+    plain, deeper = check
+    wanted = frozenset({kind})
+
+    def look(value: Any) -> str | None:
+        if type(value) not in wanted:
+            return _named(value)
+        for place, item in enumerate(value):
+            if type(item) not in plain and (found := deeper(item)) is not None:
+                return f"[{place}]{found}"
+        return None
+
+    return look
+
+
+def _table(key: Check, check: Check) -> Look:
+    def look(value: Any) -> str | None:
+        if type(value) is not dict:
+            return _named(value)
+        for name, item in value.items():
+            if (found := key(name) or check(item)) is not None:
+                return f"[{name!r}]{found}"
+        return None
+
+    return look
