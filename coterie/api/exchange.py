@@ -23,6 +23,7 @@ from coterie.obs.trace import log
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 CLIENT_CLOSED = 499
 _SCOPE_KEY = "coterie.exchange"
+SEED = "x-coterie-seed"
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:\-]")
 
 
@@ -157,6 +158,9 @@ def receipt(exchange: Exchange, plan: RoutePlan) -> None:
     """What the request runs on, known before its first byte goes out."""
     note_specialist(exchange, plan.specialist)
     exchange.headers["x-coterie-confidence"] = f"{plan.confidence:.4f}"
+    # one for each prompt of the request
+    seeds = [exchange.headers[SEED]] if SEED in exchange.headers else []
+    exchange.headers[SEED] = ",".join([*seeds, str(plan.sampling.seed)])
     if plan.adapters:
         stack = (f"{item.name}#{item.digest[:8]}" for item in plan.adapters)
         exchange.headers["x-coterie-adapter"] = ",".join(stack)

@@ -99,6 +99,8 @@ def _unknown(name: str) -> InvalidRequest:
 def _check_together(body: InferBody) -> None:
     if body.template is not None and "{prompt}" not in body.template:
         raise InvalidRequest("template: must contain {prompt}", param="template")
+    if body.length_penalty is not None and (body.num_beams or 1) == 1:
+        raise InvalidRequest("length_penalty: needs num_beams", param="length_penalty")
     forced, excluded = body.force_experts or [], body.exclude_experts or []
     for name in forced:
         if name in excluded or name.partition("@")[0] in excluded:
@@ -146,7 +148,10 @@ def _request(body: InferBody, caller: Caller) -> InferenceRequest:
             top_p=body.top_p,
             top_k=body.top_k,
             min_p=body.min_p,
+            typical_p=body.typical_p,
             repetition_penalty=body.repetition_penalty,
+            num_beams=body.num_beams,
+            length_penalty=body.length_penalty,
             seed=seed_of(body.seed),
         ),
         limits=Limits(

@@ -22,6 +22,7 @@ MAX_TEMPLATE = 20_000
 MAX_TOKENS = 200_000
 MAX_GRAMMAR = 100_000
 MAX_REGEX = 10_000
+MAX_BEAMS = 64
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _INT64 = 2**63 - 1
 
@@ -81,6 +82,7 @@ class InferBody(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=2**31 - 1, description="0 = off.")
     min_p: Share | None = None
+    typical_p: float | None = Field(None, gt=0, le=1)
     repetition_penalty: float | None = Field(None, ge=1, le=2)
     force_experts: Annotated[list[Name], Field(max_length=MAX_STACK)] | None = Field(
         None, description="Exactly these, in this order: `name` or `name@version`."
@@ -100,6 +102,12 @@ class InferBody(Body):
     model: str = Field("auto", min_length=1, max_length=512)
     stream: bool = False
     seed: int | None = Field(None, ge=-_INT64 - 1, le=_INT64)
+    num_beams: int | None = Field(
+        None, ge=1, le=MAX_BEAMS, description="More than 1 searches instead of drawing."
+    )
+    length_penalty: float | None = Field(
+        None, ge=-10, le=10, description="Of a beam search: above 0 favours long answers."
+    )
     stop: StopString | StopStrings | None = None
     response_format: dict[str, Any] | None = Field(
         None, description="OpenAI's: `json_object`, or `json_schema` with a schema."

@@ -53,6 +53,8 @@ class InferenceMetrics:
     routed_at: float = 0.0
     first_token_at: float = 0.0
     finished_at: float = 0.0
+    # what its noise was drawn from; the same request with it gets the same answer
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class InferenceResult:
     confidence: float
     # what could not be done as wished
     degraded: tuple[str, ...] = ()
+    # the caller's own, or the one that was drawn: with it the same request is answered the same
+    seed: int = 0
     validation: ValidationResult | None = None
     metrics: InferenceMetrics | None = None
     # ExpertPlan, when it was asked for

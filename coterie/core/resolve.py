@@ -37,6 +37,13 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
 }
 
 _SEED_MASK = 2**63 - 1
+# a seed of ours is told to the caller, and JSON's readers keep 53 bits of a number
+_DRAWN_BITS = 53
+
+
+def draw_seed() -> int:
+    """For a request that brings none."""
+    return secrets.randbits(_DRAWN_BITS)
 
 
 def resolve_sampling(
@@ -49,7 +56,7 @@ def resolve_sampling(
         if given is None and name in _GENERATION_KEYS:
             given = generation.get(name)
         values[name] = getattr(vendor, name) if given is None else given
-    seed = secrets.randbits(63) if asked.seed is None else asked.seed & _SEED_MASK
+    seed = draw_seed() if asked.seed is None else asked.seed & _SEED_MASK
     resolved = replace(asked, **values, seed=seed)
     check_sampling(resolved)
     return resolved

@@ -66,6 +66,7 @@ class AnswerBuilder:
             task_type="" if trace is None else trace.task_type,
             confidence=self.plan.confidence,
             degraded=() if trace is None else trace.degraded,
+            seed=self.plan.sampling.seed or 0,
             validation=finished.validation,
             metrics=finished.metrics,
             plan=self.told_plan(),

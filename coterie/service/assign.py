@@ -30,6 +30,9 @@ async def assignment(run: Run, virtual_tokens: int, grammars: GrammarCheck) -> A
     _check_choices(run)
     limits = _limits(run, len(prompt_ids), virtual_tokens)
     run.max_tokens = limits.max_tokens
+    if (plan.sampling.num_beams or 1) > 1 and request.response_format is None:
+        # a search keeps to no grammar; nobody asked for the package's own
+        run.response_format = None
     if run.response_format is not None:
         await _check_format(run, run.response_format, grammars)
     return Assignment(

@@ -14,7 +14,6 @@ with `request.id` a new UUID's text; `api/jobs.py: accepted(job)` is the 202. Kn
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -24,6 +23,7 @@ from coterie.core.job import FAILED, PROCESSING, QUEUED, Job, JobError, JobPage,
 from coterie.core.pipeline_settings import JobSettings
 from coterie.core.plan import RoutePlan
 from coterie.core.request import RouteHints
+from coterie.core.resolve import draw_seed
 from coterie.obs.trace import log
 from coterie.service.jobs_codec import encode_spec
 from coterie.service.jobs_dispatch import Dispatcher
@@ -102,7 +102,7 @@ class JobService:
         sampling = spec.request.sampling
         if sampling.seed is None:
             # a run after a crash draws the same
-            sampling = replace(sampling, seed=secrets.randbits(63))
+            sampling = replace(sampling, seed=draw_seed())
             spec = replace(spec, request=replace(spec.request, sampling=sampling))
         raw = encode_spec(spec)
         self._dispatcher.check_room(self._entering, len(raw))

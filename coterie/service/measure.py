@@ -50,6 +50,7 @@ def metrics_of(
         routed_at=epoch + run.routed_at,
         first_token_at=epoch + arrived_at + timings.first_token_s if answered else 0.0,
         finished_at=epoch + now,
+        seed=run.plan.sampling.seed or 0,
     )
 
 

@@ -49,6 +49,9 @@ RANGES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "top_p": ((0, 1.1, "x"), (0.001, 1)),
     "top_k": ((-1, 0.5), (0, 1000)),
     "min_p": ((-0.1, 1.1), (0, 1)),
+    "typical_p": ((0, 1.1), (0.001, 1)),
+    "num_beams": ((0, 65, 1.5), (1, 64)),
+    "length_penalty": ((-10.1, 10.1, "1"), (-10, 10)),
     "repetition_penalty": ((0.9, 2.1), (1, 2)),
     "force_experts": (("a", [""], ["a"] * 11, [1]), ([], ["a@1.0.0", "b"])),
     "exclude_experts": (("a", ["a"] * 101), (["a"] * 100,)),
@@ -77,11 +80,11 @@ def test_every_field_has_its_range_here() -> None:
 def test_a_field_out_of_its_range_is_named(name: str) -> None:
     wrong, right = RANGES[name]
     for value in wrong:
-        param, message = refused(**{"prompt": "hello"} | {name: value})
+        param, message = refused(**{"prompt": "hello", "num_beams": 2} | {name: value})
         assert param is not None and param.partition(".")[0] == name, (value, message)
         assert "x" * 100 not in message
     for value in right:
-        receive(**{"prompt": "hello"} | {name: value})
+        receive(**{"prompt": "hello", "num_beams": 2} | {name: value})
 
 
 def test_unknown_fields_are_refused_with_the_nearest_name() -> None:

@@ -150,6 +150,7 @@ class InferOptions(TypedDict, total=False):
     # 0 = off.
     top_k: int | None
     min_p: float | None
+    typical_p: float | None
     repetition_penalty: float | None
     # Exactly these, in this order: `name` or `name@version`.
     force_experts: list[str] | None
@@ -166,6 +167,10 @@ class InferOptions(TypedDict, total=False):
     timeout_ms: int | None
     model: str
     seed: int | None
+    # More than 1 searches instead of drawing.
+    num_beams: int | None
+    # Of a beam search: above 0 favours long answers.
+    length_penalty: float | None
     stop: str | list[str] | None
     # OpenAI's: `json_object`, or `json_schema` with a schema.
     response_format: dict[str, Any] | None
@@ -237,6 +242,7 @@ class InferenceMetrics:
     routed_at: float
     first_token_at: float
     finished_at: float
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -253,6 +259,7 @@ class InferenceResult:
     task_type: str
     confidence: float
     degraded: list[str]
+    seed: int
     validation: ValidationResult | None
     metrics: InferenceMetrics | None
     plan: ExpertPlan | None = None

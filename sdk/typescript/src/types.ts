@@ -123,6 +123,7 @@ export interface InferBody {
   /** 0 = off. */
   topK?: number | null;
   minP?: number | null;
+  typicalP?: number | null;
   repetitionPenalty?: number | null;
   /** Exactly these, in this order: `name` or `name@version`. */
   forceExperts?: string[] | null;
@@ -140,6 +141,10 @@ export interface InferBody {
   model?: string;
   stream?: boolean;
   seed?: number | null;
+  /** More than 1 searches instead of drawing. */
+  numBeams?: number | null;
+  /** Of a beam search: above 0 favours long answers. */
+  lengthPenalty?: number | null;
   stop?: string | string[] | null;
   /** OpenAI's: `json_object`, or `json_schema` with a schema. */
   responseFormat?: Record<string, unknown> | null;
@@ -205,6 +210,7 @@ export interface InferenceMetrics {
   routedAt: number;
   firstTokenAt: number;
   finishedAt: number;
+  seed: number;
 }
 
 /** What /v1/infer answers, by whatever road: whole, at a stream's end, or as a job's result. */
@@ -219,6 +225,7 @@ export interface InferenceResult {
   taskType: string;
   confidence: number;
   degraded: string[];
+  seed: number;
   validation: ValidationResult | null;
   metrics: InferenceMetrics | null;
   plan?: ExpertPlan;

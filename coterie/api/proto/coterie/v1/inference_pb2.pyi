@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class InferRequest(_message.Message):
-    __slots__ = ("prompt", "template", "body", "temperature", "max_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "force_experts", "exclude_experts", "max_experts", "context_size", "user_id", "priority", "timeout_ms", "model", "seed", "stop", "response_format", "grammar", "regex", "session_id", "explain")
+    __slots__ = ("prompt", "template", "body", "temperature", "max_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "force_experts", "exclude_experts", "max_experts", "context_size", "user_id", "priority", "timeout_ms", "model", "seed", "stop", "response_format", "grammar", "regex", "session_id", "explain", "typical_p", "num_beams", "length_penalty")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,9 @@ class InferRequest(_message.Message):
     REGEX_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EXPLAIN_FIELD_NUMBER: _ClassVar[int]
+    TYPICAL_P_FIELD_NUMBER: _ClassVar[int]
+    NUM_BEAMS_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     template: str
     body: str
@@ -57,7 +60,10 @@ class InferRequest(_message.Message):
     regex: str
     session_id: str
     explain: bool
-    def __init__(self, prompt: _Optional[str] = ..., template: _Optional[str] = ..., body: _Optional[str] = ..., temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., force_experts: _Optional[_Iterable[str]] = ..., exclude_experts: _Optional[_Iterable[str]] = ..., max_experts: _Optional[int] = ..., context_size: _Optional[int] = ..., user_id: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., response_format: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., regex: _Optional[str] = ..., session_id: _Optional[str] = ..., explain: _Optional[bool] = ...) -> None: ...
+    typical_p: float
+    num_beams: int
+    length_penalty: float
+    def __init__(self, prompt: _Optional[str] = ..., template: _Optional[str] = ..., body: _Optional[str] = ..., temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., force_experts: _Optional[_Iterable[str]] = ..., exclude_experts: _Optional[_Iterable[str]] = ..., max_experts: _Optional[int] = ..., context_size: _Optional[int] = ..., user_id: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., response_format: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., regex: _Optional[str] = ..., session_id: _Optional[str] = ..., explain: _Optional[bool] = ..., typical_p: _Optional[float] = ..., num_beams: _Optional[int] = ..., length_penalty: _Optional[float] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("type", "text")
@@ -102,7 +108,7 @@ class InferDelta(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class InferenceResult(_message.Message):
-    __slots__ = ("job_id", "text", "tokens_generated", "experts_used", "latency_ms", "finish_reason", "model", "task_type", "confidence", "degraded", "validation", "metrics", "plan")
+    __slots__ = ("job_id", "text", "tokens_generated", "experts_used", "latency_ms", "finish_reason", "model", "task_type", "confidence", "degraded", "validation", "metrics", "plan", "seed")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_GENERATED_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +122,7 @@ class InferenceResult(_message.Message):
     VALIDATION_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     text: str
     tokens_generated: int
@@ -129,7 +136,8 @@ class InferenceResult(_message.Message):
     validation: ValidationResult
     metrics: InferenceMetrics
     plan: ExpertPlan
-    def __init__(self, job_id: _Optional[str] = ..., text: _Optional[str] = ..., tokens_generated: _Optional[int] = ..., experts_used: _Optional[_Iterable[str]] = ..., latency_ms: _Optional[float] = ..., finish_reason: _Optional[str] = ..., model: _Optional[str] = ..., task_type: _Optional[str] = ..., confidence: _Optional[float] = ..., degraded: _Optional[_Iterable[str]] = ..., validation: _Optional[_Union[ValidationResult, _Mapping]] = ..., metrics: _Optional[_Union[InferenceMetrics, _Mapping]] = ..., plan: _Optional[_Union[ExpertPlan, _Mapping]] = ...) -> None: ...
+    seed: int
+    def __init__(self, job_id: _Optional[str] = ..., text: _Optional[str] = ..., tokens_generated: _Optional[int] = ..., experts_used: _Optional[_Iterable[str]] = ..., latency_ms: _Optional[float] = ..., finish_reason: _Optional[str] = ..., model: _Optional[str] = ..., task_type: _Optional[str] = ..., confidence: _Optional[float] = ..., degraded: _Optional[_Iterable[str]] = ..., validation: _Optional[_Union[ValidationResult, _Mapping]] = ..., metrics: _Optional[_Union[InferenceMetrics, _Mapping]] = ..., plan: _Optional[_Union[ExpertPlan, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class ValidationResult(_message.Message):
     __slots__ = ("valid", "validator", "error", "duration_ms")
@@ -144,7 +152,7 @@ class ValidationResult(_message.Message):
     def __init__(self, valid: _Optional[bool] = ..., validator: _Optional[str] = ..., error: _Optional[str] = ..., duration_ms: _Optional[float] = ...) -> None: ...
 
 class InferenceMetrics(_message.Message):
-    __slots__ = ("job_id", "submitted_at", "router_latency_ms", "expert_load_latency_ms", "inference_latency_ms", "total_latency_ms", "experts_used", "num_experts", "vram_peak_mb", "input_tokens", "output_tokens", "tokens_per_second", "success", "error", "validation_passed", "finish_reason", "task_type", "specialist", "cached_tokens", "queue_ms", "first_token_ms", "routed_at", "first_token_at", "finished_at")
+    __slots__ = ("job_id", "submitted_at", "router_latency_ms", "expert_load_latency_ms", "inference_latency_ms", "total_latency_ms", "experts_used", "num_experts", "vram_peak_mb", "input_tokens", "output_tokens", "tokens_per_second", "success", "error", "validation_passed", "finish_reason", "task_type", "specialist", "cached_tokens", "queue_ms", "first_token_ms", "routed_at", "first_token_at", "finished_at", "seed")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SUBMITTED_AT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_LATENCY_MS_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +177,7 @@ class InferenceMetrics(_message.Message):
     ROUTED_AT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_AT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_AT_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     submitted_at: float
     router_latency_ms: float
@@ -193,7 +202,8 @@ class InferenceMetrics(_message.Message):
     routed_at: float
     first_token_at: float
     finished_at: float
-    def __init__(self, job_id: _Optional[str] = ..., submitted_at: _Optional[float] = ..., router_latency_ms: _Optional[float] = ..., expert_load_latency_ms: _Optional[float] = ..., inference_latency_ms: _Optional[float] = ..., total_latency_ms: _Optional[float] = ..., experts_used: _Optional[_Iterable[str]] = ..., num_experts: _Optional[int] = ..., vram_peak_mb: _Optional[float] = ..., input_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., success: _Optional[bool] = ..., error: _Optional[str] = ..., validation_passed: _Optional[bool] = ..., finish_reason: _Optional[str] = ..., task_type: _Optional[str] = ..., specialist: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., routed_at: _Optional[float] = ..., first_token_at: _Optional[float] = ..., finished_at: _Optional[float] = ...) -> None: ...
+    seed: int
+    def __init__(self, job_id: _Optional[str] = ..., submitted_at: _Optional[float] = ..., router_latency_ms: _Optional[float] = ..., expert_load_latency_ms: _Optional[float] = ..., inference_latency_ms: _Optional[float] = ..., total_latency_ms: _Optional[float] = ..., experts_used: _Optional[_Iterable[str]] = ..., num_experts: _Optional[int] = ..., vram_peak_mb: _Optional[float] = ..., input_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., success: _Optional[bool] = ..., error: _Optional[str] = ..., validation_passed: _Optional[bool] = ..., finish_reason: _Optional[str] = ..., task_type: _Optional[str] = ..., specialist: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., routed_at: _Optional[float] = ..., first_token_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class ExpertPlan(_message.Message):
     __slots__ = ("experts", "composition_order", "generation_params", "prompt_modified", "confidence", "reasons", "reasoning_trace")
