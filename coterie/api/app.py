@@ -53,6 +53,7 @@ def create_app(
     server = config.server
     keys = load_keys(server)
     check_exposure(server.host, keys.callers is not None, server.insecure)
+    pipeline.rights = keys.rights()
     app = FastAPI(
         title="Coterie",
         version=__version__,

@@ -1,4 +1,4 @@
-"""API keys: who may ask, and which tenant they are.
+"""API keys: who may ask, which tenant they are, and what each may ask of the scheduler.
 
 A tenant is a stable digest of its key, so that keys never reach logs, caches or workers.
 Knows no routes: the door in `exchange.py` asks before anything is read.
@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from coterie.core.errors import ConfigError, Forbidden, Unauthenticated
+from coterie.core.request import EVERY_RIGHT, MAX_PRIORITY, Rights
 from coterie.core.sections import Server
 
 # without keys everyone is the same tenant
 OPEN_TENANT = "local"
+# what may stand behind a key on its line: name -> lowest and highest value
+_RIGHTS = {"priority": (0, MAX_PRIORITY), "max_running": (1, 4096)}
 _ADMIN_PATHS = frozenset({"/v1/experts", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 
@@ -25,11 +28,17 @@ def tenant_of(key: bytes) -> str:
 
 
 class KeyRing:
-    """The keys of one key file, read once at start."""
+    """The keys of one key file, read once at start. A line is `KEY` or
+    `KEY priority=9 max_running=8`; without rights a key has those of `Rights`."""
 
-    def __init__(self, keys: Iterable[bytes], word: str = "API key") -> None:
-        self._keys = tuple(keys)
+    def __init__(
+        self, keys: Iterable[bytes] | Mapping[bytes, Rights], word: str = "API key"
+    ) -> None:
+        given = keys if isinstance(keys, Mapping) else dict.fromkeys(keys, Rights())
+        self._keys = tuple(given)
         self._word = word
+        # by tenant
+        self.rights = {tenant_of(key): rights for key, rights in given.items()}
 
     @classmethod
     def load(cls, path: Path, param: str = "server.api_key_file", word: str = "API key") -> KeyRing:
@@ -39,8 +48,11 @@ class KeyRing:
             raise ConfigError(
                 f"cannot read the key file {path}: {error.strerror}", param=param
             ) from error
-        keys = [line.strip() for line in lines]
-        keys = [key for key in keys if key and not key.startswith(b"#")]
+        keys: dict[bytes, Rights] = {}
+        for number, line in enumerate(lines, 1):
+            words = line.split()
+            if words and not words[0].startswith(b"#"):
+                keys[words[0]] = _rights(words[1:], f"the key file {path}, line {number}", param)
         if not keys:
             raise ConfigError(f"the key file {path} holds no key: write one per line", param=param)
         return cls(keys, word)
@@ -78,6 +90,27 @@ class Keys:
                 "'Authorization: Bearer KEY'"
             )
         return self.admins.tenant(headers)
+
+    def rights(self) -> dict[str, Rights]:
+        """By tenant."""
+        return {OPEN_TENANT: EVERY_RIGHT} if self.callers is None else self.callers.rights
+
+
+def _rights(words: Iterable[bytes], where: str, param: str) -> Rights:
+    """`priority=9 max_running=8`, either, or nothing. A word that is wrong is not repeated: it
+    may be a piece of a key."""
+    found: dict[str, int] = {}
+    for word in words:
+        name, _, value = word.decode("latin-1").partition("=")
+        low, high = _RIGHTS.get(name, (0, -1))
+        if not (value.isascii() and value.isdigit() and low <= int(value[:9]) <= high):
+            raise ConfigError(
+                f"{where}: behind a key there may be priority=0..{MAX_PRIORITY} and "
+                "max_running=1..4096, apart by spaces",
+                param=param,
+            )
+        found[name] = int(value)
+    return Rights(**found)
 
 
 def load_keys(server: Server) -> Keys:

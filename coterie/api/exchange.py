@@ -161,6 +161,8 @@ def receipt(exchange: Exchange, plan: RoutePlan) -> None:
     # one for each prompt of the request
     seeds = [exchange.headers[SEED]] if SEED in exchange.headers else []
     exchange.headers[SEED] = ",".join([*seeds, str(plan.sampling.seed)])
+    if plan.lowered_priority is not None:
+        exchange.headers["x-coterie-priority"] = str(plan.lowered_priority)
     if plan.adapters:
         stack = (f"{item.name}#{item.digest[:8]}" for item in plan.adapters)
         exchange.headers["x-coterie-adapter"] = ",".join(stack)

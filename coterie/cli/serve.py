@@ -59,7 +59,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML settings")
     parser.add_argument("--host", help="address to bind (default: 127.0.0.1)")
     parser.add_argument("--port", type=port, help="port; 0 = any free one (default: 8000)")
-    parser.add_argument("--api-key-file", metavar="FILE", help="one API key per line")
+    parser.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="one API key per line; KEY priority=9 max_running=8 gives it rights",
+    )
     parser.add_argument(
         "--insecure",
         action="store_true",

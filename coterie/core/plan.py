@@ -55,6 +55,8 @@ class RoutePlan:
     tuned: Tuned = Tuned()
     # how it was decided; None where the caller's names alone decided
     trace: RouteTrace | None = None
+    # what it runs at where the caller's key has no right to the priority asked for
+    lowered_priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +111,5 @@ class LaneState:
     prefix_digests: tuple[str, ...]
     predicted_first_token_s: float
     preempting: bool
+    # what a step took lately; 0 = none was made
+    step_s: float = 0.0

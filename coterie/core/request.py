@@ -11,6 +11,7 @@ from typing import Any
 
 # the model name that leaves the choice to the router
 AUTO = "auto"
+DEFAULT_PRIORITY, MAX_PRIORITY = 5, 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +110,14 @@ class Limits:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     # 0 to 9, higher is more urgent
-    priority: int = 5
+    priority: int = DEFAULT_PRIORITY
     timeout_s: float | None = None
     # cap on prompt plus output
     context_size: int | None = None
+    # of its tenant, that run at once; 0 = as many as the others leave. By the tenant's rights
+    max_running: int = 0
+    # it was refused before and comes when it was told to: some room is beyond a full queue
+    is_expected: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +148,20 @@ class RouteHints:
 
 
 @dataclass(frozen=True, slots=True)
+class Rights:
+    """What one key may ask of the scheduler."""
+
+    # its requests run at this priority at most
+    priority: int = DEFAULT_PRIORITY
+    # sequences of it that run at once; 0 = as many as the others leave
+    max_running: int = 0
+
+
+# without keys everybody is the operator
+EVERY_RIGHT = Rights(MAX_PRIORITY)
+
+
+@dataclass(frozen=True, slots=True)
 class InferenceRequest:
     id: str
     prompt: Prompt
@@ -154,5 +173,9 @@ class InferenceRequest:
     session: str | None
     # who asks; prefix blocks never cross tenants
     tenant: str
-    # time.monotonic() at reception
+    # time.monotonic() at reception, of a job: when it was begun
     arrived_at: float
+    # of a job: when it was accepted, in seconds since 1970
+    submitted_at: float | None = None
+    # as the caller named its own user; only for the log
+    user_id: str = ""

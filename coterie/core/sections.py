@@ -22,7 +22,9 @@ class Server:
     )
     port: int = key(8000, "integer", "TCP port; 0 picks a free one.", low=0, high=65535)
     api_key_file: str = key(
-        "", "text", "File with one API key per line; empty = no keys are asked for."
+        "",
+        "text",
+        "File with one API key per line, with its rights behind it; empty = no keys are asked for.",
     )
     admin_key_file: str = key(
         "", "text", "File with one admin key per line; empty = experts cannot be changed over HTTP."

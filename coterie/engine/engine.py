@@ -118,7 +118,7 @@ class Engine:
         rejected = refuse(assignment, front, lane.config, self._vocab)
         if rejected is not None:
             return rejected
-        if lane.scheduler.is_full:
+        if lane.scheduler.is_full(assignment):
             wait_s = lane.pace.retry_after_s(lane.config.max_queue, lane.num_pending_tokens())
             reason = f"{len(lane.scheduler.waiting)} sequences wait already"
             return Rejected("overloaded", reason, wait_s)
@@ -196,6 +196,7 @@ class Engine:
                 prefix_digests=lane.scheduler.space.cache.session_ends,
                 predicted_first_token_s=lane.first_token_s(),
                 preempting=any(s.num_preemptions for s in lane.scheduler.waiting),
+                step_s=lane.pace.step_s,
             )
             for lane in self._lanes
         )

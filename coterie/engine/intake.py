@@ -18,7 +18,7 @@ from coterie.engine.grammar import Grammars
 from coterie.engine.lane import LaneConfig
 from coterie.engine.prefix import root_digest
 from coterie.engine.seats import Adapters, told
-from coterie.engine.sequence import BASE, Front, Sequence, Status
+from coterie.engine.sequence import BASE, Front, Sequence, Share, Status
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +149,8 @@ def _sequence(request: ActiveRequest, entry: Entry, choice: int, restart: bool =
         root=root_digest(entry.config.name, assignment.adapters, assignment.tenant),
         rank=(-assignment.limits.priority, assignment.arrived_at, entry.order, choice),
         draw=make_draw(assignment, choice, emitted, sorted(request.stop_ids), constraint),
+        # a salt isolates prefix blocks, nothing else of a tenant
+        share=Share(assignment.tenant.partition("+")[0], assignment.limits.max_running),
     )
 
 

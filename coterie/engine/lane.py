@@ -50,3 +50,8 @@ class LaneConfig:
     def table_width(self) -> int:
         """Blocks of the longest sequence."""
         return -(-self.capacity_tokens // self.block_size)
+
+
+def extra_places(max_queue: int) -> int:
+    """Beyond a full queue, for tenants of which nobody is here and for who was told to come."""
+    return max(1, max_queue // 4)

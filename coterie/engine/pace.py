@@ -28,13 +28,16 @@ class Pace:
         self._ended = self._ended * keep + num_ended
         self._steps = self._steps * keep + 1
 
+    @property
+    def step_s(self) -> float:
+        return self._busy_s / self._steps if self._steps else 0.0
+
     def first_token_s(self, pending_tokens: int, num_ahead: int) -> float:
         """`pending_tokens` are computed first; `num_ahead` requests have to end before it runs."""
         if not self._steps:
             return 0.0
-        step_s = self._busy_s / self._steps
         compute_s = pending_tokens * self._busy_s / max(self._tokens, 1.0)
-        return step_s + compute_s + num_ahead * self._end_interval_s(pending_tokens)
+        return self.step_s + compute_s + num_ahead * self._end_interval_s(pending_tokens)
 
     def retry_after_s(self, queue: int, pending_tokens: int) -> float:
         """When an eighth of a full queue has moved on, at the rate at which requests end."""

@@ -2,19 +2,23 @@
 
 A step goes to the running sequences in rank order (priority, then arrival). Whoever lacks a block
 takes it from the worst-ranked, so the best-ranked always moves. Who waits for adapters is passed
-over. Knows blocks only through `KVSpace`, stacks of adapters only through `Seats`, and nothing of
-text, routing or tensors.
+over. A party (a tenant's urgent requests, or its others) of which nothing runs goes before those
+that run already, so that no key and no priority keeps another out. Knows blocks only through
+`KVSpace`, stacks of adapters only through `Seats`, and nothing of text, routing or tensors.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+import math
+from bisect import bisect, insort
+from collections import Counter
 from collections.abc import Hashable
 from itertools import groupby
 
-from coterie.engine.lane import LaneConfig
+from coterie.core.plan import Assignment
+from coterie.engine.lane import LaneConfig, extra_places
 from coterie.engine.seats import Seats
-from coterie.engine.sequence import Sequence, Status, rank_of
+from coterie.engine.sequence import Party, Sequence, Status, rank_of
 from coterie.engine.space import KVSpace
 from coterie.engine.step import Share, StepPlan, StepRow
 from coterie.engine.turns import AdapterTurns
@@ -37,6 +41,9 @@ class Scheduler:
         # prompt tokens of all that wait
         self.num_waiting_tokens = 0
         self.num_preemptions = 0
+        # by party: who runs, and who waits
+        self._num_running: Counter[Party] = Counter()
+        self._num_waiting: Counter[Party] = Counter()
         # sequences that began to run since this was last emptied
         self.started: list[Sequence] = []
         # sequences whose adapters cannot be loaded, likewise: the caller ends them
@@ -44,9 +51,18 @@ class Scheduler:
         self._step = 0
         self._turns = AdapterTurns() if grouped else None
 
-    @property
-    def is_full(self) -> bool:
-        return len(self.waiting) >= self.config.max_queue
+    def is_full(self, assignment: Assignment) -> bool:
+        """For this request. Lower priorities that wait take no place from it; who was told to come
+        now, and a tenant of which nobody is here, finds some room beyond the bound."""
+        rank = (-assignment.limits.priority, math.inf, 0, 0)
+        ahead, most = bisect(self.waiting, rank, key=rank_of), self.config.max_queue
+        if assignment.limits.is_expected or not self._is_here(assignment.tenant.partition("+")[0]):
+            most += extra_places(most)
+        return ahead >= most
+
+    def _is_here(self, tenant: str) -> bool:
+        parties = ((tenant, False), (tenant, True))
+        return any(self._num_running[p] or self._num_waiting[p] for p in parties)
 
     @property
     def has_work(self) -> bool:
@@ -55,6 +71,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
         self.num_waiting_tokens += sequence.num_prompt
+        self._num_waiting[sequence.party] += 1
         insort(self.waiting, sequence, key=rank_of)
         if sequence.adapter_key and self.seats is not None:
             self.seats.queue(sequence)
@@ -64,8 +81,10 @@ class Scheduler:
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
             self.num_waiting_tokens -= sequence.num_prompt
+            _less(self._num_waiting, sequence.party)
         elif sequence.status is Status.RUNNING:
             self.running.remove(sequence)
+            _less(self._num_running, sequence.party)
         if session is not None:
             self.space.keep(session, sequence)
         self.space.release(sequence)
@@ -81,6 +100,7 @@ class Scheduler:
         self._step += 1
         key, num_decoding = self._pick_key()
         budget = self.config.max_step_tokens - num_decoding
+        kept = self._kept_tokens(key, budget)
         rows: list[StepRow] = []
         copies: list[tuple[int, int]] = []
         position = 0
@@ -93,8 +113,12 @@ class Scheduler:
             if count == 0 or (key is not None and sequence.adapter_key != key):
                 continue
             if count > 1:
-                count = self._chunk(sequence, min(count, budget))
+                party = sequence.party
+                others = sum(tokens for other, tokens in kept.items() if other != party)
+                count = self._chunk(sequence, min(count, budget - others))
                 budget -= count
+                if kept:
+                    kept[party] = max(kept.get(party, 0) - count, 0)
             if count and (self.space.is_ready(sequence) or self._make_room(sequence, copies)):
                 phase = "prefill" if start < sequence.num_prompt or count > 1 else "decode"
                 rows.append(StepRow(sequence, start, count, phase))
@@ -118,6 +142,7 @@ class Scheduler:
         """`child` goes on from all that `parent` has computed, or waits to recompute it."""
         if self.space.fork(parent, child):
             child.status = Status.RUNNING
+            self._num_running[child.party] += 1
             insort(self.running, child, key=rank_of)
             if child.adapter_key and self.seats is not None:
                 self.seats.join(child)
@@ -132,25 +157,64 @@ class Scheduler:
         assert all(s.status is Status.RUNNING and s.row is not None for s in self.running)
         assert len(self.running) + self.space.tables.num_free == self.config.max_sequences
         assert self.num_waiting_tokens == sum(s.num_prompt for s in self.waiting)
+        assert self._num_waiting == Counter(s.party for s in self.waiting)
+        assert self._num_running == Counter(s.party for s in self.running)
         self.space.check(self.running + self.waiting)
         if self.seats is not None:
             self.seats.check(self.running, self.waiting)
 
     def _admit(self) -> None:
+        if len(self._num_waiting | self._num_running) > 1 and not self._admit_absent():
+            return
         position = 0
         while position < len(self.waiting):
             head = self.waiting[position]
-            if head.adapter_key and not self._is_seated(head):
+            if self._is_capped(head) or (head.adapter_key and not self._is_seated(head)):
                 position += 1
+            elif not (self._has_budget(head) and (self._enter(head) or self._yield_to(head))):
+                return
+
+    def _admit_absent(self) -> bool:
+        """One of each party of which nothing runs. False when one of them finds no room: what
+        becomes free is for it."""
+        for head in self._absent():
+            if self._is_capped(head) or (head.adapter_key and not self._is_seated(head)):
                 continue
-            if not self._has_budget(head):
-                return
-            spare = sum(not self.space.is_ready(s) for s in self.running if s.num_pending)
-            if self.space.admit(head, spare):
-                self.num_waiting_tokens -= head.num_prompt
-                self._start(self.waiting.pop(position))
-            elif not self._yield_to(head):
-                return
+            while not self._enter(head):
+                if not self._yield_to(head) and not self._share_with(head):
+                    return False
+        return True
+
+    def _absent(self) -> list[Sequence]:
+        """The first in line of every party that waits and of which nothing runs, best first."""
+        parties = {party for party in self._num_waiting if not self._num_running[party]}
+        found: list[Sequence] = []
+        for sequence in self.waiting if parties else ():
+            if sequence.party in parties:
+                parties.remove(sequence.party)
+                found.append(sequence)
+        return found
+
+    def _enter(self, sequence: Sequence) -> bool:
+        """It runs from now on; False when there is no room."""
+        spare = sum(not self.space.is_ready(s) for s in self.running if s.num_pending)
+        if not self.space.admit(sequence, spare):
+            return False
+        self.num_waiting_tokens -= sequence.num_prompt
+        self.waiting.remove(sequence)
+        _less(self._num_waiting, sequence.party)
+        self._start(sequence)
+        return True
+
+    def _is_capped(self, sequence: Sequence) -> bool:
+        """As many of its tenant run as may. One that is wider than that is alone."""
+        if not sequence.share.max_running:
+            return False
+        running = self._num_of(sequence.share.tenant)
+        return running > 0 and running + 1 + len(sequence.followers) > sequence.share.max_running
+
+    def _num_of(self, tenant: str) -> int:
+        return self._num_running[tenant, False] + self._num_running[tenant, True]
 
     def _is_seated(self, sequence: Sequence) -> bool:
         """Its adapters are there and taken. One that finds no blocks then keeps them, or it could
@@ -178,6 +242,7 @@ class Scheduler:
         if not sequence.num_preemptions:
             sequence.num_cached = sequence.num_computed
             self.started.append(sequence)
+        self._num_running[sequence.party] += 1
         insort(self.running, sequence, key=rank_of)
 
     def _has_budget(self, head: Sequence) -> bool:
@@ -198,12 +263,40 @@ class Scheduler:
             self._preempt(worst)
             return True
         lower = [s for s in self.running if s.priority < head.priority]
-        reclaimed = sum(len(sequence.blocks) for sequence in lower)
-        room = self.space.cache.num_available + reclaimed
-        if not lower or self.space.num_missing(head) > room:
+        if self._num_running[head.party]:
+            # what alone stands for its party stays
+            lower = [s for s in lower if self._num_running[s.party] > 1]
+        return self._preempt_for(head, lower)
+
+    def _share_with(self, head: Sequence) -> bool:
+        """Preempt for a tenant of which nothing runs: the worst-ranked of the tenant that has the
+        most, which keeps at least one."""
+        if self._num_of(head.share.tenant):
             return False
-        self._preempt(worst)
+        counts = Counter(sequence.share.tenant for sequence in self.running)
+        most = max(counts, key=counts.__getitem__, default="")
+        theirs = [sequence for sequence in self.running if sequence.share.tenant == most]
+        return self._preempt_for(head, theirs[1:])
+
+    def _preempt_for(self, head: Sequence, yielding: list[Sequence]) -> bool:
+        """The last of `yielding`, if `head` fits once all of them are gone."""
+        reclaimed = sum(len(sequence.blocks) for sequence in yielding)
+        room = self.space.cache.num_available + reclaimed
+        if not yielding or self.space.num_missing(head) > room:
+            return False
+        self._preempt(yielding[-1])
         return True
+
+    def _kept_tokens(self, key: str | None, budget: int) -> dict[Party, int]:
+        """Of a step's prompt tokens, what is kept for each party when several have some."""
+        if len(self._num_running) < 2:
+            return {}
+        pending: Counter[Party] = Counter()
+        for sequence in self.running:
+            if sequence.num_pending > 1 and key in (None, sequence.adapter_key):
+                pending[sequence.party] += sequence.num_pending
+        most = budget // (2 * len(pending)) if len(pending) > 1 else 0
+        return {party: min(tokens, most) for party, tokens in pending.items() if most}
 
     def _make_room(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
         """The next token has a place; False when `sequence` itself had to yield."""
@@ -218,6 +311,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        _less(self._num_running, sequence.party)
         self.space.release(sequence)
         self._leave(sequence)
         sequence.num_preemptions += 1
@@ -272,3 +366,10 @@ class Scheduler:
                 shares.append(Share(first, last, self.seats.stack(key)))
             first = last
         return shares
+
+
+def _less(counts: Counter[Party], party: Party) -> None:
+    """Parties that are gone are not kept: the number of keys has no bound here."""
+    counts[party] -= 1
+    if not counts[party]:
+        del counts[party]

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from coterie.core.plan import AdapterChoice
+from coterie.core.request import DEFAULT_PRIORITY
 from coterie.engine.draw import Draw
 
 
@@ -18,6 +19,9 @@ class Status(Enum):
     RUNNING = "running"
     ENDED = "ended"
 
+
+# who shares with whom: a tenant, and whether its priority is above the usual
+Party = tuple[str, bool]
 
 # (-priority, arrived_at, admission order, choice): the smallest is served first, the largest yields
 Rank = tuple[int, float, int, int]
@@ -33,6 +37,17 @@ class Front(NamedTuple):
 
 
 BASE = Front()
+
+
+class Share(NamedTuple):
+    """Whose it is, and how many sequences of that tenant may run at once: 0 = as many as the
+    others leave."""
+
+    tenant: str = ""
+    max_running: int = 0
+
+
+NOBODY = Share()
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +70,7 @@ class Sequence:
     root: bytes
     rank: Rank
     draw: Draw
+    share: Share = NOBODY
     followers: list[Sequence] = field(default_factory=list)
     status: Status = Status.WAITING
     blocks: list[int] = field(default_factory=list)
@@ -78,6 +94,10 @@ class Sequence:
     @property
     def priority(self) -> int:
         return -self.rank[0]
+
+    @property
+    def party(self) -> Party:
+        return self.share.tenant, -self.rank[0] > DEFAULT_PRIORITY
 
     @property
     def num_output(self) -> int:

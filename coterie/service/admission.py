@@ -1,35 +1,86 @@
-"""Whether a request may queue, and when a refused one should come back.
+"""Whether a request may queue, when a refused one should come back, and what it then finds.
 
-Judges from what workers last reported; the worker has the last word. A `Retry-After` is a place in
-line: refused callers are told times one completion apart, so that they do not all return at once.
+A request of some priority is refused when as many of its priority or a higher one wait as may: who
+waits below it takes no place from it. A `Retry-After` is a reservation: the moment at which a place
+is likely to be free behind everybody who was told one before, at the speed that was measured. The
+place is kept for a while from then on, for a request of the same tenant with the same prompt.
 Knows no replicas' insides and no HTTP.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 
-from coterie.core.errors import Overloaded
-from coterie.core.plan import LaneState
+from coterie.core.errors import CoterieError, InvalidRequest, Overloaded
+from coterie.core.plan import Assignment, LaneState
+from coterie.engine.lane import extra_places
+from coterie.service.replicas import Line, Ticket, ticket_of
 
 # official clients give up beyond this
 MAX_RETRY_AFTER_S = 120.0
 MIN_RETRY_AFTER_S = 1.0
-# weight of the newest interval between two completions
-NEWEST = 0.1
-# some of the places that become free go to callers who were never refused
-SPACING = 2.0
+# weight of the newest answer
+NEWEST = 0.2
+# answers differ in length: a place that is free a little too early is kept
+CAUTION, CAUTION_S = 1.2, 0.25
+# a place is kept so long from its moment on, and this part of the wait before, where somebody
+# else would take it
+KEPT_S = 3.0
+AHEAD, AHEAD_S = 0.25, 0.5
+# places that are kept at most, per specialist
+MAX_PROMISES = 1024
+# what a token takes before anything was measured
+FIRST_GUESS_S = 0.02
+# who waits longer than a few steps take finds no room
+WAITS_S = 1.0
+# a deadline is hopeless when even this part of the expected wait is too long for it
+HOPELESS = 0.5
+# and it is no use to refuse what is about to be answered anyway
+SOON_S = 0.05
+# prompt tokens that the largest step of any engine computes
+LARGEST_STEP = 8192
+
+
+@dataclass(slots=True)
+class Promise:
+    """A place that was told to somebody. `key` knows the request again."""
+
+    key: int
+    priority: int
+    # time.monotonic()
+    kept_from: float
+    due_at: float
 
 
 @dataclass(slots=True)
 class Pace:
-    """How fast a specialist gets rid of requests while it is busy."""
+    """How one specialist answers, measured at the ends of requests."""
 
-    interval_s: float = 0.0
-    ended_at: float = 0.0
-    promised_at: float = 0.0
+    # seconds from start to end per token of an answer; 0 = not known
+    token_s: float = 0.0
+    # how much of what answers may have at most they use
+    used: float = 1.0
+    promises: list[Promise] = field(default_factory=list)
+
+    def ended(self, run_s: float, num_tokens: int, max_tokens: int) -> None:
+        if num_tokens < 1:
+            return
+        token_s = run_s / num_tokens
+        known = self.token_s or token_s
+        self.token_s = known + NEWEST * (token_s - known)
+        self.used += NEWEST * (min(num_tokens / max_tokens, 1.0) - self.used)
+
+    def run_s(self, ticket: Ticket, state: LaneState | None) -> float:
+        """From its start to its end."""
+        token_s = self.token_s or (state.step_s if state is not None else 0.0) or FIRST_GUESS_S
+        return token_s * ticket.max_tokens * self.used
+
+    def expire(self, now: float) -> None:
+        self.promises = [item for item in self.promises if item.due_at + KEPT_S > now]
 
 
 class Admission:
@@ -37,42 +88,128 @@ class Admission:
         self._clock = clock
         self._paces: dict[str, Pace] = {}
 
-    def check(self, specialist: str, state: LaneState | None, unreported: int) -> None:
-        """Refuse when the queue is full. `unreported` were sent since the worker last spoke."""
-        if state is not None and state.queued + unreported >= state.max_queue:
-            raise self.overloaded(specialist, state)
+    def check(
+        self, specialist: str, assignment: Assignment, line: Line, state: LaneState
+    ) -> Assignment:
+        """Refuse what finds no place. One that was promised is taken, and marked so."""
+        pace, now = self._pace(specialist), self._clock()
+        pace.expire(now)
+        ticket, key = ticket_of(assignment), _key(assignment)
+        ahead = len(line.ahead(ticket.priority))
+        mine = next((item for item in pace.promises if item.key == key), None)
+        kept = 0
+        # no place is kept empty while the engine stands idle
+        if mine is None and line.running:
+            kept = sum(
+                item.priority >= ticket.priority and item.kept_from <= now for item in pace.promises
+            )
+        most = state.max_queue
+        if mine is not None or not line.holds(ticket.tenant):
+            most += extra_places(state.max_queue)
+        if mine is not None:
+            pace.promises.remove(mine)
+        if ahead + kept >= most:
+            raise self.overloaded(specialist, assignment, line, state)
+        if mine is None:
+            return assignment
+        return replace(assignment, limits=replace(assignment.limits, is_expected=True))
+
+    def check_deadline(
+        self, specialist: str, assignment: Assignment, line: Line, state: LaneState
+    ) -> None:
+        """Refuse what cannot have one token in its time, and say when it could."""
+        if assignment.deadline is None:
+            return
+        ticket, pace = ticket_of(assignment), self._pace(specialist)
+        left_s = assignment.deadline - self._clock()
+        steps = math.ceil(ticket.prompt_tokens / LARGEST_STEP)
+        queue_s = 0.0
+        if not _is_let_in(ticket, line):
+            queue_s = self._start_s(pace, line.ahead(ticket.priority), line, state)
+        expected_s = queue_s + steps * state.step_s
+        if HOPELESS * expected_s <= max(left_s, SOON_S):
+            return
+        said = f"the first token is expected in {expected_s:.1f} s, and {left_s:.1f} s are left"
+        if not queue_s:
+            raise InvalidRequest(f"timeout: {said}", param="timeout_ms")
+        wait_s = min(max(expected_s - left_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+        raise Overloaded(f"timeout: {said}", param="timeout_ms", retry_after_s=wait_s)
 
     def overloaded(
-        self, specialist: str, state: LaneState | None, hint_s: float | None = None
-    ) -> Overloaded:
-        """The refusal, with the next free place in line."""
-        now, pace = self._clock(), self._pace(specialist)
-        interval_s = pace.interval_s or _guess(state)
-        pace.promised_at = max(now, pace.promised_at) + SPACING * interval_s
-        wait_s = max(pace.promised_at - now, hint_s or 0.0, MIN_RETRY_AFTER_S)
-        # a promise beyond the cap is not kept by anybody
-        pace.promised_at = min(pace.promised_at, now + MAX_RETRY_AFTER_S)
+        self,
+        specialist: str,
+        assignment: Assignment,
+        line: Line,
+        state: LaneState | None,
+        hint_s: float | None = None,
+    ) -> CoterieError:
+        """The refusal, with the next place that will be free. `hint_s` is what the worker said."""
+        now, pace, ticket = self._clock(), self._pace(specialist), ticket_of(assignment)
+        pace.expire(now)
+        promised = sum(item.priority >= ticket.priority for item in pace.promises)
+        ahead = line.ahead(ticket.priority)
+        max_queue = state.max_queue if state is not None else len(ahead)
+        # those who were told a place will stand in line before this one
+        behind = ahead + [ticket] * promised
+        starts = max(len(behind) - max_queue + 1, 1)
+        wait_s = self._start_s(pace, behind[: starts - 1], line, state)
+        wait_s = max(CAUTION * wait_s + CAUTION_S, hint_s or 0.0, MIN_RETRY_AFTER_S)
+        if wait_s <= MAX_RETRY_AFTER_S and len(pace.promises) < MAX_PROMISES:
+            due_at = now + wait_s
+            kept_from = due_at - AHEAD * wait_s - AHEAD_S
+            promise = Promise(_key(assignment), ticket.priority, kept_from, due_at)
+            pace.promises.append(promise)
         queue = f" of {state.max_queue}" if state is not None else ""
         return Overloaded(
             f"the queue{queue} for {specialist} is full",
             retry_after_s=min(wait_s, MAX_RETRY_AFTER_S),
         )
 
-    def ended(self, specialist: str, queued: int) -> None:
-        """A request ended. Only intervals with a queue behind them tell the pace."""
-        now, pace = self._clock(), self._pace(specialist)
-        if queued and pace.ended_at:
-            interval_s = now - pace.ended_at
-            known = pace.interval_s or interval_s
-            pace.interval_s = known + NEWEST * (interval_s - known)
-        pace.ended_at = now if queued else 0.0
+    def ended(self, specialist: str, ticket: Ticket, num_tokens: int) -> None:
+        """A request came to its own end with so many tokens."""
+        if ticket.started_at is not None:
+            run_s = self._clock() - ticket.started_at
+            self._pace(specialist).ended(run_s, num_tokens, ticket.max_tokens)
+
+    def _start_s(
+        self,
+        pace: Pace,
+        before: Iterable[Ticket],
+        line: Line,
+        state: LaneState | None,
+    ) -> float:
+        """Until whoever comes behind `before` starts: each start needs the end of somebody."""
+        now = self._clock()
+        ends = [_left_s(ticket, pace.run_s(ticket, state), now) for ticket in line.running]
+        # a row that stays free while somebody waits is of no use: there is no room for more
+        if all(now - ticket.taken_at < WAITS_S for ticket in line.waiting):
+            ends += [0.0] * max(line.places - len(ends), 0)
+        if not ends:
+            return 0.0
+        heapify(ends)
+        for ticket in before:
+            end = heappop(ends)
+            if end > MAX_RETRY_AFTER_S:
+                return end
+            heappush(ends, end + pace.run_s(ticket, state))
+        return ends[0]
 
     def _pace(self, specialist: str) -> Pace:
         return self._paces.setdefault(specialist, Pace())
 
 
-def _guess(state: LaneState | None) -> float:
-    """Before anything has ended: the predicted wait spread over those in line."""
-    if state is None:
-        return MIN_RETRY_AFTER_S
-    return max(state.predicted_first_token_s / (state.queued + 1), 0.01)
+def _left_s(ticket: Ticket, run_s: float, now: float) -> float:
+    """Of one that runs. One that runs longer than others did may end at any moment, or not."""
+    gone_s = now - (ticket.started_at or now)
+    return max(run_s - gone_s, 0.1 * run_s)
+
+
+def _is_let_in(ticket: Ticket, line: Line) -> bool:
+    """The engine preempts for it: somebody of a lower priority, or for a tenant without any."""
+    if any(other.priority < ticket.priority for other in line.running):
+        return True
+    return not any(other.tenant == ticket.tenant for other in line.running)
+
+
+def _key(assignment: Assignment) -> int:
+    return hash((assignment.tenant, assignment.prompt_ids))

@@ -62,9 +62,13 @@ def _constrained(sampling: Sampling, wanted: ResponseFormat | None) -> Sampling:
 def _check_choices(run: Run) -> None:
     for name in ("n", "num_beams"):
         asked = getattr(run.plan.sampling, name) or 1
-        if asked > run.served.max_sequences:
+        most = min(
+            run.served.max_sequences, run.request.limits.max_running or run.served.max_sequences
+        )
+        if asked > most:
+            whose = " of this key" if most < run.served.max_sequences else ""
             raise InvalidRequest(
-                f"{name} is {asked}; at most {run.served.max_sequences} sequences run together",
+                f"{name} is {asked}; at most {most} sequences{whose} run together",
                 param=name,
             )
 

@@ -16,7 +16,7 @@ from coterie.service.measure import WHOLE, metrics_of
 from coterie.service.meter import Meter
 from coterie.service.record_store import Record
 from coterie.service.records import Records
-from coterie.service.run import Run
+from coterie.service.run import Run, tenant_of
 from coterie.service.validate.base import Context
 from coterie.service.validate.generic import Generic
 from coterie.service.validate.validators import Validators
@@ -46,7 +46,7 @@ class Ending:
         # before the answer leaves: whoever asks about it later finds it
         digests = tuple(adapter.digest for adapter in run.plan.adapters)
         outcome = _outcome(run, event, validation) if digests else None
-        self._records.log(Record(metrics, _tenant(run), digests, outcome))
+        self._records.log(Record(metrics, tenant_of(run.request), digests, outcome))
         return Finished(
             event.request_id,
             event.choices,
@@ -81,12 +81,7 @@ class Ending:
 
     def _without_answer(self, run: Run, metrics: InferenceMetrics) -> None:
         """No digests: nobody's verdict on what was never answered counts against an adapter."""
-        self._records.log(Record(metrics, _tenant(run)))
-
-
-def _tenant(run: Run) -> str:
-    """A salt isolates a tenant's prefix blocks, not its log."""
-    return run.request.tenant.partition("+")[0]
+        self._records.log(Record(metrics, tenant_of(run.request)))
 
 
 def _context(run: Run, event: Finished) -> Context:

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from coterie.core.errors import CoterieError, Unavailable, from_code
+from coterie.core.events import Finished
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
 from coterie.service.admission import Admission
 from coterie.service.catalog import Catalog
 from coterie.service.mailbox import Mailbox
+from coterie.service.measure import WHOLE
+from coterie.service.replicas import Line, Ticket, ticket_of
 from coterie.service.roster import Served
 from coterie.workers.base import Replica
 
@@ -44,8 +47,11 @@ class Handover:
             replica.preload(adapters)
             served.series.registry.value("coterie_conversation_preloads").add()
 
-    async def enqueue(self, served: Served, assignment: Assignment) -> tuple[Replica, Mailbox]:
-        """Admit by what is known, then let the worker decide; its refusal is re-planned once."""
+    async def enqueue(
+        self, served: Served, assignment: Assignment, *, is_accepted: bool = False
+    ) -> tuple[Replica, Mailbox]:
+        """Admit by what is known, then let the worker decide; its refusal is re-planned once.
+        What `is_accepted` already, as a job is, is not asked whether its time can be enough."""
         replicas, refused = served.replicas, set[str]()
         full: tuple[Replica, Rejected] | None = None
         while True:
@@ -55,33 +61,49 @@ class Handover:
                 if full is None:
                     raise
                 # somebody is there, only busy
-                raise self._refusal(served, *full) from None
-            state = replicas.state(replica)
-            self._admission.check(served.name, state, replicas.unreported(replica))
-            replicas.took(replica)
-            # a slow reader holds no place: the count falls when the last event comes
-            mailbox = Mailbox(partial(self._ended, served, replica))
+                raise self._refusal(served, assignment, *full) from None
+            state, line = replicas.state(replica), replicas.line(replica)
+            if state is not None:
+                if not is_accepted:
+                    self._admission.check_deadline(served.name, assignment, line, state)
+                assignment = self._admission.check(served.name, assignment, line, state)
+            ticket = ticket_of(assignment)
+            line.took(ticket)
+            # a slow reader holds no place: it is free when the last event comes
+            mailbox = Mailbox(
+                partial(self._ended, served, line, ticket), partial(line.started, ticket)
+            )
             verdict: Admitted | Rejected | None = None
             try:
                 verdict = await replica.submit(assignment, mailbox.put)
             finally:
                 if not isinstance(verdict, Admitted) and mailbox.disarm():
-                    replicas.gave_back(replica)
+                    line.gave_back(ticket)
             if isinstance(verdict, Admitted):
                 return replica, mailbox
             refused.add(replica.name)
             if verdict.code == "overloaded":
                 full = replica, verdict
             if len(refused) > 1 or len(refused) == len(replicas.members):
-                raise self._refusal(served, replica, verdict)
+                raise self._refusal(served, assignment, replica, verdict)
             served.series.registry.value("coterie_recoveries", served.name, "replanned").add()
 
-    def _ended(self, served: Served, replica: Replica) -> None:
-        served.replicas.gave_back(replica)
-        self._admission.ended(served.name, served.replicas.queued())
+    def _ended(self, served: Served, line: Line, ticket: Ticket, event: Finished | None) -> None:
+        line.gave_back(ticket)
+        if event is not None and event.choices[0] in WHOLE:
+            num_tokens = event.usage.completion_tokens // len(event.choices)
+            self._admission.ended(served.name, ticket, num_tokens)
 
-    def _refusal(self, served: Served, replica: Replica, verdict: Rejected) -> CoterieError:
+    def _refusal(
+        self, served: Served, assignment: Assignment, replica: Replica, verdict: Rejected
+    ) -> CoterieError:
         if verdict.code == "overloaded":
-            state = served.replicas.state(replica)
-            return self._admission.overloaded(served.name, state, verdict.retry_after_s)
+            replicas = served.replicas
+            return self._admission.overloaded(
+                served.name,
+                assignment,
+                replicas.line(replica),
+                replicas.state(replica),
+                verdict.retry_after_s,
+            )
         return from_code(verdict.code, verdict.reason, retry_after_s=verdict.retry_after_s)

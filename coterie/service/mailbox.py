@@ -15,19 +15,26 @@ MAX_WAITING = 64
 
 
 class Mailbox:
-    __slots__ = ("_events", "_loop", "_on_end", "_waiter")
+    __slots__ = ("_events", "_loop", "_on_end", "_on_start", "_waiter")
 
-    def __init__(self, on_end: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_end: Callable[[Finished | None], None] | None = None,
+        on_start: Callable[[], None] | None = None,
+    ) -> None:
         """`on_end` is called once: when the last event comes, read or not, or by end()."""
         self._events: list[Event] = []
-        self._on_end = on_end
+        self._on_end, self._on_start = on_end, on_start
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, event: Event) -> None:
         """The sink a replica calls; never blocks."""
-        if isinstance(event, (Finished, Failed)):
-            self.end()
+        if not isinstance(event, Delta):
+            if isinstance(event, (Finished, Failed)):
+                self.end(event if isinstance(event, Finished) else None)
+            elif self._on_start is not None:
+                self._on_start()
         if len(self._events) < MAX_WAITING or not self._fold(event):
             self._events.append(event)
         waiter = self._waiter
@@ -36,11 +43,11 @@ class Mailbox:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def end(self) -> None:
-        """Nobody waits for the last event any more."""
+    def end(self, event: Finished | None = None) -> None:
+        """`event` was the last, or nobody waits for one any more."""
         call, self._on_end = self._on_end, None
         if call is not None:
-            call()
+            call(event)
 
     def disarm(self) -> bool:
         """There will be no end; says whether there was none yet."""

@@ -7,7 +7,7 @@ event. Closing the iterator aborts the request at once. Knows no HTTP, no dialec
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,14 @@ from coterie.core.errors import CoterieError, Unavailable
 from coterie.core.events import Delta, Event, Failed, Finished, Started
 from coterie.core.pipeline_settings import JobSettings
 from coterie.core.plan import RoutePlan
-from coterie.core.request import InferenceRequest, Prompt, RouteHints, Sampling
+from coterie.core.request import (
+    EVERY_RIGHT,
+    InferenceRequest,
+    Prompt,
+    Rights,
+    RouteHints,
+    Sampling,
+)
 from coterie.core.resolve import VENDOR_DEFAULTS
 from coterie.models.grammar_check import GrammarCheck
 from coterie.service.adapter_admin import AdapterAdmin
@@ -32,7 +39,7 @@ from coterie.service.planner import Planner
 from coterie.service.records import Records
 from coterie.service.roster import Health, ModelCard, Roster
 from coterie.service.route_meter import RouteMeter
-from coterie.service.run import Run
+from coterie.service.run import Run, lowered, tenant_of
 from coterie.service.validate.validators import Validators
 from coterie.workers.base import Replica
 
@@ -67,6 +74,8 @@ class Pipeline:
         self._ending = Ending(parts.validators, parts.records)
         self._draining = False
         self._open = 0
+        # by tenant; whoever is not in it has every right
+        self.rights: Mapping[str, Rights] = {}
 
     async def start(self) -> None:
         await self.records.start()
@@ -105,11 +114,25 @@ class Pipeline:
         """
         if self._draining:
             raise Unavailable("the server is shutting down")
+        asked = request.limits.priority
+        request = self.within_rights(request)
         run = self._planner.plan(request, vendor)
+        if request.limits.priority < asked:
+            run.plan = lowered(run.plan, asked, request.limits.priority)
         lease = self._roster.catalog.hold(run.plan.adapters)
         if tell is not None:
             tell(run.plan)
         return self._events(run, lease)
+
+    def within_rights(self, request: InferenceRequest) -> InferenceRequest:
+        """`request` as its key has a right to it."""
+        rights = self.rights.get(tenant_of(request), EVERY_RIGHT)
+        limits = replace(
+            request.limits,
+            priority=min(request.limits.priority, rights.priority),
+            max_running=rights.max_running,
+        )
+        return request if limits == request.limits else replace(request, limits=limits)
 
     async def _events(self, run: Run, lease: Lease) -> AsyncGenerator[Event, None]:
         with lease:
@@ -144,7 +167,8 @@ class Pipeline:
             if run.plan.adapters:
                 self._handover.preload(run.served, run.plan.adapters)
             work = await assignment(run, virtual_tokens, self._grammars)
-            entered = await self._handover.enqueue(run.served, work)
+            is_job = run.request.submitted_at is not None
+            entered = await self._handover.enqueue(run.served, work, is_accepted=is_job)
             self._conversations.turn(run.request, run.plan.adapters)
             return entered
         except CoterieError as error:

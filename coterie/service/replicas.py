@@ -1,14 +1,17 @@
-"""Which replica of a specialist takes the next request: the least loaded healthy one.
+"""Which replica of a specialist takes the next request, and who waits and runs at each.
 
-Counts what it handed out itself, because a report is one step old. Knows no admission rules.
+A worker's report is a step old, and says nothing of what is on its way: what was handed out is
+known here, and its `Started` and its end come by here too. Knows no admission rules.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from coterie.core.errors import Unavailable
-from coterie.core.plan import AdapterChoice, LaneState
+from coterie.core.plan import AdapterChoice, Assignment, LaneState
 from coterie.workers.base import Replica
 
 # a replica that is preempting is as good as this many requests further away
@@ -17,11 +20,68 @@ PREEMPTING_PENALTY = 16
 COLD_PENALTY = 2
 
 
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request at a replica, as far as waiting is concerned."""
+
+    priority: int
+    tenant: str
+    prompt_tokens: int
+    # most tokens of its answer
+    max_tokens: int
+    # time.monotonic()
+    taken_at: float = 0.0
+    # None = it waits
+    started_at: float | None = None
+
+
+def ticket_of(assignment: Assignment) -> Ticket:
+    limits = assignment.limits
+    tenant = assignment.tenant.partition("+")[0]
+    return Ticket(limits.priority, tenant, len(assignment.prompt_ids), limits.max_tokens or 1)
+
+
+@dataclass(slots=True)
+class Line:
+    """Who waits and who runs at one replica, each in the order in which they came."""
+
+    # sequences that may run at once
+    places: int = 1
+    waiting: dict[Ticket, None] = field(default_factory=dict)
+    running: dict[Ticket, None] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def took(self, ticket: Ticket) -> None:
+        ticket.taken_at = time.monotonic()
+        self.waiting[ticket] = None
+
+    def started(self, ticket: Ticket) -> None:
+        """Told again after a crash, when it changes nothing."""
+        if ticket in self.waiting:
+            del self.waiting[ticket]
+            ticket.started_at = time.monotonic()
+            self.running[ticket] = None
+
+    def gave_back(self, ticket: Ticket) -> None:
+        self.waiting.pop(ticket, None)
+        self.running.pop(ticket, None)
+
+    def ahead(self, priority: int) -> list[Ticket]:
+        """Those that wait and come before a request of this priority, first come first."""
+        return [ticket for ticket in self.waiting if ticket.priority >= priority]
+
+    def holds(self, tenant: str) -> bool:
+        return any(t.tenant == tenant for tickets in (self.waiting, self.running) for t in tickets)
+
+
 class ReplicaSet:
-    def __init__(self, specialist: str, replicas: Sequence[Replica]) -> None:
+    def __init__(self, specialist: str, replicas: Sequence[Replica], places: int = 1) -> None:
+        """`places`: sequences that run at once in each."""
         self.specialist = specialist
         self.members = tuple(replicas)
-        self._in_flight = {replica.name: 0 for replica in replicas}
+        self._lines = {replica.name: Line(places) for replica in replicas}
 
     def pick(self, avoid: Collection[str] = (), adapters: Sequence[AdapterChoice] = ()) -> Replica:
         """The least loaded healthy member outside `avoid`; raises Unavailable."""
@@ -39,18 +99,18 @@ class ReplicaSet:
     def state(self, replica: Replica) -> LaneState | None:
         return replica.lane_states().get(self.specialist)
 
-    def unreported(self, replica: Replica) -> int:
-        """Requests handed out that the worker's last report could not count yet."""
-        state = self.state(replica)
-        known = state.queued + state.running if state is not None else 0
-        return max(0, self._in_flight[replica.name] - known)
+    def line(self, replica: Replica) -> Line:
+        return self._lines[replica.name]
 
     def is_full(self, replica: Replica) -> bool:
         state = self.state(replica)
-        return state is not None and state.queued + self.unreported(replica) >= state.max_queue
+        return state is not None and len(self.line(replica).waiting) >= state.max_queue
 
     def queued(self) -> int:
-        return sum(state.queued for state in self.states())
+        return sum(len(line.waiting) for line in self._lines.values())
+
+    def running(self) -> int:
+        return sum(len(line.running) for line in self._lines.values())
 
     def states(self) -> list[LaneState]:
         found = (self.state(replica) for replica in self.members)
@@ -59,12 +119,6 @@ class ReplicaSet:
     def ready(self) -> bool:
         return any(replica.healthy() for replica in self.members)
 
-    def took(self, replica: Replica) -> None:
-        self._in_flight[replica.name] += 1
-
-    def gave_back(self, replica: Replica) -> None:
-        self._in_flight[replica.name] -= 1
-
     def _cold(self, replica: Replica, digests: set[str]) -> float:
         state = self.state(replica)
         warm = state is not None and digests.issubset(state.resident_adapters)
@@ -72,7 +126,5 @@ class ReplicaSet:
 
     def _load(self, replica: Replica) -> float:
         state = self.state(replica)
-        if state is None:
-            return self._in_flight[replica.name]
-        waiting = state.queued + state.running + self.unreported(replica)
-        return waiting + (PREEMPTING_PENALTY if state.preempting else 0)
+        preempting = state is not None and state.preempting
+        return len(self.line(replica)) + (PREEMPTING_PENALTY if preempting else 0)

@@ -202,8 +202,7 @@ class Roster:
             states = item.replicas.states()
             total = sum(state.total_tokens for state in states)
             free = sum(state.free_tokens for state in states)
-            running = sum(state.running for state in states)
-            self.registry.value("vllm:num_requests_running", name).set(running)
+            self.registry.value("vllm:num_requests_running", name).set(item.replicas.running())
             self.registry.value("vllm:num_requests_waiting", name).set(item.replicas.queued())
             usage = 1 - free / total if total else 0.0
             self.registry.value("vllm:kv_cache_usage_perc", name).set(usage)
@@ -231,7 +230,7 @@ class Roster:
                 context=min(item.contexts[name] for item in infos),
                 max_sequences=info.max_sequences[name],
                 tokenizer=tokenizer,
-                replicas=ReplicaSet(name, group.replicas),
+                replicas=ReplicaSet(name, group.replicas, info.max_sequences[name]),
                 series=Series(self.registry, name),
                 info=info,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from coterie.core.plan import RoutePlan
@@ -37,3 +37,14 @@ class Run:
         plan = self.plan
         known = self.response_format is not None or plan.trace is not None
         return known or bool(plan.adapters)
+
+
+def tenant_of(request: InferenceRequest) -> str:
+    """Whose key it came with. A salt isolates a tenant's prefix blocks, nothing else of it."""
+    return request.tenant.partition("+")[0]
+
+
+def lowered(plan: RoutePlan, asked: int, allowed: int) -> RoutePlan:
+    """`plan` that says at which priority it runs, and why."""
+    said = f"priority {asked} lowered to {allowed}: this key has no right to more"
+    return replace(plan, lowered_priority=allowed, reasons=(*plan.reasons, said))

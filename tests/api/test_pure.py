@@ -17,7 +17,7 @@ from coterie.api import errors
 from coterie.api.anthropic_parse import prompt_of
 from coterie.api.anthropic_render import MessageShape, MessageStream, stop_fields
 from coterie.api.anthropic_types import CountBody
-from coterie.api.auth import KeyRing, check_exposure
+from coterie.api.auth import KeyRing, check_exposure, tenant_of
 from coterie.api.collect import MAX_WAITING, collect, merged
 from coterie.api.openai_chat import ChatShape, ChatStream
 from coterie.api.openai_render import LegacyLogprobs, chat_logprobs, finish_fields
@@ -27,6 +27,7 @@ from coterie.api.sse import Events
 from coterie.api.tools_read import Reading
 from coterie.core.errors import ERRORS, ConfigError, DeadlineExceeded, Overloaded, Unavailable
 from coterie.core.events import Delta, Failed, Finished, Started, Timings, TokenLogprob, Usage
+from coterie.core.request import Rights
 
 MARKS = ("<think>", "</think>")
 
@@ -268,6 +269,22 @@ def test_key_files(tmp_path: Path) -> None:
     ring = KeyRing.load(path)
     tenants = {ring.tenant([(b"x-api-key", key)]) for key in (b"one", b"two")}
     assert len(tenants) == 2 and not any("one" in tenant for tenant in tenants)
+    path.write_text("one priority=9 max_running=8\ntwo max_running=2\nthree\n")
+    rights = [KeyRing.load(path).rights[tenant_of(key)] for key in (b"one", b"two", b"three")]
+    assert rights == [Rights(9, 8), Rights(5, 2), Rights()]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["k priority=10", "k priority=", "k priority", "k max_running=0", "k fast", "k priority=9,8"],
+)
+def test_a_right_that_is_not_known_is_refused_and_not_repeated(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"first\n{line}\n")
+    with pytest.raises(ConfigError, match="line 2") as caught:
+        KeyRing.load(path)
+    # it may be a piece of somebody's key
+    assert "fast" not in caught.value.message
 
 
 @pytest.mark.parametrize("dialect", ["openai", "anthropic"])

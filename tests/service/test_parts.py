@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,16 @@ import pytest
 from coterie.core.config import load
 from coterie.core.errors import ConfigError, Overloaded, Unavailable
 from coterie.core.events import Delta, Event, Finished, Started, Timings, Usage
-from coterie.core.plan import AdapterChoice, LaneState
+from coterie.core.plan import AdapterChoice, Assignment, LaneState
+from coterie.core.request import Limits, Sampling
 from coterie.service.admission import MAX_RETRY_AFTER_S, Admission
 from coterie.service.build import build, model_name
 from coterie.service.mailbox import MAX_WAITING, Mailbox
-from coterie.service.replicas import ReplicaSet
+from coterie.service.replicas import Line, ReplicaSet, Ticket
 
 
-def lane(queued: int = 0, running: int = 0, *, preempting: bool = False) -> LaneState:
-    return LaneState("s", queued, running, 4, 100, 100, (), (), 2.0, preempting)
+def lane(*, preempting: bool = False) -> LaneState:
+    return LaneState("s", 0, 0, 4, 100, 100, (), (), 2.0, preempting, step_s=0.01)
 
 
 class Stood:
@@ -40,21 +41,40 @@ class Stood:
         return {"a": 7.0, "b": 3.0}[self.name]
 
 
-def replicas(*members: Any) -> ReplicaSet:
-    return ReplicaSet("s", members)
+def ticket(priority: int = 5, tenant: str = "t", max_tokens: int = 100) -> Ticket:
+    return Ticket(priority, tenant, 10, max_tokens)
+
+
+def fill(line: Line, waiting: int = 0, running: int = 0, **more: Any) -> Line:
+    for index in range(waiting + running):
+        made = ticket(**more)
+        line.took(made)
+        if index < running:
+            line.started(made)
+    return line
+
+
+def replicas(*members: Any, **busy: tuple[int, int]) -> ReplicaSet:
+    """`busy`: who waits and who runs, by the member's name."""
+    made = ReplicaSet("s", members)
+    for member in members:
+        fill(made.line(member), *busy.get(member.name, ()))
+    return made
 
 
 def test_the_least_loaded_healthy_replica_is_picked() -> None:
-    assert replicas(Stood("a", lane(2, 2)), Stood("b", lane(0, 3))).pick().name == "b"
-    assert replicas(Stood("a", lane(2, 2)), Stood("b", lane(), healthy=False)).pick().name == "a"
+    a, b = Stood("a", lane()), Stood("b", lane())
+    assert replicas(a, b, a=(2, 2), b=(0, 3)).pick().name == "b"
+    down = Stood("b", lane(), healthy=False)
+    assert replicas(a, down, a=(2, 2)).pick().name == "a"
     # preempting counts as being far busier
-    assert replicas(Stood("a", lane(3, 3)), Stood("b", lane(preempting=True))).pick().name == "a"
+    assert replicas(a, Stood("b", lane(preempting=True)), a=(3, 3)).pick().name == "a"
     # what was just handed out counts before any report says so
-    pair = replicas(Stood("a", lane()), Stood("b", lane()))
+    pair = replicas(a, b)
     order = []
     for _ in range(4):
         picked = pair.pick()
-        pair.took(picked)
+        pair.line(picked).took(ticket())
         order.append(picked.name)
     assert order == ["a", "b", "a", "b"]
     assert pair.pick(avoid={"a"}).name == "b"
@@ -62,18 +82,32 @@ def test_the_least_loaded_healthy_replica_is_picked() -> None:
 
 def test_a_replica_that_has_the_adapters_is_preferred() -> None:
     stack = (AdapterChoice("sql@1", "d1"), AdapterChoice("json@1", "d2"))
-    warm = replace(lane(0, 2), resident_adapters=("d0", "d1", "d2"))
-    half = replace(lane(), resident_adapters=("d1",))
-    assert replicas(Stood("a", lane(0, 1)), Stood("b", warm)).pick(adapters=stack).name == "b"
-    assert replicas(Stood("a", half), Stood("b", warm)).pick(adapters=stack[:1]).name == "a"
+    a = Stood("a", lane())
+    warm = Stood("b", replace(lane(), resident_adapters=("d0", "d1", "d2")))
+    half = Stood("a", replace(lane(), resident_adapters=("d1",)))
+    assert replicas(a, warm, a=(0, 1), b=(0, 2)).pick(adapters=stack).name == "b"
+    assert replicas(half, warm, b=(0, 2)).pick(adapters=stack[:1]).name == "a"
     # one adapter missing is as good as all; and a long queue is not waited for
-    assert replicas(Stood("a", half), Stood("b", warm)).pick(adapters=stack).name == "a"
-    busy = replace(warm, queued=1)
-    assert replicas(Stood("a", lane()), Stood("b", busy)).pick(adapters=stack).name == "a"
+    assert replicas(half, warm, b=(0, 2)).pick(adapters=stack).name == "a"
+    assert replicas(a, warm, b=(1, 2)).pick(adapters=stack).name == "a"
     # requests without adapters see no difference
-    assert replicas(Stood("a", lane(0, 1)), Stood("b", warm)).pick().name == "a"
-    full = replicas(Stood("a", lane(4)), Stood("b", lane(3)))
+    assert replicas(a, warm, a=(0, 1), b=(0, 2)).pick().name == "a"
+    full = replicas(a, warm, a=(4, 0), b=(3, 1))
     assert [full.is_full(member) for member in full.members] == [True, False]
+
+
+def test_what_started_waits_no_longer_and_what_ended_is_gone() -> None:
+    line = Line()
+    one = ticket()
+    line.took(one)
+    assert (len(line.waiting), len(line.running)) == (1, 0)
+    line.started(one)
+    # a takeover after a crash tells it again
+    line.started(one)
+    assert (len(line.waiting), len(line.running)) == (0, 1)
+    line.gave_back(one)
+    line.gave_back(one)
+    assert not line and not line.holds("t")
 
 
 def test_nobody_healthy_says_when_to_return() -> None:
@@ -83,58 +117,97 @@ def test_nobody_healthy_says_when_to_return() -> None:
     assert caught.value.retry_after_s == 3.0 and not down.ready()
 
 
-def test_admission_refuses_at_the_bound() -> None:
+def asked(
+    prompt: int = 1,
+    priority: int = 5,
+    tenant: str = "t",
+    deadline: float | None = None,
+    **more: Any,
+) -> Assignment:
+    limits = Limits(max_tokens=100, priority=priority)
+    given = ("r", "s", (prompt,) * 10, Sampling(), limits, (), "", tenant, deadline, 0.0)
+    return Assignment(*given, **more)
+
+
+def refused(admission: Admission, line: Line, work: Assignment) -> float | None:
+    """The seconds that it is told to wait; None where it was let in."""
+    try:
+        admission.check("s", work, line, lane())
+    except Overloaded as error:
+        return error.retry_after_s
+    return None
+
+
+def test_admission_refuses_at_the_bound_of_each_priority() -> None:
     admission = Admission(clock=lambda: 0.0)
-    admission.check("s", lane(3), unreported=0)
-    admission.check("s", None, unreported=1000)
-    for state, unreported in ((lane(4), 0), (lane(3), 1), (lane(0), 4)):
-        with pytest.raises(Overloaded):
-            admission.check("s", state, unreported)
+    assert refused(admission, fill(Line(), 3), asked()) is None
+    line = fill(Line(), 4, priority=1)
+    assert refused(admission, line, asked(priority=1)) is not None
+    # those that wait below take no place from it
+    assert refused(admission, line, asked(priority=9)) is None
+    fill(line, 4, priority=9)
+    assert refused(admission, line, asked(priority=9)) is not None
+    # a tenant of which nobody is here finds a place, and only one
+    assert refused(admission, line, asked(priority=9, tenant="u")) is None
+    fill(line, 1, priority=9, tenant="u")
+    assert refused(admission, line, asked(priority=9, tenant="v")) is not None
+    # what runs does not wait
+    assert refused(admission, fill(Line(), 0, running=50), asked()) is None
 
 
-def test_retry_after_is_a_place_in_line() -> None:
-    now = [100.0]
+def test_retry_after_is_a_place_in_line_at_the_measured_speed() -> None:
+    now = [time.monotonic()]
     admission = Admission(clock=lambda: now[0])
+    line = fill(Line(), 4, running=1)
+    one = next(iter(line.running))
     for _ in range(60):
-        now[0] += 2.0
-        admission.ended("s", queued=3)
-    waits = [admission.overloaded("s", lane(4)).retry_after_s for _ in range(3)]
-    assert waits == pytest.approx([4.0, 8.0, 12.0])
-    # as time passes the line moves up
-    now[0] += 8.0
-    assert admission.overloaded("s", lane(4)).retry_after_s == pytest.approx(8.0)
-    # nobody is sent away for longer than clients obey, and nobody waits forever behind them
-    for _ in range(200):
-        wait_s = admission.overloaded("s", lane(4)).retry_after_s
+        # a hundred tokens in ten seconds
+        one.started_at = now[0]
+        now[0] += 10.0
+        admission.ended("s", one, 100)
+    one.started_at = now[0]
+    waits = [refused(admission, line, asked(prompt)) or 0.0 for prompt in range(3)]
+    # one runs at a time, for ten seconds each
+    assert waits == pytest.approx([10, 20, 30], rel=0.3)
+    assert all(wait > 10 * (place + 1) for place, wait in enumerate(waits))
+    # nobody is sent away for longer than clients obey
+    for prompt in range(3, 200):
+        wait_s = refused(admission, line, asked(prompt))
         assert wait_s is not None and 1.0 <= wait_s <= MAX_RETRY_AFTER_S
+
+
+def test_a_promised_place_is_kept_for_whom_it_was_promised() -> None:
+    now = [time.monotonic()]
+    admission = Admission(clock=lambda: now[0])
+    line = fill(Line(), 4, running=1)
+    wait_s = refused(admission, line, asked(7))
+    assert wait_s is not None
+    now[0] += wait_s
+    line.started(next(iter(line.waiting)))
+    assert refused(admission, line, asked(8)) is not None
+    assert refused(admission, line, asked(7)) is None
+    # it was taken; whoever asks next finds what is there
+    assert refused(admission, line, asked(9)) is None
+    # who does not come loses it, and nobody waits for ever behind it
     now[0] += MAX_RETRY_AFTER_S
-    assert admission.overloaded("s", lane(4)).retry_after_s == pytest.approx(4.0)
+    assert refused(admission, line, asked(8)) is None
 
 
-def test_retries_that_obey_find_room() -> None:
-    """A lane frees a place every 0.8 to 1.2 s and is asked for a third more than that."""
-    draw = random.Random(3)
-    now, queue, places = 0.0, 4, 4
+def test_a_deadline_that_cannot_be_kept_is_refused_at_once() -> None:
+    now = time.monotonic()
     admission = Admission(clock=lambda: now)
-    next_end, back, admitted, returned = 0.5, [], 0, 0
-    fresh = [draw.uniform(0, 120) for _ in range(160)]
-    while now < 200:
-        now += 0.05
-        if now >= next_end:
-            admission.ended("s", queued=queue)
-            queue, next_end = max(0, queue - 1), now + draw.uniform(0.8, 1.2)
-        due = [(at, True) for at in back if at <= now] + [(at, False) for at in fresh if at <= now]
-        back, fresh = [at for at in back if at > now], [at for at in fresh if at > now]
-        for _, again in due:
-            returned += again
-            if queue < places:
-                queue += 1
-                admitted += again
-            else:
-                wait_s = admission.overloaded("s", lane(queue)).retry_after_s
-                assert wait_s is not None
-                back.append(now + wait_s)
-    assert returned > 50 and admitted / returned > 0.75
+    line = fill(Line(), 4, running=1, max_tokens=1000)
+    admission.check_deadline("s", asked(), line, lane())
+    # four times a thousand tokens are ahead, at 10 ms each
+    with pytest.raises(Overloaded) as caught:
+        admission.check_deadline("s", asked(deadline=now + 2.0), line, lane())
+    assert "2.0 s are left" in caught.value.message and caught.value.retry_after_s
+    admission.check_deadline("s", asked(deadline=now + 60.0), line, lane())
+    # the engine makes way for these
+    admission.check_deadline("s", asked(deadline=now + 2.0, priority=9), line, lane())
+    admission.check_deadline("s", asked(deadline=now + 2.0, tenant="u"), line, lane())
+    # nobody is ahead: one millisecond is tried
+    admission.check_deadline("s", asked(deadline=now + 0.001), Line(), lane())
 
 
 def test_a_mailbox_keeps_order_and_wakes_its_reader() -> None:
@@ -175,16 +248,16 @@ def test_a_slow_reader_loses_nothing_and_holds_few_events() -> None:
 def test_a_mailbox_says_once_that_the_last_event_came() -> None:
     async def test() -> None:
         ends: list[int] = []
-        box = Mailbox(lambda: ends.append(1))
+        box = Mailbox(lambda _: ends.append(1))
         box.put(Delta("r", 0, "a", (1,)))
         assert not ends
         # nobody has read anything yet
         box.put(Finished("r", ("stop",), Usage(1, 1), Timings()))
         box.end()
         assert ends == [1] and not box.disarm()
-        refused = Mailbox(lambda: ends.append(2))
-        assert refused.disarm()
-        refused.end()
+        gone = Mailbox(lambda _: ends.append(2))
+        assert gone.disarm()
+        gone.end()
         assert ends == [1]
 
     asyncio.run(test())

@@ -323,7 +323,8 @@ def test_readers_that_lag_hold_no_place_in_the_queue() -> None:
             assert len(tokens(await collect(pipeline, request()))) == 12
             for stream in slow:
                 assert len(tokens([event async for event in stream])) == 12
-            assert set(pipeline._roster.find(None).replicas._in_flight.values()) == {0}
+            replicas = pipeline._roster.find(None).replicas
+            assert (replicas.queued(), replicas.running()) == (0, 0)
 
     asyncio.run(test())
 
