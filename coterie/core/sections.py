@@ -114,6 +114,13 @@ class EngineSettings:
         "A worker with work that reports nothing for this long is killed and restarted; 0 = never.",
         low=0,
     )
+    load_timeout_s: float = key(
+        0.0,
+        "number",
+        "A worker that has not loaded its model after this long is killed and restarted; "
+        "0 = five minutes, and one second for every 10 MB of the model.",
+        low=0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ ENGINE_GAUGES = frozenset({"running", "waiting", "kv_usage", "cached_blocks"})
 # how often a replica recovered from something
 RECOVERY_SERIES: dict[str, tuple[str, ...]] = {
     "failed_starts": ("coterie_recoveries", "failed_start"),
+    "silences": ("coterie_recoveries", "worker_silent"),
+    "socket_folders_lost": ("coterie_recoveries", "socket_folder_lost"),
     "requests_continued": ("coterie_recoveries", "request_continued"),
     "requests_alone": ("coterie_recoveries", "request_alone"),
     "deadlines_missed": ("coterie_recoveries", "deadline_missed"),
@@ -87,8 +89,9 @@ METRICS = (
     Metric("coterie_worker_restarts", "counter", "Worker processes started again.", ("replica",)),
     Metric(
         "coterie_recoveries", "counter",
-        "Faults that nobody noticed: `failed_start` of a worker, `request_continued` behind a "
-        "crash, `request_alone` because two crashes met it, `deadline_missed` by a worker, "
+        "Faults that nobody noticed: `failed_start` of a worker, `worker_silent` for a "
+        "while, `socket_folder_lost` and made again, `request_continued` behind a crash, "
+        "`request_alone` because two crashes met it, `deadline_missed` by a worker, "
         "`value_refused` on the way between processes (its request failed), `replanned` onto "
         "another replica, `format_left_out`, `job_taken_up` after a crash, `experts_stayed` where "
         "a move of experts failed.",

@@ -103,7 +103,12 @@ def _process_maker(engine: EngineSettings) -> MakeReplica:
     # not needed, and not imported, where engines run in this process
     from coterie.workers.process import ProcessReplica, Restart
 
-    restart = Restart(engine.restart_backoff_s, engine.max_restart_backoff_s, engine.hang_s)
+    restart = Restart(
+        engine.restart_backoff_s,
+        engine.max_restart_backoff_s,
+        engine.hang_s,
+        engine.load_timeout_s,
+    )
     return lambda spec: ProcessReplica(spec, restart)
 
 

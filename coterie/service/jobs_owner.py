@@ -57,6 +57,9 @@ class Owner:
     def clean(self) -> None:
         """Removes the files of servers that were killed."""
         for path in self._folder.glob("*.lock"):
+            if not path.is_file():
+                # somebody else's
+                continue
             with self.gone(path.stem):
                 continue
 

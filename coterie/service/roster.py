@@ -86,7 +86,7 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """`live`: the process works. `ready`: every specialist can take a request."""
+    """`live`: the process works, and workers come. `ready`: every specialist can take a request."""
 
     live: bool
     ready: bool
@@ -194,7 +194,9 @@ class Roster:
     def health(self, *, draining: bool) -> Health:
         details = {name: _details(item) for name, item in self._served.items()}
         ready = bool(details) and not draining and all(item["ready"] for item in details.values())
-        return Health(live=True, ready=ready, specialists=details)
+        states = [replica.state() for replica in self._replicas()] if details else []
+        live = not states or any(state != "failing" for state in states)
+        return Health(live=live, ready=ready, specialists=details)
 
     def measure(self) -> None:
         """Bring the gauges up to date."""
@@ -278,6 +280,7 @@ def _details(item: Served) -> dict[str, Any]:
     return {
         "ready": item.replicas.ready(),
         "replicas": {replica.name: replica.healthy() for replica in members},
+        "states": {replica.name: replica.state() for replica in members},
         "queued": item.replicas.queued(),
         "dtype": item.info.dtype,
         "device": item.info.device,

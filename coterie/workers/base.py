@@ -196,6 +196,10 @@ class Replica(Protocol):
     def healthy(self) -> bool:
         """True while `submit` leads to an engine that runs."""
 
+    def state(self) -> str:
+        """`up`, or why it is not healthy: `starting`, `failing` (starts fail one after another),
+        `silent` (the process is not heard of), `quarantined`, `draining`."""
+
     def retry_after_s(self) -> float:
         """When an unhealthy replica may be healthy again."""
 

@@ -1,8 +1,9 @@
 """The worker process, `python -m coterie.workers.child SOCKET`: one engine, gone with its parent.
 
 Standard input is the lifeline: the parent writes the `WorkerSpec` (8 bytes of length, then msgpack)
-and keeps the pipe open; its end means that the parent is gone. Signals meant for the whole group
-are ignored: the parent decides when running requests have ended.
+and keeps the pipe open; its end means that the parent is gone. Standard output is the heartbeat: a
+byte now and then, from a thread of its own. Signals meant for the whole group are ignored: the
+parent decides when running requests have ended.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 
 import zmq
@@ -24,6 +26,7 @@ from coterie.workers.loop import serve
 
 # standard input's descriptor
 LIFELINE = 0
+BEAT_S = 0.5
 
 
 class Channel:
@@ -56,6 +59,7 @@ class Channel:
 def main(address: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_beat, args=(_heartbeat(),), name="heartbeat", daemon=True).start()
     (length,) = wire.LENGTH.unpack(_read(wire.LENGTH.size))
     spec = wire.decode_spec(_read(length))
     configure(spec.log_level)
@@ -104,6 +108,26 @@ def _read(size: int) -> bytes:
             sys.exit("the parent is gone")
         data += part
     return data
+
+
+def _heartbeat() -> int:
+    """The pipe that was standard output; whatever a library prints goes where the log goes."""
+    pipe = os.dup(1)
+    os.set_blocking(pipe, False)
+    os.dup2(2, 1)
+    return pipe
+
+
+def _beat(pipe: int) -> None:
+    while True:
+        try:
+            os.write(pipe, b".")
+        except BlockingIOError:
+            # the parent is stopped, and will read what is there
+            pass
+        except OSError:
+            return
+        time.sleep(BEAT_S)
 
 
 def _watch() -> None:

@@ -75,7 +75,15 @@ class InprocReplica:
         return self._adapters
 
     def healthy(self) -> bool:
-        return self._running and not self._draining
+        return self.state() == "up"
+
+    def state(self) -> str:
+        if self._draining:
+            return "draining"
+        if self._running:
+            return "up"
+        # a thread that ended is not started again
+        return "starting" if self._thread is not None and self._thread.is_alive() else "failing"
 
     def retry_after_s(self) -> float:
         return 1.0

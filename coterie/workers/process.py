@@ -7,6 +7,7 @@ worker goes on behind it. Imports no torch; what happens inside the process is `
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +18,16 @@ from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Re
 from coterie.obs.trace import log
 from coterie.workers.base import AdapterLoad, Command, ReplicaInfo, Report, Sink, WorkerSpec
 from coterie.workers.ledger import Ledger
-from coterie.workers.spawn import Child, remove_directory, socket_directory
+from coterie.workers.spawn import Child, is_own_directory, remove_directory, socket_directory
 
 # after this many starts in a row that failed, waiting requests are told
 MAX_FAILED_STARTS = 5
+# a process that is not heard of for this long is not sent anything
+SILENT_S = 5.0
+TICK_S = 1.0
+# what loading takes on a slow and busy machine: compiling kernels, reading, quantising
+LOAD_BASE_S = 300.0
+LOAD_BYTES_PER_S = 10e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,8 @@ class Restart:
     max_backoff_s: float = 30.0
     # with work and without a report for this long = hung; 0 = never
     hang_s: float = 300.0
+    # loading may take this long; 0 = by the model's size
+    load_timeout_s: float = 0.0
 
     def pause_s(self, failures: int) -> float:
         return float(min(self.max_backoff_s, self.backoff_s * 2 ** min(failures - 1, 30)))
@@ -54,11 +63,14 @@ class ProcessReplica:
         self._adapters: tuple[AdapterLoad, ...] = ()
         self._fingerprint: str | None = None
         # of these that never came to serve: those after the first
-        self._starts = self._failed_starts = 0
+        self._starts = 0
         self._load_s = 1.0
         self._next_start_at = 0.0
         self._reported_at = 0.0
         self._draining = False
+        self._failures = 0
+        self._silent_s = 0.0
+        self._counts = {"failed_starts": 0.0, "silences": 0.0, "socket_folders_lost": 0.0}
 
     @property
     def pid(self) -> int | None:
@@ -67,6 +79,9 @@ class ProcessReplica:
 
     async def start(self) -> ReplicaInfo:
         self._directory = socket_directory()
+        if not self._restart.load_timeout_s:
+            limit_s = LOAD_BASE_S + await asyncio.to_thread(_bytes, self._spec) / LOAD_BYTES_PER_S
+            self._restart = replace(self._restart, load_timeout_s=limit_s)
         try:
             child, info = await self._spawn()
         except BaseException:
@@ -112,17 +127,23 @@ class ProcessReplica:
         return len(self._ledger)
 
     def stats(self) -> dict[str, float]:
-        starts = {
-            "restarts": float(max(0, self._starts - 1)),
-            "failed_starts": float(self._failed_starts),
-        }
-        return {**self._stats, **self._ledger.stats(), **starts}
+        starts = {"restarts": float(max(0, self._starts - 1))}
+        return {**self._stats, **self._ledger.stats(), **self._counts, **starts}
 
     def adapter_loads(self) -> tuple[AdapterLoad, ...]:
         return self._adapters
 
     def healthy(self) -> bool:
-        return self._child is not None and not self._draining and not self._ledger.quarantined
+        return self.state() == "up"
+
+    def state(self) -> str:
+        if self._draining:
+            return "draining"
+        if self._child is None:
+            return "failing" if self._failures > MAX_FAILED_STARTS else "starting"
+        if self._silent_s >= SILENT_S:
+            return "silent"
+        return "quarantined" if self._ledger.quarantined else "up"
 
     def retry_after_s(self) -> float:
         return max(1.0, self._next_start_at - time.monotonic() + self._load_s)
@@ -148,47 +169,60 @@ class ProcessReplica:
 
     async def _supervise(self, child: Child) -> None:
         """Until close(): wait for the worker's end, pause, start the next one."""
-        failures = 0
         while True:
             born_at = time.monotonic()
             code = await self._watch(child)
             self._child = None
             lived_s = time.monotonic() - born_at
-            failures = 1 if lived_s > self._restart.max_backoff_s else failures + 1
+            self._failures = 1 if lived_s > self._restart.max_backoff_s else self._failures + 1
             log(
                 "worker_died", level="error", replica=self.name, exit_code=code,
-                pending=len(self._ledger), attempt=failures,
+                pending=len(self._ledger), attempt=self._failures,
             )  # fmt: skip
             self._ledger.crashed()
-            child, failures = await self._start_again(failures)
+            child = await self._start_again()
 
-    async def _start_again(self, failures: int) -> tuple[Child, int]:
+    async def _start_again(self) -> Child:
         while True:
-            pause_s = self._restart.pause_s(failures)
+            pause_s = self._restart.pause_s(self._failures)
             self._next_start_at = time.monotonic() + pause_s
             await asyncio.sleep(pause_s)
             try:
                 child, _ = await self._spawn()
             except Exception as error:
-                failures += 1
-                self._failed_starts += 1
+                self._failures += 1
+                self._counts["failed_starts"] += 1
+                # loading knows nothing of a caller: its words may be logged
+                reason = error.message if isinstance(error, CoterieError) else None
                 log("worker_failed_to_start", level="error", error=error, replica=self.name,
-                    attempt=failures)  # fmt: skip
-                if failures > MAX_FAILED_STARTS or isinstance(error, ModelChanged):
+                    attempt=self._failures, reason=reason)  # fmt: skip
+                if self._failures > MAX_FAILED_STARTS or isinstance(error, ModelChanged):
                     self._ledger.fail_all("unavailable", _told(error), self.retry_after_s())
                 continue
             log("worker_restarted", replica=self.name, pid=child.pid, pending=len(self._ledger))
             self._hand_over()
-            return child, failures
+            return child
 
     async def _spawn(self) -> tuple[Child, ReplicaInfo]:
         if self._directory is None:
             raise Unavailable(f"replica {self.name} was closed")
+        if not is_own_directory(self._directory):
+            self._directory = socket_directory()
+            self._counts["socket_folders_lost"] += 1
+            log("socket_folder_lost", level="error", replica=self.name)
         begun_at = time.monotonic()
         self._starts += 1
         # pid-less and short: an address has little room
         path = self._directory / f"{self._starts}.sock"
-        child, info = await Child.spawn(self._spec, path, self._take)
+        limit_s = self._restart.load_timeout_s
+        try:
+            async with asyncio.timeout(limit_s or None):
+                child, info = await Child.spawn(self._spec, path, self._take)
+        except TimeoutError as error:
+            raise Unavailable(
+                f"worker {self.name} did not load its model in {limit_s:.0f} s and was killed; "
+                "where loading takes longer, set engine.load_timeout_s"
+            ) from error
         if self._fingerprint not in (None, info.fingerprint):
             await child.kill()
             raise ModelChanged("the model's file changed since the server was started; restart it")
@@ -198,20 +232,35 @@ class ProcessReplica:
         return child, info
 
     async def _watch(self, child: Child) -> int:
-        """The exit status; kills a worker that has work and stays silent."""
+        """The exit status; kills a worker that is not heard of, or has work and reports nothing."""
         exited = asyncio.ensure_future(child.exited())
         hang_s = self._restart.hang_s
+        tick_s = min(TICK_S, hang_s / 4) if hang_s else TICK_S
         try:
             while True:
-                await asyncio.wait({exited}, timeout=hang_s / 4 or None)
+                beats = child.beats
+                await asyncio.wait({exited}, timeout=tick_s)
                 if exited.done():
                     return exited.result()
-                silent_s = time.monotonic() - self._reported_at
-                if self._ledger.working and silent_s > hang_s:
-                    log("worker_hung", level="error", replica=self.name, wait_s=silent_s)
+                # by the tick, not by the clock: our own pause is not the worker's
+                self._hear(0.0 if child.beats != beats else self._silent_s + tick_s)
+                unreported_s = time.monotonic() - self._reported_at if self._ledger.working else 0.0
+                if hang_s and (unreported_s > hang_s or self._silent_s > max(hang_s, 2 * SILENT_S)):
+                    wait_s = round(max(unreported_s, self._silent_s), 3)
+                    log("worker_hung", level="error", replica=self.name, wait_s=wait_s)
                     await child.kill()
         finally:
+            self._silent_s = 0.0
             exited.cancel()
+
+    def _hear(self, silent_s: float) -> None:
+        was_silent = self._silent_s >= SILENT_S
+        before_s, self._silent_s = self._silent_s, silent_s
+        if silent_s >= SILENT_S and not was_silent:
+            self._counts["silences"] += 1
+            log("worker_silent", level="error", replica=self.name, wait_s=round(silent_s, 3))
+        elif was_silent and silent_s < SILENT_S:
+            log("worker_heard_again", level="warning", replica=self.name, wait_s=round(before_s, 3))
 
     def _take(self, report: Report) -> None:
         self._reported_at = time.monotonic()
@@ -248,4 +297,18 @@ class ProcessReplica:
 
 
 def _told(error: Exception) -> str:
-    return error.message if isinstance(error, CoterieError) else "the worker cannot be started"
+    """For clients, who need no path of the server."""
+    if isinstance(error, ModelChanged):
+        return error.message
+    return "the worker cannot be started; the server's log says why"
+
+
+def _bytes(spec: WorkerSpec) -> int:
+    """Of all files of a model; of what cannot be read, none."""
+    if os.path.isfile(spec.model):
+        return os.path.getsize(spec.model)
+    total = 0
+    for folder, _, names in os.walk(spec.model):
+        paths = (os.path.join(folder, name) for name in names)
+        total += sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
+    return total

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable
@@ -80,6 +82,9 @@ class Child:
         self._link = link
         self.pid = process.pid
         self.send = link.send
+        # how often the process was heard of
+        self.beats = 0
+        self._listening = asyncio.ensure_future(self._listen())
 
     @classmethod
     async def spawn(
@@ -134,6 +139,11 @@ class Child:
             raise from_code(word.code, word.message)
         return word.info
 
+    async def _listen(self) -> None:
+        assert self._process.stdout is not None
+        while await self._process.stdout.read(4096):
+            self.beats += 1
+
     async def exited(self) -> int:
         """Wait for the end, whatever its reason; the socket is closed behind the last message."""
         code = await self._process.wait()
@@ -165,8 +175,7 @@ async def _launch(address: str, spec: WorkerSpec) -> Process:
     if spec.threads:
         env["OMP_NUM_THREADS"] = str(spec.threads)
     command = [sys.executable, "-m", "coterie.workers.child", address]
-    # standard output belongs to the gateway's own answers
-    process = await start(command, env, stdin=PIPE, stdout=2)
+    process = await start(command, env, stdin=PIPE, stdout=PIPE)
     assert process.stdin is not None
     payload = wire.encode(spec)
     process.stdin.write(wire.LENGTH.pack(len(payload)) + payload)
@@ -183,10 +192,24 @@ def socket_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="coterie-"))
 
 
+def is_own_directory(directory: Path) -> bool:
+    """Whether it is still there and ours: below /tmp anybody may take a name that was removed."""
+    try:
+        found = directory.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
 def remove_directory(directory: Path) -> None:
-    for path in directory.iterdir():
-        path.unlink(missing_ok=True)
-    directory.rmdir()
+    """With whatever somebody put there; what cannot be removed is left, and told."""
+    try:
+        if directory.is_symlink() or not directory.is_dir():
+            directory.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(directory)
+    except OSError as error:
+        log("run_directory_left", level="warning", error=error)
 
 
 def _sweep(parent: Path) -> None:

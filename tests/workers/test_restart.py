@@ -84,7 +84,7 @@ def test_a_changed_model_ends_what_ran_and_takes_nothing(monkeypatch: pytest.Mon
 def test_close_ends_requests_also_when_the_supervisor_broke(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def broken(failures: int) -> tuple[Child, int]:
+    async def broken() -> Child:
         raise RuntimeError("a bug")
 
     async def test() -> None:

@@ -1,0 +1,90 @@
+"""What /health says when a worker is stopped, and when none can come any more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from served import Served, chat
+from tiny import tiny_checkpoint
+
+WAIT_S = 90.0
+CONFIG = "[engine]\nrestart_backoff_s = 0.02\nmax_restart_backoff_s = 0.05\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("health") / "a-folder-of-the-server"
+    shutil.copytree(tiny_checkpoint("llama"), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Iterator[Served]:
+    config = model.parent / "coterie.toml"
+    config.write_text(CONFIG)
+    served = Served(str(model), "--name", "tiny", "--config", str(config))
+    yield served
+    served.stop(signal.SIGKILL)
+
+
+def worker(served: Served) -> int:
+    for child in psutil.Process(served.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "coterie.workers.child" in child.cmdline():
+                return child.pid
+    raise AssertionError("no worker")
+
+
+def until(condition: Callable[[], bool], served: Served) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, served.log()
+        time.sleep(0.05)
+
+
+def states(served: Served) -> list[str]:
+    return list(served.get("/health").json["specialists"]["tiny"]["states"].values())
+
+
+def test_a_stopped_worker_is_not_ready_until_it_goes_on(served: Served) -> None:
+    assert states(served) == ["up"]
+    pid = worker(served)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: served.get("/health/ready").status == 503, served)
+        assert states(served) == ["silent"]
+        assert served.get("/health/live").status == 200
+        assert served.metric("coterie_worker_up") == 0
+        refused = served.post("/v1/chat/completions", chat())
+        assert refused.status == 503 and "retry-after" in refused.headers
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: served.get("/health/ready").status == 200, served)
+    assert served.post("/v1/chat/completions", chat()).status == 200
+    assert worker(served) == pid
+
+
+def test_when_no_worker_can_come_the_server_is_not_live(served: Served, model: Path) -> None:
+    hidden = model.with_name("hidden")
+    model.rename(hidden)
+    try:
+        os.kill(worker(served), signal.SIGKILL)
+        until(lambda: served.get("/health/live").status == 503, served)
+        assert states(served) == ["failing"]
+        refused = served.post("/v1/chat/completions", chat())
+        assert refused.status == 503 and "a-folder-of-the-server" not in refused.body.decode()
+        # where the operator looks, it is said
+        assert "a-folder-of-the-server" in served.log()
+    finally:
+        hidden.rename(model)
+    until(lambda: served.get("/health/ready").status == 200, served)
+    assert served.get("/health/live").status == 200
+    assert served.post("/v1/chat/completions", chat()).status == 200
