@@ -54,6 +54,7 @@ def _experts(used: Mapping[str, Any], standing: Mapping[str, Any]) -> list[tuple
     times = ("routing", "lookup", "compute", "stall")
     return [
         ("strategy", str(standing["strategy"])),
+        *([("fallback", str(standing["fallback"]))] if standing["fallback"] else []),
         (
             "device",
             f"{device['slots']} slots; hits {used['device_hits']}, ahead {used['prefetch_hits']}, "

@@ -149,6 +149,7 @@ def banner(url: str, pipeline: Pipeline, asks_key: bool) -> str:
             pairs.append(
                 ("experts", f"{experts['count']} by {experts['strategy']}: {slots}, {held}")
             )
+            pairs += [("fallback", experts["fallback"])] if experts["fallback"] else []
     if installed := _installed(pipeline):
         pairs.append(("installed", installed))
     key = " -H 'authorization: Bearer KEY'" if asks_key else ""

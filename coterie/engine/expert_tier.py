@@ -65,6 +65,8 @@ def standing(report: Mapping[str, Any]) -> dict[str, float]:
         "expert_saved_bytes": report["memory_saved_bytes"],
         "expert_updates": report["dcu_calls"],
         "expert_swaps": report["swaps"],
+        "expert_shortages": report["shortages"],
+        "expert_fallbacks": int(report["fallback"] != ""),
         "expert_fallback_rate": report["fallback_rate"],
         "expert_lowest_hit_rate": rates[0],
         "expert_median_hit_rate": rates[len(rates) // 2],

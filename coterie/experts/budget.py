@@ -47,6 +47,8 @@ class Needs:
 class TierSlots:
     device: int
     host: int
+    # one memory that holds every expert once: device slots refer to the host's records
+    shared: bool = False
 
 
 def size_tiers(settings: DispatchSettings, sizes: ExpertSizes, needs: Needs) -> TierSlots:
@@ -66,7 +68,13 @@ def size_tiers(settings: DispatchSettings, sizes: ExpertSizes, needs: Needs) -> 
             f"{sizes.slot_bytes:,} bytes and strategy {settings.strategy} computes on the host",
             param="host_budget",
         )
-    return TierSlots(device, host)
+    return in_one_memory(device, host, sizes.total) if needs.one_memory else TierSlots(device, host)
+
+
+def in_one_memory(device: int, host: int, total: int) -> TierSlots:
+    """Both tiers in RAM: where together they have room for all, none is held twice."""
+    shared = device > 0 and host > 0 and device + host >= total
+    return TierSlots(device, total if shared else host, shared)
 
 
 def _device_slots(settings: DispatchSettings, sizes: ExpertSizes, needs: Needs) -> int:

@@ -93,11 +93,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """A machine's rates for one kind of record. `host_tier`: records pass through host memory."""
+    """A machine's rates for one kind of record. `host_tier`: records pass through host memory;
+    `shared`: device slots refer to it, so that nothing is copied."""
 
     machine: Machine
     profile: Profile
     host_tier: bool = True
+    shared: bool = False
 
     def turn_s(self, turn: Turn) -> float:
         """One wave. Loads and the last arrival's run are a chain; so is all the computing; the
@@ -127,10 +129,10 @@ class Prices:
 
     def moving_s(self, from_host: int, from_disk: int) -> float:
         """Wall time of records on their way to the device, many under way at once."""
-        if not from_host + from_disk:
+        if not from_host + from_disk or (self.shared and not from_disk):
             return 0.0
         read, link = self.profile.read, self.profile.link
-        if not self.host_tier and not self.machine.is_cuda:
+        if self.shared or (not self.host_tier and not self.machine.is_cuda):
             return max(from_disk * read.each_s, read.alone_s)
         reading, linking = from_disk * read.each_s, (from_host + from_disk) * link.each_s
         # both stages run at once; the last record still has to pass the second
@@ -158,7 +160,8 @@ class Prices:
     def handling_s(self, turn: Turn) -> float:
         """Time that copies and reads take from computing: the interpreter's, and on a CPU their
         processor time, spread over the cores that also compute."""
-        reads, links = turn.from_disk + turn.host_reads, turn.loads if self.host_tier else 0
+        copied = self.host_tier and not self.shared
+        reads, links = turn.from_disk + turn.host_reads, turn.loads if copied else 0
         # arrivals run as they come, in calls of their own: that is in here
         awaited = min(turn.loads, len(turn.arriving))
         spent = self.load_s * (awaited + turn.host_reads)

@@ -68,15 +68,15 @@ class _Walk:
         self.slots, self.shelf = Residency(outlook.tiers.device), HostShelf(outlook.tiers.host)
         can_run = outlook.tiers.host > 0
         share = outlook.tiers.host / outlook.geometry.total
-        costs = self.prices.profile.costs().with_host(share)
+        costs = self.prices.profile.costs().with_host(share, outlook.tiers.shared)
         scene = Scene(outlook.geometry, self.slots, load.heatmap, costs, can_run)
         self.prefill, self.decode = build(text, scene)
         self.both = tuple(dict.fromkeys((self.prefill, self.decode)))
         for strategy in self.both:
             strategy.start()
         # what is pinned on the device has no second copy
-        hot = load.heatmap.hottest(outlook.geometry.total)
-        self.shelf.fill(key for key in hot if not self.slots.is_pinned(key))
+        hot, shared = load.heatmap.hottest(outlook.geometry.total), outlook.tiers.shared
+        self.shelf.fill(key for key in hot if shared or not self.slots.is_pinned(key))
 
     def step(self, step: TraceStep, outcome: Outcome) -> None:
         strategy = self.prefill if step.phase == "prefill" else self.decode
@@ -103,6 +103,8 @@ class _Walk:
             return False
         if all(each.settled() for each in self.both):
             return max(tiers.host, tiers.device) >= total
+        if tiers.shared:
+            return True
         # what the device holds for good has no copy in host memory
         pinned = tiers.device >= total or any(map(self.slots.is_pinned, self.slots.keys()))
         return tiers.host >= total and not pinned

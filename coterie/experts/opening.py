@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from coterie.core.errors import ConfigError
 from coterie.experts.budget import ExpertSizes, Needs, TierSlots, free_host_bytes, size_tiers
 from coterie.experts.dispatch.base import Costs, Scene, Strategy
+from coterie.experts.dispatch.persistent import split_layers
 from coterie.experts.dispatch.table import build, parse, resolve
 from coterie.experts.residency import Residency
 from coterie.experts.tiers import DeviceTier, HostTier
 
 if TYPE_CHECKING:
     from coterie.core.dispatch import DispatchSettings
+    from coterie.experts.geometry import Geometry
     from coterie.experts.heatmap import Heatmap
     from coterie.experts.store import Store
 
@@ -59,21 +62,61 @@ class Parts:
     # as it runs, fallbacks applied
     strategy: str
     predict: str
+    # what was asked for, where it fell back; why; and how many allocations failed on the way
+    asked: str = ""
+    fallback: str = ""
+    shortages: int = 0
 
 
-def prepare(store: Store, settings: DispatchSettings, site: Site) -> Parts:
-    settings = choose_strategy(store, settings, site)
-    text = settings.strategy
-    names = {choice.name for choice in parse(text)}
-    tiers = size_tiers(settings, sizes_of(store), needs_of(names, site))
-    text = _that_fits(text, store, tiers)
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the tiers are to be cut to, and which allocations have failed so far."""
+
+    tiers: TierSlots
+    needs: Needs
+    failed: tuple[str, ...] = ()
+
+    def less(self, geometry: Geometry, problem: Exception) -> Room:
+        """What to try after `problem`: two groups of layers where all experts were to stay, else
+        half. Refuses when there is nothing left to give up."""
+        tiers, needs = self.tiers, self.needs
+        on_device = isinstance(problem, torch.OutOfMemoryError) or "CUDA" in str(problem)
+        device, host = tiers.device, tiers.host
+        if needs.one_memory or on_device:
+            groups = split_layers(geometry, 2)
+            group = max(sum(len(geometry.present(layer)) for layer in each) for each in groups)
+            half = group if group < device >= geometry.total else device // 2
+            device = max(half, int(needs.device))
+        if needs.one_memory or not on_device:
+            host = max(0, geometry.total // 2 - device) if tiers.shared else host // 2
+            host = max(host, int(needs.host))
+        if (device, host) == (tiers.device, tiers.host):
+            raise ConfigError(
+                f"not even {device} device and {host} host slots for experts could be allocated: "
+                f"{problem}",
+                param="device_budget",
+            ) from problem
+        return Room(TierSlots(device, host), needs, (*self.failed, str(problem)))
+
+
+def room_for(store: Store, settings: DispatchSettings, site: Site) -> Room:
+    """As the budgets say. `settings` name a strategy."""
+    names = {choice.name for choice in parse(settings.strategy)}
+    needs = needs_of(names, site)
+    return Room(size_tiers(settings, sizes_of(store), needs), needs)
+
+
+def prepare(store: Store, settings: DispatchSettings, site: Site, room: Room) -> Parts:
+    """Takes the memory; raises whatever an allocator raises when there is not enough."""
+    tiers = room.tiers
+    text, why = _that_fits(settings.strategy, store, room)
     slots = Residency(tiers.device)
     costs = site.costs or guessed_costs(store, site.device)
     scene = Scene(
         geometry=store.geometry,
         slots=slots,
         heatmap=site.heatmap,
-        costs=costs.with_host(tiers.host / store.geometry.total),
+        costs=costs.with_host(tiers.host / store.geometry.total, shared=tiers.shared),
         host_can_run=tiers.host > 0,
         deterministic=settings.deterministic,
     )
@@ -81,14 +124,23 @@ def prepare(store: Store, settings: DispatchSettings, site: Site) -> Parts:
     on_cuda = site.device.type == "cuda"
     # what is idle depends on time: a fixed placement may only protect
     timid = settings.deterministic and settings.predict != "off"
+    device = DeviceTier(store, tiers.device, site.device, shared=tiers.shared)
+    try:
+        host = HostTier(store, tiers.host, pinned=on_cuda)
+    except BaseException:
+        device.close()
+        raise
     return Parts(
         store=store,
-        host=HostTier(store, tiers.host, pinned=on_cuda),
-        device=DeviceTier(store, tiers.device, site.device),
+        host=host,
+        device=device,
         slots=slots,
         strategies={"prefill": prefill, "decode": decode},
         strategy=text,
         predict="protect" if timid else settings.predict,
+        asked=settings.strategy,
+        fallback=why,
+        shortages=len(room.failed),
     )
 
 
@@ -119,18 +171,25 @@ def needs_of(names: set[str], site: Site) -> Needs:
     )
 
 
-def _that_fits(text: str, store: Store, tiers: TierSlots) -> str:
-    """`persistent` as what it falls back to when the slots do not hold every expert."""
-    geometry = store.geometry
+def _that_fits(text: str, store: Store, room: Room) -> tuple[str, str]:
+    """`persistent` as what it falls back to when the slots do not hold every expert, and why."""
+    geometry, tiers, told = store.geometry, room.tiers, []
+    if room.failed:
+        told.append(
+            f"memory could not be allocated ({room.failed[-1]}): "
+            f"cut to {tiers.device} device and {tiers.host} host slots"
+        )
     runs = resolve(text, geometry, tiers.device)
     if runs != resolve(text, geometry, geometry.total):
         largest = max(len(geometry.present(layer)) for layer in geometry.layers)
         waves = ", a layer in waves" if largest > tiers.device else ""
-        _log.warning(
-            "persistent needs %d slots and has %d: running %s%s",
-            geometry.total, tiers.device, runs, waves,
-        )  # fmt: skip
-    return runs
+        told.append(
+            f"persistent needs {geometry.total} slots and has {tiers.device}: running {runs}{waves}"
+        )
+    why = "; ".join(told)
+    if why:
+        _log.warning("%s", why)
+    return runs, why
 
 
 def heeds_hints(strategy: Strategy) -> bool:

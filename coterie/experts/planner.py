@@ -70,7 +70,8 @@ class Division:
 
     def kv_room(self, experts: TierSlots, slot_bytes: int) -> int:
         """Bytes on the device that experts leave to KV."""
-        text, taken = self.settings.device_budget, experts.device * slot_bytes
+        text = self.settings.device_budget
+        taken = 0 if experts.shared else experts.device * slot_bytes
         if text and not text.endswith("%") and not self.settings.cache_capacity:
             return max(0, parse_bytes(text, "device_budget") - taken)
         if self.needs.one_memory:
@@ -140,11 +141,12 @@ class Case:
 
     def outlook(self, tiers: TierSlots) -> Outlook:
         subject, machine, part = self.subject, self.machine, self.every
-        prices = Prices(machine, machine.profiles[self.profile], tiers.host > 0)
+        profile = machine.profiles[self.profile]
+        prices = Prices(machine, profile, tiers.host > 0, tiers.shared)
         least_s = subject.backbone_bytes / machine.device_bytes_s
         pace = backbone_pace(subject, machine)
         pace = Pace(_part(pace.walk, part), pace.express and _part(pace.express, part))
-        slots = TierSlots(self._slots(tiers.device), self._slots(tiers.host))
+        slots = TierSlots(self._slots(tiers.device), self._slots(tiers.host), tiers.shared)
         return Outlook(self.load.geometry, slots, prices, pace, least_s / part)
 
     def _slots(self, count: int) -> int:
@@ -273,7 +275,7 @@ def _row(case: Case, division: Division, outcome: Forecast) -> PlanRow:
         host_budget=division.settings.host_budget,
         device_slots=tiers.device,
         host_slots=tiers.host,
-        device_bytes=tiers.device * sizes.slot_bytes,
+        device_bytes=0 if tiers.shared else tiers.device * sizes.slot_bytes,
         host_bytes=min(tiers.host * sizes.slot_bytes, sizes.expert_bytes),
         disk_bytes=sizes.expert_bytes * (sizes.total - held) // max(1, sizes.total),
         prefill_hit_rate=outcome.prefill.hit_rate,

@@ -17,6 +17,9 @@ def report(runtime: ExpertRuntime) -> dict[str, Any]:
     held = parts.device.budget_bytes + parts.host.budget_bytes
     return {
         "strategy": parts.strategy,
+        "asked": parts.asked,
+        "fallback": parts.fallback,
+        "shortages": parts.shortages,
         "demands": asked,
         "hit_rate": (total.device_hits + total.prefetch_hits) / asked if asked else 0.0,
         "fallback_rate": late / asked if asked else 0.0,

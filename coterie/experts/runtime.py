@@ -17,7 +17,15 @@ from coterie.experts.demand import classify, demand_of, first_uses
 from coterie.experts.executor import Executor
 from coterie.experts.layer_job import LayerJob
 from coterie.experts.loads import Loads
-from coterie.experts.opening import Chooser, Parts, Site, heeds_hints, prepare
+from coterie.experts.opening import (
+    Chooser,
+    Parts,
+    Site,
+    choose_strategy,
+    heeds_hints,
+    prepare,
+    room_for,
+)
 from coterie.experts.predict import Predictor
 from coterie.experts.report import report
 from coterie.experts.resident import Resident, Standing
@@ -25,6 +33,7 @@ from coterie.experts.rest import Rest
 from coterie.experts.telemetry import Span, Tally, Telemetry
 from coterie.experts.transfer import Transfer
 from coterie.kernels.expert_mlp import combine
+from coterie.weights.shortage import is_shortage
 
 if TYPE_CHECKING:
     from coterie.core.dispatch import DispatchSettings, ExpertUsage
@@ -228,7 +237,7 @@ class ExpertRuntime:
         self._loads.sweep()
         return report(self)
 
-    def close(self) -> None:
+    def close(self, *, keep_store: bool = False) -> None:
         if self._closed:
             return
         self._closed = True
@@ -238,10 +247,13 @@ class ExpertRuntime:
         self._transfer.close()
         self._host.close()
         self._device.close()
-        self.parts.store.close()
+        if not keep_store:
+            self.parts.store.close()
 
     def _stays(self, key: Key) -> bool:
         """On the device for good: a copy in RAM would be a second one."""
+        if self._device.shared:
+            return False
         return self._slots.num_slots >= self.geometry.total or self._slots.is_pinned(key)
 
     def _retired(self, arrival: Arrival, tally: Tally | None) -> None:
@@ -290,10 +302,32 @@ def open_experts(
     """Size the tiers, build the strategies and load what they want at start. `kv_bytes` of one full
     context come off a device budget in bytes; `chooser` names what `auto` runs."""
     site = Site(torch.device(device), kv_bytes, heatmap, costs, chooser)
-    runtime = ExpertRuntime(prepare(store, settings, site))
+    settings = choose_strategy(store, settings, site)
+    room = room_for(store, settings, site)
     try:
+        while True:
+            try:
+                return _started(prepare(store, settings, site, room))
+            except Exception as problem:
+                if not is_shortage(problem):
+                    raise
+                room = room.less(store.geometry, problem)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _started(parts: Parts) -> ExpertRuntime:
+    runtime = None
+    try:
+        runtime = ExpertRuntime(parts)
         runtime.start()
     except BaseException:
-        runtime.close()
+        # the store is the caller's: another try reads from it
+        if runtime is not None:
+            runtime.close(keep_store=True)
+        else:
+            parts.host.close()
+            parts.device.close()
         raise
     return runtime

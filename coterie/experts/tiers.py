@@ -212,15 +212,18 @@ class HostTier:
 
 
 class DeviceTier:
-    """Slots of equal size on the device; on a machine without one, a second arena in RAM.
+    """Slots of equal size on the device; on a machine without one, a second arena in RAM, or, where
+    the host tier holds every expert for good (`shared`), names for its records.
 
     `Residency` says what strategies believe lies in a slot, this says what does. One thread (the
     engine's) begins fills; the thread that filled a slot says so.
     """
 
-    def __init__(self, store: Store, num_slots: int, device: torch.device) -> None:
-        self.num_slots, self.device = num_slots, device
-        self.budget_bytes = num_slots * store.slot_bytes
+    def __init__(
+        self, store: Store, num_slots: int, device: torch.device, *, shared: bool = False
+    ) -> None:
+        self.num_slots, self.device, self.shared = num_slots, device, shared
+        self.budget_bytes = 0 if shared else num_slots * store.slot_bytes
         self._arena: Arena | None = None
         if device.type == "cpu":
             self._arena = Arena(self.budget_bytes)
@@ -259,11 +262,11 @@ class DeviceTier:
         with self._lock:
             self._keys[slot], self._where[key] = key, slot
 
-    def filled(self, key: Key, slot: int) -> None:
-        """The bytes came; of no use when another slot is for `key` by now."""
+    def filled(self, key: Key, slot: int, record: Tensor) -> None:
+        """The bytes lie in `record`; of no use when another slot is for `key` by now."""
         with self._lock:
             if self._where.get(key) == slot:
-                self.tables[key[0]].set(key[1], self.record(key, slot))
+                self.tables[key[0]].set(key[1], record)
                 self._ready[key[0]].add(key[1])
 
     def holds(self, layer: int, experts: tuple[int, ...]) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from coterie.core.errors import CoterieError, WeightsError
 from coterie.experts.crew import Crew, Job
 from coterie.experts.cuda_copies import CudaCopies
+from coterie.weights.shortage import MemoryShortage, is_shortage
 
 if TYPE_CHECKING:
     from coterie.experts.geometry import Key
@@ -96,10 +97,10 @@ class Transfer:
     def __init__(self, store: Store, host: HostTier, device: DeviceTier) -> None:
         self._store, self._host, self._device = store, host, device
         depth = depth_for(store.slot_bytes)
-        self._crew = Crew(depth)
         self._copies: CudaCopies | None = None
         if device.device.type == "cuda" and device.num_slots:
             self._copies = CudaCopies(device.device, depth, store.slot_bytes)
+        self._crew = Crew(depth)
         # guesses that failed, and that nobody waits for
         self.failed = False
 
@@ -164,8 +165,11 @@ class Transfer:
         slot, key = arrival.slot, arrival.key
         assert slot is not None
         try:
-            target = self._device.record(key, slot)
             mine = Arrival(key)
+            if self._device.shared:
+                self._refer(arrival, mine)
+                return
+            target = self._device.record(key, slot)
             entry = self._host.find(key) if sole else self._host.acquire(key, mine)
             if entry is None:
                 self._fill_past_host(arrival, target, fence)
@@ -178,29 +182,43 @@ class Transfer:
             arrival.finish(problem)
         except Exception as problem:
             self.failed = True
-            arrival.finish(WeightsError(f"expert {key} could not be loaded: {problem}"))
+            arrival.finish(_typed(f"expert {key} could not be loaded", problem))
 
     def _fill_from(
         self, entry: Entry, mine: Arrival, arrival: Arrival, target: Tensor, fence: Any
     ) -> None:
         try:
-            source = entry.arrival
-            # a read that another load asked for is that one's to count
-            arrival.host_hit = source is not mine
-            if source is not None:
-                if self._host.claim(entry):
-                    self._read_claimed(entry, source)
-                source.wait()
-                arrival.read_bytes = 0 if arrival.host_hit else source.read_bytes
+            self._have(entry, mine, arrival)
             self._copy(entry.record, arrival, target, fence)
         finally:
             self._host.release(entry)
+
+    def _refer(self, arrival: Arrival, mine: Arrival) -> None:
+        """The host tier has room for all: the slot becomes another name for its record."""
+        entry = self._host.acquire(arrival.key, mine)
+        assert entry is not None
+        try:
+            self._have(entry, mine, arrival)
+            self._arrived(arrival, entry.record)
+        finally:
+            self._host.release(entry)
+
+    def _have(self, entry: Entry, mine: Arrival, arrival: Arrival) -> None:
+        """An acquired entry's bytes are there; whose read it was is told to `arrival`."""
+        source = entry.arrival
+        # a read that another load asked for is that one's to count
+        arrival.host_hit = source is not mine
+        if source is not None:
+            if self._host.claim(entry):
+                self._read_claimed(entry, source)
+            source.wait()
+            arrival.read_bytes = 0 if arrival.host_hit else source.read_bytes
 
     def _fill_past_host(self, arrival: Arrival, target: Tensor, fence: Any) -> None:
         self._host.missed(arrival.key[0])
         if self._copies is None:
             arrival.read_bytes = self._store.read(arrival.key, target)
-            self._arrived(arrival, target.numel())
+            self._arrived(arrival, target)
             return
         staging = self._copies.take()
         try:
@@ -214,17 +232,17 @@ class Transfer:
         if self._copies is None:
             # ctypes lets other threads run meanwhile, and starts no threads of its own
             ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
-            self._arrived(arrival, size)
+            self._arrived(arrival, target)
             return
         arrival.event = self._copies.copy(source[:size], target, fence)
-        self._arrived(arrival, size)
+        self._arrived(arrival, target)
         # the source may be reused only when the copy is over
         arrival.event.synchronize()
 
-    def _arrived(self, arrival: Arrival, size: int) -> None:
+    def _arrived(self, arrival: Arrival, record: Tensor) -> None:
         assert arrival.slot is not None
-        arrival.moved_bytes = size
-        self._device.filled(arrival.key, arrival.slot)
+        arrival.moved_bytes = record.numel()
+        self._device.filled(arrival.key, arrival.slot, record)
         arrival.finish()
 
     def _read_entry(self, entry: Entry, arrival: Arrival) -> None:
@@ -238,7 +256,12 @@ class Transfer:
         except CoterieError as problem:
             arrival.finish(problem)
         except Exception as problem:
-            arrival.finish(WeightsError(f"expert {entry.key} could not be read: {problem}"))
+            arrival.finish(_typed(f"expert {entry.key} could not be read", problem))
         else:
             self._host.filled(entry)
             arrival.finish()
+
+
+def _typed(what: str, problem: Exception) -> WeightsError:
+    kind = MemoryShortage if is_shortage(problem) else WeightsError
+    return kind(f"{what}: {problem}")

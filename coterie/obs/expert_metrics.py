@@ -30,6 +30,12 @@ EXPERT_METRICS = (
         ("replica", "change"),
     ),
     Metric(
+        "coterie_expert_fallbacks", "counter",
+        "Since loading: allocations that failed (`shortage`), and whether less is in place than "
+        "was asked for (`reduced`).",
+        ("replica", "kind"),
+    ),
+    Metric(
         "coterie_expert_memory_bytes", "gauge",
         "Memory of each tier, and what all experts would take beyond both (`saved`).",
         ("replica", "tier"),
@@ -63,6 +69,8 @@ EXPERT_SERIES: dict[str, tuple[str, ...]] = {
     "expert_host_evictions": ("coterie_expert_changes", "host_eviction"),
     "expert_updates": ("coterie_expert_changes", "update"),
     "expert_swaps": ("coterie_expert_changes", "swap"),
+    "expert_shortages": ("coterie_expert_fallbacks", "shortage"),
+    "expert_fallbacks": ("coterie_expert_fallbacks", "reduced"),
     "expert_device_bytes": ("coterie_expert_memory_bytes", "device"),
     "expert_host_bytes": ("coterie_expert_memory_bytes", "host"),
     "expert_saved_bytes": ("coterie_expert_memory_bytes", "saved"),

@@ -63,6 +63,8 @@ class ExpertInfo:
     expert_bytes: int
     held_bytes: int
     token_bytes: int
+    # why less is in place than was asked for; "" when all is
+    fallback: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,7 @@ class ExpertHost:
             expert_bytes=store.expert_bytes,
             held_bytes=parts.device.budget_bytes + parts.host.budget_bytes,
             token_bytes=int(store.expert_bytes * active),
+            fallback=parts.fallback,
         )
 
     def tend(self) -> None:

@@ -27,6 +27,7 @@ from coterie.models.base import (
 )
 from coterie.models.tokenizer import Tokenizer, load_tokenizer
 from coterie.weights.checkpoint import Checkpoint, open_checkpoint
+from coterie.weights.shortage import is_shortage
 from coterie.workers import memory
 from coterie.workers.adapter_host import AdapterHost, room_for
 from coterie.workers.base import LaneSpec, ReplicaInfo, WorkerSpec
@@ -73,6 +74,19 @@ class Host:
 
 
 def build_engine(spec: WorkerSpec, progress: Progress | None = None) -> Host:
+    try:
+        return _build(spec, progress)
+    except Exception as problem:
+        if not is_shortage(problem):
+            raise
+        raise ConfigError(
+            f"not enough memory to load {Path(spec.model).name}: {problem}; lower "
+            "engine.kv_bytes, the context, or the experts' budgets",
+            param="engine.kv_bytes",
+        ) from problem
+
+
+def _build(spec: WorkerSpec, progress: Progress | None) -> Host:
     device = _device(spec.device)
     threads = spec.threads or memory.cores()
     torch.set_num_threads(threads)

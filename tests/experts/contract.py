@@ -150,7 +150,11 @@ def _within_budget(stage: Stage, case: Case) -> None:
     assert parts.device.budget_bytes <= slots * slot
     assert len(parts.device.keys()) <= slots
     host = {"100%": parts.store.expert_bytes, "0.01%": slot, "0": 0}[stage.setting.host]
-    assert parts.host.budget_bytes <= host
+    # in one memory both together are what counts, and no expert is held twice
+    one = parts.device.device.type == "cpu"
+    assert parts.host.budget_bytes <= host + one * slots * slot
+    held = parts.host.budget_bytes + parts.device.budget_bytes
+    assert held <= (min(host + slots * slot, total * slot) if one else host + slots * slot)
     assert parts.host.used_bytes <= parts.host.budget_bytes
 
 

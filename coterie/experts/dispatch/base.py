@@ -52,11 +52,12 @@ class Costs:
     # one expert from disk to host memory
     read_s: float = 0.0
 
-    def with_host(self, share: float) -> Costs:
+    def with_host(self, share: float, shared: bool = False) -> Costs:
         """The same where host memory holds this share of all experts: with none of them a miss
-        comes from disk, with all nothing is ever read again."""
+        comes from disk, with all nothing is ever read again, and where slots refer to host memory
+        (`shared`) nothing is copied."""
         if share >= 1:
-            return replace(self, read_s=0.0)
+            return replace(self, read_s=0.0, upload_s=0.0 if shared else self.upload_s)
         return self if share > 0 else replace(self, upload_s=max(self.upload_s, self.read_s))
 
 

@@ -1,0 +1,57 @@
+"""Loads experts where the system gives less memory than was asked for, in a process of its own.
+
+`python -m tests.experts.short_of_memory SHARE STRATEGY`: from when experts are opened, the address
+space may grow by that share of all of them. Prints what runs
+then, and whether the tokens are those of a machine with room.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from coterie.experts.runtime import ExpertRuntime
+from coterie.models.experts import ExpertsWanted
+from tests.experts.stage import PROMPTS, Setting, Stage
+from tests.experts.tiny_moe import checkpoint_of
+
+# 24 experts of 2.7 MB: far more than threads and torch take beside them
+INNER = 3584
+
+
+class Cramped(Stage):
+    """From the moment its experts are opened."""
+
+    growth: int
+
+    def _open(self, wanted: ExpertsWanted) -> ExpertRuntime:
+        status = Path("/proc/self/status").read_text()
+        limit = (int(status.split("VmSize:")[1].split()[0]) << 10) + self.growth
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        return super()._open(wanted)
+
+
+def main(share: float, strategy: str) -> None:
+    threading.stack_size(256 << 10)
+    torch.set_num_threads(1)
+    path = checkpoint_of("qwen3_moe", moe_intermediate_size=INNER)
+    setting = Setting(path, strategy, 0 if strategy == "cpu_only" else 24, "100%", "fp32")
+    with Stage(setting) as stage:
+        expected = stage.generate(PROMPTS, 8)[1].tolist()
+        nbytes = stage.runtime.parts.store.expert_bytes
+    Cramped.growth = int(nbytes * share)
+    with Cramped(setting) as stage:
+        tokens = stage.generate(PROMPTS, 8)[1].tolist()
+        report = stage.runtime.report()
+    told = {name: report[name] for name in ("strategy", "asked", "fallback", "shortages")}
+    held = sum(tier["budget_bytes"] for tier in report["tiers"].values())
+    print(json.dumps(told | {"same": tokens == expected, "held": held / nbytes}))
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), sys.argv[2])
