@@ -18,7 +18,7 @@ from coterie.weights.download import Progress, Remote, download
 
 _SPEC = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?")
 _WANTED = re.compile(
-    r"[^/]+\.safetensors|model\.safetensors\.index\.json|config\.json|generation_config\.json"
+    r"[^/\\\0]+\.safetensors|model\.safetensors\.index\.json|config\.json|generation_config\.json"
     r"|tokenizer(_config)?\.json|special_tokens_map\.json|chat_template\.(jinja|json)"
 )
 

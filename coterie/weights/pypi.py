@@ -25,7 +25,8 @@ from coterie.weights.download import Remote, open_url, reason, shown
 DEFAULT_INDEX = "https://pypi.org/simple"
 
 _SPEC = re.compile(r"([A-Za-z0-9]|[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9])(?:==([A-Za-z0-9.!+_-]+))?")
-_WHEEL = re.compile(r"([^-/\\]+)-([^-/\\]+)(?:-\d[^-/\\]*)?-[^-/\\]+-none-any\.whl")
+_WHEEL = re.compile(r"([^-/\\\0]+)-([^-/\\\0]+)(?:-\d[^-/\\\0]*)?-[^-/\\\0]+-none-any\.whl")
+_SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 _ACCEPT = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
 _MAX_PAGE_BYTES = 64_000_000
 
@@ -174,6 +175,9 @@ def _in_index(index: str, name: str, version: str | None) -> list[Wheel]:
         match = _WHEEL.fullmatch(file.filename)
         # a withdrawn file is taken only by those who name its version
         if match and _normal(match[1]) == name and (version is not None or not file.yanked):
+            # it becomes part of a file's name
+            if file.sha256 is not None and not _SHA256.fullmatch(file.sha256):
+                raise ValueError(f"the index gives {file.filename} a sha256 that is none")
             url = urllib.parse.urljoin(base, file.url)
             remote = Remote(_with_login(url, index), file.sha256, file.size_bytes)
             found.append(Wheel(name, match[2], file.filename, remote))
@@ -213,7 +217,7 @@ def _json_file(item: dict[str, Any]) -> _Listed:
         str(item.get("filename", "")),
         str(item.get("url", "")),
         digest if isinstance(digest, str) else None,
-        size if isinstance(size, int) else None,
+        size if isinstance(size, int) and size >= 0 else None,
         bool(item.get("yanked")),
     )
 

