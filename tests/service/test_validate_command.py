@@ -99,6 +99,30 @@ print('end')
     assert patient(code).output == "end"
 
 
+def test_it_cannot_read_what_other_processes_were_started_with() -> None:
+    waits = "print(flush=True); input()"
+    told = subprocess.Popen(
+        [PYTHON, "-c", waits, "words-of-the-server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert told.stdout is not None and told.stdout.readline()
+    code = """
+import os
+for number in range(1, 70000):
+    try:
+        if b'words-of-' + b'the-server' in open(f'/proc/{number}/cmdline', 'rb').read():
+            print('found', number)
+    except OSError:
+        pass
+print('end', len(open('/proc/self/comm').read()) > 0, os.path.exists('/etc'))
+"""
+    try:
+        with Path(f"/proc/{told.pid}/cmdline").open() as file:
+            assert "words-of-the-server" in file.read()
+        assert patient(code).output.split() == ["end", "True", "True"]
+    finally:
+        told.communicate(b"\n")
+
+
 def test_it_opens_no_socket_of_any_kind() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -205,7 +229,7 @@ def test_a_text_that_is_never_read_holds_up_nobody() -> None:
 
 
 UNPRIVILEGED = """
-import asyncio, sys
+import asyncio, os, sys
 sys.path.insert(0, sys.argv[1])
 from coterie.service.validate import walls
 from coterie.service.validate.sandbox import Bounds, run
@@ -221,13 +245,15 @@ if os.fork() == 0:
         time.sleep(77)
     os._exit(0)
 for attempt in (lambda: open("/proc/%d/environ" % os.getppid()).read(),
-                lambda: os.kill(os.getppid(), 9), lambda: open("/tmp/coterie-x", "w")):
+                lambda: os.kill(os.getppid(), 9), lambda: open("/tmp/coterie-x", "w"),
+                lambda: open("/proc/%s/cmdline" % OUTSIDE).read()):
     try:
         attempt()
         print("did")
     except OSError:
         print("refused")
 '''
+code = f"OUTSIDE = {os.getpid()}\\n" + code
 found = asyncio.run(run([sys.executable, "-c", code + "# " + sys.argv[3]], "", Bounds(20, 10**8)))
 print(found.how, found.detail, found.output.split().count("refused"), *found.walls)
 """
@@ -247,7 +273,7 @@ def test_the_walls_stand_without_privileges_and_without_namespaces(system: str) 
         pytest.skip("another user cannot read this checkout")
     assert done.returncode == 0, done.stderr
     how, detail, refused, *walls = done.stdout.split()
-    assert (how, detail) == ("exit", "0") and int(refused) == 3
+    assert (how, detail) == ("exit", "0") and int(refused) == 4
     assert {"files", "calls"} <= set(walls)
     assert ("processes" in walls) == (system == "namespaces")
     assert not left_behind(mark)

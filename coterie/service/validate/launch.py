@@ -60,9 +60,11 @@ def main() -> None:
 def first(settings: dict[str, Any], processes: int, write: int) -> NoReturn:
     """The first process behind the walls: waits for the command and takes everything with it."""
     walls.prctl(walls.PR_SET_PDEATHSIG, signal.SIGKILL)
+    # the first of a namespace sees itself as number one
+    own_proc = os.getpid() == 1 and walls.own_proc()
     pid = os.fork()
     if pid == 0:
-        become(settings, processes, write)
+        become(settings, processes, own_proc, write)
     while True:
         done, status = os.wait()
         if done == pid:
@@ -72,7 +74,7 @@ def first(settings: dict[str, Any], processes: int, write: int) -> NoReturn:
     os._exit(0)
 
 
-def become(settings: dict[str, Any], processes: int, write: int) -> NoReturn:
+def become(settings: dict[str, Any], processes: int, own_proc: bool, write: int) -> NoReturn:
     folder, command = settings["folder"], settings["command"]
     try:
         os.chdir(folder)
@@ -92,7 +94,7 @@ def become(settings: dict[str, Any], processes: int, write: int) -> NoReturn:
         # a change of user takes this back
         walls.prctl(walls.PR_SET_PDEATHSIG, signal.SIGKILL)
         walls.prctl(walls.PR_SET_NO_NEW_PRIVS, 1)
-        standing += walls.files(folder) + walls.calls()
+        standing += walls.files(folder, own_proc) + walls.calls()
         tell(write, {"walls": standing})
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         for number in (signal.SIGPIPE, signal.SIGXFSZ):

@@ -10,19 +10,23 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import stat
 import struct
 import sys
 
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
+CLONE_NEWNS = 1 << 17
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWIPC = 1 << 28, 1 << 29, 1 << 30, 1 << 27
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 _SECCOMP_FILTER = 2
+# nosuid, nodev, noexec; recursive and private
+_MOUNT_PLAIN, _MOUNT_PRIVATE = 2 | 4 | 8, 1 << 14 | 1 << 18
 # a user nobody else is; the kernel counts processes by user
 _FIRST_USER = 2_000_000_000
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_WRITE_FILE = 1 << 1
+_WRITE_FILE, _READ_FILE, _READ_FOLDER = 1 << 1, 1 << 2, 1 << 3
 # make, remove and write, by the version of the interface that knows them
 _CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))
 _REFER, _TRUNCATE = 1 << 13, 1 << 14
@@ -62,6 +66,15 @@ def namespaces() -> list[str]:
     return ["network", "processes"]
 
 
+def own_proc() -> bool:
+    """In a process namespace: a /proc that shows what is in it. This process's own view alone."""
+    return (
+        call("unshare", CLONE_NEWNS)
+        and call("mount", None, b"/", None, ctypes.c_ulong(_MOUNT_PRIVATE), None)
+        and call("mount", b"proc", b"/proc", b"proc", ctypes.c_ulong(_MOUNT_PLAIN), None)
+    )
+
+
 def other_user(folder: str, number: int) -> list[str]:
     """Root becomes nobody in particular, who owns the folder and nothing else."""
     if os.geteuid() != 0:
@@ -74,8 +87,9 @@ def other_user(folder: str, number: int) -> list[str]:
     return ["user"]
 
 
-def files(folder: str) -> list[str]:
-    """Landlock: nothing outside the folder can be changed, nor any process outside be seen into."""
+def files(folder: str, own_proc: bool) -> list[str]:
+    """Landlock: nothing outside the folder can be changed, nor any process outside be seen into.
+    Without a /proc of its own, the command can open no more of it than what is about itself."""
     if _LIBC is None:
         return []
     version = _LIBC.syscall(_LANDLOCK_CREATE, None, 0, 1)
@@ -83,18 +97,35 @@ def files(folder: str) -> list[str]:
         return []
     changes = _CHANGES | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
     # file access, TCP (bind and connect), scope (abstract sockets and signals)
-    rules = struct.pack("QQQ", changes, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
+    reads = _READ_FILE | _READ_FOLDER
+    rules = struct.pack("QQQ", changes | reads, 3, 3)[
+        : 8 if version < 4 else 16 if version < 6 else 24
+    ]
     handle = _LIBC.syscall(_LANDLOCK_CREATE, rules, len(rules), 0)
     if handle < 0:
         return []
-    for path, allowed in ((folder, changes), ("/dev/null", _WRITE_FILE)):
-        inside = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        beneath = struct.pack("=Qi", allowed, inside)
-        _LIBC.syscall(_LANDLOCK_ADD, handle, 1, beneath, 0)
-        os.close(inside)
+    allowed = [(folder, changes | reads), ("/dev/null", _WRITE_FILE)]
+    # what is not named cannot be opened: the root is named by what is in it
+    allowed += [(f"/{name}", reads) for name in os.listdir("/") if name != "proc" or own_proc]
+    allowed += [("/proc/self", reads)]
+    for path, rights in allowed:
+        _allow(handle, path, rights)
     standing = _LIBC.syscall(_LANDLOCK_RESTRICT, handle, 0) == 0
     os.close(handle)
     return ["files"] if standing else []
+
+
+def _allow(handle: int, path: str, rights: int) -> None:
+    try:
+        inside = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        # a link to nowhere, or a place this user cannot see
+        return
+    if not stat.S_ISDIR(os.fstat(inside).st_mode):
+        rights &= _WRITE_FILE | _READ_FILE
+    assert _LIBC is not None
+    _LIBC.syscall(_LANDLOCK_ADD, handle, 1, struct.pack("=Qi", rights, inside), 0)
+    os.close(inside)
 
 
 def calls() -> list[str]:
