@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -51,7 +52,8 @@ class Answer:
 def ask(host: Host, index: int, max_tokens: int) -> Assignment:
     """The `index`-th generation; each schema comes round with another seed."""
     task, schema = list(SCHEMAS.values())[index % len(SCHEMAS)]
-    prompt = Chat((Message("user", f"{task} Answer with JSON only."),))
+    manner = "Answer with JSON only." if isinstance(schema, dict) else "Answer shortly."
+    prompt = Chat((Message("user", f"{task} {manner}"),))
     return Assignment(
         request_id=f"g{index}",
         lane=LANE,
@@ -62,7 +64,7 @@ def ask(host: Host, index: int, max_tokens: int) -> Assignment:
             n=1,
             num_beams=1,
             seed=index,
-            constraint=ResponseFormat("json_schema", json.dumps(schema)),
+            constraint=response_format(schema),
         ),
         limits=Limits(max_tokens=max_tokens),
         adapters=(),
@@ -71,6 +73,12 @@ def ask(host: Host, index: int, max_tokens: int) -> Assignment:
         deadline=None,
         arrived_at=time.monotonic(),
     )
+
+
+def response_format(wanted: dict[str, Any] | str) -> ResponseFormat:
+    if isinstance(wanted, str):
+        return ResponseFormat("regex", wanted)
+    return ResponseFormat("json_schema", json.dumps(wanted))
 
 
 def free(assignment: Assignment, num_tokens: int) -> Assignment:
@@ -108,6 +116,8 @@ def run(engine: Engine, work: Sequence[Assignment]) -> tuple[dict[str, Answer], 
 def judge(index: int, text: str) -> str | None:
     """What is wrong with a generation; None = it is valid."""
     _, schema = list(SCHEMAS.values())[index % len(SCHEMAS)]
+    if isinstance(schema, str):
+        return None if re.fullmatch(schema, text) else f"does not match {schema}"
     try:
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
     except json.JSONDecodeError as error:
@@ -211,7 +221,7 @@ def masks(model: Path, threads: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--generations", type=int, default=500)
+    parser.add_argument("--generations", type=int, default=800)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)

@@ -1,4 +1,5 @@
-"""Fifty JSON schemas of varied kinds, as real callers write them, and a task for each.
+"""Eighty shapes of varied kinds, as real callers write them, and a task for each: JSON schemas, and
+patterns that the whole answer matches.
 
 Some strings and arrays are without bounds on purpose: a small model at temperature 1 does not end
 them by itself.
@@ -72,7 +73,43 @@ SHAPES = any_of(
     record(kind={"const": "text"}, text=SHORT),
 )
 
-SCHEMAS: dict[str, tuple[str, Schema]] = {
+# the sample of vLLM's own tests
+EMPLOYEE: Schema = {
+    "type": "object",
+    "properties": {
+        "name": TEXT,
+        "age": INT,
+        "skills": {"type": "array", "items": {"type": "string", "maxLength": 10}, "minItems": 3},
+        "work_history": listed(
+            {
+                "type": "object",
+                "properties": {"company": TEXT, "duration": NUMBER, "position": TEXT},
+                "required": ["company", "position"],
+            }
+        ),
+    },
+    "required": ["name", "age", "skills", "work_history"],
+}
+MAIL = r"[a-zA-Z0-9._%+-]+@[a-zA-Z0-9.-]+\.[a-zA-Z]{2,}"
+NAMES = [f"{kind}-{number * 7919 % 10007}" for number in range(1000) for kind in ("ab", "x", "zed")]
+EXPRESSION = {
+    "$defs": {
+        "term": any_of(
+            NUMBER,
+            record(op=one_of("+", "-", "*"), left=ref("term"), right=ref("term")),
+            record(call=WORD, arguments=listed(ref("term"), 1)),
+        )
+    },
+    "$ref": "#/$defs/term",
+}
+
+
+def formatted(name: str) -> Schema:
+    return {"type": "string", "format": name}
+
+
+# a text is a pattern for the whole answer
+SCHEMAS: dict[str, tuple[str, Schema | str]] = {
     # objects with plain fields
     "person": (
         "Describe a person.",
@@ -168,4 +205,51 @@ SCHEMAS: dict[str, tuple[str, Schema]] = {
             **record(lead=ref("member"), members=listed(ref("member"), 1, 4)),
         },
     ),
+    # patterns: anywhere in a text, at its begin, at its end, of the whole of it
+    "a digit": ("Name a code.", matching("[0-9]")),
+    "a digit within": ("Name a code.", record(code=matching("[0-9]"), note=TEXT)),
+    "begins": ("Name a ticket.", record(ticket=matching("^[A-Z]{2,4}-"))),
+    "ends": ("Name a file.", record(file=matching(r"\.(txt|json)$"))),
+    "two marks": ("Write a line.", record(line=matching("begin.*finish"))),
+    "mail pattern": ("Whom to write to?", record(mail=matching(f"^{MAIL}$"))),
+    "mail within": ("Whom to write to?", record(text=matching(MAIL))),
+    "grade": ("Judge it.", record(grade=matching("^[A-D]$"), mail=matching(r"^\w+@\w+\.\w+$"))),
+    "many patterns": (
+        "Fill in the form.",
+        record(**{f"part_{i}": matching("^[a-z]+[0-9]{2}$") for i in range(8)}),
+    ),
+    "named by pattern": (
+        "Set it.",
+        {"type": "object", "patternProperties": {"^x_[a-z]+$": INT}, "additionalProperties": False},
+    ),
+    # formats
+    "time": ("When?", record(at=formatted("time"))),
+    "address of a host": ("Which host?", record(ip=formatted("ipv4"), six=formatted("ipv6"))),
+    "link": ("Where is it?", record(link=formatted("uri"), host=formatted("hostname"))),
+    "lasting": ("How long?", record(span=formatted("duration"))),
+    "four ids": ("Make ids.", listed(formatted("uuid"), 2, 4)),
+    # lengths and counts
+    "long text": ("Write much.", record(text={"type": "string", "minLength": 120})),
+    "many words": ("List words.", listed(WORD, 10)),
+    "many records": ("List orders.", listed(record(id=INT, name=SHORT), 5)),
+    # enumerations of thousands, unions, recursion
+    "thousands": ("Pick one.", record(name=one_of(*NAMES))),
+    "list of thousands": ("Pick some.", listed(one_of(*NAMES), 2)),
+    "one of": (
+        "Name it.",
+        {"oneOf": [record(id=INT), record(mail=matching(f"^{MAIL}$")), {"type": "null"}]},
+    ),
+    "nested unions": (
+        "Answer.",
+        listed(any_of(INT, listed(any_of(SHORT, NULL), 1), record(x=any_of(BOOL, NUMBER))), 1),
+    ),
+    "expression": ("Write a formula.", EXPRESSION),
+    "employee": ("Describe an employee.", EMPLOYEE),
+    # patterns for the whole answer
+    "regex mail": ("Whom to write to?", MAIL),
+    "regex rating": ("Rate it.", "[1-5]/5: [a-z ]{3,40}"),
+    "regex address": ("Which host?", r"((25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])\.){3}[0-9]{1,2}"),
+    "regex either": ("Which number?", "([0-9]{3}-[0-9]{2}-[0-9]{4}|N/A)"),
+    "regex far end": ("Write a word.", "(a|b)*abb(a|b){6}c"),
+    "regex lines": ("Write lines.", r"(- [a-z]+\n){3,}done\."),
 }

@@ -13,6 +13,7 @@ from coterie.core.events import Delta, Finished, Started, Timings, TokenLogprob,
 from coterie.core.plan import Assignment
 from coterie.engine.detokenize import Detokenizer, Pieces, Stop
 from coterie.engine.grammar import Constraint
+from coterie.engine.grammar_work import Job
 from coterie.engine.sequence import Sequence
 from coterie.engine.step import TokenScore
 
@@ -36,6 +37,8 @@ class ActiveRequest:
     num_choices: int
     # by choice, where the answer has to keep to a grammar
     constraints: dict[int, Constraint] = field(default_factory=dict)
+    # begins them; None where none is held to a grammar
+    beginning: Job | None = None
     # choices still to be computed; a beam search has other sequences than choices
     sequences: list[Sequence] = field(default_factory=list)
     texts: dict[int, Detokenizer] = field(default_factory=dict)
@@ -79,15 +82,15 @@ class ActiveRequest:
         reason = None
         for count, token in enumerate(tokens, 1):
             _, reason, _ = self._advance(text, token, count)
-        reason = reason or self._complete(choice)
+        reason = reason or self.complete(choice)
         self.num_completion += len(tokens)
         return text, reason
 
     def produce(self, choice: int, token: int, count: int, score: TokenScore | None) -> Delta:
         """The `count`-th output token of a choice. Its end, if it is the end, is recorded."""
         text, reason, match = self._advance(self.texts[choice], token, count)
-        if self.constraints and reason is None and self._complete(choice):
-            text, reason = text + self.texts[choice].flush(), self._complete(choice)
+        if self.constraints and reason is None and self.complete(choice):
+            text, reason = text + self.texts[choice].flush(), self.complete(choice)
         if reason is not None:
             self.reasons[choice] = reason
         self.num_completion += 1
@@ -158,7 +161,7 @@ class ActiveRequest:
         data = tokenizer.token_bytes(token)
         return data.decode(errors="replace"), data
 
-    def _complete(self, choice: int) -> str | None:
+    def complete(self, choice: int) -> str | None:
         """The finish reason of a choice whose grammar lets nothing follow."""
         constraint = self.constraints.get(choice)
         return "stop" if constraint is not None and constraint.is_complete else None

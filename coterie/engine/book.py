@@ -15,10 +15,11 @@ from coterie.core.errors import CoterieError, InternalError, InvalidRequest, Wei
 from coterie.core.events import Delta, Event, Failed
 from coterie.engine.active import ActiveRequest
 from coterie.engine.beam import BeamSearch
+from coterie.engine.grammar_work import Job
 from coterie.engine.scheduler import Scheduler
 from coterie.engine.seats import told
 from coterie.engine.sequence import Sequence, Status
-from coterie.engine.step import BeamScores, StepPlan, StepResult, StepUsage, TokenScore
+from coterie.engine.step import BeamScores, LateDraw, StepPlan, StepResult, StepUsage, TokenScore
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ class RequestBook:
         self._requests: dict[str, ActiveRequest] = {}
         self._searches: dict[str, BeamSearch] = {}
         self._deadlines: list[tuple[float, str]] = []
+        # requests whose grammars are not begun, and draws whose tokens are not settled
+        self._beginning: list[ActiveRequest] = []
+        self._late: list[tuple[Sequence, LateDraw]] = []
         # requests that ended, by lane
         self.num_ended: Counter[str] = Counter()
 
@@ -68,6 +72,59 @@ class RequestBook:
         for sequence in request.sequences:
             if sequence.status is Status.WAITING:
                 self._schedulers[assignment.lane].add(sequence)
+        if any(sequence.held for sequence in request.sequences):
+            self._beginning.append(request)
+
+    @property
+    def grammar_jobs(self) -> list[Job]:
+        """What sequences are held for."""
+        begun = [request.beginning for request in self._beginning]
+        return [job for job in begun if job is not None] + [late.job for _, late in self._late]
+
+    def settle(self, events: list[Event]) -> None:
+        """Let go of the sequences whose grammars were worked out by now."""
+        if self._beginning:
+            beginning, self._beginning = self._beginning, []
+            for request in beginning:
+                if request.request_id in self._requests:
+                    self._begun(request, events)
+        if self._late:
+            late, self._late = self._late, []
+            for sequence, draw in late:
+                drawer = self._requests.get(sequence.request_id)
+                if drawer is None or sequence.status is Status.ENDED:
+                    continue
+                if not draw.job.done:
+                    self._late.append((sequence, draw))
+                    continue
+                sequence.held = False
+                try:
+                    token, score = draw.finish()
+                except Exception:
+                    log.exception("request_broke", extra=self._fields(drawer))
+                    self._fail(drawer, events)
+                else:
+                    self._drawn(drawer, sequence, token, score, events)
+
+    def _begun(self, request: ActiveRequest, events: list[Event]) -> None:
+        job = request.beginning
+        if job is None or not job.done:
+            self._beginning.append(request)
+            return
+        if job.error is not None:
+            if not isinstance(job.error, CoterieError):
+                log.error("request_broke", exc_info=job.error, extra=self._fields(request))
+            typed = job.error if isinstance(job.error, CoterieError) else None
+            self._fail(request, events, typed)
+            return
+        for sequence in list(request.sequences):
+            sequence.held = False
+            reason = request.complete(sequence.choice)
+            if reason is not None:
+                events.append(request.cut(sequence.choice, reason))
+                self._end(request, sequence)
+        if request.is_over:
+            self._finish(request, events)
 
     def abort(self, request_id: str, events: list[Event]) -> None:
         request = self._requests.get(request_id)
@@ -104,29 +161,49 @@ class RequestBook:
             sequence = plan.rows[row].sequence
             request = self._requests[sequence.request_id]
             request.prompt_scores[position - sequence.num_virtual] = found
-        now = self._now()
         requests, scores = self._requests, result.scores
         for index, sequence in enumerate(plan.draws):
             drawer = requests.get(sequence.request_id)
             # the request may have ended with an earlier draw of this step
             if drawer is None:
                 continue
-            clock = drawer.clock
-            if clock.first_token is None:
-                self._first_token(drawer, now, events)
-            clock.last_token = now
-            try:
-                if sequence.draw.num_continuations:
+            if index in result.late:
+                sequence.held = True
+                self._late.append((sequence, result.late[index]))
+            elif sequence.draw.num_continuations:
+                self._stamp(drawer, events)
+                try:
                     self._search(drawer, sequence, result.beams[index], events)
-                else:
-                    score = scores.get(index) if scores else None
-                    self._produce(drawer, sequence, result.tokens[index], score, events)
-            except InvalidRequest as error:
-                # a grammar that turned out to be too much
-                self._fail(drawer, events, error)
-            except Exception:
-                log.exception("request_broke", extra=self._fields(drawer))
-                self._fail(drawer, events)
+                except Exception:
+                    log.exception("request_broke", extra=self._fields(drawer))
+                    self._fail(drawer, events)
+            else:
+                score = scores.get(index) if scores else None
+                self._drawn(drawer, sequence, result.tokens[index], score, events)
+
+    def _stamp(self, request: ActiveRequest, events: list[Event]) -> None:
+        now, clock = self._now(), request.clock
+        if clock.first_token is None:
+            self._first_token(request, now, events)
+        clock.last_token = now
+
+    def _drawn(
+        self,
+        request: ActiveRequest,
+        sequence: Sequence,
+        token: int,
+        score: TokenScore | None,
+        events: list[Event],
+    ) -> None:
+        self._stamp(request, events)
+        try:
+            self._produce(request, sequence, token, score, events)
+        except InvalidRequest as error:
+            # a grammar that turned out to be too much
+            self._fail(request, events, error)
+        except Exception:
+            log.exception("request_broke", extra=self._fields(request))
+            self._fail(request, events)
 
     def _charge(self, plan: StepPlan, usage: StepUsage) -> None:
         for row, cost in zip(plan.rows, usage.rows, strict=True):

@@ -94,7 +94,8 @@ class Engine:
         self._lanes = []
         for config in lanes:
             scheduler = Scheduler(config, self._seats, grouped=batching == "grouped")
-            runner = Runner(model, config, scheduler.space.tables, adapters is not None)
+            tables = scheduler.space.tables
+            runner = Runner(model, config, tables, adapters is not None, self._grammars.work)
             self._lanes.append(Lane(config, scheduler, runner))
         self._lane_named = {lane.config.name: lane for lane in self._lanes}
         self._turns = DeficitRoundRobin(self._lanes, lambda lane: lane.scheduler.has_work)
@@ -148,11 +149,13 @@ class Engine:
         """Schedule, run, commit. Returns what happened since the last call."""
         started = time.perf_counter()
         events, self._outbox = self._outbox, []
+        self._grammars.work.begin_step()
+        self._book.settle(events)
         self._book.expire(events)
         index, plan = self._schedule(events)
         if plan is None:
-            if self._seats is not None and self._seats.waiting and not events:
-                self._seats.nap()
+            if not events:
+                self._nap()
             return events
         lane = self._lanes[index]
         scheduled = time.perf_counter()
@@ -168,6 +171,14 @@ class Engine:
         if self._experts is not None:
             self._experts.after_step(plan, result)
         return events
+
+    def _nap(self) -> None:
+        """Nothing can run before something is loaded or worked out."""
+        jobs = self._book.grammar_jobs
+        if jobs:
+            self._grammars.work.nap(jobs)
+        elif self._seats is not None and self._seats.waiting:
+            self._seats.nap()
 
     def settle_experts(self, updates: int) -> None:
         """Between requests: at most `updates` rounds of moving experts where they are used."""
@@ -208,8 +219,10 @@ class Engine:
         available = sum(scheduler.space.cache.num_available for scheduler in schedulers)
         experts = {} if self._experts is None else self._experts.stats()
         adapters = {} if self._adapters is None else self._adapters.stats()
+        work = self._grammars.work
         return (
             self._counts
+            | {"grammar_s": work.waited_s, "grammar_late": float(work.num_late)}
             | experts
             | adapters
             | {

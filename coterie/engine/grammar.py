@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,11 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.core.request import ResponseFormat
-from coterie.engine.closing import Closer
+from coterie.engine.closing import FEW, MANY, SOME, Closer
+from coterie.engine.closing_hints import Hints, hints_of
+from coterie.engine.grammar_work import GrammarWork, Job
 from coterie.models.grammar import GrammarVocabulary
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLMatcher
 
     from coterie.core.plan import Assignment
     from coterie.models.tokenizer import Tokenizer
@@ -29,66 +32,109 @@ if TYPE_CHECKING:
 MAX_COMPILED = 64
 # with so many tokens left, and twice the shortest answer's, every token is looked at
 NEAR_END = 64
+# tokens of a known way that one drawn token may have spelled
+MAX_SKIPPED = 12
 
 
 class Compiled(NamedTuple):
     """A grammar at its start, and the shortest answer found for it (None = none was)."""
 
     matcher: LLMatcher
+    # the same over single bytes
+    letters: LLMatcher
     shortest: list[int] | None
     vocabulary: GrammarVocabulary
     closer: Closer
+    hints: Hints
 
 
 class Constraint:
-    """One choice's place in its grammar.
+    """One choice's place in its grammar, from `begin` on; one thread at a time works on it.
 
     Near the end of what may be produced, a token is taken only if the text can be completed in the
     tokens left behind it; else the next token of the known way to its end is taken instead.
     """
 
     __slots__ = (
-        "_can_end", "_closer", "_end", "_horizon", "_left", "_look_at", "_way",
-        "error", "is_complete", "matcher", "num_words", "shunned",
+        "_horizon", "_left", "_letters", "_look_at", "_matcher", "_start", "_unspelt", "_way",
+        "allowed", "error", "is_complete", "shunned", "tenant",
     )  # fmt: skip
 
-    def __init__(self, start: Compiled, max_output: int, shunned: Sequence[int]) -> None:
+    def __init__(self, max_output: int, shunned: Sequence[int] = (), tenant: str = "") -> None:
         """`shunned` tokens come only where nothing else may."""
-        self.matcher = start.matcher.deep_copy()
-        self.shunned = tuple(shunned)
-        # of 32 bits in a mask
-        self.num_words = start.vocabulary.num_words
+        self.shunned, self.tenant = tuple(shunned), tenant
+        # bits of the tokens that may follow; None where the grammar has failed
+        self.allowed: NDArray[np.uint32] | None = None
         # nothing may follow
         self.is_complete = False
         # why the grammar cannot be followed any further
         self.error: str | None = None
-        self._closer, self._end = start.closer, start.vocabulary.end
-        self._can_end = self._end < start.vocabulary.num_ids
         self._left = max_output
         # tokens that complete the text from here; None = not looked for yet, or there is no way
         self._way: list[int] | None = None
+        # tokens that `_letters` has not been told of
+        self._unspelt: list[int] = []
+
+    def begin(self, start: Compiled, output: Sequence[int]) -> None:
+        """At the start of a grammar, behind the `output` that there is already."""
+        self._start = start
+        self._matcher, self._letters = start.matcher.deep_copy(), start.letters.deep_copy()
         shortest = start.shortest
         self._horizon = NEAR_END + 2 * len(shortest or ())
-        # it is looked for when no more than these are left; without a way there is nothing to do
-        self._look_at = -1
-        if shortest is not None and len(shortest) <= max_output:
-            self._way = list(shortest) if max_output <= self._horizon else None
-            self._look_at = max_output - max_output // 8
+        # a way is looked for when no more than these are left
+        self._look_at = self._left - 1
+        if shortest is not None and len(shortest) <= self._left:
+            self._note(list(shortest))
+        for token in output:
+            self._advance(token)
+        self._look_ahead()
 
     def take(self, token: int) -> int:
         """One more token of the output: `token`, or what must come instead for the text to end in
         time. A grammar that fails keeps its reason in `error`."""
-        matcher = self.matcher
+        token = self._advance(token)
+        self._look_ahead()
+        return token
+
+    def _advance(self, token: int) -> int:
+        matcher = self._matcher
         if self.error is not None or not matcher.consume_token(token):
-            self.error = self.error or " ".join(matcher.get_error().split())[:300]
+            self._fail()
             return token
         self._left -= 1
+        self._unspelt.append(token)
         if self._way is not None:
             token = self._hold_to_way(self._way, token)
         elif self._left <= self._look_at:
-            self._look()
+            way = self._find(SOME)
+            # without one every token is a new chance, and looking is dear
+            self._look_at = self._left - max(self._left // 16, 1)
+            if way is not None:
+                self._note(way)
         self.is_complete = matcher.is_stopped()
         return token
+
+    def _note(self, way: list[int]) -> None:
+        """There is a way: it is held on to near the end, and looked for again before that. A token
+        may make it longer by seven."""
+        spare = self._left - len(way)
+        if self._left <= self._horizon or spare < NEAR_END // 2:
+            self._way = way
+        self._look_at = self._left - max(spare // 8, 1)
+
+    def _look_ahead(self) -> None:
+        self.allowed = None
+        if self.is_complete or self.error is not None:
+            return
+        words = np.zeros(self._start.vocabulary.num_words, dtype=np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            self._fail()
+        else:
+            self.allowed = words
+
+    def _fail(self) -> None:
+        self.error = self.error or " ".join(self._matcher.get_error().split())[:300]
 
     def _hold_to_way(self, way: list[int], token: int) -> int:
         if way and token == way[0]:
@@ -98,78 +144,71 @@ class Constraint:
         if after is not None:
             self._way = after
             return token
-        if not way and not self._can_end:
+        vocabulary = self._start.vocabulary
+        if not way and vocabulary.end >= vocabulary.num_ids:
             # no token ends a text of this model
             self._way = None
             return token
-        self.matcher.rollback(1)
-        token = way[0] if way else self._end
-        self.matcher.consume_token(token)
+        self._matcher.rollback(1)
+        token = way[0] if way else vocabulary.end
+        self._matcher.consume_token(token)
+        self._unspelt[-1] = token
         self._way = way[1:]
         return token
 
     def _way_behind(self, way: list[int]) -> list[int] | None:
         """From the state behind one more token, when the way before it was `way`."""
-        if self.matcher.is_stopped():
+        if self._matcher.is_stopped():
             return []
-        for known in (way[1:], way):
+        for skipped in range(min(len(way), MAX_SKIPPED), -1, -1):
+            known = way[skipped:]
             if len(known) <= self._left and self._completes(known):
                 return known
-        return self._closer.find(self.matcher, self._left)
+        # close to the end the known way is as good as any
+        return self._find(SOME if self._left > 2 * len(way) + 8 else FEW)
 
     def _completes(self, way: list[int]) -> bool:
         if not way:
-            return bool(self.matcher.is_accepting())
-        return bool(self.matcher.validate_tokens([*way, self._end]) == len(way) + 1)
+            return bool(self._matcher.is_accepting())
+        ended = [*way, self._start.vocabulary.end]
+        return bool(self._matcher.validate_tokens(ended) == len(ended))
 
-    def _look(self) -> None:
-        way = self._closer.find(self.matcher, self._left)
-        near = self._left <= self._horizon
-        if way is not None and (near or 2 * len(way) >= self._left):
-            self._way = way
-        self._look_at = -1 if near else self._left - self._left // 8
+    def _find(self, effort: int) -> list[int] | None:
+        """A way from here, in the tokens left."""
+        start, letters = self._start, self._letters
+        # the newest token may yet be taken back
+        *kept, newest = ([*start.vocabulary.spelled(token)] for token in self._unspelt)
+        if not letters.consume_tokens([letter for spelt in kept for letter in spelt]):
+            return None
+        self._unspelt = self._unspelt[-1:]
+        if not letters.consume_tokens(newest):
+            return None
+        way = start.closer.find(letters, self._left, start.hints, effort)
+        letters.rollback(len(newest))
+        return way if way is None or self._completes(way) else None
 
 
-class Masks:
-    """Which tokens may follow, for several choices at once: computed in parallel, by other threads
-    than the interpreter's."""
+def allowed_tokens(
+    constraints: Sequence[Constraint], banned: Sequence[Sequence[int]], size: int
+) -> NDArray[np.bool_]:
+    """[R, size]: which tokens may follow. Of each row's `banned` and shunned tokens, only where
+    nothing else may.
 
-    def __init__(self) -> None:
-        self._executor: LLExecutor | None = None
-
-    def allowed(
-        self, constraints: Sequence[Constraint], banned: Sequence[Sequence[int]], size: int
-    ) -> NDArray[np.bool_]:
-        """[R, size]. Of each row's `banned` and shunned tokens, only where nothing else may follow.
-
-        A grammar that fails allows everything here, and tells in `take`.
-        """
-        words = np.zeros((len(constraints), constraints[0].num_words), dtype=np.uint32)
-        self._fill([constraint.matcher for constraint in constraints], words)
-        bits = np.unpackbits(words.view(np.uint8), axis=1, count=size, bitorder="little")
-        allowed: NDArray[np.bool_] = bits.view(np.bool_)
-        for row, constraint in enumerate(constraints):
-            avoided = [*constraint.shunned, *banned[row]]
-            if avoided:
-                kept = allowed[row, avoided]
-                allowed[row, avoided] = False
-                if not allowed[row].any():
-                    allowed[row, avoided] = kept
-            if constraint.matcher.is_error():
-                allowed[row] = True
-        return allowed
-
-    def _fill(self, matchers: list[LLMatcher], words: NDArray[np.uint32]) -> None:
-        address, row_bytes = words.ctypes.data, words.shape[1] * 4
-        if len(matchers) == 1:
-            matchers[0].unsafe_compute_mask_ptr(address, row_bytes)
-            return
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor()
-        pairs = [(matcher, row) for row, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(pairs, address, row_bytes, len(matchers))
+    A grammar that fails allows everything here, and tells in `take`.
+    """
+    allowed = np.ones((len(constraints), size), dtype=np.bool_)
+    for row, constraint in enumerate(constraints):
+        if constraint.allowed is None:
+            continue
+        words = constraint.allowed.view(np.uint8)
+        allowed[row] = np.unpackbits(words, count=size, bitorder="little").view(np.bool_)
+        avoided = [*constraint.shunned, *banned[row]]
+        if avoided:
+            kept = allowed[row, avoided]
+            allowed[row, avoided] = False
+            if not allowed[row].any():
+                allowed[row, avoided] = kept
+    return allowed
 
 
 class Grammars:
@@ -179,37 +218,61 @@ class Grammars:
         self._tokenizer, self._num_ids, self._eos_ids = tokenizer, num_ids, eos_ids
         self._parts: tuple[GrammarVocabulary, Closer] | None = None
         self._compiled: OrderedDict[ResponseFormat, Compiled] = OrderedDict()
-        self._lock = Lock()
+        # for the vocabulary, which takes long, and for the grammars
+        self._building, self._lock = Lock(), Lock()
+        self.work = GrammarWork()
 
     def warm(self) -> None:
         """Ready the vocabulary, on a thread of the caller's: the first request then waits less."""
-        with self._lock:
+        with self._building:
             if self._parts is None:
                 words = GrammarVocabulary(self._tokenizer, self._num_ids, self._eos_ids)
                 self._parts = words, Closer(words)
 
-    def constraint(
-        self, assignment: Assignment, output: Sequence[int], max_output: int
-    ) -> Constraint:
-        """A choice's own, behind the `output` it has already. Raises InvalidRequest."""
+    def constraint(self, assignment: Assignment, max_output: int) -> Constraint:
+        """A choice's own, not begun."""
+        shunned = self._eos_ids if assignment.limits.ignore_eos else ()
+        return Constraint(max_output, shunned, _payer(assignment))
+
+    def begin(
+        self, assignment: Assignment, choices: Sequence[tuple[Constraint, Sequence[int]]]
+    ) -> Job:
+        """Begin them behind the outputs that they have, on another thread. What is wrong with the
+        grammar is the job's error."""
         wanted = assignment.sampling.constraint
         assert wanted is not None
-        shunned = self._eos_ids if assignment.limits.ignore_eos else ()
-        found = Constraint(self._compile(wanted), max_output, shunned)
-        for token in output:
-            found.take(token)
-        return found
+        job = Job(_payer(assignment), partial(self._begin, wanted, choices))
+        self.work.do([job])
+        return job
+
+    def _begin(
+        self, wanted: ResponseFormat, choices: Sequence[tuple[Constraint, Sequence[int]]]
+    ) -> int:
+        start = self._compile(wanted)
+        for constraint, output in choices:
+            constraint.begin(start, output)
+        return len(choices)
 
     def _compile(self, wanted: ResponseFormat) -> Compiled:
-        found = self._compiled.get(wanted)
-        if found is None:
-            self.warm()
-            assert self._parts is not None
-            vocabulary, closer = self._parts
-            matcher = vocabulary.compile(wanted)
-            found = Compiled(matcher, closer.find(matcher, NEAR_END * 8), vocabulary, closer)
+        with self._lock:
+            found = self._compiled.get(wanted)
+            if found is not None:
+                self._compiled.move_to_end(wanted)
+                return found
+        self.warm()
+        assert self._parts is not None
+        vocabulary, closer = self._parts
+        matcher, letters = vocabulary.compile(wanted), vocabulary.compile_letters(wanted)
+        hints = hints_of(wanted)
+        shortest = closer.find(letters.deep_copy(), NEAR_END * 8, hints, MANY)
+        found = Compiled(matcher, letters, shortest, vocabulary, closer, hints)
+        with self._lock:
             self._compiled[wanted] = found
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(wanted)
         return found
+
+
+def _payer(assignment: Assignment) -> str:
+    """Whose turn its work takes: a tenant's, whatever it salts its prefixes with."""
+    return assignment.tenant.partition("+")[0]

@@ -80,7 +80,8 @@ def open_request(
 ) -> ActiveRequest:
     """The request with its sequences, behind whatever the client already has.
 
-    Choices that turn out to be complete are in `reasons`, as are those named finished.
+    Choices that turn out to be complete are in `reasons`, as are those named finished. A grammar
+    that takes long is still `beginning`, and the sequences held. Raises what is wrong with it.
     """
     limits = assignment.limits
     ends = frozenset() if limits.ignore_eos else eos_ids
@@ -93,12 +94,9 @@ def open_request(
         _max_total(assignment, entry.front, entry.config) - num_prompt,
         assignment.sampling.n or 1,
     )
+    if assignment.sampling.constraint is not None:
+        _begin_constraints(request, entry.grammars)
     for choice in range(request.num_choices):
-        if assignment.sampling.constraint is not None:
-            emitted = request.emitted(choice)
-            request.constraints[choice] = entry.grammars.constraint(
-                assignment, emitted, request.max_output
-            )
         request.texts[choice], reason = request.replay(choice)
         if reason is not None or choice in assignment.finished:
             request.reasons[choice] = reason or "stop"
@@ -106,7 +104,20 @@ def open_request(
         _open_beams(request, entry)
     else:
         _open_choices(request, entry)
+    if request.beginning is not None and not request.beginning.done:
+        for sequence in request.sequences:
+            sequence.held = True
     return request
+
+
+def _begin_constraints(request: ActiveRequest, grammars: Grammars) -> None:
+    choices = range(request.num_choices)
+    made = {n: grammars.constraint(request.assignment, request.max_output) for n in choices}
+    request.constraints = made
+    job = grammars.begin(request.assignment, [(made[n], request.emitted(n)) for n in choices])
+    request.beginning = job
+    if job.done:
+        job.result()
 
 
 def _open_choices(request: ActiveRequest, entry: Entry) -> None:

@@ -22,17 +22,23 @@ from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.patch import Segment
 
 if TYPE_CHECKING:
+    from coterie.engine.grammar_work import GrammarWork
     from coterie.models.base import CausalLM
 
 
 class Runner:
     def __init__(
-        self, model: CausalLM, config: LaneConfig, tables: BlockTables, adapters: bool = False
+        self,
+        model: CausalLM,
+        config: LaneConfig,
+        tables: BlockTables,
+        adapters: bool = False,
+        work: GrammarWork | None = None,
     ) -> None:
-        """With `adapters` rows may have some."""
+        """With `adapters` rows may have some. `work` is where grammars are worked out."""
         self._model = model
         self._tables = tables
-        self._sampler = Sampler()
+        self._sampler = Sampler(work)
         self._block_size = config.block_size
         self._counting = list(range(config.max_sequences + 1))
         self._on_cpu = model.device.type == "cpu"
@@ -57,11 +63,12 @@ class Runner:
         if scored:
             drawn = logits[: len(logits) - len(scored)]
             prompt_scores = self._score_prompts(plan, logits[len(drawn) :], scored)
-        tokens, scores, beams = self._sampler.sample(drawn, plan.draws, plan.draw_rows)
+        tokens, scores, beams, late = self._sampler.sample(drawn, plan.draws, plan.draw_rows)
         return StepResult(
             tokens,
             scores=scores,
             beams=beams,
+            late=late,
             prompt_scores=prompt_scores,
             run_s=forwarded - started,
             sample_s=time.perf_counter() - forwarded,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,18 +19,21 @@ from torch import Tensor
 
 from coterie.engine.draw import Draw, noise_key, uniforms
 from coterie.engine.filters import Filters, draw_filtered, draw_plain, make_filters
-from coterie.engine.grammar import Masks
+from coterie.engine.grammar import allowed_tokens
+from coterie.engine.grammar_work import GrammarWork, Job
 from coterie.engine.narrow import MAX_CANDIDATES, draw_among
 from coterie.engine.sequence import Sequence
-from coterie.engine.step import BeamScores, TokenScore
+from coterie.engine.step import BeamScores, LateDraw, TokenScore
 
 
 class Drawn(NamedTuple):
-    """One token per draw; scores and continuations by draw, where asked for."""
+    """One token per draw; scores and continuations by draw, where asked for. Of draws in `late`
+    the token is not settled yet."""
 
     tokens: list[int]
     scores: dict[int, TokenScore]
     beams: dict[int, BeamScores]
+    late: dict[int, LateDraw] = {}  # noqa: RUF012
 
 
 class Group(NamedTuple):
@@ -80,9 +84,9 @@ class Batch:
 class Sampler:
     """Keeps nothing but how the last batch was sorted out."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: GrammarWork | None = None) -> None:
         self._batch: Batch | None = None
-        self._masks = Masks()
+        self._work = work or GrammarWork()
 
     def sample(self, logits: Tensor, draws: Seq[Sequence], rows: Seq[int]) -> Drawn:
         """`rows` names, in order, the row each draw takes its token from; equal ones share logits.
@@ -112,21 +116,38 @@ class Sampler:
                 tokens[index] = token
         for index, token in drawn.items():
             tokens[index] = token
-        for index, constraint in zip(batch.constrained, batch.constraints, strict=True):
-            tokens[index] = constraint.take(tokens[index])
+        late = self._settle(logits, batch, tokens) if batch.constrained else {}
         return Drawn(
             tokens,
             _score_draws(logits, batch, tokens),
             {i: _continue_beam(logits[i], draws[i]) for i in batch.beams},
+            late,
         )
+
+    def _settle(self, logits: Tensor, batch: Batch, tokens: list[int]) -> dict[int, LateDraw]:
+        """Tell each grammar its token, which may become another; those that take their time are
+        returned."""
+        jobs = [
+            Job(constraint.tenant, partial(constraint.take, tokens[index]))
+            for index, constraint in zip(batch.constrained, batch.constraints, strict=True)
+        ]
+        self._work.do(jobs)
+        late = {}
+        for index, job in zip(batch.constrained, jobs, strict=True):
+            if job.done:
+                tokens[index] = job.result()
+            else:
+                asked = batch.draws[index].draw.logprobs
+                row = None if asked is None else logits[index : index + 1].clone()
+                late[index] = LateDraw(job, partial(_late_token, job, row, asked or 0))
+        return late
 
     def _constrain(self, logits: Tensor, batch: Batch) -> tuple[Tensor, dict[int, int]]:
         """Logits in which nothing that a grammar forbids has weight, and the tokens of rows that
         are drawn already. Changes the logits of constrained rows."""
         drawers = [batch.draws[i] for i in batch.constrained]
         banned = [one.draw.banned_at(one.num_output) for one in drawers]
-        # on a GPU the forward still runs
-        allowed = self._masks.allowed(batch.constraints, banned, logits.shape[1])
+        allowed = allowed_tokens(batch.constraints, banned, logits.shape[1])
         if logits.device.type != "cpu":
             return mask_rows(logits, batch.constrained, allowed), {}
         values, drawn = logits.detach().numpy(), {}
@@ -137,6 +158,11 @@ class Sampler:
             else:
                 values[i, np.flatnonzero(~row)] = -np.inf
         return logits, drawn
+
+
+def _late_token(job: Job, row: Tensor | None, num_top: int) -> tuple[int, TokenScore | None]:
+    token = job.result()
+    return token, None if row is None else score(row, [token], num_top)[0]
 
 
 def mask_rows(logits: Tensor, rows: list[int], allowed: NDArray[np.bool_]) -> Tensor:

@@ -110,7 +110,7 @@ class Scheduler:
             position += 1
             start = sequence.num_computed
             count = len(sequence.tokens) - start
-            if count == 0 or (key is not None and sequence.adapter_key != key):
+            if count == 0 or sequence.held or (key is not None and sequence.adapter_key != key):
                 continue
             if count > 1:
                 party = sequence.party
@@ -169,7 +169,7 @@ class Scheduler:
         position = 0
         while position < len(self.waiting):
             head = self.waiting[position]
-            if self._is_capped(head) or (head.adapter_key and not self._is_seated(head)):
+            if self._is_barred(head):
                 position += 1
             elif not (self._has_budget(head) and (self._enter(head) or self._yield_to(head))):
                 return
@@ -178,7 +178,7 @@ class Scheduler:
         """One of each party of which nothing runs. False when one of them finds no room: what
         becomes free is for it."""
         for head in self._absent():
-            if self._is_capped(head) or (head.adapter_key and not self._is_seated(head)):
+            if self._is_barred(head):
                 continue
             while not self._enter(head):
                 if not self._yield_to(head) and not self._share_with(head):
@@ -190,7 +190,7 @@ class Scheduler:
         parties = {party for party in self._num_waiting if not self._num_running[party]}
         found: list[Sequence] = []
         for sequence in self.waiting if parties else ():
-            if sequence.party in parties:
+            if sequence.party in parties and not sequence.held:
                 parties.remove(sequence.party)
                 found.append(sequence)
         return found
@@ -205,6 +205,12 @@ class Scheduler:
         _less(self._num_waiting, sequence.party)
         self._start(sequence)
         return True
+
+    def _is_barred(self, sequence: Sequence) -> bool:
+        """It cannot run yet, whatever room there is: its grammar, its tenant's share, its adapters."""
+        if sequence.held or self._is_capped(sequence):
+            return True
+        return bool(sequence.adapter_key) and not self._is_seated(sequence)
 
     def _is_capped(self, sequence: Sequence) -> bool:
         """As many of its tenant run as may. One that is wider than that is alone."""
@@ -258,7 +264,7 @@ class Scheduler:
         if not self.running:
             return False
         worst = self.running[-1]
-        stuck = not any(sequence.num_pending for sequence in self.running)
+        stuck = not any(sequence.num_pending or sequence.held for sequence in self.running)
         if stuck and worst.rank > head.rank:
             self._preempt(worst)
             return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +11,7 @@ from coterie.core.dispatch import ExpertUsage
 from coterie.engine.sequence import Sequence
 
 if TYPE_CHECKING:
+    from coterie.engine.grammar_work import Job
     from coterie.kernels.patch import Stack
 
 
@@ -62,6 +63,14 @@ class BeamScores(NamedTuple):
     logprobs: tuple[float, ...]
 
 
+class LateDraw(NamedTuple):
+    """A draw whose grammar was not worked out within its step. Once `job` is done, `finish` says
+    the token, and its score where that was asked for."""
+
+    job: Job
+    finish: Callable[[], tuple[int, TokenScore | None]]
+
+
 class StepUsage(NamedTuple):
     """What the experts of a step cost: all of it, and each row's share in the plan's order."""
 
@@ -86,6 +95,7 @@ class StepResult:
     # by index into the draws, where asked for
     scores: Mapping[int, TokenScore] = field(default_factory=dict)
     beams: Mapping[int, BeamScores] = field(default_factory=dict)
+    late: Mapping[int, LateDraw] = field(default_factory=dict)
     # by (sequence row index in the plan, position of the prompt token)
     prompt_scores: Mapping[tuple[int, int], TokenScore] = field(default_factory=dict)
     run_s: float = 0.0

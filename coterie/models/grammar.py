@@ -72,13 +72,32 @@ class GrammarVocabulary:
         # of 32 bits, for a mask over the vocabulary
         self.num_words = -(-len(words.tokens) // 32)
         self.end = ends[0]
+        self.specials = frozenset(words.special_token_ids)
         self.backend: LLTokenizer = guidance.LLTokenizer(words, eos_token=ends, slices=_SLICES)
+        # the same ids, where every word has one byte: what may follow is then known in microseconds
+        letters = _Letters(words, self.specials)
+        self.byte_ids: Sequence[int] = letters.ids
+        self._letters: LLTokenizer = guidance.LLTokenizer(letters, eos_token=ends, slices=[])
+        self.num_letter_words = -(-len(letters.tokens) // 32)
 
     def compile(self, wanted: ResponseFormat) -> LLMatcher:
         """A matcher at its start. Copy it, do not use it up."""
-        guidance = _guidance()
+        return self._compile(wanted, self.backend)
+
+    def compile_letters(self, wanted: ResponseFormat) -> LLMatcher:
+        """The same over single bytes: feed it `spelled` tokens."""
+        return self._compile(wanted, self._letters)
+
+    def spelled(self, token: int) -> list[int]:
+        """A token as those of its bytes; one that is no text stays itself."""
+        word = self.words[token]
+        if len(word) < 2 or token in self.specials:
+            return [token]
+        return [self.byte_ids[byte] for byte in word]
+
+    def _compile(self, wanted: ResponseFormat, backend: LLTokenizer) -> LLMatcher:
         text = grammar_text(wanted)
-        matcher: LLMatcher = guidance.LLMatcher(self.backend, text, log_level=0, limits=_limits())
+        matcher: LLMatcher = _guidance().LLMatcher(backend, text, log_level=0, limits=_limits())
         if matcher.is_error():
             raise _refusal(wanted, matcher.get_error())
         return matcher
@@ -188,6 +207,35 @@ class _Words:
             ids.append(self._ids[data[start:end]])
             start = end
         return ids
+
+
+class _Letters:
+    """The same for a vocabulary of bytes: its special tokens, and one token for each byte."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, whole: _Words, specials: frozenset[int]) -> None:
+        self.special_token_ids = whole.special_token_ids
+        self.eos_token_id, self.bos_token_id = whole.eos_token_id, whole.bos_token_id
+        self.tokens = [
+            word if len(word) == 1 or token in specials else b""
+            for token, word in enumerate(whole.tokens)
+        ]
+        found = {
+            word: token
+            for token, word in enumerate(self.tokens)
+            if len(word) == 1 and token not in specials
+        }
+        # the grammar engine keeps the last byte for itself, and no text has it
+        for byte in range(255):
+            if bytes([byte]) not in found:
+                found[bytes([byte])] = len(self.tokens)
+                self.tokens.append(bytes([byte]))
+        self.ids = [found.get(bytes([byte]), -1) for byte in range(256)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        data = text.encode() if isinstance(text, str) else text
+        return [self.ids[byte] for byte in data]
 
 
 def _limits() -> LLParserLimits:

@@ -1,0 +1,142 @@
+"""Threads on which grammars are worked out, beside the engine's own, and how long a step waits.
+
+Callers take turns by tenant, one piece of work at a time: nobody's grammars hold up another's, and
+none of them the engine. When a piece is done changes nothing in what it finds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+# of one step; what is not done by then is passed over in it
+STEP_BUDGET_S = 0.03
+MAX_THREADS = 8
+# how long the engine's thread may have to wait for the interpreter; Python's own is 5 ms
+SWITCH_S = 0.0005
+
+
+class Job:
+    """One piece of work. `done` is set last."""
+
+    __slots__ = ("done", "error", "run", "tenant", "value", "waiter")
+
+    def __init__(self, tenant: str, run: Callable[[], int]) -> None:
+        self.tenant, self.run = tenant, run
+        self.value = 0
+        self.error: Exception | None = None
+        self.done = False
+        self.waiter: _Waiter | None = None
+
+    def result(self) -> int:
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class _Waiter:
+    """Set when the last of some jobs is done."""
+
+    __slots__ = ("event", "left")
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.event = threading.Event()
+
+
+class _Threads:
+    """Of this process, whatever the number of engines in it. Started by the first job."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        # by tenant, whose turn it is first
+        self._queues: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._started = False
+        # set with every job that ends
+        self.ended = threading.Event()
+
+    def submit(self, jobs: Sequence[Job]) -> _Waiter:
+        waiter = _Waiter(len(jobs))
+        with self._lock:
+            if not self._started:
+                self._start()
+            for job in jobs:
+                job.waiter = waiter
+                self._queues.setdefault(job.tenant, deque()).append(job)
+            self._lock.notify(len(jobs))
+        return waiter
+
+    def _start(self) -> None:
+        self._started = True
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+        # a step computes on all cores: half of them keep up with it
+        count = min(max((os.cpu_count() or 1) // 2, 1), MAX_THREADS)
+        for number in range(count):
+            name = f"grammar-{number}"
+            threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            job = self._next()
+            try:
+                job.value = job.run()
+            except Exception as error:
+                job.error = error
+            with self._lock:
+                job.done = True
+                waiter = job.waiter
+                if waiter is not None:
+                    waiter.left -= 1
+                    if not waiter.left:
+                        waiter.event.set()
+            self.ended.set()
+
+    def _next(self) -> Job:
+        with self._lock:
+            while not self._queues:
+                self._lock.wait()
+            tenant, queue = self._queues.popitem(last=False)
+            job = queue.popleft()
+            if queue:
+                self._queues[tenant] = queue
+            return job
+
+
+_THREADS = _Threads()
+
+
+class GrammarWork:
+    """One engine's: what it has under way, and what its step may still wait."""
+
+    def __init__(self) -> None:
+        self._left_s = STEP_BUDGET_S
+        # since start: seconds that the engine's thread waited, and work it did not wait for
+        self.waited_s = 0.0
+        self.num_late = 0
+
+    def begin_step(self) -> None:
+        self._left_s = STEP_BUDGET_S
+
+    def do(self, jobs: Sequence[Job]) -> None:
+        """Have them done; comes back when they are, or when the step has waited long enough."""
+        if not jobs:
+            return
+        waiter = _THREADS.submit(jobs)
+        started = time.perf_counter()
+        waiter.event.wait(max(self._left_s, 0.0))
+        spent = time.perf_counter() - started
+        self._left_s -= spent
+        self.waited_s += spent
+        self.num_late += sum(not job.done for job in jobs)
+
+    def nap(self, jobs: Sequence[Job]) -> None:
+        """Nothing else can run: wait for some job to end."""
+        _THREADS.ended.clear()
+        if not any(job.done for job in jobs):
+            started = time.perf_counter()
+            _THREADS.ended.wait(STEP_BUDGET_S)
+            self.waited_s += time.perf_counter() - started

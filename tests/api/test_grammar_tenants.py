@@ -1,0 +1,100 @@
+"""One tenant's grammars do not hold up another tenant's stream."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from conftest import KEYS
+from served import Served
+from tiny import tiny_checkpoint
+
+NUM_HOSTILE = 60
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    keys = tmp_path_factory.mktemp("tenants") / "keys.txt"
+    keys.write_text("\n".join(KEYS) + "\n")
+    served = Served(
+        *(str(tiny_checkpoint("llama")), "--name", "tiny", "--api-key-file", str(keys)),
+        *("--max-sequences", "64"),
+    )
+    yield served
+    served.stop()
+
+
+def hostile(number: int) -> dict[str, Any]:
+    """A pattern of its own whose states multiply."""
+    pattern = (
+        f"(a|b)*a(a|b){{{9 + number % 5}}}c[0-9]{{{number + 1}}}|.*x.{{{number % 7 + 3}}}y{number}"
+    )
+    schema = {"type": "object", "properties": {"v": {"type": "string", "pattern": pattern}}}
+    schema |= {"required": ["v"], "additionalProperties": False}
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def ask(server: Served, number: int, **fields: Any) -> int:
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": f"say {number}"}],
+        "max_tokens": 60,
+        "temperature": 1,
+        "seed": number,
+    }
+    return server.post(
+        "/v1/chat/completions", body | fields, authorization=f"Bearer {KEYS[0]}"
+    ).status
+
+
+def worst_gap(server: Served, stop: threading.Event) -> float:
+    """Between two frames of the other tenant's streams, one after another until `stop`."""
+    worst = 0.0
+    while not stop.is_set():
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=120)
+        body = {"model": "tiny", "prompt": "go on", "max_tokens": 400, "ignore_eos": True}
+        headers = {"authorization": f"Bearer {KEYS[1]}", "content-type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}), headers)
+        answer = connection.getresponse()
+        assert answer.status == 200
+        last = None
+        while line := answer.readline():
+            now = time.monotonic()
+            if last is not None and line.strip():
+                worst = max(worst, now - last)
+            last = now
+        connection.close()
+    return worst
+
+
+def under_load(server: Served, **fields: Any) -> tuple[float, list[int]]:
+    stop = threading.Event()
+    with ThreadPoolExecutor(NUM_HOSTILE + 1) as pool:
+        gap = pool.submit(worst_gap, server, stop)
+        time_limit = time.monotonic() + 200
+        asked = []
+        for number in range(NUM_HOSTILE):
+            extra = {"response_format": hostile(number)} if "hostile" in fields else {}
+            asked.append(pool.submit(ask, server, number, **extra))
+        statuses = [one.result(max(time_limit - time.monotonic(), 1)) for one in asked]
+        stop.set()
+        return gap.result(), statuses
+
+
+def test_sixty_hostile_patterns_stall_nobody(server: Served) -> None:
+    usual, statuses = under_load(server)
+    assert set(statuses) == {200}
+    gap, statuses = under_load(server, hostile=True)
+    # some may be refused as too much, none is lost
+    assert set(statuses) <= {200, 400, 429} and 200 in statuses
+    print(f"worst gap {gap:.3f} s, without grammars {usual:.3f} s")
+    assert gap < max(0.5, 4 * usual)
+    # what was passed over is told
+    told = server.get("/metrics", authorization=f"Bearer {KEYS[0]}").body.decode()
+    assert 'phase="grammar"' in told and 'event="grammar_late"' in told
