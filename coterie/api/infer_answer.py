@@ -16,7 +16,7 @@ from coterie.api.errors import OPENAI, body_of, encode
 from coterie.api.infer_parse import Asked
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
-from coterie.core.outcome import InferenceResult
+from coterie.core.outcome import InferenceMetrics, InferenceResult
 from coterie.core.plan import RoutePlan
 from coterie.core.request import InferenceRequest
 from coterie.service.answer import AnswerBuilder, names_of
@@ -31,7 +31,11 @@ class Service(Protocol):
     """The part of `service.pipeline.Pipeline` that an inference needs."""
 
     def handle(
-        self, request: InferenceRequest, *, tell: Callable[[RoutePlan], None] | None = None
+        self,
+        request: InferenceRequest,
+        *,
+        tell: Callable[[RoutePlan], None] | None = None,
+        left: Callable[[InferenceMetrics], None] | None = None,
     ) -> AsyncGenerator[Event, None]: ...
 
 
@@ -40,14 +44,16 @@ class Inference:
 
     def __init__(self, service: Service, asked: Asked) -> None:
         plans: list[RoutePlan] = []
+        # the figures, where it was closed before its end
+        self._left: list[InferenceMetrics] = []
         try:
-            events = service.handle(asked.request, tell=plans.append)
+            events = service.handle(asked.request, tell=plans.append, left=self._left.append)
         except CoterieError as error:
             raise named(error, "experts", "force_experts") from None
         self.job_id = asked.request.id
         self.plan = plans[0]
         self.answer = AnswerBuilder(self.job_id, self.plan, explain=asked.explain)
-        self.events: Events = until_deadline(events, asked.request)
+        self.events: Events = until_deadline(events, asked.request, self._left)
         if asked.format_field != _FORMAT:
             self.events = _format_named(self.events, asked.format_field)
         self._arrived_at = asked.request.arrived_at
@@ -95,6 +101,7 @@ class Inference:
             ("abort",),
             Usage(*self.tokens()),
             Timings(total_s=time.monotonic() - self._arrived_at),
+            metrics=self._left[-1] if self._left else None,
         )
         frame = self.frame(finished)
         assert frame is not None

@@ -170,6 +170,7 @@ def _request(body: InferBody, caller: Caller) -> InferenceRequest:
         session=body.session_id or caller.session or body.user_id,
         tenant=caller.tenant,
         arrived_at=caller.arrived_at,
+        user_id=body.user_id or "",
     )
 
 

@@ -135,6 +135,8 @@ def inference_request(ask: Ask, steering: Steering, request_id: str) -> Inferenc
         session=next((key[:512] for key in candidates if key), None),
         tenant=tenant,
         arrived_at=steering.exchange.arrived_at,
+        # what a dialect has beside its cache keys names a user
+        user_id=next((key[:512] for key in others if key), ""),
     )
 
 

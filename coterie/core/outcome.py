@@ -53,6 +53,8 @@ class InferenceMetrics:
     routed_at: float = 0.0
     first_token_at: float = 0.0
     finished_at: float = 0.0
+    # as the caller named its own user
+    user_id: str = ""
     # what its noise was drawn from; the same request with it gets the same answer
     seed: int = 0
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 
 from coterie.core.errors import DeadlineExceeded
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
+from coterie.core.outcome import InferenceMetrics
 from coterie.core.request import InferenceRequest
 
 # the engine keeps deadlines itself, and tells more; past this it is not waited for
@@ -21,8 +22,11 @@ GRACE_S = 1.0
 Events = AsyncGenerator[Event, None]
 
 
-async def until_deadline(events: Events, request: InferenceRequest) -> Events:
-    """`events` with the promises above. Closing it closes them, which aborts the request."""
+async def until_deadline(
+    events: Events, request: InferenceRequest, left: Sequence[InferenceMetrics] = ()
+) -> Events:
+    """`events` with the promises above. Closing it closes them, which aborts the request, and its
+    figures are in `left` then."""
     progress = _Progress(request)
     async with aclosing(events):
         while True:
@@ -33,7 +37,7 @@ async def until_deadline(events: Events, request: InferenceRequest) -> Events:
                 yield item
             if isinstance(event, (Finished, Failed)):
                 return
-    for item in progress.cut():
+    for item in progress.cut(left[-1] if left else None):
         yield item
 
 
@@ -84,7 +88,7 @@ class _Progress:
             self.started = Started(self.id, replica="", prompt_tokens=0, cached_tokens=0)
             yield self.started
 
-    def cut(self) -> Iterator[Event]:
+    def cut(self, metrics: InferenceMetrics | None) -> Iterator[Event]:
         yield from self._begin()
         yield Delta(self.id, 0, "", (), finish_reason="timeout")
         assert self.started is not None
@@ -93,4 +97,5 @@ class _Progress:
             ("timeout",),
             Usage(self.started.prompt_tokens, self.num_tokens, self.started.cached_tokens),
             Timings(total_s=time.monotonic() - self.arrived_at),
+            metrics=metrics,
         )

@@ -65,13 +65,19 @@ class Ending:
             run, metrics_of(run, meter.so_far(event.request_id, ""), failure=event.code)
         )
 
-    def left(self, run: Run, meter: Meter) -> None:
+    def left(self, run: Run, meter: Meter) -> InferenceMetrics:
         """Nobody reads it any more: what it cost until then is written down all the same."""
+        metrics = self.so_far(run, meter)
+        self._without_answer(run, metrics)
+        return metrics
+
+    def so_far(self, run: Run, meter: Meter) -> InferenceMetrics:
+        """The figures of a request that is left at this moment."""
         request = run.request
         timeout_s = request.limits.timeout_s
         late = timeout_s is not None and time.monotonic() >= request.arrived_at + timeout_s
         reason = "timeout" if late else "abort"
-        self._without_answer(run, metrics_of(run, meter.so_far(request.id, reason)))
+        return metrics_of(run, meter.so_far(request.id, reason))
 
     async def _validated(self, run: Run, event: Finished) -> ValidationResult | None:
         """Half an answer is not judged: nothing but the clock is to blame for it."""

@@ -88,8 +88,9 @@ def encode_spec(spec: JobSpec) -> bytes:
     return _written(stored)
 
 
-def decode_spec(raw: bytes, arrived_at: float) -> JobSpec:
-    """`arrived_at` is of this run: a monotonic clock does not outlive its machine's boot."""
+def decode_spec(raw: bytes, arrived_at: float, submitted_at: float) -> JobSpec:
+    """`arrived_at` is of this run: a monotonic clock does not outlive its machine's boot.
+    `submitted_at` is in seconds since 1970."""
     stored = _spec_decoder.decode(raw)
     prompt = _prompt(stored.prompt)
     assert prompt is not None, "a stored request has a prompt"
@@ -103,6 +104,8 @@ def decode_spec(raw: bytes, arrived_at: float) -> JobSpec:
         session=stored.session,
         tenant=stored.tenant,
         arrived_at=arrived_at,
+        submitted_at=submitted_at,
+        user_id=stored.user_id,
     )
     return JobSpec(request, stored.user_id, stored.explain, stored.vendor)
 

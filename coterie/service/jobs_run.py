@@ -18,6 +18,7 @@ import msgspec
 from coterie.core.errors import CoterieError, InternalError, NotFound, Overloaded, Unavailable
 from coterie.core.events import Delta, Event
 from coterie.core.job import FAILED, SUCCEEDED, JobError, JobSpec
+from coterie.core.outcome import InferenceMetrics
 from coterie.core.plan import RoutePlan, stack_key
 from coterie.core.request import AdapterHint, InferenceRequest, RouteHints, Sampling
 from coterie.obs.trace import log
@@ -42,6 +43,7 @@ class Answers(Protocol):
         request: InferenceRequest,
         vendor: Sampling = ...,
         tell: Callable[[RoutePlan], None] | None = None,
+        left: Callable[[InferenceMetrics], None] | None = None,
     ) -> AsyncGenerator[Event, None]: ...
 
 
@@ -71,8 +73,9 @@ class JobRun:
         if stored is None:
             return None
         try:
-            spec = decode_spec(stored[0], time.monotonic())
-            return await self._answer(spec, None if stored[1] is None else decode_plan(stored[1]))
+            spec = decode_spec(stored.request, time.monotonic(), stored.submitted_at)
+            plan = None if stored.plan is None else decode_plan(stored.plan)
+            return await self._answer(spec, plan)
         except NOT_NOW:
             raise
         except msgspec.MsgspecError as error:
@@ -103,20 +106,21 @@ class JobRun:
     async def _events(self, spec: JobSpec, stored: RoutePlan | None) -> tuple[RoutePlan, Events]:
         """A run that is repeated goes by the plan of the first one: what was installed or learnt
         meanwhile does not change its answer."""
-        request, plans = spec.request, list[RoutePlan]()
+        request, plans, left = spec.request, list[RoutePlan](), list[InferenceMetrics]()
         if stored is not None:
             again = replace(request, sampling=replace(stored.sampling, constraint=None))
             for asked in (again, pinned(again, stored)):
                 try:
-                    events = self._answers.handle(asked, spec.vendor, plans.append)
+                    events = self._answers.handle(asked, spec.vendor, plans.append, left.append)
                 except NotFound:
                     continue
                 if _who(plans[-1]) == _who(stored):
-                    return plans[-1], until_deadline(events, asked)
+                    return plans[-1], until_deadline(events, asked, left)
                 await events.aclose()
+                left.clear()
         # the first run, or what it ran on is gone: it is answered as if it came now
-        events = self._answers.handle(request, spec.vendor, plans.append)
-        return plans[-1], until_deadline(events, request)
+        events = self._answers.handle(request, spec.vendor, plans.append, left.append)
+        return plans[-1], until_deadline(events, request, left)
 
     async def _begin(self, plan: RoutePlan) -> bool:
         """Before any of its text is seen: a run after a crash goes by the same plan."""

@@ -18,7 +18,7 @@ from coterie.core.errors import CoterieError, InvalidRequest, Unavailable
 from coterie.core.job import Job, JobPage, JobQuery
 from coterie.obs.trace import log
 from coterie.service.jobs_owner import Owner
-from coterie.service.jobs_tables import Ending, Entry, JobTables, Orphan, Waiting
+from coterie.service.jobs_tables import Ending, Entry, JobTables, Orphan, Stored, Waiting
 
 T = TypeVar("T")
 # how long another process may hold the file
@@ -66,7 +66,7 @@ class JobStore:
     async def find(self, job_id: str, tenant: str) -> Job | None:
         return await self._ask(lambda tables, _: tables.find(job_id, tenant))
 
-    async def request(self, job_id: str) -> tuple[bytes, bytes | None] | None:
+    async def request(self, job_id: str) -> Stored | None:
         return await self._ask(lambda tables, owner: tables.request(job_id, owner))
 
     async def begin(self, job_id: str, at: float, plan: bytes) -> bool:

@@ -53,6 +53,15 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """What a job asks, and its plan where it has begun before."""
+
+    request: bytes
+    plan: bytes | None
+    submitted_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting:
     """A place in line. `crashes` counts servers that died while this job ran in them."""
 
@@ -113,13 +122,13 @@ class JobTables:
         row = self._sql.execute(query, (job_id, tenant)).fetchone()
         return None if row is None else _job(row)
 
-    def request(self, job_id: str, owner: str) -> tuple[bytes, bytes | None] | None:
-        """What an open job of `owner` asks, and its plan where it has begun before."""
-        query = f"SELECT request, plan FROM jobs WHERE id = ? AND owner = ? AND {_OPEN}"
-        row: tuple[bytes, bytes | None] | None = self._sql.execute(
-            query, (job_id, owner)
-        ).fetchone()
-        return row
+    def request(self, job_id: str, owner: str) -> Stored | None:
+        """Of an open job of `owner`."""
+        query = (
+            f"SELECT request, plan, submitted_at FROM jobs WHERE id = ? AND owner = ? AND {_OPEN}"
+        )
+        row = self._sql.execute(query, (job_id, owner)).fetchone()
+        return None if row is None else Stored(*row)
 
     def begin(self, job_id: str, owner: str, at: float, plan: bytes) -> bool:
         """The plan of the first run stays: later ones repeat it."""

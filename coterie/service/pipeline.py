@@ -6,6 +6,7 @@ event. Closing the iterator aborts the request at once. Knows no HTTP, no dialec
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from coterie.core.errors import CoterieError, Unavailable
 from coterie.core.events import Delta, Event, Failed, Finished, Started
+from coterie.core.outcome import InferenceMetrics
 from coterie.core.pipeline_settings import JobSettings
 from coterie.core.plan import RoutePlan
 from coterie.core.request import (
@@ -106,8 +108,10 @@ class Pipeline:
         request: InferenceRequest,
         vendor: Sampling = VENDOR_DEFAULTS,
         tell: Callable[[RoutePlan], None] | None = None,
+        left: Callable[[InferenceMetrics], None] | None = None,
     ) -> AsyncGenerator[Event, None]:
-        """`request`'s events. `vendor` holds the dialect's values for what was left open.
+        """`request`'s events. `vendor` holds the dialect's values for what was left open. `left` is
+        told the figures of a request that was closed before its end.
 
         The plan is made, told and held to before this returns: from here on the request runs on
         the digests that its names stand for at this moment.
@@ -122,7 +126,7 @@ class Pipeline:
         lease = self._roster.catalog.hold(run.plan.adapters)
         if tell is not None:
             tell(run.plan)
-        return self._events(run, lease)
+        return self._events(run, lease, left or _ignored)
 
     def within_rights(self, request: InferenceRequest) -> InferenceRequest:
         """`request` as its key has a right to it."""
@@ -134,10 +138,16 @@ class Pipeline:
         )
         return request if limits == request.limits else replace(request, limits=limits)
 
-    async def _events(self, run: Run, lease: Lease) -> AsyncGenerator[Event, None]:
+    async def _events(
+        self, run: Run, lease: Lease, left: Callable[[InferenceMetrics], None]
+    ) -> AsyncGenerator[Event, None]:
         with lease:
-            replica, mailbox = await self._begin(run, lease.virtual_tokens)
             meter = Meter(run.served.series, run.request.arrived_at, run.plan.sampling.n or 1)
+            try:
+                replica, mailbox = await self._begin(run, lease.virtual_tokens)
+            except asyncio.CancelledError:
+                left(self._ending.so_far(run, meter))
+                raise
             ended, is_judged = False, run.may_be_judged
             self._open += 1
             try:
@@ -159,7 +169,7 @@ class Pipeline:
                 self._open -= 1
                 mailbox.end()
                 if not ended:
-                    self._ending.left(run, meter)
+                    left(self._ending.left(run, meter))
                     await replica.abort(run.request.id)
 
     async def _begin(self, run: Run, virtual_tokens: int) -> tuple[Replica, Mailbox]:
@@ -225,3 +235,7 @@ class Pipeline:
         registry.value("coterie_recoveries", "gateway", "job_taken_up").set(self.jobs.taken_up)
         self._roster.measure()
         return registry.render()
+
+
+def _ignored(_: InferenceMetrics) -> None:
+    """Nobody asked what it came to."""

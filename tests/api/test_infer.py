@@ -174,6 +174,7 @@ def test_users_have_a_rate_and_tenants_their_own_log(strict_server: Served) -> N
     assert strict_server.post("/v1/infer", ask(user_id=ann), **theirs).status == 200
     page = strict_server.get("/v1/inferences?limit=2", **mine).json
     assert page["has_more"] and [row["job_id"] for row in page["data"]][1] == ids[1]
+    assert [row["user_id"] for row in page["data"]] == ["bob" + ann, ann]
     rest = strict_server.get(f"/v1/inferences?after={page['next']}", **mine).json
     assert rest["data"][0]["job_id"] == ids[0]
     others = strict_server.get("/v1/inferences?limit=100", **theirs).json["data"]

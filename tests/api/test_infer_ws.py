@@ -66,6 +66,9 @@ def test_one_request_is_cancelled_and_another_goes_on(server: Served) -> None:
         heard = until_ended(socket, 2)
     assert heard["long"][-1]["finish_reason"] == "abort"
     assert heard["long"][-1]["tokens_generated"] < 400
+    metrics = heard["long"][-1]["metrics"]
+    assert (metrics["finish_reason"], metrics["success"]) == ("abort", False)
+    assert metrics["job_id"] == job_id and metrics["total_latency_ms"] > 0
     assert heard["short"][-1]["finish_reason"] == "length"
 
 

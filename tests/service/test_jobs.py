@@ -189,6 +189,29 @@ def test_an_engine_that_is_full_makes_jobs_wait_and_never_fail(
     on_pipeline(test)
 
 
+def test_a_jobs_figures_run_from_its_acceptance(
+    on_pipeline: Callable[[Test], None], tmp_path: Path
+) -> None:
+    async def test(pipeline: Pipeline) -> None:
+        async with service(pipeline, tmp_path) as jobs:
+            hold(jobs)
+            asked = spec()
+            job = await jobs.submit(replace(asked, user_id="ada"))
+            await asyncio.sleep(0.3)
+            let_go(jobs)
+            (done,) = await ended(jobs, job.id)
+            assert done.result is not None and done.started_at is not None
+            metrics = done.result.metrics
+            assert metrics is not None and metrics.user_id == "ada"
+            assert abs(metrics.submitted_at - job.submitted_at) < 0.01
+            waited_ms = 1000 * (done.started_at - job.submitted_at)
+            assert waited_ms > 299 and metrics.queue_ms > 290
+            assert metrics.total_latency_ms >= metrics.queue_ms + metrics.inference_latency_ms - 1
+            assert metrics.first_token_ms >= metrics.queue_ms
+
+    on_pipeline(test)
+
+
 def test_jobs_begin_by_priority_then_by_acceptance(
     on_pipeline: Callable[[Test], None], tmp_path: Path
 ) -> None:
@@ -296,7 +319,7 @@ def seeds(folder: Path) -> dict[str, int]:
 
     with closing(sqlite3.connect(folder / "jobs.db")) as sql:
         found = sql.execute("SELECT id, request FROM jobs WHERE request IS NOT NULL").fetchall()
-    return {job_id: decode_spec(raw, 0.0).request.sampling.seed or 0 for job_id, raw in found}
+    return {job_id: decode_spec(raw, 0.0, 0.0).request.sampling.seed or 0 for job_id, raw in found}
 
 
 def test_two_servers_never_run_one_job_twice(

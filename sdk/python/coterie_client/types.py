@@ -242,6 +242,7 @@ class InferenceMetrics:
     routed_at: float
     first_token_at: float
     finished_at: float
+    user_id: str
     seed: int
 
 

@@ -210,6 +210,7 @@ export interface InferenceMetrics {
   routedAt: number;
   firstTokenAt: number;
   finishedAt: number;
+  userId: string;
   seed: number;
 }
 

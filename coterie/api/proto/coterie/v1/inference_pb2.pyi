@@ -152,7 +152,7 @@ class ValidationResult(_message.Message):
     def __init__(self, valid: _Optional[bool] = ..., validator: _Optional[str] = ..., error: _Optional[str] = ..., duration_ms: _Optional[float] = ...) -> None: ...
 
 class InferenceMetrics(_message.Message):
-    __slots__ = ("job_id", "submitted_at", "router_latency_ms", "expert_load_latency_ms", "inference_latency_ms", "total_latency_ms", "experts_used", "num_experts", "vram_peak_mb", "input_tokens", "output_tokens", "tokens_per_second", "success", "error", "validation_passed", "finish_reason", "task_type", "specialist", "cached_tokens", "queue_ms", "first_token_ms", "routed_at", "first_token_at", "finished_at", "seed")
+    __slots__ = ("job_id", "submitted_at", "router_latency_ms", "expert_load_latency_ms", "inference_latency_ms", "total_latency_ms", "experts_used", "num_experts", "vram_peak_mb", "input_tokens", "output_tokens", "tokens_per_second", "success", "error", "validation_passed", "finish_reason", "task_type", "specialist", "cached_tokens", "queue_ms", "first_token_ms", "routed_at", "first_token_at", "finished_at", "seed", "user_id")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SUBMITTED_AT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_LATENCY_MS_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +178,7 @@ class InferenceMetrics(_message.Message):
     FIRST_TOKEN_AT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_AT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    USER_ID_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     submitted_at: float
     router_latency_ms: float
@@ -203,7 +204,8 @@ class InferenceMetrics(_message.Message):
     first_token_at: float
     finished_at: float
     seed: int
-    def __init__(self, job_id: _Optional[str] = ..., submitted_at: _Optional[float] = ..., router_latency_ms: _Optional[float] = ..., expert_load_latency_ms: _Optional[float] = ..., inference_latency_ms: _Optional[float] = ..., total_latency_ms: _Optional[float] = ..., experts_used: _Optional[_Iterable[str]] = ..., num_experts: _Optional[int] = ..., vram_peak_mb: _Optional[float] = ..., input_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., success: _Optional[bool] = ..., error: _Optional[str] = ..., validation_passed: _Optional[bool] = ..., finish_reason: _Optional[str] = ..., task_type: _Optional[str] = ..., specialist: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., routed_at: _Optional[float] = ..., first_token_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+    user_id: str
+    def __init__(self, job_id: _Optional[str] = ..., submitted_at: _Optional[float] = ..., router_latency_ms: _Optional[float] = ..., expert_load_latency_ms: _Optional[float] = ..., inference_latency_ms: _Optional[float] = ..., total_latency_ms: _Optional[float] = ..., experts_used: _Optional[_Iterable[str]] = ..., num_experts: _Optional[int] = ..., vram_peak_mb: _Optional[float] = ..., input_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., success: _Optional[bool] = ..., error: _Optional[str] = ..., validation_passed: _Optional[bool] = ..., finish_reason: _Optional[str] = ..., task_type: _Optional[str] = ..., specialist: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., routed_at: _Optional[float] = ..., first_token_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., seed: _Optional[int] = ..., user_id: _Optional[str] = ...) -> None: ...
 
 class ExpertPlan(_message.Message):
     __slots__ = ("experts", "composition_order", "generation_params", "prompt_modified", "confidence", "reasons", "reasoning_trace")
