@@ -6,18 +6,22 @@ One literal row per error code. Knows nothing of requests, routes or pipelines.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import msgspec
 
 from coterie.core.errors import CoterieError
+from coterie.obs.trace import log
 
 encode = msgspec.json.Encoder().encode
 
 # openai-python gives up on a Retry-After beyond this
 MAX_RETRY_AFTER_S = 120.0
 OPENAI, ANTHROPIC = "openai", "anthropic"
+# a path from the root, but no route of ours and no part of an URL; its last part is kept
+_SERVER_PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/|health)(?:[^\s/'\":,;()]+/)+(?=[^\s/'\":,;()])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,17 @@ def status_of(error: CoterieError, dialect: str) -> int:
     return row.anthropic_status if dialect == ANTHROPIC else row.openai_status
 
 
+def told(error: CoterieError) -> str:
+    """The message for a caller. Where the fault is the server's, files keep their last name: where
+    they lie is the operator's business, and is logged."""
+    if row_of(error).openai_status < 500:
+        return error.message
+    message = _SERVER_PATH.sub("", error.message)
+    if message != error.message:
+        log("server_fault", level="error", code=error.code, reason=error.message)
+    return message
+
+
 def openai_body(
     message: str, type_: str, *, param: str | None = None, code: str | None = None
 ) -> bytes:
@@ -81,11 +96,11 @@ def body_of(error: CoterieError, dialect: str, request_id: str) -> bytes:
     """The JSON body, also the payload of an error inside a stream."""
     row = row_of(error)
     if dialect == ANTHROPIC:
-        return anthropic_body(error.message, row.anthropic_type, request_id)
+        return anthropic_body(told(error), row.anthropic_type, request_id)
     code = row.openai_code
     if row.openai_status == 404:
         code = _NOT_FOUND.get(error.param or "", code)
-    return openai_body(error.message, row.openai_type, param=error.param, code=code)
+    return openai_body(told(error), row.openai_type, param=error.param, code=code)
 
 
 def headers_of(error: CoterieError, dialect: str, max_queue: int | None = None) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from coterie.api.auth import Keys
-from coterie.api.errors import OPENAI, status_of
+from coterie.api.errors import OPENAI, status_of, told
 from coterie.api.exchange import CLIENT_CLOSED, Exchange, log_fault, new_id
 from coterie.api.grpc_errors import details_of
 from coterie.api.grpc_errors import status_of as grpc_status_of
@@ -105,7 +105,7 @@ class _Visit:
             error = InternalError("the server failed to answer; the log has the request id")
         self.exchange.status = status_of(error, OPENAI)
         details = details_of(error, self.exchange.request_id)
-        await self._context.abort(grpc_status_of(error), error.message, details)
+        await self._context.abort(grpc_status_of(error), told(error), details)
 
     def log(self) -> None:
         exchange = self.exchange

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coterie.api.errors import encode, row_of
+from coterie.api.errors import encode, row_of, told
 from coterie.api.exchange import exchange_of
 from coterie.api.infer_answer import answer_fields
 from coterie.api.jobs_events import JobEvents
@@ -85,9 +85,10 @@ def view(job: Job) -> dict[str, Any]:
 
 def error_fields(error: JobError) -> dict[str, Any]:
     """As it would have been answered at once."""
-    row = row_of(from_code(error.code, error.message))
+    fault = from_code(error.code, error.message)
+    row = row_of(fault)
     return {
-        "message": error.message,
+        "message": told(fault),
         "type": row.openai_type,
         "param": None,
         "code": row.openai_code or error.code,

@@ -25,7 +25,14 @@ from coterie.api.openai_text import Echo, TextShape, TextStream
 from coterie.api.reasoning import Splitter
 from coterie.api.sse import Events
 from coterie.api.tools_read import Reading
-from coterie.core.errors import ERRORS, ConfigError, DeadlineExceeded, Overloaded, Unavailable
+from coterie.core.errors import (
+    ERRORS,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
 from coterie.core.events import Delta, Failed, Finished, Started, Timings, TokenLogprob, Usage
 from coterie.core.request import Rights
 
@@ -68,6 +75,32 @@ def test_reasoning_does_not_depend_on_the_cuts(pieces: list[str]) -> None:
 def test_every_error_has_a_row_or_is_ours() -> None:
     ours = {"config_error", "missing_dependency"}
     assert set(ERRORS) - ours == set(errors.ROWS)
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("/srv/models/tiny/config.json: missing. Fetch it.", "config.json: missing. Fetch it."),
+        ("worker e0r0 died while loading /srv/m/x.gguf (exit 1)",
+         "worker e0r0 died while loading x.gguf (exit 1)"),
+        ("jobs: '/home/a-b/.cache/coterie/state/jobs.db': disk full", "jobs: 'jobs.db': disk full"),
+        ("see https://example.org/a/b/c and /v1/models, 3/4/5 of it",
+         "see https://example.org/a/b/c and /v1/models, 3/4/5 of it"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_the_server_tells_no_folder(
+    message: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for dialect in (errors.OPENAI, errors.ANTHROPIC):
+        body = json.loads(errors.body_of(Unavailable(message), dialect, "r"))
+        assert body["error"]["message"] == said
+    logged = [getattr(record, "reason", None) for record in caplog.records]
+    assert (message in logged) == (said != message)
+
+
+def test_a_path_of_the_caller_is_told_back() -> None:
+    body = json.loads(errors.body_of(InvalidRequest("/a/b/c: no such directory"), "openai", "r"))
+    assert body["error"]["message"] == "/a/b/c: no such directory"
 
 
 def test_retry_advice_is_capped() -> None:

@@ -30,6 +30,7 @@ from hypothesis.stateful import (
 
 from coterie.core.errors import InvalidRequest, Unavailable
 from coterie.core.job import CANCELLED, FAILED, SUCCEEDED, JobError, JobQuery
+from coterie.service.jobs_owner import Owner
 from coterie.service.jobs_store import JobStore
 from coterie.service.jobs_tables import Ending, Entry
 
@@ -188,6 +189,7 @@ def test_many_orders_of_calls_and_deaths() -> None:
 VICTIM = """
 import asyncio, sys
 from pathlib import Path
+from coterie.service.jobs_owner import Owner
 from coterie.service.jobs_store import JobStore
 from coterie.service.jobs_tables import Ending, Entry
 
@@ -364,3 +366,14 @@ def test_ended_jobs_go_by_age_number_and_size(tmp_path: Path) -> None:
         await store.close()
 
     asyncio.run(main())
+
+
+def test_a_folder_among_the_locks_does_not_stop_a_start(tmp_path: Path) -> None:
+    owners = tmp_path / "jobs.owners"
+    (owners / "somebody.lock").mkdir(parents=True)
+    owner = Owner(owners)
+    try:
+        owner.clean()
+    finally:
+        owner.close()
+    assert (owners / "somebody.lock").is_dir()
