@@ -93,3 +93,7 @@ class AdapterProfile:
     quality: float | None = None
     # most that it can take beside a model; 0 = nobody knows
     device_bytes: int = 0
+    # regular expression that a right answer matches whole, whatever it says; empty = not stated
+    answer_pattern: str = ""
+    # codes of the languages it was measured in ("en", "de"); empty = not stated
+    languages: tuple[str, ...] = ()

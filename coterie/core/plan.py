@@ -38,6 +38,8 @@ class Tuned:
     # shortened to the room that is left, where a caller's own would be refused
     max_tokens: int | None = None
     response_format: ResponseFormat | None = None
+    # what the chosen adapter says that its answers match; they are judged by it, not held to it
+    answer_pattern: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ MAX_EXAMPLE_CHARS = 2_000
 MAX_HINT_CHARS = 1_000
 MAX_TEMPLATE_CHARS = 20_000
 MAX_FORMAT_CHARS = 100_000
+MAX_PATTERN_CHARS = 1_000
 # of the prompt or the body in a template
 MAX_REPEATS = 3
 # an order beyond it says nothing more
@@ -38,12 +40,14 @@ _DECODING = {
     "repetition_penalty": (1.0, 2.0),
     "max_tokens": (1.0, 200_000.0),
 }
+_LANGUAGE = re.compile(r"[a-z]{2,3}")
 _TEXT_FORMATS = ("lark", "gbnf", "regex")
 
 
 def profile_of(card: AdapterCard, manifest: Manifest, grammar: str = "") -> AdapterProfile:
     """`grammar` is the text of the package's grammar.gbnf, if it has one."""
     routing, constraints = manifest.section("routing"), manifest.section("constraints")
+    capabilities = _texts(manifest.document.get("capabilities"), MAX_KEYWORD_CHARS)
     return AdapterProfile(
         card=card,
         keywords=_texts(routing.get("keywords"), MAX_KEYWORD_CHARS),
@@ -51,12 +55,14 @@ def profile_of(card: AdapterCard, manifest: Manifest, grammar: str = "") -> Adap
         counterexamples=_texts(routing.get("counterexamples"), MAX_EXAMPLE_CHARS),
         router_hint=_text(routing.get("router_hint"), MAX_HINT_CHARS),
         priority=_number(routing.get("priority"), 0.0, 1.0, 0.5),
-        capabilities=_texts(manifest.document.get("capabilities"), MAX_KEYWORD_CHARS),
+        capabilities=capabilities,
+        languages=_languages(capabilities),
         requires=_names(constraints.get("requires")),
         incompatible_with=_names(constraints.get("incompatible_with")),
         max_chain=int(_number(constraints.get("max_chain"), 0, MAX_STACK, 0)),
         load_order=int(_number(constraints.get("load_order"), -_MAX_ORDER, _MAX_ORDER, 0)),
         response_format=_format(manifest.document.get("response_format"), grammar),
+        answer_pattern=_pattern(manifest.section("check")),
         decoding=_decoding(manifest),
         template=_template(routing.get("template")),
         quality=_quality(manifest),
@@ -135,6 +141,24 @@ def _stated_format(value: Mapping[str, Any]) -> ResponseFormat | None:
     if not text.strip() or len(text) > MAX_FORMAT_CHARS:
         return None
     return ResponseFormat(str(kind), text)
+
+
+def _pattern(check: Mapping[str, Any]) -> str:
+    """The regular expression of `check`, where it is one."""
+    text = _text(check.get("text"), MAX_PATTERN_CHARS) if check.get("type") == "regex" else ""
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError):
+        return ""
+    return text
+
+
+def _languages(capabilities: tuple[str, ...]) -> tuple[str, ...]:
+    """`language:de` among the capabilities."""
+    codes = (
+        item.removeprefix("language:") for item in capabilities if item.startswith("language:")
+    )
+    return tuple(dict.fromkeys(code for code in codes if _LANGUAGE.fullmatch(code)))
 
 
 def _decoding(manifest: Manifest) -> dict[str, float]:

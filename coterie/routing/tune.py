@@ -90,13 +90,14 @@ def tuned(
     if adapter is None:
         return Tuned(max_tokens=tokens)
     chat = request.prompt if isinstance(request.prompt, Chat) else None
-    wanted = request.response_format
+    wanted, pattern = request.response_format, ""
     if wanted is None and not (chat is not None and chat.tools):
-        wanted = adapter.response_format
+        wanted, pattern = adapter.response_format, adapter.answer_pattern
     prompt = None
     if chat is not None and adapter.template:
         prompt = rewritten(chat, adapter.template, hints.instruction, hints.document)
-    return Tuned(prompt, tokens, wanted if wanted is not request.response_format else None)
+    own = wanted if wanted is not request.response_format else None
+    return Tuned(prompt, tokens, own, pattern)
 
 
 def rewritten(chat: Chat, template: str, instruction: str, document: str) -> Prompt | None:

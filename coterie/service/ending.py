@@ -96,6 +96,7 @@ def _context(run: Run, event: Finished) -> Context:
     free = isinstance(prompt, Chat) and bool(prompt.tools)
     return Context(
         response_format=run.response_format,
+        answer_pattern=run.plan.tuned.answer_pattern,
         task_type="" if free else run.task_type,
         code_language="" if trace is None else str(trace.features.get("code_language", "")),
         experts=names_of(run.plan),

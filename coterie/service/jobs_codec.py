@@ -59,6 +59,7 @@ class _Plan(msgspec.Struct, omit_defaults=True):
     prompt: _Prompt
     max_tokens: int | None = None
     response_format: ResponseFormat | None = None
+    answer_pattern: str = ""
     trace: RouteTrace | None = None
     alternates: tuple[str, ...] = ()
     shadow: str | None = None
@@ -122,6 +123,7 @@ def encode_plan(plan: RoutePlan) -> bytes:
         prompt=_Prompt() if tuned.prompt is None else _kept(tuned.prompt),
         max_tokens=tuned.max_tokens,
         response_format=tuned.response_format,
+        answer_pattern=tuned.answer_pattern,
         trace=plan.trace,
         alternates=plan.alternates,
         shadow=plan.shadow,
@@ -140,7 +142,12 @@ def decode_plan(raw: bytes) -> RoutePlan:
         shadow=stored.shadow,
         confidence=stored.confidence,
         reasons=stored.reasons,
-        tuned=Tuned(_prompt(stored.prompt), stored.max_tokens, stored.response_format),
+        tuned=Tuned(
+            _prompt(stored.prompt),
+            stored.max_tokens,
+            stored.response_format,
+            stored.answer_pattern,
+        ),
         trace=stored.trace,
     )
 

@@ -78,6 +78,9 @@ CASES = [
     ("hello", Context(task_type="conversation"), "generic", True, ""),
     (" \n", Context(task_type="conversation"), "generic", False, "empty"),
     ("abc", Context(ResponseFormat("regex", "[a-c]+")), "grammar", True, ""),
+    (" a-b\n", Context(None, "transformation", answer_pattern="[a-z-]+"), "pattern", True, ""),
+    ("a b", Context(None, "transformation", answer_pattern="[a-z-]+"), "pattern", False, "form"),
+    ("a" * 40 + "b", Context(answer_pattern="(a+)+"), "pattern", False, "longer than"),
     (
         "ab",
         Context(ResponseFormat("lark", "start: /abc/"), finish_reason="length"),

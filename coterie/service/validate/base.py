@@ -31,6 +31,8 @@ class Context:
     # adapters it ran on, by name without version
     experts: tuple[str, ...] = ()
     finish_reason: str = "stop"
+    # what the adapter that answered says its answers match
+    answer_pattern: str = ""
 
 
 class Validator(Protocol):

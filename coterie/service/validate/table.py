@@ -11,6 +11,7 @@ from coterie.service.validate.generic import Generic
 from coterie.service.validate.grammar import Grammar
 from coterie.service.validate.json_schema import JsonSchema
 from coterie.service.validate.json_text import JsonText
+from coterie.service.validate.pattern import Pattern
 from coterie.service.validate.python_code import NAMES, PythonCode
 
 VALIDATORS: dict[str, Callable[[str], Validator]] = {
@@ -19,6 +20,7 @@ VALIDATORS: dict[str, Callable[[str], Validator]] = {
     "python": PythonCode,
     "code": Code,
     "grammar": Grammar,
+    "pattern": Pattern,
     "generic": Generic,
 }
 # bounded in time by nature: these may run on the event loop's thread
@@ -36,6 +38,8 @@ def pick(text: str, context: Context) -> Pick | None:
         if asked.kind == "json_schema":
             return "json_schema", asked.text
         return ("json", "object") if asked.kind == "json_object" else _grammar(context)
+    if context.answer_pattern:
+        return "pattern", context.answer_pattern
     if context.task_type == "json_parsing":
         return "json", ""
     if context.task_type == "code_generation":
