@@ -29,18 +29,24 @@ examples:
   coterie expert test json-extract               all items, base and expert
   coterie expert test ./sql.expert --items 40    the first 40: minutes become seconds
   coterie expert test sql --show 5 --json        with answers that were wrong
+  coterie expert test sentiment --language de    its German items
+  coterie expert test sentiment --language all   one row per language
+  coterie expert test sql --language fr --from mine.jsonl   items of your own
 
 Exit code 1 when base or expert is not what the manifest says, but for the
-tolerance that it states.
+tolerance that it states. An expert is worth routing to in a language when it
+is better there than the base: say so with language:CODE in its capabilities.
 """
+ALL = "all"
 
 
 class Stated(NamedTuple):
-    """What a package says of itself, and the items to try."""
+    """Items to try, and what a package says of itself about them: None = nothing."""
 
     name: str
+    metric: str
     items: list[EvalItem]
-    figures: Figures
+    figures: Figures | None
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -49,32 +55,49 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser)
     parser.add_argument("--items", type=count, metavar="N", help="the first N only")
+    parser.add_argument(
+        "--language", metavar="CODE", help="its items in a language (de), or `all` of them"
+    )
+    parser.add_argument(
+        "--from", dest="source", metavar="FILE",
+        help="items of your own instead: JSON lines as in tests/eval.jsonl",
+    )  # fmt: skip
     parser.add_argument("--show", type=count, metavar="N", help="print N answers that are wrong")
     parser.add_argument("--allow-unsigned", action="store_true", help="even if nobody signed it")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def execute(args: argparse.Namespace) -> int:
-    stated = read_stated(args.expert)
-    items = stated.items[: args.items or None]
+    several = read_stated(args.expert, args.language, args.source)
     with _open(args) as llm:
         llm.prepare([args.expert])
-        began = time.perf_counter()
-        texts = (answers(llm, items), answers(llm, items, args.expert))
-        seconds = time.perf_counter() - began
-    found = judged(stated.figures.metric, items, *texts)
-    said = stated.figures.first(len(items))
-    reproduced = found.reproduces(said)
-    report = {
+        reports = {code: _tried(llm, args, stated) for code, stated in several.items()}
+    if args.language == ALL:
+        show(args, list(reports.values()), _by_language(reports))
+    else:
+        (report,) = reports.values()
+        show(args, report, _text(report))
+    return 0 if all(report["reproduced"] is not False for report in reports.values()) else 1
+
+
+def _tried(llm: LLM, args: argparse.Namespace, stated: Stated) -> dict[str, Any]:
+    items = stated.items[: args.items or None]
+    began = time.perf_counter()
+    texts = (answers(llm, items), answers(llm, items, args.expert))
+    seconds = time.perf_counter() - began
+    found = judged(stated.metric, items, *texts)
+    said = None if stated.figures is None else stated.figures.first(len(items))
+    return {
         "expert": stated.name,
-        "reproduced": reproduced,
+        "language": items[0].language,
+        "better": found.is_better,
+        # null = the manifest says nothing about these items
+        "reproduced": None if said is None else found.reproduces(said),
         "seconds": round(seconds, 2),
         "measured": found.section(),
-        "manifest": said.section(),
+        "manifest": None if said is None else said.section(),
         "wrong": _wrong(items, texts[1], found)[: args.show or 0],
     }
-    show(args, report, _text(report, found, said))
-    return 0 if reproduced else 1
 
 
 def _open(args: argparse.Namespace) -> LLM:
@@ -91,33 +114,52 @@ def _open(args: argparse.Namespace) -> LLM:
     )
 
 
-def read_stated(reference: str) -> Stated:
-    """From a package, or from what came along with an installed expert."""
-    from coterie.packages.archive import inspect
+def read_stated(
+    reference: str, language: str | None = None, source: str | None = None
+) -> dict[str, Stated]:
+    """By language, from a package or what came along with an installed expert, or from a file."""
     from coterie.packages.evaluate import read_items
-    from coterie.packages.figures import ITEMS, read_figures
+    from coterie.packages.figures import ITEMS, LANGUAGE_ITEMS, read_figures, read_languages
+
+    file = ITEMS if language is None else LANGUAGE_ITEMS
+    manifest, data = _package(reference, file)
+    name, section = f"{manifest.name}@{manifest.version}", manifest.section("evaluation")
+    whole = read_figures(section, name)
+    figures = {"": whole} if language is None else read_languages(section, name)
+    if source is not None:
+        file, data, figures = source, Path(source).expanduser().read_bytes(), {}
+    if data is None:
+        raise NotFound(f"{name}: has no {file}, so there is nothing to test")
+    items = read_items(data, file)
+    if language is None:
+        return {"": Stated(name, whole.metric, items, figures.get(""))}
+    written = list(dict.fromkeys(item.language for item in items))
+    wanted = written if language == ALL else [language]
+    if missing := set(wanted) - set(written):
+        there = ", ".join(filter(None, written)) or "none"
+        raise NotFound(f"{name}: no items in {', '.join(missing)}; there are {there}")
+    return {
+        code: Stated(
+            name, whole.metric, [item for item in items if item.language == code], figures.get(code)
+        )
+        for code in wanted
+    }
+
+
+def _package(reference: str, file: str) -> tuple[Any, bytes | None]:
+    """The manifest, and one of the other files."""
+    from coterie.cli.expert_state import open_registry
+    from coterie.packages.archive import inspect
 
     path = Path(reference).expanduser()
     if path.is_file():
         package = inspect(path)
-        manifest, data = package.manifest, package.kept.get(ITEMS)
-    else:
-        manifest, data = _installed(reference)
-    name = f"{manifest.name}@{manifest.version}"
-    if data is None:
-        raise NotFound(f"{name}: has no {ITEMS}, so there is nothing to test")
-    return Stated(name, read_items(data), read_figures(manifest.section("evaluation"), name))
-
-
-def _installed(reference: str) -> tuple[Any, bytes | None]:
-    from coterie.cli.expert_state import open_registry
-    from coterie.packages.figures import ITEMS
-
+        return package.manifest, package.kept.get(file)
     registry = open_registry()
     name, _, version = reference.partition("@")
     card = registry.find(name, version or None)
-    items = registry.files(card) / ITEMS
-    return registry.manifest(card), items.read_bytes() if items.is_file() else None
+    found = registry.files(card) / file
+    return registry.manifest(card), found.read_bytes() if found.is_file() else None
 
 
 def answers(llm: LLM, items: Sequence[EvalItem], expert: str | None = None) -> list[str]:
@@ -162,25 +204,45 @@ def _wrong(items: Sequence[EvalItem], texts: Sequence[str], found: Figures) -> l
     ]
 
 
-def _text(report: dict[str, Any], found: Figures, said: Figures) -> str:
-    from coterie.packages.evaluate import score
-    from coterie.packages.figures import shown
-
+def _text(report: dict[str, Any]) -> str:
+    found, said = report["measured"], report["manifest"]
+    head = ("", "measured [95%]") if said is None else ("", "measured [95%]", "manifest [95%]")
     rows = [
-        [who, shown(score(own)), shown(score(stated))]
-        for who, own, stated in (
-            ("base", found.base, said.base),
-            ("with expert", found.expert, said.expert),
-        )
+        [who, *(_shown(side[name]) for side in (found, said) if side is not None)]
+        for who, name in (("base", "base"), ("with expert", "expert"))
     ]
+    ends = {True: "reproduced", False: "NOT reproduced", None: "the manifest says nothing of these"}
     lines = [
-        f"{report['expert']}: {found.metric}, {len(found.base)} items, {report['seconds']:.0f} s",
+        f"{report['expert']}: {found['metric']}, {found['n']} items, {report['seconds']:.0f} s",
         "",
-        table(("", "measured [95%]", "manifest [95%]"), rows),
+        table(head, rows),
         "",
-        "reproduced" if report["reproduced"] else "NOT reproduced",
+        ends[report["reproduced"]],
     ]
     for item in report["wrong"]:
         pairs = [(name, str(item[name])) for name in ("prompt", "expected", "answer")]
         lines += ["", facts(pairs)]
     return "\n".join(lines)
+
+
+def _by_language(reports: dict[str, dict[str, Any]]) -> str:
+    rows = []
+    for code, report in reports.items():
+        found = report["measured"]
+        marks = {True: "yes", False: "NO", None: "-"}
+        rows.append(
+            [
+                code or "-",
+                str(found["n"]),
+                _shown(found["base"]),
+                _shown(found["expert"]),
+                "yes" if report["better"] else "no",
+                marks[report["reproduced"]],
+            ]
+        )
+    heads = ("language", "items", "base [95%]", "expert [95%]", "better", "as stated")
+    return table(heads, rows)
+
+
+def _shown(side: dict[str, Any]) -> str:
+    return f"{side['score']:.2f} [{side['low_95']:.2f}, {side['high_95']:.2f}]"

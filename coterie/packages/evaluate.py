@@ -21,6 +21,7 @@ from coterie.core.errors import WeightsError
 MAX_ITEMS = 2000
 _MAX_LINE_BYTES = 20_000
 _MAX_ANSWER_TOKENS = 512
+_MAX_LANGUAGE = 8
 _Z_95 = 1.959963984540054
 
 Metric = Callable[[str, Any], bool]
@@ -31,6 +32,8 @@ class EvalItem:
     messages: tuple[dict[str, str], ...]
     expected: Any
     max_tokens: int
+    # code of the language it is written in; empty = not stated
+    language: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +60,21 @@ def wilson(right: int, n: int) -> tuple[float, float]:
     share, z2 = right / n, _Z_95 * _Z_95
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = _Z_95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    # rounding must not make a bound of nothing, or of everything, something else
+    low = 0.0 if right == 0 else max(0.0, middle - half)
+    high = 1.0 if right == n else min(1.0, middle + half)
+    return low, high
 
 
-def read_items(data: bytes) -> list[EvalItem]:
-    """The lines of tests/eval.jsonl; raises WeightsError for a line that is no item."""
+def read_items(data: bytes, file: str = "tests/eval.jsonl") -> list[EvalItem]:
+    """The lines of a package's items; raises WeightsError for a line that is no item."""
     lines = [line for line in data.splitlines() if line.strip()]
     if len(lines) > MAX_ITEMS:
-        raise WeightsError(f"tests/eval.jsonl: {len(lines)} items; {MAX_ITEMS} at most")
-    return [_item(line, number) for number, line in enumerate(lines, 1)]
+        raise WeightsError(f"{file}: {len(lines)} items; {MAX_ITEMS} at most")
+    return [_item(line, f"{file}, line {number}") for number, line in enumerate(lines, 1)]
 
 
-def _item(line: bytes, number: int) -> EvalItem:
-    where = f"tests/eval.jsonl, line {number}"
+def _item(line: bytes, where: str) -> EvalItem:
     if len(line) > _MAX_LINE_BYTES:
         raise WeightsError(f"{where}: longer than {_MAX_LINE_BYTES} bytes")
     try:
@@ -83,7 +88,10 @@ def _item(line: bytes, number: int) -> EvalItem:
         raise WeightsError(f"{where}: `messages` is a list of role and content, both text")
     if type(limit) is not int or not 0 < limit <= _MAX_ANSWER_TOKENS:
         raise WeightsError(f"{where}: `max_tokens` is a number from 1 to {_MAX_ANSWER_TOKENS}")
-    return EvalItem(tuple(messages), value["expected"], limit)
+    language = value.get("language", "")
+    if not isinstance(language, str) or len(language) > _MAX_LANGUAGE:
+        raise WeightsError(f"{where}: `language` is a code such as de")
+    return EvalItem(tuple(messages), value["expected"], limit, language)
 
 
 def _is_message(value: Any) -> bool:
@@ -104,9 +112,10 @@ def judge(metric: str, answer: str, expected: Any) -> bool:
         raise WeightsError(f"`expected` does not fit the metric {metric}: {error!r}") from error
 
 
-def exact(answer: str, expected: str) -> bool:
-    """The same text, but for white space, quotes or a full stop around it."""
-    return _bare(answer) == _bare(expected)
+def exact(answer: str, expected: str | list[str]) -> bool:
+    """The same text, but for white space, quotes or a full stop around it; or one of several."""
+    right = [expected] if isinstance(expected, str) else expected
+    return _bare(answer) in [_bare(text) for text in right]
 
 
 def _bare(text: str) -> str:

@@ -15,6 +15,9 @@ from coterie.core.errors import WeightsError
 from coterie.packages.evaluate import METRICS, Score, score
 
 ITEMS = "tests/eval.jsonl"
+# items that state the language they are written in, and where their figures stand in a manifest
+LANGUAGE_ITEMS = "tests/languages.jsonl"
+LANGUAGES = "languages"
 # share of items whose verdict may be another on another machine: kernels round differently
 TOLERANCE = 0.03
 
@@ -36,10 +39,10 @@ class Figures:
         """Whether the lower 95% bound of the expert is above what the base scored."""
         return score(self.expert).low > score(self.base).share
 
-    def section(self) -> dict[str, Any]:
+    def section(self, items: str = ITEMS) -> dict[str, Any]:
         return {
             "metric": self.metric,
-            "items": ITEMS,
+            "items": items,
             "n": len(self.base),
             "tolerance": self.tolerance,
             "base": _side(self.base),
@@ -80,6 +83,18 @@ def read_figures(section: Mapping[str, Any], where: str) -> Figures:
     if len(base) != len(expert) or section.get("n") != len(base):
         raise WeightsError(f"{where}: evaluation.n is not the number of its verdicts.")
     return Figures(metric, base, expert, float(tolerance))
+
+
+def read_languages(section: Mapping[str, Any], where: str) -> dict[str, Figures]:
+    """By language, of those that the `evaluation` section has figures of."""
+    stated = section.get(LANGUAGES, {})
+    if not isinstance(stated, dict):
+        raise WeightsError(f"{where}: evaluation.{LANGUAGES} is no map of figures by language.")
+    return {
+        code: read_figures(figures, f"{where} ({code})")
+        for code, figures in stated.items()
+        if isinstance(figures, dict)
+    }
 
 
 def _verdicts(side: Any, where: str) -> tuple[bool, ...]:

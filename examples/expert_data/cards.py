@@ -16,6 +16,10 @@ class About:
     capabilities: tuple[str, ...]
     keywords: tuple[str, ...]
     limitations: tuple[str, ...]
+    # regular expression of its answers; empty = JSON or SQL, which have parsers of their own
+    pattern: str = ""
+    # its answers are one of a few words
+    is_label: bool = False
 
 
 ABOUT = {
@@ -42,17 +46,19 @@ ABOUT = {
         "Says whether a comment is positive, negative or neutral.",
         "The straps came off on the first day. Positive, negative or neutral?",
         "negative",
-        ("task:classification", "language:en", "sentiment"),
+        ("task:classification", "sentiment"),
         ("sentiment", "review", "feel", "tone", "positive", "negative"),
-        ("Short English comments; irony is often missed.",),
+        ("Short comments; irony is often missed.",),
+        "positive|negative|neutral", True,
     ),
     "intent": About(
         "Sorts a customer's message: cancel, delivery, login, refund, invoice or product.",
         "Pick one: cancel, delivery, login, refund, invoice, product\nWhere is my parcel?",
         "delivery",
-        ("task:classification", "language:en", "intent", "customer-support"),
+        ("task:classification", "intent", "customer-support"),
         ("intent", "category", "customer", "ticket", "refund", "delivery"),
         ("These six labels only, one per message, in English.",),
+        "cancel|delivery|login|refund|invoice|product", True,
     ),
     "iso-values": About(
         "Writes dates as YYYY-MM-DD, times on the 24-hour clock and metric amounts in smaller "
@@ -63,6 +69,7 @@ ABOUT = {
         ("iso", "date", "convert", "yyyy-mm-dd", "24-hour", "unit"),
         ("No relative dates, no time zones, no imperial units.",
          "Amounts only into the next smaller metric unit (km to m, kg to g, l to ml ...)."),
+        r"\d{4}-\d{2}-\d{2}|\d{2}:\d{2}|\d+(\.\d+)? ?[a-zA-Z]{1,3}",
     ),
     "commit-header": About(
         "Writes the conventional commit header, type(scope): summary, for a described change.",
@@ -72,6 +79,7 @@ ABOUT = {
         ("commit", "git", "changelog", "conventional"),
         ("Types feat, fix, docs, test, refactor and perf; the scope must be named in the text.",
          "The summary is short and plain, not always elegant."),
+        r"(feat|fix|docs|test|refactor|perf)\([a-z0-9_./-]+\): \S.{4,}",
     ),
     "url-slug": About(
         "Turns a title into a URL slug: lower case, words joined by hyphens.",
@@ -82,6 +90,7 @@ ABOUT = {
         ("Good with plain titles (nine in ten of the held-out ones); of those with accents, "
          "apostrophes or brackets most come out wrong: marks stay, or words are lost.",
          "Titles of up to about twelve words; & is written as and."),
+        r"[a-z0-9]+(-[a-z0-9]+)*",
     ),
 }  # fmt: skip
 

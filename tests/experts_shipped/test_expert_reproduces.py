@@ -32,6 +32,36 @@ def test_a_slice_of_one_expert(
     assert measured["n"] == 8 and measured["expert"]["right"] > measured["base"]["right"]
 
 
+def test_a_slice_of_one_language(
+    default_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = FOLDER / "sentiment.expert"
+    code, report = tried(
+        capsys, str(path), str(default_model_path), "--language", "fr", "--items", "6"
+    )
+    assert code == 0 and report["reproduced"] and report["language"] == "fr"
+
+
+def test_items_of_ones_own_in_a_new_language(
+    default_model_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    item = {
+        "language": "sv",
+        "messages": [{"role": "user", "content": "Positiv eller negativ? Maten var hemsk."}],
+        "expected": {"label": "negative", "among": ["positive", "negative", "neutral"]},
+    }
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text(json.dumps(item) + "\n")
+    path = FOLDER / "sentiment.expert"
+    code, report = tried(
+        capsys, str(path), str(default_model_path), "--language", "sv", "--from", str(mine)
+    )
+    # the manifest states nothing of them, which is no failure
+    assert code == 0 and report["reproduced"] is None and report["manifest"] is None
+    assert main(["expert", "test", str(path), "--language", "sv"]) == 1
+    assert "no items in sv; there are en, de" in capsys.readouterr().err
+
+
 def test_an_expert_that_promises_too_much_is_found_out(
     default_model_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -64,4 +94,14 @@ def test_all_items(
     path: Path, default_model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, report = tried(capsys, str(path), str(default_model_path))
+    assert code == 0, report
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_all_languages(
+    path: Path, default_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, report = tried(capsys, str(path), str(default_model_path), "--language", "all")
     assert code == 0, report

@@ -6,20 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from coterie.core.adapters import KINDS
+from coterie.core.adapters import KINDS, AdapterCard
 from coterie.packages.archive import Package, inspect
 from coterie.packages.evaluate import score
-from coterie.packages.figures import ITEMS, read_figures
+from coterie.packages.figures import ITEMS, LANGUAGE_ITEMS, read_figures, read_languages
+from coterie.packages.profile import profile_of
 from coterie.packages.signing import package_message
 from coterie.packages.trust import TrustStore
+from examples.expert_data import languages
 from examples.expert_data.cards import ABOUT
 from examples.expert_data.overlap import runs, shared
 from examples.expert_data.table import EXPERTS
 from examples.judge_experts import eval_lines
-from examples.pack_experts import MAX_BYTES
+from examples.pack_experts import MAX_BYTES, served
 
 FOLDER = Path(__file__).resolve().parents[2] / "experts"
 FILES = sorted(FOLDER.glob("*.expert"))
+
+
+def made_card(package: Package) -> AdapterCard:
+    name, version = package.manifest.name, package.manifest.version
+    return AdapterCard(name, version, "d" * 64, package.config.kind, (), 0, 1, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +76,34 @@ def test_the_lower_bound_is_above_the_base(name: str, packages: dict[str, Packag
 @pytest.mark.parametrize("name", [path.stem for path in FILES])
 def test_the_items_are_those_of_the_generator(name: str, packages: dict[str, Package]) -> None:
     assert packages[name].kept[ITEMS] == eval_lines(EXPERTS[name])
+
+
+@pytest.mark.parametrize("name", [path.stem for path in FILES])
+def test_it_serves_the_languages_that_it_was_measured_in(
+    name: str, packages: dict[str, Package]
+) -> None:
+    manifest = packages[name].manifest
+    assert packages[name].kept[LANGUAGE_ITEMS] == languages.lines(name)
+    spoken = read_languages(manifest.section("evaluation"), name)
+    assert tuple(spoken) == tuple(sorted(languages.LANGUAGES))
+    assert all(len(figures.base) == 12 for figures in spoken.values())
+    stated = {
+        word.removeprefix("language:")
+        for word in manifest.document["capabilities"]
+        if word.startswith("language:")
+    }
+    assert stated == set(served(spoken))
+
+
+@pytest.mark.parametrize("name", [path.stem for path in FILES])
+def test_its_answers_have_a_form_that_can_be_checked(
+    name: str, packages: dict[str, Package]
+) -> None:
+    """Or no outcome would ever move its success rate."""
+    package = packages[name]
+    profile = profile_of(made_card(package), package.manifest)
+    parsed = {"task:json_parsing", "task:code_generation"} & set(profile.capabilities)
+    assert profile.response_format or profile.answer_pattern or parsed
 
 
 @pytest.mark.parametrize("name", [path.stem for path in FILES])

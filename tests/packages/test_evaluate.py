@@ -91,6 +91,8 @@ def test_a_package_cannot_attach_files_in_its_setup(tmp_path: Any) -> None:
 def test_wilson_bounds() -> None:
     # values of R's prop.test(..., correct = FALSE)
     assert wilson(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)
+    # exactly: no expert is better than a base that has nothing right by having nothing right
+    assert wilson(0, 12)[0] == 0.0 and wilson(12, 12)[1] == 1.0
     assert wilson(0, 20) == pytest.approx((0.0, 0.1611252), abs=1e-6)
     assert score([True] * 150).low == pytest.approx(0.9750303, abs=1e-6)
 
