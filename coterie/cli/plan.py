@@ -130,8 +130,8 @@ def _device(wanted: str | None) -> str:
 def _heatmap(path: Path, prospect: Prospect, workload: str) -> Any:
     from coterie.workers.warmup import HeatmapFile, heatmap_path
 
-    fingerprint = prospect.store.fingerprint
-    file = HeatmapFile(heatmap_path(path, fingerprint, workload), fingerprint, workload)
+    lineage = prospect.store.lineage
+    file = HeatmapFile(heatmap_path(path, lineage[-1], workload), lineage, workload)
     return file.load(prospect.store.geometry)
 
 

@@ -76,7 +76,14 @@ def _experts(used: Mapping[str, Any], standing: Mapping[str, Any]) -> list[tuple
             f"fallback rate {100 * used['fallback_rate']:.1f}%",
         ),
         *(guessed if standing["prediction"]["predictions"] else []),
+        *_unused(standing["prediction"]),
     ]
+
+
+def _unused(known: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was asked for by name and has no effect."""
+    asked = known["mode"] in ("protect", "prefetch") and not known["protecting"]
+    return [("guesses", f"{known['mode']} not used: {known['why_off']}")] if asked else []
 
 
 def _guesses(known: Mapping[str, Any]) -> str:

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 def export(args: argparse.Namespace) -> int:
     from coterie.experts.export import export as write
     from coterie.weights.checkpoint import open_checkpoint
+    from coterie.workers.warmup import carry_heatmaps
 
-    checkpoint = open_checkpoint(fetch(args.model))
+    source = fetch(args.model)
+    checkpoint = open_checkpoint(source)
     store = _store_of(checkpoint, args.dtype)
     with progress(f"exporting {args.out}") as tick:
         done = write(checkpoint, store, Path(args.out), tick)
+    carry_heatmaps(source, done.path)
     report = {
         "store": str(done.path),
         "experts": len(done.index.records),
@@ -105,6 +108,7 @@ def verify(args: argparse.Namespace) -> int:
 def prune(args: argparse.Namespace) -> int:
     from coterie.experts.edit import prune as drop
     from coterie.experts.packed_store import open_packed
+    from coterie.workers.warmup import carry_heatmaps
 
     path = _packed(args.store)
     store = open_packed(path)
@@ -112,6 +116,8 @@ def prune(args: argparse.Namespace) -> int:
     store.close()
     with progress(f"writing {args.out or path}") as tick:
         done = drop(path, heatmap, _groups(path), Path(args.out) if args.out else None, tick)
+    if args.out:
+        carry_heatmaps(path, done.path)
     total = sum(len(experts) for experts in done.dropped.values())
     report = {
         "store": str(done.path),
@@ -268,8 +274,5 @@ def _heatmap(path: str, store: Store) -> Heatmap:
 
     if not Path(path).is_file():
         raise ConfigError(f"{path}: no such heatmap", param="heatmap")
-    document = read_json(Path(path))
-    counted_on = document.get("fingerprint")
-    known = counted_on if counted_on in store.lineage else store.fingerprint
-    workload = str(document.get("workload"))
-    return Heatmap.load(Path(path), store.geometry, fingerprint=known, workload=workload)
+    workload = str(read_json(Path(path)).get("workload"))
+    return Heatmap.load(Path(path), store.geometry, lineage=store.lineage, workload=workload)

@@ -41,7 +41,10 @@ class DispatchSettings:
     warmup: str = key("heatmap", "text", "What is done before the first request.", among=WARMUPS)
     workload: str = key("default", "name", "Names the heatmap that is loaded and saved.")
     predict: str = key(
-        "auto", "text", "What a guess at the next layer's experts is used for.", among=PREDICTIONS
+        "auto",
+        "text",
+        "What a guess at the next layer's experts is used for; only adaptive takes guesses.",
+        among=PREDICTIONS,
     )
     reads: str = key("auto", "text", "How experts are read from disk.", among=READS)
     deterministic: bool = key(False, "flag", "Fix where each expert is computed.")

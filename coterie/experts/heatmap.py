@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from coterie.core.errors import WeightsError
 from coterie.experts.geometry import Geometry, Key
+from coterie.weights.json_file import read_json
 
 _VERSION = 1
 
@@ -89,11 +90,20 @@ class Heatmap:
             draft.unlink(missing_ok=True)
 
     @classmethod
-    def load(cls, path: Path, geometry: Geometry, *, fingerprint: str, workload: str) -> Heatmap:
+    def load(
+        cls, path: Path, geometry: Geometry, *, lineage: Sequence[str], workload: str
+    ) -> Heatmap:
+        """Counts of these experts, or of those they were made from (`lineage`: fingerprints, these
+        experts' own last). A router asks for the same ones under the same numbers; experts that
+        are gone since have no count."""
         document = _document(path)
+        if document.get("fingerprint") not in lineage:
+            raise WeightsError(
+                f"{path}: heatmap of another fingerprint: {_shown(document.get('fingerprint'))}, "
+                f"not {lineage[-1]!r}"
+            )
         expected = {
             "version": _VERSION,
-            "fingerprint": fingerprint,
             "workload": workload,
             "layers": list(geometry.layers),
             "num_experts": geometry.num_experts,
@@ -101,7 +111,8 @@ class Heatmap:
         for field, value in expected.items():
             if document.get(field) != value:
                 raise WeightsError(
-                    f"{path}: heatmap of another {field}: {document.get(field)!r}, not {value!r}"
+                    f"{path}: heatmap of another {field}: {_shown(document.get(field))}, "
+                    f"not {value!r}"
                 )
         try:
             counts = np.asarray(document["counts"], dtype=np.float64)
@@ -109,14 +120,18 @@ class Heatmap:
             raise WeightsError(f"{path}: heatmap without usable counts") from error
         if not np.isfinite(counts).all() or (counts < 0).any():
             raise WeightsError(f"{path}: heatmap counts must be finite and not negative")
-        return cls(geometry, counts)
+        known = cls(geometry, counts)
+        for layer, expert in geometry.absent:
+            known.counts[known._row[layer], expert] = 0.0
+        return known
 
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{path}: not a readable heatmap: {error}") from error
-    if not isinstance(document, dict):
-        raise WeightsError(f"{path}: not a heatmap")
-    return document
+        return read_json(path)
+    except WeightsError as error:
+        raise WeightsError(f"not a readable heatmap: {error.message}") from error
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80] if isinstance(value, str | int | float | None) else type(value).__name__

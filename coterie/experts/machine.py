@@ -146,7 +146,7 @@ def load(identity: Identity) -> Machine | None:
     """What was kept for this machine, unless it is stale or cannot be read."""
     try:
         machine = from_json(json.loads(path_of(identity).read_text()))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return None if stale(machine, identity) else machine
 

@@ -123,7 +123,7 @@ def prepare(store: Store, settings: DispatchSettings, site: Site, room: Room) ->
     prefill, decode = build(text, scene)
     on_cuda = site.device.type == "cuda"
     # what is idle depends on time: a fixed placement may only protect
-    timid = settings.deterministic and settings.predict != "off"
+    timid = settings.deterministic and settings.predict != "off" and heeds_hints(decode)
     device = DeviceTier(store, tiers.device, site.device, shared=tiers.shared)
     try:
         host = HostTier(store, tiers.host, pinned=on_cuda)
@@ -197,6 +197,20 @@ def heeds_hints(strategy: Strategy) -> bool:
     own = type(strategy)
     hears = own.protect is not Strategy.protect or own.prefetch is not Strategy.prefetch
     return hears and not strategy.settled()
+
+
+def unused_hints(parts: Parts, few: bool) -> str:
+    """Why guesses change nothing here; a log line where somebody asked for them by name."""
+    name = parts.strategies["decode"].name
+    if not few:
+        why = "every expert has a slot, or none has"
+    elif parts.strategies["decode"].settled():
+        why = f"{name} moves nothing while it decodes"
+    else:
+        why = f"{name} takes no guesses; adaptive does"
+    if parts.predict in ("protect", "prefetch"):
+        _log.warning("predict is %s and has no effect: %s", parts.predict, why)
+    return why
 
 
 def guessed_costs(store: Store, device: torch.device) -> Costs:

@@ -77,6 +77,8 @@ class Predictor:
     prefetched: int = 0
     useful: int = 0
     prefetched_bytes: int = 0
+    # why nobody listens, whatever the mode
+    unused: str = ""
     _pending: dict[int, frozenset[int]] = field(default_factory=dict)
     _protect: Switch = field(default_factory=lambda: Switch(_PROTECT_OFF, _PROTECT_ON))
     _prefetch: Switch = field(default_factory=lambda: Switch(_PREFETCH_OFF, _PREFETCH_ON))
@@ -89,11 +91,15 @@ class Predictor:
     @property
     def protects(self) -> bool:
         """Predictions are wanted at all: what they name is not evicted."""
-        return self.mode != "off" and (self._protect.active or self.mode != "auto")
+        if self.unused or self.mode == "off":
+            return False
+        return self._protect.active or self.mode != "auto"
 
     @property
     def prefetches(self) -> bool:
         """What they name may also be loaded, in idle link time."""
+        if self.unused:
+            return False
         if self.mode == "auto":
             return self._protect.active and self._prefetch.active and self._link.active
         return self.mode == "prefetch"
@@ -135,6 +141,7 @@ class Predictor:
         wasted = max(0, self.prefetched - self.useful)
         each = self.prefetched_bytes / self.prefetched if self.prefetched else 0.0
         return {
+            "mode": self.mode,
             "predictions": self.predictions,
             "slot_overlap": self.overlap / self.asked if self.asked else 0.0,
             "exact_match": self.exact / self.predictions if self.predictions else 0.0,
@@ -149,6 +156,8 @@ class Predictor:
     def _why_off(self) -> str:
         if self.mode == "off":
             return "asked for"
+        if self.unused:
+            return self.unused
         if self.mode != "auto":
             return ""
         return self._protect.reason or self._prefetch.reason or self._link.reason

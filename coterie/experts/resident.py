@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.experts.dispatch.base import Demand
 from coterie.experts.telemetry import Tally
 from coterie.kernels.expert_mlp import RecordTable
 
@@ -38,12 +37,17 @@ class Standing:
 
     def __init__(self, parts: Parts, telemetry: Telemetry) -> None:
         self._parts, self._telemetry = parts, telemetry
-        self._found: dict[str, Resident] = {}
+        # as of so many changes of the slots
+        self._found: dict[str, tuple[int, Resident]] = {}
 
     def find(self, phase: str) -> Resident | None:
-        found = self._found.get(phase) or find_resident(self._parts, phase)
+        now = self._parts.slots.changes
+        at, known = self._found.get(phase, (-1, None))
+        if known is not None and at == now:
+            return known
+        found = find_resident(self._parts, phase)
         if found is not None:
-            self._found[phase] = found
+            self._found[phase] = now, found
         return found
 
     def count(
@@ -76,11 +80,9 @@ def find_resident(parts: Parts, phase: str) -> Resident | None:
     geometry = parts.store.geometry
     layouts = {layer: parts.store.layout(layer) for layer in geometry.layers}
     mask = np.zeros((len(geometry.layers), geometry.num_experts), dtype=bool)
-    for row, layer in enumerate(geometry.layers):
-        present = geometry.present(layer)
-        demand = Demand(layer, phase, present, (1,) * len(present))
-        for wave in strategies[phase].decide(demand):
-            mask[row, list(wave.device)] = True
+    for row, layer in enumerate(geometry.layers if strategies[phase].uses_slots else ()):
+        lying = [e for e in geometry.present(layer) if (layer, e) in parts.slots]
+        mask[row, lying] = True
     return Resident(tables, layouts, mask)
 
 

@@ -25,6 +25,7 @@ from coterie.experts.opening import (
     heeds_hints,
     prepare,
     room_for,
+    unused_hints,
 )
 from coterie.experts.predict import Predictor
 from coterie.experts.report import report
@@ -64,6 +65,8 @@ class ExpertRuntime:
         self.predictor = Predictor(parts.predict)
         few = 0 < parts.slots.num_slots < self.geometry.total
         self._heeds_hints = few and heeds_hints(parts.strategies["decode"])
+        if not self._heeds_hints:
+            self.predictor.unused = unused_hints(parts, few)
         # loaded on a guess and not used since; the next layer's guess, until this layer has run
         self._guessed: set[Key] = set()
         self._hinted: tuple[int, list[int]] | None = None
@@ -106,7 +109,10 @@ class ExpertRuntime:
         first = first_uses(self._slots, demand)
         if self._heeds_hints:
             self._judge(demand, first)
-        waves = self.parts.strategies[step.phase].decide(demand)
+        strategy = self.parts.strategies[step.phase]
+        before = strategy.replaced
+        waves = strategy.decide(demand)
+        self.swaps += strategy.replaced - before
         job = LayerJob(step, self._layouts[step.layer], self._room(step), self.executor.kernel)
         job.exact = self.spans is not None
         self._layer = step.layer
@@ -132,6 +138,8 @@ class ExpertRuntime:
     def ran(self, found: Resident, routed: Tensor, owners: Tensor | None, seconds: float) -> None:
         """Count a step that `resident` allowed: routed int32 [layers, T, K]."""
         rows = self._standing.count(found, routed, owners, seconds)
+        for strategy in dict.fromkeys(self.parts.strategies.values()):
+            strategy.observe(rows)
         if self.heatmap is not None:
             self.heatmap.counts += rows
 

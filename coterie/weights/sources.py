@@ -156,7 +156,7 @@ def _source_of(folder: Path) -> str | None:
     """What a complete folder holds; None for a folder that is not ours or not complete."""
     try:
         facts = json.loads((folder / _FACTS).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     source = facts.get("source") if isinstance(facts, dict) else None
     return source if isinstance(source, str) else None

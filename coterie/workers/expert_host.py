@@ -37,7 +37,7 @@ class ExpertHost:
         settings = self._settings
         store = store_of(wanted, settings.reads)
         try:
-            known = self._known(store.geometry, store.fingerprint)
+            known = self._known(store.geometry, store.lineage)
             runtime = open_experts(
                 store,
                 settings,
@@ -55,13 +55,13 @@ class ExpertHost:
         self.runtime = runtime
         return runtime
 
-    def _known(self, geometry: Geometry, fingerprint: str) -> Heatmap | None:
+    def _known(self, geometry: Geometry, lineage: tuple[str, ...]) -> Heatmap | None:
         """Nothing is loaded or counted without a warm-up."""
         settings = self._settings
         if settings.warmup == "none":
             return None
-        path = heatmap_path(self._model, fingerprint, settings.workload)
-        self._heatmap = HeatmapFile(path, fingerprint, settings.workload)
+        path = heatmap_path(self._model, lineage[-1], settings.workload)
+        self._heatmap = HeatmapFile(path, lineage, settings.workload)
         return self._heatmap.load(geometry)
 
     @property

@@ -2,15 +2,21 @@
 
 A heatmap lies beside the model as `heatmaps/WORKLOAD.json`, or in the state folder when nothing
 may be written there. Live traffic is counted into it and saved when the engine ends, and every few
-minutes at most. A heatmap that cannot be read or written costs a log line, never the service.
+minutes at most: what this engine counted is added to what is there by then, so that several engines
+may share a file. What was counted for a model is good for stores made from it. A heatmap that
+cannot be read or written costs a log line, never the service.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from coterie.core.errors import WeightsError
 from coterie.core.plan import Assignment, Rejected
@@ -18,9 +24,10 @@ from coterie.core.request import Limits, Sampling
 from coterie.experts.heatmap import Heatmap
 from coterie.obs.trace import log
 from coterie.weights.home import state_dir
+from coterie.weights.lock import file_lock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from coterie.engine.engine import Engine
     from coterie.experts.geometry import Geometry
@@ -43,7 +50,21 @@ def heatmap_path(model: Path, fingerprint: str, workload: str) -> Path:
     beside = _beside(model) / f"{workload}.json"
     if beside.exists() or _writable(beside.parent):
         return beside
+    return _in_state(fingerprint, workload)
+
+
+def _in_state(fingerprint: str, workload: str) -> Path:
     return state_dir() / "heatmaps" / fingerprint / f"{workload}.json"
+
+
+def carry_heatmaps(model: Path, store: Path) -> int:
+    """Give a store that was made from `model` the heatmaps beside it; how many."""
+    known = sorted(_beside(model).glob("*.json"))
+    for path in known:
+        target = _beside(store) / path.name
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+    return len(known)
 
 
 def _beside(model: Path) -> Path:
@@ -63,32 +84,38 @@ class HeatmapFile:
     def __init__(
         self,
         path: Path,
-        fingerprint: str,
+        lineage: Sequence[str],
         workload: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.path, self._fingerprint, self._workload = path, fingerprint, workload
+        """`lineage`: fingerprints of what the experts came from, their own last."""
+        self.path, self._lineage, self._workload = path, tuple(lineage), workload
         self._clock = clock
         self._saved_at = clock()
-        self._saved_total = 0.0
+        # what the file holds already of what is counted here
+        self._saved: npt.NDArray[np.float64] | None = None
         # what is counted into, once `load` has said what it begins with
         self.live: Heatmap | None = None
 
     def load(self, geometry: Geometry) -> Heatmap | None:
         """What earlier runs counted; None when there is nothing that fits these experts."""
-        known = self._read(geometry)
+        known = self._read(geometry, self.path) or self._inherited(geometry)
         counts = None if known is None else known.counts.copy()
         self.live = Heatmap(geometry, counts)
-        self._saved_total = self.live.total()
+        self._saved = self.live.counts.copy()
         return known
 
-    def _read(self, geometry: Geometry) -> Heatmap | None:
-        if not self.path.exists():
+    def _inherited(self, geometry: Geometry) -> Heatmap | None:
+        """What the state folder has of those that these experts were made from, nearest first."""
+        paths = (_in_state(each, self._workload) for each in reversed(self._lineage))
+        found = (self._read(geometry, path) for path in paths)
+        return next((heatmap for heatmap in found if heatmap is not None), None)
+
+    def _read(self, geometry: Geometry, path: Path) -> Heatmap | None:
+        if not path.exists():
             return None
         try:
-            return Heatmap.load(
-                self.path, geometry, fingerprint=self._fingerprint, workload=self._workload
-            )
+            return Heatmap.load(path, geometry, lineage=self._lineage, workload=self._workload)
         except WeightsError as error:
             log("heatmap_ignored", level="warning", reason=error.message)
             return None
@@ -99,16 +126,21 @@ class HeatmapFile:
             self.save()
 
     def save(self) -> None:
-        """Write what was counted, if anything was since the last time."""
+        """Add what was counted since the last time, if anything was, to what the file holds."""
         self._saved_at = self._clock()
-        if self.live is None or self.live.total() == self._saved_total:
+        live, saved = self.live, self._saved
+        if live is None or saved is None or np.array_equal(live.counts, saved):
             return
         try:
-            self.live.save(self.path, fingerprint=self._fingerprint, workload=self._workload)
+            with file_lock(self.path.with_name(f".{self.path.name}.lock")):
+                theirs = self._read(live.geometry, self.path)
+                if theirs is not None:
+                    live.counts += np.maximum(theirs.counts - saved, 0.0)
+                live.save(self.path, fingerprint=self._lineage[-1], workload=self._workload)
         except OSError as error:
             log("heatmap_not_saved", level="warning", reason=f"{self.path}: {error.strerror}")
             return
-        self._saved_total = self.live.total()
+        self._saved = live.counts.copy()
 
 
 def refine(engine: Engine, tokenizer: Tokenizer, lane: str, context: int) -> None:

@@ -38,7 +38,7 @@ def test_skew_tells_one_favourite_from_an_even_spread() -> None:
 def test_a_saved_heatmap_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "heat.json"
     example().save(path, fingerprint="f", workload="code")
-    back = Heatmap.load(path, GEOMETRY, fingerprint="f", workload="code")
+    back = Heatmap.load(path, GEOMETRY, lineage=("f",), workload="code")
     assert np.array_equal(back.counts, example().counts)
     assert [entry.name for entry in path.parent.iterdir()] == ["heat.json"]
 
@@ -57,7 +57,7 @@ def test_a_foreign_heatmap_is_refused(
 ) -> None:
     example().save(tmp_path / "h", fingerprint="f", workload="code")
     with pytest.raises(WeightsError, match=word):
-        Heatmap.load(tmp_path / "h", geometry, fingerprint=fingerprint, workload=workload)
+        Heatmap.load(tmp_path / "h", geometry, lineage=(fingerprint,), workload=workload)
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_broken_counts_are_refused(tmp_path: Path, counts: object) -> None:
     example().save(path, fingerprint="f", workload="code")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"counts": counts}))
     with pytest.raises(WeightsError):
-        Heatmap.load(path, GEOMETRY, fingerprint="f", workload="code")
+        Heatmap.load(path, GEOMETRY, lineage=("f",), workload="code")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{"])
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "h").write_text(text)
     with pytest.raises(WeightsError):
-        Heatmap.load(tmp_path / "h", GEOMETRY, fingerprint="f", workload="code")
+        Heatmap.load(tmp_path / "h", GEOMETRY, lineage=("f",), workload="code")
     with pytest.raises(WeightsError):
-        Heatmap.load(tmp_path / "none", GEOMETRY, fingerprint="f", workload="code")
+        Heatmap.load(tmp_path / "none", GEOMETRY, lineage=("f",), workload="code")

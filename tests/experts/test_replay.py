@@ -37,7 +37,8 @@ def test_each_name_moves_what_it_says(trace: Trace) -> None:
     heat = trace.heatmap()
     got = {text: replay(text, trace, Stage(SLOTS, heatmap=heat)) for text in STRATEGIES}
     assert got["cpu_only"].moves == got["cpu_only"].start_moves == 0
-    assert got["hot_cached_static"].moves == 0 and got["hot_cached_static"].start_moves == SLOTS
+    static = got["hot_cached_static"]
+    assert static.moves == static.update_moves and static.start_moves == SLOTS
     # every layer of every chunk: 80 tokens and 4 prompts of two chunks
     assert got["chunked"].moves == GEOMETRY.total * (80 + 8)
     assert got["active_only"].moves == got["active_only"].total.misses

@@ -88,8 +88,8 @@ def test_an_expert_that_never_arrived_is_loaded_again() -> None:
         stage.step("decode", dict.fromkeys(GEOMETRY.layers, (0, 1)))
 
 
-def traffic(text: str, slots: int, warm: bool = True) -> Simulator:
-    stage = Simulator(GEOMETRY, text, slots, heatmap() if warm else None)
+def traffic(text: str, slots: int, warm: bool = True, **options: bool) -> Simulator:
+    stage = Simulator(GEOMETRY, text, slots, heatmap() if warm else None, options)
     rng = random.Random(3)
     for number in range(30):
         phase = "prefill" if number % 10 == 0 else "decode"
@@ -109,8 +109,8 @@ def test_persistent_moves_nothing_after_the_start() -> None:
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_hot_cached_static_moves_nothing_after_the_start(warm: bool) -> None:
-    stage = traffic("hot_cached_static", 7, warm)
+def test_hot_cached_static_fixed_moves_nothing_after_the_start(warm: bool) -> None:
+    stage = traffic("hot_cached_static", 7, warm, deterministic=True)
     assert stage.moved == [] and stage.hosted
     assert len(stage.started) == 7
     if warm:

@@ -167,7 +167,7 @@ def test_a_heatmap_is_kept_and_found_again(moe: Path) -> None:
         store = llm._host.experts.runtime.parts.store  # type: ignore[union-attr]
         assert not path.exists()
     fingerprint, geometry = store.fingerprint, store.geometry
-    known = Heatmap.load(path, geometry, fingerprint=fingerprint, workload="tales")
+    known = Heatmap.load(path, geometry, lineage=(fingerprint,), workload="tales")
     rows = len(PROMPTS[0]) + GREEDY["max_tokens"] - 1
     assert known.total() == rows * LAYERS * TOP_K
     with opened(moe, **kept) as llm:
@@ -175,7 +175,7 @@ def test_a_heatmap_is_kept_and_found_again(moe: Path) -> None:
         hot = known.hottest(1)[0]
         assert slots.is_pinned(hot)
         assert llm.generate(PROMPTS[0], **GREEDY)[0].token_ids == done.token_ids
-    again = Heatmap.load(path, geometry, fingerprint=fingerprint, workload="tales")
+    again = Heatmap.load(path, geometry, lineage=(fingerprint,), workload="tales")
     assert again.total() == 2 * known.total()
     written = path.read_bytes()
     with opened(moe, **(kept | {"warmup": "none"})) as llm:
@@ -201,7 +201,7 @@ def test_heatmap_files_are_saved_rarely_and_read_with_distrust(tmp_path: Path) -
     path = tmp_path / "heatmaps" / "w.json"
 
     def make(fingerprint: str = "f") -> HeatmapFile:
-        return HeatmapFile(path, fingerprint, "w", lambda: now[0])
+        return HeatmapFile(path, (fingerprint,), "w", lambda: now[0])
 
     file = make()
     assert file.load(geometry) is None and file.live is not None

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from coterie.experts.dispatch.base import Demand, Scene, Strategy, Wave
 from coterie.experts.dispatch.contest import Contest
 from coterie.experts.dispatch.hot_cached_static import as_they_lie, spread_evenly
 from coterie.experts.dispatch.lanes import Lanes
 from coterie.experts.dispatch.pace import Clock
+from coterie.experts.dispatch.repin import Repin
 from coterie.experts.dispatch.seats import Seats
 from coterie.experts.dispatch.turns import Turns, Walk
 from coterie.experts.geometry import Key
@@ -34,6 +38,9 @@ class Adaptive(Strategy):
         self._seats = Seats(scene.geometry, scene.slots, self._contest.leader)
         self._lanes = Lanes(scene)
         self._clock = Clock()
+        # where no upload pays for itself, but costs nothing either: live counts, between tokens
+        self._repin = Repin(scene, scene.slots.num_slots, pin=False)
+        self._free = scene.costs.upload_s == 0.0 and not scene.deterministic
         self._walk = Walk()
         # what a layer to come was predicted to ask for
         self._protected: dict[int, frozenset[int]] = {}
@@ -47,7 +54,14 @@ class Adaptive(Strategy):
             keys = spread_evenly(scene.geometry, slots.free()) if few else []
         else:
             keys = scene.heatmap.hottest(slots.free())
-        return tuple((key, slots.place(key)) for key in keys if key not in slots)
+        loads = tuple((key, slots.place(key)) for key in keys if key not in slots)
+        for key, _ in loads:
+            self._repin.own(key)
+        return loads
+
+    def observe(self, rows: npt.NDArray[np.int64]) -> None:
+        if not self._lanes.uploads_pay:
+            self._repin.saw_step(rows)
 
     def groups(self) -> tuple[tuple[int, ...], ...] | None:
         """Layer by layer: a long prompt's chunks then share what a layer loads."""
@@ -60,6 +74,7 @@ class Adaptive(Strategy):
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
         if not self._lanes.uploads_pay:
+            self._repin.saw(demand)
             return as_they_lie(self.scene.slots, demand)
         base, seats = self._base[demand.layer], self._seats
         asked = [base + expert for expert in demand.experts]
@@ -112,17 +127,21 @@ class Adaptive(Strategy):
             else:
                 turns.host.append(seats.keys[expert][1])
 
+    @property
+    def replaced(self) -> int:
+        return self._seats.replaced
+
     def update(self) -> Loads:
         """A token has passed; when it is time, a bounded step towards the leader's ranking."""
+        if not self._lanes.uploads_pay:
+            return self._repin.update() if self._free else ()
         if self._contest.tick():
             self._seats.rank_by(self._contest.leader)
         if not self._clock.due():
             return ()
-        loads: Loads = ()
-        if self._lanes.uploads_pay:
-            self._seats.refresh()
-            scratch = self._lanes.scratch("decode", chunked=False)
-            loads = self._seats.promote(scratch, self._clock.pace.budget)
+        self._seats.refresh()
+        scratch = self._lanes.scratch("decode", chunked=False)
+        loads = self._seats.promote(scratch, self._clock.pace.budget)
         self._clock.done(len(loads))
         return loads
 

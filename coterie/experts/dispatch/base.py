@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     from coterie.experts.geometry import Geometry, Key
     from coterie.experts.heatmap import Heatmap
@@ -82,6 +85,8 @@ class Strategy:
     """Base of all strategies. `name` is the file's name, the CLI value and the docs heading."""
 
     name: ClassVar[str]
+    # what lies in a slot is computed from there
+    uses_slots: ClassVar[bool] = True
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -95,8 +100,12 @@ class Strategy:
         raise TypeError(f"{self.name} does not decide")
 
     def settled(self) -> bool:
-        """Whether no decision of this strategy could move anything any more."""
+        """Whether no decision of this strategy could move anything any more. (Between tokens
+        `update` still may.)"""
         return len(self.scene.slots.keys()) >= self.scene.geometry.total
+
+    def observe(self, rows: npt.NDArray[np.int64]) -> None:
+        """A step ran without asking `decide`, which `settled` allowed: rows [layers, experts]."""
 
     def groups(self) -> tuple[tuple[int, ...], ...] | None:
         """Groups of MoE layers through which all chunks of a prompt walk before the next group is
@@ -106,6 +115,11 @@ class Strategy:
     def load_group(self, index: int) -> Sequence[tuple[Key, int]]:
         """What to load before group `index` is walked."""
         return ()
+
+    @property
+    def replaced(self) -> int:
+        """Experts that took another's place while a layer waited, because they lead it."""
+        return 0
 
     def update(self) -> tuple[tuple[Key, int], ...]:
         """Between tokens: swaps worth making now (bounded), or nothing."""

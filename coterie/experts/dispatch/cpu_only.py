@@ -9,6 +9,7 @@ from coterie.experts.dispatch.base import Demand, Strategy, Wave
 
 class CpuOnly(Strategy):
     name = "cpu_only"
+    uses_slots = False
 
     def settled(self) -> bool:
         return True

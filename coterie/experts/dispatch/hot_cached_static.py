@@ -1,13 +1,18 @@
 """hot_cached_static: hot experts lie in slots from the start, cold ones are computed on the host.
 
-Both sides run at the same time. Nothing moves after the load.
+Both sides run at the same time. No step moves anything; between tokens live counts change who is
+pinned, a few at a time (never with `deterministic`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from coterie.experts.dispatch.base import Demand, Scene, Strategy, Wave
+from coterie.experts.dispatch.repin import Repin
 from coterie.experts.geometry import Geometry, Key
 from coterie.experts.residency import Residency
 
@@ -19,6 +24,7 @@ class HotCachedStatic(Strategy):
         """`spare` slots are left to the partner of another phase."""
         super().__init__(scene)
         self._limit = max(0, scene.slots.num_slots - spare)
+        self._repin = Repin(scene, self._limit, pin=True)
 
     def start(self) -> tuple[tuple[Key, int], ...]:
         scene, slots = self.scene, self.scene.slots
@@ -29,13 +35,20 @@ class HotCachedStatic(Strategy):
             keys = scene.heatmap.hottest(limit)
         loads = tuple((key, slots.place(key)) for key in keys if key not in slots)
         for key, _ in loads:
-            slots.pin(key)
+            self._repin.own(key)
         return loads
+
+    def update(self) -> tuple[tuple[Key, int], ...]:
+        return () if self.scene.deterministic else self._repin.update()
+
+    def observe(self, rows: npt.NDArray[np.int64]) -> None:
+        self._repin.saw_step(rows)
 
     def settled(self) -> bool:
         return True
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
+        self._repin.saw(demand)
         return as_they_lie(self.scene.slots, demand)
 
 

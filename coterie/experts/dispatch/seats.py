@@ -27,6 +27,8 @@ class Seats:
         # in the order they came
         self._guests: dict[int, None] = {}
         self._seen = -1
+        # members that a newcomer pushed out
+        self.replaced = 0
 
     def refresh(self) -> None:
         """Somebody else (another phase, a failed read) changed the slots: all are members now."""
@@ -72,6 +74,7 @@ class Seats:
             lowest = members.lowest(self._shielded(busy))
             if lowest is None or not self._leads(expert, lowest, lead):
                 return False
+            self.replaced += 1
             members.remove(lowest)
             if self._free_slot(busy):
                 self._guests[lowest] = None

@@ -1,0 +1,108 @@
+"""Keeps the slots with those who are asked for most, by live counts, a few swaps at a time.
+
+For strategies that compute a miss on the host and move nothing while a layer waits. How often and
+how much is `pace.py`'s choice; a newcomer must clearly lead whose place it takes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from coterie.experts.dispatch.base import Demand, Scene
+from coterie.experts.dispatch.pace import Clock
+from coterie.experts.geometry import Key
+from coterie.experts.heatmap import Heatmap
+
+# tokens that all of a heatmap counts for beside live ones
+_PRIOR_TOKENS = 64
+# what counts are worth after an update
+_KEEP = 0.9
+# a newcomer leads by this factor, and by this many uses
+_LEAD, _LEAD_USES = 1.25, 2.0
+
+
+class Repin:
+    """`limit` slots are its own to fill; `pin`: who is in is pinned."""
+
+    def __init__(self, scene: Scene, limit: int, *, pin: bool) -> None:
+        self._scene, self._limit, self._pins = scene, limit, pin
+        self._heat = Heatmap(scene.geometry, _prior(scene))
+        self._mine: set[Key] = set()
+        self._clock = Clock()
+        self._demands = 0
+        self._here, self._here_at = np.zeros(0, dtype=bool), -1
+
+    def own(self, key: Key) -> None:
+        """`key` lies in one of these slots now."""
+        self._mine.add(key)
+        if self._pins:
+            self._scene.slots.pin(key)
+
+    def saw(self, demand: Demand) -> None:
+        self._heat.add(demand.layer, demand.experts, demand.counts)
+        slots, layer = self._scene.slots, demand.layer
+        here = sum((layer, expert) in slots for expert in demand.experts)
+        self._count(len(demand.experts), len(demand.experts) - here)
+
+    def saw_step(self, rows: npt.NDArray[np.int64]) -> None:
+        """Rows per layer and expert of a step that nobody was asked about."""
+        self._heat.counts += rows
+        asked = rows > 0
+        self._count(int(asked.sum()), int((asked & ~self._lying()).sum()))
+
+    def _lying(self) -> npt.NDArray[np.bool_]:
+        """Who lies in a slot, [layers, experts]; looked up again when that has changed."""
+        slots, geometry = self._scene.slots, self._scene.geometry
+        if self._here_at != slots.changes:
+            self._here_at = slots.changes
+            self._here = np.zeros(self._heat.counts.shape, dtype=bool)
+            index = {layer: at for at, layer in enumerate(geometry.layers)}
+            for layer, expert in list(slots.keys()):
+                self._here[index[layer], expert] = True
+        return self._here
+
+    def _count(self, demands: int, misses: int) -> None:
+        self._demands += demands
+        self._clock.saw(demands, misses)
+
+    def update(self) -> tuple[tuple[Key, int], ...]:
+        if not self._clock.due():
+            return ()
+        loads = self._swap(self._clock.pace.budget)
+        self._clock.done(len(loads))
+        if self._demands:
+            self._heat.counts *= _KEEP
+        self._demands = 0
+        return loads
+
+    def _swap(self, budget: int) -> tuple[tuple[Key, int], ...]:
+        slots, heat = self._scene.slots, self._heat
+        self._mine.intersection_update(slots.keys())
+        chosen = heat.hottest(min(self._limit, len(self._mine) + slots.free()))
+        rising = [key for key in chosen if key not in slots and heat.count(key) > 0][:budget]
+        leaving = sorted(self._mine.difference(chosen), key=lambda key: (heat.count(key), key))
+        loads = []
+        for key in rising:
+            if len(self._mine) >= self._limit or not slots.free():
+                if not leaving or not _leads(heat.count(key), heat.count(leaving[0])):
+                    break
+                self._mine.discard(coldest := leaving.pop(0))
+                if slots.is_pinned(coldest):
+                    slots.unpin(coldest)
+                slots.evict(coldest)
+            loads.append((key, slots.place(key, early=True)))
+            self.own(key)
+        return tuple(loads)
+
+
+def _leads(newcomer: float, member: float) -> bool:
+    return newcomer > _LEAD * member + _LEAD_USES
+
+
+def _prior(scene: Scene) -> npt.NDArray[np.float64] | None:
+    if scene.heatmap is None:
+        return None
+    counts = scene.heatmap.counts
+    asked = _PRIOR_TOKENS * scene.geometry.top_k * len(scene.geometry.layers)
+    return counts * min(1.0, asked / max(1.0, float(counts.sum())))
