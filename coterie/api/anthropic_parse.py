@@ -12,6 +12,7 @@ from coterie.api.experts_types import adapter_hints
 from coterie.api.inference import Ask, Steering, positive_top_p, seed_of
 from coterie.api.response_format import response_format_of
 from coterie.api.tools import check_results
+from coterie.api.vendor_fields import refuse_fields
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import Chat, Limits, Message, ResponseFormat, RouteHints, Sampling
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 
 def messages_ask(body: MessagesBody, steering: Steering, prompt: Chat) -> Ask:
+    refuse_fields(body.model_extra)
     metadata = body.metadata
     return Ask(
         hints=hints_of(body),
@@ -45,8 +47,8 @@ def messages_ask(body: MessagesBody, steering: Steering, prompt: Chat) -> Ask:
 def _format(body: MessagesBody) -> ResponseFormat | None:
     newer = None if body.output_config is None else body.output_config.format
     if newer is not None:
-        return response_format_of(newer, param="output_config.format")
-    return response_format_of(body.output_format, param="output_format")
+        return response_format_of(newer, param="output_config.format", closed=True)
+    return response_format_of(body.output_format, param="output_format", closed=True)
 
 
 def hints_of(body: CountBody) -> RouteHints:

@@ -35,7 +35,9 @@ def toolbox_of(body: CountBody) -> Toolbox | None:
             raise InvalidRequest("tool_choice.name: is required", param="tool_choice.name")
         names = known_names([choice.name], tools, "tool_choice")
     required = choice.type in ("any", "tool")
-    return Toolbox(tools, names, required, not choice.disable_parallel_tool_use)
+    # a call that is forced is one call, unless more are asked for
+    single = choice.disable_parallel_tool_use
+    return Toolbox(tools, names, required, not (required if single is None else single))
 
 
 def _tool(spec: ToolSpec, where: str) -> Tool:

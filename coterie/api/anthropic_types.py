@@ -1,10 +1,11 @@
-"""Bodies of the Anthropic dialect. Unknown fields of a body or of a block are ignored."""
+"""Bodies of the Anthropic dialect. Of unknown fields of a body `vendor_fields.py` says which are
+refused; others, and those of a block, are ignored."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from coterie.api.body import Body
 from coterie.api.experts_types import Experts
@@ -75,6 +76,8 @@ class OutputConfig(Body):
 
 
 class CountBody(Body):
+    model_config = ConfigDict(extra="allow")
+
     model: str = Field(min_length=1, max_length=512)
     messages: list[Turn] = Field(min_length=1)
     system: str | list[TextBlock] | None = None

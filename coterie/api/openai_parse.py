@@ -17,8 +17,9 @@ from coterie.api.openai_types import (
     CompletionBody,
     Part,
 )
-from coterie.api.response_format import response_format_of
+from coterie.api.response_format import vendor_format_of
 from coterie.api.tools import check_results
+from coterie.api.vendor_fields import refuse_fields
 from coterie.core.errors import InvalidRequest, Unsupported
 from coterie.core.request import (
     Chat,
@@ -49,7 +50,7 @@ def chat_ask(body: ChatBody, steering: Steering) -> Ask:
         limits=_limits(body, body.max_completion_tokens or body.max_tokens, steering),
         sessions=_sessions(body),
         salt=body.cache_salt,
-        response_format=response_format_of(body.response_format),
+        response_format=vendor_format_of(body),
         tools=tools,
     )
 
@@ -68,7 +69,7 @@ def completion_asks(body: CompletionBody, steering: Steering) -> list[Ask]:
         limits=_limits(body, max(max_tokens, 1), steering),
         sessions=_sessions(body),
         salt=body.cache_salt,
-        response_format=response_format_of(body.response_format),
+        response_format=vendor_format_of(body),
     )
     return [replace(first, prompt=prompt) for prompt in _prompts(body)]
 
@@ -163,6 +164,7 @@ def _refuse_completion(body: CompletionBody) -> None:
 
 
 def _refuse_common(body: Common) -> None:
+    refuse_fields(body.model_extra)
     if body.include_stop_str_in_output:
         raise Unsupported(
             "include_stop_str_in_output: stop strings are never part of the output here",

@@ -27,7 +27,9 @@ def toolbox_of(body: ChatBody) -> Toolbox | None:
             names = _named(choice.allowed_tools.tools, tools)
         else:
             required, names = True, _named([choice], tools)
-    return Toolbox(tools, names, required, body.parallel_tool_calls is not False)
+    # a call that is forced is one call, unless more are asked for
+    parallel = body.parallel_tool_calls
+    return Toolbox(tools, names, required, not required if parallel is None else parallel)
 
 
 def _tool(spec: ToolSpec, where: str) -> Tool:

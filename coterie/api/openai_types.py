@@ -1,14 +1,14 @@
 """Bodies of the OpenAI dialect, with the extra fields vLLM's clients send.
 
-Shapes and ranges only: what a field means is `openai_parse.py`'s business. Unknown fields are
-ignored.
+Shapes and ranges only: what a field means is `openai_parse.py`'s business. Of unknown fields
+`vendor_fields.py` says which are refused; others are ignored.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from coterie.api.body import Body
 from coterie.api.experts_types import Experts
@@ -18,6 +18,7 @@ from coterie.core.nesting import is_deeper
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
 MAX_STOPS = 32
+MAX_GUIDED = 10_000
 MAX_KWARGS_DEPTH = 32
 _INT64 = 2**63 - 1
 
@@ -101,8 +102,24 @@ class ToolChoice(ChosenTool):
     allowed_tools: AllowedTools | None = None
 
 
-class Common(Body):
+class Shaped(Body):
+    """What holds an answer to a shape, as vLLM, SGLang and llama.cpp name it."""
+
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MAX_GUIDED)] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    json_schema: Any = None
+    grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
+class Common(Shaped):
     """Fields of both completion endpoints."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: str = Field(min_length=1, max_length=512)
     stream: bool | None = None

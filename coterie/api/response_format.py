@@ -1,17 +1,21 @@
-"""From a body's `response_format`, `grammar` or `regex` to one `ResponseFormat`.
+"""From the fields of a body that hold its answer to a shape to one `ResponseFormat`.
 
-Reads OpenAI's shapes, Anthropic's `output_format` and the native fields. Shapes only: whether a
-schema or grammar can be enforced is told by `models/grammar_check.py`.
+Reads OpenAI's `response_format`, Anthropic's `output_format`, the native fields, and those of vLLM,
+SGLang and llama.cpp. Shapes only: whether a schema or grammar can be enforced is told by
+`models/grammar_check.py`.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 
-from coterie.core.errors import InvalidRequest
+from coterie.api.tools_schema import closed_schema
+from coterie.core.errors import InvalidRequest, Unsupported
 from coterie.core.request import ResponseFormat
 
 # Lark's first rule, or llguidance's own mark; GBNF writes `root ::=`
@@ -19,9 +23,15 @@ _LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start[ \t]*:)")
 
 
 def response_format_of(
-    body_field: Any, grammar: Any = None, regex: Any = None, *, param: str = "response_format"
+    body_field: Any,
+    grammar: Any = None,
+    regex: Any = None,
+    *,
+    param: str = "response_format",
+    closed: bool = False,
 ) -> ResponseFormat | None:
-    """None where the answer is free. `param` names `body_field` in complaints."""
+    """None where the answer is free. `param` names `body_field` in complaints; with `closed` an
+    object has the properties that its schema names, and no others."""
     given = [
         name
         for name, value in ((param, body_field), ("grammar", grammar), ("regex", regex))
@@ -33,21 +43,55 @@ def response_format_of(
         return ResponseFormat("regex", _text(regex, "regex"))
     if grammar is not None:
         return _grammar(grammar)
-    return None if body_field is None else _vendor(body_field, param)
+    return None if body_field is None else _vendor(body_field, param, closed)
+
+
+class Constrained(Protocol):
+    """The fields of other servers that hold an answer to a shape."""
+
+    response_format: dict[str, Any] | None
+    guided_json: Any
+    guided_regex: str | None
+    guided_choice: list[str] | None
+    guided_grammar: str | None
+    structured_outputs: dict[str, Any] | None
+    json_schema: Any
+    grammar: str | None
+    regex: str | None
+    ebnf: str | None
+
+
+def vendor_format_of(body: Constrained) -> ResponseFormat | None:
+    """The one shape that a body of the OpenAI dialect asks for, under whichever name."""
+    given: list[tuple[str, ResponseFormat]] = []
+    for name, read in _READERS.items():
+        value = getattr(body, name)
+        found = None if value is None else read(value, name)
+        if found is not None:
+            given.append((name, found))
+    if len(given) > 1:
+        names = [name for name, _ in given]
+        raise InvalidRequest(f"give {names[0]} or {names[1]}, not both", param=names[1])
+    return given[0][1] if given else None
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") == "text"
 
 
-def _vendor(field: Any, param: str) -> ResponseFormat | None:
+def _vendor(field: Any, param: str, closed: bool = False) -> ResponseFormat | None:
     if not isinstance(field, dict):
         raise InvalidRequest(f"{param} must be a JSON object", param=param)
     kind = field.get("type")
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and field.get("schema") is None:
         return ResponseFormat("json_object")
+    if kind == "structural_tag":
+        raise Unsupported(f"{param}: structural tags are not available", param=f"{param}.type")
+    if kind == "json_object":
+        # as llama.cpp and others have it
+        kind = "json_schema"
     if kind != "json_schema":
         raise InvalidRequest(
             f"{param}.type must be text, json_object or json_schema", param=f"{param}.type"
@@ -64,6 +108,8 @@ def _vendor(field: Any, param: str) -> ResponseFormat | None:
         raise InvalidRequest(f"{path}.schema must be a JSON object", param=f"{path}.schema")
     if strict is not None and not isinstance(strict, bool):
         raise InvalidRequest(f"{path}.strict must be true or false", param=f"{path}.strict")
+    if closed or strict:
+        schema = closed_schema(schema)
     return schema_format(schema, strict, f"{path}.schema")
 
 
@@ -80,9 +126,49 @@ def schema_format(
         raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
 
 
-def _grammar(value: Any) -> ResponseFormat:
+def _schema(value: Any, param: str) -> ResponseFormat:
+    """A schema, or the text of one."""
     if isinstance(value, str):
-        text = _text(value, "grammar")
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError):
+            raise InvalidRequest(f"{param}: is not valid JSON", param=param) from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{param}: must be a JSON schema", param=param)
+    return schema_format(value, param=param)
+
+
+def _choice(value: Any, param: str) -> ResponseFormat:
+    if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
+        raise InvalidRequest(f"{param}: must be a list of texts that is not empty", param=param)
+    words = " | ".join(json.dumps(word, ensure_ascii=False) for word in value)
+    return ResponseFormat("lark", f"start: {words}\n")
+
+
+def _regex(value: Any, param: str) -> ResponseFormat:
+    return ResponseFormat("regex", _text(value, param))
+
+
+def _structured(value: Any, param: str) -> ResponseFormat | None:
+    """vLLM's newer way to ask for one of the same things."""
+    for name in ("structural_tag", "whitespace_pattern", "disable_any_whitespace",
+                 "disable_additional_properties"):  # fmt: skip
+        if value.get(name):
+            raise Unsupported(f"{param}.{name}: is not available", param=f"{param}.{name}")
+    given = [name for name in _STRUCTURED if value.get(name) not in (None, False)]
+    if len(given) != 1:
+        names = ", ".join(_STRUCTURED)
+        raise InvalidRequest(f"{param}: give exactly one of {names}", param=param)
+    return _STRUCTURED[given[0]](value[given[0]], f"{param}.{given[0]}")
+
+
+def _object(value: Any, param: str) -> ResponseFormat:
+    return ResponseFormat("json_object")
+
+
+def _grammar(value: Any, param: str = "grammar") -> ResponseFormat:
+    if isinstance(value, str):
+        text = _text(value, param)
         return ResponseFormat("lark" if _LARK.search(text) else "gbnf", text)
     if not isinstance(value, dict):
         raise InvalidRequest("grammar must be a text or {type, text}", param="grammar")
@@ -96,3 +182,24 @@ def _text(value: Any, param: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise InvalidRequest(f"{param} must be a text that is not empty", param=param)
     return value
+
+
+_STRUCTURED: dict[str, Callable[[Any, str], ResponseFormat | None]] = {
+    "json": _schema,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "json_object": _object,
+}
+_READERS: dict[str, Callable[[Any, str], ResponseFormat | None]] = {
+    "response_format": _vendor,
+    "guided_json": _schema,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+    "structured_outputs": _structured,
+    "json_schema": _schema,
+    "grammar": _grammar,
+    "regex": _regex,
+    "ebnf": _grammar,
+}

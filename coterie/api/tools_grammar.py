@@ -16,6 +16,7 @@ from coterie.api.tools import Tool, Toolbox
 from coterie.api.tools_schema import SPACING, held_schema
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import ResponseFormat
+from coterie.models.grammar import lark_of
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
@@ -151,12 +152,23 @@ class _Lark:
         return _literal(mark) if found is None else f"<[{found}]>"
 
 
+def _in_lark(found: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
+
+
 def _literal(text: str) -> str:
     return json.dumps(text)
 
 
 def _answer_rule(answer: ResponseFormat) -> str:
-    if answer.kind != "json_schema":
+    if answer.kind == "regex":
+        # a slash ends a pattern in Lark, and so does the line
+        pattern = re.sub(r"\\.|/|\n", _in_lark, answer.text, flags=re.DOTALL)
+        return f"/{pattern}/"
+    if answer.kind in ("lark", "gbnf"):
+        text = answer.text if answer.kind == "lark" else lark_of(answer.text)
+        return f"%lark {{\n{text}\n}}"
+    if answer.kind == "json_object":
         return f"%json {json.dumps({'type': 'object', 'x-guidance': SPACING})}"
     schema = json.loads(answer.text)
     options = {**schema.get("x-guidance", {}), **SPACING}

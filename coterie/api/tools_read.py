@@ -150,11 +150,12 @@ async def held(ask: Ask, tokenizer: Tokenizer, reading: Reading) -> Ask:
     """The same with the one grammar that holds its thoughts, tools and format together."""
     thought, answer = reading.thought, ask.response_format
     if ask.tools is not None:
-        if len(msgspec.json.encode(ask.tools.fields())) > MAX_INLINE_BYTES:
+        size = len(msgspec.json.encode(ask.tools.fields()))
+        if size > MAX_INLINE_BYTES or (answer is not None and answer.kind == "gbnf"):
             build = partial(tool_constraint, ask.tools, tokenizer, thought, answer)
             answer = await asyncio.to_thread(build)
         else:
             answer = tool_constraint(ask.tools, tokenizer, thought, answer)
     elif answer is not None and thought is not None:
-        answer = answer_behind_thought(answer, tokenizer, thought)
+        answer = await asyncio.to_thread(answer_behind_thought, answer, tokenizer, thought)
     return replace(ask, response_format=answer)

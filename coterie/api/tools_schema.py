@@ -25,9 +25,16 @@ def held_schema(schema: dict[str, Any], strict: bool | None) -> str:
 
     A schema that says nothing of further properties is held to those it names.
     """
-    kept = schema if _is_composed(schema) else _closed(schema)
+    kept = closed_schema(schema)
     options = {**SPACING, "lenient": not strict, "coerce_one_of": not strict}
     return json.dumps({**kept, "x-guidance": options})
+
+
+def closed_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Objects that say nothing of further properties have none; a schema whose parts are joined
+    (`allOf`, `if`, properties beside `anyOf`) stays as it is."""
+    closed: dict[str, Any] = schema if _is_composed(schema) else _closed(schema)
+    return closed
 
 
 def _parts(schema: dict[str, Any]) -> list[Any]:

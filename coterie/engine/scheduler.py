@@ -207,7 +207,7 @@ class Scheduler:
         return True
 
     def _is_barred(self, sequence: Sequence) -> bool:
-        """It cannot run yet, whatever room there is: its grammar, its tenant's share, its adapters."""
+        """Whatever room there is, it cannot run: its grammar, its tenant's share, its adapters."""
         if sequence.held or self._is_capped(sequence):
             return True
         return bool(sequence.adapter_key) and not self._is_seated(sequence)

@@ -113,7 +113,7 @@ def grammar_text(wanted: ResponseFormat) -> str:
     if wanted.kind == "lark":
         return str(matcher.grammar_from_lark(wanted.text))
     if wanted.kind == "gbnf":
-        return str(matcher.grammar_from_lark(_lark_of(wanted.text)))
+        return str(matcher.grammar_from_lark(lark_of(wanted.text)))
     schema = '{"type": "object"}' if wanted.kind == "json_object" else wanted.text
     try:
         return str(matcher.grammar_from_json_schema(schema, overrides=_JSON))
@@ -145,7 +145,8 @@ def probe(wanted: ResponseFormat, matcher: LLMatcher) -> None:
         raise _refusal(wanted, matcher.get_error())
 
 
-def _lark_of(text: str) -> str:
+def lark_of(text: str) -> str:
+    """A GBNF grammar in Lark's notation."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:

@@ -14,6 +14,9 @@ from conftest import KEYS
 from pydantic import BaseModel
 from served import Served, chat
 
+from coterie.api.anthropic_tools import toolbox_of
+from coterie.api.anthropic_types import MessagesBody
+
 CHAT, TEXT, MESSAGES, COUNT = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -98,6 +101,23 @@ def test_one_call_where_parallel_ones_are_off(taught_server: Served) -> None:
         assert [block["type"] for block in answer["content"]] == ["tool_use"]
         assert answer["stop_reason"] == "tool_use"
         jsonschema.validate(answer["content"][0]["input"], SCHEMA)
+
+
+@pytest.mark.parametrize("choice", ["required", named("trip")], ids=["required", "named"])
+def test_a_forced_call_is_one_call(taught_server: Served, choice: Any) -> None:
+    """More only where they are asked for: two equal calls were what a small model made of it."""
+    body = chat(tools=TOOLS, tool_choice=choice, max_tokens=300, temperature=2, n=4, seed=1)
+    once = taught_server.post(CHAT, body).json
+    assert [len(called(found)) for found in once["choices"]] == [1] * 4
+    often = taught_server.post(CHAT, body | {"parallel_tool_calls": True}).json
+    assert max(len(called(found)) for found in often["choices"]) > 1
+    kind = {"type": "any"} if choice == "required" else {"type": "tool", "name": "trip"}
+    ask = chat(tools=CLAUDE_TOOLS, tool_choice=kind, temperature=1, seed=1, max_tokens=300)
+    answer = taught_server.post(MESSAGES, ask).json
+    assert [block["type"] for block in answer["content"]] == ["tool_use"]
+    wanted = {"type": "any", "disable_parallel_tool_use": False}
+    found = toolbox_of(MessagesBody.model_validate(ask | {"tool_choice": wanted}))
+    assert found is not None and found.parallel
 
 
 def test_anthropic_names_one_tool(taught_server: Served) -> None:
@@ -194,7 +214,8 @@ def test_a_thinking_model_is_held_behind_its_thought(strict_server: Served) -> N
     body = chat(max_tokens=40, temperature=1.5, seed=2, response_format={"type": "json_object"})
     [open_] = strict_server.post(CHAT, body, **key).json["choices"]
     assert open_["message"]["reasoning_content"]
-    assert (open_["message"]["content"], open_["finish_reason"]) == ("", "length")
+    # it is ended in time for an answer
+    assert json.loads(open_["message"]["content"]) == {} and open_["finish_reason"] == "length"
     quiet = {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 300}
     closed = strict_server.post(CHAT, body | quiet, **key).json["choices"][0]["message"]
     assert isinstance(json.loads(closed["content"]), dict)

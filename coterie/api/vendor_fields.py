@@ -1,0 +1,96 @@
+"""Fields that clients of other servers send, and what becomes of each: one table.
+
+A field that changes what an answer may be is honoured or refused by its name, never dropped in
+silence. What only says how to store, bill or hurry a request is ignored. A field that a body's type
+knows is honoured; this table is about all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from coterie.core.errors import Unsupported
+
+# by field: what to do instead, or why not
+REFUSED: dict[str, str] = {
+    # OpenAI
+    "audio": "only text can be made here",
+    "function_call": "give tools and tool_choice",
+    "web_search_options": "this server searches nothing",
+    # vLLM
+    "allowed_token_ids": "is not available",
+    "bad_words": "is not available",
+    "truncate_prompt_tokens": "is not available",
+    "prompt_logprobs": "use echo with logprobs on /v1/completions",
+    "return_tokens_as_token_ids": "is not available; return_token_ids is",
+    "chat_template": "a model's own template is used; chat_template_kwargs are passed to it",
+    "documents": "put them into a message",
+    "logits_processors": "is not available",
+    "skip_special_tokens": "special tokens are never part of the text here",
+    "mm_processor_kwargs": "only text can be read here",
+    "guided_whitespace_pattern": "docs/structured.md says which blanks a JSON answer may have",
+    "thinking_token_budget": "is not available",
+    # SGLang
+    "structural_tag": "is not available",
+    "stop_regex": "use stop",
+    "no_stop_trim": "stop strings are never part of the output here",
+    "custom_logit_processor": "is not available",
+    "custom_params": "is not available",
+    "return_hidden_states": "is not available",
+    "lora_path": "name the adapter in model or in experts",
+    # llama.cpp
+    "grammar_lazy": "a grammar holds from the first token on",
+    "grammar_triggers": "a grammar holds from the first token on",
+    "n_predict": "use max_tokens",
+    "n_probs": "use logprobs",
+    "repeat_penalty": "use repetition_penalty",
+    "mirostat": "is not available",
+    "dry_multiplier": "is not available",
+    "xtc_probability": "is not available",
+    "dynatemp_range": "is not available",
+    "top_n_sigma": "is not available",
+    "tfs_z": "is not available",
+    "samplers": "the order of samplers is fixed",
+    "lora": "name the adapter in model or in experts",
+    "image_data": "only text can be read here",
+    # Anthropic
+    "mcp_servers": "this server calls no tools of its own",
+    "container": "this server runs no code",
+}
+# values that ask for nothing: what a field has when it is left out
+_OFF: dict[str, tuple[Any, ...]] = {
+    "skip_special_tokens": (True,),
+    "repeat_penalty": (1, 1.0),
+    "top_n_sigma": (-1, -1.0),
+    "tfs_z": (1, 1.0),
+    "n_predict": (-1,),
+    "truncate_prompt_tokens": (-1,),
+}
+# they say how a request is stored, billed, hurried or shown, or hint at what a model may not heed
+IGNORED = frozenset(
+    {
+        # OpenAI
+        "store", "service_tier", "safety_identifier", "prompt_cache_retention", "prediction",
+        "reasoning_effort", "verbosity",
+        # vLLM and SGLang
+        "request_id", "priority", "guided_decoding_backend", "add_special_tokens", "rid",
+        "spaces_between_special_tokens", "separate_reasoning", "stream_reasoning", "vllm_xargs",
+        "kv_transfer_params", "include_reasoning",
+        # llama.cpp
+        "cache_prompt", "id_slot", "n_keep", "timings_per_token", "min_keep", "return_progress",
+        # Anthropic
+        "betas", "context_management", "inference_geo", "speed",
+    }
+)  # fmt: skip
+
+
+def refuse_fields(extra: Mapping[str, Any] | None) -> None:
+    """`extra`: the fields of a body that its type does not know. Raises Unsupported."""
+    for name, value in (extra or {}).items():
+        why = REFUSED.get(name)
+        # a number that is zero asks for nothing either
+        if why is not None and value and value not in _OFF.get(name, ()):
+            raise Unsupported(f"{name}: {why}", param=name)
+        if name == "skip_special_tokens" and value is False:
+            raise Unsupported(f"{name}: {why}", param=name)

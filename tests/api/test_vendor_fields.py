@@ -1,0 +1,148 @@
+"""Fields of other servers that change what an answer may be: honoured, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from conftest import KEYS
+from served import Served
+
+from coterie.api.anthropic_types import MessagesBody
+from coterie.api.openai_types import ChatBody, CompletionBody
+from coterie.api.vendor_fields import IGNORED, REFUSED
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["size"],
+    "additionalProperties": False,
+}
+GBNF = 'root ::= ("ab" | "cd")+ "."'
+DIGITS = r"[0-9]{2,4}"
+# what each of them says of the answer
+HONOURED: dict[str, tuple[Any, str | None]] = {
+    "response_format": ({"type": "json_object", "schema": SCHEMA}, None),
+    "guided_json": (SCHEMA, None),
+    "guided_regex": (DIGITS, DIGITS),
+    "guided_choice": (["yes", 'no "way"'], 'yes|no "way"'),
+    "guided_grammar": (GBNF, r"(ab|cd)+\."),
+    "structured_outputs": ({"choice": ["up", "down"]}, "up|down"),
+    "json_schema": (json.dumps(SCHEMA), None),
+    "grammar": (GBNF, r"(ab|cd)+\."),
+    "regex": (DIGITS, DIGITS),
+    "ebnf": (GBNF, r"(ab|cd)+\."),
+}
+STRUCTURED: list[tuple[dict[str, Any], str | None]] = [
+    ({"json": SCHEMA}, None),
+    ({"json": json.dumps(SCHEMA), "regex": None}, None),
+    ({"regex": DIGITS}, DIGITS),
+    ({"grammar": 'start: "x" /y+/'}, "xy+"),
+]
+ASK = {"model": "tiny", "max_tokens": 40, "temperature": 1, "seed": 3}
+MESSAGES = [{"role": "user", "content": "say it"}]
+# what is known of vLLM, SGLang, llama.cpp, OpenAI and Anthropic to hold an answer to a shape
+CONSTRAINTS = (
+    "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_whitespace_pattern", "structured_outputs", "structural_tag", "json_schema", "grammar",
+    "grammar_lazy", "grammar_triggers", "regex", "ebnf", "allowed_token_ids", "bad_words",
+    "logit_bias", "logits_processors", "custom_logit_processor", "stop", "stop_token_ids",
+    "stop_regex", "min_tokens", "max_tokens", "truncate_prompt_tokens", "chat_template",
+    "tool_choice", "parallel_tool_calls", "function_call", "output_format", "output_config",
+)  # fmt: skip
+
+
+def keeps(text: str, pattern: str | None) -> bool:
+    if pattern is not None:
+        return re.fullmatch(pattern, text) is not None
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+def test_every_constraint_is_honoured_or_refused() -> None:
+    known = {*ChatBody.model_fields, *CompletionBody.model_fields, *MessagesBody.model_fields}
+    for name in CONSTRAINTS:
+        assert (name in known) != (name in REFUSED), name
+    assert not set(REFUSED) & known, "a field that is honoured is not refused"
+    assert not IGNORED & (known | set(REFUSED) | set(CONSTRAINTS))
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_other_servers_fields_hold_an_answer(server: Served, name: str) -> None:
+    value, pattern = HONOURED[name]
+    reply = server.post("/v1/chat/completions", ASK | {"messages": MESSAGES, name: value})
+    assert keeps(reply.json["choices"][0]["message"]["content"], pattern), reply.body
+    reply = server.post("/v1/completions", ASK | {"prompt": "say it", name: value})
+    assert keeps(reply.json["choices"][0]["text"], pattern), reply.body
+
+
+@pytest.mark.parametrize(("value", "pattern"), STRUCTURED)
+def test_structured_outputs(server: Served, value: dict[str, Any], pattern: str | None) -> None:
+    body = ASK | {"messages": MESSAGES, "structured_outputs": value}
+    found = server.post("/v1/chat/completions", body).json["choices"][0]
+    assert keeps(found["message"]["content"], pattern)
+
+
+@pytest.mark.parametrize("name", ["guided_regex", "guided_choice", "guided_grammar"])
+def test_behind_a_thought_too(strict_server: Served, name: str) -> None:
+    value, pattern = HONOURED[name]
+    body = ASK | {"messages": MESSAGES, name: value, "user": name}
+    reply = strict_server.post("/v1/chat/completions", body, authorization=f"Bearer {KEYS[0]}").json
+    assert keeps(reply["choices"][0]["message"]["content"], pattern), reply
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_refused_by_name(server: Served, name: str) -> None:
+    value = {"skip_special_tokens": False, "repeat_penalty": 1.3}.get(name, 7)
+    for path, body in (
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/completions", {"prompt": "say it"}),
+        ("/v1/messages", {"messages": MESSAGES}),
+    ):
+        reply = server.post(path, ASK | body | {name: value})
+        assert reply.status == 400, (path, reply.body)
+        assert name in reply.json["error"]["message"]
+
+
+def test_values_that_ask_for_nothing_pass(server: Served) -> None:
+    off = {"allowed_token_ids": None, "bad_words": [], "mirostat": 0, "repeat_penalty": 1.0}
+    off |= {"skip_special_tokens": True, "top_n_sigma": -1, "guided_json": None, "store": True}
+    assert server.post("/v1/completions", ASK | off | {"prompt": "hi"}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named(server: Served, fields: dict[str, Any], param: str) -> None:
+    reply = server.post("/v1/completions", ASK | {"prompt": "hi"} | fields)
+    assert reply.status == 400
+    assert reply.json["error"]["param"] == param
+
+
+OPEN = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_strict_schema_is_closed(server: Served, seed: int) -> None:
+    """As the vendors promise of it: no property that nobody named."""
+    fields = {"temperature": 1.0, "seed": seed, "max_tokens": 60, "messages": MESSAGES}
+    wanted = {"name": "x", "schema": OPEN, "strict": True}
+    body = ASK | fields | {"response_format": {"type": "json_schema", "json_schema": wanted}}
+    text = server.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"]
+    assert set(json.loads(text)) == {"a"}
+    body = ASK | fields | {"output_format": {"type": "json_schema", "schema": OPEN}}
+    text = server.post("/v1/messages", body).json["content"][0]["text"]
+    assert set(json.loads(text)) == {"a"}
