@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from expert_rig import ADMIN, MODEL, Packer
 from fork_probe import forks, watch
@@ -92,17 +89,10 @@ def ask_all(served: Served, turn: int) -> None:
     assert "fine" in judged["validator"], judged
 
 
-def kill_worker(gateway: int) -> None:
-    for child in psutil.Process(gateway).children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "coterie.workers.child" in child.cmdline():
-                os.kill(child.pid, signal.SIGKILL)
-
-
 def live(served: Served, house: House, turns: int) -> None:
     for turn in range(turns):
         ask_all(served, turn)
-        kill_worker(served.process.pid)
+        served.kill_workers()
         ask(served)
     assert served.stop() == 0
     assert forks(house.folder, served.process.pid) == 0
