@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,13 @@ os.environ.setdefault(
 )
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# a busy machine is no fault of a test's; some suites run where hypothesis is not installed
+with suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
 
 
 @pytest.fixture(scope="session")

@@ -147,8 +147,11 @@ def _sum(ends: Sequence[Finished]) -> Finished:
             decode_s=max(t.decode_s for t in timings),
             total_s=max(t.total_s for t in timings),
             num_preemptions=sum(t.num_preemptions for t in timings),
+            load_s=max(t.load_s for t in timings),
+            grammar_s=max(t.grammar_s for t in timings),
         ),
         experts=reduce(add, experts) if experts else None,
+        adapter_bytes=max(end.adapter_bytes for end in ends),
         # all parts of one request were planned together
         adapters=ends[0].adapters,
     )

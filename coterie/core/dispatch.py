@@ -54,6 +54,11 @@ class DispatchSettings:
 AUTOMATIC = DispatchSettings()
 
 
+# of one layer: its number, the experts asked for, and those of them that a device slot had; no
+# dataclass, as every row of every step has one for each layer
+LayerHits = tuple[int, int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertUsage:
     """What the experts of one request (or step) cost. Seconds, bytes and counts.
@@ -81,6 +86,12 @@ class ExpertUsage:
     compute_s: float = 0.0
     # time in which nothing could be computed because bytes were awaited
     stall_s: float = 0.0
+    # rounds in which a strategy looked at its slots again while the request ran, and the experts
+    # that these exchanged
+    updates: int = 0
+    swaps: int = 0
+    # one for each layer with experts, in order
+    layers: tuple[LayerHits, ...] = ()
 
     @property
     def demands(self) -> int:
@@ -92,7 +103,16 @@ class ExpertUsage:
         return (self.device_misses + self.host_runs) / max(self.demands, 1)
 
     def __add__(self, other: ExpertUsage) -> ExpertUsage:
-        return ExpertUsage(*(getattr(self, name) + getattr(other, name) for name in USAGE_FIELDS))
+        mine, theirs = self.layers, other.layers
+        layers = mine or theirs
+        if mine and theirs:
+            layers = tuple(
+                (layer, demands + more, hits + met)
+                for (layer, demands, hits), (_, more, met) in zip(mine, theirs, strict=True)
+            )
+        counts = {name: getattr(self, name) + getattr(other, name) for name in USAGE_FIELDS}
+        return ExpertUsage(**counts, layers=layers)
 
 
-USAGE_FIELDS = tuple(item.name for item in fields(ExpertUsage))
+# all that are one number
+USAGE_FIELDS = tuple(item.name for item in fields(ExpertUsage) if item.name != "layers")

@@ -41,6 +41,8 @@ class Timings:
     num_preemptions: int = 0
     # of queue_s: passed over because its adapters were not in place
     load_s: float = 0.0
+    # of queue_s: checking what the answer is held to; the gateway fills it in
+    grammar_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

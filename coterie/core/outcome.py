@@ -80,5 +80,7 @@ class InferenceResult:
     seed: int = 0
     validation: ValidationResult | None = None
     metrics: InferenceMetrics | None = None
+    # where the time went: `timings`, and of a mixture `experts`; as `coterie` on the vendors' APIs
+    telemetry: Mapping[str, Any] | None = None
     # ExpertPlan, when it was asked for
     plan: Mapping[str, Any] | None = None

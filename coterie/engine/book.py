@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from heapq import heapify, heappop, heappush
 
+from coterie.core.dispatch import ExpertUsage
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest, WeightsError
 from coterie.core.events import Delta, Event, Failed
 from coterie.engine.active import ActiveRequest
@@ -210,6 +211,13 @@ class RequestBook:
             request = self._requests.get(row.sequence.request_id)
             if request is not None:
                 request.experts = cost if request.experts is None else request.experts + cost
+
+    def moved(self, plan: StepPlan, cost: ExpertUsage) -> None:
+        """Experts were rearranged behind this step: whoever goes on bears it whole."""
+        for request_id in {row.sequence.request_id for row in plan.rows}:
+            request = self._requests.get(request_id)
+            if request is not None and request.experts is not None:
+                request.experts += cost
 
     def _first_token(self, request: ActiveRequest, now: float, events: list[Event]) -> None:
         request.clock.first_token = now

@@ -169,7 +169,9 @@ class Engine:
         self._book.commit(plan, result, events)
         self._account(index, plan, result, (started, scheduled, ran))
         if self._experts is not None:
-            self._experts.after_step(plan, result)
+            moved = self._experts.after_step(plan, result)
+            if moved is not None:
+                self._book.moved(plan, moved)
         return events
 
     def _nap(self) -> None:
@@ -217,7 +219,7 @@ class Engine:
         schedulers = [lane.scheduler for lane in self._lanes]
         total = sum(lane.config.num_blocks for lane in self._lanes)
         available = sum(scheduler.space.cache.num_available for scheduler in schedulers)
-        experts = {} if self._experts is None else self._experts.stats()
+        experts = {} if self._experts is None else self._experts.stats(not self.has_work())
         adapters = {} if self._adapters is None else self._adapters.stats()
         work = self._grammars.work
         return (

@@ -1,7 +1,8 @@
 """The engine's side of a model's experts: what they cost in all, and when they may move.
 
-Stats are flat names with `expert_` in front, for metrics. Asks the runtime for its report rarely:
-an engine is asked for its stats after every step. Knows no strategy.
+Stats are flat names with `expert_` in front, for metrics. What is counted here is true after every
+step; the runtime's report is asked for rarely, as an engine is asked for its stats after every one,
+and once more when nothing is left to do: what a reader sees then stays. Knows no strategy.
 """
 
 from __future__ import annotations
@@ -29,33 +30,54 @@ class ExpertTier:
         self._total = ExpertUsage()
         self._reported_at = -REPORT_EVERY_S
         self._standing: dict[str, float] = {}
+        # updates that could not be made
+        self._failed = 0
 
-    def after_step(self, plan: StepPlan, result: StepResult) -> None:
+    def after_step(self, plan: StepPlan, result: StepResult) -> ExpertUsage | None:
+        """What was done for those who go on, if anything."""
         if result.dispatch is not None:
             self._total += result.dispatch.total
-        if plan.num_tokens > plan.num_prefill_tokens:
-            self.update(1)
+        return self.update(1) if plan.num_tokens > plan.num_prefill_tokens else None
 
-    def update(self, rounds: int) -> None:
+    def update(self, rounds: int) -> ExpertUsage | None:
         """A move that fails costs a log line: whoever needs that expert meets the error."""
+        updates = swaps = 0
         try:
             for _ in range(rounds):
-                self._runtime.update()
+                made, moved = self._runtime.update()
+                updates, swaps = updates + made, swaps + moved
         except WeightsError as error:
+            self._failed += 1
             log.warning("expert_update_failed", extra={"reason": error.message})
+        if not updates and not swaps:
+            return None
+        done = ExpertUsage(updates=updates, swaps=swaps)
+        self._total += done
+        return done
 
-    def stats(self) -> dict[str, float]:
+    def stats(self, idle: bool) -> dict[str, float]:
         now = self._now()
-        if now - self._reported_at >= REPORT_EVERY_S:
+        if idle or now - self._reported_at >= REPORT_EVERY_S:
             self._reported_at = now
             self._standing = standing(self._runtime.report())
-        counts = {f"expert_{name}": float(getattr(self._total, name)) for name in USAGE_FIELDS}
-        return counts | self._standing
+        total = self._total
+        counts = {f"expert_{name}": float(getattr(total, name)) for name in USAGE_FIELDS}
+        rates = sorted(hits / max(1, demands) for _, demands, hits in total.layers) or [0.0]
+        return (
+            counts
+            | self._standing
+            | {
+                "expert_updates_failed": self._failed,
+                "expert_fallback_rate": total.fallback_rate,
+                "expert_lowest_hit_rate": rates[0],
+                "expert_median_hit_rate": rates[len(rates) // 2],
+                "expert_highest_hit_rate": rates[-1],
+            }
+        )
 
 
 def standing(report: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a runtime's report that metrics show; layers only as a summary."""
-    rates = sorted(_hit_rate(layer) for layer in report["layers"].values())
+    """The numbers of a runtime's report that metrics show and no step counts."""
     tiers = report["tiers"]
     return {
         "expert_device_evictions": tiers["device"]["evictions"],
@@ -63,17 +85,6 @@ def standing(report: Mapping[str, Any]) -> dict[str, float]:
         "expert_device_bytes": tiers["device"]["budget_bytes"],
         "expert_host_bytes": tiers["host"]["budget_bytes"],
         "expert_saved_bytes": report["memory_saved_bytes"],
-        "expert_updates": report["dcu_calls"],
-        "expert_swaps": report["swaps"],
         "expert_shortages": report["shortages"],
         "expert_fallbacks": int(report["fallback"] != ""),
-        "expert_fallback_rate": report["fallback_rate"],
-        "expert_lowest_hit_rate": rates[0],
-        "expert_median_hit_rate": rates[len(rates) // 2],
-        "expert_highest_hit_rate": rates[-1],
     }
-
-
-def _hit_rate(layer: Mapping[str, float]) -> float:
-    met = layer["device_hits"] + layer["prefetch_hits"]
-    return met / max(1.0, met + layer["device_misses"] + layer["host_runs"])

@@ -65,7 +65,7 @@ class Standing:
             tally.compute_s = seconds / len(hits)
             self._telemetry.add(layer, tally)
         if owners is not None:
-            self._telemetry.attribute_resident(*own_demands(ids, owners.tolist(), mask), seconds)
+            self._telemetry.attribute_resident(own_demands(ids, owners.tolist(), mask), seconds)
         return rows
 
 
@@ -118,13 +118,12 @@ def demands(routed: NDArray[np.int32], num_experts: int) -> NDArray[np.int64]:
 
 def own_demands(
     routed: NDArray[np.int32], owners: Sequence[int], on_device: NDArray[np.bool_]
-) -> tuple[list[int], list[int]]:
-    """By sequence: experts met from slots, and on the host."""
+) -> NDArray[np.int64]:
+    """[sequences, layers, 2]: experts asked for, and those of them met from slots."""
     layers, _, top_k = routed.shape
     width = on_device.shape[1]
     need = np.zeros((max(owners) + 1, layers, width), dtype=bool)
     rows = np.repeat(np.asarray(owners), top_k)
     for layer in range(layers):
         need[rows, layer, routed[layer].ravel()] = True
-    hits = (need & on_device).sum(axis=(1, 2))
-    return hits.tolist(), (need.sum(axis=(1, 2)) - hits).tolist()
+    return np.stack((need.sum(axis=2), (need & on_device).sum(axis=2)), axis=2)

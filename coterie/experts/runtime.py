@@ -7,6 +7,7 @@ the failed loads had never been asked for. Knows no router, no request and no fi
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +75,9 @@ class ExpertRuntime:
         self.heatmap: Heatmap | None = None
         self.trace: Trace | None = None
         self.spans: list[Span] | None = None
-        self.update_calls = self.swaps = 0
+        self.update_calls = self.swaps = self._tokens = 0
+        # swaps of the running step, made while a layer waited
+        self._replaced = 0
         self._layouts = {layer: parts.store.layout(layer) for layer in self.geometry.layers}
         self._standing = Standing(parts, self.telemetry)
         self._rest = Rest(self._transfer, self.telemetry)
@@ -112,7 +115,7 @@ class ExpertRuntime:
         strategy = self.parts.strategies[step.phase]
         before = strategy.replaced
         waves = strategy.decide(demand)
-        self.swaps += strategy.replaced - before
+        self._replaced += strategy.replaced - before
         job = LayerJob(step, self._layouts[step.layer], self._room(step), self.executor.kernel)
         job.exact = self.spans is not None
         self._layer = step.layer
@@ -209,15 +212,21 @@ class ExpertRuntime:
             self._guessed.update(key for key, _ in loads)
             self.predictor.fetch(len(loads), len(loads) * self._layouts[layer].nbytes)
 
-    def update(self) -> None:
-        """Between tokens: let the strategies rearrange slots, in the background."""
-        self.update_calls += 1
-        if self.update_calls == FILL_AFTER and self._host.complete:
+    def update(self) -> tuple[int, int]:
+        """Between tokens: let the strategies rearrange slots, in the background. How many of them
+        found it time to look again, and the experts exchanged."""
+        before = self.update_calls, self.swaps
+        self._tokens += 1
+        if self._tokens == FILL_AFTER and self._host.complete:
             self._rest.start(iter(self.geometry.keys()), self._stays)
         for strategy in dict.fromkeys(self.parts.strategies.values()):
-            for key, slot in strategy.update():
+            made = strategy.updates
+            loads = strategy.update()
+            self.update_calls += strategy.updates - made
+            for key, slot in loads:
                 self.swaps += 1
                 self._loads.start(key, slot, None, urgent=False)
+        return self.update_calls - before[0], self.swaps - before[1]
 
     def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
         """What the step cost: in all, and by sequence (one entry when owners were not told)."""
@@ -225,7 +234,12 @@ class ExpertRuntime:
         self._rest.sweep()
         if self.trace is not None:
             self.trace.end_step()
-        return self.telemetry.end_step()
+        total, parts = self.telemetry.end_step()
+        made, self._replaced = self._replaced, 0
+        if not made:
+            return total, parts
+        self.swaps += made
+        return replace(total, swaps=made), [replace(part, swaps=made) for part in parts]
 
     def check(self) -> None:
         """Raises unless slots, tiers and beliefs agree and nothing is in use between steps."""

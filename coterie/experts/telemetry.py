@@ -7,19 +7,20 @@ its bytes and seconds are its share, so that those add up to the step's. Knows n
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.core.dispatch import ExpertUsage
+from coterie.core.dispatch import USAGE_FIELDS, ExpertUsage, LayerHits
 
 if TYPE_CHECKING:
     from coterie.experts.geometry import Geometry
     from coterie.experts.layer_job import LayerJob
 
-FIELDS = tuple(item.name for item in fields(ExpertUsage))
+# what a tally counts; updates belong to no layer
+FIELDS = tuple(name for name in USAGE_FIELDS if name not in ("updates", "swaps"))
 
 
 class Tally:
@@ -46,8 +47,8 @@ class Tally:
         self.compute_s += other.compute_s
         self.stall_s += other.stall_s
 
-    def usage(self) -> ExpertUsage:
-        return ExpertUsage(*(getattr(self, name) for name in FIELDS))
+    def usage(self, layers: tuple[LayerHits, ...]) -> ExpertUsage:
+        return ExpertUsage(**{name: getattr(self, name) for name in FIELDS}, layers=layers)
 
     def as_dict(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in FIELDS}
@@ -93,14 +94,22 @@ class Telemetry:
 
     def __init__(self, geometry: Geometry) -> None:
         self.layers = {layer: Tally() for layer in geometry.layers}
+        self._place = {layer: place for place, layer in enumerate(geometry.layers)}
         self._num_experts = geometry.num_experts
         self._step = Tally()
         # of the running step, when it tells whose rows are whose
         self._sequences: list[Tally] = []
+        # [layers, 2] and [sequences, layers, 2]: experts asked for, and met from a device slot
+        self._nothing = np.zeros((len(self.layers), 2), dtype=np.int64)
+        self._met, self._own_met = self._nothing.copy(), self._nothing[None][:0]
 
     def add(self, layer: int, tally: Tally) -> None:
         self.layers[layer].add(tally)
         self._step.add(tally)
+        met = tally.device_hits + tally.prefetch_hits
+        row = self._met[self._place[layer]]
+        row[0] += met + tally.device_misses + tally.host_runs
+        row[1] += met
 
     def routed(self, layer: int, seconds: float) -> None:
         self.layers[layer].routing_s += seconds
@@ -113,8 +122,7 @@ class Telemetry:
             return
         owners = owned.numpy()
         rows = np.bincount(owners)
-        while len(self._sequences) < len(rows):
-            self._sequences.append(Tally())
+        self._know(len(rows))
         need = np.zeros((len(rows), self._num_experts), dtype=bool)
         need[np.repeat(owners, ids.shape[1]), ids.numpy().ravel()] = True
         classes = job.classes
@@ -123,16 +131,27 @@ class Telemetry:
         self._own(need, "device_misses", classes.misses)
         self._own(need, "host_runs", classes.host)
         self._share(need[:, [*classes.misses, *job.late]], rows / rows.sum(), job.tally)
+        met = self._own_met[: len(rows), self._place[job.layer]]
+        met[:, 0] += need.sum(axis=1)
+        met[:, 1] += need[:, [*classes.hits, *classes.early]].sum(axis=1)
 
-    def attribute_resident(self, hits: list[int], host: list[int], compute_s: float) -> None:
-        """The same for a step without decisions: experts met, by sequence."""
-        while len(self._sequences) < len(hits):
-            self._sequences.append(Tally())
-        met = sum(hits) + sum(host)
-        for mine, slots, runs in zip(self._sequences, hits, host, strict=False):
+    def attribute_resident(self, met: NDArray[np.int64], compute_s: float) -> None:
+        """The same for a step without decisions: [sequences, layers, 2], see `_own_met`."""
+        self._know(len(met))
+        self._own_met[: len(met)] += met
+        totals = met.sum(axis=1)
+        asked = max(1, int(totals[:, 0].sum()))
+        for mine, (demands, slots) in zip(self._sequences, totals.tolist(), strict=False):
             mine.device_hits += slots
-            mine.host_runs += runs
-            mine.compute_s += compute_s * (slots + runs) / max(1, met)
+            mine.host_runs += demands - slots
+            mine.compute_s += compute_s * demands / asked
+
+    def _know(self, sequences: int) -> None:
+        new = sequences - len(self._sequences)
+        if new > 0:
+            self._sequences += [Tally() for _ in range(new)]
+            more = np.zeros((new, *self._nothing.shape), dtype=np.int64)
+            self._own_met = np.concatenate((self._own_met, more))
 
     def _own(self, need: NDArray[np.bool_], name: str, experts: tuple[int, ...]) -> None:
         if not experts:
@@ -156,12 +175,19 @@ class Telemetry:
             mine.compute_s += tally.compute_s * work
 
     def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
-        total, several = self._step.usage(), self._sequences
+        several = self._sequences
         if several:
             self._spread()
-        parts = [one.usage() for one in several] or [total]
+        total = self._step.usage(self._hits(self._met))
+        owned = zip(several, self._own_met, strict=True)
+        parts = [one.usage(self._hits(met)) for one, met in owned] or [total]
         self._step, self._sequences = Tally(), []
+        self._met, self._own_met = self._nothing.copy(), self._own_met[:0]
         return total, parts
+
+    def _hits(self, met: NDArray[np.int64]) -> tuple[LayerHits, ...]:
+        counted = zip(self._place, met.tolist(), strict=True)
+        return tuple([(layer, demands, hits) for layer, (demands, hits) in counted])
 
     def _spread(self) -> None:
         """What no demand of this step asked for (loads on a guess, of whole groups) is everyone's;

@@ -88,8 +88,9 @@ class NoExperts:
     def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
         return ExpertUsage(), [ExpertUsage()]
 
-    def update(self) -> None:
+    def update(self) -> tuple[int, int]:
         """There is nothing to rearrange."""
+        return 0, 0
 
     def report(self) -> dict[str, Any]:
         return {}

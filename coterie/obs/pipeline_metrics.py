@@ -35,6 +35,13 @@ PIPELINE_METRICS = (
         ("expert",),
     ),
     Metric(
+        "coterie_request_seconds", "counter",
+        "Where the time of finished requests went: `queue` (of it `grammar`: checking a response "
+        "format, and `adapters`: waiting for them), `prefill`, `decode`; of these two "
+        "`expert_stall`, beside them `expert_io`.",
+        ("model_name", "phase"),
+    ),
+    Metric(
         "coterie_expert_wait_seconds", "histogram",
         "How long requests with experts waited for them.", _MODEL, LOAD_BUCKETS_S,
     ),

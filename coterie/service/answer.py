@@ -13,6 +13,7 @@ from coterie.core.events import Delta, Event, Failed, Finished, Started
 from coterie.core.outcome import InferenceResult
 from coterie.core.plan import RoutePlan
 from coterie.core.request import Chat, Prompt, Text
+from coterie.core.telemetry import facts_of
 
 
 class AnswerBuilder:
@@ -69,6 +70,7 @@ class AnswerBuilder:
             seed=self.plan.sampling.seed or 0,
             validation=finished.validation,
             metrics=finished.metrics,
+            telemetry=facts_of(finished),
             plan=self.told_plan(),
         )
 

@@ -6,6 +6,7 @@ Everything that takes long is done on a thread: the event loop serves everybody.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -86,6 +87,7 @@ def _limits(run: Run, prompt_tokens: int, virtual_tokens: int) -> Limits:
 async def _check_format(run: Run, wanted: ResponseFormat, grammars: GrammarCheck) -> None:
     """Before anything is reserved. A caller's own is refused; a package's is left out, as nobody
     asked for it."""
+    begun = time.monotonic()
     try:
         await grammars.check(wanted, run.served.tokenizer)
     except (InvalidRequest, MissingDependency) as error:
@@ -97,3 +99,5 @@ async def _check_format(run: Run, wanted: ResponseFormat, grammars: GrammarCheck
             "coterie_recoveries", run.served.name, "format_left_out"
         ).add()
         log("format_unusable", level="warning", model=names, reason=error.message)
+    finally:
+        run.grammar_s += time.monotonic() - begun

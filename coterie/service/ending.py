@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 from coterie.core.events import Failed, Finished
 from coterie.core.outcome import InferenceMetrics, ValidationResult
@@ -42,6 +43,8 @@ class Ending:
             validation = await self._validated(run, event)
         finally:
             self._judging -= 1
+        event = replace(event, timings=replace(event.timings, grammar_s=run.grammar_s))
+        run.served.series.spent(event)
         metrics = metrics_of(run, event, validation)
         # before the answer leaves: whoever asks about it later finds it
         digests = tuple(adapter.digest for adapter in run.plan.adapters)

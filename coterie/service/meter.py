@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import time
 
+from coterie.core.dispatch import ExpertUsage
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.obs.metrics import Histogram, Registry, Value
 from coterie.obs.trace import log
+
+PHASES = ("grammar", "queue", "adapters", "prefill", "decode", "expert_stall", "expert_io")
 
 
 class Series:
@@ -26,6 +29,25 @@ class Series:
         self.inter_token = self._histogram("vllm:inter_token_latency_seconds")
         self.end_to_end = self._histogram("vllm:e2e_request_latency_seconds")
         self.queue_time = self._histogram("vllm:request_queue_time_seconds")
+
+        self._spent = {
+            phase: registry.value("coterie_request_seconds", specialist, phase) for phase in PHASES
+        }
+
+    def spent(self, end: Finished) -> None:
+        """Where a request's time went."""
+        timings, experts = end.timings, end.experts or ExpertUsage()
+        seconds = (
+            timings.grammar_s,
+            timings.queue_s,
+            timings.load_s,
+            timings.prefill_s,
+            timings.decode_s,
+            experts.stall_s,
+            experts.io_s,
+        )
+        for series, amount in zip(self._spent.values(), seconds, strict=True):
+            series.add(amount)
 
     def _value(self, name: str) -> Value:
         return self.registry.value(name, self.specialist)

@@ -22,6 +22,8 @@ class Run:
     router_s: float
     # what the answer is held to: the caller's, or that of the adapter alone
     response_format: ResponseFormat | None = None
+    # what checking it took
+    grammar_s: float = 0.0
     # most tokens of a choice, once the prompt was counted
     max_tokens: int | None = None
     # of the first choice, as it came; only where somebody may judge it

@@ -30,6 +30,7 @@ def test_an_answer_has_every_field(server: Served) -> None:
     assert list(answer) == [
         "job_id", "text", "tokens_generated", "experts_used", "latency_ms", "finish_reason",
         "model", "task_type", "confidence", "degraded", "seed", "validation", "metrics",
+        "telemetry",
     ]  # fmt: skip
     assert str(uuid.UUID(answer["job_id"])) == answer["job_id"]
     assert (answer["tokens_generated"], answer["finish_reason"]) == (6, "length")

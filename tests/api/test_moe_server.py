@@ -143,8 +143,23 @@ def test_anthropic_answers_carry_it_too(server: Served) -> None:
     assert last["coterie"]["timings"]["prefill_s"] > 0
 
 
+def test_native_answers_tell_why_they_were_slow(server: Served) -> None:
+    reply = server.post("/v1/infer", {"prompt": "hello there", "model": "tiny", "max_tokens": 8})
+    assert reply.status == 200, reply.body
+    told = reply.json["telemetry"]
+    assert told["timings"]["ttft_s"] > 0 and told["experts"]["read_bytes"] > 0
+    assert told["experts"]["updates"] == told["experts"]["swaps"] == 0
+    layers = told["experts"]["layers"]
+    assert [one["layer"] for one in layers] == [0, 1, 2]
+    hits = told["experts"]["device_hits"] + told["experts"]["prefetch_hits"]
+    assert sum(one["hits"] for one in layers) == hits
+    assert all(one["demands"] >= one["hits"] for one in layers)
+
+
 def test_metrics_and_health_tell_tiers_apart(server: Served) -> None:
     server.post("/v1/chat/completions", chat())
+    demands = server.metric("coterie_expert_demands_total")
+    assert demands > 0 and server.metric("coterie_request_seconds_total") > 0
     text = server.get("/metrics").body.decode()
     assert 'coterie_expert_demands_total{replica="e0r0",met="device_miss"}' in text
     assert server.metric("coterie_expert_bytes_total") > 0

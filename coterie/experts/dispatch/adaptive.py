@@ -131,6 +131,10 @@ class Adaptive(Strategy):
     def replaced(self) -> int:
         return self._seats.replaced
 
+    @property
+    def updates(self) -> int:
+        return self._clock.rounds
+
     def update(self) -> Loads:
         """A token has passed; when it is time, a bounded step towards the leader's ranking."""
         if not self._lanes.uploads_pay:

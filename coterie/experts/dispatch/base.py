@@ -121,6 +121,11 @@ class Strategy:
         """Experts that took another's place while a layer waited, because they lead it."""
         return 0
 
+    @property
+    def updates(self) -> int:
+        """Rounds in which it looked at its slots again, since start."""
+        return 0
+
     def update(self) -> tuple[tuple[Key, int], ...]:
         """Between tokens: swaps worth making now (bounded), or nothing."""
         return ()

@@ -38,6 +38,10 @@ class HotCachedStatic(Strategy):
             self._repin.own(key)
         return loads
 
+    @property
+    def updates(self) -> int:
+        return self._repin.updates
+
     def update(self) -> tuple[tuple[Key, int], ...]:
         return () if self.scene.deterministic else self._repin.update()
 

@@ -39,6 +39,8 @@ class Clock:
     def __init__(self) -> None:
         self.pace = choose(1.0, 0)
         self._tokens = self._demands = self._misses = self._streak = 0
+        # updates made
+        self.rounds = 0
 
     def saw(self, demands: int, misses: int) -> None:
         self._demands += demands
@@ -51,6 +53,7 @@ class Clock:
 
     def done(self, swaps: int) -> None:
         """An update was made, with so many swaps."""
+        self.rounds += 1
         if swaps == 0:
             self._streak = max(self._streak, 0) + 1
         else:

@@ -56,6 +56,10 @@ class Pinned(ActiveOnly):
         self._clock.saw(len(demand.experts), sum(len(wave.load) for wave in waves))
         return waves
 
+    @property
+    def updates(self) -> int:
+        return self._clock.rounds
+
     def update(self) -> tuple[tuple[Key, int], ...]:
         due = self._clock.due()
         if not self._mine:

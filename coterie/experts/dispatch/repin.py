@@ -33,6 +33,10 @@ class Repin:
         self._demands = 0
         self._here, self._here_at = np.zeros(0, dtype=bool), -1
 
+    @property
+    def updates(self) -> int:
+        return self._clock.rounds
+
     def own(self, key: Key) -> None:
         """`key` lies in one of these slots now."""
         self._mine.add(key)

@@ -263,6 +263,7 @@ class InferenceResult:
     seed: int
     validation: ValidationResult | None
     metrics: InferenceMetrics | None
+    telemetry: dict[str, Any] | None
     plan: ExpertPlan | None = None
 
 

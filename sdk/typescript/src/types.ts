@@ -229,6 +229,7 @@ export interface InferenceResult {
   seed: number;
   validation: ValidationResult | null;
   metrics: InferenceMetrics | null;
+  telemetry: Record<string, unknown> | null;
   plan?: ExpertPlan;
 }
 

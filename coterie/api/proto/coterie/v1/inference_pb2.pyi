@@ -108,7 +108,7 @@ class InferDelta(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class InferenceResult(_message.Message):
-    __slots__ = ("job_id", "text", "tokens_generated", "experts_used", "latency_ms", "finish_reason", "model", "task_type", "confidence", "degraded", "validation", "metrics", "plan", "seed")
+    __slots__ = ("job_id", "text", "tokens_generated", "experts_used", "latency_ms", "finish_reason", "model", "task_type", "confidence", "degraded", "validation", "metrics", "plan", "seed", "telemetry")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_GENERATED_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +123,7 @@ class InferenceResult(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    TELEMETRY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     text: str
     tokens_generated: int
@@ -137,7 +138,8 @@ class InferenceResult(_message.Message):
     metrics: InferenceMetrics
     plan: ExpertPlan
     seed: int
-    def __init__(self, job_id: _Optional[str] = ..., text: _Optional[str] = ..., tokens_generated: _Optional[int] = ..., experts_used: _Optional[_Iterable[str]] = ..., latency_ms: _Optional[float] = ..., finish_reason: _Optional[str] = ..., model: _Optional[str] = ..., task_type: _Optional[str] = ..., confidence: _Optional[float] = ..., degraded: _Optional[_Iterable[str]] = ..., validation: _Optional[_Union[ValidationResult, _Mapping]] = ..., metrics: _Optional[_Union[InferenceMetrics, _Mapping]] = ..., plan: _Optional[_Union[ExpertPlan, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    telemetry: _struct_pb2.Struct
+    def __init__(self, job_id: _Optional[str] = ..., text: _Optional[str] = ..., tokens_generated: _Optional[int] = ..., experts_used: _Optional[_Iterable[str]] = ..., latency_ms: _Optional[float] = ..., finish_reason: _Optional[str] = ..., model: _Optional[str] = ..., task_type: _Optional[str] = ..., confidence: _Optional[float] = ..., degraded: _Optional[_Iterable[str]] = ..., validation: _Optional[_Union[ValidationResult, _Mapping]] = ..., metrics: _Optional[_Union[InferenceMetrics, _Mapping]] = ..., plan: _Optional[_Union[ExpertPlan, _Mapping]] = ..., seed: _Optional[int] = ..., telemetry: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class ValidationResult(_message.Message):
     __slots__ = ("valid", "validator", "error", "duration_ms")
