@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 
 from coterie.api.body import Body
 from coterie.api.experts_types import Experts
+from coterie.api.openai_types import MAX_MESSAGES
 from coterie.api.tools import MAX_TOOLS
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -79,7 +80,7 @@ class CountBody(Body):
     model_config = ConfigDict(extra="allow")
 
     model: str = Field(min_length=1, max_length=512)
-    messages: list[Turn] = Field(min_length=1)
+    messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None

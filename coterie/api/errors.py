@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 
-from coterie.core.errors import CoterieError
+from coterie.core.errors import CoterieError, Excess
 from coterie.obs.trace import log
 
 encode = msgspec.json.Encoder().encode
@@ -41,6 +41,8 @@ ROWS: dict[str, Row] = {
     "context_length_exceeded": Row(400, _BAD, "context_length_exceeded", 400, _BAD),
     "unsupported": Row(400, _BAD, "unsupported", 400, _BAD),
     "request_too_large": Row(413, _BAD, "request_too_large", 413, "request_too_large"),
+    "unsupported_media_type": Row(415, _BAD, "unsupported_media_type", 415, _BAD),
+    "misdirected": Row(421, _BAD, "misdirected", 421, _BAD),
     "unauthenticated": Row(401, _BAD, "invalid_api_key", 401, "authentication_error"),
     "forbidden": Row(403, "permission_error", "permission_denied", 403, "permission_error"),
     "not_found": Row(404, _BAD, "model_not_found", 404, "not_found_error"),
@@ -96,11 +98,25 @@ def body_of(error: CoterieError, dialect: str, request_id: str) -> bytes:
     """The JSON body, also the payload of an error inside a stream."""
     row = row_of(error)
     if dialect == ANTHROPIC:
-        return anthropic_body(told(error), row.anthropic_type, request_id)
+        return anthropic_body(_in_anthropic_words(error), row.anthropic_type, request_id)
     code = row.openai_code
     if row.openai_status == 404:
         code = _NOT_FOUND.get(error.param or "", code)
     return openai_body(told(error), row.openai_type, param=error.param, code=code)
+
+
+def _in_anthropic_words(error: CoterieError) -> str:
+    """Clients read the numbers in these two sentences and ask again for less."""
+    excess = getattr(error, "excess", None)
+    if not isinstance(excess, Excess):
+        return told(error)
+    if excess.max_tokens is None:
+        return f"prompt is too long: {excess.prompt} tokens > {excess.context} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {excess.prompt} + "
+        f"{excess.max_tokens} > {excess.context}, decrease input length or `max_tokens` and try "
+        "again"
+    )
 
 
 def headers_of(error: CoterieError, dialect: str, max_queue: int | None = None) -> dict[str, str]:

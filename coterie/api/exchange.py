@@ -1,7 +1,8 @@
 """One HTTP exchange from door to log line: request id, key, dialect, headers, access log.
 
 A plain ASGI layer; a stream's chunks after its start go past it, straight to the server. The
-log holds ids, counts and times; never a prompt, a key, a header or a query string.
+log holds ids, counts, times, paths and why something was refused; never a prompt, a key, a header
+or a query string.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coterie.api import errors
 from coterie.api.auth import OPEN_TENANT, Keys
+from coterie.api.origin import Origins
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.plan import RoutePlan
 from coterie.obs.trace import log
@@ -25,6 +27,15 @@ CLIENT_CLOSED = 499
 _SCOPE_KEY = "coterie.exchange"
 SEED = "x-coterie-seed"
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:\-]")
+# what both a path and a name in a message may be made of
+_UNSAFE_IN_PATH = re.compile(r"[^A-Za-z0-9._:@+~/\-]")
+_QUOTED = re.compile(r"'([^']*)'|`([^`]*)`|\"([^\"]*)\"")
+_NAME = re.compile(r"[\w.:@+/\-]{1,64}")
+MAX_PATH, MAX_REASON = 128, 300
+# parts of these are quoted in what is said about them, without marks
+_QUOTED_FIELDS = ("grammar", "regex", "response_format", "tools", "output", "chat_template")
+# routes whose errors have the shape of their own vendor, whatever the headers say
+_OPENAI_PATHS = ("/v1/chat", "/v1/completions", "/v1/infer", "/v1/jobs", "/v1/experts")
 
 
 class ClientGone(Exception):
@@ -43,6 +54,8 @@ class Exchange:
     # places in a lane's queue, for those who find none free
     max_queue: int | None = None
     status: int = 0
+    # why it was refused, in words that may be logged
+    reason: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -59,12 +72,33 @@ def exchange_of(scope: Scope) -> Exchange:
 
 
 def dialect_of(scope: Scope) -> str:
-    """By path; both vendors' clients list models, and there a header tells them apart."""
-    if _is_at(scope["path"], "/v1/models"):
-        anthropic = any(name == b"anthropic-version" for name, _ in scope["headers"])
-    else:
-        anthropic = _is_at(scope["path"], "/v1/messages")
+    """By path where it is one vendor's; elsewhere a header tells the clients apart."""
+    path = scope["path"]
+    if _is_at(path, "/v1/messages"):
+        return errors.ANTHROPIC
+    if any(_is_at(path, known) for known in _OPENAI_PATHS):
+        return errors.OPENAI
+    anthropic = any(name == b"anthropic-version" for name, _ in scope["headers"])
     return errors.ANTHROPIC if anthropic else errors.OPENAI
+
+
+def shown_path(scope: Scope) -> str:
+    """A path that matched no route may be anything: cut, and without what needs an escape."""
+    return _UNSAFE_IN_PATH.sub("?", str(scope["path"])[:MAX_PATH])
+
+
+def reason_of(error: CoterieError) -> str:
+    """The error in words that may be logged: names are kept, what a caller wrote is not."""
+    if (error.param or "").startswith(_QUOTED_FIELDS):
+        return f"{error.code}: {error.param}"[:MAX_REASON]
+
+    def kept(found: re.Match[str]) -> str:
+        inner = next(group for group in found.groups() if group is not None)
+        return found[0] if _NAME.fullmatch(inner) else "'...'"
+
+    message = _QUOTED.sub(kept, error.message[: 2 * MAX_REASON])
+    plain = "".join(char if char.isprintable() else " " for char in message)
+    return f"{error.code}: {plain}"[:MAX_REASON]
 
 
 def _is_at(path: str, route: str) -> bool:
@@ -91,10 +125,15 @@ class Door:
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Keys | None = None, max_queue: int | None = None
+        self,
+        app: ASGIApp,
+        keys: Keys | None = None,
+        max_queue: int | None = None,
+        origins: Origins | None = None,
     ) -> None:
         self.app = app
         self.keys = keys or Keys()
+        self.origins = origins
         self.max_queue = max_queue
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,6 +153,8 @@ class Door:
 
         try:
             if scope["path"] not in OPEN_PATHS:
+                if self.origins is not None:
+                    self.origins.check(scope["headers"])
                 exchange.tenant = self.keys.tenant(scope["path"], scope["headers"])
             await self.app(scope, receive, stamped)
         except ClientGone:
@@ -136,6 +177,7 @@ async def _answer(
 
 
 def error_response(error: CoterieError, exchange: Exchange) -> Response:
+    exchange.reason = reason_of(error)
     return Response(
         errors.body_of(error, exchange.dialect, exchange.request_id),
         errors.status_of(error, exchange.dialect),
@@ -181,6 +223,7 @@ def _stamps(exchange: Exchange) -> list[tuple[bytes, bytes]]:
 
 
 def log_exchange(exchange: Exchange, scope: Scope, method: str) -> None:
+    is_refused = 400 <= exchange.status < 500 and exchange.status != CLIENT_CLOSED
     log(
         "request",
         # probes come every second and say nothing new
@@ -188,9 +231,10 @@ def log_exchange(exchange: Exchange, scope: Scope, method: str) -> None:
         request_id=exchange.request_id,
         tenant_digest=exchange.tenant,
         method=method,
-        # the route's own text: a path that matched none may hold anything
         route=getattr(scope.get("route"), "path", "unknown"),
+        path=shown_path(scope) if is_refused else None,
         status=exchange.status,
+        reason=exchange.reason,
         prompt_tokens=exchange.prompt_tokens,
         completion_tokens=exchange.completion_tokens,
         duration_ms=round(exchange.elapsed_ms(), 1),

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from coterie.api.body import check, decode, parse, read
+from coterie.api.body import parse, read
 from coterie.api.errors import encode
 from coterie.api.exchange import exchange_of
 from coterie.api.experts_types import ExpertPatch, InstallBody, LoadLoraBody, UnloadLoraBody
@@ -95,7 +95,7 @@ class ExpertEndpoints:
 
     async def load_lora_adapter(self, request: Request) -> Response:
         """Load an adapter under a name of yours, as vLLM does."""
-        body = check(LoadLoraBody, decode(await read(request, self.max_body_bytes)))
+        body = await parse(request, LoadLoraBody, self.max_body_bytes)
         if not body.lora_name or not body.lora_path:
             raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
         path = absolute(body.lora_path, "lora_path")
@@ -107,7 +107,7 @@ class ExpertEndpoints:
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Remove an adapter by its name, as vLLM does."""
-        body = check(UnloadLoraBody, decode(await read(request, self.max_body_bytes)))
+        body = await parse(request, UnloadLoraBody, self.max_body_bytes)
         if not body.lora_name:
             raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.")
         try:

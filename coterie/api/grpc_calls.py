@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from coterie.api.body import check
+from coterie.api.body import aside, check
 from coterie.api.feedback import FeedbackBody
 from coterie.api.grpc_door import Call, GrpcDoor, handler
 from coterie.api.grpc_values import fields_of, message_of
@@ -45,13 +45,13 @@ class InferenceCalls:
         self._behind = behind
 
     async def infer(self, request: pb.InferRequest, call: Call) -> pb.InferenceResult:
-        inference = Inference(self._behind.service, self._receive(request, call))
+        inference = Inference(self._behind.service, await self._receive(request, call))
         result = await inference.result()
         call.exchange.prompt_tokens, call.exchange.completion_tokens = inference.tokens()
         return message_of(pb.InferenceResult, answer_fields(result))
 
     async def infer_stream(self, request: pb.InferRequest, call: Call) -> Events:
-        inference = Inference(self._behind.service, self._receive(request, call))
+        inference = Inference(self._behind.service, await self._receive(request, call))
         async with aclosing(inference.events) as events:
             async for event in events:
                 frame = inference.frame(event)
@@ -63,7 +63,7 @@ class InferenceCalls:
 
     async def submit_job(self, request: pb.InferRequest, call: Call) -> pb.JobSubmission:
         # the deadline is the call's, not the job's
-        asked = self._behind.reception.receive(fields_of(request), call.caller())
+        asked = await self._asked(request, call)
         answer = await submit(self._behind.jobs, asked)
         return message_of(pb.JobSubmission, bytes(answer.body))
 
@@ -95,12 +95,17 @@ class InferenceCalls:
         await self._behind.records.feedback(body.job_id, call.tenant, good, body.comment or "")
         return pb.FeedbackAnswer(job_id=body.job_id, verdict=body.verdict)
 
-    def _receive(self, request: pb.InferRequest, call: Call) -> Asked:
-        fields = fields_of(request)
+    async def _receive(self, request: pb.InferRequest, call: Call) -> Asked:
         if call.deadline_s is not None:
             left_ms = max(1, int(call.deadline_s * 1000))
-            fields["timeout_ms"] = min(fields.get("timeout_ms", left_ms), left_ms, MAX_TIMEOUT_MS)
-        return self._behind.reception.receive(fields, call.caller())
+            given = request.timeout_ms if request.HasField("timeout_ms") else left_ms
+            request.timeout_ms = min(given, left_ms, MAX_TIMEOUT_MS)
+        return await self._asked(request, call)
+
+    async def _asked(self, request: pb.InferRequest, call: Call) -> Asked:
+        size = request.ByteSize()
+        fields = await aside(size, fields_of, request)
+        return await self._behind.reception.receive(fields, call.caller(), size)
 
 
 def methods(calls: InferenceCalls, door: GrpcDoor) -> dict[str, Any]:

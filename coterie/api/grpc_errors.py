@@ -14,6 +14,8 @@ STATUSES = {
     "context_length_exceeded": _Code.INVALID_ARGUMENT,
     "unsupported": _Code.INVALID_ARGUMENT,
     "request_too_large": _Code.RESOURCE_EXHAUSTED,
+    "unsupported_media_type": _Code.INVALID_ARGUMENT,
+    "misdirected": _Code.PERMISSION_DENIED,
     "unauthenticated": _Code.UNAUTHENTICATED,
     "forbidden": _Code.PERMISSION_DENIED,
     "not_found": _Code.NOT_FOUND,

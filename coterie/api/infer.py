@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coterie.api.body import read
+from coterie.api.body import read_json
 from coterie.api.errors import encode
 from coterie.api.exchange import exchange_of, receipt
 from coterie.api.infer_answer import Inference, InferStream, Service, answer_fields, named
@@ -32,7 +32,7 @@ class InferEndpoints:
 
     async def infer(self, request: Request) -> Response:
         """Answer a prompt with the experts that suit it: whole, streamed, or later as a job."""
-        asked = self._receive(request, await read(request, self.max_body_bytes))
+        asked = await self._receive(request, await read_json(request, self.max_body_bytes))
         if prefers_job(request):
             return await submit(self.jobs, asked)
         exchange = exchange_of(request.scope)
@@ -45,12 +45,12 @@ class InferEndpoints:
         account(exchange, inference.answer.finished)
         return Response(encode(answer_fields(result)), media_type=JSON)
 
-    def _receive(self, request: Request, raw: bytes) -> Asked:
+    async def _receive(self, request: Request, raw: bytes) -> Asked:
         steering = steering_of(request)
         exchange = steering.exchange
         session = (steering.session or "")[:MAX_SESSION]
         caller = Caller(exchange.tenant, exchange.arrived_at, session, steering.timeout_s)
-        return self.reception.receive(raw, caller)
+        return await self.reception.receive(raw, caller, len(raw))
 
 
 async def submit(jobs: JobService, asked: Asked) -> Response:

@@ -13,7 +13,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from coterie.api.body import check, decode
+from coterie.api.body import aside, check, decode
 from coterie.api.infer_types import FIELDS, MAX_BODY, MAX_PROMPT, GrammarItem, InferBody
 from coterie.api.inference import seed_of
 from coterie.api.response_format import response_format_of
@@ -69,13 +69,19 @@ class Reception:
         self.rate = rate
         self.seconds = seconds
 
-    def receive(self, raw: bytes | dict[str, Any], caller: Caller) -> Asked:
+    async def receive(self, raw: bytes | dict[str, Any], caller: Caller, size: int) -> Asked:
+        """`size`: how many bytes it was on the wire."""
         begun = time.perf_counter()
-        body = checked(decode(raw) if isinstance(raw, bytes) else raw)
-        request = _request(body, caller)
+        asked = await aside(size, read_body, raw, caller)
         self.seconds.observe(time.perf_counter() - begun)
-        self.rate.take(caller.tenant, body.user_id or "")
-        return Asked(request, body.user_id, body.stream, body.explain, _format_field(body))
+        self.rate.take(caller.tenant, asked.user_id or "")
+        return asked
+
+
+def read_body(raw: bytes | dict[str, Any], caller: Caller) -> Asked:
+    body = checked(decode(raw) if isinstance(raw, bytes) else raw)
+    request = _request(body, caller)
+    return Asked(request, body.user_id, body.stream, body.explain, _format_field(body))
 
 
 def checked(payload: Any) -> InferBody:

@@ -35,6 +35,13 @@ def _trimmed(value: Any) -> Any:
     return value.strip() if isinstance(value, str) else value
 
 
+def _few_fields(value: Any) -> Any:
+    """Each that is unknown would be an error of its own."""
+    if isinstance(value, dict) and len(value) > 2:
+        raise ValueError("must be a text, or type and text alone")
+    return value
+
+
 Template = Annotated[
     str,
     Field(max_length=MAX_TEMPLATE, json_schema_extra={"pattern": r"\{prompt\}"}),
@@ -112,7 +119,7 @@ class InferBody(Body):
     response_format: dict[str, Any] | None = Field(
         None, description="OpenAI's: `json_object`, or `json_schema` with a schema."
     )
-    grammar: Grammar | GrammarItem | None = Field(
+    grammar: Annotated[Grammar | GrammarItem, BeforeValidator(_few_fields)] | None = Field(
         None, description="Lark or GBNF; told apart by their first rules where only a text is sent."
     )
     regex: Annotated[str, Field(min_length=1, max_length=MAX_REGEX)] | None = None

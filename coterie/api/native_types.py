@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from coterie.api.body import Body
-from coterie.api.openai_types import ChatMessage, TemplateKwargs, TokenId
+from coterie.api.openai_types import MAX_MESSAGES, ChatMessage, TemplateKwargs, TokenId
 
 
 class TokenizeBody(Body):
@@ -13,7 +13,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool = True
     return_token_strs: bool = False
     add_generation_prompt: bool | None = None

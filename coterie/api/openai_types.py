@@ -19,6 +19,7 @@ MAX_CHOICES = 128
 MAX_PROMPTS = 128
 MAX_STOPS = 32
 MAX_GUIDED = 10_000
+MAX_MESSAGES = 10_000
 MAX_KWARGS_DEPTH = 32
 _INT64 = 2**63 - 1
 
@@ -158,7 +159,7 @@ class Common(Shaped):
 
 
 class ChatBody(Common):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)

@@ -13,9 +13,16 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from coterie.api.body import decode
+from coterie.api.body import aside, decode
 from coterie.api.errors import OPENAI, encode, status_of
-from coterie.api.exchange import CLIENT_CLOSED, Exchange, log_exchange, log_fault
+from coterie.api.exchange import (
+    CLIENT_CLOSED,
+    Exchange,
+    log_exchange,
+    log_fault,
+    new_id,
+    reason_of,
+)
 from coterie.api.infer_answer import ERROR, Inference, Service, error_fields
 from coterie.api.infer_parse import Caller, Reception
 from coterie.core.errors import (
@@ -61,7 +68,7 @@ class Talk:
         """A body, or `{"cancel": job_id}`."""
         arrived_at, tag = time.monotonic(), None
         try:
-            payload = decode(raw)
+            payload = await aside(len(raw), decode, raw)
             if isinstance(payload, dict):
                 if "cancel" in payload:
                     self._cancel(payload)
@@ -71,10 +78,12 @@ class Talk:
                 raise Overloaded(
                     f"{MAX_OVERLAP} requests run on this connection already", retry_after_s=1.0
                 )
-            asked = self._reception.receive(payload, Caller(self._tenant, arrived_at))
+            caller = Caller(self._tenant, arrived_at)
+            asked = await self._reception.receive(payload, caller, len(raw))
             inference = Inference(self._service, asked)
         except Exception as error:
             typed = _typed(error, "")
+            self._log_refusal(typed, arrived_at)
             await self._say(ERROR, error_message(typed), {"request_id": tag} if tag else {})
             return
         exchange = Exchange(inference.job_id, OPENAI, arrived_at, self._tenant)
@@ -83,6 +92,11 @@ class Talk:
         task.add_done_callback(lambda _: self._running.pop(inference.job_id, None))
         # a task that is cancelled before it begins would say nothing
         await asyncio.sleep(0)
+
+    def _log_refusal(self, error: CoterieError, arrived_at: float) -> None:
+        exchange = Exchange(new_id("req_"), OPENAI, arrived_at, self._tenant)
+        exchange.status, exchange.reason = status_of(error, OPENAI), reason_of(error)
+        log_exchange(exchange, self._websocket.scope, "WEBSOCKET")
 
     def _cancel(self, payload: dict[str, Any]) -> None:
         job_id = payload["cancel"]
@@ -110,7 +124,7 @@ class Talk:
                     await self._say(*inference.aborted(), marks)
         except Exception as error:
             typed = _typed(error, inference.job_id)
-            exchange.status = status_of(typed, OPENAI)
+            exchange.status, exchange.reason = status_of(typed, OPENAI), reason_of(typed)
             await self._say(ERROR, error_message(typed), marks)
         finally:
             exchange.prompt_tokens, exchange.completion_tokens = inference.tokens()

@@ -5,6 +5,8 @@
     |   +-- ContextLengthExceeded prompt (plus output) does not fit the context
     |   +-- Unsupported           valid for the vendor, not built here
     +-- RequestTooLarge           body over the limit
+    +-- UnsupportedMediaType      a body that does not say it is JSON
+    +-- Misdirected               a host name that is not this server's
     +-- Unauthenticated           no key, or a wrong one
     +-- Forbidden                 a key without the right
     +-- NotFound                  no such model, job or route
@@ -23,6 +25,8 @@ An error knows what it means, never how a dialect writes it: `api/` maps `code` 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class CoterieError(Exception):
     """Base. `code` is stable and documented; `retry_after_s` is None when a retry cannot help."""
@@ -38,12 +42,35 @@ class CoterieError(Exception):
         self.retry_after_s = retry_after_s
 
 
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """How a request does not fit its context; tokens. `max_tokens` None = the prompt alone is too
+    long."""
+
+    prompt: int
+    max_tokens: int | None
+    context: int
+
+
 class InvalidRequest(CoterieError):
     code = "invalid_request"
 
 
 class ContextLengthExceeded(InvalidRequest):
+    """`excess` has the numbers behind the message, for dialects with words of their own."""
+
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        excess: Excess | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.excess = excess
 
 
 class Unsupported(InvalidRequest):
@@ -52,6 +79,14 @@ class Unsupported(InvalidRequest):
 
 class RequestTooLarge(CoterieError):
     code = "request_too_large"
+
+
+class UnsupportedMediaType(CoterieError):
+    code = "unsupported_media_type"
+
+
+class Misdirected(CoterieError):
+    code = "misdirected"
 
 
 class Unauthenticated(CoterieError):
@@ -107,6 +142,8 @@ _LEAVES = (
     ContextLengthExceeded,
     Unsupported,
     RequestTooLarge,
+    UnsupportedMediaType,
+    Misdirected,
     Unauthenticated,
     Forbidden,
     NotFound,

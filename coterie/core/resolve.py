@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from coterie.core.errors import ContextLengthExceeded, InvalidRequest
+from coterie.core.errors import ContextLengthExceeded, Excess, InvalidRequest
 from coterie.core.request import Limits, Sampling
 
 # What OpenAI and Anthropic document for a request that says nothing.
@@ -98,22 +98,22 @@ def check_tokens(ids: Sequence[int], sampling: Sampling, vocab_size: int) -> Non
 
 
 def resolve_limits(
-    limits: Limits, prompt_tokens: int, context: int, virtual_tokens: int = 0
+    limits: Limits, prompt_tokens: int, context: int, virtual_tokens: int = 0, clamp: bool = False
 ) -> Limits:
     """`limits` with max_tokens set: what was asked, or all that is left of the context.
 
-    An explicit max_tokens that cannot be kept is refused, never shortened in silence.
+    An explicit max_tokens that cannot be kept is refused; with `clamp` it becomes what is left.
     `virtual_tokens` are those that soft prompts put in front of the prompt's own.
     """
-    room = min(context, limits.context_size or context) - prompt_tokens - virtual_tokens
+    context = min(context, limits.context_size or context)
+    room = context - prompt_tokens - virtual_tokens
     asked = limits.max_tokens
     if asked is not None and asked < 1:
         raise InvalidRequest(f"max_tokens is {asked}; it must be at least 1", param="max_tokens")
+    if clamp and asked is not None and room >= 1:
+        asked = min(asked, room)
     if room < 1 or (asked is not None and asked > room):
-        message = _too_long(prompt_tokens, virtual_tokens, asked, room)
-        if limits.context_size is not None and limits.context_size < context:
-            raise ContextLengthExceeded(f"context_size is {message}", param="context_size")
-        raise ContextLengthExceeded(f"This model's maximum context length is {message}")
+        raise _too_long(limits, prompt_tokens, virtual_tokens, context)
     tokens = room if asked is None else asked
     if not 0 <= limits.min_tokens <= tokens:
         raise InvalidRequest(
@@ -127,13 +127,30 @@ def resolve_limits(
     return replace(limits, max_tokens=tokens)
 
 
-def _too_long(prompt_tokens: int, virtual_tokens: int, asked: int | None, room: int) -> str:
-    used = prompt_tokens + virtual_tokens
-    said = f"{room + used} tokens. However, "
-    soft = f", and its experts put {virtual_tokens} in front" if virtual_tokens else ""
-    if asked is None or room <= 0:
-        return said + f"the prompt has {prompt_tokens} tokens{soft}. Please shorten it."
-    return said + (
-        f"you requested {used + asked} tokens ({prompt_tokens} in the prompt{soft}, {asked} in "
-        "the completion). Please reduce the prompt or max_tokens."
+def prompt_too_long(prompt_tokens: int, context: int, least: str = "") -> ContextLengthExceeded:
+    """`least` is put before a number that is not exact."""
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {context} tokens. However, the prompt has "
+        f"{least}{prompt_tokens} tokens. Please shorten it.",
+        excess=Excess(prompt_tokens, None, context),
     )
+
+
+def _too_long(
+    limits: Limits, prompt_tokens: int, virtual_tokens: int, context: int
+) -> ContextLengthExceeded:
+    used, asked = prompt_tokens + virtual_tokens, limits.max_tokens
+    soft = f", and its experts put {virtual_tokens} in front" if virtual_tokens else ""
+    if asked is None or used >= context:
+        excess = Excess(used, None, context)
+        why = f"the prompt has {prompt_tokens} tokens{soft}. Please shorten it."
+    else:
+        excess = Excess(used, asked, context)
+        why = (
+            f"you requested {used + asked} tokens ({prompt_tokens} in the prompt{soft}, {asked} "
+            "in the completion). Please reduce the prompt or max_tokens."
+        )
+    own = limits.context_size == context
+    whose = "context_size" if own else "This model's maximum context length"
+    message = f"{whose} is {context} tokens. However, {why}"
+    return ContextLengthExceeded(message, param="context_size" if own else None, excess=excess)

@@ -49,8 +49,54 @@ class Server:
     max_body_bytes: int = key(
         4 * 10**6, "bytes", "Largest request body; a larger one is answered 413.", low=1024
     )
+    max_header_bytes: int = key(
+        65_536,
+        "bytes",
+        "Largest request line and headers together; more is answered 431.",
+        low=1024,
+    )
+    header_timeout_s: float = key(
+        10.0,
+        "number",
+        "Seconds a new connection, or a request that has begun, gets to send its headers.",
+        low=0.1,
+        high=3600,
+    )
+    body_timeout_s: float = key(
+        60.0, "number", "Seconds a request gets to send its body.", low=0.1, high=3600
+    )
+    idle_timeout_s: float = key(
+        60.0, "number", "Seconds a connection is kept between two requests.", low=0.1, high=3600
+    )
+    write_timeout_s: float = key(
+        120.0,
+        "number",
+        "Seconds a client may take nothing of its answer before it is cut.",
+        low=0.1,
+        high=3600,
+    )
+    max_connections: int = key(
+        2048, "integer", "Most open connections; past it new ones are answered 503.", low=1
+    )
+    max_connections_per_address: int = key(
+        512,
+        "integer",
+        "Most open connections of one address (an IPv6 /64); raise it behind a proxy.",
+        low=1,
+    )
+    allowed_hosts: tuple[str, ...] = key(
+        (),
+        "list",
+        "Host names that requests may be sent to, `*` = any. Empty = any with keys; without keys "
+        "addresses, `localhost` and `host`.",
+    )
     cors_origins: tuple[str, ...] = key(
-        (), "list", "Origins a browser may call from; empty = CORS is off."
+        (), "list", "Origins whose pages may call, `*` = any; empty = this server's own alone."
+    )
+    clamp_max_tokens: bool = key(
+        False,
+        "flag",
+        "Shorten a max_tokens that is beyond the context instead of refusing the request.",
     )
     drain_s: float = key(
         30.0, "number", "Seconds running requests get to end at shutdown.", low=0, high=3600

@@ -19,9 +19,10 @@ import tokenizers
 from tokenizers import AddedToken
 
 from coterie.core.errors import InvalidRequest, WeightsError
-from coterie.core.request import Chat, Prompt, Text
+from coterie.core.request import Chat, Prompt, Text, Tokens
 from coterie.models.chat_template import ChatTemplate
 from coterie.models.gguf_tokenizer import rebuild
+from coterie.models.token_bound import TokenBound, token_bound
 from coterie.models.tool_format import ToolSupport, tool_support, turns_of
 from coterie.weights.gguf import read_gguf
 from coterie.weights.gguf_config import hf_generation
@@ -155,11 +156,24 @@ class Tokenizer:
             return self._template.render(messages, options)
         return self._template.render_open(messages, options)
 
+    def text_of(self, prompt: Chat | Text) -> str:
+        return self.render(prompt) if isinstance(prompt, Chat) else prompt.text
+
+    def encode_text(self, prompt: Chat | Text, text: str) -> list[int]:
+        """A template writes its own special tokens."""
+        return self.encode(text, special=isinstance(prompt, Text))
+
+    def least_tokens(self, text: str) -> int:
+        """Fewer than these it cannot have; found without encoding it."""
+        return 0 if self._bound is None else self._bound.least_tokens(text)
+
+    @cached_property
+    def _bound(self) -> TokenBound | None:
+        return token_bound(self._backend)
+
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, Chat):
-            return self.encode(self.render(prompt), special=False)
-        if isinstance(prompt, Text):
-            return self.encode(prompt.text)
+        if not isinstance(prompt, Tokens):
+            return self.encode_text(prompt, self.text_of(prompt))
         for token_id in prompt.ids:
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidRequest(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from coterie.core.errors import InvalidRequest, MissingDependency
 from coterie.core.plan import Assignment
-from coterie.core.request import Limits, Prompt, ResponseFormat, Sampling
-from coterie.core.resolve import check_tokens, resolve_limits
+from coterie.core.request import Limits, Prompt, ResponseFormat, Sampling, Tokens
+from coterie.core.resolve import check_tokens, prompt_too_long, resolve_limits
 from coterie.models.tokenizer import is_long
 from coterie.obs.trace import log
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 async def assignment(run: Run, virtual_tokens: int, grammars: GrammarCheck) -> Assignment:
     """Refuses what can never run. `virtual_tokens` are put in front by soft prompts."""
     request, plan, served = run.request, run.plan, run.served
-    prompt_ids = await tokenise(served.tokenizer, plan.tuned.prompt or request.prompt)
+    prompt = plan.tuned.prompt or request.prompt
+    prompt_ids = await tokenise(served.tokenizer, prompt, served.context)
     check_tokens(prompt_ids, plan.sampling, served.tokenizer.vocab_size)
     _check_choices(run)
     limits = _limits(run, len(prompt_ids), virtual_tokens)
@@ -50,10 +51,24 @@ async def assignment(run: Run, virtual_tokens: int, grammars: GrammarCheck) -> A
     )
 
 
-async def tokenise(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+async def tokenise(tokenizer: Tokenizer, prompt: Prompt, context: int | None = None) -> list[int]:
+    """Refuses a prompt that is longer than `context` before reading it, where its length tells."""
     if is_long(prompt):
-        return await asyncio.to_thread(tokenizer.encode_prompt, prompt)
-    return tokenizer.encode_prompt(prompt)
+        return await asyncio.to_thread(_encode, tokenizer, prompt, context)
+    return _encode(tokenizer, prompt, context)
+
+
+def _encode(tokenizer: Tokenizer, prompt: Prompt, context: int | None) -> list[int]:
+    if isinstance(prompt, Tokens):
+        if context is not None and len(prompt.ids) >= context:
+            raise prompt_too_long(len(prompt.ids), context)
+        return tokenizer.encode_prompt(prompt)
+    text = tokenizer.text_of(prompt)
+    if context is not None and len(text) >= context:
+        least = tokenizer.least_tokens(text)
+        if least >= context:
+            raise prompt_too_long(least, context, "at least ")
+    return tokenizer.encode_text(prompt, text)
 
 
 def _constrained(sampling: Sampling, wanted: ResponseFormat | None) -> Sampling:
@@ -76,7 +91,13 @@ def _check_choices(run: Run) -> None:
 
 def _limits(run: Run, prompt_tokens: int, virtual_tokens: int) -> Limits:
     """A number of ours is cut to the room that is left; a caller's own is kept or refused."""
-    limits = resolve_limits(run.request.limits, prompt_tokens, run.served.context, virtual_tokens)
+    limits = resolve_limits(
+        run.request.limits,
+        prompt_tokens,
+        run.served.context,
+        virtual_tokens,
+        clamp=run.served.clamp_max_tokens,
+    )
     tuned = run.plan.tuned.max_tokens
     if run.request.limits.max_tokens is not None or tuned is None:
         return limits

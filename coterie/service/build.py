@@ -61,7 +61,13 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
     ]
     catalog = Catalog(registry_dir() if config.adapters.device_bytes else None)
     records = Records(state_dir() / "records.db", config.jobs.max_records)
-    roster = Roster(groups, config.server.drain_s, catalog, Routing(config.routing, records))
+    roster = Roster(
+        groups,
+        config.server.drain_s,
+        catalog,
+        Routing(config.routing, records),
+        config.server.clamp_max_tokens,
+    )
     admin = AdapterAdmin(roster, state_dir() / "trust.json", config.server.allow_unsigned)
     jobs = JobStore(state_dir() / "jobs.db")
     validators = Validators(config.validators)

@@ -55,6 +55,8 @@ class Served:
     replicas: ReplicaSet
     series: Series
     info: ReplicaInfo
+    # a max_tokens beyond the context becomes what is left of it, instead of a refusal
+    clamp_max_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +102,14 @@ class Roster:
         drain_s: float = 30.0,
         catalog: Catalog | None = None,
         routing: Routing | None = None,
+        clamp_max_tokens: bool = False,
     ) -> None:
         self.registry = Registry()
         self.catalog = catalog or Catalog(None)
         self._routing = routing or Routing()
         self._groups = tuple(groups)
         self._drain_s = drain_s
+        self._clamp_max_tokens = clamp_max_tokens
         self._served: dict[str, Served] = {}
         self._router: Router | None = None
 
@@ -177,7 +181,8 @@ class Roster:
         route = self.router.resolve(RouteHints(model))
         base = self._served[route.specialist]
         if not route.adapters:
-            return ModelCard(base.name, base.created, base.context, base.model)
+            name = AUTO if model == AUTO else base.name
+            return ModelCard(name, base.created, base.context, base.model)
         root = "+".join(adapter.name for adapter in route.adapters)
         known = [self.catalog.by_digest(adapter.digest) for adapter in route.adapters]
         created = max(int(card.installed_at) for card in known if card is not None)
@@ -235,6 +240,7 @@ class Roster:
                 replicas=ReplicaSet(name, group.replicas, info.max_sequences[name]),
                 series=Series(self.registry, name),
                 info=info,
+                clamp_max_tokens=self._clamp_max_tokens,
             )
             for name, model in group.specialists.items()
         ]
@@ -247,8 +253,9 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     from coterie.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
-    # remembered: later it is asked for on the event loop
+    # remembered: later they are asked for on the event loop
     tokenizer.fingerprint()
+    tokenizer.least_tokens("")
     return tokenizer
 
 

@@ -99,7 +99,7 @@ class Served:
     def post(self, path: str, body: Any, **headers: str) -> Reply:
         """`body`: bytes as they are, anything else as JSON."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.send("POST", path, raw, **headers)
+        return self.send("POST", path, raw, **{"content_type": "application/json", **headers})
 
     def send(self, method: str, path: str, body: bytes | None, **headers: str) -> Reply:
         named = {name.replace("_", "-"): value for name, value in headers.items()}

@@ -13,6 +13,7 @@ from google.protobuf import descriptor_pb2, json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from served import Served, own_home
+from test_hostile_bodies import MAX_PROBE_S, Probe
 from tiny import tiny_checkpoint
 
 from coterie.api.proto.coterie.v1 import inference_pb2 as pb
@@ -277,3 +278,30 @@ def test_a_server_that_stops_lets_calls_end(stub: Stub, grpc_server: Served) -> 
     assert next(call).started.model == "tiny"
     grpc_server.process.terminate()
     assert len(list(call)[-1].finished.text) == 300
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_none(stub: Stub, number: float) -> None:
+    """JSON could not carry it; a Struct and a double can."""
+    bounded = pb.InferRequest(prompt="hello")
+    bounded.response_format.update({"type": "json_schema", "schema": {"maximum": number}})
+    listed = pb.InferRequest(prompt="hello")
+    listed.response_format.update({"type": "json_schema", "schema": {"enum": [1, [number]]}})
+    for request in (bounded, listed, pb.InferRequest(prompt="hello", temperature=number)):
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.call("Infer", request)
+        assert caught.value.code() is _Code.INVALID_ARGUMENT, caught.value.details()
+
+
+def test_hostile_messages(stub: Stub, grpc_server: Served) -> None:
+    """Megabytes of small values are refused by their number, and health is answered meanwhile."""
+    wide = pb.InferRequest(prompt="hello")
+    wide.response_format.update({"type": "json_schema", "schema": {"enum": [1] * 350_000}})
+    named = pb.InferRequest(prompt="hello", force_experts=[""] * 1_500_000)
+    long = pb.InferRequest(prompt="fox " * 900_000)
+    with Probe(grpc_server) as probe:
+        for request in (wide, named, long):
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.call("Infer", request)
+            assert caught.value.code() is _Code.INVALID_ARGUMENT, caught.value.details()
+    assert probe.worst_s < MAX_PROBE_S

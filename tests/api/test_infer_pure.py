@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coterie.api.infer_parse import Asked, Caller, Reception
+from coterie.api.infer_parse import Asked, Caller, Reception, read_body
 from coterie.api.infer_types import FIELDS
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
@@ -22,9 +22,8 @@ from coterie.service.rate import UserRate
 SECONDS = Histogram((0.001,))
 
 
-def receive(session: str = "", rate: float = 0.0, **body: Any) -> Asked:
-    caller = Caller("tenant", time.monotonic(), session)
-    return Reception(UserRate(rate), SECONDS).receive(body, caller)
+def receive(session: str = "", **body: Any) -> Asked:
+    return read_body(body, Caller("tenant", time.monotonic(), session))
 
 
 def text_of(asked: Asked) -> str:
@@ -191,12 +190,15 @@ def test_the_table_of_users_is_bounded() -> None:
 
 def test_a_refused_body_costs_nothing_of_the_rate() -> None:
     reception = Reception(UserRate(0.1), SECONDS)
-    caller = Caller("t", 0.0)
+
+    def ask(prompt: str) -> None:
+        asyncio.run(reception.receive({"prompt": prompt}, Caller("t", 0.0), 0))
+
     with pytest.raises(InvalidRequest):
-        reception.receive({"prompt": ""}, caller)
-    reception.receive({"prompt": "x"}, caller)
+        ask("")
+    ask("x")
     with pytest.raises(Overloaded):
-        reception.receive({"prompt": "x"}, caller)
+        ask("x")
 
 
 async def events(*items: Event | CoterieError, wait_s: float = 0.0) -> AsyncGenerator[Event, None]:

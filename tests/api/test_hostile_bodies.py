@@ -1,0 +1,229 @@
+"""Bodies of four megabytes made to be slow: each is answered, others are served meanwhile, and what
+they took is given back."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import Served, chat
+from websockets.sync.client import connect
+
+LIMIT = 4_000_000
+CHAT, TEXT, MESSAGES, INFER = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/infer"
+# seconds of processor time that one body may cost the gateway, and a probe may take on a machine
+# with other work
+MAX_CPU_S, MAX_PROBE_S = 1.5, 2.0
+
+
+def filled(before: str, item: str, after: str, last: str | None = None) -> bytes:
+    """`item` as often as there is room for it."""
+    room = LIMIT - len(before) - len(after) - len(last or item) - 10
+    items = [item] * (room // (len(item) + 1))
+    return (before + ",".join([*items, last or item]) + after).encode()
+
+
+def keys(seed: random.Random) -> bytes:
+    names = ",".join(f'"{seed.randrange(10**9):x}":0' for _ in range(LIMIT // 16))
+    return ('{"model":"tiny","messages":[{"role":"user","content":"x"}],' + names + "}").encode()
+
+
+TURN = '{"role":"user","content":"x"}'
+# name -> (path, body): the statuses are those of a refusal
+BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "ids with a bad last one": (
+        TEXT, lambda: filled('{"model":"tiny","prompt":[', "1", "]}", '"x"')),
+    "three hundred thousand ids, bad last": (
+        TEXT, lambda: ('{"model":"tiny","prompt":[' + "31234," * 299_000 + '"x"]}').encode()),
+    "two million ids": (TEXT, lambda: filled('{"model":"tiny","prompt":[', "1", "]}")),
+    "lists of ids": (TEXT, lambda: filled('{"model":"tiny","prompt":[', "[1]", "]}", '["x"]')),
+    "empty lists": (TEXT, lambda: filled('{"model":"tiny","prompt":[', "[]", "]}")),
+    "texts": (TEXT, lambda: filled('{"model":"tiny","prompt":[', '"a"', "]}", "1")),
+    "wrong texts": (
+        CHAT, lambda: filled('{"model":"tiny","stop":[', "1", f'],"messages":[{TURN}]}}')),
+    "messages": (CHAT, lambda: filled('{"model":"tiny","messages":[', TURN, "]}")),
+    "messages, bad last": (CHAT, lambda: filled('{"model":"tiny","messages":[', TURN, "]}", "5")),
+    "numbers for messages": (CHAT, lambda: filled('{"model":"tiny","messages":[', "7", "]}")),
+    "parts": (
+        CHAT,
+        lambda: filled(
+            '{"model":"tiny","messages":[{"role":"user","content":[',
+            '{"type":"text","text":"x"}', "]}]}")),
+    "tools": (CHAT, lambda: filled(f'{{"model":"tiny","messages":[{TURN}],"tools":[', "5", "]}")),
+    "logit bias": (
+        CHAT,
+        lambda: (
+            f'{{"model":"tiny","messages":[{TURN}],"logit_bias":{{'
+            + ",".join(f'"{i}":"x"' for i in range(50_000)) + "}}").encode()),
+    "keys": (CHAT, lambda: keys(random.Random(3))),
+    "deep": (CHAT, lambda: b'{"x":' * (LIMIT // 6)),
+    "deep lists": (CHAT, lambda: b"[" * (LIMIT // 2) + b"]" * (LIMIT // 2)),
+    "digits": (CHAT, lambda: b'{"model":"tiny","n":' + b"9" * (LIMIT - 30) + b"}"),
+    "fraction": (CHAT, lambda: b'{"model":"tiny","top_p":0.' + b"9" * (LIMIT - 30) + b"}"),
+    "a long text": (
+        CHAT, lambda: json.dumps(chat("The quick brown fox. " * 180_000)).encode()),
+    "one long word": (
+        TEXT, lambda: json.dumps({"model": "tiny", "prompt": "a" * 3_900_000}).encode()),
+    "escapes": (
+        CHAT,
+        lambda: b'{"model":"tiny","messages":[{"role":"user","content":"'
+        + b'\\",[{' * 750_000 + b'"}]}'),
+    "commas in a text": (
+        CHAT, lambda: json.dumps(chat("a,b[c{" * 600_000)).encode()),
+    "blanks": (CHAT, lambda: b"{" + b" " * (LIMIT - 10) + b"}x"),
+    "quotes": (CHAT, lambda: b'"' * LIMIT),
+    "Anthropic's turns": (
+        MESSAGES,
+        lambda: filled('{"model":"tiny","max_tokens":4,"messages":[', TURN, "]}", "1")),
+    "Anthropic's long text": (
+        MESSAGES, lambda: json.dumps(chat("The quick brown fox. " * 180_000)).encode()),
+    "Anthropic's system": (
+        MESSAGES,
+        lambda: filled(
+            f'{{"model":"tiny","max_tokens":4,"messages":[{TURN}],"system":[', "5", "]}")),
+    "unknown fields": (INFER, lambda: keys(random.Random(4))),
+    "unknown fields of a grammar": (
+        INFER,
+        lambda: ('{"prompt":"x","grammar":{'
+        + ",".join(f'"f{i}":1' for i in range(50_000)) + "}}").encode()),
+    "names of experts": (INFER, lambda: filled('{"prompt":"x","force_experts":[', "1", "]}")),
+    "a long prompt": (INFER, lambda: json.dumps({"prompt": "fox " * 900_000}).encode()),
+    "marks": (INFER, lambda: json.dumps({"prompt": "\u0301\u0323" * 300_000}).encode()),
+    "ids to read": ("/detokenize", lambda: filled('{"tokens":[', "1", "]}", '"x"')),
+    "feedback": ("/v1/feedback", lambda: keys(random.Random(5))),
+    "messages to count": ("/v1/messages/count_tokens", lambda: filled('{"messages":[', "1", "]}")),
+}  # fmt: skip
+
+
+class Probe:
+    """Asks for health all the time; `worst_s` is the longest answer."""
+
+    def __init__(self, served: Served) -> None:
+        self.served, self.worst_s, self.num_answers = served, 0.0, 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Probe:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.01):
+            begun = time.monotonic()
+            assert self.served.get("/health/live").status == 200
+            self.worst_s = max(self.worst_s, time.monotonic() - begun)
+            self.num_answers += 1
+
+
+def cpu_s(served: Served) -> float:
+    return served.metric("coterie_gateway_cpu_seconds_total")
+
+
+def rss(served: Served) -> int:
+    status = Path(f"/proc/{served.process.pid}/status").read_text()
+    found = re.search(r"VmRSS:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_hostile_body(server: Served, name: str) -> None:
+    path, make = BODIES[name]
+    body = make()
+    assert len(body) <= LIMIT
+    with Probe(server) as probe:
+        before = cpu_s(server)
+        reply = server.post(path, body)
+        spent_s = cpu_s(server) - before
+    assert reply.status in (400, 413), (reply.status, reply.body[:300])
+    assert reply.json["error"]["message"]
+    assert len(reply.body) < 2000
+    assert probe.worst_s < MAX_PROBE_S
+    assert spent_s < MAX_CPU_S
+
+
+def test_memory_comes_back(server: Served) -> None:
+    """After all of the above, eight at a time."""
+    server.post(CHAT, chat())
+    bodies = [BODIES[name] for name in sorted(BODIES)]
+    before = rss(server)
+    statuses: list[int] = []
+
+    def send(part: list[tuple[str, Callable[[], bytes]]]) -> None:
+        statuses.extend(server.post(path, make()).status for path, make in part)
+
+    threads = [threading.Thread(target=send, args=(bodies[i::8],)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(statuses) == len(bodies) and set(statuses) <= {400, 413, 429}
+    deadline = time.monotonic() + 20
+    while rss(server) > before + 60_000_000 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert rss(server) <= before + 60_000_000, (before, rss(server))
+    assert server.post(CHAT, chat()).status == 200
+    assert '"status":500' not in server.log()
+
+
+def random_value(draw: random.Random, depth: int = 0) -> Any:
+    kind = draw.randrange(8 if depth < 4 else 5)
+    if kind < 5:
+        number, share = draw.randrange(-5, 10**6), draw.random()
+        return [number, share, "x" * draw.randrange(20), None, True][kind]
+    if kind < 7:
+        return [random_value(draw, depth + 1) for _ in range(draw.randrange(6))]
+    return {str(i): random_value(draw, depth + 1) for i in range(draw.randrange(6))}
+
+
+FIELDS = ("messages", "prompt", "stop", "tools", "logit_bias", "experts", "metadata", "other")
+
+
+def random_body(draw: random.Random) -> bytes:
+    """A field of a body filled with one random value, as often as there is room."""
+    item = json.dumps(random_value(draw))
+    start, field = json.dumps(chat())[:-1], draw.choice(FIELDS)
+    count = min((LIMIT - len(start) - 50) // (len(item) + 1), 2_000_000)
+    return f'{start},"{field}":[{",".join([item] * count)}]}}'.encode()
+
+
+def fires(served: Served, seed: int) -> None:
+    draw = random.Random(seed)
+    with Probe(served) as probe:
+        reply = served.post(draw.choice([CHAT, TEXT, MESSAGES]), random_body(draw))
+    assert reply.status in (200, 400, 413), reply.body[:300]
+    assert probe.worst_s < MAX_PROBE_S
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_shapes(server: Served, seed: int) -> None:
+    fires(server, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6, 200))
+def test_many_random_shapes(server: Served, seed: int) -> None:
+    fires(server, seed)
+
+
+def test_sockets_take_no_hostile_messages(server: Served) -> None:
+    """The same thread and the same bounds behind a WebSocket."""
+    url = server.url.replace("http://", "ws://") + "/v1/infer/ws"
+    with Probe(server) as probe, connect(url, max_size=None) as socket:
+        for name in ("names of experts", "unknown fields", "a long prompt", "deep", "marks"):
+            socket.send(BODIES[name][1]().decode())
+            event = json.loads(socket.recv(timeout=60))
+            assert event["event"] == "error", event
+            assert len(json.dumps(event)) < 3000
+    assert probe.worst_s < MAX_PROBE_S
