@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # calls under way, of one connection and of all; more wait, and are refused
 MAX_STREAMS, MAX_CALLS = 1024, 4096
+# between two questions whether the peer is there, and what it gets to answer
+PING_MS = 20_000
 
 
 class GrpcServer:
@@ -35,6 +37,15 @@ class GrpcServer:
             options=(
                 ("grpc.max_receive_message_length", settings.max_body_bytes),
                 ("grpc.max_concurrent_streams", MAX_STREAMS),
+                ("grpc.max_metadata_size", settings.max_header_bytes),
+                ("grpc.absolute_max_metadata_size", settings.max_header_bytes),
+                ("grpc.max_allowed_incoming_connections", settings.max_connections),
+                ("grpc.server_handshake_timeout_ms", round(settings.header_timeout_s * 1000)),
+                ("grpc.max_connection_idle_ms", round(settings.idle_timeout_s * 1000)),
+                # a peer that is gone, or reads nothing
+                ("grpc.keepalive_time_ms", PING_MS),
+                ("grpc.keepalive_timeout_ms", PING_MS),
+                ("grpc.keepalive_permit_without_calls", 1),
                 # two servers on one port would share its calls without a word
                 ("grpc.so_reuseport", 0),
             ),

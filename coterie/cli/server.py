@@ -6,6 +6,7 @@ Imported by `serve` alone, because it needs the web framework.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import signal
 import socket
@@ -17,6 +18,7 @@ import uvicorn
 
 from coterie import __version__
 from coterie.api.app import create_app
+from coterie.api.connections import Connections, protocols
 from coterie.cli.grpc_beside import grpc_beside
 from coterie.cli.terminal import facts, nbytes, note
 from coterie.core.config import Config
@@ -28,6 +30,8 @@ from coterie.service.pipeline import Pipeline
 CLOSE_S = 5.0
 # after a second Ctrl-C: what stopping the workers may take
 FORCED_CLOSE_S = 5.0
+# open files beside connections: databases, sockets to workers, model files
+OTHER_FILES = 256
 # most installed experts that the banner names
 MAX_NAMED = 8
 
@@ -90,12 +94,17 @@ async def run(
 
     def on_start(error: BaseException | None) -> None:
         if error is None:
+            # what is there to stay is not looked at again while requests run
+            gc.collect()
+            gc.freeze()
             print(banner(url, pipeline, asks_key=bool(config.server.api_key_file)), flush=True)
         else:
             failures.append(error)
             server.should_exit = True
 
     app = create_app(pipeline, config, on_start, starting)
+    most = _room_for_connections(config.server.max_connections)
+    made = protocols(Connections(config.server, pipeline.registry, most))
     server = _Server(
         uvicorn.Config(
             app,
@@ -105,7 +114,9 @@ async def run(
             server_header=False,
             timeout_graceful_shutdown=math.ceil(config.server.drain_s + CLOSE_S),
             lifespan="on",
-            ws="websockets-sansio",
+            http=made.http,
+            ws=made.websocket,
+            timeout_keep_alive=math.ceil(config.server.idle_timeout_s),
             # a message is one body
             ws_max_size=config.server.max_body_bytes,
         ),
@@ -117,6 +128,24 @@ async def run(
         await server.serve(sockets=[listener])
     if failures:
         raise _startup_error(failures[0])
+
+
+def _room_for_connections(wanted: int) -> int:
+    """As many as there may be open files for; the system's first limit is often 1,024."""
+    try:
+        import resource
+    except ImportError:
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    room = max(soft - OTHER_FILES, 1)
+    note(f"coterie: {room} connections instead of {wanted}: the limit of open files is {soft}")
+    return room
 
 
 def _startup_error(error: BaseException) -> CoterieError:

@@ -22,6 +22,12 @@ LAG_BUCKETS_S = (
 _MODEL = ("model_name",)
 
 PIPELINE_METRICS = (
+    Metric("coterie_connections", "gauge", "Open HTTP and WebSocket connections.", ()),
+    Metric(
+        "coterie_connections_refused", "counter",
+        "Connections that were refused, or ended because they were too slow or too large.",
+        ("reason",),
+    ),
     Metric(
         "coterie_reception_seconds", "histogram",
         "Time to parse, check and normalise a body of /v1/infer.", (), ROUTER_BUCKETS_S,

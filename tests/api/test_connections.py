@@ -1,0 +1,238 @@
+"""Connections before they are requests: sizes and times of headers, how many, who may ask."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from conftest import KEYS
+from served import Served, chat
+from tiny import tiny_checkpoint
+
+CHAT = "/v1/chat/completions"
+LIMIT_S, MOST = 1.0, 24
+# generous: a busy machine looks later
+ENDED_S = 15.0
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Short times, few connections."""
+    config = tmp_path_factory.mktemp("impatient") / "coterie.toml"
+    config.write_text(
+        f"""
+        [server]
+        header_timeout_s = {LIMIT_S}
+        body_timeout_s = {LIMIT_S}
+        idle_timeout_s = {LIMIT_S}
+        write_timeout_s = {LIMIT_S}
+        max_connections_per_address = {MOST}
+        [[specialists]]
+        name = "tiny"
+        model = "{tiny_checkpoint("llama", max_position_embeddings=8192)}"
+        """
+    )
+    served = Served("--config", str(config))
+    yield served
+    served.stop()
+
+
+def connect(served: Served) -> socket.socket:
+    where = urlsplit(served.url)
+    assert where.hostname is not None and where.port is not None
+    return socket.create_connection((where.hostname, where.port), timeout=ENDED_S)
+
+
+def answer(sock: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    parts = []
+    while True:
+        try:
+            part = sock.recv(65536)
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+GET = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
+POST = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\n"
+UPGRADE = (
+    b"GET /v1/infer/ws HTTP/1.1\r\nhost: localhost\r\nconnection: Upgrade\r\nupgrade: websocket\r\n"
+)
+KEY = b"sec-websocket-key: AQIDBAUGBwgJCgsMDQ4PEA==\r\n"
+# what is sent, and then nothing more
+HALVES = {
+    "nothing": b"",
+    "half a request line": b"GET /v1/mo",
+    "empty lines": b"\r\n\r\n",
+    "half of the headers": GET + b"x-a: b\r\n",
+    "a header without its end": GET + b"x-a: " + b"b" * 1000,
+    "half a body": POST + b"content-length: 90\r\n\r\n{",
+    "half a chunk": POST + b"transfer-encoding: chunked\r\n\r\n5\r\n{",
+    "a body for a route without one": GET + b"content-length: 90\r\n\r\n{",
+    "half an upgrade": UPGRADE,
+    "an upgrade without a key": UPGRADE + b"\r\n",
+    "an upgrade of another version":
+        UPGRADE + b"sec-websocket-version: 5\r\n" + KEY + b"\r\n",
+    "an upgrade with a line too long":
+        UPGRADE + b"sec-websocket-version: 13\r\nx: " + b"a" * 20_000
+        + b"\r\n" + KEY + b"\r\n",
+    "an upgrade with many headers":
+        UPGRADE + b"sec-websocket-version: 13\r\n" + b"x: a\r\n" * 500 + b"\r\n",
+    "an upgrade with a body": UPGRADE + b"content-length: 50\r\n\r\n{",
+    "another upgrade":
+        b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nupgrade: h2c\r\n\r\n",
+    "a request and then nothing": GET + b"\r\n",
+    "one request and half of the next": GET + b"\r\n" + GET,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_what_is_half_sent_ends(impatient: Served, name: str) -> None:
+    with connect(impatient) as sock:
+        begun = time.monotonic()
+        sock.sendall(HALVES[name])
+        answer(sock)
+        assert time.monotonic() - begun < ENDED_S
+    assert impatient.get("/health/live").status == 200
+
+
+def test_headers_that_drip(impatient: Served) -> None:
+    """Each byte comes in time; all of them do not."""
+    with connect(impatient) as sock:
+        sock.sendall(GET)
+        sock.settimeout(0.2)
+        begun, read = time.monotonic(), b""
+        while time.monotonic() - begun < ENDED_S:
+            try:
+                sock.sendall(b"x: y\r\n")
+                read = sock.recv(65536)
+                break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        assert time.monotonic() - begun < ENDED_S
+        assert read == b"" or b" 408 " in read
+
+
+def test_who_reads_nothing_is_cut(impatient: Served) -> None:
+    before = impatient.metric("coterie_connections_refused_total")
+    with connect(impatient) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        # more than the system takes for who does not read
+        sock.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 300)
+        deadline = time.monotonic() + 60
+        while impatient.metric("coterie_connections_refused_total") == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    assert '"reason":"write_timeout"' in impatient.log()
+
+
+def test_headers_have_a_limit(strict_server: Served) -> None:
+    """Before a key is asked for; 65,536 bytes with the request line."""
+    for head in (
+        GET + b"x-long: " + b"a" * 1_000_000,
+        GET + b"x-long: a\r\n" * 50_000,
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        GET + b"x-long: " + b"a" * 66_000 + b"\r\n\r\n",
+        b"\r\n" * 500_000,
+    ):
+        with connect(strict_server) as sock:
+            try:
+                sock.sendall(head)
+            except OSError:
+                continue
+            read = answer(sock)
+            assert not read or read.startswith(b"HTTP/1.1 431 "), read[:100]
+    with connect(strict_server) as sock:
+        sock.sendall(GET + b"x-long: " + b"a" * 60_000 + b"\r\nconnection: close\r\n\r\n")
+        assert answer(sock).startswith(b"HTTP/1.1 401 ")
+    with connect(strict_server) as sock:
+        head = GET + b"x-api-key: %s\r\nx-long: " % KEYS[0].encode()
+        sock.sendall(head + b"a" * 60_000 + b"\r\nconnection: close\r\n\r\n")
+        assert answer(sock).startswith(b"HTTP/1.1 200 ")
+
+
+def test_nothing_grows_behind_a_body(server: Served) -> None:
+    """Trailers and extensions of chunks are no body, and no header either."""
+    head = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\n"
+    head += b"transfer-encoding: chunked\r\n\r\n"
+    for rest in (
+        b"1;" + b"a" * 3_000_000,
+        b"1\r\n{\r\n0\r\nx: " + b"a" * 3_000_000,
+        b"1\r\n{\r\n0\r\n" + b"x: a\r\n" * 500_000,
+    ):
+        with connect(server) as sock:
+            try:
+                sock.sendall(head + rest)
+            except OSError:
+                continue
+            read = answer(sock)
+            assert not read or b" 431 " in read or b" 400 " in read, read[:100]
+
+
+def test_small_chunks_are_a_body(server: Served) -> None:
+    raw = json.dumps(chat("word " * 100)).encode()
+    pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in raw)
+    head = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    with connect(server) as sock:
+        sock.sendall(head + b"transfer-encoding: chunked\r\n\r\n" + pieces + b"0\r\n\r\n")
+        assert answer(sock).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_large_body_and_the_next_request(server: Served) -> None:
+    """The end of a body and the beginning of a request may come in one piece."""
+    raw = json.dumps(chat() | {"unknown": "a" * 300_000}).encode()
+    post = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+    with connect(server) as sock:
+        sock.sendall((post % len(raw) + raw) * 2 + GET + b"connection: close\r\n\r\n")
+        assert answer(sock).count(b"HTTP/1.1 200 ") == 3
+
+
+def test_connections_have_a_limit(impatient: Served) -> None:
+    """The last ones of an address are refused; when others have left, there is room again."""
+    before = impatient.metric("coterie_connections_refused_total")
+    socks = [connect(impatient) for _ in range(MOST + 8)]
+    refused = 0
+    for sock in socks:
+        read = answer(sock)
+        refused += read.startswith(b"HTTP/1.1 503 ")
+        sock.close()
+    assert refused >= 8
+    deadline = time.monotonic() + ENDED_S
+    while impatient.get("/health/live").status != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert impatient.metric("coterie_connections_refused_total") >= before + 8
+    lines = [json.loads(line) for line in impatient.log().splitlines() if line.startswith("{")]
+    told = [line for line in lines if line["event"] == "connections_refused"]
+    assert any(line["reason"] == "connections_of_address" for line in told)
+    # once in ten seconds, with their number
+    assert len(told) < 50
+
+
+def test_a_key_file_that_all_can_read(tmp_path: Path) -> None:
+    keys, admins = tmp_path / "keys.txt", tmp_path / "admins.txt"
+    keys.write_text("some-key\n")
+    admins.write_text("some-admin-key\n")
+    keys.chmod(0o644)
+    admins.chmod(0o600)
+    served = Served(
+        str(tiny_checkpoint("llama")),
+        *("--api-key-file", str(keys), "--admin-key-file", str(admins)),
+        wait_ready=False,
+    )
+    try:
+        assert served.get("/health/live").status == 200
+        told = [line for line in served.log().splitlines() if "key_file_exposed" in line]
+        assert len(told) == 1 and str(keys) in told[0] and "chmod 600" in told[0]
+    finally:
+        served.stop()
