@@ -106,6 +106,19 @@ class Readiness(BaseModel):
     ready: bool
 
 
+class About(BaseModel):
+    """What this server is; a page for who accepts one."""
+
+    name: str
+    version: str
+    ready: bool
+    openai_base_url: str
+    anthropic_base_url: str
+    routes: str
+    health: str
+    models: str
+
+
 class Version(BaseModel):
     version: str
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,8 @@ from starlette.routing import Route
 from coterie import __version__
 from coterie.api import errors, ws
 from coterie.api.anthropic import AnthropicDialect
-from coterie.api.auth import check_exposure, load_keys
-from coterie.api.exchange import Door, error_response, exchange_of
+from coterie.api.auth import check_exposure, exposed_key_files, load_keys
+from coterie.api.exchange import MAX_PATH, Door, error_response, exchange_of, shown_path
 from coterie.api.experts import ExpertEndpoints
 from coterie.api.feedback import FeedbackEndpoints
 from coterie.api.infer import InferEndpoints
@@ -27,15 +28,18 @@ from coterie.api.jobs import JobEndpoints
 from coterie.api.native import NativeEndpoints
 from coterie.api.openai import OpenAIDialect
 from coterie.api.openapi import document
+from coterie.api.origin import Origins
 from coterie.api.routes import Endpoints, RouteRow, add_routes, routes
 from coterie.api.ws import InferSocket
 from coterie.core.config import Config
 from coterie.core.errors import CoterieError
+from coterie.obs.trace import log
 from coterie.service.rate import UserRate
 
 if TYPE_CHECKING:
     from coterie.service.pipeline import Pipeline
 
+MAX_METHOD = 16
 # told once: None when the pipeline can serve, the error when it cannot start
 OnStart = Callable[[BaseException | None], None]
 
@@ -54,6 +58,9 @@ def create_app(
     keys = load_keys(server)
     check_exposure(server.host, keys.callers is not None, server.insecure)
     pipeline.rights = keys.rights()
+    for file in exposed_key_files(server):
+        mend = f"every user of this machine can read it: chmod 600 {file}"
+        log("key_file_exposed", level="warning", path=str(file), reason=mend)
     app = FastAPI(
         title="Coterie",
         version=__version__,
@@ -81,11 +88,13 @@ def create_app(
     add_routes(app, rows)
     # gRPC lets in and counts by the same ones
     app.state.reception, app.state.keys = reception, keys
-    socket = InferSocket(pipeline, reception, keys, server.cors_origins)
+    app.state.body_timeout_s = server.body_timeout_s
+    origins = Origins(server, keys.callers is not None)
+    socket = InferSocket(pipeline, reception, keys, origins)
     app.add_api_websocket_route(ws.PATH, socket.connect)
     app.add_exception_handler(CoterieError, _refused)
     app.add_exception_handler(HTTPException, _unrouted)
-    app.add_middleware(Door, keys=keys, max_queue=config.engine.max_queue)
+    app.add_middleware(Door, keys=keys, max_queue=config.engine.max_queue, origins=origins)
     if server.cors_origins:
         # outside the door: a preflight carries no key
         app.add_middleware(
@@ -139,25 +148,31 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     """Unknown routes and methods."""
     assert isinstance(error, HTTPException)
     exchange = exchange_of(request.scope)
+    asked = f"{request.method[:MAX_METHOD]} {shown_path(request.scope)}"
     if error.status_code == 405:
-        message = f"{request.method} is not allowed on this route"
-        body = errors.plain(
-            "invalid_request_error",
-            message,
-            exchange.request_id,
-            exchange.dialect,
-            "method_not_supported",
-        )
+        allowed = _allowed(request)
+        exchange.reason = f"{asked} is not allowed: this route takes {allowed}"
+        code, headers = "method_not_supported", {"allow": allowed}
+        kind = "invalid_request_error"
     else:
-        body = errors.plain(
-            "not_found_error",
-            "this server has no such route",
-            exchange.request_id,
-            exchange.dialect,
-            None,
-        )
-    headers = {"allow": _allowed(request)} if error.status_code == 405 else error.headers
+        near = _nearest(request)
+        hint = f"; did you mean {near}?" if near else "; GET /openapi.json lists them"
+        exchange.reason = f"this server has no route {asked}{hint}"
+        code, headers, kind = None, dict(error.headers or {}), "not_found_error"
+    body = errors.plain(kind, exchange.reason, exchange.request_id, exchange.dialect, code)
     return Response(body, error.status_code, headers, "application/json")
+
+
+def _nearest(request: Request) -> str | None:
+    """The route whose path is most like the one that was asked for."""
+    paths = {
+        path
+        for route in request.app.routes
+        if isinstance(path := getattr(route, "path", None), str) and "{" not in path
+    }
+    asked = str(request.scope["path"])[:MAX_PATH].rstrip("/")
+    found = difflib.get_close_matches(asked.replace("/v1/v1/", "/v1/"), paths, 1, 0.75)
+    return found[0] if found else None
 
 
 def _allowed(request: Request) -> str:

@@ -71,6 +71,14 @@ class KeyRing:
         return tenant_of(given)
 
 
+def is_open_to_all(path: Path) -> bool:
+    """Whether every user of this machine may read or change it."""
+    try:
+        return bool(path.stat().st_mode & 0o006)
+    except OSError:
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """Who may ask, and who may change what is served. Two separate rings: a key of one opens
@@ -123,6 +131,12 @@ def load_keys(server: Server) -> Keys:
         ring(server.api_key_file, "server.api_key_file", "API key"),
         ring(server.admin_key_file, "server.admin_key_file", "admin key"),
     )
+
+
+def exposed_key_files(server: Server) -> list[Path]:
+    """Those that every user of this machine can read."""
+    files = [Path(file) for file in (server.api_key_file, server.admin_key_file) if file]
+    return [file for file in files if is_open_to_all(file)]
 
 
 def is_admin_path(path: str) -> bool:

@@ -15,7 +15,7 @@ import grpc
 
 from coterie.api.auth import Keys
 from coterie.api.errors import OPENAI, status_of, told
-from coterie.api.exchange import CLIENT_CLOSED, Exchange, log_fault, new_id
+from coterie.api.exchange import CLIENT_CLOSED, Exchange, log_fault, new_id, reason_of
 from coterie.api.grpc_errors import details_of
 from coterie.api.grpc_errors import status_of as grpc_status_of
 from coterie.api.infer_parse import Caller
@@ -103,7 +103,7 @@ class _Visit:
         if not isinstance(error, CoterieError):
             log_fault(error, self.exchange.request_id)
             error = InternalError("the server failed to answer; the log has the request id")
-        self.exchange.status = status_of(error, OPENAI)
+        self.exchange.status, self.exchange.reason = status_of(error, OPENAI), reason_of(error)
         details = details_of(error, self.exchange.request_id)
         await self._context.abort(grpc_status_of(error), told(error), details)
 
@@ -116,6 +116,7 @@ class _Visit:
             method="GRPC",
             route=f"/{SERVICE}/{self._name}",
             status=exchange.status,
+            reason=exchange.reason,
             prompt_tokens=exchange.prompt_tokens,
             completion_tokens=exchange.completion_tokens,
             duration_ms=round(exchange.elapsed_ms(), 1),

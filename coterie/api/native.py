@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,6 +19,7 @@ from coterie.api.inference import ModelCard
 from coterie.api.native_types import DetokenizeBody, TokenizeBody
 from coterie.api.openai_parse import chat_prompt
 from coterie.api.openai_render import model_card
+from coterie.api.query import Query, query_of
 from coterie.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -40,18 +43,39 @@ class NativeEndpoints:
         self.pipeline = pipeline
         self.max_body_bytes = max_body_bytes
 
+    async def root(self, request: Request) -> Response:
+        """What this server is, and where to go on."""
+        facts = {
+            "name": "Coterie",
+            "version": __version__,
+            "ready": self.pipeline.health().ready,
+            "openai_base_url": "/v1",
+            "anthropic_base_url": "/",
+            "routes": "/openapi.json",
+            "health": "/health",
+            "models": "/v1/models",
+        }
+        if "text/html" not in request.headers.get("accept", ""):
+            return answer(facts)
+        rows = "".join(f"<dt>{name}<dd>{_shown(value)}" for name, value in facts.items())
+        page = f"<!doctype html><title>Coterie</title><h1>Coterie</h1><dl>{rows}</dl>"
+        return Response(page, media_type="text/html; charset=utf-8")
+
     async def models(self, request: Request) -> Response:
         """List the models, in the shape of the vendor whose client asks."""
         cards = self.pipeline.models()
         if exchange_of(request.scope).dialect != ANTHROPIC:
             return answer({"object": "list", "data": [_openai_card(card) for card in cards]})
-        data = [model_fields(card) for card in cards]
-        first, last = (cards[0].name, cards[-1].name) if cards else (None, None)
-        return answer({"data": data, "has_more": False, "first_id": first, "last_id": last})
+        page, has_more = _page(cards, query_of(request, ModelQuery))
+        data = [model_fields(card) for card in page]
+        first, last = (page[0].name, page[-1].name) if page else (None, None)
+        return answer({"data": data, "has_more": has_more, "first_id": first, "last_id": last})
 
     async def model(self, request: Request) -> Response:
         """Describe one model."""
-        name = request.path_params["model"]
+        name = request.path_params["model"].rstrip("/")
+        if not name:
+            return await self.models(request)
         anthropic = exchange_of(request.scope).dialect == ANTHROPIC
         card = self.pipeline.model(name)
         return answer(model_fields(card) if anthropic else _openai_card(card))
@@ -74,12 +98,11 @@ class NativeEndpoints:
         """Text of token ids."""
         body = await parse(request, DetokenizeBody, self.max_body_bytes)
         tokenizer, _ = self._find(body.model)
-        for index, token in enumerate(body.tokens):
-            if token >= tokenizer.vocab_size:
-                raise InvalidRequest(
-                    f"tokens.{index}: the vocabulary has {tokenizer.vocab_size} tokens",
-                    param=f"tokens.{index}",
-                )
+        if max(body.tokens, default=0) >= tokenizer.vocab_size:
+            over = (i for i, token in enumerate(body.tokens) if token >= tokenizer.vocab_size)
+            param = f"tokens.{next(over)}"
+            message = f"{param}: the vocabulary has {tokenizer.vocab_size} tokens"
+            raise InvalidRequest(message, param=param)
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special=False)
         return answer({"prompt": text})
 
@@ -124,6 +147,37 @@ class NativeEndpoints:
     async def version(self, request: Request) -> Response:
         """The version of this server."""
         return answer({"version": __version__})
+
+
+class ModelQuery(Query):
+    """Anthropic's; OpenAI's list has no pages."""
+
+    # the vendor's own names may grow
+    model_config = ConfigDict(extra="ignore")
+
+    limit: int = Field(20, ge=1, le=1000)
+    before_id: str | None = Field(None, max_length=512)
+    after_id: str | None = Field(None, max_length=512)
+
+
+def _page(cards: Sequence[ModelCard], asked: ModelQuery) -> tuple[Sequence[ModelCard], bool]:
+    """Those behind `after_id`, or the last before `before_id`; whether there are more that way."""
+    names = [card.name for card in cards]
+    for param, name in (("after_id", asked.after_id), ("before_id", asked.before_id)):
+        if name is not None and name not in names:
+            raise InvalidRequest(f"{param}: no such model is listed", param=param)
+    begin = 0 if asked.after_id is None else names.index(asked.after_id) + 1
+    if asked.before_id is None:
+        end = begin + asked.limit
+        return cards[begin:end], end < len(cards)
+    end = names.index(asked.before_id)
+    begin = max(begin, end - asked.limit)
+    return cards[begin:end], begin > 0
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return f'<a href="{text}">{text}</a>' if text.startswith("/") else text
 
 
 def _token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

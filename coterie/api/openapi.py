@@ -28,10 +28,12 @@ _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _WHY = {
     400: "A field is wrong; the error names it",
     401: "No key, or a wrong one",
-    403: "Not allowed with this key",
+    403: "Not allowed with this key, or for pages of this origin",
     404: "No such model, expert or job",
     409: "Done already",
     413: "The body is too large",
+    415: "The body does not say that it is JSON",
+    421: "Sent to a host name that is not this server's",
     429: "The queue is full, or the user's rate is spent; Retry-After says when to come again",
     500: "The server failed",
     503: "Models still load, or no worker is healthy; Retry-After says when to come again",
@@ -162,9 +164,19 @@ def _responses(row: RouteRow) -> dict[str, Any]:
     for status, kind in replies.also.items():
         schema = {} if kind is None else {"content": {JSON: {"schema": _ref(kind)}}}
         responses[str(status)] = {"description": _ALSO[status], **schema}
-    for status in replies.refusals:
+    for status in _refusals(row):
         responses[str(status)] = _refusal(status, row.tag == "anthropic")
     return responses
+
+
+def _refusals(row: RouteRow) -> list[int]:
+    """The row's own, and those of the door before it."""
+    given = set(row.replies.refusals)
+    if 401 in given:
+        given |= {403, 421}
+    if row.body is not None:
+        given.add(415)
+    return sorted(given)
 
 
 def _content(replies: Replies) -> dict[str, Any]:

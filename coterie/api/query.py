@@ -27,6 +27,8 @@ def query_of(request: Request, model: type[Parameters]) -> Parameters:
     given: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name not in model.model_fields:
+            if model.model_config.get("extra") == "ignore":
+                continue
             near = difflib.get_close_matches(name[:MAX_SHOWN], model.model_fields, 1, 0.0)[0]
             raise InvalidRequest(
                 f"unknown parameter `{name[:MAX_SHOWN]}`; did you mean `{near}`?",

@@ -26,7 +26,7 @@ from coterie.api.infer import InferEndpoints
 from coterie.api.infer_types import InferBody
 from coterie.api.jobs import JobEndpoints
 from coterie.api.jobs_types import DeletedJob, JobList, JobParameters, JobView
-from coterie.api.native import NativeEndpoints
+from coterie.api.native import ModelQuery, NativeEndpoints
 from coterie.api.native_types import DetokenizeBody, TokenizeBody
 from coterie.api.openai import OpenAIDialect
 from coterie.api.openai_types import ChatBody, CompletionBody
@@ -139,7 +139,7 @@ def _vendor_routes(ends: Endpoints) -> Sequence[RouteRow]:
     text = Replies((answers.TextCompletion,), _OPENAI, events={})
     message = Replies((answers.AnthropicMessage,), _ANTHROPIC, events={})
     count = Replies((answers.TokenCount,), (400, 401, 404, 413, 500, 529))
-    models = Replies((answers.ModelList, answers.AnthropicModelList), _LOOK)
+    models = Replies((answers.ModelList, answers.AnthropicModelList), (400, *_LOOK))
     model = Replies((answers.Model, answers.AnthropicModel), (400, *_FIND))
     return (
         RouteRow(
@@ -149,7 +149,7 @@ def _vendor_routes(ends: Endpoints) -> Sequence[RouteRow]:
             _POST, "/v1/completions", openai.completions, "openai", text, CompletionBody,
             headers=_STEERING,
         ),
-        RouteRow(_GET, "/v1/models", native.models, "openai", models),
+        RouteRow(_GET, "/v1/models", native.models, "openai", models, query=ModelQuery),
         RouteRow(_GET, "/v1/models/{model:path}", native.model, "openai", model),
         RouteRow(
             _POST, "/v1/messages", anthropic.messages, "anthropic", message, MessagesBody,
@@ -172,7 +172,9 @@ def _native_routes(native: NativeEndpoints) -> Sequence[RouteRow]:
     ping = Replies(also={503: None})
     metrics = Replies(refusals=(401, 500), media_type=_PLAIN)
     version = Replies((answers.Version,), (401, 500))
+    about = Replies((answers.About,), (401, 500))
     return (
+        RouteRow(_PROBE, "/", native.root, "native", about),
         RouteRow(_POST, "/tokenize", native.tokenize, "native", tokens, TokenizeBody),
         RouteRow(_POST, "/detokenize", native.detokenize, "native", text, DetokenizeBody),
         RouteRow(_PROBE, "/health", native.health, "native", health),

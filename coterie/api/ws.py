@@ -7,19 +7,18 @@ before it connects elsewhere, so that a page of a foreign origin is refused here
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
 from coterie.api.auth import Keys
 from coterie.api.errors import OPENAI, status_of
-from coterie.api.exchange import Exchange, error_response, log_exchange, new_id
+from coterie.api.exchange import Exchange, error_response, log_exchange, new_id, reason_of
 from coterie.api.infer_answer import Service
 from coterie.api.infer_parse import Reception
+from coterie.api.origin import Origins
 from coterie.api.ws_talk import Talk
-from coterie.core.errors import CoterieError, Forbidden, Overloaded
+from coterie.core.errors import CoterieError, Overloaded
 
 PATH = "/v1/infer/ws"
 # what the server speaks, and how a key is offered beside it: `coterie-key.KEY`
@@ -30,12 +29,12 @@ RETRY_S = 5.0
 
 class InferSocket:
     def __init__(
-        self, service: Service, reception: Reception, keys: Keys, origins: Sequence[str]
+        self, service: Service, reception: Reception, keys: Keys, origins: Origins
     ) -> None:
         self.service = service
         self.reception = reception
         self.keys = keys
-        self.origins = frozenset(origins)
+        self.origins = origins
         self._num_open = 0
 
     async def connect(self, websocket: WebSocket) -> None:
@@ -45,6 +44,7 @@ class InferSocket:
             exchange.tenant = self._let_in(websocket)
         except CoterieError as error:
             exchange.status = status_of(error, OPENAI)
+            exchange.reason = reason_of(error)
             log_exchange(exchange, websocket.scope, "WEBSOCKET")
             await _refuse(websocket, error_response(error, exchange))
             return
@@ -59,8 +59,8 @@ class InferSocket:
             log_exchange(exchange, websocket.scope, "WEBSOCKET")
 
     def _let_in(self, websocket: WebSocket) -> str:
-        self._check_origin(websocket)
         headers = list(websocket.scope["headers"])
+        self.origins.check(headers)
         for offer in websocket.scope.get("subprotocols", ()):
             if offer.startswith(KEY_MARK):
                 headers.append((b"x-api-key", offer.removeprefix(KEY_MARK).encode("latin-1")))
@@ -70,23 +70,6 @@ class InferSocket:
                 f"{MAX_CONNECTIONS} connections are open already", retry_after_s=RETRY_S
             )
         return tenant
-
-    def _check_origin(self, websocket: WebSocket) -> None:
-        origin = websocket.headers.get("origin")
-        if origin is None or origin in self.origins or "*" in self.origins:
-            return
-        if _place(origin) != websocket.headers.get("host"):
-            raise Forbidden(
-                "this origin may not connect: the server's cors_origins does not name it"
-            )
-
-
-def _place(origin: str) -> str | None:
-    """Host and port; None of what is no address."""
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return None
 
 
 async def _refuse(websocket: WebSocket, response: Response) -> None:

@@ -6,9 +6,13 @@ import argparse
 import json
 import platform
 import sys
+from pathlib import Path
 
+from coterie.api.auth import exposed_key_files, is_open_to_all
 from coterie.cli import machine
 from coterie.cli.terminal import facts, nbytes, table
+from coterie.core.config import load
+from coterie.weights.home import state_dir
 
 HELP = "show what this machine has, what will be used and what is missing"
 EPILOG = """\
@@ -35,10 +39,14 @@ PACKAGES = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML settings whose key files are looked at"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
     report = examine()
+    report["missing"] += _exposed_keys(args.config)
     if args.json:
         print(json.dumps(report, indent=1))
     else:
@@ -94,6 +102,22 @@ def _missing(report: machine.Facts) -> list[machine.Facts]:
     if not report["models"]:
         missing.append({"what": "a model on this machine", "mend": "coterie pull", "needed": False})
     return missing
+
+
+def _exposed_keys(config: Path | None) -> list[machine.Facts]:
+    """Key files that every user of this machine can read: ours, and those that `config` names."""
+    files = [file for file in (state_dir() / "keys").glob("*") if file.suffix != ".pub"]
+    exposed = [file for file in files if is_open_to_all(file)]
+    if config is not None:
+        exposed += exposed_key_files(load(config).server)
+    return [
+        {
+            "what": f"a key file that only its owner can read ({file})",
+            "mend": f"chmod 600 {file}",
+            "needed": False,
+        }
+        for file in exposed
+    ]
 
 
 def render(report: machine.Facts) -> str:

@@ -37,12 +37,17 @@ _SETTINGS = {
     "admin_key_file": "server.admin_key_file",
     "allow_unsigned": "server.allow_unsigned",
     "insecure": "server.insecure",
+    "allowed_hosts": "server.allowed_hosts",
+    "cors_origins": "server.cors_origins",
+    "max_connections_per_address": "server.max_connections_per_address",
+    "clamp_max_tokens": "server.clamp_max_tokens",
     "user_rate": "server.user_rate",
     "grpc_port": "server.grpc_port",
     "log_level": "server.log_level",
     "device": "engine.device",
     "threads": "engine.threads",
     "kv_bytes": "engine.kv_bytes",
+    "kv_cache_slots": "engine.kv_cache_slots",
     "max_queue": "engine.max_queue",
     "max_sequences": "engine.max_sequences",
     "adapter_bytes": "adapters.device_bytes",
@@ -71,6 +76,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="allow a public address without API keys",
     )
     parser.add_argument(
+        "--allowed-hosts",
+        type=listed,
+        metavar="NAME,...",
+        help="host names that requests may be sent to, * = any (default: without keys addresses, "
+        "localhost and --host; with keys any)",
+    )
+    parser.add_argument(
+        "--cors-origins",
+        type=listed,
+        metavar="ORIGIN,...",
+        help="origins whose web pages may call, * = any (default: none but this server's own)",
+    )
+    parser.add_argument(
+        "--max-connections-per-address",
+        type=count,
+        metavar="N",
+        help="open connections of one address (default: 512)",
+    )
+    parser.add_argument(
+        "--clamp-max-tokens",
+        action="store_true",
+        default=None,
+        help="shorten a max_tokens that is beyond the context instead of refusing the request",
+    )
+    parser.add_argument(
         "--user-rate",
         type=float,
         metavar="N",
@@ -81,6 +111,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", help="the model's name for clients (default: from its file)")
     parser.add_argument("--replicas", type=count, metavar="N", help="worker processes (default: 1)")
+    parser.add_argument(
+        "--kv-cache-slots",
+        type=int,
+        metavar="N",
+        help="conversations whose KV is kept longest (default: 16)",
+    )
     parser.add_argument("--max-queue", type=count, metavar="N", help="waiting requests before 429")
     parser.add_argument("--max-sequences", type=count, metavar="N", help="sequences run together")
     parser.add_argument(
@@ -103,6 +139,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="let admins load adapters that nobody signed (logged)",
     )
     add_dispatch(parser)
+
+
+def listed(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def port(text: str) -> int:

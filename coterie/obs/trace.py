@@ -21,8 +21,8 @@ FIELDS = frozenset(
         "address", "attempt", "backoff_s", "cached_tokens", "code", "completion_tokens", "device",
         "dialect", "dtype", "duration_ms", "exit_code", "finish_reason", "first_token_ms", "frames",
         "method", "model", "num_preemptions", "path", "pending", "pid", "port", "prompt_tokens",
-        "queue_ms", "reason", "replica", "request_id", "retry_after_s", "route", "signal", "state", "status",
-        "stream", "tenant_digest", "threads", "version", "wait_s",
+        "queue_ms", "reason", "replica", "request_id", "retry_after_s", "route", "signal", "state",
+        "status", "stream", "tenant_digest", "threads", "version", "wait_s",
     }
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ from served import Served, chat
 CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 LONG = "word " * 3000
-DEEP = b"[" * 50_000 + b"]" * 50_000
+DEEP = b"[" * 20_000 + b"]" * 20_000
 
 
 def text(**fields: Any) -> dict[str, Any]:
@@ -232,6 +232,12 @@ def test_headers_that_are_wrong(server: Served) -> None:
 def test_unknown_routes_and_methods(server: Served) -> None:
     missing = server.get("/v1/nothing")
     assert (missing.status, missing.json["error"]["type"]) == (404, "invalid_request_error")
+    assert "GET /v1/nothing" in missing.json["error"]["message"]
+    doubled = server.post("/v1/v1/messages", chat(), anthropic_version="2023-06-01")
+    assert (doubled.status, doubled.json["error"]["type"]) == (404, "not_found_error")
+    assert "did you mean /v1/messages?" in doubled.json["error"]["message"]
+    odd = server.get("/v1/%00%0a%e2%82%ac" + "a" * 500)
+    assert odd.status == 404 and len(odd.body) < 600 and "\n" not in odd.json["error"]["message"]
     wrong = server.get(CHAT)
     assert (wrong.status, wrong.json["error"]["code"]) == (405, "method_not_supported")
     assert wrong.headers["allow"] == "POST"

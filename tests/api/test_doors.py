@@ -144,7 +144,8 @@ def test_a_deadline_spent_in_the_queue(strict_server: Served, stream: bool) -> N
 def test_the_log_holds_no_prompts_and_no_keys(strict_server: Served) -> None:
     strict_server.post(f"{CHAT}?q={SECRET}", chat(SECRET), **bearer(KEYS[0]))
     strict_server.post(CHAT, chat(SECRET, temperature=SECRET), **bearer(KEYS[0]))
-    strict_server.post(f"/{SECRET}", chat(SECRET), **bearer(KEYS[0]))
+    strict_server.post("/v1/nothing", chat(SECRET), **bearer(KEYS[0]))
+    strict_server.post(CHAT, chat(model=f"a {SECRET}"), **bearer(KEYS[0]))
     strict_server.post(CHAT, b'{"broken": "' + SECRET.encode(), x_api_key=KEYS[1])
     strict_server.get("/v1/models", x_api_key=SECRET)
     time.sleep(0.3)
@@ -153,10 +154,14 @@ def test_the_log_holds_no_prompts_and_no_keys(strict_server: Served) -> None:
     assert not any(key in written for key in KEYS)
     lines = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
     requests = [line for line in lines if line["event"] == "request"]
-    [*_, asked, refused, unknown, broken, denied] = requests
+    [*_, asked, refused, unknown, misnamed, broken, denied] = requests
     assert (asked["route"], asked["status"], asked["completion_tokens"]) == (CHAT, 200, 8)
     assert (refused["status"], unknown["status"], broken["status"]) == (400, 404, 400)
-    assert denied["status"] == 401
+    assert (denied["status"], misnamed["status"]) == (401, 404)
+    assert unknown["path"] == "/v1/nothing" and "no route POST /v1/nothing" in unknown["reason"]
+    assert refused["reason"].startswith("invalid_request: temperature: must")
+    assert broken["path"] == CHAT and "not valid JSON" in broken["reason"]
+    assert "path" not in asked and "reason" not in asked
     assert asked["tenant_digest"] == refused["tenant_digest"] != broken["tenant_digest"]
     assert asked["duration_ms"] > 0 and asked["request_id"].startswith("req_")
 

@@ -162,6 +162,20 @@ def test_doctor(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_doctor_names_keys_that_all_can_read(tmp_path: Path) -> None:
+    keys, config = tmp_path / "keys.txt", tmp_path / "coterie.toml"
+    keys.write_text("some-key\n")
+    config.write_text(f'[server]\napi_key_file = "{keys}"\n')
+
+    def mends(mode: int) -> list[str]:
+        keys.chmod(mode)
+        done = coterie("doctor", "--json", "--config", str(config), COTERIE_HOME=str(tmp_path))
+        return [fault["mend"] for fault in json.loads(done.stdout)["missing"]]
+
+    assert f"chmod 600 {keys}" in mends(0o644)
+    assert f"chmod 600 {keys}" not in mends(0o640)
+
+
 def test_bench(tiny: str) -> None:
     done = coterie("bench", tiny, "--decode", "8", "--prefill", "32", "--repeat", "1", "--json")
     report = json.loads(done.stdout)

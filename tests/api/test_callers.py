@@ -1,0 +1,187 @@
+"""Who may ask and in whose words they are answered: hosts, origins, content types, vendors."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import anthropic
+import pytest
+import websockets.sync.client as ws_client
+from served import Served, chat
+from tiny import tiny_checkpoint
+from websockets.exceptions import InvalidStatus
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+VENDOR = {"anthropic_version": "2023-06-01"}
+LONG = "word " * 3000
+
+
+@pytest.fixture(scope="module")
+def lenient() -> Iterator[Served]:
+    """Named, open to one origin, and shortening what is asked for."""
+    served = Served(
+        *(str(tiny_checkpoint("llama")), "--name", "tiny", "--clamp-max-tokens"),
+        *("--allowed-hosts", "coterie.example,other", "--cors-origins", "https://app.example"),
+        *("--kv-cache-slots", "4", "--context", "128"),
+    )
+    yield served
+    served.stop()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200), ("LOCALHOST:1", 200), ("127.0.0.1:99", 200), ("[::1]:8000", 200),
+        ("192.168.1.7", 200), ("a.localhost", 200), ("evil.example", 421),
+        ("localhost.evil.example", 421), ("127.0.0.1.evil.example", 421), ("coterie.example", 421),
+    ],
+)  # fmt: skip
+def test_hosts_without_keys(server: Served, host: str, status: int) -> None:
+    """A name that a page made point here is refused; an address cannot be made to."""
+    reply = server.get("/v1/models", host=host)
+    assert reply.status == status, reply.body
+    assert server.post(CHAT, chat(), host=host).status == status
+    if status == 421:
+        assert "--allowed-hosts" in reply.json["error"]["message"]
+        assert server.get("/health", host=host).status == 200
+
+
+def test_hosts_that_are_listed(lenient: Served, strict_server: Served) -> None:
+    assert lenient.get("/v1/models", host="coterie.example:8000").status == 200
+    assert lenient.get("/v1/models", host="evil.example").status == 421
+    # a page knows no key
+    assert strict_server.get("/v1/models", host="evil.example").status == 401
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded",
+    "multipart/form-data; boundary=x", "text/plain;application/json"])  # fmt: skip
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/infer", "/v1/feedback", "/tokenize"])
+def test_what_a_page_may_post_is_refused(server: Served, path: str, kind: str) -> None:
+    reply = server.post(path, chat(), content_type=kind)
+    assert reply.status == 415
+    assert "content-type: application/json" in reply.json["error"]["message"]
+
+
+def test_json_by_any_name(server: Served) -> None:
+    for kind in ("application/json", "application/json; charset=utf-8", "application/ld+json"):
+        assert server.post(CHAT, chat(), content_type=kind).status == 200
+
+
+def test_origins(server: Served, lenient: Served) -> None:
+    place = urlsplit(server.url).netloc
+    for origin in ("https://evil.example", "null", "http://localhost:1", "http://[", ""):
+        assert server.get("/v1/models", origin=origin).status == 403, origin
+        reply = server.post(CHAT, chat(), origin=origin)
+        assert reply.status == 403
+    assert "--cors-origins" in reply.json["error"]["message"]
+    assert server.post(CHAT, chat(), origin=f"http://{place}").status == 200
+    assert lenient.post(CHAT, chat(), origin="https://app.example").status == 200
+    assert lenient.post(CHAT, chat(), origin="https://evil.example").status == 403
+
+
+def test_origins_and_hosts_of_sockets(server: Served) -> None:
+    place = urlsplit(server.url)
+    url = f"ws://{place.netloc}/v1/infer/ws"
+    for headers, status in (
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Host": "evil.example"}, 421),
+    ):
+        with pytest.raises(InvalidStatus) as caught:
+            _connect(url, headers)
+        assert caught.value.response.status_code == status
+    _connect(url, {})
+
+
+def _connect(url: str, headers: dict[str, str]) -> None:
+    place = urlsplit(url)
+    host = headers.get("Host")
+    if host is None:
+        with ws_client.connect(url, additional_headers=headers):
+            return
+    assert place.hostname is not None
+    with (
+        socket.create_connection((place.hostname, place.port or 80)) as sock,
+        ws_client.connect(f"ws://{host}{place.path}", sock=sock),
+    ):
+        return
+
+
+def test_a_prompt_that_is_too_long_in_the_vendors_words(server: Served) -> None:
+    """Claude Code reads the numbers and asks again for less."""
+    long = server.post(MESSAGES, chat(LONG, max_tokens=10)).json["error"]["message"]
+    found = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", long)
+    assert found is not None and int(found[1]) > int(found[2]) == 1024
+    much = server.post(MESSAGES, chat(max_tokens=32_000)).json["error"]["message"]
+    found = re.fullmatch(
+        r"input length and `max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+), "
+        r"decrease input length or `max_tokens` and try again",
+        much,
+    )
+    assert found is not None and (found[2], found[3]) == ("32000", "1024")
+    # what is left fits exactly
+    room = int(found[3]) - int(found[1])
+    assert server.post(MESSAGES, chat(max_tokens=room)).status == 200
+    assert server.post(MESSAGES, chat(max_tokens=room + 1)).status == 400
+    streamed = server.post(MESSAGES, chat(max_tokens=32_000, stream=True))
+    assert streamed.json["error"]["message"] == much
+    assert "maximum context length" in server.post(CHAT, chat(LONG)).json["error"]["message"]
+
+
+def test_max_tokens_is_shortened_where_that_is_asked_for(lenient: Served) -> None:
+    reply = lenient.post(MESSAGES, chat(max_tokens=32_000))
+    assert reply.status == 200
+    assert lenient.post(CHAT, chat(max_tokens=32_000)).status == 200
+    assert lenient.post("/v1/infer", {"prompt": "hello", "max_tokens": 32_000}).status == 200
+    long = lenient.post(MESSAGES, chat(LONG, max_tokens=32_000))
+    assert long.json["error"]["message"].startswith("prompt is too long: ")
+
+
+def test_models_by_every_spelling(server: Served) -> None:
+    listed = server.get("/v1/models").json
+    assert server.get("/v1/models/").json == listed
+    assert server.get("/v1/models/tiny/").json["id"] == "tiny"
+    assert server.get("/v1/models/auto").json["id"] == "auto"
+    assert server.get("/v1/models/auto", **VENDOR).json["id"] == "auto"
+
+
+def test_pages_of_models(server: Served) -> None:
+    first = server.get("/v1/models?limit=1", **VENDOR).json
+    assert [item["id"] for item in first["data"]] == ["tiny"]
+    assert (first["first_id"], first["last_id"]) == ("tiny", "tiny")
+    after = server.get("/v1/models?limit=1&after_id=tiny&beta=true", **VENDOR).json
+    assert after["data"] == [] and after["has_more"] is False
+    assert server.get("/v1/models?before_id=tiny", **VENDOR).json["data"] == []
+    for query in ("limit=0", "limit=x", "limit=5000", "after_id=nobody"):
+        reply = server.get(f"/v1/models?{query}", **VENDOR)
+        assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error")
+    with anthropic.Anthropic(base_url=server.url, api_key="none") as client:
+        assert [model.id for model in client.models.list(limit=1)] == ["tiny"]
+
+
+def test_the_root_says_what_this_is(server: Served) -> None:
+    reply = server.get("/")
+    assert reply.status == 200 and reply.json["name"] == "Coterie"
+    page = server.get("/", accept="text/html,application/xhtml+xml")
+    assert page.headers["content-type"].startswith("text/html")
+    assert b"<h1>Coterie</h1>" in page.body and b"<script" not in page.body
+    head = server.send("HEAD", "/", None)
+    assert head.status == 200 and head.body == b""
+    wrong = server.post("/", {})
+    assert wrong.status == 405 and wrong.headers["allow"] == "GET, HEAD"
+
+
+def test_the_log_says_why(server: Served) -> None:
+    server.get("/v1/made-up-route")
+    server.get("/v1/models", origin="https://evil.example")
+    lines = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]
+    asked = [line for line in lines if line["event"] == "request"]
+    # 499: the client was gone
+    refused = [line for line in asked if 400 <= line["status"] < 499]
+    assert all(line["path"] and line["reason"] for line in refused)
+    reasons = {line["path"]: line["reason"] for line in refused}
+    assert "GET /v1/made-up-route" in reasons["/v1/made-up-route"]
+    assert all(len(line["reason"]) <= 300 and len(line["path"]) <= 128 for line in refused)
