@@ -273,13 +273,6 @@ def test_calls_are_logged_without_what_they_say(stub: Stub, grpc_server: Served)
     assert KEY not in grpc_server.log()
 
 
-def test_a_server_that_stops_lets_calls_end(stub: Stub, grpc_server: Served) -> None:
-    call = stub.call("InferStream", pb.InferRequest(prompt="Go on", regex="[a-z]{300}"))
-    assert next(call).started.model == "tiny"
-    grpc_server.process.terminate()
-    assert len(list(call)[-1].finished.text) == 300
-
-
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_a_number_that_is_none(stub: Stub, number: float) -> None:
     """JSON could not carry it; a Struct and a double can."""
@@ -305,3 +298,10 @@ def test_hostile_messages(stub: Stub, grpc_server: Served) -> None:
                 stub.call("Infer", request)
             assert caught.value.code() is _Code.INVALID_ARGUMENT, caught.value.details()
     assert probe.worst_s < MAX_PROBE_S
+
+
+def test_a_server_that_stops_lets_calls_end(stub: Stub, grpc_server: Served) -> None:
+    call = stub.call("InferStream", pb.InferRequest(prompt="Go on", regex="[a-z]{300}"))
+    assert next(call).started.model == "tiny"
+    grpc_server.process.terminate()
+    assert len(list(call)[-1].finished.text) == 300
