@@ -1,7 +1,9 @@
 """Compiles csrc/ on first use and loads it; the compiled module is kept under home()/kernels.
 
-The file name is keyed by sources, compiler and CPU. No compiler, or COTERIE_NATIVE=0, means None:
-callers then take the torch path. Knows nothing of what the kernels compute.
+The file name holds a key of sources, compiler and CPU, and the module's own digest: a file that was
+cut short, changed or put there by somebody else is not loaded but built again. No compiler, or
+COTERIE_NATIVE=0, means None: callers then take the torch path. Knows nothing of what the kernels
+compute.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -75,14 +79,45 @@ def find_compiler() -> str | None:
 
 def _compiled(compiler: str) -> Path:
     """The path of the module for these sources, this compiler and this CPU."""
-    target = kernels_dir() / f"coterie-{_key(compiler)}.so"
-    if target.exists():
-        return target
+    stem = f"coterie-{_key(compiler)}"
+    found = _sound(stem)
+    if found is not None:
+        return found
     with file_lock(kernels_dir() / "build.lock"):
-        if not target.exists():  # another process may have built it while we waited
-            _say("compiling native kernels, once, about 20 s ...")
-            _build(compiler, target)
-    return target
+        found = _sound(stem, clear=True)  # another process may have built it while we waited
+        if found is not None:
+            return found
+        _say("compiling native kernels, once, about 20 s ...")
+        return _build(compiler, stem)
+
+
+def _sound(stem: str, *, clear: bool = False) -> Path | None:
+    """The module that was built here, whole and ours. `clear`: take others away."""
+    for path in sorted(kernels_dir().glob(f"{stem}-*.so")):
+        fault = _fault(path)
+        if fault is None:
+            return path
+        if clear:
+            _say(f"{path}: {fault}; building it again")
+            with suppress(OSError):
+                path.unlink()
+    return None
+
+
+def _fault(path: Path) -> str | None:
+    """What keeps a module from being loaded. Loading one that is cut short ends the process."""
+    try:
+        facts = path.lstat()
+        if not stat.S_ISREG(facts.st_mode):
+            return "not a plain file"
+        if hasattr(os, "geteuid") and facts.st_uid not in (os.geteuid(), 0):
+            return f"belongs to another user ({facts.st_uid})"
+        if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return "others may write to it"
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if path.stem.endswith(f"-{digest[:32]}") else "not what was built"
 
 
 def _key(compiler: str) -> str:
@@ -111,8 +146,8 @@ def _target_flags() -> tuple[str, ...]:
     return native_flag, *shlex.split(os.environ.get("COTERIE_CXXFLAGS", ""))
 
 
-def _build(compiler: str, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+def _build(compiler: str, stem: str) -> Path:
+    with tempfile.TemporaryDirectory(dir=kernels_dir()) as folder:
         objects = {source: Path(folder) / f"{source.stem}.o" for source in SOURCES.glob("*.cpp")}
         commands = [
             [compiler, *_FLAGS, *_target_flags(), "-c", str(source), "-o", str(built)]
@@ -123,7 +158,11 @@ def _build(compiler: str, target: Path) -> None:
         module = Path(folder) / "module.so"
         # OpenMP's entry points stay undefined: they come from the runtime that torch loaded
         _run([compiler, "-shared", "-o", str(module), *map(str, objects.values())])
+        digest = hashlib.sha256(module.read_bytes()).hexdigest()
+        target = kernels_dir() / f"{stem}-{digest[:32]}.so"
+        module.chmod(0o755)
         os.replace(module, target)
+        return target
 
 
 def _run(command: list[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie.kernels.build import SOURCES, find_compiler
+from coterie.kernels.build import SOURCES, find_compiler, native
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -118,3 +118,38 @@ def test_avx2_under_an_emulator(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "avx2: 0 failures\n")
+
+
+@needs_compiler
+@pytest.mark.parametrize("harm", ["cut", "foreign", "writable", "link"])
+def test_a_harmed_module_is_built_again(tmp_path: Path, harm: str) -> None:
+    """A module that is cut short ends the process that loads it; one of others runs their code."""
+    found = native()
+    assert found is not None
+    # as quick as a copy, and keyed as a compiler of its own
+    compiler = tmp_path / "quick-c++"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *--version*) echo quick; exit;; esac\n'
+        'while [ "$1" != -o ]; do last=$1; shift; done\n'
+        f'cp "{found.path}" "$2"\n'
+    )
+    compiler.chmod(0o755)
+    told = {"CXX": str(compiler), "COTERIE_HOME": str(tmp_path)}
+    assert run(PROBE, **told).stdout.strip() == found.isa
+    [module] = (tmp_path / "kernels").glob("coterie-*.so")
+    good = module.read_bytes()
+    if harm == "cut":
+        os.truncate(module, len(good) // 3)
+    elif harm == "foreign":
+        module.write_bytes(good.replace(b"ct_isa", b"xx_isa"))
+    elif harm == "writable":
+        module.chmod(0o777)
+    else:
+        module.rename(tmp_path / "elsewhere.so")
+        module.symlink_to(tmp_path / "elsewhere.so")
+    done = run(PROBE, **told)
+    assert done.stdout.strip() == found.isa
+    assert "building it again" in done.stderr
+    assert module.read_bytes() == good and not module.is_symlink()
+    assert run(PROBE, **told).stderr == ""
