@@ -134,6 +134,11 @@ def _sum(ends: Sequence[Finished]) -> Finished:
     return Finished(
         request_id=ends[0].request_id,
         choices=tuple(reason for end in ends for reason in end.choices),
+        unfinished=tuple(
+            place * len(end.choices) + choice
+            for place, end in enumerate(ends)
+            for choice in end.unfinished
+        ),
         usage=Usage(
             prompt_tokens=sum(u.prompt_tokens for u in usages),
             completion_tokens=sum(u.completion_tokens for u in usages),

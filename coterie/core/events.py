@@ -96,6 +96,8 @@ class Finished:
     # of the first choice; the gateway fills in both
     validation: ValidationResult | None = None
     metrics: InferenceMetrics | None = None
+    # choices whose text was cut before their grammar let it end
+    unfinished: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

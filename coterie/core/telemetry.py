@@ -62,6 +62,9 @@ def facts_of(finished: Finished) -> dict[str, Any]:
     if finished.adapters:
         facts["adapters"] = [asdict(adapter) for adapter in finished.adapters]
         facts["adapter_bytes"] = finished.adapter_bytes
+    if finished.unfinished:
+        # choices that were cut before their grammar let them end
+        facts["unfinished"] = list(finished.unfinished)
     return facts
 
 

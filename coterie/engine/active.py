@@ -148,7 +148,11 @@ class ActiveRequest:
             self.experts,
             len(self.blocks),
             self.adapter_bytes,
+            unfinished=self._unfinished(),
         )
+
+    def _unfinished(self) -> tuple[int, ...]:
+        return tuple(n for n, held in sorted(self.constraints.items()) if not held.may_end)
 
     def describe(self, token: int, score: TokenScore) -> TokenLogprob:
         top = tuple((other, *self._names(other), value) for other, value in score.top)

@@ -57,7 +57,7 @@ class Constraint:
 
     __slots__ = (
         "_horizon", "_left", "_letters", "_look_at", "_matcher", "_start", "_unspelt", "_way",
-        "allowed", "error", "is_complete", "shunned", "tenant",
+        "allowed", "error", "is_complete", "may_end", "shunned", "tenant",
     )  # fmt: skip
 
     def __init__(self, max_output: int, shunned: Sequence[int] = (), tenant: str = "") -> None:
@@ -65,8 +65,8 @@ class Constraint:
         self.shunned, self.tenant = tuple(shunned), tenant
         # bits of the tokens that may follow; None where the grammar has failed
         self.allowed: NDArray[np.uint32] | None = None
-        # nothing may follow
-        self.is_complete = False
+        # nothing may follow; the text may end here
+        self.is_complete = self.may_end = False
         # why the grammar cannot be followed any further
         self.error: str | None = None
         self._left = max_output
@@ -112,6 +112,7 @@ class Constraint:
             if way is not None:
                 self._note(way)
         self.is_complete = matcher.is_stopped()
+        self.may_end = self.is_complete or matcher.is_accepting()
         return token
 
     def _note(self, way: list[int]) -> None:

@@ -61,6 +61,7 @@ class Ending:
             run.plan.adapters,
             validation,
             metrics,
+            event.unfinished,
         )
 
     def failed(self, run: Run, event: Failed, meter: Meter) -> None:
@@ -103,8 +104,13 @@ def _context(run: Run, event: Finished) -> Context:
         task_type="" if free else run.task_type,
         code_language="" if trace is None else str(trace.features.get("code_language", "")),
         experts=names_of(run.plan),
-        finish_reason=event.choices[0],
+        # a text that was ended in time is whole, whatever ended it
+        finish_reason="stop" if _is_whole(run, event) else event.choices[0],
     )
+
+
+def _is_whole(run: Run, event: Finished) -> bool:
+    return run.response_format is not None and 0 not in event.unfinished
 
 
 def _outcome(run: Run, event: Finished, validation: ValidationResult | None) -> bool | None:

@@ -146,3 +146,19 @@ def test_a_strict_schema_is_closed(server: Served, seed: int) -> None:
     body = ASK | fields | {"output_format": {"type": "json_schema", "schema": OPEN}}
     text = server.post("/v1/messages", body).json["content"][0]["text"]
     assert set(json.loads(text)) == {"a"}
+
+
+def test_a_text_that_nothing_could_end_is_marked(server: Served) -> None:
+    body = ASK | {"messages": MESSAGES, "max_tokens": 9}
+    cut = server.post("/v1/chat/completions", body | {"regex": "[a-e]{50}X", "n": 2}).json
+    assert [found["finish_reason"] for found in cut["choices"]] == ["length"] * 2
+    assert cut["coterie"]["unfinished"] == [0, 1]
+    ended = server.post("/v1/chat/completions", body | {"regex": "x[a-e]+X"}).json
+    assert re.fullmatch("x[a-e]+X", ended["choices"][0]["message"]["content"])
+    assert "unfinished" not in ended["coterie"]
+    ask = {"prompt": "say it", "max_tokens": 9, "seed": 1, "temperature": 1.0}
+    verdicts = [
+        server.post("/v1/infer", ask | {"regex": regex}).json["validation"]["valid"]
+        for regex in ("[a-e]{50}X", "x[a-e]+X")
+    ]
+    assert verdicts == [False, True]
