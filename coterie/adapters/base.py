@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from coterie.core.adapters import Modules
     from coterie.kernels.patch import Site
 
 
@@ -65,6 +66,9 @@ class Targets(Protocol):
     """The model, as far as adapters may change it (models/adapt.py)."""
 
     hidden: int
+
+    def modules(self) -> Modules:
+        """What there is to change, for checks that see no weights."""
 
     def find(self, path: str) -> Target:
         """The matrix at a module path. Raises WeightsError that says why it cannot be adapted:

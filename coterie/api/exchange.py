@@ -26,6 +26,7 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 CLIENT_CLOSED = 499
 _SCOPE_KEY = "coterie.exchange"
 SEED = "x-coterie-seed"
+ADAPTER = "x-coterie-adapter"
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:\-]")
 # what both a path and a name in a message may be made of
 _UNSAFE_IN_PATH = re.compile(r"[^A-Za-z0-9._:@+~/\-]")
@@ -59,6 +60,8 @@ class Exchange:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     headers: dict[str, str] = field(default_factory=dict)
+    # by the ids of its inferences
+    seeds: dict[str, int | None] = field(default_factory=dict)
     # the server's own send, for chunks after the first
     send: Send | None = None
 
@@ -200,14 +203,15 @@ def receipt(exchange: Exchange, plan: RoutePlan) -> None:
     """What the request runs on, known before its first byte goes out."""
     note_specialist(exchange, plan.specialist)
     exchange.headers["x-coterie-confidence"] = f"{plan.confidence:.4f}"
-    # one for each prompt of the request
-    seeds = [exchange.headers[SEED]] if SEED in exchange.headers else []
-    exchange.headers[SEED] = ",".join([*seeds, str(plan.sampling.seed)])
+    # one for each prompt of the request; a plan may be told again before its first event
+    exchange.seeds[plan.request_id] = plan.sampling.seed
+    exchange.headers[SEED] = ",".join(map(str, exchange.seeds.values()))
+    exchange.headers.pop(ADAPTER, None)
     if plan.lowered_priority is not None:
         exchange.headers["x-coterie-priority"] = str(plan.lowered_priority)
     if plan.adapters:
         stack = (f"{item.name}#{item.digest[:8]}" for item in plan.adapters)
-        exchange.headers["x-coterie-adapter"] = ",".join(stack)
+        exchange.headers[ADAPTER] = ",".join(stack)
 
 
 def _stamps(exchange: Exchange) -> list[tuple[bytes, bytes]]:

@@ -41,6 +41,7 @@ class InferEndpoints:
         if asked.stream:
             return EventStream(inference.events, InferStream(inference), exchange)
         result = await while_connected(request.receive, inference.result())
+        receipt(exchange, inference.plan)
         assert inference.answer.finished is not None
         account(exchange, inference.answer.finished)
         return Response(encode(answer_fields(result)), media_type=JSON)

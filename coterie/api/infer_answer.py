@@ -43,22 +43,26 @@ class Inference:
     """Planned when it is made; refusals by name are raised there. Closing `events` aborts it."""
 
     def __init__(self, service: Service, asked: Asked) -> None:
-        plans: list[RoutePlan] = []
+        # the last counts: one is made again where an expert turns out to be damaged
+        self._plans: list[RoutePlan] = []
         # the figures, where it was closed before its end
         self._left: list[InferenceMetrics] = []
         try:
-            events = service.handle(asked.request, tell=plans.append, left=self._left.append)
+            events = service.handle(asked.request, tell=self._plans.append, left=self._left.append)
         except CoterieError as error:
             raise named(error, "experts", "force_experts") from None
         self.job_id = asked.request.id
-        self.plan = plans[0]
-        self.answer = AnswerBuilder(self.job_id, self.plan, explain=asked.explain)
+        self.answer = AnswerBuilder(self.job_id, self._plans, explain=asked.explain)
         self.events: Events = until_deadline(events, asked.request, self._left)
         if asked.format_field != _FORMAT:
             self.events = _format_named(self.events, asked.format_field)
         self._arrived_at = asked.request.arrived_at
         self._has_started = False
         self._prompt_tokens = self._num_tokens = 0
+
+    @property
+    def plan(self) -> RoutePlan:
+        return self._plans[-1]
 
     def tokens(self) -> tuple[int, int]:
         """Of the prompt and of the answer, so far."""

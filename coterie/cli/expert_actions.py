@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.expert_state import bases, open_registry, open_trust
+from coterie.cli.expert_state import bases, modules, open_registry, open_trust
 from coterie.cli.menu import show
 from coterie.cli.terminal import facts, narrate, nbytes, note, table
 from coterie.core.errors import ConfigError, CoterieError, WeightsError
@@ -57,6 +57,9 @@ def install(args: argparse.Namespace) -> int:
     if len(args.source) > 1 and (args.name or args.version):
         raise ConfigError("--name and --version are for one expert at a time", param="name")
     fingerprints = [base.fingerprint for base in bases(args.base)]
+    fitting = modules(args.base)
+    from coterie.adapters.check import check_adapter
+
     registry, trust = open_registry(), open_trust()
     known = {_called(card): card.digest for card in registry.cards()}
     cards, lines, failed = [], [], 0
@@ -69,6 +72,8 @@ def install(args: argparse.Namespace) -> int:
                 bases=fingerprints,
                 name=args.name,
                 version=args.version,
+                # without --base: whether it is whole, not whether it fits
+                check=lambda _, folder: check_adapter(folder, fitting),
             )
         except CoterieError as error:
             if len(args.source) == 1:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from coterie.cli.options import fetch
 
 if TYPE_CHECKING:
+    from coterie.core.adapters import Modules
     from coterie.packages.manifest import Base
     from coterie.packages.registry import Registry
     from coterie.packages.trust import TrustStore
@@ -45,6 +46,29 @@ def bases(models: Sequence[str] | None) -> list[Base]:
     from coterie.weights.checkpoint import open_checkpoint
 
     return [Base(_called(m), open_checkpoint(fetch(m)).fingerprint()) for m in models or ()]
+
+
+def modules(models: Sequence[str] | None) -> dict[str, Modules]:
+    """What of each model adapters may change, told from its file alone."""
+    from coterie.core.adapters import Modules
+    from coterie.models.adapt import site_of
+    from coterie.weights.checkpoint import open_checkpoint
+
+    found: dict[str, Modules] = {}
+    for model in models or ():
+        checkpoint = open_checkpoint(fetch(model))
+        shapes = {
+            path: checkpoint.shape(name)
+            for name in checkpoint.names()
+            if site_of(path := name.removesuffix(".weight")) is not None
+        }
+        tied = "model.embed_tokens.weight"
+        if tied in checkpoint.names():
+            shapes.setdefault("lm_head", checkpoint.shape(tied))
+            hidden = checkpoint.shape(tied)[1]
+            pairs = {path: (shape[1], shape[0]) for path, shape in shapes.items()}
+            found[_called(model)] = Modules(hidden, pairs)
+    return found
 
 
 def _called(model: str) -> str:

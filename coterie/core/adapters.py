@@ -91,9 +91,27 @@ class AdapterProfile:
     template: str = ""
     # share of its held-out items it got right; None = not judged
     quality: float | None = None
-    # most that it can take beside a model; 0 = nobody knows
+    # what it takes beside a model in fp32; 0 = nobody knows
     device_bytes: int = 0
     # regular expression that a right answer matches whole, whatever it says; empty = not stated
     answer_pattern: str = ""
     # codes of the languages it was measured in ("en", "de"); empty = not stated
     languages: tuple[str, ...] = ()
+    # the same where all factors of its stack can stay in bf16; 0 = its own cannot
+    narrow_bytes: int = 0
+    # more on a base whose modules have biases
+    shift_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """What of a model adapters may change."""
+
+    hidden: int
+    # path -> features in, features out
+    shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # a scale of a module with a bias brings a shift along
+    has_bias: bool = False
+
+
+NO_MODULES = Modules(0)

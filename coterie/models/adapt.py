@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from coterie.core.adapters import Modules
 from coterie.core.errors import WeightsError
 from coterie.kernels.cpu import PackedLinear
 from coterie.kernels.linear import ReferenceLinear
@@ -133,6 +134,12 @@ class ModelTargets:
         if found is None:
             raise WeightsError(f"{path}: {self._reason(path)}")
         return found
+
+    def modules(self) -> Modules:
+        """What there is to change, for checks that see no weights."""
+        found = self._matrices.items()
+        shapes = {path: (matrix.in_features, matrix.out_features) for path, matrix in found}
+        return Modules(self.hidden, shapes, any(m.bias is not None for _, m in found))
 
     def _reason(self, path: str) -> str:
         spec = self._spec

@@ -93,7 +93,8 @@ METRICS = (
         "while, `socket_folder_lost` and made again, `request_continued` behind a crash, "
         "`request_alone` because two crashes met it, `deadline_missed` by a worker, "
         "`value_refused` on the way between processes (its request failed), `replanned` onto "
-        "another replica, `format_left_out`, `job_taken_up` after a crash, `experts_stayed` where "
+        "another replica, `format_left_out`, `expert_left_out` because its "
+        "files are damaged, `job_taken_up` after a crash, `experts_stayed` where "
         "a move of experts failed.",
         ("where", "kind"),
     ),

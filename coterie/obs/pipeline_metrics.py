@@ -52,6 +52,11 @@ PIPELINE_METRICS = (
         "How long requests with experts waited for them.", _MODEL, LOAD_BUCKETS_S,
     ),
     Metric(
+        "coterie_damaged_experts", "gauge",
+        "Installed experts whose files are gone or changed; nothing is routed to them.",
+        (),
+    ),
+    Metric(
         "coterie_degraded", "counter", "Requests that got fewer experts than were chosen.", _MODEL
     ),
     Metric(

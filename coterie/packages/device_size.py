@@ -1,35 +1,71 @@
-"""How many bytes an adapter may take beside a model, told from its file's header. No torch.
+"""How many bytes an adapter takes beside a model, told from its file's header. No torch.
 
-An upper bound that adds up over a stack: whatever the file's own type, an engine may need fp32.
+Adds up over a stack, as the pool composes it (adapters/folding.py, image.py): factors stay in bf16
+where they are stored so and scaling loses nothing, everything else is fp32.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from coterie.packages.safetensors_header import check_header, header_length
+from coterie.packages.digest import CONFIG, WEIGHTS
+from coterie.packages.safetensors_header import read_header
 
 # tensors lie at multiples of the one, stacks at multiples of the other (adapters/image.py, slab.py)
 _TENSOR_ALIGN, _STACK_ALIGN = 64, 256
-_WIDEST_BYTES = 4
+_WIDE, _NARROW = 4, 2
 # what PEFT writes beside the adapter of a head: the base's own weight, which is not loaded
 _BASE = ".base_layer.weight"
-# a scale of a module's output may bring a shift of the same length along
+_FACTORS = (".lora_A.weight", ".lora_B.weight")
+# a scale of a module's output brings a shift of the same length along where there is a bias
 _SCALES = (".ia3_l", ".lora_magnitude_vector")
 
 
-def device_bytes(weights: Path) -> int:
-    size = weights.stat().st_size
-    with weights.open("rb") as file:
-        length = header_length(file.read(8), size, str(weights))
-        header = file.read(length)
-    total = 0
-    for name, facts in check_header(header, size, str(weights)).items():
-        if not name.endswith(_BASE):
-            nbytes = _WIDEST_BYTES * math.prod(facts["shape"])
-            total += _up(nbytes, _TENSOR_ALIGN) * (2 if name.endswith(_SCALES) else 1)
-    return _up(total, _STACK_ALIGN)
+@dataclass(frozen=True, slots=True)
+class DeviceSize:
+    # in fp32
+    wide: int
+    # in a stack whose factors can all stay in bf16; 0 = this one's cannot
+    narrow: int
+    # more on a base with biases
+    shifts: int
+
+
+def device_size(folder: Path) -> DeviceSize:
+    header = read_header(folder / WEIGHTS)
+    shapes = {name: facts for name, facts in header.items() if not name.endswith(_BASE)}
+    wide = sum(_nbytes(facts, _WIDE) for facts in shapes.values())
+    shifts = sum(_nbytes(f, _WIDE) for name, f in shapes.items() if name.endswith(_SCALES))
+    narrow = 0
+    if all(n.endswith(_FACTORS) and f["dtype"] == "BF16" for n, f in shapes.items()) and _is_exact(
+        folder / CONFIG
+    ):
+        narrow = sum(_nbytes(facts, _NARROW) for facts in shapes.values())
+    return DeviceSize(_up(wide, _STACK_ALIGN), _up(narrow, _STACK_ALIGN), _up(shifts, _STACK_ALIGN))
+
+
+def is_exact(strength: float) -> bool:
+    """Multiplying bf16 by it changes no digit."""
+    return abs(math.frexp(strength)[0]) == 0.5
+
+
+def _is_exact(config: Path) -> bool:
+    """Every scaling that the config may give a module is a power of two."""
+    facts: dict[str, Any] = json.loads(config.read_bytes())
+    ranks = [facts.get("r"), *(facts.get("rank_pattern") or {}).values()]
+    alphas = [facts.get("lora_alpha", 8), *(facts.get("alpha_pattern") or {}).values()]
+    if facts.get("use_dora") or not all(type(n) in (int, float) for n in (*ranks, *alphas)):
+        return False
+    root = math.sqrt if facts.get("use_rslora") else float
+    return all(rank > 0 and is_exact(alpha / root(rank)) for rank in ranks for alpha in alphas)
+
+
+def _nbytes(facts: dict[str, Any], width: int) -> int:
+    return _up(width * math.prod(facts["shape"]), _TENSOR_ALIGN)
 
 
 def _up(nbytes: int, align: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from coterie.packages.locked import connect, told, transaction
 from coterie.packages.manifest import Manifest
 from coterie.packages.names import check_name, near_names, version_order
 from coterie.packages.paths import MANIFEST
-from coterie.packages.shelf import Shelf, package_id
+from coterie.packages.shelf import Shelf, is_sound, package_id
 from coterie.packages.tables import Tables
 from coterie.packages.trust import TrustStore
 
@@ -62,15 +62,19 @@ class Registry:
         bases: Sequence[str] = (),
         name: str | None = None,
         version: str | None = None,
+        check: Callable[[AdapterCard, Path], None] | None = None,
     ) -> AdapterCard:
         """Checks an `.expert` file (or its bytes) or a PEFT directory, and makes its version the
-        one that its name means, unless the name is pinned."""
+        one that its name means, unless the name is pinned. `check` sees the folder of the adapter
+        before anything is changed, and may raise."""
         package, signer = self._checked(source, trust, allow_unsigned)
         bases_named = [base.name for base in package.manifest.base_models]
         card = fitted(named(card_of(package, signer), name, version), bases, bases_named)
         came_along = package_id(package)
         with self._shelf.staged(package) as staged, self._change() as tables:
             self._refuse_other_bytes(tables, card)
+            if check is not None:
+                check(card, staged / "adapter")
             self._shelf.place_adapter(staged, card.digest)
             self._shelf.place_package(staged, came_along)
             tables.add(card, came_along)
@@ -79,6 +83,10 @@ class Registry:
                 tables.point(card.name, card.name, card.version)
         log("expert installed", model=f"{card.name}@{card.version}", reason=signer or "unsigned")
         return card
+
+    def is_sound(self, digest: str) -> bool:
+        """The adapter's files are there and are the bytes that its digest names."""
+        return is_sound(self.library / digest, digest)
 
     def import_directory(self, path: Path) -> AdapterCard:
         """A PEFT directory by its content: runnable at once, not listed, swept after a day."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import WeightsError
@@ -34,6 +35,14 @@ def header_length(start: bytes, size: int, where: str) -> int:
             f"{where}: refused, not safetensors (a header of {length} bytes in a file of {size})."
         )
     return length
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Of a file, checked as below."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = header_length(file.read(8), size, path.name)
+        return check_header(file.read(length), size, path.name)
 
 
 def check_header(header: bytes, size: int, where: str) -> dict[str, dict[str, Any]]:

@@ -46,7 +46,7 @@ class Shelf:
     def place_adapter(self, staged: Path, digest: str) -> None:
         """Puts the adapter in its place, unless the same bytes are there already."""
         target = self.library / digest
-        if target.exists() and _is_sound(target, digest):
+        if target.exists() and is_sound(target, digest):
             return
         self._discard(target)
         self.library.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def _inside(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
 
 
-def _is_sound(target: Path, digest: str) -> bool:
+def is_sound(target: Path, digest: str) -> bool:
     try:
         return digest_of(target) == digest
     except WeightsError:

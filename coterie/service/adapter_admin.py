@@ -143,6 +143,12 @@ class AdapterAdmin:
         if name in self._roster.names():
             raise InvalidRequest(f"`{name}` is a specialist's name; choose another", param="name")
 
+    def _check(self, card: AdapterCard, folder: Path) -> None:
+        """It could be loaded beside each base of ours that it is for."""
+        from coterie.adapters.check import check_adapter
+
+        check_adapter(folder, self._roster.modules(card.bases))
+
     def _add(
         self, registry: Registry, source: Path | bytes, bases: Bases, wish: Wish
     ) -> AdapterCard:
@@ -157,6 +163,7 @@ class AdapterAdmin:
                 bases=bases.named if is_directory else bases.every,
                 name=wish.name,
                 version=wish.version,
+                check=self._check,
             )
         except WeightsError as error:
             # the file came with the request

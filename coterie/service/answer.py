@@ -5,6 +5,7 @@ One place for every road: HTTP, streams, WebSockets, jobs and gRPC answer the sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,12 +20,17 @@ from coterie.core.telemetry import facts_of
 class AnswerBuilder:
     """Takes every event of one request, in order; has a result once `ended`."""
 
-    def __init__(self, job_id: str, plan: RoutePlan, *, explain: bool = False) -> None:
-        self.job_id, self.plan, self.explain = job_id, plan, explain
+    def __init__(self, job_id: str, plans: Sequence[RoutePlan], *, explain: bool = False) -> None:
+        """`plans`: as they were told; the last one counts."""
+        self.job_id, self._plans, self.explain = job_id, plans, explain
         self.finished: Finished | None = None
         self.error: CoterieError | None = None
         self._texts: list[str] = []
         self._max_tokens: int | None = None
+
+    @property
+    def plan(self) -> RoutePlan:
+        return self._plans[-1]
 
     @property
     def ended(self) -> bool:

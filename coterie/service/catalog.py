@@ -65,6 +65,8 @@ class Catalog:
         self._profiles = Profiles()
         self._matching = Matching()
         self._snapshot = Snapshot()
+        # installed, and not what they were: digests whose files are gone or changed
+        self._damaged: frozenset[str] = frozenset()
         self._poller: asyncio.Task[None] | None = None
         # digests that are installed no longer, and whose files may still be there
         self._doomed: set[str] = set()
@@ -131,6 +133,25 @@ class Catalog:
     def current_profiles(self) -> Mapping[str, AdapterProfile]:
         return self._snapshot.current_profiles
 
+    def damaged(self) -> list[AdapterCard]:
+        """Installed ones that nothing is routed to until they are installed again."""
+        return [card for card in self.cards() if card.digest in self._damaged]
+
+    async def look_over(self, adapters: Sequence[AdapterChoice]) -> list[AdapterChoice]:
+        """Those whose files are not what was installed: nothing is routed to them from now on."""
+        registry = self._opened()
+        digests = [item.digest for item in adapters]
+        found = await self._call(_unsound, registry, digests)
+        for item in adapters:
+            if item.digest in found - self._damaged:
+                log("expert_damaged", level="error", model=item.name,
+                    reason="its files are gone or changed; nothing is routed to it until it is "
+                    "installed again")  # fmt: skip
+        if found - self._damaged:
+            self._damaged |= found
+            await self.refresh()
+        return [item for item in adapters if item.digest in found]
+
     def matcher(self) -> Matcher | None:
         """Of what is installed, or was a moment ago; None while the first is being built."""
         return self._matching.matcher
@@ -187,6 +208,7 @@ class Catalog:
         """The number comes first: what another process changes meanwhile is seen by the next
         poll."""
         generation = registry.generation()
+        self._damaged = _unsound(registry, self._damaged)
         cards, current = registry.cards(), registry.meanings()
         profiles = self._profiles.read(registry, cards)
         return Snapshot(
@@ -198,7 +220,7 @@ class Catalog:
             current_profiles={
                 name: profiles[name, card.version]
                 for name, card in sorted(current.items())
-                if (name, card.version) in profiles
+                if (name, card.version) in profiles and card.digest not in self._damaged
             },
             usual_quality=usual_quality(profiles.values()),
         )
@@ -249,6 +271,11 @@ class Catalog:
         except BROKEN as error:
             log("registry_unreadable", level="warning", error=error)
             return ()
+
+
+def _unsound(registry: Registry, digests: Iterable[str]) -> frozenset[str]:
+    """Those whose files in the library are not their bytes. Reads them all."""
+    return frozenset(digest for digest in digests if not registry.is_sound(digest))
 
 
 def _free(registry: Registry, digests: Collection[str]) -> list[str]:

@@ -1,5 +1,5 @@
-"""What of a plan's adapters the engine has room for, by the most bytes that they may take there and
-their KV tokens.
+"""What of a plan's adapters the engine has room for, by the bytes that they take there and their KV
+tokens.
 
 Only what might never run is left out: a stack that fits and finds others in its place waits. Knows
 no scheduling; values in, values out.
@@ -14,6 +14,7 @@ from coterie.core.adapters import AdapterProfile
 from coterie.core.plan import AdapterChoice, RoutePlan
 from coterie.core.request import AdapterHint, InferenceRequest
 from coterie.core.route_trace import Candidate
+from coterie.packages.device_size import is_exact
 
 # a prompt and an answer need a place behind the soft tokens
 MIN_TOKENS = 2
@@ -26,6 +27,8 @@ class Room:
     nbytes: int
     # positions of the context, of which soft prompts take some
     tokens: int
+    # of the base's modules
+    has_bias: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ def left_out(
     One that requires others is kept together with them, or not at all.
     """
     known = {item.digest: found for item in plan.adapters if (found := profile(item.digest))}
+    if not all(is_exact(item.weight) for item in plan.adapters):
+        known = {digest: replace(found, narrow_bytes=0) for digest, found in known.items()}
     if _fits(known.values(), room):
         return []
     scores = {} if plan.trace is None else {c.digest: c.score for c in plan.trace.candidates}
@@ -101,13 +106,17 @@ def told(plan: RoutePlan, left: Sequence[Left]) -> RoutePlan:
 
 def _fits(profiles: Iterable[AdapterProfile], room: Room) -> bool:
     stack = list(profiles)
-    nbytes = sum(_nbytes(profile) for profile in stack)
+    nbytes = _nbytes(stack, room)
     tokens = sum(profile.card.num_virtual_tokens for profile in stack)
     return nbytes <= room.nbytes and (not tokens or tokens + MIN_TOKENS <= room.tokens)
 
 
-def _nbytes(profile: AdapterProfile) -> int:
-    return profile.device_bytes or profile.card.nbytes
+def _nbytes(stack: Sequence[AdapterProfile], room: Room) -> int:
+    """As the pool composes it: one part in fp32 makes the others so."""
+    if all(profile.narrow_bytes for profile in stack):
+        return sum(profile.narrow_bytes for profile in stack)
+    shifts = sum(profile.shift_bytes for profile in stack) if room.has_bias else 0
+    return shifts + sum(profile.device_bytes or profile.card.nbytes for profile in stack)
 
 
 def _with_required(digest: str, known: dict[str, AdapterProfile]) -> dict[str, AdapterProfile]:
@@ -129,6 +138,6 @@ def _why(profile: AdapterProfile, room: Room) -> str:
     card = profile.card
     if card.num_virtual_tokens and card.num_virtual_tokens + MIN_TOKENS > room.tokens:
         return f"its {card.num_virtual_tokens} soft tokens leave no place in {room.tokens}"
-    nbytes = _nbytes(profile)
+    nbytes = _nbytes([profile], room)
     alone = "" if nbytes > room.nbytes else " beside the others"
     return f"its {nbytes / 1e6:.1f} MB do not fit{alone} in {room.nbytes / 1e6:.1f} MB"

@@ -90,11 +90,11 @@ class JobRun:
             )
 
     async def _answer(self, spec: JobSpec, stored: RoutePlan | None) -> Ending | None:
-        plan, events = await self._events(spec, stored)
+        plans, events = await self._events(spec, stored)
         async with aclosing(events):
-            builder = AnswerBuilder(self._id, plan, explain=spec.explain)
+            builder = AnswerBuilder(self._id, plans, explain=spec.explain)
             async for event in events:
-                if not self._begun and not await self._begin(plan):
+                if not self._begun and not await self._begin(plans[-1]):
                     return None
                 builder.take(event)
                 if isinstance(event, Delta) and event.choice == 0:
@@ -103,7 +103,9 @@ class JobRun:
         result = builder.result()
         return Ending(SUCCEEDED, time.time(), result=encode_result(result))
 
-    async def _events(self, spec: JobSpec, stored: RoutePlan | None) -> tuple[RoutePlan, Events]:
+    async def _events(
+        self, spec: JobSpec, stored: RoutePlan | None
+    ) -> tuple[list[RoutePlan], Events]:
         """A run that is repeated goes by the plan of the first one: what was installed or learnt
         meanwhile does not change its answer."""
         request, plans, left = spec.request, list[RoutePlan](), list[InferenceMetrics]()
@@ -115,12 +117,12 @@ class JobRun:
                 except NotFound:
                     continue
                 if _who(plans[-1]) == _who(stored):
-                    return plans[-1], until_deadline(events, asked, left)
+                    return plans, until_deadline(events, asked, left)
                 await events.aclose()
                 left.clear()
         # the first run, or what it ran on is gone: it is answered as if it came now
         events = self._answers.handle(request, spec.vendor, plans.append, left.append)
-        return plans[-1], until_deadline(events, request, left)
+        return plans, until_deadline(events, request, left)
 
     async def _begin(self, plan: RoutePlan) -> bool:
         """Before any of its text is seen: a run after a crash goes by the same plan."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from coterie.core.errors import CoterieError, Unavailable
+from coterie.core.errors import CoterieError, Unavailable, WeightsError, from_code
 from coterie.core.events import Delta, Event, Failed, Finished, Started
 from coterie.core.outcome import InferenceMetrics
 from coterie.core.pipeline_settings import JobSettings
@@ -30,6 +31,7 @@ from coterie.models.grammar_check import GrammarCheck
 from coterie.service.adapter_admin import AdapterAdmin
 from coterie.service.assign import assignment, tokenise
 from coterie.service.conversation import Conversations
+from coterie.service.degrade import Left
 from coterie.service.ending import Ending
 from coterie.service.handover import Handover
 from coterie.service.jobs import JobService
@@ -124,9 +126,52 @@ class Pipeline:
         if request.limits.priority < asked:
             run.plan = lowered(run.plan, asked, request.limits.priority)
         lease = self._roster.catalog.hold(run.plan.adapters)
-        if tell is not None:
-            tell(run.plan)
+        tell = tell or _ignored
+        tell(run.plan)
+        if run.plan.adapters:
+            return self._whole_or_without(run, lease, vendor, tell, left or _ignored)
         return self._events(run, lease, left or _ignored)
+
+    async def _whole_or_without(
+        self,
+        run: Run,
+        lease: Lease,
+        vendor: Sampling,
+        tell: Callable[[RoutePlan], None],
+        left: Callable[[InferenceMetrics], None],
+    ) -> AsyncGenerator[Event, None]:
+        """Its events; where its adapters cannot be loaded, those of a plan without them, unless
+        the caller named them. Nothing of it was said until then but its plan."""
+        began = False
+        events = self._events(run, lease, left)
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    if not began and isinstance(event, Failed):
+                        raise from_code(event.code, event.message)
+                    began = True
+                    yield event
+            return
+        except WeightsError:
+            if began:
+                raise
+        other = await self._without_damaged(run, vendor)
+        tell(other.plan)
+        again = self._events(other, self._roster.catalog.hold(other.plan.adapters), left)
+        async with aclosing(again):
+            async for event in again:
+                yield event
+
+    async def _without_damaged(self, run: Run, vendor: Sampling) -> Run:
+        catalog, plan = self._roster.catalog, run.plan
+        damaged = await catalog.look_over(plan.adapters)
+        gone = damaged or list(plan.adapters)
+        names = ", ".join(item.name for item in gone)
+        why = "its files are damaged" if damaged else "it could not be loaded"
+        if plan.trace is None or self._roster.router.resolve(run.request.hints).adapters:
+            raise Unavailable(f"{names}: {why} on this server; it has to be installed again")
+        self.registry.value("coterie_recoveries", run.served.name, "expert_left_out").add()
+        return self._planner.again(run, vendor, [Left(item, why) for item in gone])
 
     def within_rights(self, request: InferenceRequest) -> InferenceRequest:
         """`request` as its key has a right to it."""
@@ -237,5 +282,5 @@ class Pipeline:
         return registry.render()
 
 
-def _ignored(_: InferenceMetrics) -> None:
-    """Nobody asked what it came to."""
+def _ignored(_: object) -> None:
+    """Nobody asked."""

@@ -35,6 +35,16 @@ class Planner:
         wanted = request.response_format or plan.tuned.response_format
         return Run(request, plan, served, routed_at, routed_at - began, wanted)
 
+    def again(self, run: Run, vendor: Sampling, left: list[Left]) -> Run:
+        """The plan without what could not be loaded: other experts, or the base."""
+        request = without(run.request, run.plan, left)
+        planned = self.plan(request, vendor)
+        if {item.digest for item in planned.plan.adapters} & {i.adapter.digest for i in left}:
+            planned = self.plan(base_alone(run.request, run.plan), vendor)
+        planned.plan = told(planned.plan, left)
+        self._meter.degraded(planned.plan)
+        return planned
+
     def _fitted(self, request: InferenceRequest, vendor: Sampling, plan: RoutePlan) -> RoutePlan:
         gone: list[Left] = []
         tries = 0
@@ -49,7 +59,9 @@ class Planner:
         served = self._roster.find(plan.specialist)
         info = served.info.adapters
         context = min(served.context, request.limits.context_size or served.context)
-        return Room(0 if info is None else info.device_bytes, context)
+        if info is None:
+            return Room(0, context)
+        return Room(info.device_bytes, context, info.modules.has_bias)
 
     def _profile(self, digest: str) -> AdapterProfile | None:
         catalog = self._roster.catalog

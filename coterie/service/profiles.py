@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.errors import CoterieError
 from coterie.obs.trace import log
-from coterie.packages.device_size import device_bytes
-from coterie.packages.digest import WEIGHTS
+from coterie.packages.device_size import device_size
 from coterie.packages.profile import read_profile
 
 if TYPE_CHECKING:
@@ -56,8 +55,13 @@ def usual_quality(profiles: Iterable[AdapterProfile]) -> float:
 
 def _read(registry: Registry, card: AdapterCard, folder: Path) -> AdapterProfile:
     try:
-        nbytes = device_bytes(registry.library / card.digest / WEIGHTS)
-        return replace(read_profile(card, registry.manifest(card), folder), device_bytes=nbytes)
+        size = device_size(registry.library / card.digest)
+        return replace(
+            read_profile(card, registry.manifest(card), folder),
+            device_bytes=size.wide,
+            narrow_bytes=size.narrow,
+            shift_bytes=size.shifts,
+        )
     except (CoterieError, OSError, ValueError) as error:
         log("manifest_unreadable", level="warning", model=f"{card.name}@{card.version}",
             error=error)  # fmt: skip

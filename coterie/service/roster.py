@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from coterie.core.adapters import AdapterCard
+from coterie.core.adapters import AdapterCard, Modules
 from coterie.core.errors import Unavailable
 from coterie.core.pipeline_settings import RoutingSettings
 from coterie.core.request import AUTO, RouteHints
@@ -139,6 +139,14 @@ class Roster:
         named = self.find(specialist).info.fingerprint
         return Bases(tuple(item.info.fingerprint for item in self._served.values()), (named,))
 
+    def modules(self, fingerprints: Collection[str]) -> dict[str, Modules]:
+        """Of the specialists with these models, by name: what adapters may change."""
+        return {
+            item.name: item.info.adapters.modules
+            for item in self._served.values()
+            if item.info.adapters is not None and item.info.fingerprint in fingerprints
+        }
+
     async def start(self) -> None:
         """Load every group at once. When one cannot, none is left running."""
         try:
@@ -198,6 +206,9 @@ class Roster:
 
     def health(self, *, draining: bool) -> Health:
         details = {name: _details(item) for name, item in self._served.items()}
+        damaged = sorted(f"{card.name}@{card.version}" for card in self.catalog.damaged())
+        if damaged:
+            details = {name: item | {"damaged_experts": damaged} for name, item in details.items()}
         ready = bool(details) and not draining and all(item["ready"] for item in details.values())
         states = [replica.state() for replica in self._replicas()] if details else []
         live = not states or any(state != "failing" for state in states)
@@ -219,6 +230,7 @@ class Roster:
             self.registry.value("coterie_worker_restarts", replica.name).set(restarts)
             self.registry.value("coterie_worker_up", replica.name).set(float(replica.healthy()))
             self.registry.engine_stats(replica.name, stats)
+        self.registry.value("coterie_damaged_experts").set(len(self.catalog.damaged()))
         measure_adapters(self.registry, self.catalog, self._served.values())
 
     async def _start_group(self, group: Group) -> list[Served]:
@@ -284,6 +296,8 @@ def _details(item: Served) -> dict[str, Any]:
         for name, facts in (("experts", item.info.experts), ("adapters", item.info.adapters))
         if facts is not None
     }
+    # a table of every module says nothing of health
+    extras.get("adapters", {}).pop("modules", None)
     return {
         "ready": item.replicas.ready(),
         "replicas": {replica.name: replica.healthy() for replica in members},

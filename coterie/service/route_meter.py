@@ -25,7 +25,10 @@ class RouteMeter:
         if not plan.adapters:
             self._decision("none").add()
         if plan.trace is not None and plan.trace.degraded:
-            self._registry.value("coterie_degraded", plan.specialist).add()
+            self.degraded(plan)
+
+    def degraded(self, plan: RoutePlan) -> None:
+        self._registry.value("coterie_degraded", plan.specialist).add()
 
     def finished(self, event: Finished) -> None:
         metrics, validation = event.metrics, event.validation

@@ -34,8 +34,9 @@ class AdapterRoom:
         library = Library(Path(self._spec.library))
         settings = self._spec.adapters
         pool = AdapterPool(library, model.targets, settings, self._device, slab=self._slab)
+        modules = model.targets.modules()
         return AdapterHost(
-            pool, AdapterInfo(self._slab.nbytes, settings.host_bytes, pool.max_stacks)
+            pool, AdapterInfo(self._slab.nbytes, settings.host_bytes, pool.max_stacks, modules)
         )
 
 

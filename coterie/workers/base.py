@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from coterie.core.adapters import DEFAULTS, AdapterSettings
+from coterie.core.adapters import DEFAULTS, NO_MODULES, AdapterSettings, Modules
 from coterie.core.dispatch import AUTOMATIC, DispatchSettings
 from coterie.core.events import Delta, Event, Failed, Finished, Started
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
@@ -74,6 +74,8 @@ class AdapterInfo:
     device_bytes: int
     host_bytes: int
     max_stacks: int
+    # what of the model they may change
+    modules: Modules = NO_MODULES
 
 
 @dataclass(frozen=True, slots=True)

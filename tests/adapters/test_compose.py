@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from coterie.kernels.linear import ReferenceLinear
 from coterie.kernels.patch import Segment, Stack
 from coterie.models.adapt import Matrix
 from coterie.models.reader import BiasedLinear
-from coterie.packages.device_size import device_bytes
+from coterie.packages.device_size import DeviceSize, device_size
 from coterie.weights.quantize import Dense
 
 INNER, OUTER, PATH = 24, 40, "model.layers.0.self_attn.q_proj"
@@ -120,30 +122,41 @@ def test_random_stacks(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_files_tell_the_most_that_a_stack_can_take(dtype: torch.dtype, tmp_path: Path) -> None:
-    """And, in fp32, hardly more: alignment alone."""
+    """And, in fp32 or where bf16 stays, hardly more: alignment alone."""
     generator = torch.Generator().manual_seed(5)
     model = OneMatrix(0, biased=True, shuffled=False)
 
-    def saved(adapter: Adapter) -> int:
+    def saved(adapter: Adapter) -> DeviceSize:
         change = adapter.changes[PATH]
         tensors = {
             "lora_A.weight": change.a, "lora_B.weight": change.b,
             "lora_magnitude_vector": change.magnitude, "ia3_l": change.vector,
         }  # fmt: skip
-        path = tmp_path / "adapter.safetensors"
+        path = tmp_path / "adapter_model.safetensors"
+        config = {"peft_type": "LORA", "r": 1, "lora_alpha": change.scaling}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
         named = {f"base_model.model.{PATH}.{name}": part for name, part in tensors.items()}
         named["base_model.model.lm_head.base_layer.weight"] = torch.zeros(1000, 16)
         save_file({name: part for name, part in named.items() if part is not None}, path)
-        return device_bytes(path)
+        return device_size(tmp_path)
 
     for count in range(30):
         kinds = torch.randint(0, 4, (1 + count % 5,), generator=generator).tolist()
         stack = [drawn(("lora", "dora", "ia3", "ia3_inner")[k], generator, dtype) for k in kinds]
         taken = Image(compose([(adapter, 0.7) for adapter in stack], model)).nbytes
-        most = sum(saved(adapter) for adapter in stack)
+        sizes = [saved(adapter) for adapter in stack]
+        most = sum(size.wide + size.shifts for size in sizes)
         assert most % 256 == 0 and taken <= most
         if dtype == torch.float32 and kinds == [0]:
             assert most < taken + 256
+        # a strength that is a power of two, where nothing has a bias
+        loras = [drawn("lora", generator, dtype) for _ in kinds]
+        exact = [replace(a, changes={PATH: replace(a.changes[PATH], scaling=2.0)}) for a in loras]
+        taken = Image(compose([(adapter, 0.5) for adapter in exact], model)).nbytes
+        sizes = [saved(adapter) for adapter in exact]
+        told = sum(size.narrow or size.wide for size in sizes)
+        assert taken <= told < taken + 512 * len(kinds)
+        assert all(bool(size.narrow) == (dtype == torch.bfloat16) for size in sizes)
 
 
 def test_bf16_stays_where_nothing_is_lost() -> None:

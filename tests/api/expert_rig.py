@@ -43,13 +43,14 @@ class Packer:
 
     def package(self, name: str, version: str = "1.0.0", seed: int = 0, **more: Any) -> bytes:
         """A package of a LoRA for the served model, signed with this folder's key."""
+        options = more.pop("options", {})
         base = {"name": "tiny", "fingerprint": more.pop("fingerprint", fingerprint())}
         document = {
             "schema_version": "2.0", "name": name, "version": version, "base_models": [base],
             "description": "for tests", **more,
         }  # fmt: skip
         out = self.folder / f"{name}-{version}-{seed}.expert"
-        files = collect(adapter(seed=seed)).files
+        files = collect(adapter(seed=seed, **options)).files
         made = pack(files, from_document(document), out)
         repack(made, signed(made, self.key().read_bytes()), out)
         return out.read_bytes()

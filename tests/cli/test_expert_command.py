@@ -58,7 +58,7 @@ def refused(capsys: Capture, *arguments: object) -> str:
 
 
 def packed(capsys: Capture, version: str = "1.0.0", seed: int = 0) -> Path:
-    directory = lora_directory(Path(f"lora-{seed}"), seed)
+    directory = lora_directory(Path(f"lora-{seed}"), seed, floats=512)
     made = run(capsys, "expert", "pack", directory, "--name", "sql", "--version", version)
     assert made["digest"] == digest_of(directory)
     return Path(made["file"])
@@ -66,7 +66,7 @@ def packed(capsys: Capture, version: str = "1.0.0", seed: int = 0) -> Path:
 
 def test_from_a_peft_directory_to_an_installed_expert(home: Path, capsys: Capture) -> None:
     model = tiny_checkpoint("llama")
-    directory = lora_directory(Path("my-lora"))
+    directory = lora_directory(Path("my-lora"), floats=512)
     (directory / "optimizer.pt").write_bytes(b"x")
     options = ["--name", "sql", "--version", "1.0.0", "--description", "Writes SQL"]
     made = run(capsys, "expert", "pack", directory, *options, "--base", model)
