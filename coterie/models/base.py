@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import Counter
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import ConfigError, WeightsError
+from coterie.experts.budget import free_host_bytes
 from coterie.kernels import linear, patched
 from coterie.kernels.batch import AttentionBatch
 from coterie.models import (
@@ -30,6 +32,7 @@ from coterie.models import (
     qwen3_moe,
 )
 from coterie.models.assemble import Assembly, assemble
+from coterie.models.config_fields import check_config, check_generation
 from coterie.models.cuda_graph import DecodeGraphs
 from coterie.models.experts import ExpertsFactory, ExpertsWanted, open_with
 from coterie.models.layers import Progress
@@ -56,6 +59,11 @@ MODELS: dict[str, Callable[[dict[str, Any], int | None], ModelSpec]] = {
     "DWRForCausalLM": dwr.read,
     carved.ARCHITECTURE: carved.read,
 }
+
+_log = logging.getLogger(__name__)
+
+# served whatever memory says: too little of it is told when keys and values are allocated
+_LEAST_POSITIONS = 4096
 
 # How a file's tensor types are kept under "auto": GGUF's other quantised forms are widened exactly.
 _KEPT_AS = {"BF16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4"}
@@ -188,8 +196,8 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
-    spec = read_spec(checkpoint, max_context)
     kept = stored_dtype(checkpoint) if dtype == "auto" else dtype
+    spec = _served_spec(checkpoint, kept, device, max_context)
     backend = backend or best_backend(device)
     products = "cpu" if backend == "cpu" else "reference"
     placement = Placement(products, device, _hidden_dtype(kept, device))
@@ -240,7 +248,11 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
 
 
 def read_spec(checkpoint: Checkpoint, max_context: int | None = None) -> ModelSpec:
-    config = dict(checkpoint.config)
+    config, path = dict(checkpoint.config), checkpoint.path
+    inside = path.is_dir()
+    check_config(config, str(path / "config.json") if inside else f"{path}: metadata")
+    file = str(path / "generation_config.json") if inside else f"{path}: metadata"
+    check_generation(checkpoint.generation, file)
     names = config.get("architectures") or ["(none)"]
     if names[0] not in MODELS:
         raise WeightsError(
@@ -250,7 +262,31 @@ def read_spec(checkpoint: Checkpoint, max_context: int | None = None) -> ModelSp
     ends = token_ids(checkpoint.generation.get("eos_token_id"))
     if ends:
         config["eos_token_id"] = list(ends)
-    return MODELS[names[0]](config, max_context)
+    try:
+        return MODELS[names[0]](config, max_context)
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise WeightsError(f"{path}: its config makes no sense ({error!r})") from error
+
+
+def _served_spec(
+    checkpoint: Checkpoint, dtype: str, device: str, max_context: int | None
+) -> ModelSpec:
+    """The model's shape at the context it is served at: nobody can use positions whose keys and
+    values memory could not hold, and a file may name any number of them."""
+    spec = read_spec(checkpoint, max_context)
+    if max_context is not None:
+        return spec
+    free = free_host_bytes()
+    if torch.device(device).type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    most = max(_LEAST_POSITIONS, free // kv_bytes_per_token(spec, dtype))
+    if spec.max_positions <= most:
+        return spec
+    _log.warning(
+        "%s names %d positions; memory holds the keys and values of %d at most",
+        checkpoint.path.name, spec.max_positions, most,
+    )  # fmt: skip
+    return read_spec(checkpoint, most)
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from coterie.core.errors import WeightsError
+from coterie.models.config_fields import shown
 from coterie.models.moe_spec import Latent, MoeSpec, Routing, check_moe, flag, gated_parts
 from coterie.models.spec import ModelSpec, read_dense, whole
 
@@ -22,7 +23,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
     for key, allowed in _ONLY.items():
         if config.get(key) not in allowed:
-            raise WeightsError(f"config: {key}={config[key]!r} is not supported")
+            raise WeightsError(f"config: {key} {shown(config[key])} is not supported")
     heads = whole(config, "num_attention_heads")
     if config.get("num_key_value_heads") not in (heads, None):
         raise WeightsError("config: num_key_value_heads must be num_attention_heads")

@@ -22,6 +22,7 @@ from coterie.kernels.routing import Router
 from coterie.models.adapt import ModelTargets
 from coterie.models.assemble import Assembly
 from coterie.models.blocks import Ops, ops_for
+from coterie.models.config_fields import shown
 from coterie.models.layers import Progress, read_ends
 from coterie.models.moe import MoeLayer
 from coterie.models.moe_spec import MoeSpec, Routing, check_moe
@@ -42,7 +43,7 @@ _PARTS = {"fc1": "fc1.weight", "fc1_bias": "fc1.bias", "fc2": "fc2.weight", "fc2
 
 def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
     if config.get("hidden_act", "gelu") != "gelu":
-        raise WeightsError(f"config: hidden_act={config['hidden_act']!r} is not supported")
+        raise WeightsError(f"config: hidden_act {shown(config['hidden_act'])} is not supported")
     refuse_unknown_meanings({**config, "hidden_act": "silu"})
     heads, hidden = whole(config, "num_attention_heads"), whole(config, "hidden_size")
     if hidden % heads:

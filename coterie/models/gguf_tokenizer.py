@@ -68,9 +68,9 @@ def rebuild(file: GGUFFile) -> Rebuilt:
     facts = _Facts(file)
     kind = file.metadata.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if kind not in builders:
+    if not isinstance(kind, str) or kind not in builders:
         raise WeightsError(
-            f"{file.path}: tokenizer {kind!r} is not supported; supported in GGUF files: "
+            f"{file.path}: tokenizer {str(kind)[:60]!r} is not supported; supported in GGUF files: "
             f"{', '.join(builders)}. Use the safetensors directory of the model."
         )
     try:
@@ -114,7 +114,7 @@ class _Facts:
         if value is None:
             return None
         if not isinstance(value, int) or not 0 <= value < len(self.tokens):
-            raise self.broken(f"tokenizer.ggml.{key} is {value!r}, which no token has")
+            raise self.broken(f"tokenizer.ggml.{key} is {str(value)[:60]}, which no token has")
         return value
 
     def scores(self) -> list[float]:

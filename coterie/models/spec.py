@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coterie.core.errors import ConfigError, WeightsError
+from coterie.models.config_fields import shown
 from coterie.models.moe_spec import Latent, MoeSpec
 from coterie.models.rope import Rope, read_rope, rope_kind
 
@@ -110,8 +111,8 @@ def whole(config: dict[str, Any], key: str, default: int | None = None) -> int:
     """A positive whole number, or a sentence that names the key."""
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or value <= 0:
-        raise WeightsError(f"config: {key} must be a positive whole number, not {value!r}")
+    if type(value) is not int or value <= 0:
+        raise WeightsError(f"config: {key} must be a positive whole number, not {shown(value)}")
     return value
 
 
@@ -137,4 +138,4 @@ def refuse_unknown_meanings(config: dict[str, Any]) -> None:
     for key, allowed in _NEUTRAL.items():
         value = config.get(key, allowed[0])
         if value not in allowed:
-            raise WeightsError(f"config: {key}={value!r} is not supported")
+            raise WeightsError(f"config: {key} {shown(value)} is not supported")

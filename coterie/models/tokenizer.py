@@ -21,6 +21,7 @@ from tokenizers import AddedToken
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.core.request import Chat, Prompt, Text, Tokens
 from coterie.models.chat_template import ChatTemplate
+from coterie.models.config_fields import shown
 from coterie.models.gguf_tokenizer import rebuild
 from coterie.models.token_bound import TokenBound, token_bound
 from coterie.models.tool_format import ToolSupport, tool_support, turns_of
@@ -216,6 +217,8 @@ def _from_directory(path: Path) -> _Parts:
     backend.no_truncation()
     backend.no_padding()
     settings = _optional(path / "tokenizer_config.json")
+    _check_settings(settings, path / "tokenizer_config.json")
+    _check_settings(_optional(path / "special_tokens_map.json"), path / "special_tokens_map.json")
     specials = _named_specials({**_optional(path / "special_tokens_map.json"), **settings})
     _add_missing(backend, specials, settings)
     return _Parts(backend, specials, _template_in(path, settings), _eos_in(path))
@@ -223,6 +226,20 @@ def _from_directory(path: Path) -> _Parts:
 
 def _optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
+
+
+def _check_settings(settings: dict[str, Any], file: Path) -> None:
+    """Refuses fields that would be left out in silence, and change what a prompt becomes."""
+    kinds: dict[str, tuple[tuple[type, ...], str]] = {
+        **dict.fromkeys(_SPECIAL_KEYS, ((str, dict), "a token, as text or as an object")),
+        "additional_special_tokens": ((list,), "a list of tokens"),
+        "extra_special_tokens": ((list, dict), "a list of tokens, or an object of them"),
+        "chat_template": ((str, list, dict), "text, or a list of named templates"),
+    }
+    for key, (types, what) in kinds.items():
+        value = settings.get(key)
+        if value is not None and not isinstance(value, types):
+            raise WeightsError(f"{file}: {key} must be {what}, not {shown(value)}")
 
 
 def _token_text(value: Any) -> str | None:

@@ -163,7 +163,7 @@ def _family(keys: Keys) -> str:
         )
     if keys.prefix not in ARCHITECTURES:
         raise WeightsError(
-            f"{keys.file.path}: architecture {keys.prefix!r} is not supported. "
+            f"{keys.file.path}: architecture {keys.prefix[:60]!r} is not supported. "
             f"Supported in GGUF files: {', '.join(ARCHITECTURES)}."
         )
     return "mixtral" if keys.prefix == "llama" and keys.get("expert_count") else keys.prefix

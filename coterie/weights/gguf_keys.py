@@ -36,6 +36,8 @@ class Keys:
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key)
+        if value is not None and value not in (0, 1):
+            raise self.wrong(key, value)
         return default if value is None else bool(value)
 
     def refuse_unless(self, key: str, expected: int) -> None:
@@ -43,8 +45,8 @@ class Keys:
         value = self.get(key)
         if value is not None and value != expected:
             raise WeightsError(
-                f"{self.file.path}: {self.prefix}.{key} is {value!r}; only {expected} is supported "
-                "for this architecture. Use another model."
+                f"{self.file.path}: {self.prefix}.{key} is {str(value)[:60]}; only {expected} is "
+                "supported for this architecture. Use another model."
             )
 
     def wrong(self, key: str, value: Any) -> WeightsError:

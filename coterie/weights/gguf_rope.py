@@ -27,7 +27,7 @@ def rope_scaling(
     if kind == "yarn":
         return _yarn(keys)
     raise WeightsError(
-        f"{keys.file.path}: rope scaling {kind!r} is not supported in GGUF files. "
+        f"{keys.file.path}: rope scaling {str(kind)[:60]!r} is not supported in GGUF files. "
         "Use the safetensors directory of the model."
     )
 
