@@ -63,10 +63,11 @@ class NativeEndpoints:
 
     async def models(self, request: Request) -> Response:
         """List the models, in the shape of the vendor whose client asks."""
+        asked = query_of(request, ModelQuery)
         cards = self.pipeline.models()
         if exchange_of(request.scope).dialect != ANTHROPIC:
             return answer({"object": "list", "data": [_openai_card(card) for card in cards]})
-        page, has_more = _page(cards, query_of(request, ModelQuery))
+        page, has_more = _page(cards, asked)
         data = [model_fields(card) for card in page]
         first, last = (page[0].name, page[-1].name) if page else (None, None)
         return answer({"data": data, "has_more": has_more, "first_id": first, "last_id": last})
@@ -150,7 +151,7 @@ class NativeEndpoints:
 
 
 class ModelQuery(Query):
-    """Anthropic's; OpenAI's list has no pages."""
+    """Anthropic's; OpenAI's list is whole, whatever they say."""
 
     # the vendor's own names may grow
     model_config = ConfigDict(extra="ignore")
