@@ -93,7 +93,7 @@ class Rig(Packer):
         """A client of the same pipeline behind a door with other settings."""
         app = create_app(self.pipeline, config)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        return httpx.AsyncClient(transport=transport, base_url="http://rig")
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     def close(self) -> None:
         self.runner.run(self.client.aclose())
