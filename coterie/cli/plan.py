@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.options import add_model, budget, count, fetch
+from coterie.cli.options import add_model, budget, count, fetch, strategy
 from coterie.cli.terminal import facts, nbytes, note, table
 from coterie.core.dispatch import DispatchSettings
+from coterie.core.errors import ConfigError
+from coterie.core.settings import parse_bytes
 
 if TYPE_CHECKING:
     from coterie.experts.machine import Machine
-    from coterie.experts.planner import Choice, PlanRow
+    from coterie.experts.planner import Case, Choice, Division, PlanRow, Subject
     from coterie.models.prospect import Prospect
 
 HELP = "show what each strategy would give for a model with experts"
@@ -26,15 +30,17 @@ examples:
   coterie plan ./model --device-budget 25% --host-budget 50% --trace run.npz
   coterie plan ./model --json --save plan.json        for scripts; keeps the prediction
 
-columns: hits (decode demands met from a device slot), prefill and decode in predicted tok/s, of
-limit (what the bytes that must move allow at the measured rates), KV (tokens that still fit).
-The machine is measured once; no expert stays loaded. belady knows the future: a bound, no choice.
+columns: memory (device + host experts), hits (decode demands met from a device slot), prefill and
+decode in predicted tok/s, of limit (what the bytes that must move allow at the measured rates), KV
+(tokens that still fit). Strategies within 3% of each other share a line, fastest first. The machine
+is measured once; no expert stays loaded. The flags at the end give this very plan again.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add = parser.add_argument
+    add("--strategy", type=strategy, metavar="NAME", help="plan for this one instead of choosing")
     add("--context", type=count, metavar="N", help="tokens whose KV is reserved first")
     add("--device-budget", type=budget, metavar="SIZE", help="6GB, or a share such as 25%%")
     add("--host-budget", type=budget, metavar="SIZE", help="RAM for experts; 0 = none")
@@ -72,8 +78,9 @@ def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         load = prospect.workload(args.trace, _heatmap(path, prospect, args.workload))
         case = prospect.case(machine, load, args.context or 0)
         subject = case.subject
-        rows = plan(case, prospect.ways(_settings(args), subject.kv_bytes))
-        choice = pick(rows)
+        ways = prospect.ways(_settings(args), subject.kv_bytes)
+        rows = plan(case, ways)
+        choice = _asked(args.strategy, case, ways, rows) or pick(rows)
     finally:
         prospect.store.close()
     return {
@@ -94,6 +101,7 @@ def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "machine": _machine(machine, case.profile),
         "workload": load.source,
         **_answers(rows, choice),
+        "flags": _flags(args, subject, _taken(rows, choice)),
     }
 
 
@@ -101,6 +109,60 @@ def _answers(rows: Sequence[PlanRow], choice: Choice) -> dict[str, Any]:
     from coterie.experts.planner import as_json
 
     return as_json(rows, choice)
+
+
+def _asked(
+    text: str | None, case: Case, ways: Sequence[Division], rows: list[PlanRow]
+) -> Choice | None:
+    """The strategy that was named, with the better of its divisions; its row joins the others."""
+    from coterie.experts.planner import SAME, Choice, forecast_row
+
+    if text in (None, "auto"):
+        return None
+    made = [row for way in ways if (row := forecast_row(case, way, str(text))) is not None]
+    if not made:
+        raise ConfigError(f"{text} does not fit these budgets", param="strategy")
+    rows += [row for row in made if row.strategy not in {each.strategy for each in rows}]
+    floor = max(row.prefill_tokens_s for row in made) * (1 - SAME)
+    best = max((r for r in made if r.prefill_tokens_s >= floor), key=lambda r: r.decode_tokens_s)
+    return Choice(best.strategy, f"{text}, as asked for", best.device_budget, best.host_budget)
+
+
+def _taken(rows: Sequence[PlanRow], choice: Choice) -> PlanRow:
+    wanted = choice.strategy, choice.device_budget, choice.host_budget
+    return next(row for row in rows if (row.strategy, row.device_budget, row.host_budget) == wanted)
+
+
+def _flags(args: argparse.Namespace, subject: Subject, row: PlanRow) -> list[str]:
+    """What gives this plan again, and runs it: as it was asked for, and where nothing was asked
+    for, the shares of all experts that were chosen."""
+    total = subject.sizes.total
+    given = {
+        "--strategy": row.strategy,
+        "--device-budget": args.device_budget,
+        "--cache-capacity": args.cache_capacity,
+        "--host-budget": args.host_budget,
+        "--context": subject.context,
+        "--dtype": args.dtype,
+        "--device": args.device,
+        "--threads": args.threads,
+        "--workload": None if args.workload == "default" else args.workload,
+    }
+    if not args.device_budget and not args.cache_capacity and row.device_slots:
+        given["--device-budget"] = share_of(row.device_slots, total)
+    if not args.host_budget:
+        given["--host-budget"] = share_of(row.host_slots, total)
+    return [f"{name} {value}" for name, value in given.items() if value]
+
+
+def share_of(slots: int, total: int) -> str:
+    """The shortest percentage that comes to so many slots."""
+    for digits in range(12):
+        step = 10.0**-digits
+        text = f"{math.ceil(100 * slots / total / step - 1e-9) * step:.{digits}f}%"
+        if int(total * float(text[:-1]) / 100) == slots:
+            return text
+    return f"{100 * slots / total!r}%"
 
 
 def _machine(machine: Machine, profile: str) -> dict[str, Any]:
@@ -139,8 +201,8 @@ def render(document: dict[str, Any]) -> str:
     return "\n\n".join(
         (
             facts(_facts(document)),
-            *(_table(document, rows) for rows in _by_budget(document["rows"])),
-            _choice(document["choice"]),
+            *(_shown(document, rows) for rows in _by_budget(document["rows"])),
+            facts([("choice", document["choice"]["reason"]), ("flags", _joined(document))]),
         )
     )
 
@@ -177,19 +239,102 @@ def _by_budget(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return list(tables.values())
 
 
+def _shown(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """A table; one line for a division of the memory that gives nothing the chosen one does not."""
+    from coterie.experts.forecast import BELADY
+    from coterie.experts.planner import SAME
+
+    chosen = next(row for row in document["rows"] if _is(row, document["choice"]))
+    keys = ("prefill_tokens_s", "decode_tokens_s")
+    real = [row for row in rows if row["strategy"] != BELADY]
+    better = any(row[key] > (1 + SAME) * chosen[key] for row in real for key in keys)
+    if chosen in rows or better:
+        return _table(document, rows)
+    return f"{_title(document, rows[0])}: nothing faster"
+
+
+def _title(document: dict[str, Any], row: dict[str, Any]) -> str:
+    capacity = [flag for flag in document["flags"] if flag.startswith("--cache-capacity ")]
+    device = f"{capacity[0].split()[1]} experts" if capacity else _budget(row["device_budget"])
+    return f"device {device}, host {_budget(row['host_budget'])}"
+
+
 def _table(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     chosen = document["choice"]
-    headers = ("strategy", "device", "host", "disk", "hits", "prefill", "decode", "limit", "KV")
+    headers = ("strategy", "memory", "hits", "prefill", "decode", "of limit", "KV")
     lines: list[tuple[str, ...]] = []
-    for row in _worth_showing(rows):
-        taken = all(row[k] == chosen[k] for k in ("strategy", "device_budget", "host_budget"))
-        first, plus, second = row["strategy"].partition("+")
-        lines.append((f"{'>' if taken else ' '}{first}{plus}", *_cells(row)))
-        if plus:
-            lines.append((f"   {second}", *[""] * (len(headers) - 1)))
-    first = rows[0]
-    title = f"device {first['device_budget'] or 'auto'}, host {first['host_budget'] or 'auto'}"
-    return f"{title}\n{table(headers, lines)}{_one_call(rows)}"
+    for group in _alike(_worth_showing(rows)):
+        taken = [row for row in group if _is(row, chosen)]
+        names = [_named(row) for row in (taken or group[:1])]
+        names += [_named(row) for row in group if row not in (taken or group[:1])]
+        first, *others = _wrapped(names)
+        lines.append((f"{'>' if taken else ' '}{first}", *_cells(taken[0] if taken else group[0])))
+        lines += [(f"   {name}", *[""] * (len(headers) - 1)) for name in others]
+    return f"{_title(document, rows[0])}\n{table(headers, lines)}{_one_call(rows)}"
+
+
+def _is(row: dict[str, Any], chosen: dict[str, Any]) -> bool:
+    return all(row[key] == chosen[key] for key in ("strategy", "device_budget", "host_budget"))
+
+
+def _alike(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Fastest first; rows that nobody could tell apart stand together, the bound alone."""
+    from coterie.experts.forecast import BELADY
+    from coterie.experts.planner import SAME
+
+    def near(a: float, b: float) -> bool:
+        return abs(a - b) <= SAME * max(a, b, 1e-9)
+
+    def order(row: dict[str, Any]) -> tuple[float, float, bool]:
+        return -row["prefill_tokens_s"], -row["decode_tokens_s"], _named(row) != row["strategy"]
+
+    ordered = sorted(rows, key=order)
+    groups: list[list[dict[str, Any]]] = []
+    for row in ordered:
+        same = ("device_bytes", "host_bytes")
+        for group in groups if row["strategy"] != BELADY else ():
+            head = group[0]
+            if (
+                head["strategy"] != BELADY
+                and near(row["prefill_tokens_s"], head["prefill_tokens_s"])
+                and near(row["decode_tokens_s"], head["decode_tokens_s"])
+                and all(near(row[key], head[key]) for key in same)
+                and abs(row["decode_hit_rate"] - head["decode_hit_rate"]) <= SAME
+            ):
+                group.append(row)
+                break
+        else:
+            groups.append([row])
+    return sorted(groups, key=lambda group: group[0]["strategy"] == BELADY)
+
+
+def _named(row: dict[str, Any]) -> str:
+    from coterie.experts.dispatch.table import parse
+    from coterie.experts.forecast import BELADY
+
+    name = str(row["strategy"])
+    if name == BELADY:
+        return "(bound)"
+    asked = "+".join(dict.fromkeys(map(str, parse(name))))
+    return name if row["runs"] in ("", asked) else f"{name} as {row['runs']}"
+
+
+def _wrapped(names: Sequence[str]) -> list[str]:
+    return [
+        line.replace("+ ", "+")
+        for name in names
+        for line in textwrap.wrap(name.replace("+", "+ "), 26, subsequent_indent=" ")
+    ]
+
+
+def _budget(text: str) -> str:
+    if not text:
+        return "auto"
+    return nbytes(parse_bytes(text, "budget")) if text.endswith("B") else text
+
+
+def _joined(document: dict[str, Any]) -> str:
+    return " ".join(document["flags"])
 
 
 def _one_call(rows: Sequence[dict[str, Any]]) -> str:
@@ -209,9 +354,7 @@ def _worth_showing(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
-        _size(row["device_bytes"]),
-        _size(row["host_bytes"]),
-        _size(row["disk_bytes"]),
+        _size(row["device_bytes"] + row["host_bytes"]),
         f"{100 * row['decode_hit_rate']:.0f}%",
         _rate(row["prefill_tokens_s"]),
         _rate(row["decode_tokens_s"]),
@@ -228,6 +371,8 @@ def _size(value: float) -> str:
 
 
 def _rate(value: float) -> str:
+    if value <= 0:
+        return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
@@ -235,12 +380,3 @@ def _count(value: int) -> str:
     if value >= 10_000_000:
         return f"{value / 1e6:.0f}M"
     return f"{value / 1000:.0f}K" if value >= 10_000 else str(value)
-
-
-def _choice(choice: dict[str, Any]) -> str:
-    lines = [("choice", choice["reason"])]
-    flags = [f"--strategy {choice['strategy']}"]
-    flags += [f"--device-budget {choice['device_budget']}"] if choice["device_budget"] else []
-    flags += [f"--host-budget {choice['host_budget']}"] if choice["host_budget"] else []
-    lines.append(("flags", " ".join(flags)))
-    return facts(lines)

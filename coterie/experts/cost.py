@@ -121,6 +121,13 @@ class Prices:
         """Experts inside a call that is under way anyway."""
         return sum(map(self.profile.host.at, turn.resident + turn.host))
 
+    def best_s(self, rows: Sequence[int]) -> float:
+        """Experts wherever they run sooner, both sides of an accelerator's machine at once."""
+        device, host = self.profile.device, self.profile.host
+        if self.machine.is_cuda:
+            return sum(1.0 / (1.0 / device.at(n) + 1.0 / host.at(n)) for n in rows)
+        return sum(min(device.at(n), host.at(n)) for n in rows)
+
     def layer_s(self, turns: Sequence[Turn]) -> float:
         """The runtime's own time for a layer of these turns."""
         host = any(turn.host for turn in turns)

@@ -131,44 +131,50 @@ class _Walk:
 
 
 def optimum(outlook: Outlook, load: Workload) -> Forecast:
-    """Belady's choice of victims, which knows the future: no strategy can hit more. Its misses are
-    spread evenly over the layers; those that the host tier cannot hold come from disk."""
+    """A bound, no strategy: nobody hits more than Belady's choice of victims, which knows the
+    future, and nobody is faster than every expert on the side that runs it sooner, without a call's
+    own cost, beside the reads that even both tiers together cannot avoid."""
     result = Forecast(BELADY, outlook.tiers, BELADY)
+    both = min(outlook.geometry.total, outlook.tiers.device + outlook.tiers.host)
     for phase, outcome in (("prefill", result.prefill), ("decode", result.decode)):
         steps = [step for step in load.steps if step.phase == phase]
         warm = sum(step.phase == phase for step in load.steps[: load.warm])
-        whole, before = (_belady(outlook, part) for part in (steps, steps[:warm]))
-        demands = (whole[0] + whole[1]) - (before[0] + before[1])
-        outcome.hits = max(0, whole[0] - before[0])
-        outcome.misses = demands - outcome.hits
-        _price_evenly(outlook, steps[warm:], outcome)
+        hits, misses = _belady(outlook, steps, warm, outlook.tiers.device)
+        outcome.hits, outcome.misses = hits, misses
+        outcome.read = _belady(outlook, steps, warm, both)[1]
+        _price_best(outlook, steps[warm:], outcome)
     return result
 
 
-def _belady(outlook: Outlook, steps: Sequence[TraceStep]) -> tuple[int, int]:
-    trace = Trace(outlook.geometry, max(1, len(steps)))
-    trace.steps.extend(steps)
-    counts = belady(trace, outlook.tiers.device)
-    return counts.hits, counts.misses
+def _belady(outlook: Outlook, steps: Sequence[TraceStep], warm: int, slots: int) -> tuple[int, int]:
+    """Hits and misses of the steps behind the first `warm`."""
+    found = []
+    for part in (steps, steps[:warm]):
+        trace = Trace(outlook.geometry, max(1, len(part)))
+        trace.steps.extend(part)
+        found.append(belady(trace, slots))
+    whole, before = found
+    demands = (whole.hits + whole.misses) - (before.hits + before.misses)
+    hits = max(0, whole.hits - before.hits)
+    return hits, demands - hits
 
 
-def _price_evenly(outlook: Outlook, steps: Sequence[TraceStep], outcome: Outcome) -> None:
-    share = outcome.misses / max(1, outcome.demands)
-    held = min(1.0, outlook.tiers.host / max(1, outlook.geometry.total - outlook.tiers.device))
-    owed = read = 0.0
+def _price_best(outlook: Outlook, steps: Sequence[TraceStep], outcome: Outcome) -> None:
+    prices, pace = outlook.prices, outlook.backbone
+    running = 0.0
     for step in steps:
         for _, visit in step.walk():
-            counts = visit.demand.counts
-            owed += share * len(counts)
-            late = min(int(owed), len(counts))
-            owed -= late
-            read += late * (1 - held)
-            disk = min(int(read), late)
-            read -= disk
-            turn = Turn(counts[late:], counts[:late], (), late - disk, disk)
-            outcome.add([turn], outlook.prices)
-            outcome.seconds += outlook.prices.layer_s([turn])
-        _end_step(step, outlook, outcome)
+            running += prices.best_s(visit.demand.counts)
+            outcome.limit_s += prices.limit_s(Turn(resident=visit.demand.counts))
+        curves = [pace.walk, *([pace.express] if pace.express else [])]
+        outcome.steps += 1
+        for chunk in step.chunks:
+            tokens = tokens_of(chunk, outlook.geometry.top_k)
+            outcome.tokens += tokens
+            outcome.seconds += min(curve.at(tokens) for curve in curves)
+            outcome.limit_s += outlook.backbone_limit_s
+    outcome.seconds += max(running, outcome.read * prices.profile.read.each_s)
+    outcome.limit_s = min(outcome.limit_s, outcome.seconds)
 
 
 def _end_step(step: TraceStep, outlook: Outlook, outcome: Outcome, rides: bool = False) -> None:

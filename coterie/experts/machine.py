@@ -44,7 +44,8 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds by number of rows: straight between points, the last slope beyond them."""
+    """Seconds by number of rows: straight between points, the last slope beyond them (which is not
+    downwards, whatever a busy machine measured)."""
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -55,7 +56,8 @@ class Curve:
         right = min(bisect.bisect_left(self.rows, rows), len(self.rows) - 1)
         x0, x1 = self.rows[right - 1], self.rows[right]
         y0, y1 = self.seconds[right - 1], self.seconds[right]
-        return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
+        slope = (y1 - y0) / (x1 - x0)
+        return y1 + max(slope, 0.0) * (rows - x1) if rows > x1 else y0 + slope * (rows - x0)
 
 
 @dataclass(frozen=True, slots=True)

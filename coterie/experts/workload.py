@@ -66,9 +66,15 @@ def tokens_of(chunk: Sequence[Visit], top_k: int) -> int:
 
 def from_trace(trace: Trace, source: str, heatmap: Heatmap | None = None) -> Workload:
     """The first half warms up, and is all that a start knows unless `heatmap` is given: counts
-    that hold the steps to be predicted would flatter every pin."""
+    that hold the steps to be predicted would flatter every pin. A prompt has to be among them:
+    where the second half has none, the last prompt's request counts; of a single request all."""
     steps = tuple(trace.steps)
     warm = len(steps) // 2
+    prompts = [at for at, step in enumerate(steps) if step.phase == "prefill"]
+    if prompts and prompts[-1] < warm:
+        warm = prompts[-1] if len(prompts) > 1 else 0
+    if not warm:
+        source = f"{source}, from a cold start (one request)"
     seen = Trace(trace.geometry, max(1, warm))
     seen.steps.extend(steps[:warm])
     return Workload(trace.geometry, steps, warm, source, heatmap or seen.heatmap())

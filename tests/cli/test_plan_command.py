@@ -5,14 +5,18 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.random_moe import Shape, write
 from coterie.cli.main import main
+from coterie.cli.plan import share_of
 from coterie.experts import machine, measure
+from coterie.experts.budget import share
 from coterie.experts.dispatch.table import STRATEGIES
 from coterie.kernels.build import native
 
@@ -47,10 +51,13 @@ def test_the_table_fits_80_columns_and_names_its_choice(
     status, out, _ = run(str(model), "--device-budget", "25%", "--host-budget", "100%")
     assert status == 0
     assert max(map(len, out.splitlines())) <= 80
-    shown = {line.split()[0].strip(">+") for line in out.splitlines() if line.strip()}
-    assert shown >= {*STRATEGIES, "belady", "choice", "workload"}
+    shown = {word.strip(">+") for line in out.splitlines() for word in line.split()}
+    assert shown >= {*STRATEGIES, "(bound)", "choice", "workload", "strategy"}
     assert sum(line.startswith(">") for line in out.splitlines()) == 1
-    assert "Zipf" in out and "strategy" in shown
+    assert "Zipf" in out
+    assert "persistent as" in out, "what it falls back to with these slots"
+    rows = [line for line in out.splitlines() if re.match("[ >][a-z(]", line)]
+    assert len(rows) <= 12 and rows[-1].startswith(" (bound)")
     told = "".join(line for line in out.splitlines() if line.startswith("one call"))
     assert ("cpu_only" in told) == ("hot_cached_static" in told) == NATIVE
     assert "lru" not in told
@@ -63,7 +70,8 @@ def test_json_is_whole_and_can_be_saved(model: Path, tmp_path: Path) -> None:
     )
     document = json.loads(out)
     assert status == 0 and json.loads(file.read_text()) == document
-    assert {"model", "machine", "workload", "rows", "choice", "made_at"} == set(document)
+    names = {"model", "machine", "workload", "rows", "choice", "flags", "made_at"}
+    assert names == set(document)
     assert document["model"]["experts"] == 16 and document["model"]["top_k"] == 2
     assert document["model"]["context"] == 100 and document["model"]["backbone_measured"]
     # 2 planes, 2 layers, 2 heads of 16 in bf16
@@ -92,3 +100,59 @@ def test_a_budget_too_small_and_a_wrong_trace_are_told(model: Path, tmp_path: Pa
     wrong.write_bytes(os.urandom(64))
     status, _, said = run(str(model), "--trace", str(wrong))
     assert status == 1 and "not a readable trace" in said
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    status, out, said = run(*arguments, "--json")
+    assert status == 0, said
+    document: dict[str, Any] = json.loads(out)
+    return document
+
+
+def chosen(document: dict[str, Any]) -> dict[str, Any]:
+    wanted = document["choice"]
+    [row] = [
+        row
+        for row in document["rows"]
+        if all(row[k] == wanted[k] for k in ("strategy", "device_budget", "host_budget"))
+    ]
+    told = ("strategy", "device_slots", "host_slots", "prefill_tokens_s", "decode_tokens_s", "runs")
+    return {key: row[key] for key in told} | {"context": document["model"]["context"]}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (),
+        ("--cache-capacity", "5", "--context", "100"),
+        ("--device-budget", "30%", "--host-budget", "40%", "--context", "64"),
+        ("--strategy", "persistent", "--device-budget", "50%", "--host-budget", "0B"),
+    ],
+)
+def test_the_flags_give_the_plan_again(model: Path, given: tuple[str, ...]) -> None:
+    first = planned(str(model), *given)
+    flags = " ".join(first["flags"]).split()
+    assert {"--strategy", "--host-budget", "--context"} <= set(flags)
+    again = planned(str(model), *flags)
+    assert chosen(again) == chosen(first)
+    assert again["flags"] == first["flags"]
+
+
+def test_the_bound_is_one(model: Path) -> None:
+    for given in ((), ("--device-budget", "25%", "--host-budget", "25%")):
+        rows = planned(str(model), *given)["rows"]
+        for bound in (row for row in rows if row["strategy"] == "belady"):
+            same = [row for row in rows if row["device_budget"] == bound["device_budget"]]
+            for key in ("prefill_tokens_s", "decode_tokens_s"):
+                assert bound[key] >= max(row[key] for row in same)
+
+
+@pytest.mark.parametrize("total", [1, 7, 16, 1920, 6144])
+def test_shares_come_to_the_slots_they_stand_for(total: int) -> None:
+    for slots in range(1, total + 1, max(1, total // 97)):
+        assert share(share_of(slots, total), total, "device_budget") == slots
+
+
+def test_bytes_are_for_people(model: Path) -> None:
+    _, out, _ = run(str(model))
+    assert not re.search(r"\d{7,}B", out)

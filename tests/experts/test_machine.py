@@ -105,3 +105,11 @@ def test_costs_say_where_a_miss_comes_from() -> None:
 
 def _named(who: kept.Identity) -> Machine:
     return replace(machine(), identity=who, profiles={})
+
+
+def test_more_rows_never_take_less_than_none() -> None:
+    """Measured beside other work, the last point may lie below the one before it."""
+    curve = Curve((1, 64, 128), (1.0, 5.0, 3.0))
+    assert curve.at(96) == 4.0
+    assert curve.at(128) == curve.at(10_000) == 3.0
+    assert Curve((1, 2), (1.0, 3.0)).at(4) == 7.0

@@ -27,6 +27,7 @@ from coterie.experts.planner import (
     plan,
 )
 from coterie.experts.trace import Trace
+from tests.experts.traces import make
 
 
 def row(strategy: str, prefill: float, decode: float, size: int = 0) -> PlanRow:
@@ -164,7 +165,8 @@ def test_a_trace_is_judged_on_steps_its_heatmap_has_not_seen() -> None:
     trace = Trace(GEOMETRY)
     trace.steps.extend(skewed().steps)
     load = workload.from_trace(trace, "recorded")
-    assert load.warm == len(trace.steps) // 2
+    assert 0 < load.warm <= len(trace.steps) // 2
+    assert "prefill" in {step.phase for step in load.steps[load.warm :]}
     assert load.heatmap.total() < trace.heatmap().total()
 
 
@@ -190,3 +192,21 @@ def test_json_holds_every_row_and_the_choice() -> None:
 
 def _sizes(geometry: Geometry) -> ExpertSizes:
     return ExpertSizes(geometry.total, 10 * MB, 10 * MB * geometry.total)
+
+
+def test_a_trace_of_one_request_predicts_its_prompt() -> None:
+    trace = make("skewed", GEOMETRY, 12, prompts=12)
+    assert [step.phase for step in trace.steps].count("prefill") == 1
+    load = workload.from_trace(trace, "recorded trace x")
+    assert "cold start" in load.source
+    rows = plan(case(load=load), divisions(DispatchSettings(device_budget="25%"), needs()))
+    assert all(each.prefill_tokens_s > 0 and each.decode_tokens_s > 0 for each in rows)
+    # longer ones still warm up with their first half
+    trace = make("skewed", GEOMETRY, 40, prompts=10)
+    assert workload.from_trace(trace, "x").warm == len(trace.steps) // 2
+
+
+def test_a_trace_without_a_prompt_is_told() -> None:
+    load = workload.from_trace(make("skewed", GEOMETRY, 20), "x")
+    rows = plan(case(load=load), divisions(DispatchSettings(device_budget="25%"), needs()))
+    assert "no prompt" in pick(rows).reason
