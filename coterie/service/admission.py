@@ -31,8 +31,10 @@ CAUTION, CAUTION_S = 1.2, 0.25
 # else would take it
 KEPT_S = 3.0
 AHEAD, AHEAD_S = 0.25, 0.5
-# places that are kept at most, per specialist
-MAX_PROMISES = 1024
+# clocks and timers differ
+EARLY_S = 0.05
+# that one tenant is told at most: one that does not wait pushes nobody further away
+MAX_PROMISES = 64
 # what a token takes before anything was measured
 FIRST_GUESS_S = 0.02
 # who waits longer than a few steps take finds no room
@@ -50,6 +52,7 @@ class Promise:
     """A place that was told to somebody. `key` knows the request again."""
 
     key: int
+    tenant: str
     priority: int
     # time.monotonic()
     kept_from: float
@@ -96,13 +99,16 @@ class Admission:
         pace.expire(now)
         ticket, key = ticket_of(assignment), _key(assignment)
         ahead = len(line.ahead(ticket.priority))
-        mine = next((item for item in pace.promises if item.key == key), None)
+        # who comes too early has none yet
+        mine = next((p for p in pace.promises if p.key == key and p.due_at <= now + EARLY_S), None)
         kept = 0
         # no place is kept empty while the engine stands idle
         if mine is None and line.running:
             kept = sum(
                 item.priority >= ticket.priority and item.kept_from <= now for item in pace.promises
             )
+            # never the whole queue: who was refused may not come back
+            kept = min(kept, max(state.max_queue // 2, 1))
         most = state.max_queue
         if mine is not None or not line.holds(ticket.tenant):
             most += extra_places(state.max_queue)
@@ -154,10 +160,11 @@ class Admission:
         starts = max(len(behind) - max_queue + 1, 1)
         wait_s = self._start_s(pace, behind[: starts - 1], line, state)
         wait_s = max(CAUTION * wait_s + CAUTION_S, hint_s or 0.0, MIN_RETRY_AFTER_S)
-        if wait_s <= MAX_RETRY_AFTER_S and len(pace.promises) < MAX_PROMISES:
+        theirs = sum(item.tenant == ticket.tenant for item in pace.promises)
+        if wait_s <= MAX_RETRY_AFTER_S and theirs < MAX_PROMISES:
             due_at = now + wait_s
             kept_from = due_at - AHEAD * wait_s - AHEAD_S
-            promise = Promise(_key(assignment), ticket.priority, kept_from, due_at)
+            promise = Promise(_key(assignment), ticket.tenant, ticket.priority, kept_from, due_at)
             pace.promises.append(promise)
         queue = f" of {state.max_queue}" if state is not None else ""
         return Overloaded(

@@ -81,9 +81,9 @@ class Busy:
 
 def test_a_full_queue_is_told_when_to_return(strict_server: Served) -> None:
     busy = Busy(strict_server)
-    refused = strict_server.post(CHAT, chat(), **bearer(KEYS[1]))
-    other = strict_server.post(MESSAGES, chat(), **bearer(KEYS[1]))
-    streamed = strict_server.post(CHAT, chat(stream=True), **bearer(KEYS[1]))
+    refused = strict_server.post(CHAT, chat(), **bearer(KEYS[0]))
+    other = strict_server.post(MESSAGES, chat(), **bearer(KEYS[0]))
+    streamed = strict_server.post(CHAT, chat(stream=True), **bearer(KEYS[0]))
     busy.wait()
     assert busy.replies == [200, 200]
     for reply in (refused, streamed):
@@ -101,7 +101,7 @@ def test_a_full_queue_is_told_when_to_return(strict_server: Served) -> None:
 
 def test_clients_return_and_are_served(strict_server: Served) -> None:
     messages = [{"role": "user", "content": "again"}]
-    with openai.OpenAI(base_url=f"{strict_server.url}/v1", api_key=KEYS[1], max_retries=0) as hasty:
+    with openai.OpenAI(base_url=f"{strict_server.url}/v1", api_key=KEYS[0], max_retries=0) as hasty:
         hasty.models.list()
         busy = Busy(strict_server)
         with pytest.raises(openai.RateLimitError):
@@ -113,7 +113,7 @@ def test_clients_return_and_are_served(strict_server: Served) -> None:
         assert answer.usage is not None and answer.usage.completion_tokens == 2
     busy.wait()
     with anthropic.Anthropic(
-        base_url=strict_server.url, api_key=KEYS[1], max_retries=0
+        base_url=strict_server.url, api_key=KEYS[0], max_retries=0
     ) as hasty_too:
         # the first use of a client imports and connects: done before the queue is filled
         hasty_too.messages.count_tokens(model="tiny", messages=messages)

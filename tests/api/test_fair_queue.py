@@ -141,13 +141,14 @@ def test_a_hopeless_deadline_is_refused_with_the_estimate(house: Served) -> None
     assert int(reply.headers["retry-after"]) >= 1
 
 
-def test_who_waits_as_told_gets_in(house: Served) -> None:
+@pytest.mark.parametrize("turns", [1, pytest.param(4, marks=pytest.mark.full)])
+def test_who_waits_as_told_gets_in(house: Served, turns: int) -> None:
     """Twelve clients at two places to run and four to wait: of those that were refused, and came
     back when they were told to, four fifths are let in at once."""
     first_retries: list[bool] = []
 
     def client(index: int) -> None:
-        for turn in range(2):
+        for turn in range(turns):
             prompt, was_refused = f"client {index} turn {turn}", False
             while True:
                 reply = ask(house, GREEDY, prompt, 150 + 10 * index)
@@ -163,7 +164,7 @@ def test_who_waits_as_told_gets_in(house: Served) -> None:
     with ThreadPoolExecutor(12) as pool:
         for done in [pool.submit(client, index) for index in range(12)]:
             done.result()
-    assert len(first_retries) >= 6
+    assert len(first_retries) >= 5
     assert sum(first_retries) / len(first_retries) >= 0.8, first_retries
 
 

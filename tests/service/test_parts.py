@@ -181,7 +181,8 @@ def test_a_promised_place_is_kept_for_whom_it_was_promised() -> None:
     admission = Admission(clock=lambda: now[0])
     line = fill(Line(), 4, running=1)
     wait_s = refused(admission, line, asked(7))
-    assert wait_s is not None
+    # who comes too early is no better off
+    assert wait_s is not None and refused(admission, line, asked(7)) is not None
     now[0] += wait_s
     line.started(next(iter(line.waiting)))
     assert refused(admission, line, asked(8)) is not None

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from coterie.adapters.library import Library
-from coterie.core.errors import InvalidRequest
+from coterie.core.errors import InvalidRequest, Unavailable
 from coterie.core.events import Delta, Finished
 from coterie.core.outcome import InferenceMetrics, ValidationResult
 from coterie.core.request import AdapterHint, ResponseFormat
@@ -288,9 +288,10 @@ def test_what_failed_is_in_the_log(on_road: Road, tmp_path: Path) -> None:
         data[-8] ^= 1
         weights.write_bytes(data)
         request = ask(hints=named("doomed"))
-        done = await answer(pipeline, request)
+        with pytest.raises(Unavailable, match="its files are damaged"):
+            await answer(pipeline, request)
         row = await logged(pipeline, request.id)
-        assert (row.success, row.error) == (False, done.failure.code)
+        assert (row.success, row.error) == (False, "weights_error")
         assert row.experts_used == ("doomed@1.0.0",) and row.finished_at > row.submitted_at
 
     on_road(test)
