@@ -133,7 +133,7 @@ class Adaptive(Strategy):
 
     @property
     def updates(self) -> int:
-        return self._clock.rounds
+        return self._clock.rounds + self._repin.updates
 
     def update(self) -> Loads:
         """A token has passed; when it is time, a bounded step towards the leader's ranking."""
