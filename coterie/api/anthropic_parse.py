@@ -12,7 +12,7 @@ from coterie.api.experts_types import adapter_hints
 from coterie.api.inference import Ask, Steering, positive_top_p, seed_of
 from coterie.api.response_format import response_format_of
 from coterie.api.tools import check_results
-from coterie.api.vendor_fields import refuse_fields
+from coterie.api.vendor_fields import refuse_openai_fields
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import Chat, Limits, Message, ResponseFormat, RouteHints, Sampling
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def messages_ask(body: MessagesBody, steering: Steering, prompt: Chat) -> Ask:
-    refuse_fields(body.model_extra)
+    refuse_openai_fields(body.model_extra)
     metadata = body.metadata
     return Ask(
         hints=hints_of(body),

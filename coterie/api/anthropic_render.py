@@ -7,7 +7,7 @@ and message_stop. The first block's start is followed by a ping. No [DONE].
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coterie.api import errors
@@ -49,18 +49,16 @@ def stop_fields(reason: str, stop_match: str | int | None, called: bool = False)
     return {"stop_reason": ended if reason == "stop" else "max_tokens", "stop_sequence": None}
 
 
-def usage_fields(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:
-    """`input_tokens` leaves out what came from the cache."""
+def usage_fields(usage: Usage) -> dict[str, int]:
+    """`input_tokens` leaves out what came from the cache and what was put there: the three add up
+    to the prompt."""
+    stored = min(usage.stored_tokens, usage.prompt_tokens - usage.cached_tokens)
     return {
-        "input_tokens": prompt_tokens - cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached_tokens,
-        "output_tokens": output_tokens,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - stored,
+        "cache_creation_input_tokens": stored,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
     }
-
-
-def _final_usage(usage: Usage) -> dict[str, int]:
-    return usage_fields(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
 
 
 def whole(shape: MessageShape, answer: Answer) -> bytes:
@@ -68,7 +66,7 @@ def whole(shape: MessageShape, answer: Answer) -> bytes:
     parts = shape.reading.read(choice)
     payload = shape.message(_blocks(parts))
     payload |= stop_fields(parts.finish_reason, choice.stop_match, bool(parts.calls))
-    return encode(payload | {"usage": _final_usage(answer.usage)} | answer.metadata)
+    return encode(payload | {"usage": usage_fields(answer.usage)} | answer.metadata)
 
 
 def _blocks(parts: Parts) -> list[dict[str, Any]]:
@@ -141,19 +139,22 @@ class MessageStream:
         if type(event) is Delta:
             return self._delta(event)
         if isinstance(event, Started):
-            return self._begin(event.prompt_tokens, event.cached_tokens)
+            known = Usage(
+                event.prompt_tokens, 0, event.cached_tokens, stored_tokens=event.stored_tokens
+            )
+            return self._begin(known)
         return self._end(event) if isinstance(event, Finished) else b""
 
     def error(self, error: CoterieError) -> bytes:
         body = errors.body_of(error, errors.ANTHROPIC, self.shape.request_id)
         return b"event: error\ndata: " + body + b"\n\n"
 
-    def _begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+    def _begin(self, usage: Usage) -> bytes:
         if self.begun:
             return b""
         self.begun = True
         message = self.shape.message([]) | {"stop_reason": None, "stop_sequence": None}
-        message["usage"] = usage_fields(prompt_tokens, cached_tokens, 0)
+        message["usage"] = usage_fields(replace(usage, completion_tokens=0))
         start = event("message_start", {"message": message})
         # what the first block is may be known by its first text alone
         return start if self.reader is not None else start + self._open(CONTENT)
@@ -202,9 +203,9 @@ class MessageStream:
 
     def _end(self, finished: Finished) -> bytes:
         usage = finished.usage
-        frames = self._begin(usage.prompt_tokens, usage.cached_tokens)
+        frames = self._begin(usage)
         if self.block < 0:
             frames += self._open(CONTENT)
-        last = {"delta": self.stop, "usage": _final_usage(usage)}
+        last = {"delta": self.stop, "usage": usage_fields(usage)}
         last |= metadata(finished)
         return frames + self._close() + event("message_delta", last) + event("message_stop", {})

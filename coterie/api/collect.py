@@ -144,6 +144,7 @@ def _sum(ends: Sequence[Finished]) -> Finished:
             completion_tokens=sum(u.completion_tokens for u in usages),
             cached_tokens=sum(u.cached_tokens for u in usages),
             reasoning_tokens=sum(u.reasoning_tokens for u in usages),
+            stored_tokens=sum(u.stored_tokens for u in usages),
         ),
         timings=Timings(
             queue_s=max(t.queue_s for t in timings),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, Field
@@ -19,6 +20,7 @@ from coterie.api.inference import ModelCard
 from coterie.api.native_types import DetokenizeBody, TokenizeBody
 from coterie.api.openai_parse import chat_prompt
 from coterie.api.openai_render import model_card
+from coterie.api.openai_tools import told_tools
 from coterie.api.query import Query, query_of
 from coterie.core.errors import InvalidRequest
 
@@ -111,10 +113,10 @@ class NativeEndpoints:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if body.messages is not None:
-            return await self.pipeline.tokenise(body.model, chat_prompt(body))
-        return await asyncio.to_thread(
-            tokenizer.encode, body.prompt or "", special=body.add_special_tokens
-        )
+            prompt = replace(chat_prompt(body), tools=told_tools(body.tools or ()))
+            return await self.pipeline.tokenise(body.model, prompt)
+        special = body.add_special_tokens is not False
+        return await asyncio.to_thread(tokenizer.encode, body.prompt or "", special=special)
 
     def _find(self, model: str | None) -> tuple[Tokenizer, ModelCard]:
         return self.pipeline.tokenizer(model), self.pipeline.model(model)

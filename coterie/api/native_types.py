@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from coterie.api.body import Body
-from coterie.api.openai_types import MAX_MESSAGES, ChatMessage, TemplateKwargs, TokenId
+from coterie.api.openai_types import (
+    MAX_MESSAGES,
+    ChatMessage,
+    ChatTemplateText,
+    Documents,
+    TemplateKwargs,
+    TokenId,
+    ToolSpec,
+)
+from coterie.api.tools import MAX_TOOLS
 
 
 class TokenizeBody(Body):
@@ -14,11 +25,15 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    add_special_tokens: bool = True
+    # None = of a prompt, not of messages: templates write their own
+    add_special_tokens: bool | None = None
     return_token_strs: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    chat_template: ChatTemplateText | None = None
+    documents: Documents | None = None
+    tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
 
 
 class DetokenizeBody(Body):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 
@@ -25,14 +24,12 @@ from coterie.api.inference import (
     steering_of,
 )
 from coterie.api.openai_chat import ChatShape, ChatStream
-from coterie.api.openai_parse import chat_ask, completion_asks, scores_prompt
-from coterie.api.openai_text import Echo, TextShape, TextStream
+from coterie.api.openai_parse import chat_ask, completion_asks, echoed, scores_prompt
+from coterie.api.openai_text import TextShape, TextStream
 from coterie.api.openai_types import ChatBody, Common, CompletionBody
 from coterie.api.sse import Events, EventStream, while_connected
 from coterie.api.tools_blame import tool_events
 from coterie.api.tools_read import held, reading_of
-from coterie.core.request import Text
-from coterie.core.resolve import check_tokens
 
 JSON = "application/json"
 
@@ -63,7 +60,7 @@ class OpenAIDialect:
         steering = steering_of(request)
         asks = completion_asks(body, steering)
         who = answerer(self.service, asks[0].hints, asks[0].prompt, steering)
-        shape = await self._text_shape(body, asks, who)
+        shape = self._text_shape(body, asks, who)
         events = self._text_events(shape, asks, steering)
         if body.stream:
             return EventStream(events, TextStream(shape), steering.exchange)
@@ -73,47 +70,39 @@ class OpenAIDialect:
         return Response(openai_text.whole(shape, answer), media_type=JSON)
 
     async def _chat_shape(self, body: ChatBody, ask: Ask, who: Answerer) -> ChatShape:
-        ids = None
-        if body.return_token_ids:
-            ids = await self.service.tokenise(who.specialist, ask.prompt)
         return ChatShape(
             id=new_id("chatcmpl-"),
             created=int(time.time()),
             model=who.name,
             num_choices=body.n or 1,
             include_usage=includes_usage(body),
+            continuous_usage=tells_usage(body),
             logprobs=bool(body.logprobs),
-            prompt_ids=None if ids is None else tuple(ids),
+            prompt_logprobs=body.prompt_logprobs,
+            token_ids=bool(body.return_token_ids),
+            names_ids=bool(body.return_tokens_as_token_ids),
+            echo=echoed(body),
             reading=await reading_of(ask, who.tokenizer),
         )
 
-    async def _text_shape(
-        self, body: CompletionBody, asks: Sequence[Ask], who: Answerer
-    ) -> TextShape:
-        wanted = asks if body.echo or body.return_token_ids else ()
+    def _text_shape(self, body: CompletionBody, asks: Sequence[Ask], who: Answerer) -> TextShape:
         return TextShape(
             id=new_id("cmpl-"),
             created=int(time.time()),
             model=who.name,
             num_choices=body.n or 1,
-            num_prompts=len(asks),
+            prompts=tuple(ask.prompt for ask in asks),
+            tokenizer=who.tokenizer,
             include_usage=includes_usage(body),
-            logprobs=body.logprobs is not None,
+            continuous_usage=tells_usage(body),
+            logprobs=body.logprobs,
+            prompt_logprobs=body.prompt_logprobs,
             token_ids=bool(body.return_token_ids),
+            names_ids=bool(body.return_tokens_as_token_ids),
+            skip_special=asks[0].limits.text.skip_special,
             scores_prompt=scores_prompt(body),
-            prompts=tuple([await self._echo(ask, who) for ask in wanted]),
             echo=bool(body.echo),
         )
-
-    async def _echo(self, ask: Ask, who: Answerer) -> Echo:
-        tokenizer = who.tokenizer
-        ids = tuple(await self.service.tokenise(who.specialist, ask.prompt))
-        check_tokens(ids, ask.sampling, tokenizer.vocab_size)
-        if isinstance(ask.prompt, Text):
-            text = ask.prompt.text
-        else:
-            text = await asyncio.to_thread(tokenizer.decode, ids)
-        return Echo(text, ids, tokenizer.decode(ids[:1]))
 
     def _text_events(self, shape: TextShape, asks: Sequence[Ask], steering: Steering) -> Events:
         # planned in one go: no name can change its meaning between two prompts
@@ -129,3 +118,9 @@ class OpenAIDialect:
 
 def includes_usage(body: Common) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def tells_usage(body: Common) -> bool:
+    """In every chunk."""
+    options = body.stream_options
+    return options is not None and bool(options.include_usage and options.continuous_usage_stats)

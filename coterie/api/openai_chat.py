@@ -16,11 +16,13 @@ from coterie.api.exchange import new_id
 from coterie.api.openai_render import (
     DONE,
     KEEPALIVE,
+    RunningUsage,
     chat_logprobs,
     error_frame,
     finish_fields,
     frame,
     metadata_of,
+    prompt_logprobs,
     usage_fields,
 )
 from coterie.api.reasoning import CONTENT, REASONING, Piece
@@ -41,9 +43,17 @@ class ChatShape:
     model: str
     num_choices: int
     include_usage: bool = False
+    # in every chunk
+    continuous_usage: bool = False
     logprobs: bool = False
-    # the prompt's ids when the request asked for token ids
-    prompt_ids: tuple[int, ...] | None = None
+    # alternatives of each of the prompt's tokens
+    prompt_logprobs: int | None = None
+    # of the prompt and of every choice
+    token_ids: bool = False
+    # logprobs name tokens by their ids
+    names_ids: bool = False
+    # the turn that is gone on with, where the answer repeats it
+    echo: str = ""
     reading: Reading = WORDS
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -65,25 +75,30 @@ def whole(shape: ChatShape, answer: Answer) -> bytes:
         reasoning_tokens += tokens
     payload = shape.head("chat.completion") | {"choices": choices}
     payload["usage"] = usage_fields(answer.usage, reasoning_tokens)
-    if shape.prompt_ids is not None:
-        payload["prompt_token_ids"] = shape.prompt_ids
+    for started in answer.started[:1]:
+        if shape.token_ids:
+            payload["prompt_token_ids"] = started.prompt_ids
+        if shape.prompt_logprobs is not None:
+            scores = started.prompt_logprobs or ()
+            payload["prompt_logprobs"] = prompt_logprobs(scores, shape.prompt_logprobs)
     return encode(payload | answer.metadata)
 
 
 def _choice(shape: ChatShape, index: int, choice: Choice) -> tuple[dict[str, Any], int]:
     parts = shape.reading.read(choice)
-    message: dict[str, Any] = {"role": "assistant", "content": parts.words, "refusal": None}
+    words = shape.echo + parts.words
+    message: dict[str, Any] = {"role": "assistant", "content": words, "refusal": None}
     if shape.reading.reasoning is not None:
         message["reasoning_content"] = parts.thought or None
     if parts.calls:
-        message["content"] = parts.words or None
+        message["content"] = words or None
         message["tool_calls"] = [call_fields(name, text) for name, text in parts.calls]
     fields = {
         "index": index,
         "message": message,
-        "logprobs": chat_logprobs(choice.logprobs) if shape.logprobs else None,
+        "logprobs": chat_logprobs(choice.logprobs, shape.names_ids) if shape.logprobs else None,
     } | finish_fields(parts.finish_reason, choice.stop_match, bool(parts.calls))
-    if shape.prompt_ids is not None:
+    if shape.token_ids:
         fields["token_ids"] = choice.token_ids
     return fields, parts.reasoning_tokens
 
@@ -101,8 +116,10 @@ class ChatStream:
     def __init__(self, shape: ChatShape) -> None:
         self.shape = shape
         self.readers = [shape.reading.reader() for _ in range(shape.num_choices)]
-        asked = shape.logprobs or shape.prompt_ids is not None
+        self.spent = RunningUsage() if shape.continuous_usage else None
+        asked = shape.logprobs or shape.token_ids or self.spent is not None
         self.plain = not asked and self.readers[0] is None
+        self.prompt_ids: tuple[int, ...] = ()
         # index of each choice's last call
         self.calls = [-1] * shape.num_choices
         # choices that said or called something
@@ -119,6 +136,8 @@ class ChatStream:
         self._after = b'},"logprobs":null,"finish_reason":null}' + self._tail
 
     def render(self, event: Event) -> bytes:
+        if self.spent is not None:
+            self.spent.take(event)
         if type(event) is Delta:
             if self.plain and event.finish_reason is None and self.begun:
                 if not event.text:
@@ -127,7 +146,10 @@ class ChatStream:
             return self._begin() + self._delta(event)
         if isinstance(event, Finished):
             return self._begin() + self._end(event)
-        return self._begin() if isinstance(event, Started) else b""
+        if isinstance(event, Started):
+            self.prompt_ids = event.prompt_ids
+            return self._begin()
+        return b""
 
     def error(self, error: CoterieError) -> bytes:
         return error_frame(error, self.shape.id)
@@ -142,13 +164,18 @@ class ChatStream:
             content = "" if self.shape.reading.calls is None else None
             delta = {"role": "assistant", "content": content, "refusal": None}
             frames.append(self._chunk({"index": index, "delta": delta} | _OPEN))
-        if self.shape.prompt_ids is not None:
-            ids = b'"prompt_token_ids":' + encode(self.shape.prompt_ids)
+            if self.shape.echo:
+                delta = {"content": self.shape.echo}
+                frames.append(self._chunk({"index": index, "delta": delta} | _OPEN))
+        if self.shape.token_ids:
+            ids = b'"prompt_token_ids":' + encode(self.prompt_ids)
             frames[0] = frames[0].replace(b'"choices":', ids + b',"choices":', 1)
         return b"".join(frames)
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
-        return self._head + encode(choice) + self._tail
+        if self.spent is None:
+            return self._head + encode(choice) + self._tail
+        return self._head + encode(choice) + b'],"usage":' + encode(self.spent.fields()) + b"}\n\n"
 
     def _delta(self, event: Delta) -> bytes:
         reader = self.readers[event.choice]
@@ -196,8 +223,8 @@ class ChatStream:
     def _extras(self, event: Delta) -> dict[str, Any]:
         extras: dict[str, Any] = {}
         if self.shape.logprobs and event.logprobs:
-            extras["logprobs"] = chat_logprobs(event.logprobs)
-        if self.shape.prompt_ids is not None and event.token_ids:
+            extras["logprobs"] = chat_logprobs(event.logprobs, self.shape.names_ids)
+        if self.shape.token_ids and event.token_ids:
             extras["token_ids"] = event.token_ids
         return extras
 

@@ -29,7 +29,10 @@ from coterie.core.request import (
     RouteHints,
     Sampling,
     Text,
+    TextRules,
+    TokenRules,
     Tokens,
+    Truncation,
 )
 
 # the vendor's default for /v1/completions; a chat may fill the context
@@ -46,7 +49,7 @@ def chat_ask(body: ChatBody, steering: Steering) -> Ask:
     return Ask(
         hints=_hints(body),
         prompt=prompt if tools is None else replace(prompt, tools=tools.fields()),
-        sampling=_sampling(body, logprobs, None),
+        sampling=_sampling(body, logprobs, body.prompt_logprobs),
         limits=_limits(body, body.max_completion_tokens or body.max_tokens, steering),
         sessions=_sessions(body),
         salt=body.cache_salt,
@@ -60,12 +63,13 @@ def completion_asks(body: CompletionBody, steering: Steering) -> list[Ask]:
     _refuse_completion(body)
     _refuse_common(body)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    echoed = body.logprobs if body.echo else None
+    asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
+    scored = [count for count in asked if count is not None]
     # an engine always makes one token; `scores_prompt` drops it from the answer
     first = Ask(
         hints=_hints(body),
         prompt=Text(""),
-        sampling=_sampling(body, body.logprobs, echoed),
+        sampling=_sampling(body, body.logprobs, max(scored, default=None)),
         limits=_limits(body, max(max_tokens, 1), steering),
         sessions=_sessions(body),
         salt=body.cache_salt,
@@ -79,14 +83,14 @@ def scores_prompt(body: CompletionBody) -> bool:
 
 
 def _prompts(body: CompletionBody) -> list[Prompt]:
-    prompt = body.prompt
+    prompt, special = body.prompt, body.add_special_tokens is not False
     if isinstance(prompt, str):
-        return [Text(prompt)]
+        return [Text(prompt, special)]
     if isinstance(prompt[0], int):
         return [Tokens(tuple(token for token in prompt if isinstance(token, int)))]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} in one request", param="prompt")
-    return [Text(item) if isinstance(item, str) else _tokens(item) for item in prompt]
+    return [Text(item, special) if isinstance(item, str) else _tokens(item) for item in prompt]
 
 
 def _tokens(item: int | list[int]) -> Tokens:
@@ -109,7 +113,21 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> Chat:
         )
     check_results(turns)
     opens = not body.continue_final_message and body.add_generation_prompt is not False
-    return Chat(turns, body.chat_template_kwargs or {}, add_generation_prompt=opens)
+    documents = {} if body.documents is None else {"documents": body.documents}
+    return Chat(
+        turns,
+        documents | (body.chat_template_kwargs or {}),
+        add_generation_prompt=opens,
+        closes_last=not body.continue_final_message,
+        template=body.chat_template,
+        add_special_tokens=bool(body.add_special_tokens),
+    )
+
+
+def echoed(body: ChatBody) -> str:
+    """What the answer begins with: the assistant's turn that it goes on with."""
+    last = message_of(body.messages[-1], len(body.messages) - 1)
+    return last.content if body.echo and last.role == "assistant" else ""
 
 
 def message_of(message: ChatMessage, index: int) -> Message:
@@ -165,11 +183,16 @@ def _refuse_completion(body: CompletionBody) -> None:
 
 def _refuse_common(body: Common) -> None:
     refuse_fields(body.model_extra)
-    if body.include_stop_str_in_output:
-        raise Unsupported(
-            "include_stop_str_in_output: stop strings are never part of the output here",
-            param="include_stop_str_in_output",
+    if body.allowed_token_ids is not None and not body.allowed_token_ids:
+        raise InvalidRequest("allowed_token_ids: names no token", param="allowed_token_ids")
+    if any(not word.strip() for word in body.bad_words or ()):
+        raise InvalidRequest("bad_words: a word must be more than blanks", param="bad_words")
+    if body.truncate_prompt_tokens == 0:
+        raise InvalidRequest(
+            "truncate_prompt_tokens: must be -1 or at least 1", param="truncate_prompt_tokens"
         )
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs: are not part of a stream", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options: needs stream to be true", param="stream_options")
 
@@ -193,7 +216,22 @@ def _sampling(body: Common, logprobs: int | None, prompt_logprobs: int | None) -
         length_penalty=body.length_penalty,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        rules=_rules(body),
     )
+
+
+def _rules(body: Common) -> TokenRules | None:
+    if body.allowed_token_ids is None and not body.bad_words:
+        return None
+    allowed = body.allowed_token_ids
+    return TokenRules(None if allowed is None else tuple(allowed), tuple(body.bad_words or ()))
+
+
+def _truncation(body: Common) -> Truncation | None:
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return None
+    return Truncation(None if most < 0 else most, keeps_start=body.truncation_side == "right")
 
 
 def _logit_bias(given: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
@@ -215,6 +253,11 @@ def _limits(body: Common, max_tokens: int | None, steering: Steering) -> Limits:
         ignore_eos=bool(body.ignore_eos),
         priority=steering.priority,
         timeout_s=steering.timeout_s,
+        text=TextRules(
+            skip_special=body.skip_special_tokens is not False,
+            include_stop=bool(body.include_stop_str_in_output),
+        ),
+        truncation=_truncation(body),
     )
 
 

@@ -5,14 +5,16 @@ Values in, plain dicts or bytes out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from coterie.api import errors
 from coterie.api.errors import encode
 from coterie.core.errors import CoterieError
-from coterie.core.events import Finished, TokenLogprob, Usage
+from coterie.core.events import Delta, Event, Finished, Started, TokenLogprob, Usage
 from coterie.core.telemetry import metadata
+from coterie.engine.detokenize import Offsets
 
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keepalive\n\n"
@@ -63,48 +65,103 @@ def error_frame(error: CoterieError, request_id: str) -> bytes:
     return b"data: " + errors.body_of(error, errors.OPENAI, request_id) + b"\n\n"
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+def token_label(token_id: int, name: str, as_id: bool) -> str:
+    """How logprobs call a token: by its name, or as vLLM's `return_tokens_as_token_ids` asks."""
+    return f"token_id:{token_id}" if as_id else name
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprob], as_ids: bool = False) -> dict[str, Any]:
     content = [
-        _chat_token(token.text, token.data, token.logprob)
-        | {"top_logprobs": [_chat_token(text, data, lp) for _, text, data, lp in token.top]}
+        _chat_token(token_label(token.token_id, token.text, as_ids), token.data, token.logprob)
+        | {
+            "top_logprobs": [
+                _chat_token(token_label(other, name, as_ids), data, logprob)
+                for other, name, data, logprob in token.top
+            ]
+        }
         for token in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def _chat_token(text: str, data: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(data)}
+def _chat_token(name: str, data: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": name, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(data)}
+
+
+def prompt_logprobs(
+    tokens: Sequence[TokenLogprob | None], num_top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's: for each token of the prompt it and its likeliest alternatives, by id."""
+    return [None if token is None else _ranked(token, num_top) for token in tokens]
+
+
+def _ranked(token: TokenLogprob, num_top: int) -> dict[str, Any]:
+    found = {
+        str(other): _rank(name, logprob, rank)
+        for rank, (other, name, _, logprob) in enumerate(token.top[:num_top], 1)
+    }
+    return {str(token.token_id): _rank(token.text, token.logprob, token.rank)} | found
+
+
+def _rank(name: str, logprob: float, rank: int) -> dict[str, Any]:
+    return {"logprob": max(logprob, LOWEST_LOGPROB), "rank": rank, "decoded_token": name}
 
 
 class LegacyLogprobs:
     """The four parallel lists of /v1/completions, with offsets that run on through a stream."""
 
-    def __init__(self) -> None:
-        self.offset = 0
+    def __init__(self, offsets: Offsets, num_top: int, as_ids: bool = False) -> None:
+        self._offsets, self._num_top, self._as_ids = offsets, num_top, as_ids
 
-    def fields(self, tokens: Sequence[TokenLogprob | None], first: str = "") -> dict[str, Any]:
-        """`first` is the text of a None: the prompt's first token has no probability."""
-        texts = [first if token is None else token.text for token in tokens]
-        offsets: list[int] = []
-        for text in texts:
-            offsets.append(self.offset)
-            self.offset += len(text)
+    def fields(self, tokens: Sequence[TokenLogprob], end: int | None = None) -> dict[str, Any]:
+        """`end` is the length of the text, once it is known: a stop string may have cut it."""
+        offsets = [self._offsets.push(token.token_id) for token in tokens]
+        return self.lists(tokens, offsets if end is None else [min(at, end) for at in offsets])
+
+    def lists(self, tokens: Sequence[TokenLogprob], offsets: list[int]) -> dict[str, Any]:
+        """A token whose logprob is NaN has none: the first of a prompt."""
+        scored = [not math.isnan(token.logprob) for token in tokens]
         return {
-            "tokens": texts,
+            "tokens": [token_label(token.token_id, token.text, self._as_ids) for token in tokens],
             "token_logprobs": [
-                None if t is None else max(t.logprob, LOWEST_LOGPROB) for t in tokens
+                max(token.logprob, LOWEST_LOGPROB) if known else None
+                for token, known in zip(tokens, scored, strict=True)
             ],
-            "top_logprobs": [None if t is None else _top(t) for t in tokens],
+            "top_logprobs": [
+                self._top(token) if known else None
+                for token, known in zip(tokens, scored, strict=True)
+            ],
             "text_offset": offsets,
         }
 
+    def _top(self, token: TokenLogprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for other, name, _, logprob in token.top[: self._num_top]:
+            label = token_label(other, name, self._as_ids)
+            top.setdefault(label, max(logprob, LOWEST_LOGPROB))
+        own = token_label(token.token_id, token.text, self._as_ids)
+        top.setdefault(own, max(token.logprob, LOWEST_LOGPROB))
+        return top
 
-def _top(token: TokenLogprob) -> dict[str, float]:
-    top: dict[str, float] = {}
-    for _, text, _, logprob in token.top:
-        top.setdefault(text, max(logprob, LOWEST_LOGPROB))
-    top.setdefault(token.text, max(token.logprob, LOWEST_LOGPROB))
-    return top
+
+class RunningUsage:
+    """What a stream has cost so far, for chunks that tell it (`continuous_usage_stats`)."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+        self._started = set[str]()
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Delta):
+            self.completion_tokens += len(event.token_ids)
+        elif isinstance(event, Started) and event.request_id not in self._started:
+            # a request that moves to another worker starts again
+            self._started.add(event.request_id)
+            self.prompt_tokens += event.prompt_tokens
+            self.cached_tokens += event.cached_tokens
+
+    def fields(self) -> dict[str, Any]:
+        return usage_fields(Usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens))
 
 
 def model_card(name: str, created: int, root: str, parent: str | None, length: int) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coterie.api.collect import Answer, Choice
 from coterie.api.errors import encode
@@ -13,24 +14,50 @@ from coterie.api.openai_render import (
     DONE,
     KEEPALIVE,
     LegacyLogprobs,
+    RunningUsage,
     error_frame,
     finish_fields,
     frame,
     metadata_of,
+    prompt_logprobs,
     usage_fields,
 )
 from coterie.core.errors import CoterieError
 from coterie.core.events import Delta, Event, Finished, Started, TokenLogprob, Usage
+from coterie.core.request import Prompt, Text
+from coterie.engine.detokenize import Offsets, pieces_of, token_name
+
+if TYPE_CHECKING:
+    from coterie.models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """One prompt as the answer repeats it."""
+    """One prompt as the answer repeats it: what its tokens read."""
 
     text: str
     ids: tuple[int, ...]
-    # text of the first token, which has no probability
-    first: str
+    # where each token begins in the text
+    offsets: list[int]
+
+
+def echo_of(prompt: Prompt, ids: tuple[int, ...], tokenizer: Tokenizer) -> Echo:
+    """Special tokens are part of it where the caller wrote them: those that the tokenizer put in
+    front of a text are not."""
+    lead = 0
+    if isinstance(prompt, Text):
+        while lead < len(ids) and _is_added(prompt.text, ids[lead], tokenizer):
+            lead += 1
+    pieces = pieces_of(tokenizer, skip_special=False)
+    offsets = Offsets(pieces)
+    places = [0] * lead + [offsets.push(token) for token in ids[lead:]]
+    return Echo(pieces.text(ids[lead:]), ids, places)
+
+
+def _is_added(text: str, token: int, tokenizer: Tokenizer) -> bool:
+    if not tokenizer.is_special(token):
+        return False
+    return not text.startswith(tokenizer.token_bytes(token).decode(errors="replace"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +67,25 @@ class TextShape:
     model: str
     # per prompt
     num_choices: int
-    num_prompts: int
+    prompts: tuple[Prompt, ...]
+    tokenizer: Tokenizer
     include_usage: bool = False
-    logprobs: bool = False
+    # in every chunk
+    continuous_usage: bool = False
+    # alternatives of each token; None = no logprobs
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     token_ids: bool = False
+    # logprobs name tokens by their ids
+    names_ids: bool = False
+    skip_special: bool = True
     # the request only wants its prompt scored: what the engine made is dropped
     scores_prompt: bool = False
-    # per prompt; empty when neither echo nor token ids were asked for
-    prompts: tuple[Echo, ...] = ()
     echo: bool = False
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
 
     def head(self) -> dict[str, Any]:
         return {
@@ -62,6 +99,14 @@ class TextShape:
     def part_id(self, prompt: int) -> str:
         """The id under which one prompt of the request runs."""
         return self.id if self.num_prompts == 1 else f"{self.id}-{prompt}"
+
+    def echoed(self, prompt: int, started: Started) -> Echo:
+        return echo_of(self.prompts[prompt], started.prompt_ids, self.tokenizer)
+
+    def listed(self, start: int = 0) -> LegacyLogprobs:
+        """For the logprobs of one choice, whose text begins behind `start` characters."""
+        offsets = Offsets(pieces_of(self.tokenizer, self.skip_special), start)
+        return LegacyLogprobs(offsets, self.logprobs or 0, self.names_ids)
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         return usage_fields(replace(usage, completion_tokens=0) if self.scores_prompt else usage)
@@ -80,21 +125,23 @@ def whole(shape: TextShape, answer: Answer) -> bytes:
 def _choice(
     shape: TextShape, index: int, choice: Choice, started: Started | None
 ) -> dict[str, Any]:
-    echo = shape.prompts[index // shape.num_choices] if shape.prompts else None
+    prompt = index // shape.num_choices
+    echo = shape.echoed(prompt, started) if shape.echo and started is not None else None
     text = "" if shape.scores_prompt else "".join(choice.text)
-    tokens: list[TokenLogprob | None] = [] if shape.scores_prompt else list(choice.logprobs)
-    if echo is not None and shape.echo:
-        text = echo.text + text
-        tokens = [*_prompt_logprobs(started), *tokens]
-    first = echo.first if echo is not None else ""
-    fields: dict[str, Any] = {
-        "index": index,
-        "text": text,
-        "logprobs": LegacyLogprobs().fields(tokens, first) if shape.logprobs else None,
-    }
+    lead = "" if echo is None else echo.text
+    fields: dict[str, Any] = {"index": index, "text": lead + text, "logprobs": None}
+    if shape.logprobs is not None:
+        listed = shape.listed(len(lead))
+        tokens = [] if shape.scores_prompt else choice.logprobs
+        fields["logprobs"] = listed.fields(tokens, len(lead) + len(text))
+        if echo is not None:
+            told = _echo_logprobs(shape, echo, started)
+            fields["logprobs"] = {key: told[key] + fields["logprobs"][key] for key in told}
     fields |= _finish(shape, choice.finish_reason, choice.stop_match)
-    if shape.token_ids and echo is not None:
-        fields["prompt_token_ids"] = echo.ids
+    if shape.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = prompt_logprobs(_scores(started), shape.prompt_logprobs)
+    if shape.token_ids and started is not None:
+        fields["prompt_token_ids"] = started.prompt_ids
         fields["token_ids"] = [] if shape.scores_prompt else choice.token_ids
     return fields
 
@@ -105,8 +152,17 @@ def _finish(shape: TextShape, reason: str, match: str | int | None) -> dict[str,
     return finish_fields(reason, match)
 
 
-def _prompt_logprobs(started: Started | None) -> Sequence[TokenLogprob | None]:
+def _scores(started: Started | None) -> Sequence[TokenLogprob | None]:
     return () if started is None else started.prompt_logprobs or ()
+
+
+def _echo_logprobs(shape: TextShape, echo: Echo, started: Started | None) -> dict[str, Any]:
+    """The prompt's part of the lists; its first token has no probability."""
+    tokens = [
+        TokenLogprob(token, *token_name(shape.tokenizer, token), math.nan) if one is None else one
+        for token, one in zip(echo.ids, _scores(started), strict=True)
+    ]
+    return shape.listed().lists(tokens, echo.offsets)
 
 
 class TextStream:
@@ -117,8 +173,12 @@ class TextStream:
     def __init__(self, shape: TextShape) -> None:
         self.shape = shape
         total = shape.num_choices * shape.num_prompts
-        self.offsets = [LegacyLogprobs() for _ in range(total)]
-        self.plain = not (shape.logprobs or shape.token_ids or shape.scores_prompt)
+        # characters sent, and the lists of each choice's own tokens
+        self.lengths = [0] * total
+        self.listed: list[LegacyLogprobs | None] = [None] * total
+        self.spent = RunningUsage() if shape.continuous_usage else None
+        asked = shape.logprobs is not None or shape.token_ids or shape.scores_prompt
+        self.plain = not asked and self.spent is None
         self._prompt_of = {shape.part_id(i): i for i in range(shape.num_prompts)}
         self._head = b"data: " + encode(shape.head())[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if shape.include_usage else b"]}\n\n"
@@ -126,14 +186,16 @@ class TextStream:
         self._after = b',"logprobs":null,"finish_reason":null}' + self._tail
 
     def render(self, event: Event) -> bytes:
+        if self.spent is not None:
+            self.spent.take(event)
         if type(event) is Delta:
             if self.plain and event.finish_reason is None:
                 if not event.text:
                     return b""
                 return self._before[event.choice] + encode(event.text) + self._after
             return self._delta(event)
-        if isinstance(event, Started) and self.shape.echo:
-            return self._echo(event)
+        if isinstance(event, Started) and (self.shape.echo or self.shape.token_ids):
+            return self._begin(event)
         if isinstance(event, Finished):
             if not self.shape.include_usage:
                 return DONE
@@ -145,42 +207,60 @@ class TextStream:
         return error_frame(error, self.shape.id)
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
-        return self._head + encode(choice) + self._tail
+        if self.spent is None:
+            return self._head + encode(choice) + self._tail
+        return self._head + encode(choice) + b'],"usage":' + encode(self.spent.fields()) + b"}\n\n"
 
-    def _echo(self, event: Started) -> bytes:
-        # a request that moves to another worker starts again; its prompt is echoed once
+    def _begin(self, event: Started) -> bytes:
+        # a request that moves to another worker starts again; its prompt is told once
         prompt = self._prompt_of.pop(event.request_id, None)
         if prompt is None:
             return b""
-        echo = self.shape.prompts[prompt]
-        frames = []
-        for offset in range(self.shape.num_choices):
-            index = prompt * self.shape.num_choices + offset
-            choice = {"index": index, "text": echo.text, "logprobs": None, "finish_reason": None}
-            if self.shape.logprobs:
-                tokens = _prompt_logprobs(event)
-                choice["logprobs"] = self.offsets[index].fields(tokens, echo.first)
-            if self.shape.token_ids:
-                choice["prompt_token_ids"] = echo.ids
+        shape, frames = self.shape, []
+        echo = shape.echoed(prompt, event) if shape.echo else None
+        for offset in range(shape.num_choices):
+            index = prompt * shape.num_choices + offset
+            choice: dict[str, Any] = {"index": index, "text": "", "logprobs": None}
+            choice["finish_reason"] = None
+            if echo is not None:
+                self.lengths[index] = len(echo.text)
+                choice["text"] = echo.text
+                if shape.logprobs is not None:
+                    choice["logprobs"] = _echo_logprobs(shape, echo, event)
+            if shape.token_ids:
+                choice["prompt_token_ids"] = event.prompt_ids
             frames.append(self._chunk(choice))
         return b"".join(frames)
 
     def _delta(self, event: Delta) -> bytes:
+        shape = self.shape
         choice: dict[str, Any] = {
             "index": event.choice,
             "text": event.text,
             "logprobs": None,
             "finish_reason": None,
         }
-        if self.shape.scores_prompt:
+        if shape.scores_prompt:
             choice["text"] = ""
         else:
-            if self.shape.logprobs and event.logprobs:
-                choice["logprobs"] = self.offsets[event.choice].fields(event.logprobs)
-            if self.shape.token_ids:
+            if shape.logprobs is not None:
+                choice["logprobs"] = self._logprobs(event)
+            if shape.token_ids:
                 choice["token_ids"] = event.token_ids
         if event.finish_reason is not None:
-            choice |= _finish(self.shape, event.finish_reason, event.stop_match)
-        elif self.shape.scores_prompt:
+            choice |= _finish(shape, event.finish_reason, event.stop_match)
+        elif shape.scores_prompt or not (
+            event.text or shape.logprobs is not None or shape.token_ids
+        ):
             return b""
         return self._chunk(choice)
+
+    def _logprobs(self, event: Delta) -> dict[str, Any] | None:
+        listed = self.listed[event.choice]
+        if listed is None:
+            listed = self.listed[event.choice] = self.shape.listed(self.lengths[event.choice])
+        self.lengths[event.choice] += len(event.text)
+        if not event.logprobs:
+            return None
+        end = None if event.finish_reason is None else self.lengths[event.choice]
+        return listed.fields(event.logprobs, end)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from coterie.api.openai_types import ChatBody, ChatMessage, ChosenTool, ToolSpec
 from coterie.api.tools import Tool, Toolbox, check_tools, known_names, tool_of
 from coterie.core.errors import InvalidRequest, Unsupported
@@ -30,6 +33,13 @@ def toolbox_of(body: ChatBody) -> Toolbox | None:
     # a call that is forced is one call, unless more are asked for
     parallel = body.parallel_tool_calls
     return Toolbox(tools, names, required, not required if parallel is None else parallel)
+
+
+def told_tools(specs: Sequence[ToolSpec]) -> tuple[dict[str, Any], ...]:
+    """As a prompt tells of them."""
+    tools = tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(specs))
+    check_tools(tools)
+    return Toolbox(tools, frozenset(tool.name for tool in tools)).fields() if tools else ()
 
 
 def _tool(spec: ToolSpec, where: str) -> Tool:

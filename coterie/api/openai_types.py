@@ -14,6 +14,7 @@ from coterie.api.body import Body
 from coterie.api.experts_types import Experts
 from coterie.api.tools import MAX_TOOLS
 from coterie.core.nesting import is_deeper
+from coterie.models.chat_template import MAX_REQUEST_TEMPLATE
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
@@ -21,11 +22,15 @@ MAX_STOPS = 32
 MAX_GUIDED = 10_000
 MAX_MESSAGES = 10_000
 MAX_KWARGS_DEPTH = 32
+MAX_ALLOWED = 2**18
+MAX_BAD_WORDS = 256
+MAX_DOCUMENTS = 1024
 _INT64 = 2**63 - 1
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+BadWord = Annotated[str, Field(min_length=1, max_length=200)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 
 
@@ -37,10 +42,13 @@ def _shallow(value: dict[str, Any]) -> dict[str, Any]:
 
 
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_shallow)]
+Documents = Annotated[list[TemplateKwargs], Field(max_length=MAX_DOCUMENTS)]
+ChatTemplateText = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_TEMPLATE)]
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Part(Body):
@@ -148,6 +156,16 @@ class Common(Shaped):
     min_tokens: int | None = Field(None, ge=0, le=_INT64)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    # no tokenizer here puts any between them
+    spaces_between_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_ALLOWED)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=_INT64)
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = Field(None, ge=-10, le=10)
@@ -172,6 +190,9 @@ class ChatBody(Common):
     chat_template_kwargs: TemplateKwargs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: ChatTemplateText | None = None
+    documents: Documents | None = None
+    echo: bool | None = None
 
 
 Ids = Annotated[list[TokenId], Field(min_length=1)]

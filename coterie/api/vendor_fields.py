@@ -19,22 +19,15 @@ REFUSED: dict[str, str] = {
     "function_call": "give tools and tool_choice",
     "web_search_options": "this server searches nothing",
     # vLLM
-    "allowed_token_ids": "is not available",
-    "bad_words": "is not available",
-    "truncate_prompt_tokens": "is not available",
-    "prompt_logprobs": "use echo with logprobs on /v1/completions",
-    "return_tokens_as_token_ids": "is not available; return_token_ids is",
-    "chat_template": "a model's own template is used; chat_template_kwargs are passed to it",
-    "documents": "put them into a message",
-    "logits_processors": "is not available",
-    "skip_special_tokens": "special tokens are never part of the text here",
+    "logits_processors": "no code of a request is run; use allowed_token_ids, bad_words, logit_bias",
+    "logprob_token_ids": "use top_logprobs",
     "mm_processor_kwargs": "only text can be read here",
     "guided_whitespace_pattern": "docs/structured.md says which blanks a JSON answer may have",
     "thinking_token_budget": "is not available",
     # SGLang
     "structural_tag": "is not available",
     "stop_regex": "use stop",
-    "no_stop_trim": "stop strings are never part of the output here",
+    "no_stop_trim": "use include_stop_str_in_output",
     "custom_logit_processor": "is not available",
     "custom_params": "is not available",
     "return_hidden_states": "is not available",
@@ -58,14 +51,30 @@ REFUSED: dict[str, str] = {
     "mcp_servers": "this server calls no tools of its own",
     "container": "this server runs no code",
 }
+# honoured on OpenAI's API; by field, what to do on Anthropic's
+ON_OPENAI_ALONE = {
+    "allowed_token_ids": "",
+    "bad_words": "",
+    "truncate_prompt_tokens": "",
+    "chat_template": "",
+    "documents": "put them into a message",
+    "logit_bias": "",
+    "min_tokens": "",
+    "stop": "use stop_sequences",
+    "stop_token_ids": "use stop_sequences",
+    "response_format": "use output_format",
+    "guided_json": "use output_format",
+    "guided_regex": "",
+    "guided_choice": "",
+    "guided_grammar": "",
+    "structured_outputs": "",
+}
 # values that ask for nothing: what a field has when it is left out
 _OFF: dict[str, tuple[Any, ...]] = {
-    "skip_special_tokens": (True,),
     "repeat_penalty": (1, 1.0),
     "top_n_sigma": (-1, -1.0),
     "tfs_z": (1, 1.0),
     "n_predict": (-1,),
-    "truncate_prompt_tokens": (-1,),
 }
 # they say how a request is stored, billed, hurried or shown, or hint at what a model may not heed
 IGNORED = frozenset(
@@ -74,8 +83,7 @@ IGNORED = frozenset(
         "store", "service_tier", "safety_identifier", "prompt_cache_retention", "prediction",
         "reasoning_effort", "verbosity",
         # vLLM and SGLang
-        "request_id", "priority", "guided_decoding_backend", "add_special_tokens", "rid",
-        "spaces_between_special_tokens", "separate_reasoning", "stream_reasoning", "vllm_xargs",
+        "request_id", "priority", "guided_decoding_backend", "rid", "separate_reasoning", "stream_reasoning", "vllm_xargs",
         "kv_transfer_params", "include_reasoning",
         # llama.cpp
         "cache_prompt", "id_slot", "n_keep", "timings_per_token", "min_keep", "return_progress",
@@ -92,5 +100,12 @@ def refuse_fields(extra: Mapping[str, Any] | None) -> None:
         # a number that is zero asks for nothing either
         if why is not None and value and value not in _OFF.get(name, ()):
             raise Unsupported(f"{name}: {why}", param=name)
-        if name == "skip_special_tokens" and value is False:
+
+
+def refuse_openai_fields(extra: Mapping[str, Any] | None) -> None:
+    """The same for a body of Anthropic's API, which knows fewer."""
+    refuse_fields(extra)
+    for name, value in (extra or {}).items():
+        if name in ON_OPENAI_ALONE and value:
+            why = ON_OPENAI_ALONE[name] or "is honoured on OpenAI's API alone"
             raise Unsupported(f"{name}: {why}", param=name)

@@ -12,12 +12,15 @@ from coterie.core.plan import AdapterChoice
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     token_id: int
+    # its name: its text, or `bytes:\\x..` where its bytes are no text by themselves
     text: str
     # the token's bytes; a token may hold part of a character
     data: bytes
     logprob: float
-    # (token id, text, bytes, logprob), most likely first
+    # (token id, name, bytes, logprob), most likely first
     top: tuple[tuple[int, str, bytes, float], ...] = ()
+    # 1 = nothing was likelier; 0 = not asked for
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class Usage:
     # prompt tokens whose KV was reused
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    # prompt tokens behind the reused ones whose KV others may reuse from now on
+    stored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +60,11 @@ class Started:
     cached_tokens: int
     # only when sampling.prompt_logprobs was asked; the first token has none
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    # most tokens of a choice; the gateway fills it in, once it knows what room there is
+    # most tokens of a choice, and the prompt as it runs; the gateway fills in both
     max_tokens: int | None = None
+    prompt_ids: tuple[int, ...] = ()
+    # prompt tokens that become reusable with this request
+    stored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,14 @@ class Chat:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     # False when the last message is an assistant turn that the model is to continue
     add_generation_prompt: bool = True
+    # without a new turn the assistant's last one is closed too, not to be continued
+    closes_last: bool = False
     # functions the model may call: {"name", "description", "parameters"}
     tools: tuple[dict[str, Any], ...] = ()
+    # the caller's own in place of the model's
+    template: str | None = None
+    # put BOS and the like in front of what the template wrote
+    add_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,8 @@ class Text:
     """Raw text, tokenised without a template."""
 
     text: str
+    # with BOS and the like, as the tokenizer says
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,16 @@ class ResponseFormat:
 
     kind: str
     text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """Which tokens may be drawn at all."""
+
+    # only these; None = all
+    allowed_ids: tuple[int, ...] | None = None
+    # never as the model's tokenizer writes them, at the start of a word or inside
+    bad_words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +116,27 @@ class Sampling:
     prompt_logprobs: int | None = None
     # the request's response_format, put here for the engine: only tokens that keep to it are drawn
     constraint: ResponseFormat | None = None
+    rules: TokenRules | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """How an answer's tokens become its text."""
+
+    # special tokens are no text
+    skip_special: bool = True
+    # the stop string or token that ends an answer is its last text
+    include_stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Shortens a prompt that has more tokens."""
+
+    # None = as many as fit beside max_tokens
+    max_tokens: int | None
+    # the beginning is kept, not the end
+    keeps_start: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +157,9 @@ class Limits:
     max_running: int = 0
     # it was refused before and comes when it was told to: some room is beyond a full queue
     is_expected: bool = False
+    text: TextRules = TextRules()
+    # None = a prompt that is too long is refused
+    truncation: Truncation | None = None
 
 
 @dataclass(frozen=True, slots=True)

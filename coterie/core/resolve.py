@@ -80,6 +80,23 @@ def check_sampling(sampling: Sampling) -> None:
         raise InvalidRequest("logit_bias holds a value that is not a number", param="logit_bias")
 
 
+def truncated(
+    ids: Sequence[int], limits: Limits, context: int, virtual_tokens: int = 0
+) -> Sequence[int]:
+    """The prompt as short as its caller wants it."""
+    rule = limits.truncation
+    if rule is None:
+        return ids
+    most = rule.max_tokens
+    if most is None:
+        room = min(context, limits.context_size or context) - virtual_tokens
+        # a prompt of nothing is refused for what it is
+        most = max(room - (limits.max_tokens or 1), 0)
+    if len(ids) <= most:
+        return ids
+    return ids[:most] if rule.keeps_start else ids[len(ids) - most :]
+
+
 def check_tokens(ids: Sequence[int], sampling: Sampling, vocab_size: int) -> None:
     """Token ids a caller sent must exist."""
     if not ids:
@@ -89,6 +106,13 @@ def check_tokens(ids: Sequence[int], sampling: Sampling, vocab_size: int) -> Non
         raise InvalidRequest(
             f"token id {worst} is not in the vocabulary of {vocab_size}", param="prompt"
         )
+    rules = sampling.rules
+    for token in () if rules is None else rules.allowed_ids or ():
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"allowed_token_ids names token {token}; the vocabulary has {vocab_size}",
+                param="allowed_token_ids",
+            )
     for token, _ in sampling.logit_bias:
         if not 0 <= token < vocab_size:
             raise InvalidRequest(

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from coterie.core.dispatch import ExpertUsage
 from coterie.core.events import Delta, Finished, Started, Timings, TokenLogprob, Usage
 from coterie.core.plan import Assignment
-from coterie.engine.detokenize import Detokenizer, Pieces, Stop
+from coterie.engine.detokenize import Detokenizer, Pieces, Stop, token_name
+from coterie.engine.draw import BadWords
 from coterie.engine.grammar import Constraint
 from coterie.engine.grammar_work import Job
 from coterie.engine.sequence import Sequence
@@ -35,6 +36,7 @@ class ActiveRequest:
     min_output: int
     max_output: int
     num_choices: int
+    bad_words: BadWords | None = None
     # by choice, where the answer has to keep to a grammar
     constraints: dict[int, Constraint] = field(default_factory=dict)
     # begins them; None where none is held to a grammar
@@ -45,6 +47,7 @@ class ActiveRequest:
     reasons: dict[int, str] = field(default_factory=dict)
     num_completion: int = 0
     num_cached: int = 0
+    num_stored: int = 0
     num_preemptions: int = 0
     # how long its adapters were waited for
     load_s: float = 0.0
@@ -78,7 +81,8 @@ class ActiveRequest:
     def replay(self, choice: int) -> tuple[Detokenizer, str | None]:
         """The text state behind the tokens the client already has, and whether they were all."""
         tokens = self.emitted(choice)
-        text = Detokenizer(self.pieces, self.assignment.limits.stop)
+        limits = self.assignment.limits
+        text = Detokenizer(self.pieces, limits.stop, limits.text.include_stop)
         reason = None
         for count, token in enumerate(tokens, 1):
             _, reason, _ = self._advance(text, token, count)
@@ -125,7 +129,14 @@ class ActiveRequest:
                 for token, one in zip(ids, found, strict=True)
             )
             self.prompt_scores.clear()
-        return Started(self.request_id, replica, len(ids), self.num_cached, scores)
+        return Started(
+            self.request_id,
+            replica,
+            len(ids),
+            self.num_cached,
+            scores,
+            stored_tokens=self.num_stored,
+        )
 
     def finished(self, now: float) -> Finished:
         arrived, clock = self.assignment.arrived_at, self.clock
@@ -135,7 +146,12 @@ class ActiveRequest:
         return Finished(
             self.request_id,
             tuple(self.reasons[choice] for choice in range(self.num_choices)),
-            Usage(len(self.assignment.prompt_ids), self.num_completion, self.num_cached),
+            Usage(
+                len(self.assignment.prompt_ids),
+                self.num_completion,
+                self.num_cached,
+                stored_tokens=self.num_stored,
+            ),
             Timings(
                 queue_s=max(scheduled - arrived, 0.0),
                 prefill_s=max(first - scheduled, 0.0),
@@ -156,14 +172,10 @@ class ActiveRequest:
 
     def describe(self, token: int, score: TokenScore) -> TokenLogprob:
         top = tuple((other, *self._names(other), value) for other, value in score.top)
-        return TokenLogprob(token, *self._names(token), score.logprob, top)
+        return TokenLogprob(token, *self._names(token), score.logprob, top, score.rank)
 
     def _names(self, token: int) -> tuple[str, bytes]:
-        tokenizer = self.pieces.tokenizer
-        if token >= tokenizer.vocab_size:
-            return "", b""
-        data = tokenizer.token_bytes(token)
-        return data.decode(errors="replace"), data
+        return token_name(self.pieces.tokenizer, token)
 
     def complete(self, choice: int) -> str | None:
         """The finish reason of a choice whose grammar lets nothing follow."""
@@ -175,9 +187,12 @@ class ActiveRequest:
     ) -> tuple[str, str | None, str | int | None]:
         """(text to send, finish reason, what matched) after one more output token."""
         if token in self.stop_ids and count > self.min_output:
-            # an end token's own text is never sent
-            named = token in self.assignment.limits.stop_token_ids
-            return text.flush(), "stop", token if named else None
+            # an end token's own text is sent where it was asked for
+            limits = self.assignment.limits
+            last = text.push(token, may_stop=False) if limits.text.include_stop else ""
+            assert not isinstance(last, Stop)
+            named = token in limits.stop_token_ids
+            return last + text.flush(), "stop", token if named else None
         pushed = text.push(token, count > self.min_output)
         if isinstance(pushed, Stop):
             return pushed.text, "stop", pushed.match

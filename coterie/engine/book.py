@@ -151,6 +151,8 @@ class RequestBook:
             request.adapter_bytes = seats.stack_bytes(sequence.adapter_key)
         cached = min(sequence.num_cached, sequence.num_prompt)
         request.num_cached = max(cached - sequence.num_virtual, 0)
+        space = self._schedulers[request.assignment.lane].space
+        request.num_stored = space.num_stored(sequence)
         if request.assignment.sampling.prompt_logprobs is None:
             events.append(request.started(self._replica))
 

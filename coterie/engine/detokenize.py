@@ -6,8 +6,9 @@ Knows token ids and strings, nothing of sequences or events.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
 class Pieces(dict[int, str | None]):
     """What each token adds to a text in the middle of which it stands; shared by all choices.
 
-    None: bytes that are no text by themselves. Special tokens are no text: "".
+    None: bytes that are no text by themselves. Special tokens are no text, "", unless they are
+    not to be skipped.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
         super().__init__()
         self.tokenizer = tokenizer
+        self.skip_special = skip_special
         self._spoils: bool | None = None
 
     def __missing__(self, token: int) -> str | None:
@@ -32,9 +35,13 @@ class Pieces(dict[int, str | None]):
     def decode(self, ids: Sequence[int], before: int | None) -> str:
         """The text of `ids` behind the token `before` (None: at the start of the output)."""
         if before is None:
-            return self.tokenizer.decode(ids)
-        lead = self.tokenizer.decode([before])
-        return self.tokenizer.decode([before, *ids])[len(lead) :]
+            return self.text(ids)
+        lead = self.text([before])
+        return self.text([before, *ids])[len(lead) :]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Of a whole text's tokens."""
+        return self.tokenizer.decode(ids, skip_special=self.skip_special)
 
     def spoils(self, run: Sequence[int], text: str) -> bool:
         """A bad byte behind `run`, which reads `text`, would make all of it unreadable.
@@ -56,7 +63,9 @@ class Pieces(dict[int, str | None]):
 
     def _read(self, token: int) -> str | None:
         # a model may have more rows than its tokenizer has tokens
-        if token >= self.tokenizer.vocab_size or self.tokenizer.is_special(token):
+        if token >= self.tokenizer.vocab_size:
+            return ""
+        if self.skip_special and self.tokenizer.is_special(token):
             return ""
         data = self.tokenizer.token_bytes(token)
         try:
@@ -71,11 +80,59 @@ class Pieces(dict[int, str | None]):
 
     def _is_spoiled(self, ids: Sequence[int], text: str) -> bool:
         bad = self._bad_byte
-        return bad is not None and not self.tokenizer.decode([*ids, bad]).startswith(text)
+        return bad is not None and not self.text([*ids, bad]).startswith(text)
+
+
+@lru_cache(maxsize=32)
+def pieces_of(tokenizer: Tokenizer, skip_special: bool = True) -> Pieces:
+    return Pieces(tokenizer, skip_special)
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
+    """How a token is listed, apart from every other, and its bytes.
+
+    Part of a character has the name that OpenAI gives it, `bytes:` and its bytes.
+    """
+    data = tokenizer.token_bytes(token)
+    if not data:
+        # a model may have more rows than its tokenizer has tokens
+        return f"token_id:{token}", data
+    try:
+        return data.decode(), data
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
+
+
+class Offsets:
+    """Where each token of one text begins in it. Feed every token once.
+
+    A token that holds the middle of a character begins where that character does; one that is no
+    text begins where the next one will.
+    """
+
+    def __init__(self, pieces: Pieces, start: int = 0) -> None:
+        self._pieces = pieces
+        self._text = Detokenizer(pieces)
+        # of the text up to the tokens whose bytes do not yet make characters
+        self._length = start
+        self._run = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_run = 0
+
+    def push(self, token: int) -> int:
+        at = self._length + self._num_run
+        text = self._text.push(token)
+        assert isinstance(text, str)
+        self._length += len(text)
+        if self._text.is_whole:
+            self._run.reset()
+            self._num_run = 0
+        elif self._pieces[token] != "":
+            self._num_run += len(self._run.decode(self._pieces.tokenizer.token_bytes(token)))
+        return at
 
 
 class Stop(NamedTuple):
-    """A stop string was completed; `text` is what may still be sent before it."""
+    """A stop string was completed; `text` is what may still be sent."""
 
     text: str
     match: str
@@ -84,10 +141,14 @@ class Stop(NamedTuple):
 class Detokenizer:
     """Feed every token once. Sent text is never taken back."""
 
-    __slots__ = ("_before", "_held", "_longest", "_pieces", "_run", "_stops")
+    __slots__ = ("_before", "_held", "_include_stop", "_longest", "_pieces", "_run", "_stops")
 
-    def __init__(self, pieces: Pieces, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, pieces: Pieces, stops: Sequence[str] = (), include_stop: bool = False
+    ) -> None:
+        """With `include_stop` a stop string is the text's end, not what comes behind it."""
         self._pieces = pieces
+        self._include_stop = include_stop
         self._stops = tuple(stop for stop in stops if stop)
         self._longest = max(map(len, self._stops), default=0)
         # text that may turn out to be the start of a stop string
@@ -96,6 +157,11 @@ class Detokenizer:
         self._run: list[int] = []
         # the last token that was text by itself; None before the first
         self._before: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """No token waits for the rest of its character."""
+        return not self._run
 
     def push(self, token: int, may_stop: bool = True) -> str | Stop:
         """Text that can be sent now, or the stop string that this token completed."""
@@ -168,7 +234,9 @@ class Detokenizer:
             if start >= 0:
                 candidate = (start + len(stop), start, stop)
                 best = candidate if best is None else min(best, candidate)
-        return Stop(window[: best[1]], best[2]) if best else None
+        if best is None:
+            return None
+        return Stop(window[: best[0] if self._include_stop else best[1]], best[2])
 
     def _num_held(self, window: str) -> int:
         """Length of the longest end of `window` that a stop string begins with."""

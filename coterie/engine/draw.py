@@ -6,7 +6,7 @@ process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -97,6 +97,29 @@ class Penalties:
         logits[ids] = values
 
 
+class BadWords:
+    """Token sequences that may not be completed; fixed, so a takeover bans the same."""
+
+    def __init__(self, words: Iterable[str], encode: Callable[[str], list[int]]) -> None:
+        """`encode` writes a text without BOS and the like."""
+        spelt: dict[tuple[int, ...], None] = {}
+        for word in words:
+            # most vocabularies have another token for a word behind a space
+            for text in (word.lstrip(), " " + word.lstrip()):
+                spelt[tuple(encode(text))] = None
+        self.sequences = tuple(ids for ids in spelt if ids)
+
+    def banned_behind(self, tokens: Sequence[int], num_prompt: int) -> list[int]:
+        """Ids that would complete one, behind an output that begins at `num_prompt`."""
+        num_output = len(tokens) - num_prompt
+        found = []
+        for ids in self.sequences:
+            before = len(ids) - 1
+            if before <= num_output and tuple(tokens[len(tokens) - before :]) == ids[:-1]:
+                found.append(ids[-1])
+        return found
+
+
 @dataclass(slots=True, eq=False)
 class Draw:
     """Resolved `Sampling` of one choice, fixed but for the counts of its penalties.
@@ -117,6 +140,9 @@ class Draw:
     # ids that may not come before the output has `min_output` tokens
     banned: tuple[int, ...] = ()
     min_output: int = 0
+    bad_words: BadWords | None = None
+    # ascending; None = every token may be drawn
+    allowed: NDArray[np.int64] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     # continuations wanted by a beam search; 0 = draw a token
@@ -138,16 +164,23 @@ class Draw:
             and self.bias is None
             and self.logprobs is None
             and not self.min_output
+            and self.bad_words is None
+            and self.allowed is None
             and not self.num_continuations
             and self.constraint is None
         )
 
     @property
     def may_edit(self) -> bool:
-        return bool(self.min_output) or self.bias is not None or self.penalties is not None
+        edits = (self.bias, self.penalties, self.bad_words, self.allowed)
+        return bool(self.min_output) or any(one is not None for one in edits)
 
-    def banned_at(self, num_output: int) -> tuple[int, ...]:
-        return self.banned if num_output < self.min_output else ()
+    def banned_behind(self, tokens: Sequence[int], num_prompt: int) -> Sequence[int]:
+        """Ids that may not follow the output, which begins at `num_prompt`."""
+        early = self.banned if len(tokens) - num_prompt < self.min_output else ()
+        if self.bad_words is None:
+            return early
+        return [*early, *self.bad_words.banned_behind(tokens, num_prompt)]
 
     def produced(self, token: int) -> None:
         """The output has one more token. Raises InvalidRequest where the grammar was too much."""
@@ -156,22 +189,32 @@ class Draw:
         if self.constraint is not None and self.constraint.error is not None:
             raise InvalidRequest(f"the grammar cannot be followed: {self.constraint.error}")
 
-    def edits(self, num_output: int) -> bool:
+    def edits(self, tokens: Sequence[int], num_prompt: int) -> bool:
         """The logits have to be changed before they are used."""
-        banning = self.constraint is None and bool(self.banned_at(num_output))
-        return banning or self.bias is not None or self.penalties is not None
+        if self.bias is not None or self.penalties is not None or self.allowed is not None:
+            return True
+        return self.constraint is None and bool(self.banned_behind(tokens, num_prompt))
 
-    def edit(self, logits: NDArray[np.float32], num_output: int) -> None:
-        """In place on one row [V]: bias, then the ban on early ends, then penalties.
+    def edit(self, logits: NDArray[np.float32], tokens: Sequence[int], num_prompt: int) -> None:
+        """In place on one row [V]: bias, penalties, bans, then what is allowed.
 
-        Under a grammar the ban is the grammar's matter: where it lets only ends follow, they do.
+        Under a grammar a ban is the grammar's matter: where it lets only the banned follow, they
+        do. Among the allowed ids it is the same.
         """
         if self.bias is not None:
             logits[self.bias_ids] += self.bias
-        if self.constraint is None and self.banned_at(num_output):
-            logits[list(self.banned)] = -np.inf
         if self.penalties is not None:
             self.penalties.apply(logits)
+        banned = () if self.constraint is not None else self.banned_behind(tokens, num_prompt)
+        allowed = self.allowed
+        if allowed is None:
+            logits[list(banned)] = -np.inf
+            return
+        kept = allowed[~np.isin(allowed, banned)] if banned else allowed
+        kept = kept if len(kept) else allowed
+        values = logits[kept]
+        logits[:] = -np.inf
+        logits[kept] = values
 
 
 def make_draw(
@@ -180,6 +223,7 @@ def make_draw(
     output: Sequence[int],
     stop_ids: Sequence[int],
     constraint: Constraint | None = None,
+    bad_words: BadWords | None = None,
 ) -> Draw:
     """`output` is what the choice has produced before a takeover."""
     sampling = assignment.sampling
@@ -189,6 +233,7 @@ def make_draw(
         or sampling.frequency_penalty
     )
     bias = sampling.logit_bias
+    allowed = None if sampling.rules is None else sampling.rules.allowed_ids
     return Draw(
         seed=sampling.seed or 0,
         choice=choice,
@@ -202,6 +247,8 @@ def make_draw(
         penalties=Penalties(sampling, assignment.prompt_ids, output) if penalised else None,
         banned=tuple(stop_ids),
         min_output=assignment.limits.min_tokens,
+        bad_words=bad_words,
+        allowed=None if allowed is None else np.unique(np.array(allowed, dtype=np.int64)),
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
         constraint=constraint,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from coterie.core.errors import CoterieError
@@ -12,8 +13,8 @@ from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Sampling
 from coterie.engine.active import ActiveRequest
 from coterie.engine.beam import num_continuations
-from coterie.engine.detokenize import Pieces
-from coterie.engine.draw import make_draw
+from coterie.engine.detokenize import Pieces, pieces_of
+from coterie.engine.draw import BadWords, make_draw
 from coterie.engine.grammar import Grammars
 from coterie.engine.lane import LaneConfig
 from coterie.engine.prefix import root_digest
@@ -86,6 +87,9 @@ def open_request(
     limits = assignment.limits
     ends = frozenset() if limits.ignore_eos else eos_ids
     num_prompt = len(entry.front.tokens) + len(assignment.prompt_ids)
+    tokenizer, rules = pieces.tokenizer, assignment.sampling.rules
+    if not limits.text.skip_special:
+        pieces = pieces_of(tokenizer, skip_special=False)
     request = ActiveRequest(
         assignment,
         pieces,
@@ -93,6 +97,9 @@ def open_request(
         limits.min_tokens,
         _max_total(assignment, entry.front, entry.config) - num_prompt,
         assignment.sampling.n or 1,
+        bad_words=BadWords(rules.bad_words, partial(tokenizer.encode, special=False))
+        if rules is not None and rules.bad_words
+        else None,
     )
     if assignment.sampling.constraint is not None:
         _begin_constraints(request, entry.grammars)
@@ -150,6 +157,7 @@ def _sequence(request: ActiveRequest, entry: Entry, choice: int, restart: bool =
     prompt = [*entry.front.tokens, *assignment.prompt_ids]
     emitted = () if restart else request.emitted(choice)
     constraint = request.constraints.get(choice)
+    stop_ids = sorted(request.stop_ids)
     return Sequence(
         request_id=assignment.request_id,
         choice=choice,
@@ -159,7 +167,7 @@ def _sequence(request: ActiveRequest, entry: Entry, choice: int, restart: bool =
         front=entry.front,
         root=root_digest(entry.config.name, assignment.adapters, assignment.tenant),
         rank=(-assignment.limits.priority, assignment.arrived_at, entry.order, choice),
-        draw=make_draw(assignment, choice, emitted, sorted(request.stop_ids), constraint),
+        draw=make_draw(assignment, choice, emitted, stop_ids, constraint, request.bad_words),
         # a salt isolates prefix blocks, nothing else of a tenant
         share=Share(assignment.tenant.partition("+")[0], assignment.limits.max_running),
     )
@@ -217,6 +225,14 @@ def _sampling_problem(sampling: Sampling, vocab: int) -> str | None:
     for name in ("top_p", "typical_p", "repetition_penalty"):
         if getattr(sampling, name) == 0:
             return f"{name} must be larger than 0"
+    rules = sampling.rules
+    if rules is not None and rules.allowed_ids is not None:
+        if not rules.allowed_ids:
+            return "allowed_token_ids names no token"
+        if min(rules.allowed_ids) < 0 or max(rules.allowed_ids) >= vocab:
+            return "allowed_token_ids names a token outside the vocabulary"
+        if sampling.constraint is not None:
+            return "allowed_token_ids cannot be held to beside a format; leave one of them out"
     for token, amount in sampling.logit_bias:
         if not 0 <= token < vocab or not math.isfinite(amount):
             return "logit_bias names a token outside the vocabulary, or a value that is no number"

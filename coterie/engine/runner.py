@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coterie.engine.blocks import BlockTables
 from coterie.engine.lane import LaneConfig
-from coterie.engine.sampler import Sampler, score
+from coterie.engine.sampler import Sampler, ranked
 from coterie.engine.step import StepPlan, StepResult, StepUsage, TokenScore, step_usage
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.patch import Segment
@@ -155,8 +155,8 @@ class Runner:
     ) -> dict[tuple[int, int], TokenScore]:
         targets = [plan.rows[index].sequence.tokens[position] for index, position in scored]
         asked = [plan.rows[index].sequence.draw.prompt_logprobs or 0 for index, _ in scored]
-        found = score(logits, targets, max(asked))
+        found = ranked(logits, targets, max(asked))
         return {
-            place: TokenScore(one.logprob, one.top[:num])
+            place: one._replace(top=one.top[:num])
             for place, num, one in zip(scored, asked, found, strict=True)
         }

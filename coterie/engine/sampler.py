@@ -1,6 +1,7 @@
 """Logits to tokens for every draw of a step, with logprobs and beam continuations where asked.
 
-Order: logit bias, early-end ban, penalties, grammar, temperature, top-k, top-p, min-p, typical.
+Order: logit bias, penalties, bans (early end, bad words), allowed ids, grammar, temperature, top-k,
+top-p, min-p, typical.
 Logprobs are the log softmax of the raw logits, before any of these. Rows never influence each
 other.
 """
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.engine.draw import Draw, noise_key, uniforms
+from coterie.engine.draw import noise_key, uniforms
 from coterie.engine.filters import Filters, draw_filtered, draw_plain, make_filters
 from coterie.engine.grammar import allowed_tokens
 from coterie.engine.grammar_work import GrammarWork, Job
@@ -146,7 +147,7 @@ class Sampler:
         """Logits in which nothing that a grammar forbids has weight, and the tokens of rows that
         are drawn already. Changes the logits of constrained rows."""
         drawers = [batch.draws[i] for i in batch.constrained]
-        banned = [one.draw.banned_at(one.num_output) for one in drawers]
+        banned = [one.draw.banned_behind(one.tokens, one.num_prompt) for one in drawers]
         allowed = allowed_tokens(batch.constraints, banned, logits.shape[1])
         if logits.device.type != "cpu":
             return mask_rows(logits, batch.constrained, allowed), {}
@@ -188,6 +189,14 @@ def argmax(logits: Tensor) -> list[int]:
     return [int(token) for token in logits.argmax(dim=1).tolist()]
 
 
+def ranked(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenScore]:
+    """The same as `score`, with how many tokens are likelier."""
+    picked = logits.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
+    ranks = (logits > picked).sum(dim=1).add(1).tolist()
+    scores = score(logits, tokens, num_top)
+    return [one._replace(rank=rank) for one, rank in zip(scores, ranks, strict=True)]
+
+
 def score(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenScore]:
     """Log softmax of [R, V] at each row's token, with its `num_top` best alternatives."""
     logprobs = torch.log_softmax(logits, dim=1)
@@ -203,13 +212,17 @@ def score(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenScore]:
 
 def _edit(logits: Tensor, batch: Batch) -> Tensor:
     """A copy with bias, bans and penalties, or the same tensor when there are none."""
-    rows = [i for i in batch.edited if batch.draws[i].draw.edits(batch.draws[i].num_output)]
+    rows = [i for i in batch.edited if _edits(batch.draws[i])]
     if not rows:
         return logits
     edited = logits.clone()
     for i in rows:
-        edited[i] = _edit_row(edited[i], batch.draws[i].draw, batch.draws[i].num_output)
+        edited[i] = _edit_row(edited[i], batch.draws[i])
     return edited
+
+
+def _edits(sequence: Sequence) -> bool:
+    return sequence.draw.edits(sequence.tokens, sequence.num_prompt)
 
 
 def _draw(logits: Tensor, batch: Batch, group: Group) -> list[int]:
@@ -225,9 +238,9 @@ def _draw(logits: Tensor, batch: Batch, group: Group) -> list[int]:
     return found
 
 
-def _edit_row(row: Tensor, draw: Draw, num_output: int) -> Tensor:
+def _edit_row(row: Tensor, sequence: Sequence) -> Tensor:
     values = row.detach().cpu().numpy()
-    draw.edit(values, num_output)
+    sequence.draw.edit(values, sequence.tokens, sequence.num_prompt)
     return torch.from_numpy(values).to(row.device)
 
 
@@ -245,8 +258,7 @@ def _score_draws(logits: Tensor, batch: Batch, tokens: list[int]) -> dict[int, T
 def _continue_beam(row: Tensor, sequence: Sequence) -> BeamScores:
     """The best continuations of one beam; processors work on log probabilities here."""
     logprobs = torch.log_softmax(row, dim=0)
-    draw, num_output = sequence.draw, sequence.num_output
-    if draw.edits(num_output):
-        logprobs = _edit_row(logprobs, draw, num_output)
-    best = logprobs.topk(min(draw.num_continuations, len(logprobs)))
+    if _edits(sequence):
+        logprobs = _edit_row(logprobs, sequence)
+    best = logprobs.topk(min(sequence.draw.num_continuations, len(logprobs)))
     return BeamScores(tuple(best.indices.tolist()), tuple(best.values.tolist()))

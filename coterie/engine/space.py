@@ -53,6 +53,16 @@ class KVSpace:
             self.prefix_hit_tokens += sequence.num_computed
         return True
 
+    def num_stored(self, sequence: Sequence) -> int:
+        """Tokens of its prompt, soft ones left out, that can be found once it is computed, and
+        could not before."""
+        if not self._prefix_cache:
+            return 0
+        num_full = sequence.num_prompt // self.block_size
+        self._hash(sequence, num_full)
+        known = len(self.cache.match(sequence.chain[:num_full])) * self.block_size
+        return max(num_full * self.block_size - max(known, sequence.num_virtual), 0)
+
     def is_ready(self, sequence: Sequence) -> bool:
         """Its next token can be written without another block."""
         index = sequence.num_computed // self.block_size

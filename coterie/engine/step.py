@@ -54,6 +54,8 @@ class TokenScore(NamedTuple):
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+    # 1 = nothing was likelier; 0 = not looked for
+    rank: int = 0
 
 
 class BeamScores(NamedTuple):

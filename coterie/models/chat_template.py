@@ -7,12 +7,13 @@ says whose fault a failure is: the conversation's or the template's. Knows nothi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jinja2
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
-from coterie.core.errors import InvalidRequest, WeightsError
+from coterie.core.errors import CoterieError, InvalidRequest, WeightsError
 from coterie.models.template_budget import MAX_TEXT_CHARS, Budget, current
 from coterie.models.template_sandbox import Sandbox, TemplateRefusal
 
@@ -20,13 +21,24 @@ from coterie.models.template_sandbox import Sandbox, TemplateRefusal
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
+# of a template that comes with a request; the largest of a known model has 20,000
+MAX_REQUEST_TEMPLATE = 64_000
+
+
 class ChatTemplate:
     """One template, compiled on first use. `tokens`: bos_token, eos_token and the like."""
+
+    # whose template it is, in the words of its errors
+    whose = "the model's chat template"
 
     def __init__(self, source: str, tokens: dict[str, str]) -> None:
         self.source = source
         self._tokens = tokens
         self._compiled: jinja2.Template | None = None
+
+    def broken(self, reason: str) -> CoterieError:
+        """The error for a template that is at fault itself."""
+        return WeightsError(f"{self.whose} {reason}. Use another one.")
 
     def render(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> str:
         """Raises InvalidRequest when the template refuses these messages, WeightsError when the
@@ -39,16 +51,13 @@ class ChatTemplate:
             return _joined(template.generate(**values))
         except TemplateRefusal as error:
             raise InvalidRequest(
-                f"the model's chat template refuses this conversation: {error}", param="messages"
+                f"{self.whose} refuses this conversation: {error}", param="messages"
             ) from error
         except (SecurityError, OverflowError, MemoryError, RecursionError) as error:
-            raise WeightsError(
-                f"the model's chat template was stopped ({error}). Use another template."
-            ) from error
+            raise self.broken(f"was stopped ({error})") from error
         except Exception as error:
             raise InvalidRequest(
-                f"the model's chat template cannot render this conversation "
-                f"({type(error).__name__}: {error})",
+                f"{self.whose} cannot render this conversation ({type(error).__name__}: {error})",
                 param="messages",
             ) from error
         finally:
@@ -62,7 +71,7 @@ class ChatTemplate:
         tag = _CONTINUE.strip()
         if tag not in text or last.strip() not in text:
             raise InvalidRequest(
-                "the model's chat template drops the last message, so it cannot be continued",
+                f"{self.whose} drops the last message, so it cannot be continued",
                 param="messages",
             )
         at = text.rindex(tag)
@@ -73,11 +82,31 @@ class ChatTemplate:
         if self._compiled is None:
             try:
                 self._compiled = Sandbox().from_string(self.source)
-            except (TemplateSyntaxError, RecursionError, SyntaxError, ValueError) as error:
-                raise WeightsError(
-                    f"the model's chat template is not valid Jinja ({error}). Use another one."
-                ) from error
+            except _UNREADABLE as error:
+                raise self.broken(f"is not valid Jinja ({error})") from error
         return self._compiled
+
+
+class RequestTemplate(ChatTemplate):
+    """One that came with a request: in the same sandbox, and its faults are its caller's."""
+
+    whose = "chat_template"
+
+    def broken(self, reason: str) -> CoterieError:
+        return InvalidRequest(f"chat_template {reason}", param="chat_template")
+
+
+@lru_cache(maxsize=16)
+def request_template(source: str, tokens: tuple[tuple[str, str], ...]) -> RequestTemplate:
+    """Compiled once for the requests of a client that always sends the same."""
+    if len(source) > MAX_REQUEST_TEMPLATE:
+        raise InvalidRequest(
+            f"chat_template has more than {MAX_REQUEST_TEMPLATE} characters", param="chat_template"
+        )
+    return RequestTemplate(source, dict(tokens))
+
+
+_UNREADABLE = (TemplateSyntaxError, RecursionError, SyntaxError, ValueError, MemoryError)
 
 
 def _joined(pieces: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from tokenizers import AddedToken
 
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.core.request import Chat, Prompt, Text, Tokens
-from coterie.models.chat_template import ChatTemplate
+from coterie.models.chat_template import ChatTemplate, request_template
 from coterie.models.config_fields import shown
 from coterie.models.gguf_tokenizer import rebuild
 from coterie.models.token_bound import TokenBound, token_bound
@@ -45,6 +45,9 @@ _MESSAGE_CHARACTERS = 50
 def is_long(prompt: Prompt) -> bool:
     """Whether rendering and encoding it would hold up an event loop."""
     if isinstance(prompt, Chat):
+        if prompt.template is not None:
+            # somebody's program
+            return True
         size = sum(len(json.dumps(tool)) for tool in prompt.tools)
         for message in prompt.messages:
             size += _MESSAGE_CHARACTERS + len(message.content)
@@ -139,7 +142,18 @@ class Tokenizer:
 
     def render(self, chat: Chat) -> str:
         """The chat as one text, by the model's own template."""
-        if self._template is None:
+        template = self._template
+        support = self.tool_support
+        if chat.template is not None:
+            template = request_template(chat.template, tuple(sorted(self._specials.items())))
+            support = tool_support(chat.template)
+            if chat.tools and support.format != self.tool_support.format:
+                raise InvalidRequest(
+                    f"chat_template: with tools it must write calls as this model does "
+                    f"({self.tool_support.format.name})",
+                    param="chat_template",
+                )
+        if template is None:
             raise InvalidRequest(
                 "the model has no chat template; use the completions API", param="messages"
             )
@@ -149,20 +163,21 @@ class Tokenizer:
                 f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}",
                 param="chat_template_kwargs",
             )
-        messages, tools = turns_of(chat, self.tool_support)
+        messages, tools = turns_of(chat, support)
         options = {**chat.template_kwargs, "add_generation_prompt": chat.add_generation_prompt}
         if tools is not None:
             options["tools"] = tools
-        if chat.add_generation_prompt or not messages or messages[-1]["role"] != "assistant":
-            return self._template.render(messages, options)
-        return self._template.render_open(messages, options)
+        is_open = not (chat.add_generation_prompt or chat.closes_last)
+        if not is_open or not messages or messages[-1]["role"] != "assistant":
+            return template.render(messages, options)
+        return template.render_open(messages, options)
 
     def text_of(self, prompt: Chat | Text) -> str:
         return self.render(prompt) if isinstance(prompt, Chat) else prompt.text
 
     def encode_text(self, prompt: Chat | Text, text: str) -> list[int]:
-        """A template writes its own special tokens."""
-        return self.encode(text, special=isinstance(prompt, Text))
+        """A template writes its own special tokens, unless the prompt says otherwise."""
+        return self.encode(text, special=prompt.add_special_tokens)
 
     def least_tokens(self, text: str) -> int:
         """Fewer than these it cannot have; found without encoding it."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from coterie.core.errors import InvalidRequest, MissingDependency
 from coterie.core.plan import Assignment
 from coterie.core.request import Limits, Prompt, ResponseFormat, Sampling, Tokens
-from coterie.core.resolve import check_tokens, prompt_too_long, resolve_limits
+from coterie.core.resolve import check_tokens, prompt_too_long, resolve_limits, truncated
 from coterie.models.tokenizer import is_long
 from coterie.obs.trace import log
 
@@ -27,11 +27,14 @@ async def assignment(run: Run, virtual_tokens: int, grammars: GrammarCheck) -> A
     """Refuses what can never run. `virtual_tokens` are put in front by soft prompts."""
     request, plan, served = run.request, run.plan, run.served
     prompt = plan.tuned.prompt or request.prompt
-    prompt_ids = await tokenise(served.tokenizer, prompt, served.context)
+    # what is to be shortened may be longer than what fits
+    room = None if request.limits.truncation is not None else served.context
+    prompt_ids = await tokenise(served.tokenizer, prompt, room)
+    prompt_ids = list(truncated(prompt_ids, request.limits, served.context, virtual_tokens))
     check_tokens(prompt_ids, plan.sampling, served.tokenizer.vocab_size)
     _check_choices(run)
     limits = _limits(run, len(prompt_ids), virtual_tokens)
-    run.max_tokens = limits.max_tokens
+    run.max_tokens, run.prompt_ids = limits.max_tokens, tuple(prompt_ids)
     if (plan.sampling.num_beams or 1) > 1 and request.response_format is None:
         # a search keeps to no grammar; nobody asked for the package's own
         run.response_format = None
@@ -40,7 +43,7 @@ async def assignment(run: Run, virtual_tokens: int, grammars: GrammarCheck) -> A
     return Assignment(
         request_id=request.id,
         lane=served.name,
-        prompt_ids=tuple(prompt_ids),
+        prompt_ids=run.prompt_ids,
         sampling=_constrained(plan.sampling, run.response_format),
         limits=limits,
         adapters=plan.adapters,

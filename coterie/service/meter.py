@@ -82,7 +82,12 @@ class Meter:
             first_token_s=self.first_token_s or 0.0,
             total_s=total_s,
         )
-        usage = Usage(started.prompt_tokens, self._num_tokens, started.cached_tokens)
+        usage = Usage(
+            started.prompt_tokens,
+            self._num_tokens,
+            started.cached_tokens,
+            stored_tokens=started.stored_tokens,
+        )
         return Finished(request_id, (reason,), usage, timings)
 
     def observe(self, events: list[Event]) -> None:

@@ -205,7 +205,9 @@ class Pipeline:
                                 run.texts.append(event.text)
                         elif isinstance(event, Started):
                             lease.start()
-                            event = replace(event, max_tokens=run.max_tokens)
+                            event = replace(
+                                event, max_tokens=run.max_tokens, prompt_ids=run.prompt_ids
+                            )
                         else:
                             event = await self._ended(run, event, meter)
                             ended = True

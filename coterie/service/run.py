@@ -26,6 +26,8 @@ class Run:
     grammar_s: float = 0.0
     # most tokens of a choice, once the prompt was counted
     max_tokens: int | None = None
+    # the prompt as it runs
+    prompt_ids: tuple[int, ...] = ()
     # of the first choice, as it came; only where somebody may judge it
     texts: list[str] = field(default_factory=list)
 

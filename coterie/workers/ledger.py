@@ -298,6 +298,7 @@ def _synthesised(entry: Entry) -> Finished:
         prompt_tokens=len(entry.assignment.prompt_ids),
         completion_tokens=sum(len(ids) for ids in entry.emitted),
         cached_tokens=started.cached_tokens if started else 0,
+        stored_tokens=started.stored_tokens if started else 0,
     )
     total_s = _since_arrival_s(entry)
     choices = tuple(reason for _, reason in sorted(entry.finished.items()))
@@ -320,7 +321,11 @@ def _mended(entry: Entry, event: Finished | Failed) -> Event:
         first_token_s=entry.first_token_s,
         decode_s=event.timings.total_s - entry.first_token_s,
     )
-    usage = replace(event.usage, cached_tokens=entry.started.cached_tokens)
+    usage = replace(
+        event.usage,
+        cached_tokens=entry.started.cached_tokens,
+        stored_tokens=entry.started.stored_tokens,
+    )
     return replace(event, usage=usage, timings=timings)
 
 

@@ -57,11 +57,20 @@ def test_cached_tokens_are_not_input_tokens(client: anthropic.Anthropic) -> None
     turns = [{"role": "user", "content": "She sells sea shells by the sea shore. " * 4}]
     first = client.messages.create(**asked, messages=turns).usage
     second = client.messages.create(**asked, messages=turns).usage
+    counted = client.messages.count_tokens(model="tiny", messages=turns).input_tokens
+    # all full blocks are put there by the first, and read by the second but for the last token's
     assert first.cache_read_input_tokens == 0
-    assert second.cache_read_input_tokens and second.cache_read_input_tokens % 16 == 0
-    assert second.input_tokens + second.cache_read_input_tokens == first.input_tokens
-    counted = client.messages.count_tokens(model="tiny", messages=turns)
-    assert counted.input_tokens == first.input_tokens
+    assert first.cache_creation_input_tokens == counted // 16 * 16
+    assert second.cache_read_input_tokens == (counted - 1) // 16 * 16 > 0
+    assert second.cache_creation_input_tokens == 0
+    longer = [*turns, {"role": "assistant", "content": "So?"}, *turns]
+    with client.messages.stream(**asked, messages=longer) as stream:
+        third = stream.get_final_message().usage
+    assert third.cache_read_input_tokens and third.cache_creation_input_tokens
+    whole = client.messages.count_tokens(model="tiny", messages=longer).input_tokens
+    for usage, prompt in ((first, counted), (second, counted), (third, whole)):
+        cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+        assert usage.input_tokens + cached == prompt
 
 
 def test_system_in_every_form(client: anthropic.Anthropic) -> None:

@@ -104,7 +104,7 @@ OPENAI: list[tuple[str, Any, int, str | None, str | None]] = [
     (CHAT, chat(modalities=["audio"]), 400, "modalities", "unsupported"),
     (CHAT, chat(response_format={"type": "xml"}), 400, "response_format.type", None),
     (TEXT, text(response_format={"type": "xml"}), 400, "response_format.type", None),
-    (CHAT, chat(include_stop_str_in_output=True), 400, "include_stop_str_in_output", "unsupported"),
+    (CHAT, chat(logits_processors=["x"]), 400, "logits_processors", "unsupported"),
     (
         CHAT,
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),

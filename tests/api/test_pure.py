@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from served import frames
+from tiny import tiny_checkpoint
 
 from coterie.api import errors
 from coterie.api.anthropic_parse import prompt_of
@@ -21,7 +24,7 @@ from coterie.api.auth import KeyRing, check_exposure, tenant_of
 from coterie.api.collect import MAX_WAITING, collect, merged
 from coterie.api.openai_chat import ChatShape, ChatStream
 from coterie.api.openai_render import LegacyLogprobs, chat_logprobs, finish_fields
-from coterie.api.openai_text import Echo, TextShape, TextStream
+from coterie.api.openai_text import TextShape, TextStream
 from coterie.api.reasoning import Splitter
 from coterie.api.sse import Events
 from coterie.api.tools_read import Reading
@@ -34,7 +37,9 @@ from coterie.core.errors import (
     Unavailable,
 )
 from coterie.core.events import Delta, Failed, Finished, Started, Timings, TokenLogprob, Usage
-from coterie.core.request import Rights
+from coterie.core.request import Rights, Text
+from coterie.engine.detokenize import Offsets, Pieces
+from coterie.models.tokenizer import load_tokenizer
 
 MARKS = ("<think>", "</think>")
 
@@ -141,10 +146,9 @@ def test_finish_reasons() -> None:
 def test_logprobs_of_impossible_tokens_are_numbers() -> None:
     token = TokenLogprob(3, "a", b"a", float("-inf"), ((3, "a", b"a", float("-inf")),))
     assert json.loads(json.dumps(chat_logprobs([token]), allow_nan=False))
-    legacy = LegacyLogprobs()
-    first = legacy.fields([None, token], "The")
-    assert first["text_offset"] == [0, 3] and first["token_logprobs"] == [None, -9999.0]
-    assert legacy.fields([token])["text_offset"] == [4]
+    legacy = LegacyLogprobs(Offsets(Pieces(load_tokenizer(tiny_checkpoint("llama")))), num_top=1)
+    unscored = replace(token, logprob=math.nan)
+    assert legacy.lists([unscored, token], [0, 3])["token_logprobs"] == [None, -9999.0]
 
 
 def delta(request_id: str, choice: int, text: str, reason: str | None = None) -> Delta:
@@ -285,8 +289,10 @@ def test_loopback_rule() -> None:
 
 
 def test_a_restart_echoes_the_prompt_once() -> None:
-    shape = TextShape("i", 0, "m", 1, 1, prompts=(Echo("Once", (1,), "Once"),), echo=True)
-    stream, started = TextStream(shape), Started("i", "r0", 1, 0)
+    tokenizer = load_tokenizer(tiny_checkpoint("llama"))
+    shape = TextShape("i", 0, "m", 1, (Text("Once"),), tokenizer, echo=True)
+    ids = tuple(tokenizer.encode("Once"))
+    stream, started = TextStream(shape), Started("i", "r0", len(ids), 0, prompt_ids=ids)
     assert b"Once" in stream.render(started)
     assert stream.render(started) == b""
 

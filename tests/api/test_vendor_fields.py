@@ -13,7 +13,7 @@ from served import Served
 
 from coterie.api.anthropic_types import MessagesBody
 from coterie.api.openai_types import ChatBody, CompletionBody
-from coterie.api.vendor_fields import IGNORED, REFUSED
+from coterie.api.vendor_fields import IGNORED, ON_OPENAI_ALONE, REFUSED
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -96,7 +96,7 @@ def test_behind_a_thought_too(strict_server: Served, name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_done_is_refused_by_name(server: Served, name: str) -> None:
-    value = {"skip_special_tokens": False, "repeat_penalty": 1.3}.get(name, 7)
+    value = {"repeat_penalty": 1.3}.get(name, 7)
     for path, body in (
         ("/v1/chat/completions", {"messages": MESSAGES}),
         ("/v1/completions", {"prompt": "say it"}),
@@ -105,6 +105,14 @@ def test_what_cannot_be_done_is_refused_by_name(server: Served, name: str) -> No
         reply = server.post(path, ASK | body | {name: value})
         assert reply.status == 400, (path, reply.body)
         assert name in reply.json["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ON_OPENAI_ALONE)
+def test_what_one_api_honours_the_other_does_not_drop(server: Served, name: str) -> None:
+    reply = server.post("/v1/messages", ASK | {"messages": MESSAGES, name: [7]})
+    assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error")
+    assert name in reply.json["error"]["message"]
+    assert name in {*ChatBody.model_fields, *CompletionBody.model_fields}
 
 
 def test_values_that_ask_for_nothing_pass(server: Served) -> None:

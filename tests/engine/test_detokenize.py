@@ -10,7 +10,7 @@ import pytest
 from tiny import tiny_checkpoint
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from coterie.engine.detokenize import Detokenizer, Pieces, Stop
+from coterie.engine.detokenize import Detokenizer, Offsets, Pieces, Stop, token_name
 from coterie.models.tokenizer import Tokenizer as CoterieTokenizer
 from coterie.models.tokenizer import load_tokenizer
 
@@ -178,3 +178,41 @@ def test_a_stop_may_begin_before_min_tokens(byte_level: CoterieTokenizer) -> Non
     singles = {byte_level.token_bytes(i): i for i in range(byte_level.vocab_size)}
     ids = [singles[bytes([c])] for c in b"abcdef"]
     assert run_stops(byte_level, ids, ["bcd"], min_tokens=3) == ("a", "bcd", 4)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("skip_special", [True, False])
+def test_offsets_are_where_the_text_before_ends(
+    kind: str, skip_special: bool, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = request.getfixturevalue(kind)
+    rng, pieces = random.Random(5), Pieces(tokenizer, skip_special)
+    for _ in range(200):
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(1, 12))]
+        offsets, whole = Offsets(pieces, start=3), pieces.text(ids)
+        places = [offsets.push(token) - 3 for token in ids]
+        assert places[0] == 0 and places == sorted(places) and places[-1] <= len(whole)
+        for index, at in enumerate(places):
+            before = pieces.text(ids[:index])
+            # otherwise it is in the middle of a character, or of bytes that a later one spoils
+            if whole.startswith(before) and "\ufffd" not in before:
+                assert at == len(before)
+
+
+def test_tokens_have_names_of_their_own(byte_level: CoterieTokenizer) -> None:
+    names = [token_name(byte_level, token)[0] for token in range(byte_level.vocab_size + 3)]
+    assert len(set(names)) == len(names) and not any("\ufffd" in name for name in names)
+
+
+def test_a_stop_string_may_be_kept() -> None:
+    """Wherever it lies in a token's text, nothing behind it is sent."""
+    detokenizer = Detokenizer(Pieces(load_tokenizer(tiny_checkpoint("llama"))), ["o w"], True)
+    tokenizer = load_tokenizer(tiny_checkpoint("llama"))
+    sent = []
+    for token in tokenizer.encode("Hello world", special=False):
+        pushed = detokenizer.push(token)
+        if isinstance(pushed, Stop):
+            sent.append(pushed.text)
+            break
+        sent.append(pushed)
+    assert "".join(sent) == "Hello w"

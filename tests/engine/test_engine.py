@@ -39,7 +39,7 @@ def test_one_request_from_start_to_end() -> None:
     assignment = make_assignment("a", range(1, 30), max_tokens=12)
     assert isinstance(engine.add(assignment), Admitted)
     events = drain(engine)
-    assert events[0] == Started("a", "r0", 29, 0)
+    assert events[0] == Started("a", "r0", 29, 0, stored_tokens=28)
     assert outputs(events)["a", 0] == true_output(assignment)
     assert texts(events)["a", 0] == ToyTokenizer().decode(true_output(assignment))
     last = events[-1]

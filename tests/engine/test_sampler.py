@@ -120,28 +120,29 @@ def test_repetition_penalty_equals_transformers() -> None:
         ids = torch.tensor([prompt + output])
         expected = RepetitionPenaltyLogitsProcessor(1.7)(ids, logits.clone())
         row = logits[0].clone().numpy()
-        sequence(prompt, output, repetition_penalty=1.7).draw.edit(row, len(output))
+        one = sequence(prompt, output, repetition_penalty=1.7)
+        one.draw.edit(row, one.tokens, one.num_prompt)
         assert torch.equal(torch.from_numpy(row), expected[0])
 
 
 def test_presence_and_frequency_count_the_output() -> None:
     one = sequence([4, 9, 9], [7, 9, 7], presence_penalty=0.5, frequency_penalty=0.25)
     row = np.zeros(VOCAB, dtype=np.float32)
-    one.draw.edit(row, 3)
+    one.draw.edit(row, one.tokens, one.num_prompt)
     expected = np.zeros(VOCAB, dtype=np.float32)
     expected[7], expected[9] = -0.5 - 2 * 0.25, -0.5 - 0.25
     assert np.array_equal(row, expected)
     assert one.draw.penalties is not None
     one.draw.penalties.produced(30)
     row[:] = 0
-    one.draw.edit(row, 4)
+    one.draw.edit(row, [*one.tokens, 30], one.num_prompt)
     assert row[30] == np.float32(-0.75)
 
 
 def test_penalties_grow_past_their_first_arrays() -> None:
     one = sequence(list(range(250)), list(range(100, 300)), frequency_penalty=1.0)
     row = np.zeros(VOCAB, dtype=np.float32)
-    one.draw.edit(row, 200)
+    one.draw.edit(row, one.tokens, one.num_prompt)
     assert row[100:300].tolist() == [-1.0] * 200 and not row[:100].any() and not row[300:].any()
 
 
