@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from coterie.core.outcome import InferenceMetrics
 from coterie.core.plan import AdapterChoice
@@ -90,6 +90,22 @@ class Tokenized(BaseModel):
 
 class Detokenized(BaseModel):
     prompt: str
+
+
+class TokenizerFacts(BaseModel):
+    """As a tokenizer_config.json says them; named special tokens where it has them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str
+    added_tokens_decoder: dict[str, Any]
+    chat_template: str | None
+    vocab_size: int
+    model_max_length: int
+
+
+class ServerLoad(BaseModel):
+    server_load: int
 
 
 class HealthAnswer(BaseModel):

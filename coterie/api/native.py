@@ -17,7 +17,7 @@ from coterie.api.body import parse
 from coterie.api.errors import ANTHROPIC, encode
 from coterie.api.exchange import exchange_of
 from coterie.api.inference import ModelCard
-from coterie.api.native_types import DetokenizeBody, TokenizeBody
+from coterie.api.native_types import DetokenizeBody, TokenizeBody, TokenizerQuery
 from coterie.api.openai_parse import chat_prompt
 from coterie.api.openai_render import model_card
 from coterie.api.openai_tools import told_tools
@@ -108,6 +108,15 @@ class NativeEndpoints:
             raise InvalidRequest(message, param=param)
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special=False)
         return answer({"prompt": text})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """The tokenizer's settings: special tokens, added tokens, chat template."""
+        tokenizer, card = self._find(query_of(request, TokenizerQuery).model)
+        return answer(tokenizer.facts() | {"model_max_length": card.max_model_len})
+
+    async def load(self, request: Request) -> Response:
+        """How many requests are being answered or wait for it."""
+        return answer({"server_load": self.pipeline.num_open})
 
     async def _ids(self, body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
         if (body.prompt is None) == (body.messages is None):

@@ -16,6 +16,7 @@ from coterie.api.openai_types import (
     TokenId,
     ToolSpec,
 )
+from coterie.api.query import Query
 from coterie.api.tools import MAX_TOOLS
 
 
@@ -39,3 +40,9 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     model: str | None = None
     tokens: list[TokenId]
+
+
+class TokenizerQuery(Query):
+    """Without `model` the default one is told of."""
+
+    model: str | None = None

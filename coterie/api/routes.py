@@ -27,7 +27,7 @@ from coterie.api.infer_types import InferBody
 from coterie.api.jobs import JobEndpoints
 from coterie.api.jobs_types import DeletedJob, JobList, JobParameters, JobView
 from coterie.api.native import ModelQuery, NativeEndpoints
-from coterie.api.native_types import DetokenizeBody, TokenizeBody
+from coterie.api.native_types import DetokenizeBody, TokenizeBody, TokenizerQuery
 from coterie.api.openai import OpenAIDialect
 from coterie.api.openai_types import ChatBody, CompletionBody
 from coterie.api.openapi import Replies, document
@@ -166,6 +166,8 @@ def _native_routes(native: NativeEndpoints) -> Sequence[RouteRow]:
     answers = native_answers
     tokens = Replies((answers.Tokenized,), _COUNT)
     text = Replies((answers.Detokenized,), _COUNT)
+    facts = Replies((answers.TokenizerFacts,), (400, *_FIND))
+    load = Replies((answers.ServerLoad,), (401, 500))
     health = Replies((answers.HealthAnswer,), also={503: answers.HealthAnswer})
     live = Replies((answers.Liveness,), also={503: answers.Liveness})
     ready = Replies((answers.Readiness,), also={503: answers.Readiness})
@@ -177,6 +179,10 @@ def _native_routes(native: NativeEndpoints) -> Sequence[RouteRow]:
         RouteRow(_PROBE, "/", native.root, "native", about),
         RouteRow(_POST, "/tokenize", native.tokenize, "native", tokens, TokenizeBody),
         RouteRow(_POST, "/detokenize", native.detokenize, "native", text, DetokenizeBody),
+        RouteRow(
+            _GET, "/tokenizer_info", native.tokenizer_info, "native", facts, query=TokenizerQuery
+        ),
+        RouteRow(_GET, "/load", native.load, "native", load),
         RouteRow(_PROBE, "/health", native.health, "native", health),
         RouteRow(_PROBE, "/health/live", native.live, "native", live),
         RouteRow(_PROBE, "/health/ready", native.ready, "native", ready),

@@ -19,7 +19,7 @@ REFUSED: dict[str, str] = {
     "function_call": "give tools and tool_choice",
     "web_search_options": "this server searches nothing",
     # vLLM
-    "logits_processors": "no code of a request is run; use allowed_token_ids, bad_words, logit_bias",
+    "logits_processors": "no code of a request is run; use logit_bias or bad_words",
     "logprob_token_ids": "use top_logprobs",
     "mm_processor_kwargs": "only text can be read here",
     "guided_whitespace_pattern": "docs/structured.md says which blanks a JSON answer may have",
@@ -83,8 +83,8 @@ IGNORED = frozenset(
         "store", "service_tier", "safety_identifier", "prompt_cache_retention", "prediction",
         "reasoning_effort", "verbosity",
         # vLLM and SGLang
-        "request_id", "priority", "guided_decoding_backend", "rid", "separate_reasoning", "stream_reasoning", "vllm_xargs",
-        "kv_transfer_params", "include_reasoning",
+        "request_id", "priority", "guided_decoding_backend", "rid", "separate_reasoning",
+        "stream_reasoning", "vllm_xargs", "kv_transfer_params", "include_reasoning",
         # llama.cpp
         "cache_prompt", "id_slot", "n_keep", "timings_per_token", "min_keep", "return_progress",
         # Anthropic

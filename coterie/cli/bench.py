@@ -24,8 +24,8 @@ examples:
   coterie bench --dtype int8 --concurrency 1,8,32
   coterie bench --json > result.json
 
-limit: what reading every weight once per token allows at the measured memory bandwidth
-(of experts: those that one token passes).
+limit: what reading every weight once per token allows at the measured memory
+bandwidth (of experts: those that one token passes).
 """
 
 BANDWIDTH_BYTES = 512 * 1024 * 1024

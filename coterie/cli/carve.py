@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 HELP = "cut a dense Llama-family model into experts"
 EPILOG = """\
 examples:
-  coterie carve --out smollm2-moe                       the default model: 64 experts, 8 active
-  coterie carve MODEL --experts 32 --active 4 --report  with perplexity on held-out text
+  coterie carve --out smollm2-moe       the default model: 64 experts, 8 active
+  coterie carve MODEL --experts 32 --active 4 --report         with perplexity
   coterie run smollm2-moe --strategy lru --cache-capacity 480 --prompt "Hello"
 
-With every expert active the result computes what the dense model does. With fewer it is worse, by
-as much as --report says: nothing is trained.
+With every expert active the result computes what the dense model does. With
+fewer it is worse, by as much as --report says: nothing is trained.
 """
 
 

@@ -18,7 +18,7 @@ HELP = "show what this machine has, what will be used and what is missing"
 EPILOG = """\
 examples:
   coterie doctor
-  coterie doctor --json             for scripts; exit code 1 when something needed is missing
+  coterie doctor --json     for scripts; exit code 1 when something is missing
 """
 
 # module -> (package to install, what it is for, is the engine impossible without it)

@@ -39,13 +39,13 @@ examples:
 """
 _VERIFY = """\
 examples:
-  coterie expert verify sql-1.0.0.expert     exit code 1 unless a trusted key signed it
+  coterie expert verify sql-1.0.0.expert     exit code 1 unless it is trusted
 """
 _INSTALL = """\
 examples:
   coterie expert install sql-1.0.0.expert
   coterie expert install experts/*.expert
-  coterie expert install sql-1.0.0.expert --base MODEL     refuse it for another base
+  coterie expert install sql-1.0.0.expert --base MODEL     for this base alone
   coterie expert install ./my-lora --name sql --allow-unsigned
 
 A name means the version that was installed last, unless it is pinned.
@@ -69,7 +69,7 @@ Files stay for a day, for servers that are still running them.
 """
 _PIN = """\
 examples:
-  coterie expert pin sql            installing another version does not change what sql means
+  coterie expert pin sql      newer versions do not change what it means
   coterie expert pin sql --off
 """
 _ALIAS = """\

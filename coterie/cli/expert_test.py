@@ -27,7 +27,7 @@ HELP = "run an expert's held-out items: does it do what its manifest says?"
 EPILOG = """\
 examples:
   coterie expert test json-extract               all items, base and expert
-  coterie expert test ./sql.expert --items 40    the first 40: minutes become seconds
+  coterie expert test ./sql.expert --items 40    the first 40, which is quicker
   coterie expert test sql --show 5 --json        with answers that were wrong
   coterie expert test sentiment --language de    its German items
   coterie expert test sentiment --language all   one row per language

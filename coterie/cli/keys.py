@@ -39,7 +39,8 @@ The private key is 32 raw bytes that only you can read. Nobody can restore it.
 _TRUST = """\
 examples:
   coterie keys trust their.key.pub --comment "the data team"
-  coterie keys trust 3d3ffe79bfbfdfe3ca840b3108dc43f77b8f5c39423e0b710b7ab872858bb307
+  coterie keys trust \\
+    3d3ffe79bfbfdfe3ca840b3108dc43f77b8f5c39423e0b710b7ab872858bb307
   coterie keys trust their.key.pub --expires 2027-12-31
 """
 _REVOKE = """\

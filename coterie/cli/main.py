@@ -50,7 +50,7 @@ COMMANDS: dict[str, ModuleType] = {
 
 EPILOG = """\
 examples:
-  coterie serve                     serve the default model on http://127.0.0.1:8000
+  coterie serve                     the default model on http://127.0.0.1:8000
   coterie run --prompt "Hello"      one answer, no server
   coterie chat                      talk to a model in this terminal
   coterie doctor                    what this machine has, and what is missing

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
 from typing import Any
 
-from coterie.cli.terminal import progress
+from coterie.cli.terminal import progress, width
 from coterie.core.dispatch import PREDICTIONS, READS, WARMUPS
 from coterie.core.errors import ConfigError, CoterieError
 from coterie.core.sections import DTYPES
@@ -24,6 +25,12 @@ DISPATCH = (
     "reads",
     "deterministic",
 )
+
+
+_KRASIS = """Flags of the Krasis engine, for scripts that have them; together they stand for a
+--strategy, which excludes them. --expert-divisor says how prefill gets its experts,
+--cache-strategy how decode does (and prefill, when it is alone), --no-gpu-decode takes decode to
+the CPU."""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -58,10 +65,30 @@ def add_dispatch(parser: argparse.ArgumentParser) -> None:
     add("--predict", choices=PREDICTIONS, help="use of the next layer's guess (default: auto)")
     add("--reads", choices=READS, help="how the disk is read (default: auto)")
     add("--deterministic", action="store_true", default=None, help="fix each expert's place")
-    add("--no-gpu-decode", action="store_true", help="Krasis's word for decode on cpu_only")
-    add("--expert-divisor", type=int, metavar="N",
-        help="Krasis: 0 chunked, 1 persistent, N layer_grouped:N")  # fmt: skip
-    add("--cache-strategy", metavar="NAME", help="Krasis's word for --strategy")
+    krasis = parser.add_argument_group(
+        "the same in Krasis's words",
+        textwrap.fill(_KRASIS, width() - 2),
+    )
+    add = krasis.add_argument
+    add(
+        "--no-gpu-decode",
+        action="store_true",
+        help="decode on the CPU: all experts stay in RAM (PREFILL+cpu_only)",
+    )
+    add(
+        "--expert-divisor",
+        type=int,
+        metavar="N",
+        help="prefill: 0 copies each layer's experts for every chunk (chunked), 1 keeps all on "
+        "the device (persistent), from 2 on copies them for N layers at once (layer_grouped:N)",
+    )
+    add(
+        "--cache-strategy",
+        metavar="NAME",
+        help="decode: active_only copies the experts a token needs, static_pin and weighted_pin "
+        "keep the hot ones on the device, lru the latest, hot_cached_static keeps the hot ones "
+        "there and runs the others on the CPU",
+    )
 
 
 def add_experts(parser: argparse.ArgumentParser) -> None:
@@ -143,11 +170,17 @@ def budget(text: str) -> str:
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    parser.add_argument("--max-tokens", type=count, default=max_tokens, metavar="N")
+    parser.add_argument(
+        "--max-tokens",
+        type=count,
+        default=max_tokens,
+        metavar="N",
+        help=f"most tokens of an answer (default: {max_tokens})",
+    )
     parser.add_argument("--temperature", type=float, metavar="T", help="0 = always the likeliest")
-    parser.add_argument("--top-p", type=float, metavar="P")
-    parser.add_argument("--top-k", type=int, metavar="K")
-    parser.add_argument("--seed", type=int, metavar="N")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from this share of mass")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same answer")
 
 
 def count(text: str) -> int:

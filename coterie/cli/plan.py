@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 HELP = "show what each strategy would give for a model with experts"
 EPILOG = """\
 examples:
-  coterie plan ./Qwen3-30B-A3B                        with the memory that is free now
+  coterie plan ./Qwen3-30B-A3B                  with the memory that is free now
   coterie plan ./Qwen3-30B-A3B --device-budget 6GB --context 8192
   coterie plan ./model --device-budget 25% --host-budget 50% --trace run.npz
-  coterie plan ./model --json --save plan.json        for scripts; keeps the prediction
+  coterie plan ./model --json --save plan.json  for scripts; keeps what it says
 
-columns: memory (device + host experts), hits (decode demands met from a device slot), prefill and
-decode in predicted tok/s, of limit (what the bytes that must move allow at the measured rates), KV
-(tokens that still fit). Strategies within 3% of each other share a line, fastest first. The machine
-is measured once; no expert stays loaded. The flags at the end give this very plan again.
+columns: memory (device + host experts), hits (decode demands met from a device
+slot), prefill and decode in predicted tok/s, of limit (what the bytes that
+must move allow at the measured rates), KV (tokens that still fit). Strategies
+within 3% of each other share a line, fastest first. The machine is measured
+once; no expert stays loaded. The flags at the end give this very plan again.
 """
 
 

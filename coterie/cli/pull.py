@@ -11,7 +11,7 @@ HELP = "fetch a model, or list those that are here"
 EPILOG = """\
 examples:
   coterie pull                      the default model
-  coterie pull hf:ORG/REPO          from the Hugging Face hub (needs huggingface_hub)
+  coterie pull hf:ORG/REPO          from the hub (needs huggingface_hub)
   coterie pull --list               what is here already
 """
 

@@ -32,14 +32,17 @@ if TYPE_CHECKING:
 HELP = "answer one prompt in this process"
 EPILOG = """\
 examples:
-  coterie run --prompt "The capital of France is" --max-tokens 16
-  coterie run --chat --prompt "Who wrote Faust?" --temperature 0
-  coterie run --chat --expert json-extract --prompt "..."     with an installed expert
-  coterie run --chat --expert ./my-lora=0.8 --expert tone.expert --prompt "..."     two, stacked
+  coterie run --prompt "What is the capital of France?" --temperature 0
+  coterie run --raw --prompt "The capital of France is" --max-tokens 8
+  coterie run --expert json-extract --prompt "..."     with an installed expert
+  coterie run --expert ./my-lora=0.8 --expert tone.expert --prompt "..."
   coterie run ./moe --prompt "Hello" --device-budget 6GB --report
-  coterie run ./moe --prompt - --trace run.npz < letter.txt    then: coterie plan --trace run.npz
-  coterie run --prompt-ids 1,2,3 --json        text, token_ids, usage and timings as JSON
-  cat letter.txt | coterie run --prompt -      the prompt from standard input
+  coterie run ./moe --prompt - --trace run.npz < letter.txt
+  coterie run --prompt-ids 1,2,3 --json                text, ids, usage as JSON
+  cat letter.txt | coterie run --prompt -              from standard input
+
+A model with a chat template is asked as in a chat; --raw leaves the template
+out and lets the model go on with the text. --trace is for coterie plan --trace.
 """
 
 
@@ -48,7 +51,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads standard input")
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="as token ids")
-    parser.add_argument("--chat", action="store_true", help="use the model's chat template")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat",
+        action="store_true",
+        help="use the chat template; the default where the model has one",
+    )
+    form.add_argument("--raw", action="store_true", help="complete the text, without a template")
     add_sampling(parser, max_tokens=128)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="may be given repeatedly")
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at the end token")
@@ -112,10 +121,11 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def execute(args: argparse.Namespace) -> int:
-    prompt = _prompt(args)
+    text = _text(args)
     started = time.perf_counter()
     with open_llm(args) as llm, llm.traced(args.trace) if args.trace else nullcontext():
         load_s = time.perf_counter() - started
+        prompt = _prompt(args, text, has_template=llm.tokenizer.chat_template is not None)
         if args.json:
             answer = _answer(llm, prompt, options(args), load_s, args.report)
             print(json.dumps(answer, ensure_ascii=False))
@@ -132,14 +142,23 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prompt(args: argparse.Namespace) -> str | list[int] | list[dict[str, str]]:
+def _text(args: argparse.Namespace) -> str:
+    """Read before the model is: a wrong command ends at once."""
     if args.prompt_ids is not None:
         if args.chat:
             raise InvalidRequest("--chat needs --prompt")
+        return ""
+    return sys.stdin.read() if args.prompt == "-" else str(args.prompt)
+
+
+def _prompt(
+    args: argparse.Namespace, text: str, has_template: bool
+) -> str | list[int] | list[dict[str, str]]:
+    if args.prompt_ids is not None:
         ids: list[int] = args.prompt_ids
         return ids
-    text = sys.stdin.read() if args.prompt == "-" else str(args.prompt)
-    return [{"role": "user", "content": text}] if args.chat else text
+    is_chat = args.chat or (has_template and not args.raw)
+    return [{"role": "user", "content": text}] if is_chat else text
 
 
 def _answer(
@@ -158,6 +177,7 @@ def _answer(
         "token_ids": list(done.token_ids),
         "prompt_token_ids": list(done.prompt_token_ids),
         "finish_reason": done.choices[0].finish_reason,
+        "seed": done.seed,
         "usage": usage,
         "timings": asdict(done.timings) | {"load_s": load_s},
         "model": {

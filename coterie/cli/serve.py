@@ -20,11 +20,11 @@ from coterie.core.sections import LOG_LEVELS, Server
 HELP = "serve models over HTTP: OpenAI, Anthropic and native APIs"
 EPILOG = """\
 examples:
-  coterie serve                                  the default model on http://127.0.0.1:8000
+  coterie serve                              on http://127.0.0.1:8000
   coterie serve ./my-model --dtype int8 --port 9000
   coterie serve --host 0.0.0.0 --api-key-file keys.txt
-  coterie serve --admin-key-file admins.txt      experts can be installed over HTTP
-  coterie serve --config coterie.toml            docs/config.md lists every key
+  coterie serve --admin-key-file admins.txt  install experts over HTTP
+  coterie serve --config coterie.toml        docs/config.md lists every key
 
 Ctrl-C lets running requests end; a second Ctrl-C stops at once.
 """

@@ -44,15 +44,17 @@ examples:
   coterie store prune packed --heatmap chat.json
   coterie store prune packed --heatmap chat.json --out smaller
 
-Drops the experts that the heatmap never saw; every layer keeps as many as a token needs.
+Drops the experts that the heatmap never saw; every layer keeps as many as a
+token needs.
 Without --out the index is rewritten and experts.bin keeps its size.
 """
 _REPLACE = """\
 examples:
-  coterie store replace packed 3 17 --from tuned          the same expert of another model
+  coterie store replace packed 3 17 --from tuned     that of another model
   coterie store replace packed 3 17 --from expert.safetensors
 
-A file holds gate, up and down (or fc1, fc1_bias, fc2, fc2_bias) as float tensors.
+A file holds gate, up and down (or fc1, fc1_bias, fc2, fc2_bias) as float
+tensors.
 """
 _PROFILE = """\
 examples:

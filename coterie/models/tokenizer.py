@@ -198,6 +198,20 @@ class Tokenizer:
                 )
         return list(prompt.ids)
 
+    def facts(self) -> dict[str, Any]:
+        """As a tokenizer_config.json says them."""
+        added = {
+            str(key): {"content": item.content, "special": item.special}
+            for key, item in sorted(self._added.items())
+        }
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self._specials,
+            "added_tokens_decoder": added,
+            "chat_template": self.chat_template,
+            "vocab_size": self.vocab_size,
+        }
+
     def fingerprint(self) -> str:
         """sha256 over everything that decides ids and rendered text."""
         return self._fingerprint

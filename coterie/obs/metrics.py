@@ -31,6 +31,9 @@ REQUEST_BUCKETS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+# 1, 2, 5, 10 ... as vLLM's, up to a million
+TOKEN_BUCKETS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
+CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 ENGINE_GAUGES = frozenset({"running", "waiting", "kv_usage", "cached_blocks"})
@@ -77,6 +80,47 @@ METRICS = (
     Metric(
         "vllm:request_queue_time_seconds", "histogram", "Time in the queue.", _MODEL,
         REQUEST_BUCKETS_S,
+    ),
+    Metric(
+        "vllm:request_inference_time_seconds", "histogram", "First step to last token.", _MODEL,
+        REQUEST_BUCKETS_S,
+    ),
+    Metric(
+        "vllm:request_prefill_time_seconds", "histogram", "First step to first token.", _MODEL,
+        REQUEST_BUCKETS_S,
+    ),
+    Metric(
+        "vllm:request_decode_time_seconds", "histogram", "First to last token.", _MODEL,
+        REQUEST_BUCKETS_S,
+    ),
+    Metric(
+        "vllm:request_time_per_output_token_seconds", "histogram",
+        "Decode time of a request over the tokens behind its first.", _MODEL, INTER_TOKEN_BUCKETS_S,
+    ),
+    Metric(
+        "vllm:request_prompt_tokens", "histogram", "Tokens of a request's prompt.", _MODEL,
+        TOKEN_BUCKETS,
+    ),
+    Metric(
+        "vllm:request_generation_tokens", "histogram", "Tokens of a request's answers.", _MODEL,
+        TOKEN_BUCKETS,
+    ),
+    Metric(
+        "vllm:request_max_num_generation_tokens", "histogram", "Tokens of its longest choice.",
+        _MODEL, TOKEN_BUCKETS,
+    ),
+    Metric(
+        "vllm:request_params_max_tokens", "histogram", "Most tokens that a choice might have.",
+        _MODEL, TOKEN_BUCKETS,
+    ),
+    Metric("vllm:request_params_n", "histogram", "Choices asked for.", _MODEL, CHOICE_BUCKETS),
+    Metric(
+        "vllm:request_prefill_kv_computed_tokens", "histogram",
+        "Prompt tokens that were computed, those of the prefix cache left out.", _MODEL,
+        TOKEN_BUCKETS,
+    ),
+    Metric(
+        "vllm:prompt_tokens_cached", "counter", "Prompt tokens whose KV was reused.", _MODEL,
     ),
     Metric(
         "coterie_rejections", "counter", "Requests refused before they started, by code.",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import difflib
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,10 +153,11 @@ class Names:
             return card
         near = _near(name, list(self._catalog.names()))
         if param == "model":
-            known = ", ".join(["auto", *self.specialists, *near][:MAX_LISTED])
+            known = _listed(["auto", *self.specialists, *near, *self._catalog.names()])
             message = f"The model `{hint.name}` does not exist; there is: {known}"
         else:
-            message = f"The expert `{hint.name}` does not exist{_did_you_mean(near)}"
+            told = _did_you_mean(near) or f"; there is: {_listed(self._catalog.names())}"
+            message = f"The expert `{hint.name}` does not exist{told}"
         current = self._catalog.find(name, "")
         if current is not None:
             message = (
@@ -204,6 +205,14 @@ def _near(name: str, names: Sequence[str]) -> list[str]:
     alike = heapq.nlargest(MAX_COMPARED, names, key=in_common)
     close = difflib.get_close_matches(name, alike, n=MAX_LISTED, cutoff=0.5)
     return list(dict.fromkeys([*holding[:MAX_LISTED], *close]))[:MAX_LISTED]
+
+
+def _listed(names: Iterable[str]) -> str:
+    """The first of them, and how many more there are."""
+    known = list(dict.fromkeys(names))
+    more = len(known) - MAX_LISTED
+    shown = ", ".join(known[:MAX_LISTED]) or "none"
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _did_you_mean(near: Sequence[str]) -> str:

@@ -29,6 +29,17 @@ class Series:
         self.inter_token = self._histogram("vllm:inter_token_latency_seconds")
         self.end_to_end = self._histogram("vllm:e2e_request_latency_seconds")
         self.queue_time = self._histogram("vllm:request_queue_time_seconds")
+        self.inference_time = self._histogram("vllm:request_inference_time_seconds")
+        self.prefill_time = self._histogram("vllm:request_prefill_time_seconds")
+        self.decode_time = self._histogram("vllm:request_decode_time_seconds")
+        self.token_time = self._histogram("vllm:request_time_per_output_token_seconds")
+        self.request_prompt = self._histogram("vllm:request_prompt_tokens")
+        self.request_computed = self._histogram("vllm:request_prefill_kv_computed_tokens")
+        self.request_generation = self._histogram("vllm:request_generation_tokens")
+        self.request_longest = self._histogram("vllm:request_max_num_generation_tokens")
+        self.request_max_tokens = self._histogram("vllm:request_params_max_tokens")
+        self.request_choices = self._histogram("vllm:request_params_n")
+        self.prompt_cached = self._value("vllm:prompt_tokens_cached")
 
         self._spent = {
             phase: registry.value("coterie_request_seconds", specialist, phase) for phase in PHASES
@@ -60,14 +71,17 @@ class Meter:
     """One request's."""
 
     __slots__ = (
-        "_arrived_at", "_last_at", "_num_tokens", "_series", "_started", "_started_at",
-        "first_token_s",
+        "_arrived_at", "_last_at", "_lengths", "_num_tokens", "_series", "_started", "_started_at",
+        "first_token_s", "max_tokens",
     )  # fmt: skip
 
     def __init__(self, series: Series, arrived_at: float, choices: int) -> None:
         self._series = series
+        # most tokens of a choice, once the prompt was counted
+        self.max_tokens: int | None = None
         self._arrived_at = arrived_at
         self._last_at = [0.0] * choices
+        self._lengths = [0] * choices
         self._num_tokens = 0
         self._started: Started | None = None
         self._started_at = 0.0
@@ -98,6 +112,7 @@ class Meter:
                 tokens = len(event.token_ids)
                 series.generation_tokens.value += tokens
                 self._num_tokens += tokens
+                self._lengths[event.choice] += tokens
                 before = last_at[event.choice]
                 last_at[event.choice] = now
                 if before and tokens:
@@ -110,6 +125,7 @@ class Meter:
                 series.prompt_tokens.add(event.prompt_tokens)
                 series.prefix_queries.add(event.prompt_tokens)
                 series.prefix_hits.add(event.cached_tokens)
+                series.prompt_cached.add(event.cached_tokens)
             else:
                 self._ended(event, now)
 
@@ -124,7 +140,25 @@ class Meter:
             )  # fmt: skip
             return
         series.end_to_end.observe(duration_s)
-        series.queue_time.observe(event.timings.queue_s)
+        self._observe_phases(event)
         series.preemptions.add(event.timings.num_preemptions)
         for reason in event.choices[:1]:
             series.registry.value("vllm:request_success", series.specialist, reason).add()
+
+    def _observe_phases(self, event: Finished) -> None:
+        """What vLLM's dashboards show of a request: its phases and its sizes."""
+        series, timings, usage = self._series, event.timings, event.usage
+        series.queue_time.observe(timings.queue_s)
+        series.inference_time.observe(max(timings.total_s - timings.queue_s, 0.0))
+        series.prefill_time.observe(timings.prefill_s)
+        series.decode_time.observe(timings.decode_s)
+        longest = max(self._lengths)
+        if longest > 1:
+            series.token_time.observe(timings.decode_s / (longest - 1))
+        series.request_prompt.observe(usage.prompt_tokens)
+        series.request_computed.observe(usage.prompt_tokens - usage.cached_tokens)
+        series.request_generation.observe(usage.completion_tokens)
+        series.request_longest.observe(longest)
+        series.request_choices.observe(len(self._lengths))
+        if self.max_tokens is not None:
+            series.request_max_tokens.observe(self.max_tokens)

@@ -193,6 +193,7 @@ class Pipeline:
             except asyncio.CancelledError:
                 left(self._ending.so_far(run, meter))
                 raise
+            meter.max_tokens = run.max_tokens
             ended, is_judged = False, run.may_be_judged
             self._open += 1
             try:
@@ -266,6 +267,11 @@ class Pipeline:
     def expected_wait_s(self, specialist: str | None = None) -> float:
         """Until a request that came now would get its first token."""
         return self._roster.expected_wait_s(specialist)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are being answered or wait for it."""
+        return self._open
 
     def health(self) -> Health:
         return self._roster.health(draining=self._draining)

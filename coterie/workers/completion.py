@@ -32,6 +32,8 @@ class Completion:
     prompt_token_ids: tuple[int, ...]
     # only of a model with routed experts
     experts: ExpertUsage | None = None
+    # the caller's own, or the one that was drawn
+    seed: int = 0
 
     @property
     def text(self) -> str:
@@ -76,7 +78,14 @@ def collect(assignment: Assignment, events: Events) -> Completion:
     choices = tuple(
         _choice(items, reason) for items, reason in zip(deltas, end.choices, strict=True)
     )
-    return Completion(choices, end.usage, end.timings, assignment.prompt_ids, end.experts)
+    return Completion(
+        choices,
+        end.usage,
+        end.timings,
+        assignment.prompt_ids,
+        end.experts,
+        assignment.sampling.seed or 0,
+    )
 
 
 def _choice(deltas: list[Delta], reason: str) -> Choice:

@@ -369,10 +369,52 @@ def test_tokenize_opens_or_continues_a_turn(server: Served, tokenizer: Tokenizer
     assert told(add_special_tokens=True) != told() or tokenizer.bos_id is None
 
 
+# --- what else vLLM's clients ask for
+
+
+def test_tokenizer_info_and_load(server: Served, tokenizer: Tokenizer) -> None:
+    told = server.get("/tokenizer_info").json
+    assert told["chat_template"] == tokenizer.chat_template
+    assert (told["eos_token"], told["tokenizer_class"]) == ("</s>", "PreTrainedTokenizerFast")
+    ids = {item["content"]: int(key) for key, item in told["added_tokens_decoder"].items()}
+    assert ids["</s>"] in tokenizer.eos_ids and told["vocab_size"] == tokenizer.vocab_size
+    assert server.get("/tokenizer_info?model=nobody").status == 404
+    body = chat(max_tokens=200, stream=True, ignore_eos=True)
+    with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        assert server.get("/load").json["server_load"] >= 1
+        for _ in lines:
+            pass
+
+
+def test_sizes_and_phases_are_measured(own_server: Served) -> None:
+    """vLLM's histograms, one observation per request, and their sums."""
+    reply = own_server.post(TEXT, text(n=2, temperature=1)).json["usage"]
+    sizes = {
+        "vllm:request_prompt_tokens": reply["prompt_tokens"],
+        "vllm:request_generation_tokens": 16,
+        "vllm:request_max_num_generation_tokens": 8,
+        "vllm:request_params_max_tokens": 8,
+        "vllm:request_params_n": 2,
+        "vllm:request_prefill_kv_computed_tokens": reply["prompt_tokens"],
+    }
+    for name, expected in sizes.items():
+        assert own_server.metric(f"{name}_count") == 1
+        assert own_server.metric(f"{name}_sum") == expected, name
+    spent = {
+        phase: own_server.metric(f"vllm:request_{phase}_time_seconds_sum")
+        for phase in ("prefill", "decode", "inference", "queue")
+    }
+    assert spent["inference"] >= spent["prefill"] + spent["decode"] - 1e-6 and spent["prefill"] > 0
+    token_s = own_server.metric("vllm:request_time_per_output_token_seconds_sum")
+    assert token_s == pytest.approx(spent["decode"] / 7)
+
+
 # --- a worker that dies
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own_server() -> Iterator[Served]:
     served = Served(str(tiny_checkpoint("llama")), "--name", "tiny")
     yield served

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,6 +72,32 @@ def test_every_command_explains_itself(command: str) -> None:
     assert max(map(len, options.splitlines())) <= 60
 
 
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A command's, and those of its own commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name in action.choices:
+                yield from parsers(action.choices[name])
+
+
+def test_help_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    from coterie.cli.main import build_parser
+
+    for parser in parsers(build_parser()):
+        text = parser.format_help()
+        assert not [line for line in text.splitlines() if len(line) > 80], parser.prog
+        if len(parser.prog.split()) < 3 and parser.prog != "coterie version":
+            assert "examples:" in text, parser.prog
+
+
+def test_krasis_flags_are_explained() -> None:
+    text = " ".join(coterie("run", "--help", COLUMNS="80").stdout.split())
+    for words in ("Krasis engine", "chunked", "persistent", "layer_grouped:N", "hot_cached_static"):
+        assert words in text
+
+
 def test_version() -> None:
     from coterie import __version__
 
@@ -126,13 +155,41 @@ def test_run_json(tiny: str) -> None:
 
 def test_run_with_the_chat_template(tiny: str) -> None:
     asked = ["--prompt", "hello", "--max-tokens", "2", "--json"]
-    plain = json.loads(coterie("run", tiny, *asked).stdout)
+    plain = json.loads(coterie("run", tiny, "--raw", *asked).stdout)
     chat = json.loads(coterie("run", tiny, "--chat", *asked).stdout)
     assert chat["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"]
+    # a model that has a template is asked with it
+    default = json.loads(coterie("run", tiny, *asked).stdout)
+    assert default["prompt_token_ids"] == chat["prompt_token_ids"]
+
+
+def test_run_tells_the_seed_it_drew(tiny: str) -> None:
+    asked = ["--prompt", "hello", "--max-tokens", "12", "--temperature", "1", "--json"]
+    first = json.loads(coterie("run", tiny, *asked).stdout)
+    again = json.loads(coterie("run", tiny, *asked, "--seed", str(first["seed"])).stdout)
+    assert again["token_ids"] == first["token_ids"] and again["seed"] == first["seed"]
+
+
+def test_run_without_a_chat_template(tiny: str, tmp_path: Path) -> None:
+    """Nothing but the text is there to go on with; a chat that was asked for is refused."""
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny, bare)
+    for beside in bare.glob("chat_template*"):
+        beside.unlink()
+    settings = bare / "tokenizer_config.json"
+    facts = json.loads(settings.read_text())
+    facts.pop("chat_template", None)
+    settings.write_text(json.dumps(facts))
+    asked = ["--prompt", "hello", "--max-tokens", "2", "--json"]
+    plain = json.loads(coterie("run", str(bare), *asked).stdout)
+    raw = json.loads(coterie("run", tiny, "--raw", *asked).stdout)
+    assert plain["prompt_token_ids"] == raw["prompt_token_ids"]
+    refused = coterie("run", str(bare), "--chat", *asked)
+    assert refused.returncode == 2 and "no chat template" in refused.stderr
 
 
 def test_the_default_model_knows_paris(default_model_path: Path) -> None:
-    asked = ["--chat", "--prompt", "What is the capital of France?", "--max-tokens", "12"]
+    asked = ["--prompt", "What is the capital of France?", "--max-tokens", "12"]
     done = coterie("run", *asked, "--temperature", "0")
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout

@@ -48,7 +48,8 @@ def test_they_are_computed_and_not_counted(step_tokens: int) -> None:
     engine.add(assignment)
     events = drain(engine)
     assert outputs(events)["a", 0] == true_output(assignment)
-    assert events[0] == Started("a", "r0", 3, 0)
+    # seven soft tokens and three make two full blocks of four: one token of the text is kept
+    assert events[0] == Started("a", "r0", 3, 0, stored_tokens=1)
     usage = events[-1].usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 9, 0)
     assert engine.stats()["prefill_tokens"] == 7 + 3
