@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NODE := $(VENV)/.node
 
-.PHONY: setup run check test test-all bench bench-peers docs clean
+.PHONY: setup run check test test-all bench bench-peers clients docs clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,10 @@ test: check $(NODE)
 
 test-all: check $(NODE)
 	$(BIN)/pytest -n 2 --dist loadfile --durations=30
+
+# clients of others against a real server; downloads them: docs/clients.md
+clients: $(NODE)
+	$(BIN)/python -m tests.clients $(CLIENTS)
 
 bench: setup
 	$(BIN)/python -m benchmarks.run

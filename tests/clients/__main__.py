@@ -1,0 +1,125 @@
+"""`python -m tests.clients [NAME ...]`: clients of others, each in an environment of its own.
+
+The default model is served for the SDKs; a tiny one with a long context for the agents, whose
+prompts alone have 10,000 tokens and more. Prints what was tried with each client and how it went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from api.served import Served
+
+from tests.clients.bigram import SENTENCE, bigram_checkpoint
+from tests.clients.clients import CLIENTS, Client, NotInstalled
+
+LONG_MODEL = "bigram"
+# Claude Code's prompt fits with some 20,000 to spare, its 32,000 of output do not
+LONG_CONTEXT = 80_000
+SCRIPT_S = 1800
+# a client sees no setting of whoever runs this
+KEPT = ("PATH", "LANG", "TMPDIR", "SYSTEMROOT")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    client: str
+    version: str
+    tried: str
+    result: str
+    failed: bool = False
+
+
+def main() -> int:
+    names = [client.name for client in CLIENTS]
+    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
+    wanted = parser.parse_args().names
+    for name in wanted:
+        if name not in names:
+            parser.error(f"no client {name}: there are {', '.join(names)}")
+    rows: list[Row] = []
+    with servers() as environment:
+        for client in CLIENTS:
+            if not wanted or client.name in wanted:
+                rows += tell(client, environment)
+    failed = [row for row in rows if row.failed]
+    print(f"\n{len(rows) - len(failed)} of {len(rows)} passed or were left out")
+    return 1 if failed else 0
+
+
+@contextmanager
+def servers() -> Iterator[dict[str, str]]:
+    """The environment in which scripts find both."""
+    model = bigram_checkpoint()
+    running: list[Served] = []
+    try:
+        running.append(Served())
+        long = Served(str(model), "--name", LONG_MODEL, "--context", str(LONG_CONTEXT))
+        running.append(long)
+        default = json.loads(running[0].get("/v1/models").body)["data"]
+        yield {name: os.environ[name] for name in KEPT if name in os.environ} | {
+            "COTERIE_URL": running[0].url,
+            "COTERIE_MODEL": next(one["id"] for one in default if one["id"] != "auto"),
+            "COTERIE_LONG_URL": long.url,
+            "COTERIE_LONG_MODEL": LONG_MODEL,
+            "COTERIE_LONG_LOG": str(long.log_path),
+            "COTERIE_SENTENCE": SENTENCE,
+        }
+    finally:
+        for served in running:
+            served.stop()
+        shutil.rmtree(model)
+
+
+def tell(client: Client, environment: dict[str, str]) -> list[Row]:
+    rows = list(run(client, environment))
+    for row in rows:
+        result = " ".join(row.result.split())
+        print(f"{row.client:12} {row.version:10} {row.tried:44} {result[:160]}", flush=True)
+    return rows
+
+
+def run(client: Client, environment: dict[str, str]) -> Iterator[Row]:
+    try:
+        client.install()
+        command = client.command()
+    except (NotInstalled, subprocess.TimeoutExpired) as error:
+        yield Row(client.name, client.version, "-", f"not installed: {error}")
+        return
+    own = {"CLIENT_HOME": str(client.home), "HOME": str(client.home)}
+    try:
+        done = subprocess.run(
+            command,
+            env={**environment, **own},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SCRIPT_S,
+        )
+    except subprocess.TimeoutExpired:
+        yield Row(client.name, client.version, "-", f"failed: no end in {SCRIPT_S} s", True)
+        return
+    for line in done.stdout.splitlines():
+        if line.startswith('{"tried"'):
+            told = json.loads(line)
+            result = ("works: " if told["passed"] else "failed: ") + told["said"]
+            yield Row(client.name, client.version, told["tried"], result, not told["passed"])
+    if done.returncode != 0:
+        said = f"failed: exit status {done.returncode}: {done.stderr[-1500:]}"
+        yield Row(client.name, client.version, "-", said, True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What the scripts share: where the server is, and one line of JSON for each thing that was tried.
+
+Runs in a client's own environment: the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+# the default model, and one with a long context that always says SENTENCE
+URL, MODEL = os.environ["COTERIE_URL"], os.environ["COTERIE_MODEL"]
+LONG_URL, LONG_MODEL = os.environ["COTERIE_LONG_URL"], os.environ["COTERIE_LONG_MODEL"]
+SENTENCE = os.environ["COTERIE_SENTENCE"]
+# more tokens than the default model has positions
+TOO_LONG = "word " * 9000
+QUESTION = "What is the capital of France? Answer in one word."
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def tried(name: str) -> Callable[[Callable[[], Any]], None]:
+    """Runs the function at once; what it returns is shown, what it raises is a failure."""
+
+    def run(function: Callable[[], Any]) -> None:
+        try:
+            said, passed = function(), True
+        except Exception as error:
+            said, passed = f"{type(error).__name__}: {error}", False
+        print(json.dumps({"tried": name, "passed": passed, "said": str(said)}), flush=True)
+
+    return run
+
+
+def raised(kind: type[BaseException], function: Callable[[], Any]) -> Any:
+    """The error of this kind that the function raises."""
+    try:
+        function()
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def spoken(text: Any) -> str:
+    assert isinstance(text, str) and text.strip(), f"no text: {text!r}"
+    return text.strip()
+
+
+def program(command: list[str], *, passing: tuple[int, ...] = (0,), **environment: str) -> str:
+    """What a program prints, in an empty folder and home of its own."""
+    with tempfile.TemporaryDirectory(prefix="coterie-client-") as home:
+        done = subprocess.run(
+            command,
+            cwd=home,
+            env={**os.environ, "HOME": home, **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=540,
+        )
+    assert done.returncode in passing, f"exit status {done.returncode}: {done.stdout} {done.stderr}"
+    return done.stdout
