@@ -280,8 +280,16 @@ def test_a_call_is_whole_or_is_none(
         called = [json.loads(call.function.arguments) for call in message.tool_calls or ()]
         seen.add((choice.finish_reason, len(called)))
         assert len(message.content or "") < 22 and "tool_" not in (message.content or "")
-        assert called == [{"city": city} for city in RESULTS][: len(called)]
-    assert seen == {("length", 0), ("tool_calls", 1)}
+        for city, call in zip(RESULTS, called, strict=False):
+            # a call is brought to its end in the tokens that are left, and told as cut
+            assert call == {"city": city} or (
+                choice.finish_reason == "length" and city.startswith(call["city"])
+            )
+    assert (
+        {("length", 0), ("tool_calls", 1)}
+        <= seen
+        <= {("length", 0), ("tool_calls", 1), ("length", 2)}
+    )
     cut = claude.messages.create(
         **asked, tools=ANTHROPIC_TOOLS, max_tokens=20, extra_body={"temperature": 0}
     )
