@@ -18,7 +18,7 @@ FIELD_BUDGETS = {
     ("coterie/core/request.py", "InferenceRequest"): 12,
     ("coterie/core/plan.py", "RoutePlan"): 12,
     ("coterie/core/plan.py", "Assignment"): 12,
-    ("coterie/engine/sequence.py", "Sequence"): 19,
+    ("coterie/engine/sequence.py", "Sequence"): 18,
     ("coterie/engine/step.py", "StepPlan"): 10,
 }
 SUFFIXES = {".py", ".cpp", ".h"}

@@ -39,7 +39,7 @@ class ActiveRequest:
     bad_words: BadWords | None = None
     # by choice, where the answer has to keep to a grammar
     constraints: dict[int, Constraint] = field(default_factory=dict)
-    # begins them; None where none is held to a grammar
+    # begins them; None where they are begun
     beginning: Job | None = None
     # choices still to be computed; a beam search has other sequences than choices
     sequences: list[Sequence] = field(default_factory=list)
@@ -168,7 +168,10 @@ class ActiveRequest:
         )
 
     def _unfinished(self) -> tuple[int, ...]:
-        return tuple(n for n, held in sorted(self.constraints.items()) if not held.may_end)
+        begun = self.beginning is None
+        return tuple(
+            n for n, held in sorted(self.constraints.items()) if not (begun and held.may_end)
+        )
 
     def describe(self, token: int, score: TokenScore) -> TokenLogprob:
         top = tuple((other, *self._names(other), value) for other, value in score.top)
@@ -179,7 +182,7 @@ class ActiveRequest:
 
     def complete(self, choice: int) -> str | None:
         """The finish reason of a choice whose grammar lets nothing follow."""
-        constraint = self.constraints.get(choice)
+        constraint = self.constraints.get(choice) if self.beginning is None else None
         return "stop" if constraint is not None and constraint.is_complete else None
 
     def _advance(

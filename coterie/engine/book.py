@@ -41,8 +41,8 @@ class RequestBook:
         self._searches: dict[str, BeamSearch] = {}
         self._deadlines: list[tuple[float, str]] = []
         # requests whose grammars are not begun, and draws whose tokens are not settled
-        self._beginning: list[ActiveRequest] = []
-        self._late: list[tuple[Sequence, LateDraw]] = []
+        self._beginning: dict[str, ActiveRequest] = {}
+        self._late: dict[Sequence, LateDraw] = {}
         # requests that ended, by lane
         self.num_ended: Counter[str] = Counter()
 
@@ -70,56 +70,56 @@ class RequestBook:
             )
         if assignment.deadline is not None:
             heappush(self._deadlines, (assignment.deadline, assignment.request_id))
+        scheduler = self._schedulers[assignment.lane]
         for sequence in request.sequences:
             if sequence.status is Status.WAITING:
-                self._schedulers[assignment.lane].add(sequence)
-        if any(sequence.held for sequence in request.sequences):
-            self._beginning.append(request)
+                scheduler.add(sequence)
+        if request.beginning is not None:
+            scheduler.held.update(request.sequences)
+            self._beginning[assignment.request_id] = request
 
     @property
     def grammar_jobs(self) -> list[Job]:
         """What sequences are held for."""
-        begun = [request.beginning for request in self._beginning]
-        return [job for job in begun if job is not None] + [late.job for _, late in self._late]
+        begun = [request.beginning for request in self._beginning.values()]
+        return [job for job in begun if job is not None] + [
+            draw.job for draw in self._late.values()
+        ]
 
     def settle(self, events: list[Event]) -> None:
-        """Let go of the sequences whose grammars were worked out by now."""
-        if self._beginning:
-            beginning, self._beginning = self._beginning, []
-            for request in beginning:
-                if request.request_id in self._requests:
-                    self._begun(request, events)
-        if self._late:
-            late, self._late = self._late, []
-            for sequence, draw in late:
-                drawer = self._requests.get(sequence.request_id)
-                if drawer is None or sequence.status is Status.ENDED:
-                    continue
-                if not draw.job.done:
-                    self._late.append((sequence, draw))
-                    continue
-                sequence.held = False
-                try:
-                    token, score = draw.finish()
-                except Exception:
-                    log.exception("request_broke", extra=self._fields(drawer))
-                    self._fail(drawer, events)
-                else:
-                    self._drawn(drawer, sequence, token, score, events)
+        """Let go of the sequences whose grammars were worked out by now, first come first."""
+        for request in list(self._beginning.values()):
+            job = request.beginning
+            if job is not None and job.done:
+                self._begun(request, job, events)
+        for sequence in [sequence for sequence, draw in self._late.items() if draw.job.done]:
+            # its request may have ended with another of its choices
+            draw = self._late.pop(sequence, None)
+            if draw is not None:
+                self._settled(sequence, draw, events)
 
-    def _begun(self, request: ActiveRequest, events: list[Event]) -> None:
-        job = request.beginning
-        if job is None or not job.done:
-            self._beginning.append(request)
-            return
+    def _settled(self, sequence: Sequence, draw: LateDraw, events: list[Event]) -> None:
+        request = self._requests[sequence.request_id]
+        self._schedulers[request.assignment.lane].held.remove(sequence)
+        try:
+            token, score = draw.finish()
+        except Exception:
+            log.exception("request_broke", extra=self._fields(request))
+            self._fail(request, events)
+        else:
+            self._drawn(request, sequence, token, score, events)
+
+    def _begun(self, request: ActiveRequest, job: Job, events: list[Event]) -> None:
+        del self._beginning[request.request_id]
+        request.beginning = None
         if job.error is not None:
-            if not isinstance(job.error, CoterieError):
-                log.error("request_broke", exc_info=job.error, extra=self._fields(request))
             typed = job.error if isinstance(job.error, CoterieError) else None
+            if typed is None:
+                log.error("request_broke", exc_info=job.error, extra=self._fields(request))
             self._fail(request, events, typed)
             return
+        self._schedulers[request.assignment.lane].held.difference_update(request.sequences)
         for sequence in list(request.sequences):
-            sequence.held = False
             reason = request.complete(sequence.choice)
             if reason is not None:
                 events.append(request.cut(sequence.choice, reason))
@@ -169,10 +169,11 @@ class RequestBook:
             drawer = requests.get(sequence.request_id)
             # the request may have ended with an earlier draw of this step
             if drawer is None:
-                continue
-            if index in result.late:
-                sequence.held = True
-                self._late.append((sequence, result.late[index]))
+                if index in result.late:
+                    result.late[index].job.drop()
+            elif index in result.late:
+                self._schedulers[drawer.assignment.lane].held.add(sequence)
+                self._late[sequence] = result.late[index]
             elif sequence.draw.num_continuations:
                 self._stamp(drawer, events)
                 try:
@@ -317,6 +318,9 @@ class RequestBook:
     ) -> None:
         request.blocks.update(sequence.blocks)
         self._schedulers[request.assignment.lane].end(sequence, session)
+        late = self._late.pop(sequence, None)
+        if late is not None:
+            late.job.drop()
         request.num_preemptions += sequence.num_preemptions
         request.sequences.remove(sequence)
 
@@ -329,6 +333,8 @@ class RequestBook:
         self._charge_load(request)
         del self._requests[request.request_id]
         self._searches.pop(request.request_id, None)
+        if self._beginning.pop(request.request_id, None) is not None and request.beginning:
+            request.beginning.drop()
         self.num_ended[request.assignment.lane] += 1
         if len(self._deadlines) > 2 * len(self._requests) + SLACK:
             self._deadlines = [item for item in self._deadlines if self._awaited(*item)]

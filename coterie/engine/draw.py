@@ -186,8 +186,10 @@ class Draw:
         """The output has one more token. Raises InvalidRequest where the grammar was too much."""
         if self.penalties is not None:
             self.penalties.produced(token)
-        if self.constraint is not None and self.constraint.error is not None:
-            raise InvalidRequest(f"the grammar cannot be followed: {self.constraint.error}")
+        if self.constraint is not None:
+            self.constraint.sent()
+            if self.constraint.error is not None:
+                raise InvalidRequest(f"the grammar cannot be followed: {self.constraint.error}")
 
     def edits(self, tokens: Sequence[int], num_prompt: int) -> bool:
         """The logits have to be changed before they are used."""

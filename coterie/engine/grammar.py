@@ -56,8 +56,8 @@ class Constraint:
     """
 
     __slots__ = (
-        "_horizon", "_left", "_letters", "_look_at", "_matcher", "_start", "_unspelt", "_way",
-        "allowed", "error", "is_complete", "may_end", "shunned", "tenant",
+        "_ends_here", "_horizon", "_left", "_letters", "_look_at", "_matcher", "_start", "_unspelt",
+        "_way", "allowed", "error", "is_complete", "may_end", "shunned", "tenant",
     )  # fmt: skip
 
     def __init__(self, max_output: int, shunned: Sequence[int] = (), tenant: str = "") -> None:
@@ -65,8 +65,8 @@ class Constraint:
         self.shunned, self.tenant = tuple(shunned), tenant
         # bits of the tokens that may follow; None where the grammar has failed
         self.allowed: NDArray[np.uint32] | None = None
-        # nothing may follow; the text may end here
-        self.is_complete = self.may_end = False
+        # nothing may follow; the text may end behind what was sent of it
+        self.is_complete = self.may_end = self._ends_here = False
         # why the grammar cannot be followed any further
         self.error: str | None = None
         self._left = max_output
@@ -88,6 +88,12 @@ class Constraint:
         for token in output:
             self._advance(token)
         self._look_ahead()
+        self.may_end = self._ends_here
+
+    def sent(self) -> None:
+        """The token last taken is part of the text. Whoever draws says so: one that is still being
+        worked out when a text is cut is not."""
+        self.may_end = self._ends_here
 
     def take(self, token: int) -> int:
         """One more token of the output: `token`, or what must come instead for the text to end in
@@ -112,7 +118,7 @@ class Constraint:
             if way is not None:
                 self._note(way)
         self.is_complete = matcher.is_stopped()
-        self.may_end = self.is_complete or matcher.is_accepting()
+        self._ends_here = self.is_complete or matcher.is_accepting()
         return token
 
     def _note(self, way: list[int]) -> None:

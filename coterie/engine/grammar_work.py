@@ -6,18 +6,20 @@ none of them the engine. When a piece is done changes nothing in what it finds.
 
 from __future__ import annotations
 
+import atexit
 import os
-import sys
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
+from coterie.core.errors import InternalError
+
 # of one step; what is not done by then is passed over in it
 STEP_BUDGET_S = 0.03
 MAX_THREADS = 8
-# how long the engine's thread may have to wait for the interpreter; Python's own is 5 ms
-SWITCH_S = 0.0005
+# at the end of the process, for the piece that a thread is at
+MAX_END_S = 10.0
 
 
 class Job:
@@ -37,6 +39,10 @@ class Job:
             raise self.error
         return self.value
 
+    def drop(self) -> None:
+        """Nobody wants it any more: it is not begun, unless it is already."""
+        _THREADS.drop(self)
+
 
 class _Waiter:
     """Set when the last of some jobs is done."""
@@ -55,14 +61,15 @@ class _Threads:
         self._lock = threading.Condition()
         # by tenant, whose turn it is first
         self._queues: OrderedDict[str, deque[Job]] = OrderedDict()
-        self._started = False
+        self._threads: list[threading.Thread] = []
+        self._is_over = False
         # set with every job that ends
         self.ended = threading.Event()
 
     def submit(self, jobs: Sequence[Job]) -> _Waiter:
         waiter = _Waiter(len(jobs))
         with self._lock:
-            if not self._started:
+            if not self._threads:
                 self._start()
             for job in jobs:
                 job.waiter = waiter
@@ -70,22 +77,50 @@ class _Threads:
             self._lock.notify(len(jobs))
         return waiter
 
+    def drop(self, job: Job) -> None:
+        with self._lock:
+            queue = self._queues.get(job.tenant)
+            if queue is None or job not in queue:
+                return
+            queue.remove(job)
+            if not queue:
+                del self._queues[job.tenant]
+
+    @property
+    def num_waiting(self) -> int:
+        with self._lock:
+            return sum(map(len, self._queues.values()))
+
+    def end(self) -> None:
+        """A thread that is inside the grammar engine when the interpreter goes away takes the
+        process with it."""
+        with self._lock:
+            self._is_over = True
+            self._queues.clear()
+            self._lock.notify_all()
+        until = time.monotonic() + MAX_END_S
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0.0))
+
     def _start(self) -> None:
-        self._started = True
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         # a step computes on all cores: half of them keep up with it
         count = min(max((os.cpu_count() or 1) // 2, 1), MAX_THREADS)
         for number in range(count):
             name = f"grammar-{number}"
-            threading.Thread(target=self._serve, name=name, daemon=True).start()
+            self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.end)
 
     def _serve(self) -> None:
-        while True:
-            job = self._next()
+        while (job := self._next()) is not None:
             try:
                 job.value = job.run()
             except Exception as error:
                 job.error = error
+            except BaseException as error:
+                # native code that panics raises no Exception; the thread goes on all the same
+                job.error = InternalError(f"{type(error).__name__} in a grammar")
             with self._lock:
                 job.done = True
                 waiter = job.waiter
@@ -95,9 +130,11 @@ class _Threads:
                         waiter.event.set()
             self.ended.set()
 
-    def _next(self) -> Job:
+    def _next(self) -> Job | None:
         with self._lock:
             while not self._queues:
+                if self._is_over:
+                    return None
                 self._lock.wait()
             tenant, queue = self._queues.popitem(last=False)
             job = queue.popleft()

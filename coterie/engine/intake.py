@@ -82,7 +82,7 @@ def open_request(
     """The request with its sequences, behind whatever the client already has.
 
     Choices that turn out to be complete are in `reasons`, as are those named finished. A grammar
-    that takes long is still `beginning`, and the sequences held. Raises what is wrong with it.
+    that takes long is still `beginning`: its sequences are held. Raises what is wrong with it.
     """
     limits = assignment.limits
     ends = frozenset() if limits.ignore_eos else eos_ids
@@ -111,9 +111,6 @@ def open_request(
         _open_beams(request, entry)
     else:
         _open_choices(request, entry)
-    if request.beginning is not None and not request.beginning.done:
-        for sequence in request.sequences:
-            sequence.held = True
     return request
 
 
@@ -122,9 +119,11 @@ def _begin_constraints(request: ActiveRequest, grammars: Grammars) -> None:
     made = {n: grammars.constraint(request.assignment, request.max_output) for n in choices}
     request.constraints = made
     job = grammars.begin(request.assignment, [(made[n], request.emitted(n)) for n in choices])
-    request.beginning = job
+    # asked once: it may be done at any moment, and with what is wrong
     if job.done:
         job.result()
+    else:
+        request.beginning = job
 
 
 def _open_choices(request: ActiveRequest, entry: Entry) -> None:

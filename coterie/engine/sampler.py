@@ -126,8 +126,8 @@ class Sampler:
         )
 
     def _settle(self, logits: Tensor, batch: Batch, tokens: list[int]) -> dict[int, LateDraw]:
-        """Tell each grammar its token, which may become another; those that take their time are
-        returned."""
+        """Tell each grammar its token, which may become another; those that take their time, and
+        those that broke, are returned."""
         jobs = [
             Job(constraint.tenant, partial(constraint.take, tokens[index]))
             for index, constraint in zip(batch.constrained, batch.constraints, strict=True)
@@ -135,7 +135,7 @@ class Sampler:
         self._work.do(jobs)
         late = {}
         for index, job in zip(batch.constrained, jobs, strict=True):
-            if job.done:
+            if job.done and job.error is None:
                 tokens[index] = job.result()
             else:
                 asked = batch.draws[index].draw.logprobs

@@ -38,6 +38,9 @@ class Scheduler:
         # both sorted by rank, best first
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        # of both, and of those that follow one: their grammars are being worked out, and nothing of
+        # them is computed meanwhile
+        self.held: set[Sequence] = set()
         # prompt tokens of all that wait
         self.num_waiting_tokens = 0
         self.num_preemptions = 0
@@ -89,6 +92,7 @@ class Scheduler:
             self.space.keep(session, sequence)
         self.space.release(sequence)
         self._leave(sequence)
+        self.held.discard(sequence)
         sequence.status = Status.ENDED
 
     def schedule(self) -> StepPlan | None:
@@ -110,7 +114,11 @@ class Scheduler:
             position += 1
             start = sequence.num_computed
             count = len(sequence.tokens) - start
-            if count == 0 or sequence.held or (key is not None and sequence.adapter_key != key):
+            if (
+                count == 0
+                or sequence in self.held
+                or (key is not None and sequence.adapter_key != key)
+            ):
                 continue
             if count > 1:
                 party = sequence.party
@@ -155,6 +163,7 @@ class Scheduler:
         assert self.running == sorted(self.running, key=rank_of)
         assert all(s.status is Status.WAITING and s.row is None for s in self.waiting)
         assert all(s.status is Status.RUNNING and s.row is not None for s in self.running)
+        assert all(s.status is not Status.ENDED for s in self.held)
         assert len(self.running) + self.space.tables.num_free == self.config.max_sequences
         assert self.num_waiting_tokens == sum(s.num_prompt for s in self.waiting)
         assert self._num_waiting == Counter(s.party for s in self.waiting)
@@ -190,7 +199,7 @@ class Scheduler:
         parties = {party for party in self._num_waiting if not self._num_running[party]}
         found: list[Sequence] = []
         for sequence in self.waiting if parties else ():
-            if sequence.party in parties and not sequence.held:
+            if sequence.party in parties and sequence not in self.held:
                 parties.remove(sequence.party)
                 found.append(sequence)
         return found
@@ -208,7 +217,7 @@ class Scheduler:
 
     def _is_barred(self, sequence: Sequence) -> bool:
         """Whatever room there is, it cannot run: its grammar, its tenant's share, its adapters."""
-        if sequence.held or self._is_capped(sequence):
+        if sequence in self.held or self._is_capped(sequence):
             return True
         return bool(sequence.adapter_key) and not self._is_seated(sequence)
 
@@ -264,7 +273,7 @@ class Scheduler:
         if not self.running:
             return False
         worst = self.running[-1]
-        stuck = not any(sequence.num_pending or sequence.held for sequence in self.running)
+        stuck = not any(s.num_pending or s in self.held for s in self.running)
         if stuck and worst.rank > head.rank:
             self._preempt(worst)
             return True

@@ -80,8 +80,6 @@ class Sequence:
     # tokens whose KV was found in the prefix cache when it first ran
     num_cached: int = 0
     num_preemptions: int = 0
-    # its grammar is being worked out: nothing of it is computed meanwhile
-    held: bool = False
     # its row in the lane's block tables while it runs
     row: int | None = None
 
