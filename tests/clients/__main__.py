@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ class Row:
     client: str
     version: str
     tried: str
+    # "works: ...", "failed: ..." or "not installed: ..."
     result: str
-    failed: bool = False
 
 
 def main() -> int:
@@ -54,9 +55,9 @@ def main() -> int:
         for client in CLIENTS:
             if not wanted or client.name in wanted:
                 rows += tell(client, environment)
-    failed = [row for row in rows if row.failed]
-    print(f"\n{len(rows) - len(failed)} of {len(rows)} passed or were left out")
-    return 1 if failed else 0
+    counts = Counter(row.result.partition(":")[0] for row in rows)
+    print("\n" + ", ".join(f"{count} {result}" for result, count in counts.items()))
+    return 1 if counts["failed"] else 0
 
 
 @contextmanager
@@ -109,16 +110,16 @@ def run(client: Client, environment: dict[str, str]) -> Iterator[Row]:
             timeout=SCRIPT_S,
         )
     except subprocess.TimeoutExpired:
-        yield Row(client.name, client.version, "-", f"failed: no end in {SCRIPT_S} s", True)
+        yield Row(client.name, client.version, "-", f"failed: no end in {SCRIPT_S} s")
         return
     for line in done.stdout.splitlines():
         if line.startswith('{"tried"'):
             told = json.loads(line)
             result = ("works: " if told["passed"] else "failed: ") + told["said"]
-            yield Row(client.name, client.version, told["tried"], result, not told["passed"])
+            yield Row(client.name, client.version, told["tried"], result)
     if done.returncode != 0:
         said = f"failed: exit status {done.returncode}: {done.stderr[-1500:]}"
-        yield Row(client.name, client.version, "-", said, True)
+        yield Row(client.name, client.version, "-", said)
 
 
 if __name__ == "__main__":

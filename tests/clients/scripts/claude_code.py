@@ -35,6 +35,11 @@ def claude(url: str, model: str, *flags: str, **environment: str) -> dict[str, A
     return found
 
 
+def read(usage: dict[str, Any]) -> int:
+    """Tokens of all prompts, also those that the prefix cache held or took."""
+    return sum(usage[name] for name in usage if name.endswith("input_tokens"))
+
+
 def statuses() -> list[int]:
     """Of what the long server was asked so far, by its log."""
     lines = Path(os.environ["COTERIE_LONG_LOG"]).read_text().splitlines()
@@ -49,10 +54,10 @@ def _() -> str:
     assert not result["is_error"], result["result"]
     assert result["result"].strip() == SENTENCE, result["result"]
     assert statuses()[before:] == [400, 200], statuses()[before:]
-    return f"{result['usage']['input_tokens']} tokens in, {result['result']}"
+    return f"{read(result['usage'])} tokens in, {result['result']}"
 
 
-@tried("turn, own prompt, no tools (default model)")
+@tried("own prompt without tools fits (default model)")
 def _() -> str:
     flags = ["--system-prompt", "You answer in one word.", "--tools", ""]
     result = claude(URL, MODEL, *flags, CLAUDE_CODE_MAX_OUTPUT_TOKENS="64")
@@ -60,7 +65,7 @@ def _() -> str:
     assert not result["is_error"] or "output token maximum" in result["result"], result["result"]
     used = result["usage"]
     assert used["output_tokens"] > 0
-    return f"{used['input_tokens']} tokens in, {used['output_tokens']} out: {result['result']}"
+    return f"{read(used)} tokens in, {used['output_tokens']} out, ended: {not result['is_error']}"
 
 
 @tried("default prompt is too long (default model)")
