@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def messages_ask(body: MessagesBody, steering: Steering, prompt: Chat) -> Ask:
     refuse_openai_fields(body.model_extra)
     metadata = body.metadata
+    wanted, field = _format(body)
     return Ask(
         hints=hints_of(body),
         prompt=prompt,
@@ -39,16 +40,18 @@ def messages_ask(body: MessagesBody, steering: Steering, prompt: Chat) -> Ask:
             timeout_s=steering.timeout_s,
         ),
         sessions=(body.cache_key, None if metadata is None else metadata.user_id),
-        response_format=_format(body),
+        response_format=wanted,
+        format_field=field,
         tools=toolbox_of(body),
     )
 
 
-def _format(body: MessagesBody) -> ResponseFormat | None:
+def _format(body: MessagesBody) -> tuple[ResponseFormat | None, str]:
     newer = None if body.output_config is None else body.output_config.format
+    given, field = body.output_format, "output_format"
     if newer is not None:
-        return response_format_of(newer, param="output_config.format", closed=True)
-    return response_format_of(body.output_format, param="output_format", closed=True)
+        given, field = newer, "output_config.format"
+    return response_format_of(given, param=field, closed=True), field
 
 
 def hints_of(body: CountBody) -> RouteHints:

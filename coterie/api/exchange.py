@@ -34,7 +34,10 @@ _QUOTED = re.compile(r"'([^']*)'|`([^`]*)`|\"([^\"]*)\"")
 _NAME = re.compile(r"[\w.:@+/\-]{1,64}")
 MAX_PATH, MAX_REASON = 128, 300
 # parts of these are quoted in what is said about them, without marks
-_QUOTED_FIELDS = ("grammar", "regex", "response_format", "tools", "output", "chat_template")
+_QUOTED_FIELDS = (
+    "grammar", "regex", "response_format", "tools", "output", "chat_template", "guided_",
+    "structured_outputs", "json_schema", "ebnf",
+)  # fmt: skip
 # routes whose errors have the shape of their own vendor, whatever the headers say
 _OPENAI_PATHS = ("/v1/chat", "/v1/completions", "/v1/infer", "/v1/jobs", "/v1/experts")
 

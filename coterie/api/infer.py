@@ -8,10 +8,11 @@ from starlette.responses import Response
 from coterie.api.body import read_json
 from coterie.api.errors import encode
 from coterie.api.exchange import exchange_of, receipt
-from coterie.api.infer_answer import Inference, InferStream, Service, answer_fields, named
+from coterie.api.infer_answer import Inference, InferStream, Service, answer_fields
 from coterie.api.infer_parse import Asked, Caller, Reception
 from coterie.api.inference import account, steering_of
 from coterie.api.jobs import accepted
+from coterie.api.response_format import named
 from coterie.api.sse import EventStream, while_connected
 from coterie.core.errors import CoterieError
 from coterie.core.job import JobSpec

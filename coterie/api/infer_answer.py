@@ -14,6 +14,7 @@ import msgspec
 
 from coterie.api.errors import OPENAI, body_of, encode
 from coterie.api.infer_parse import Asked
+from coterie.api.response_format import format_named, named
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.core.outcome import InferenceMetrics, InferenceResult
@@ -23,7 +24,6 @@ from coterie.service.answer import AnswerBuilder, names_of
 from coterie.service.deadline import Events, until_deadline
 
 STARTED, DELTA, FINISHED, ERROR = "started", "delta", "finished", "error"
-_FORMAT = "response_format"
 Frame = tuple[str, dict[str, Any]]
 
 
@@ -54,8 +54,7 @@ class Inference:
         self.job_id = asked.request.id
         self.answer = AnswerBuilder(self.job_id, self._plans, explain=asked.explain)
         self.events: Events = until_deadline(events, asked.request, self._left)
-        if asked.format_field != _FORMAT:
-            self.events = _format_named(self.events, asked.format_field)
+        self.events = format_named(self.events, asked.format_field)
         self._arrived_at = asked.request.arrived_at
         self._has_started = False
         self._prompt_tokens = self._num_tokens = 0
@@ -110,22 +109,6 @@ class Inference:
         frame = self.frame(finished)
         assert frame is not None
         return frame
-
-
-async def _format_named(events: Events, field: str) -> Events:
-    async with aclosing(events):
-        try:
-            async for event in events:
-                yield event
-        except CoterieError as error:
-            raise named(error, _FORMAT, field) from None
-
-
-def named(error: CoterieError, theirs: str, ours: str) -> CoterieError:
-    """Deeper down a field has the vendors' name."""
-    if error.param == theirs:
-        error.param = ours
-    return error
 
 
 def started_fields(job_id: str, plan: RoutePlan) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from coterie.api.exchange import Exchange, exchange_of, note_specialist, receipt
+from coterie.api.response_format import FORMAT
 from coterie.api.sse import Events
 from coterie.api.tools import Toolbox
 from coterie.core.errors import InvalidRequest
@@ -115,6 +116,8 @@ class Ask:
     # isolates prefix blocks inside a tenant
     salt: str | None = None
     response_format: ResponseFormat | None = None
+    # what the caller calls it
+    format_field: str = FORMAT
     # None = none may be called
     tools: Toolbox | None = None
 

@@ -27,6 +27,7 @@ from coterie.api.openai_chat import ChatShape, ChatStream
 from coterie.api.openai_parse import chat_ask, completion_asks, echoed, scores_prompt
 from coterie.api.openai_text import TextShape, TextStream
 from coterie.api.openai_types import ChatBody, Common, CompletionBody
+from coterie.api.response_format import format_named
 from coterie.api.sse import Events, EventStream, while_connected
 from coterie.api.tools_blame import tool_events
 from coterie.api.tools_read import held, reading_of
@@ -107,7 +108,7 @@ class OpenAIDialect:
     def _text_events(self, shape: TextShape, asks: Sequence[Ask], steering: Steering) -> Events:
         # planned in one go: no name can change its meaning between two prompts
         sources = [
-            events_of(self.service, asked, steering.exchange)
+            format_named(events_of(self.service, asked, steering.exchange), asks[0].format_field)
             for asked in (
                 inference_request(ask, steering, shape.part_id(index))
                 for index, ask in enumerate(asks)

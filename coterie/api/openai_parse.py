@@ -46,6 +46,7 @@ def chat_ask(body: ChatBody, steering: Steering) -> Ask:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     tools = toolbox_of(body)
     prompt = chat_prompt(body)
+    wanted, field = vendor_format_of(body)
     return Ask(
         hints=_hints(body),
         prompt=prompt if tools is None else replace(prompt, tools=tools.fields()),
@@ -53,7 +54,8 @@ def chat_ask(body: ChatBody, steering: Steering) -> Ask:
         limits=_limits(body, body.max_completion_tokens or body.max_tokens, steering),
         sessions=_sessions(body),
         salt=body.cache_salt,
-        response_format=vendor_format_of(body),
+        response_format=wanted,
+        format_field=field,
         tools=tools,
     )
 
@@ -65,6 +67,7 @@ def completion_asks(body: CompletionBody, steering: Steering) -> list[Ask]:
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
     scored = [count for count in asked if count is not None]
+    wanted, field = vendor_format_of(body)
     # an engine always makes one token; `scores_prompt` drops it from the answer
     first = Ask(
         hints=_hints(body),
@@ -73,7 +76,8 @@ def completion_asks(body: CompletionBody, steering: Steering) -> list[Ask]:
         limits=_limits(body, max(max_tokens, 1), steering),
         sessions=_sessions(body),
         salt=body.cache_salt,
-        response_format=vendor_format_of(body),
+        response_format=wanted,
+        format_field=field,
     )
     return [replace(first, prompt=prompt) for prompt in _prompts(body)]
 

@@ -2,22 +2,26 @@
 
 Reads OpenAI's `response_format`, Anthropic's `output_format`, the native fields, and those of vLLM,
 SGLang and llama.cpp. Shapes only: whether a schema or grammar can be enforced is told by
-`models/grammar_check.py`.
+`models/grammar_check.py`, and named here as the caller's own field.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import msgspec
 
 from coterie.api.tools_schema import closed_schema
-from coterie.core.errors import InvalidRequest, Unsupported
+from coterie.core.errors import CoterieError, InvalidRequest, Unsupported
+from coterie.core.events import Event
 from coterie.core.request import ResponseFormat
 
+# what deeper down every format is called
+FORMAT = "response_format"
 # Lark's first rule, or llguidance's own mark; GBNF writes `root ::=`
 _LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start[ \t]*:)")
 
@@ -27,7 +31,7 @@ def response_format_of(
     grammar: Any = None,
     regex: Any = None,
     *,
-    param: str = "response_format",
+    param: str = FORMAT,
     closed: bool = False,
 ) -> ResponseFormat | None:
     """None where the answer is free. `param` names `body_field` in complaints; with `closed` an
@@ -61,8 +65,8 @@ class Constrained(Protocol):
     ebnf: str | None
 
 
-def vendor_format_of(body: Constrained) -> ResponseFormat | None:
-    """The one shape that a body of the OpenAI dialect asks for, under whichever name."""
+def vendor_format_of(body: Constrained) -> tuple[ResponseFormat | None, str]:
+    """The one shape that a body of the OpenAI dialect asks for, and the field it came in."""
     given: list[tuple[str, ResponseFormat]] = []
     for name, read in _READERS.items():
         value = getattr(body, name)
@@ -72,7 +76,28 @@ def vendor_format_of(body: Constrained) -> ResponseFormat | None:
     if len(given) > 1:
         names = [name for name, _ in given]
         raise InvalidRequest(f"give {names[0]} or {names[1]}, not both", param=names[1])
-    return given[0][1] if given else None
+    return (given[0][1], given[0][0]) if given else (None, FORMAT)
+
+
+def format_named(events: AsyncGenerator[Event, None], field: str) -> AsyncGenerator[Event, None]:
+    """The same events; what is wrong with the format is said of the caller's `field`."""
+    return events if field == FORMAT else _renamed(events, field)
+
+
+async def _renamed(events: AsyncGenerator[Event, None], field: str) -> AsyncGenerator[Event, None]:
+    async with aclosing(events):
+        try:
+            async for event in events:
+                yield event
+        except CoterieError as error:
+            raise named(error, FORMAT, field) from None
+
+
+def named(error: CoterieError, theirs: str, ours: str) -> CoterieError:
+    """Deeper down a field has the vendors' name."""
+    if error.param == theirs:
+        error.param = ours
+    return error
 
 
 def _is_text(value: Any) -> bool:
@@ -114,7 +139,7 @@ def _vendor(field: Any, param: str, closed: bool = False) -> ResponseFormat | No
 
 
 def schema_format(
-    schema: dict[str, Any], strict: bool | None = None, param: str = "response_format"
+    schema: dict[str, Any], strict: bool | None = None, param: str = FORMAT
 ) -> ResponseFormat:
     """With `strict` False, keywords that cannot be enforced are passed over."""
     own = {key: value for key, value in schema.items() if key != "x-guidance"}

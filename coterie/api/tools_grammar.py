@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 MAX_CALLS = 32
 # what the engine reads
 MAX_GRAMMAR = 200_000
+# begins the rule of what an answer that calls nothing has to look like
+ANSWER = "answer: "
 # no text matches the negated class, so its complement is every string of bytes
 _ANY = r"ANY: ~/[^\x00-\x{10FFFF}]/"
 
@@ -96,11 +98,11 @@ class _Lark:
         """An answer: words, calls, or words and then calls."""
         marked = f"{self._token(self.format.mark)} calls"
         if not self.tools and self.answer is not None:
-            return ["body: answer", f"answer: {_answer_rule(self.answer)}"]
+            return ["body: answer", f"{ANSWER}{_answer_rule(self.answer)}"]
         if self.required:
             return ["body: calls" if self.format.bare else f"body: {marked}"]
         if self.answer is not None:
-            return [f"body: answer | {marked}", f"answer: {_answer_rule(self.answer)}"]
+            return [f"body: answer | {marked}", f"{ANSWER}{_answer_rule(self.answer)}"]
         bare = " | bare_calls" if self.format.bare else ""
         lead = self._up_to("lead", "ANY", self.format.mark)
         rules = [f"body: skip ANY | skip lead calls{bare}", lead]

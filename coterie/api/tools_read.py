@@ -15,9 +15,11 @@ import msgspec
 from coterie.api.collect import Choice
 from coterie.api.inference import Ask
 from coterie.api.reasoning import CONTENT, REASONING, Piece, Splitter, opened_thought
+from coterie.api.response_format import FORMAT, named
 from coterie.api.tools_grammar import answer_behind_thought, tool_constraint
 from coterie.api.tools_split import ARGUMENTS, CALL, CallMarks
-from coterie.core.request import Chat
+from coterie.core.errors import InvalidRequest
+from coterie.core.request import Chat, ResponseFormat
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
@@ -148,7 +150,16 @@ async def reading_of(ask: Ask, tokenizer: Tokenizer) -> Reading:
 
 async def held(ask: Ask, tokenizer: Tokenizer, reading: Reading) -> Ask:
     """The same with the one grammar that holds its thoughts, tools and format together."""
-    thought, answer = reading.thought, ask.response_format
+    try:
+        return replace(ask, response_format=await _whole_format(ask, tokenizer, reading.thought))
+    except InvalidRequest as error:
+        raise named(error, FORMAT, ask.format_field) from None
+
+
+async def _whole_format(
+    ask: Ask, tokenizer: Tokenizer, thought: bool | None
+) -> ResponseFormat | None:
+    answer = ask.response_format
     if ask.tools is not None:
         size = len(msgspec.json.encode(ask.tools.fields()))
         if size > MAX_INLINE_BYTES or (answer is not None and answer.kind == "gbnf"):
@@ -158,4 +169,4 @@ async def held(ask: Ask, tokenizer: Tokenizer, reading: Reading) -> Ask:
             answer = tool_constraint(ask.tools, tokenizer, thought, answer)
     elif answer is not None and thought is not None:
         answer = await asyncio.to_thread(answer_behind_thought, answer, tokenizer, thought)
-    return replace(ask, response_format=answer)
+    return answer

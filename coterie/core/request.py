@@ -203,6 +203,11 @@ class Rights:
 EVERY_RIGHT = Rights(MAX_PRIORITY)
 
 
+def own_tenant(tenant: str) -> str:
+    """Whose key it is. A salt isolates a tenant's prefix blocks, nothing else of it."""
+    return tenant.partition("+")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
     id: str

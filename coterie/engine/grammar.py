@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.core.request import ResponseFormat
+from coterie.core.request import ResponseFormat, own_tenant
 from coterie.engine.closing import FEW, MANY, SOME, Closer
 from coterie.engine.closing_hints import Hints, hints_of
 from coterie.engine.grammar_work import GrammarWork, Job
@@ -239,7 +239,7 @@ class Grammars:
     def constraint(self, assignment: Assignment, max_output: int) -> Constraint:
         """A choice's own, not begun."""
         shunned = self._eos_ids if assignment.limits.ignore_eos else ()
-        return Constraint(max_output, shunned, _payer(assignment))
+        return Constraint(max_output, shunned, own_tenant(assignment.tenant))
 
     def begin(
         self, assignment: Assignment, choices: Sequence[tuple[Constraint, Sequence[int]]]
@@ -248,7 +248,7 @@ class Grammars:
         grammar is the job's error."""
         wanted = assignment.sampling.constraint
         assert wanted is not None
-        job = Job(_payer(assignment), partial(self._begin, wanted, choices))
+        job = Job(own_tenant(assignment.tenant), partial(self._begin, wanted, choices))
         self.work.do([job])
         return job
 
@@ -278,8 +278,3 @@ class Grammars:
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return found
-
-
-def _payer(assignment: Assignment) -> str:
-    """Whose turn its work takes: a tenant's, whatever it salts its prefixes with."""
-    return assignment.tenant.partition("+")[0]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from coterie.core.errors import CoterieError
 from coterie.core.plan import Assignment, Rejected
-from coterie.core.request import Sampling
+from coterie.core.request import Sampling, own_tenant
 from coterie.engine.active import ActiveRequest
 from coterie.engine.beam import num_continuations
 from coterie.engine.detokenize import Pieces, pieces_of
@@ -167,8 +167,7 @@ def _sequence(request: ActiveRequest, entry: Entry, choice: int, restart: bool =
         root=root_digest(entry.config.name, assignment.adapters, assignment.tenant),
         rank=(-assignment.limits.priority, assignment.arrived_at, entry.order, choice),
         draw=make_draw(assignment, choice, emitted, stop_ids, constraint, request.bad_words),
-        # a salt isolates prefix blocks, nothing else of a tenant
-        share=Share(assignment.tenant.partition("+")[0], assignment.limits.max_running),
+        share=Share(own_tenant(assignment.tenant), assignment.limits.max_running),
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Hashable
 from itertools import groupby
 
 from coterie.core.plan import Assignment
+from coterie.core.request import own_tenant
 from coterie.engine.lane import LaneConfig, extra_places
 from coterie.engine.seats import Seats
 from coterie.engine.sequence import Party, Sequence, Status, rank_of
@@ -59,7 +60,7 @@ class Scheduler:
         now, and a tenant of which nobody is here, finds some room beyond the bound."""
         rank = (-assignment.limits.priority, math.inf, 0, 0)
         ahead, most = bisect(self.waiting, rank, key=rank_of), self.config.max_queue
-        if assignment.limits.is_expected or not self._is_here(assignment.tenant.partition("+")[0]):
+        if assignment.limits.is_expected or not self._is_here(own_tenant(assignment.tenant)):
             most += extra_places(most)
         return ahead >= most
 

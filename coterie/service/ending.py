@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from coterie.core.events import Failed, Finished
 from coterie.core.outcome import InferenceMetrics, ValidationResult
-from coterie.core.request import Chat
+from coterie.core.request import Chat, own_tenant
 from coterie.service.answer import names_of
 from coterie.service.measure import WHOLE, metrics_of
 from coterie.service.meter import Meter
 from coterie.service.record_store import Record
 from coterie.service.records import Records
-from coterie.service.run import Run, tenant_of
+from coterie.service.run import Run
 from coterie.service.validate.base import Context
 from coterie.service.validate.generic import Generic
 from coterie.service.validate.validators import Validators
@@ -49,7 +49,7 @@ class Ending:
         # before the answer leaves: whoever asks about it later finds it
         digests = tuple(adapter.digest for adapter in run.plan.adapters)
         outcome = _outcome(run, event, validation) if digests else None
-        self._records.log(Record(metrics, tenant_of(run.request), digests, outcome))
+        self._records.log(Record(metrics, own_tenant(run.request.tenant), digests, outcome))
         return Finished(
             event.request_id,
             event.choices,
@@ -91,7 +91,7 @@ class Ending:
 
     def _without_answer(self, run: Run, metrics: InferenceMetrics) -> None:
         """No digests: nobody's verdict on what was never answered counts against an adapter."""
-        self._records.log(Record(metrics, tenant_of(run.request)))
+        self._records.log(Record(metrics, own_tenant(run.request.tenant)))
 
 
 def _context(run: Run, event: Finished) -> Context:

@@ -25,6 +25,7 @@ from coterie.core.request import (
     Rights,
     RouteHints,
     Sampling,
+    own_tenant,
 )
 from coterie.core.resolve import VENDOR_DEFAULTS
 from coterie.models.grammar_check import GrammarCheck
@@ -43,7 +44,7 @@ from coterie.service.planner import Planner
 from coterie.service.records import Records
 from coterie.service.roster import Health, ModelCard, Roster
 from coterie.service.route_meter import RouteMeter
-from coterie.service.run import Run, lowered, tenant_of
+from coterie.service.run import Run, lowered
 from coterie.service.validate.validators import Validators
 from coterie.workers.base import Replica
 
@@ -175,7 +176,7 @@ class Pipeline:
 
     def within_rights(self, request: InferenceRequest) -> InferenceRequest:
         """`request` as its key has a right to it."""
-        rights = self.rights.get(tenant_of(request), EVERY_RIGHT)
+        rights = self.rights.get(own_tenant(request.tenant), EVERY_RIGHT)
         limits = replace(
             request.limits,
             priority=min(request.limits.priority, rights.priority),

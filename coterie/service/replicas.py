@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from coterie.core.errors import Unavailable
 from coterie.core.plan import AdapterChoice, Assignment, LaneState
+from coterie.core.request import own_tenant
 from coterie.workers.base import Replica
 
 # a replica that is preempting is as good as this many requests further away
@@ -37,7 +38,7 @@ class Ticket:
 
 def ticket_of(assignment: Assignment) -> Ticket:
     limits = assignment.limits
-    tenant = assignment.tenant.partition("+")[0]
+    tenant = own_tenant(assignment.tenant)
     return Ticket(limits.priority, tenant, len(assignment.prompt_ids), limits.max_tokens or 1)
 
 

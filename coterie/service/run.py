@@ -43,11 +43,6 @@ class Run:
         return known or bool(plan.adapters)
 
 
-def tenant_of(request: InferenceRequest) -> str:
-    """Whose key it came with. A salt isolates a tenant's prefix blocks, nothing else of it."""
-    return request.tenant.partition("+")[0]
-
-
 def lowered(plan: RoutePlan, asked: int, allowed: int) -> RoutePlan:
     """`plan` that says at which priority it runs, and why."""
     said = f"priority {asked} lowered to {allowed}: this key has no right to more"

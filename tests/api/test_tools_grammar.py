@@ -229,6 +229,16 @@ def test_the_tool_at_fault_is_named(tokenizer: Tokenizer, vocabulary: GrammarVoc
     assert blamed("all is wrong", box, grammar).param == "tools"
 
 
+def test_the_format_beside_tools_is_named(
+    tokenizer: Tokenizer, vocabulary: GrammarVocabulary
+) -> None:
+    box = toolbox(TOOLS)
+    grammar = tool_constraint(box, tokenizer, None, ResponseFormat("regex", "(a"))
+    with pytest.raises(InvalidRequest) as caught:
+        vocabulary.compile(grammar)
+    assert blamed(caught.value.message, box, grammar, "guided_regex").param == "guided_regex"
+
+
 def test_schemas_that_are_too_large_together(tokenizer: Tokenizer) -> None:
     schema = {"properties": {f"p{i}": {"enum": ["x" * 100]} for i in range(400)}}
     tools = tuple(tool_of(f"f{i}", "", schema, strict=False, where="") for i in range(5))

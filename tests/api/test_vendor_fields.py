@@ -12,8 +12,10 @@ from conftest import KEYS
 from served import Served
 
 from coterie.api.anthropic_types import MessagesBody
+from coterie.api.exchange import reason_of
 from coterie.api.openai_types import ChatBody, CompletionBody
 from coterie.api.vendor_fields import IGNORED, ON_OPENAI_ALONE, REFUSED
+from coterie.core.errors import InvalidRequest
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -138,6 +140,42 @@ def test_what_is_wrong_is_named(server: Served, fields: dict[str, Any], param: s
     reply = server.post("/v1/completions", ASK | {"prompt": "hi"} | fields)
     assert reply.status == 400
     assert reply.json["error"]["param"] == param
+
+
+NEVER = {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}
+IMPOSSIBLE: dict[str, Any] = {
+    "response_format": {"type": "json_object", "schema": NEVER},
+    "guided_json": NEVER,
+    "guided_regex": "(orchid",
+    "guided_choice": ["orchid" * 50] * 700,
+    "guided_grammar": "root ::= orchid",
+    "structured_outputs": {"regex": "(orchid"},
+    "json_schema": json.dumps(NEVER),
+    "grammar": "start: orchid",
+    "regex": "(orchid",
+    "ebnf": "root ::= orchid",
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_what_cannot_be_enforced_is_named_as_the_caller_did(server: Served, name: str) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "stream": True}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/completions", {"prompt": ["hi", "ho"]}),
+    ):
+        reply = server.post(path, ASK | body | {name: IMPOSSIBLE[name]})
+        assert (reply.status, reply.json["error"]["param"]) == (400, name), reply.body
+    # a pattern is quoted to its owner, and not in the log
+    assert "orchid" not in reason_of(InvalidRequest("near orchid", param=name))
+
+
+@pytest.mark.parametrize("name", ["guided_regex", "guided_grammar"])
+def test_behind_a_thought_it_is_named_too(strict_server: Served, name: str) -> None:
+    body = ASK | {"messages": MESSAGES, name: IMPOSSIBLE[name]}
+    reply = strict_server.post("/v1/chat/completions", body, authorization=f"Bearer {KEYS[0]}")
+    assert (reply.status, reply.json["error"]["param"]) == (400, name), reply.body
 
 
 OPEN = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
