@@ -25,7 +25,8 @@ from scripted import Step, answer, refusal, scripted
 
 GOOD = answer(
     job_id="j", text="t", tokens_generated=1, experts_used=[], latency_ms=1, finish_reason="stop",
-    model="m", task_type="", confidence=1, degraded=[], validation=None, metrics=None,
+    model="m", task_type="", confidence=1, degraded=[], seed=0,
+    validation=None, metrics=None, telemetry=None,
     field_of_tomorrow=1,
 )  # fmt: skip
 LIST = answer(object="list", data=[], aliases={})
