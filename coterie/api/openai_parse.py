@@ -239,12 +239,12 @@ def _truncation(body: Common) -> Truncation | None:
 
 
 def _logit_bias(given: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
-    pairs: list[tuple[int, float]] = []
-    for key, bias in (given or {}).items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise InvalidRequest("logit_bias: keys must be token ids", param="logit_bias")
-        pairs.append((int(key), bias))
-    return tuple(sorted(pairs))
+    pairs = given or {}
+    odd = [key for key in pairs if not (key.isascii() and key.isdigit() and len(key) < 10)]
+    if odd:
+        named = ", ".join(repr(key[:40]) for key in odd[:5])
+        raise InvalidRequest(f"logit_bias: keys must be token ids, not {named}", param="logit_bias")
+    return tuple(sorted((int(key), bias) for key, bias in pairs.items()))
 
 
 def _limits(body: Common, max_tokens: int | None, steering: Steering) -> Limits:

@@ -197,6 +197,13 @@ def test_anthropic(server: Served, case: tuple[str, Any, int, str]) -> None:
     assert reply.json["request_id"] == reply.headers["request-id"]
 
 
+def test_every_odd_key_of_logit_bias_is_named(server: Served) -> None:
+    reply = server.post(CHAT, chat(logit_bias={"first": 1, "5": 1, "second": 2}))
+    message = reply.json["error"]["message"]
+    assert "'first', 'second'" in message
+    assert "'5'" not in message
+
+
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 @pytest.mark.parametrize("chunked", [False, True], ids=["sized", "chunked"])
 def test_ten_megabytes(server: Served, path: str, chunked: bool) -> None:
