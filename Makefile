@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NODE := $(VENV)/.node
 
-.PHONY: setup run check test test-all bench bench-peers clients docs clean
+.PHONY: setup run check test test-all bench bench-peers clients foreign-suites docs clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,10 @@ test-all: check $(NODE)
 # clients of others against a real server; downloads them: docs/clients.md
 clients: $(NODE)
 	$(BIN)/python -m tests.clients $(CLIENTS)
+
+# API tests of vLLM, SGLang and llama.cpp; clones them: docs/api.md, Differences from other servers
+foreign-suites: setup
+	$(BIN)/python -m tests.foreign $(SUITES)
 
 bench: setup
 	$(BIN)/python -m benchmarks.run
