@@ -73,10 +73,21 @@ def worst_gap(server: Served, stop: threading.Event) -> float:
     return worst
 
 
-def under_load(server: Served, **fields: Any) -> tuple[float, list[int]]:
+def worst_lag(stop: threading.Event) -> float:
+    """How late a thread of this machine comes that asked to sleep for a moment."""
+    worst, nap_s = 0.0, 0.01
+    begun = time.monotonic()
+    while not stop.wait(nap_s):
+        now = time.monotonic()
+        worst, begun = max(worst, now - begun - nap_s), now
+    return worst
+
+
+def under_load(server: Served, **fields: Any) -> tuple[float, float, list[int]]:
+    """The worst gap, the machine's own worst lag meanwhile, and how the others were answered."""
     stop = threading.Event()
-    with ThreadPoolExecutor(NUM_HOSTILE + 1) as pool:
-        gap = pool.submit(worst_gap, server, stop)
+    with ThreadPoolExecutor(NUM_HOSTILE + 2) as pool:
+        gap, lag = pool.submit(worst_gap, server, stop), pool.submit(worst_lag, stop)
         time_limit = time.monotonic() + 200
         asked = []
         for number in range(NUM_HOSTILE):
@@ -84,17 +95,17 @@ def under_load(server: Served, **fields: Any) -> tuple[float, list[int]]:
             asked.append(pool.submit(ask, server, number, **extra))
         statuses = [one.result(max(time_limit - time.monotonic(), 1)) for one in asked]
         stop.set()
-        return gap.result(), statuses
+        return gap.result(), lag.result(), statuses
 
 
 def test_sixty_hostile_patterns_stall_nobody(server: Served) -> None:
-    usual, statuses = under_load(server)
+    usual, _, statuses = under_load(server)
     assert set(statuses) == {200}
-    gap, statuses = under_load(server, hostile=True)
+    gap, lag, statuses = under_load(server, hostile=True)
     # some may be refused as too much, none is lost
     assert set(statuses) <= {200, 400, 429} and 200 in statuses
-    print(f"worst gap {gap:.3f} s, without grammars {usual:.3f} s")
-    assert gap < max(0.5, 4 * usual)
+    print(f"worst gap {gap:.3f} s, without grammars {usual:.3f} s, of the machine {lag:.3f} s")
+    assert gap < max(0.5, 4 * usual, 4 * lag)
     # what was passed over is told
     told = server.get("/metrics", authorization=f"Bearer {KEYS[0]}").body.decode()
     assert 'phase="grammar"' in told and 'event="grammar_late"' in told
