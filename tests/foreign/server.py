@@ -28,8 +28,7 @@ _SAME = {
     "--host": "--host",
     "--port": "--port",
 }
-# long enough for every prompt; answers of a small model run to its end when nothing bounds them
-MAX_CONTEXT = 4096
+MAX_CONTEXT = 8192
 # what vLLM's clients send to a server that asks for no key
 ADMIN_KEY = "token-abc123"
 
@@ -62,9 +61,8 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "COTERIE_HOME": str(_home())}
 
 
-@functools.cache
 def _home() -> Path:
-    """The downloaded model and kernels, but no experts that somebody installed."""
+    """The downloaded model and kernels, but no experts that somebody or another test installed."""
     made = Path(tempfile.mkdtemp(prefix="foreign-home-"))
     kept = Path(os.environ.get("COTERIE_HOME", ROOT / ".cache" / "home"))
     for name in ("models", "kernels"):
