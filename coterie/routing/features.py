@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from coterie.routing.code import code_in, language_named
+from coterie.routing.instruction import parted
 from coterie.routing.language import UNKNOWN, detect
 from coterie.routing.tasks import intent_of, task_type_of
 
@@ -74,7 +75,10 @@ def extract(instruction: str, document: str = "") -> Features:
     spoken = frozenset(words)
     every = frozenset(_WORD.findall(lowered_whole)) if document else spoken
     clock.lap("words")
-    language = detect(wish, spoken)
+    # what is quoted may be in any language
+    language = detect(parted(wish)[0])
+    if language == UNKNOWN:
+        language = detect(wish)
     clock.lap("language")
     has_json = "json" in every or _JSON.search(whole) is not None
     clock.lap("has_json")

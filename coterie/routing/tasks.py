@@ -48,6 +48,8 @@ _WANTS_JSON = re.compile(
 )
 _ABOUT_JSON = re.compile(
     r"\bfrom\s+(?:this |the |a |that )?json\b|\bjson (?:schema|file) (?:is|do)"
+    # "a poem about JSON", but not "facts about Rome as JSON"
+    r"|\b(?:about|on|of|called|titled|praising)\s+(?:(?!as\b|in\b|into\b|to\b)[\w']+\s+){0,3}json\b"
 )
 # nouns that mean code by themselves, and those that do beside a programming language
 _CODE = _set(

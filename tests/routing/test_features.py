@@ -180,3 +180,16 @@ def test_hostile_texts_cost_little() -> None:
         begun = time.thread_time()
         extract(text, text)
         assert time.thread_time() - begun < 0.02, text[:20]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "task_type"),
+    [
+        ("Write a poem about JSON", "creative_writing"),
+        ("Tell me a story about a lonely JSON.", "creative_writing"),
+        ("Write three facts about Rome as JSON", "json_parsing"),
+        ("Return the name and the age as JSON.", "json_parsing"),
+    ],
+)
+def test_what_is_spoken_of_is_not_what_is_wanted(prompt: str, task_type: str) -> None:
+    assert extract(prompt).task_type == task_type

@@ -1,0 +1,130 @@
+"""What of a text is the instruction and what is its material, and how the instruction opens.
+
+"Translate 'positive or negative' into French" and "Is this positive or negative? Too slow." have a
+task's words in common, but the first has them as material. Knows no topic and no adapter.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from coterie.routing.words import words
+
+_QUOTED = re.compile(
+    r"\"[^\"\n]{1,600}\"|“[^”]{1,600}”|«[^»]{1,600}»|`[^`]{1,600}`|(?<![\w'])'[^'\n]{2,300}'(?!\w)"
+)
+# what stands behind "Translate this into French: " is material, what stands behind "Text: " may be
+_BEHIND_COLON = re.compile(r"^(\S+(?:[^\S\n]+\S+){2,}?):[^\S\n]+(\S.*)$", re.M)
+_LEAST_WISH_CHARS = 12
+# in the place of material, a word that nobody writes
+_MATERIAL = " qqq "
+_MAX_OPENING = 8
+_SKIPPED = frozenset(
+    "please can you could would i want need like hi hey hello there now then kindly just to the a".split()  # noqa: E501, SIM905
+)
+_OPENINGS = {
+    "what": "what what's who who's whose when where",
+    "why": "why",
+    "how": "how",
+    "which": "which",
+    "is": "is are was were do does did can could should will would has have am may must isn't "
+    "doesn't",
+    "translate": "translate",
+    "explain": "explain describe define discuss compare outline illustrate teach",
+    "fix": "fix debug repair correct proofread improve optimise optimize refactor review check "
+    "test validate verify edit polish",
+    "make": "write create make generate compose draft build design develop implement produce "
+    "invent imagine prepare code program train",
+    "convert": "convert turn transform change rewrite reformat express put standardise normalise "
+    "normalize rephrase shorten capitalise slugify",
+    "label": "classify categorise categorize label tag sort rate judge decide determine detect "
+    "assign choose pick select identify",
+    "get": "extract pull parse get find read take return output fill give show list name tell "
+    "provide state",
+    "count": "count add calculate compute sum round solve subtract multiply divide",
+    "act": "delete drop remove insert update alter open close install run send book set remind "
+    "schedule redirect merge grant draw play order buy",
+    "summarise": "summarise summarize condense recap",
+    "self": "i my we our i'm i've me",
+}
+OPENINGS = (*_OPENINGS, "other")
+_OPENING = {word: name for name, said in _OPENINGS.items() for word in said.split()}
+# what an instruction speaks of, whatever its topic: stories, programs, tools that fail, ...
+_KINDS = {
+    "story": "poem poems haiku story stories joke jokes song sonnet limerick tale novel essay "
+    "lyrics verse rhyme slogan riddle pun play dialogue letter speech article post paragraph "
+    "tutorial guide book",
+    "program": "function script program code class regex regexp library module api app application "
+    "python javascript java rust ruby typescript django react hook unit test tests package "
+    "algorithm method bash macro plugin webpage page html css component",
+    "tool": "generator classifier parser linter tool bot chatbot model extractor converter helper "
+    "validator checker analyser analyzer system bug bugs error errors crash crashes fails broken "
+    "wrong returns",
+    "tongue": "french german spanish italian japanese polish portuguese english dutch chinese "
+    "russian swedish latin welsh turkish korean arabic",
+    "meaning": "mean means meaning difference history invented example examples better best good "
+    "important valid reasons tips works work called stand stands definition kind kinds type types "
+    "opposite synonym plural word words rule rules standard why explain",
+    "comparison": "than heavier longer bigger larger shorter lighter more less between versus vs "
+    "common compare worse better taller older faster",
+    "refusal": "not don't without never no nobody",
+}
+_KIND_SETS = tuple(frozenset(said.split()) for said in _KINDS.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    # of the text, with a mark in the place of material
+    words: list[str]
+    # words of the material
+    material: int
+    # one of OPENINGS
+    opening: str
+    # where among the words the one that says so stands
+    place: int
+
+    def kinds(self) -> list[bool]:
+        """Which of the kinds of things it speaks of."""
+        said = set(self.words)
+        return [not said.isdisjoint(kind) for kind in _KIND_SETS]
+
+
+NUM_KINDS = len(_KIND_SETS)
+
+
+def instruction(text: str) -> Instruction:
+    """`text` is bounded."""
+    left, material = parted(text)
+    found = words(left)
+    opening, place = _opened(found)
+    return Instruction(found, len(words(material)), opening, place)
+
+
+def parted(text: str) -> tuple[str, str]:
+    """(the instruction, its material): quotations, and what stands behind a wish and a colon."""
+    taken: list[str] = []
+
+    def quoted(found: re.Match[str]) -> str:
+        taken.append(found.group(0)[1:-1])
+        return _MATERIAL
+
+    def behind(found: re.Match[str]) -> str:
+        if len(found.group(1)) < _LEAST_WISH_CHARS:
+            return found.group(0)
+        taken.append(found.group(2))
+        return f"{found.group(1)} :{_MATERIAL}"
+
+    left = _BEHIND_COLON.sub(behind, _QUOTED.sub(quoted, text))
+    return left, " ".join(taken)
+
+
+def _opened(found: list[str]) -> tuple[str, int]:
+    for place, word in enumerate(found[:_MAX_OPENING]):
+        opening = _OPENING.get(word)
+        asks_you = word in _SKIPPED and found[place + 1 : place + 2] == ["you"]
+        if opening is not None and not asks_you:
+            return opening, place
+        if word not in _SKIPPED:
+            return "other", place
+    return "other", 0
