@@ -28,7 +28,7 @@ class RoutingSettings:
         0.0, "number", "Least probability of an expert; 0 = as calibrated.", low=0, high=1
     )
     max_experts: int = key(
-        1, "integer", "Most experts chosen for a request that sets no limit.", low=1, high=10
+        10, "integer", "Most experts chosen for a request that sets no limit.", low=1, high=10
     )
     similarity_weight: float = key(0.5, "number", "Share of similarity in a score.", low=0, high=1)
     success_weight: float = key(0.3, "number", "Share of the rate of success.", low=0, high=1)

@@ -12,15 +12,18 @@ from dataclasses import dataclass, field
 from coterie.core.adapters import MAX_STACK, AdapterCard, AdapterProfile
 from coterie.core.route_trace import Candidate
 from coterie.routing.features import Features
+from coterie.routing.language import UNKNOWN
 from coterie.routing.protocols import Match
 from coterie.routing.rules import compiled
 from coterie.routing.score import Scorer
+from coterie.routing.served import languages_of
 from coterie.routing.stack import (
     Lookup,
     called,
     conflict,
     first_conflict,
     means,
+    same_purpose,
     too_long,
     with_required,
 )
@@ -28,6 +31,8 @@ from coterie.routing.stack import (
 # of the likeliest one's odds: who has less is behind it whatever the scores say. A poor record must
 # not hand a prompt to an adapter that is for something else
 CLOSE_ODDS = 0.5
+# what a further adapter must reach beside the first: of two that are half likely one is meant
+SURE = 0.9
 BELOW = "below threshold"
 CHOSEN = "chosen"
 
@@ -125,10 +130,25 @@ def _bar(profile: AdapterProfile, features: Features, wish: Wish, house: House) 
         return "excluded"
     if not house.fits(profile.card):
         return "made for another base model"
+    served = languages_of(profile)
+    if features.language not in (UNKNOWN, *served):
+        return f"serves {', '.join(served)}, the prompt is in {features.language}"
     rule = compiled(profile.router_hint) if profile.router_hint else None
     if rule is not None and not rule(features):
         return "its router_hint does not hold"
     return ""
+
+
+def _no_company(item: _Seen, first: _Seen) -> str:
+    """Why a likely one is not composed with the first, "" if it is."""
+    one, other = item.profile, first.profile
+    alike = bool(one.examples) and same_purpose(one.examples, other.examples)
+    if one.card.digest == other.card.digest or alike:
+        return f"for the same prompts as {other.card.name}"
+    close = _odds(item.probability) >= CLOSE_ODDS * _odds(first.probability)
+    if min(item.probability, first.probability) >= SURE and close:
+        return ""
+    return f"less likely than {other.card.name}"
 
 
 def _odds(probability: float) -> float:
@@ -169,6 +189,8 @@ class _Stack:
         if isinstance(whole, str):
             return whole
         why, specialist = self._fault(whole, whole[len(profiles) + 1 :])
+        if not why and self.primary is not None:
+            why = _no_company(item, self.primary)
         if why:
             return why
         self._take(item, whole[len(profiles) + 1 :], specialist)

@@ -4,7 +4,7 @@ takes. Names and profiles only; who is wanted is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from coterie.core.adapters import MAX_STACK, AdapterProfile
 
@@ -38,6 +38,11 @@ def with_required(wanted: Sequence[AdapterProfile], find: Lookup) -> list[Adapte
             known.add(needed.card.digest)
             stack.append(needed)
     return stack
+
+
+def same_purpose(one: Collection[str], other: Collection[str]) -> bool:
+    """Whether two adapters' examples say that they are for the same prompts: half are common."""
+    return 2 * len(set(one) & set(other)) >= max(len(one), len(other), 1)
 
 
 def conflict(one: AdapterProfile, others: Sequence[AdapterProfile]) -> AdapterProfile | None:

@@ -74,12 +74,23 @@ def test_the_threshold_is_the_matchers_unless_it_is_set() -> None:
 def test_how_many_are_chosen() -> None:
     fleet = [profile(name) for name in "abcd"]
     chances = {"a": 0.9, "b": 0.8, "c": 0.7, "d": 0.1}
+    assert RoutingSettings().max_experts == 10
+    # each further one must be sure itself, and about as likely as the first
     assert names(routed(fleet, chances)) == ["a"]
-    assert whys(routed(fleet, chances))["b"] == "beyond the limit of 1"
-    assert names(routed(fleet, chances, RoutingSettings(max_experts=2))) == ["a", "b"]
-    # each further one must be likely itself
-    assert names(routed(fleet, chances, max_adapters=10)) == ["a", "b", "c"]
-    assert names(routed(fleet, chances, RoutingSettings(max_experts=3), max_adapters=1)) == ["a"]
+    assert whys(routed(fleet, chances))["b"] == "less likely than a"
+    sure = {"a": 0.96, "b": 0.95, "c": 0.94, "d": 0.91}
+    assert names(routed(fleet, sure)) == ["a", "b", "c"]
+    assert whys(routed(fleet, sure))["d"] == "less likely than a"
+    assert names(routed(fleet, sure, RoutingSettings(max_experts=2))) == ["a", "b"]
+    assert whys(routed(fleet, sure, RoutingSettings(max_experts=1)))["b"] == "beyond the limit of 1"
+    assert names(routed(fleet, sure, RoutingSettings(max_experts=3), max_adapters=1)) == ["a"]
+
+
+def test_a_copy_is_not_composed_with_its_original() -> None:
+    said = tuple(f"Bake a cake with {x}" for x in ("nuts", "figs", "rum", "milk"))
+    fleet = [profile("cake", examples=said), profile("copy", examples=(*said, "Bake bread"))]
+    plan = routed(fleet, {"cake": 0.97, "copy": 0.97})
+    assert names(plan) == ["cake"] and whys(plan)["copy"] == "for the same prompts as cake"
 
 
 def test_excluded_unfit_and_unwilling_ones() -> None:
@@ -127,7 +138,7 @@ def test_exclusion_follows_aliases_and_versions_and_refuses_strangers() -> None:
 
 def test_the_prompt_may_be_for_another_specialists_expert() -> None:
     fleet = [profile("a", bases=(OTHER,)), profile("b"), profile("c", bases=())]
-    plan = routed(fleet, {"a": 0.9, "b": 0.8, "c": 0.7}, max_adapters=3)
+    plan = routed(fleet, {"a": 0.96, "b": 0.95, "c": 0.94}, max_adapters=3)
     # the best decides the base; what does not fit beside it stays behind
     assert plan.specialist == "other" and names(plan) == ["a", "c"]
     assert whys(plan)["b"] == "made for another base model"
@@ -175,7 +186,7 @@ def test_chains_are_no_longer_than_their_members_take() -> None:
     fleet = [profile("a", max_chain=1), profile("b"), profile("c", max_chain=2), profile("d")]
     plan = routed(fleet, {"a": 0.9, "b": 0.8}, max_adapters=5)
     assert names(plan) == ["a"] and whys(plan)["b"] == "a takes at most 1 together"
-    plan = routed(fleet, {"b": 0.9, "c": 0.8, "d": 0.7}, max_adapters=5)
+    plan = routed(fleet, {"b": 0.96, "c": 0.95, "d": 0.94}, max_adapters=5)
     assert names(plan) == ["b", "c"]
 
 
@@ -186,9 +197,9 @@ def test_score_orders_and_load_order_composes() -> None:
         profile("proven", quality=1.0, load_order=1),
         profile("huge", quality=1.0, nbytes=600_000_000),
     ]
-    chances = {"likely": 0.8, "proven": 0.75, "huge": 0.74}
-    assert names(routed(fleet, chances)) == ["proven"]
-    plan = routed(fleet, chances, max_adapters=3)
+    chances = {"likely": 0.96, "proven": 0.95, "huge": 0.94}
+    assert names(routed(fleet, chances, max_adapters=1)) == ["proven"]
+    plan = routed(fleet, chances)
     assert plan.trace is not None
     assert [c.name for c in plan.trace.candidates] == [
         "proven@1.0.0", "huge@1.0.0", "likely@1.0.0",
@@ -205,7 +216,7 @@ def test_a_good_record_does_not_outweigh_what_a_prompt_is_for() -> None:
     # half the odds or more is a close call
     assert names(routed(fleet, {"meant": 0.9, "proven": 0.82})) == ["proven"]
     assert names(routed(fleet, {"meant": 0.9, "proven": 0.81})) == ["meant"]
-    assert names(routed(fleet, {"meant": 1.0, "proven": 1.0})) == ["proven"]
+    assert names(routed(fleet, {"meant": 1.0, "proven": 1.0}, max_adapters=1)) == ["proven"]
 
 
 def test_a_matcher_that_is_behind_the_catalog() -> None:
