@@ -34,6 +34,8 @@ class Decided:
     item: Item
     chosen: str | None
     confidence: float
+    # experts beside the first
+    extra: int = 0
 
     @property
     def is_right(self) -> bool:
@@ -73,7 +75,11 @@ def judged(decided: Sequence[Decided]) -> dict[str, Any]:
     related = [item for item in decided if item.item.expert is not None]
     unrelated = [item for item in decided if item.item.expert is None]
     names = sorted({str(item.item.expert) for item in related})
+    wrong = [item.confidence for item in decided if item.chosen and not item.is_right]
     return {
+        "right": share(sum(item.is_right for item in decided), len(decided)),
+        "wrong_route_confidence": float(np.mean(wrong)) if wrong else 0.0,
+        "with_further_experts": sum(item.extra > 0 for item in decided),
         "related": share(sum(item.is_right for item in related), len(related)),
         "false_activation": share(
             sum(item.chosen is not None for item in unrelated), len(unrelated)
@@ -102,9 +108,12 @@ def lines(title: str, found: dict[str, Any]) -> list[str]:
 
     text = [
         f"{title}",
+        f"  right                      {told(found['right'])}",
         f"  right expert, related      {told(found['related'])}",
         f"  an expert, unrelated       {told(found['false_activation'])}",
         f"  expected calibration error {found['calibration_error']:7.3f}",
+        f"  confidence of wrong routes {found['wrong_route_confidence']:7.3f}",
+        f"  with further experts       {found['with_further_experts']:7}",
     ]
     for name, entry in found["by_expert"].items():
         text.append(f"    {name:22} {told(entry)}  false {found['activated_falsely'][name]}")

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+# of the learnt slope, about the score of one half: what another hand writes is harder to tell than
+# what the curve was learnt on, so that no score is as sure as it looks there
+TEMPER = 0.5
 PATH = Path(__file__).parent / "data" / "calibration.json"
 _STEPS = 50
 
@@ -30,6 +33,10 @@ class Calibration:
         return 1.0 / (1.0 + math.exp(-max(-30.0, min(30.0, self.slope * score + self.offset))))
 
 
+def tempered(slope: float, offset: float) -> tuple[float, float]:
+    return slope * TEMPER, offset * TEMPER
+
+
 @cache
 def calibration_of(embedder: str) -> Calibration:
     """As it was learnt; a plain curve for an embedder that nothing was learnt for."""
@@ -37,17 +44,21 @@ def calibration_of(embedder: str) -> Calibration:
     return Calibration(**found[embedder]) if embedder in found else Calibration()
 
 
-def learn(scores: Sequence[float], right: Sequence[bool]) -> tuple[float, float]:
-    """Slope and offset by Newton's method (Platt's targets, so that neither end is certain)."""
+def learn(
+    scores: Sequence[float], right: Sequence[bool], worth: Sequence[float] | None = None
+) -> tuple[float, float]:
+    """Slope and offset by Newton's method (Platt's targets, so that neither end is certain);
+    `worth` is how much each one counts."""
     x, y = np.asarray(scores, float), np.asarray(right, bool)
+    w = np.ones(len(x)) if worth is None else np.asarray(worth, float)
     high, low = (y.sum() + 1) / (y.sum() + 2), 1 / ((~y).sum() + 2)
     wanted = np.where(y, high, low)
     columns = np.stack([x, np.ones_like(x)], axis=1)
     found = np.zeros(2)
     for _ in range(_STEPS):
         chance = 1 / (1 + np.exp(-np.clip(columns @ found, -30, 30)))
-        slope = columns.T @ (wanted - chance) - 1e-3 * found
-        curve = (columns * (chance * (1 - chance))[:, None]).T @ columns + 1e-3 * np.eye(2)
+        slope = columns.T @ (w * (wanted - chance)) - 1e-3 * found
+        curve = (columns * (w * chance * (1 - chance))[:, None]).T @ columns + 1e-3 * np.eye(2)
         step = np.linalg.solve(curve, slope)
         found += step
         if np.abs(step).max() < 1e-9:

@@ -6,9 +6,10 @@ only where it changed: the same weights may be packed again with other hints. Kn
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 
 import numpy as np
@@ -17,8 +18,10 @@ from numpy.typing import NDArray
 from coterie.core.adapters import AdapterProfile
 from coterie.routing.embed import Embedder, Vector, unit
 from coterie.routing.kept import KeptCache
+from coterie.routing.near_misses import near_misses, word_counts
 from coterie.routing.probe import Background, Lesson, Probe, ordinary_prompts
 from coterie.routing.sketch import Sketch, sketch
+from coterie.routing.stack import same_purpose
 
 # of one package
 MAX_EXAMPLES = 100
@@ -26,7 +29,7 @@ MAX_EXAMPLES = 100
 FEW_EXAMPLES = 5
 # neighbours whose examples are held against an adapter, and rows of all of them
 NEIGHBOURS = 16
-MAX_OTHERS = 96
+MAX_OTHERS = 192
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,11 @@ class _Said:
 
     # of these texts
     digest: str
+    # the examples as they are written
+    texts: frozenset[str]
     examples: list[Sketch]
     counterexamples: list[Sketch]
+    made_up: list[Sketch]
     centre: Vector
 
 
@@ -54,40 +60,54 @@ def probes(profiles: Sequence[AdapterProfile], embedder: Embedder) -> list[Probe
     centres = np.stack([item.centre for item in said])
     made = []
     for row, item in enumerate(said):
-        near = [said[other] for other in _neighbours(centres, row)]
+        near = _neighbours(said, centres, row)
         key = (embedder.name, item.digest, *(other.digest for other in near))
-        lesson = Lesson(item.examples, item.counterexamples, _others(near))
+        lesson = Lesson(item.examples, item.counterexamples, item.made_up, _others(near))
         made.append(_probes.get(key, partial(background.fit, lesson)))
     return made
 
 
 def _texts(profile: AdapterProfile, embedder: Embedder) -> _Said:
-    digest = _digest(profile)
+    digest = said_by(profile)
     return _said.get((embedder.name, digest), lambda: _read(profile, digest, embedder))
 
 
-def _digest(profile: AdapterProfile) -> str:
-    card = profile.card
-    texts = (profile.examples, profile.counterexamples, profile.keywords, card.description)
-    return sha256(repr((*texts, card.name)).encode()).hexdigest()
+def said_by(profile: AdapterProfile) -> str:
+    """The digest of what a probe is learnt from: of two packages that say the same, one digest."""
+    texts = (profile.examples, profile.counterexamples, profile.keywords)
+    few = len(profile.examples) < FEW_EXAMPLES
+    also = (profile.card.description, profile.card.name) if few else ()
+    return sha256(repr((*texts, *also)).encode()).hexdigest()
 
 
 def _read(profile: AdapterProfile, digest: str, embedder: Embedder) -> _Said:
     texts = list(profile.examples[:MAX_EXAMPLES])
+    misses = near_misses(profile.keywords, texts, _common())
     if len(texts) < FEW_EXAMPLES:
         texts += [profile.card.description, " ".join(profile.keywords), profile.card.name]
     examples = [sketch(text, embedder) for text in texts if text]
     against = [sketch(text, embedder) for text in profile.counterexamples[:MAX_EXAMPLES] if text]
+    made_up = [sketch(text, embedder) for text in misses]
     centre = unit(np.sum([item.meaning for item in examples], axis=0, dtype=np.float32))
-    return _Said(digest, examples, against, centre)
+    return _Said(digest, frozenset(texts), examples, against, made_up, centre)
 
 
-def _neighbours(centres: NDArray[np.float32], row: int) -> list[int]:
-    """The rows most like `row`, without it, in their order."""
-    alike = centres @ centres[row]
-    alike[row] = -2.0
-    count = min(NEIGHBOURS, len(alike) - 1)
-    return sorted(int(other) for other in np.argsort(-alike, kind="stable")[:count])
+@cache
+def _common() -> Counter[str]:
+    return word_counts(ordinary_prompts())
+
+
+def _neighbours(said: Sequence[_Said], centres: NDArray[np.float32], row: int) -> list[_Said]:
+    """Those most like `row`, in the order of their texts' digests; each text once, and none that is
+    for the same prompts: a copy under another name is no evidence against the original."""
+    found: dict[str, _Said] = {}
+    for other in np.argsort(-(centres @ centres[row]), kind="stable"):
+        item = said[other]
+        if item.digest not in found and not same_purpose(item.texts, said[row].texts):
+            found[item.digest] = item
+            if len(found) == NEIGHBOURS:
+                break
+    return [found[digest] for digest in sorted(found)]
 
 
 def _others(near: Sequence[_Said]) -> list[Sketch]:

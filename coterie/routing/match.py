@@ -18,10 +18,11 @@ from coterie.core.adapters import AdapterProfile
 from coterie.routing.calibrate import Calibration, calibration_of
 from coterie.routing.embed import Embedder
 from coterie.routing.index import MAX_EXACT_ROWS, AdapterIndex
+from coterie.routing.learnt import Learnt
 from coterie.routing.lessons import probes
 from coterie.routing.probe import Probe
 from coterie.routing.shape import shape
-from coterie.routing.sketch import PLACES, Sketch, sketch, word_scale
+from coterie.routing.sketch import PLACES, Sketch, sketch
 
 if TYPE_CHECKING:
     from coterie.routing.features import Features
@@ -49,26 +50,22 @@ class Match:
 
 class Matcher:
     def __init__(
-        self, profiles: Sequence[AdapterProfile], learnt: Sequence[Probe], embedder: Embedder
+        self, profiles: Sequence[AdapterProfile], learnt: Learnt, embedder: Embedder
     ) -> None:
         self._profiles, self._embedder = tuple(profiles), embedder
         self._calibration: Calibration = calibration_of(embedder.name)
-        # [adapters, (1 + shape.DIM) * (1 + dim)]
-        self._joint = np.stack([probe.joint.ravel() for probe in learnt]).astype(np.float32)
-        # [adapters, dim + shape.DIM + 1]: the same in short
-        self._short = np.stack([_short(probe) for probe in learnt])
-        # [PLACES, adapters]: a text looks at few of its rows
-        self._words = np.stack([probe.words for probe in learnt], axis=1)
-        self._scales = np.array([probe.scale for probe in learnt], np.float32)
+        self._joint, self._short = learnt.joint, learnt.short
+        # a text looks at few of its rows
+        self._words, self._scales = learnt.words, learnt.scales
         self._graph: AdapterIndex | None = None
-        if len(learnt) > MAX_EXACT_ROWS:
-            rows = np.stack([_row(probe) for probe in learnt])
-            self._graph = AdapterIndex(rows, MAX_EXACT_ROWS)
+        if len(self._profiles) > MAX_EXACT_ROWS:
+            rows = [_row(learnt, row) for row in range(len(self._profiles))]
+            self._graph = AdapterIndex(np.stack(rows), MAX_EXACT_ROWS)
 
     @classmethod
     def build(cls, profiles: Sequence[AdapterProfile], embedder: Embedder) -> Matcher:
         """Takes milliseconds per adapter that was not seen before. There is at least one."""
-        return cls(profiles, probes(profiles, embedder), embedder)
+        return cls(profiles, learn(profiles, embedder), embedder)
 
     @property
     def threshold(self) -> float:
@@ -113,8 +110,7 @@ class Matcher:
             if self._graph is None
             else self._words[np.ix_(asked.grams, rows)]
         )
-        total = marks.sum(axis=0, dtype=np.int32)
-        said: NDArray[np.float32] = total * (self._scales[rows] * word_scale(asked))
+        said: NDArray[np.float32] = (asked.weights @ marks) * self._scales[rows]
         return said
 
 
@@ -128,13 +124,23 @@ def _brief(asked: Sketch) -> NDArray[np.float32]:
     return np.concatenate([asked.meaning, asked.form, _ONE])
 
 
-def _row(probe: Probe) -> NDArray[np.float32]:
+def learn(profiles: Sequence[AdapterProfile], embedder: Embedder) -> Learnt:
+    made = probes(profiles, embedder)
+    return Learnt(
+        np.stack([probe.joint.ravel() for probe in made]).astype(np.float32),
+        np.stack([_short(probe) for probe in made]).astype(np.float32),
+        np.stack([probe.words for probe in made], axis=1),
+        np.array([probe.scale for probe in made], np.float32),
+    )
+
+
+def _row(learnt: Learnt, row: int) -> NDArray[np.float32]:
     """What a graph compares: the short form, and the words folded into few columns."""
-    folded = np.bincount(_COLUMN, probe.words * _SIGN, _FOLDED) * probe.scale
-    return np.concatenate([_short(probe), folded]).astype(np.float32)
+    folded = np.bincount(_COLUMN, learnt.words[:, row] * _SIGN, _FOLDED) * learnt.scales[row]
+    return np.concatenate([learnt.short[row], folded]).astype(np.float32)
 
 
 def _column(asked: Sketch) -> NDArray[np.float32]:
-    signs = _SIGN[asked.grams] * word_scale(asked)
+    signs = _SIGN[asked.grams] * asked.weights
     folded = np.bincount(_COLUMN[asked.grams], signs, _FOLDED)
     return np.concatenate([_brief(asked), folded]).astype(np.float32)

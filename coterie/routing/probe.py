@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.routing.embed import Embedder
-from coterie.routing.sketch import PLACES, SHAPE_WEIGHT, Rows, Sketch, sketch
+from coterie.routing.sketch import JOINT_WEIGHT, PLACES, SHAPE_WEIGHT, Rows, Sketch, sketch
 
 _PROMPTS = Path(__file__).parent / "data" / "background.txt"
 _RIDGE = 0.1
 # how much one row counts, beside one ordinary prompt
-FOR, AGAINST = 3.0, 1.5
+FOR, AGAINST, MADE_UP = 2.0, 1.5, 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,15 @@ class Lesson:
 
     examples: Sequence[Sketch]
     counterexamples: Sequence[Sketch]
+    # near misses that nobody wrote
+    made_up: Sequence[Sketch] = ()
     # what other adapters are for
     others: Sequence[Sketch] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """score = [1, form] @ joint @ [1, meaning] + words @ marks; about 1 for, -1 against."""
+    """score = [1, form] @ joint @ [1, meaning] + words @ weights; about 1 for, -1 against."""
 
     # [1 + shape.DIM, 1 + dim]
     joint: NDArray[np.float16]
@@ -55,11 +57,13 @@ class Background:
         self._inverse = inverse.astype(np.float32)
 
     def fit(self, lesson: Lesson) -> Probe:
-        own = [*lesson.examples, *lesson.counterexamples, *lesson.others]
-        positive, negative = len(lesson.examples), len(lesson.counterexamples)
-        worth = np.full(len(own), FOR)
-        worth[positive : positive + negative] = AGAINST
-        wanted = np.where(np.arange(len(own)) < positive, 1.0, -1.0)
+        parts = (
+            (lesson.examples, FOR), (lesson.counterexamples, AGAINST), (lesson.made_up, MADE_UP),
+            (lesson.others, FOR),
+        )  # fmt: skip
+        own = [item for part, _ in parts for item in part]
+        worth = np.concatenate([np.full(len(part), each) for part, each in parts])
+        wanted = np.where(np.arange(len(own)) < len(lesson.examples), 1.0, -1.0)
         rows = Rows(own)
         inside = rows.alike(own).astype(np.float64) + 1.0 + np.diag(_RIDGE / worth)
         across = self._rows.alike(own) + np.float32(1.0)
@@ -78,11 +82,12 @@ def _joint(rows: Rows, share: NDArray[np.float64]) -> NDArray[np.float64]:
     form = np.insert(rows.form, 0, 1.0, axis=1)
     joint: NDArray[np.float64] = form.T @ (meaning * share[:, None])
     joint[1:, 0] *= SHAPE_WEIGHT
+    joint[1:, 1:] *= JOINT_WEIGHT
     return joint
 
 
 def _words(rows: Rows, share: NDArray[np.float64]) -> NDArray[np.float64]:
-    amounts = np.repeat(share * rows.lengths, rows.counts)
+    amounts = np.repeat(share, rows.counts) * rows.weights
     words: NDArray[np.float64] = np.bincount(rows.grams, amounts, PLACES).astype(np.float64)
     return words
 

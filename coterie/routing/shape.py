@@ -12,6 +12,7 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.routing.instruction import NUM_KINDS, OPENINGS, Instruction, instruction
 from coterie.routing.words import words
 
 _ASKING = frozenset({"what", "who", "when", "where", "why", "how"})
@@ -46,13 +47,20 @@ _CAPITALISED = re.compile(r"\b[A-Z][a-z]+")
 _FOREIGN = re.compile(r"[^\u0000-\u0250]")
 # squares of the entries add up to about one for a usual text
 _SCALE = np.float32(math.sqrt(0.1))
+# numbers that do not say how the instruction opens
+_PLAIN = 18 + NUM_KINDS + len(_PATTERNS)
+DIM = _PLAIN + len(OPENINGS)
 
 
-def shape(text: str, found: list[str] | None = None) -> NDArray[np.float32]:
-    """`DIM` numbers; `text` is bounded, `found` are its words."""
+def shape(
+    text: str, found: list[str] | None = None, asked: Instruction | None = None
+) -> NDArray[np.float32]:
+    """`DIM` numbers; `text` is bounded, `found` are its words, `asked` is its instruction."""
     found = words(text) if found is None else found
+    asked = instruction(text) if asked is None else asked
     count, first = len(found), found[0] if found else ""
-    values = (
+    values = np.zeros(DIM, np.float32)
+    values[:_PLAIN] = (
         1.0,
         first in _OPENING,
         first in _ASKING,
@@ -65,9 +73,14 @@ def shape(text: str, found: list[str] | None = None) -> NDArray[np.float32]:
         count > 15,
         count > 40,
         len(_CAPITALISED.findall(text)) / max(1, count),
+        asked.material > 0,
+        asked.material > 3,
+        asked.material > 8,
+        "?" in asked.words,
+        len(asked.words) < 6,
+        len(asked.words) < 10,
+        *asked.kinds(),
         *(pattern.search(text) is not None for pattern in _PATTERNS),
     )
-    return np.array(values, np.float32) * _SCALE
-
-
-DIM = len(shape(""))
+    values[_PLAIN + OPENINGS.index(asked.opening)] = 1.0
+    return values * _SCALE

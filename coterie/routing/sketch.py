@@ -1,6 +1,6 @@
-"""A text as the matcher sees it: its vector, its shape and its words and pairs of words.
+"""A text as the matcher sees it: its vector, its shape, its words and those of its instruction.
 
-Two sketches are alike by the sum of four parts; `alike` is that kernel. Knows no adapter.
+Two sketches are alike by the sum of five parts; `alike` is that kernel. Knows no adapter.
 """
 
 from __future__ import annotations
@@ -14,13 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.routing.embed import Embedder, Vector
+from coterie.routing.instruction import Instruction, instruction
 from coterie.routing.shape import shape
 from coterie.routing.words import bounded, words
 
-# places for hashed words and pairs
-PLACES = 1 << 14
-# weight of the shape by itself beside meaning, words, and meaning times shape
+# places for hashed words and pairs: one half of the whole text's, one half of its instruction's
+PLACES = 1 << 15
+_HALF = PLACES // 2
+# weights beside the meaning's: of either half's words, the shape, and meaning times shape
+WORD_WEIGHT = np.float32(0.7)
 SHAPE_WEIGHT = np.float32(0.3)
+JOINT_WEIGHT = np.float32(2.5)
+# words behind the one that opens an instruction: of its kind and of itself
+_OPENED_WORDS, _NEXT_WORDS = 12, 7
 _STEM = 5
 _LONGEST_NUMBER = 5
 
@@ -31,23 +37,52 @@ class Sketch:
     meaning: Vector
     # [shape.DIM]
     form: Vector
-    # sorted, unique, each below PLACES
+    # unique, each below PLACES: of the text, then of the instruction
     grams: NDArray[np.int32]
+    # one for each of the grams: those of either half have a length of sqrt(WORD_WEIGHT)
+    weights: Vector
 
 
 def sketch(text: str, embedder: Embedder) -> Sketch:
     text = bounded(text)
-    found = words(text)
-    return Sketch(embedder.embed(text), shape(text, found), _grams(found))
+    found, asked = words(text), instruction(text)
+    halves = _places(_grams(found), 0), _places(_asked_grams(asked), _HALF)
+    weights = [np.full(len(half), _word_scale(len(half)), np.float32) for half in halves]
+    grams = np.array([*halves[0], *halves[1]], np.int32)
+    form = shape(text, found, asked)
+    return Sketch(embedder.embed(text), form, grams, np.concatenate(weights))
 
 
-def _grams(found: list[str]) -> NDArray[np.int32]:
-    shown = [f"#{min(len(w), _LONGEST_NUMBER)}" if w.isdigit() else w for w in found]
+def _grams(found: list[str]) -> set[str]:
+    shown = _shown(found)
     said = set(shown)
     said.update(f"~{word[:_STEM]}" for word in shown if len(word) > _STEM)
     said.update(map(" ".join, pairwise(["<s>", *shown, "</s>"])))
-    places = {zlib.crc32(gram.encode()) % PLACES for gram in said}
-    return np.array(sorted(places), np.int32)
+    return said
+
+
+def _asked_grams(asked: Instruction) -> set[str]:
+    """Words in order, and what the instruction's first word or its kind goes with."""
+    shown, place = _shown(asked.words), asked.place
+    said = _grams(asked.words)
+    first = shown[place] if shown else ""
+    behind = [word for word in shown[place + 1 : place + _OPENED_WORDS] if len(word) > 2]
+    said.update(f"{asked.opening}>{word}" for word in behind)
+    near = [word for word in shown[place + 1 : place + _NEXT_WORDS] if len(word) > 2]
+    said.update(f"{first}>>{word}" for word in near)
+    return said
+
+
+def _shown(found: list[str]) -> list[str]:
+    return [f"#{min(len(w), _LONGEST_NUMBER)}" if w.isdigit() else w for w in found]
+
+
+def _places(grams: set[str], first: int) -> list[int]:
+    return sorted({first + zlib.crc32(gram.encode()) % _HALF for gram in grams})
+
+
+def _word_scale(count: int) -> float:
+    return float(np.sqrt(WORD_WEIGHT / max(1, count)))
 
 
 class Rows:
@@ -56,26 +91,29 @@ class Rows:
     def __init__(self, sketches: Sequence[Sketch]) -> None:
         self.meaning = np.stack([item.meaning for item in sketches])
         self.form = np.stack([item.form for item in sketches])
-        # [PLACES, rows]: a column marks the words of a text; `lengths` make it of unit length
-        self.marks = np.zeros((PLACES, len(sketches)), np.uint8)
-        self.lengths = np.array([word_scale(item) for item in sketches], np.float32)
         self.grams = np.concatenate([item.grams for item in sketches])
+        self.weights = np.concatenate([item.weights for item in sketches])
         self.counts = np.array([len(item.grams) for item in sketches])
-        self.marks[self.grams, np.repeat(np.arange(len(sketches)), self.counts)] = 1
+        used = np.unique(self.grams)
+        self._line = np.full(PLACES, -1, np.int32)
+        self._line[used] = np.arange(len(used))
+        # [places that are used, rows]: a column holds the weights of a text's words
+        self._marks = np.zeros((len(used), len(sketches)), np.float32)
+        columns = np.repeat(np.arange(len(sketches)), self.counts)
+        self._marks[self._line[self.grams], columns] = self.weights
 
     def alike(self, others: Sequence[Sketch]) -> NDArray[np.float32]:
         """The kernel of every other sketch with every row: [len(others), rows]."""
         meaning = np.stack([item.meaning for item in others]) @ self.meaning.T
         form = np.stack([item.form for item in others]) @ self.form.T
-        said = np.stack([self._said(item) for item in others]) * self.lengths
-        total: NDArray[np.float32] = meaning + said + SHAPE_WEIGHT * form + meaning * form
+        said = np.stack([self._said(item) for item in others])
+        total: NDArray[np.float32] = (
+            meaning + said + SHAPE_WEIGHT * form + JOINT_WEIGHT * meaning * form
+        )
         return total
 
     def _said(self, item: Sketch) -> NDArray[np.float32]:
-        total: NDArray[np.float32] = self.marks[item.grams].sum(axis=0, dtype=np.float32)
-        return total * word_scale(item)
-
-
-def word_scale(item: Sketch) -> np.float32:
-    """What makes the marks of a text's words a vector of unit length."""
-    return np.float32(1.0 / np.sqrt(max(1, len(item.grams))))
+        lines = self._line[item.grams]
+        known = lines >= 0
+        total: NDArray[np.float32] = item.weights[known] @ self._marks[lines[known]]
+        return total

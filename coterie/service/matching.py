@@ -1,4 +1,4 @@
-"""The matcher of what is installed, built on a thread of its own and swapped in whole.
+"""The matcher of what is installed: learnt once, by a process of its own, and swapped in whole.
 
 Requests use the one before until the next is ready; a catalog that changes while one is being built
 gets another one behind it. Knows no registry and no request.
@@ -22,11 +22,11 @@ Build = Callable[[Sequence[AdapterProfile]], Matcher]
 
 
 def build_matcher(profiles: Sequence[AdapterProfile]) -> Matcher:
-    """On a thread: it embeds every text of every package that was not seen before."""
-    from coterie.routing.embed import DEFAULT, EMBEDDERS
-    from coterie.routing.match import Matcher as ByContent
+    """On a thread: it reads what is kept, or waits for the process that learns."""
+    from coterie.routing.learn import kept_matcher
+    from coterie.weights.home import home
 
-    return ByContent.build(profiles, EMBEDDERS[DEFAULT]())
+    return kept_matcher(profiles, home() / "routing")
 
 
 class Matching:

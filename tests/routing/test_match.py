@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -13,8 +14,9 @@ from coterie.core.adapters import AdapterProfile
 from coterie.routing.embed import DEFAULT, EMBEDDERS
 from coterie.routing.lessons import probes
 from coterie.routing.match import Matcher
+from coterie.routing.near_misses import FRAMES, near_misses
 from coterie.routing.probe import AGAINST, FOR, Background, Lesson
-from coterie.routing.sketch import Rows, sketch, word_scale
+from coterie.routing.sketch import Rows, sketch
 from tests.routing.fleet import profile
 
 EMBEDDER = EMBEDDERS[DEFAULT]()
@@ -134,6 +136,33 @@ def test_a_probe_is_the_ridge_regression_over_all_rows() -> None:
     for text in ("Slug for Old Men", "Tell me about slugs", "What?"):
         asked = sketch(text, EMBEDDER)
         direct = float((table.alike([asked]) + 1.0)[0] @ shares)
-        said = probe.words[asked.grams].sum() * probe.scale * word_scale(asked)
+        said = probe.words[asked.grams] @ asked.weights * probe.scale
         sides = np.append(1.0, asked.form), np.append(1.0, asked.meaning)
         assert float(sides[0] @ probe.joint @ sides[1] + said) == pytest.approx(direct, abs=0.02)
+
+
+def test_a_copy_under_another_name_takes_nothing_from_the_original(
+    known: list[AdapterProfile],
+) -> None:
+    original = known[-1]
+    card = replace(original.card, name="another-name")
+    texts = ("Make a URL slug: Why Geese Fly", "How do slugs breathe?")
+    for copy in (
+        replace(original, card=card),
+        replace(original, card=card, examples=original.examples[:40]),
+    ):
+        beside = Matcher.build([*known, copy], EMBEDDER)
+        alone = Matcher.build(known, EMBEDDER)
+        for text in texts:
+            before, after = (
+                next(m for m in each.match(text) if m.profile is original)
+                for each in (alone, beside)
+            )
+            assert after.similarity == pytest.approx(before.similarity, abs=0.01)
+
+
+def test_near_misses_are_made_of_any_package() -> None:
+    said = tuple(f"Bake a plum cake with {x}" for x in ("nuts", "figs", "rum", "milk"))
+    made = near_misses(("cake",), said, Counter())
+    assert "Write a poem about plum cake." in made or "Write a poem about cake." in made
+    assert len(made) == 2 * len(FRAMES) and near_misses((), (), Counter()) == []

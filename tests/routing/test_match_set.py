@@ -18,6 +18,11 @@ def dev() -> list[Item]:
     return routing_set.read(routing_set.FOLDER / "dev.jsonl")
 
 
+@pytest.fixture(scope="module")
+def near() -> list[Item]:
+    return routing_set.read(routing_set.FOLDER / "near_miss_dev.jsonl")
+
+
 def test_there_is_enough_of_everything(dev: list[Item]) -> None:
     counts = Counter(item.expert for item in dev)
     names = {profile.card.name for profile in shipped()}
@@ -39,12 +44,28 @@ def test_packages_say_much_about_when_to_use_them() -> None:
         assert profile.decoding == {"temperature": 0.0}
 
 
-def test_the_dev_part_is_routed_well(dev: list[Item]) -> None:
+def test_near_misses_are_many_and_of_every_expert(near: list[Item], dev: list[Item]) -> None:
+    counts = Counter(item.expert for item in near)
+    assert counts.keys() == {*(profile.card.name for profile in shipped()), None}
+    assert counts[None] >= 200 and min(counts.values()) >= 15
+    learnt = set(ordinary_prompts()) | {item.prompt for item in dev}
+    for profile in shipped():
+        learnt.update(profile.examples, profile.counterexamples)
+    assert not learnt & {item.prompt for item in near}
+
+
+def test_the_dev_part_is_routed_well(dev: list[Item], near: list[Item]) -> None:
     router, matcher = router_of(shipped())
-    found = routing_set.judged(cross_validated(scored(matcher, dev)))
+    plain, missed = cross_validated(scored(matcher, dev), scored(matcher, near))
+    found = routing_set.judged(plain)
     assert found["related"]["share"] >= 0.97
     assert found["false_activation"]["share"] <= 0.02
     assert found["calibration_error"] <= 0.05
+    close = routing_set.judged(missed)
+    assert close["right"]["share"] >= 0.94
+    assert close["wrong_route_confidence"] < 0.7
+    # a further expert joins nobody here
+    assert routing_set.judged(routed(router, [*near, *dev[::2]]))["with_further_experts"] == 0
     whole = routing_set.judged(routed(router, dev[::4]))
     assert whole["related"]["share"] >= 0.96
     assert whole["false_activation"]["share"] <= 0.03

@@ -1,0 +1,57 @@
+"""routing/learn.py: probes are learnt once by a child, kept by digest, learnt again if damaged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.routing_fleet import shipped
+from coterie.core.adapters import AdapterProfile
+from coterie.routing import learn
+from coterie.routing.embed import DEFAULT, EMBEDDERS
+from coterie.routing.learnt import MAX_KEPT, digest_of, write
+from coterie.routing.match import Matcher
+
+TEXTS = ("Make a URL slug: Why Geese Fly", "Write a poem about JSON", "3.5 kg in grams")
+
+
+def test_what_a_child_learnt_is_kept_and_never_trusted_blindly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    known: list[AdapterProfile] = shipped()[-2:]
+    here = Matcher.build(known, EMBEDDERS[DEFAULT]())
+    first = learn.kept_matcher(known, tmp_path)
+    for text in TEXTS:
+        for one, other in zip(here.match(text), first.match(text), strict=True):
+            assert one.profile is other.profile
+            assert one.probability == pytest.approx(other.probability, abs=1e-4)
+    (path,) = tmp_path.iterdir()
+    whole, child = path.read_bytes(), learn._by_child
+    asked = []
+    monkeypatch.setattr(learn, "_by_child", lambda found: asked.append(1) or child(found))
+    again = learn.kept_matcher(known, tmp_path)
+    assert not asked and all(again.match(text) == first.match(text) for text in TEXTS)
+    for damaged in (whole[:-9], b"", b"PK" + whole, whole[:100] + b"x" + whole[101:]):
+        path.write_bytes(damaged)
+        assert learn.kept_matcher(known, tmp_path).match(TEXTS[0]) == first.match(TEXTS[0])
+        assert path.read_bytes() == whole
+    assert len(asked) == 4 and "kept_probes_unreadable" in caplog.text
+
+
+def test_the_digest_follows_what_is_said_and_not_who_says_it() -> None:
+    known = shipped()[:2]
+    digest = digest_of(known, "static")
+    other = replace(known[0], card=replace(known[0].card, name="copy", version="9.0.0"))
+    assert digest_of([other, known[1]], "static") == digest
+    assert digest_of(known[::-1], "static") != digest
+    assert digest_of([replace(known[0], keywords=("x",)), known[1]], "static") != digest
+    assert digest_of(known, "hashed") != digest
+
+
+def test_few_files_are_kept(tmp_path: Path) -> None:
+    for number in range(MAX_KEPT + 3):
+        write(tmp_path / f"{number}.probes", json.dumps(number).encode())
+    assert len(list(tmp_path.iterdir())) == MAX_KEPT
