@@ -40,6 +40,8 @@ from coterie.routing.sketch import sketch
 FOLDS = 5
 # beside a plain prompt: in use near misses are rarer than in the set
 NEAR_MISS_WORTH = 0.5
+# below a half the likeliest expert is more likely wrong than right
+THRESHOLD = 0.5
 WARM_UP = 200
 HELD_OUT = routing_set.FOLDER / "held_out.jsonl"
 ASKED = {
@@ -62,11 +64,11 @@ def scored(matcher: Matcher, items: Sequence[Item]) -> list[Scored]:
 
 
 def calibrated(known: Sequence[Scored], near: Sequence[Scored]) -> Calibration:
-    """Below a half the likeliest expert is more likely wrong than right."""
     every = [*known, *near]
     worth = [1.0] * len(known) + [NEAR_MISS_WORTH] * len(near)
     right = [name == item.expert for item, name, _ in every]
-    return Calibration(*tempered(*learn([score for _, _, score in every], right, worth)), 0.5)
+    curve = tempered(*learn([score for _, _, score in every], right, worth))
+    return Calibration(*curve, THRESHOLD)
 
 
 def decided(found: Sequence[Scored], by: Calibration) -> list[Decided]:

@@ -24,12 +24,14 @@ from coterie.routing.sketch import Sketch, sketch
 from coterie.routing.stack import same_purpose
 
 # of one package
-MAX_EXAMPLES = 100
+MAX_EXAMPLES = 384
 # below it a package's description and keywords are examples too
 FEW_EXAMPLES = 5
 # neighbours whose examples are held against an adapter, and rows of all of them
 NEIGHBOURS = 16
-MAX_OTHERS = 192
+MAX_OTHERS = 600
+# of vectors: a text this like an example is asking for the same
+SAME_MEANING = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def probes(profiles: Sequence[AdapterProfile], embedder: Embedder) -> list[Probe
     for row, item in enumerate(said):
         near = _neighbours(said, centres, row)
         key = (embedder.name, item.digest, *(other.digest for other in near))
-        lesson = Lesson(item.examples, item.counterexamples, item.made_up, _others(near))
+        lesson = Lesson(item.examples, item.counterexamples, item.made_up, *_others(item, near))
         made.append(_probes.get(key, partial(background.fit, lesson)))
     return made
 
@@ -110,6 +112,14 @@ def _neighbours(said: Sequence[_Said], centres: NDArray[np.float32], row: int) -
     return [found[digest] for digest in sorted(found)]
 
 
-def _others(near: Sequence[_Said]) -> list[Sketch]:
+def _others(own: _Said, near: Sequence[_Said]) -> tuple[list[Sketch], list[Sketch]]:
+    """What the neighbours are for, and what they are not for: hardly anybody is for that. A text
+    that says about the same as an own example is neither."""
     share = MAX_OTHERS // max(1, len(near))
-    return [example for item in near for example in item.examples[:share]]
+    examples = [example for item in near for example in item.examples[:share]]
+    against = [text for item in near for text in item.counterexamples[:share]]
+    if against:
+        mine = np.stack([example.meaning for example in own.examples])
+        alike = (np.stack([text.meaning for text in against]) @ mine.T).max(axis=1)
+        against = [text for text, most in zip(against, alike, strict=True) if most < SAME_MEANING]
+    return examples, against

@@ -20,7 +20,7 @@ from coterie.routing.sketch import JOINT_WEIGHT, PLACES, SHAPE_WEIGHT, Rows, Ske
 _PROMPTS = Path(__file__).parent / "data" / "background.txt"
 _RIDGE = 0.1
 # how much one row counts, beside one ordinary prompt
-FOR, AGAINST, MADE_UP = 2.0, 1.5, 0.7
+FOR, AGAINST, MADE_UP, OTHERS = 2.0, 1.0, 0.3, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,9 @@ class Lesson:
     counterexamples: Sequence[Sketch]
     # near misses that nobody wrote
     made_up: Sequence[Sketch] = ()
-    # what other adapters are for
+    # what other adapters are for, and near misses of theirs
     others: Sequence[Sketch] = ()
+    others_misses: Sequence[Sketch] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Background:
     def fit(self, lesson: Lesson) -> Probe:
         parts = (
             (lesson.examples, FOR), (lesson.counterexamples, AGAINST), (lesson.made_up, MADE_UP),
-            (lesson.others, FOR),
+            (lesson.others, OTHERS), (lesson.others_misses, OTHERS),
         )  # fmt: skip
         own = [item for part, _ in parts for item in part]
         worth = np.concatenate([np.full(len(part), each) for part, each in parts])

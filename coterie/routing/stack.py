@@ -41,8 +41,9 @@ def with_required(wanted: Sequence[AdapterProfile], find: Lookup) -> list[Adapte
 
 
 def same_purpose(one: Collection[str], other: Collection[str]) -> bool:
-    """Whether two adapters' examples say that they are for the same prompts: half are common."""
-    return 2 * len(set(one) & set(other)) >= max(len(one), len(other), 1)
+    """Whether two adapters' examples say that they are for the same prompts: half of those of the
+    one that has fewer are the other's too."""
+    return 2 * len(set(one) & set(other)) >= max(1, min(len(one), len(other)))
 
 
 def conflict(one: AdapterProfile, others: Sequence[AdapterProfile]) -> AdapterProfile | None:
