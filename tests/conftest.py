@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# suites of others, with conftests of their own
+collect_ignore = ["foreign", "clients"]
+
 # Compiled kernels and the default model are kept between runs, so that `make test` pays for them
 # once; a test that writes state uses its own home.
 os.environ.setdefault(

@@ -187,10 +187,10 @@ def openmp_runtime() -> str:
         mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     except OSError:
         mapped = set()
-    for name in names:
-        for path in sorted(mapped):
-            if Path(path).name.startswith(name):
-                return path
+    # other packages bring runtimes of their own: torch's is the one in its own folder
+    for path in sorted(mapped, key=lambda path: ("torch" not in path, path)):
+        if Path(path).name.startswith(names):
+            return path
     return "libgomp.so.1"
 
 

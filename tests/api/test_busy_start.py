@@ -104,7 +104,12 @@ def check_starts(folder: Path, starts: int) -> None:
     try:
         ask(served)
         for package in house.packages:
-            reply = served.post("/v1/experts", package, authorization=f"Bearer {ADMIN}")
+            reply = served.post(
+                "/v1/experts",
+                package,
+                authorization=f"Bearer {ADMIN}",
+                content_type="application/octet-stream",
+            )
             assert reply.status == 201, reply.body
         live(served, house, 1)
         for _ in range(starts):

@@ -43,7 +43,12 @@ class House:
         self.install()
 
     def install(self) -> None:
-        reply = self.served.post("/v1/experts", self.package, authorization=f"Bearer {ADMIN}")
+        reply = self.served.post(
+            "/v1/experts",
+            self.package,
+            authorization=f"Bearer {ADMIN}",
+            content_type="application/octet-stream",
+        )
         assert reply.status == 201, reply.body
 
     def load(self, name: str, path: Path) -> Any:

@@ -44,7 +44,12 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         packer.package("letters", seed=3, description="Writes formal letters"),
     ]
     for package in made:
-        reply = served.post("/v1/experts", package, authorization=f"Bearer {ADMIN}")
+        reply = served.post(
+            "/v1/experts",
+            package,
+            authorization=f"Bearer {ADMIN}",
+            content_type="application/octet-stream",
+        )
         assert reply.status == 201, reply.body
     deadline = time.monotonic() + 30
     # an index of what is installed is made in the background

@@ -13,7 +13,7 @@ data: {"id":"ID","object":"chat.completion.chunk","created":0,"model":"tiny","sy
 
 data: {"id":"ID","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":"V","choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":"length"}],"usage":null}
 
-data: {"id":"ID","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":"V","choices":[],"usage":{"prompt_tokens":N,"completion_tokens":N,"total_tokens":N,"prompt_tokens_details":{"cached_tokens":N},"completion_tokens_details":{"reasoning_tokens":N}}}
+data: {"id":"ID","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":"V","choices":[],"usage":{"prompt_tokens":N,"completion_tokens":N,"total_tokens":N,"prompt_tokens_details":{"cached_tokens":N},"completion_tokens_details":{"reasoning_tokens":N}},"coterie":{}}
 
 data: [DONE]
 
@@ -45,7 +45,7 @@ event: content_block_stop
 data: {"type":"content_block_stop","index":0}
 
 event: message_delta
-data: {"type":"message_delta","delta":{"stop_reason":"max_tokens","stop_sequence":null},"usage":{"input_tokens":N,"cache_creation_input_tokens":N,"cache_read_input_tokens":N,"output_tokens":N}}
+data: {"type":"message_delta","delta":{"stop_reason":"max_tokens","stop_sequence":null},"usage":{"input_tokens":N,"cache_creation_input_tokens":N,"cache_read_input_tokens":N,"output_tokens":N},"coterie":{}}
 
 event: message_stop
 data: {"type":"message_stop"}
@@ -64,6 +64,7 @@ def normal(raw: bytes) -> str:
     text = re.sub(rf'("(?:content|text)":){_TEXT}', r'\1"TEXT"', text)
     text = re.sub(r'"text":"","logprobs"', '"text":"TEXT","logprobs"', text)
     text = re.sub(r'_tokens":\d+', '_tokens":N', text)
+    text = re.sub(r'"coterie":\{"timings":\{[^{}]*\}\}', '"coterie":{}', text)
     blocks = text.split("\n\n")
     kept = [b for i, b in enumerate(blocks) if i == 0 or b != blocks[i - 1]]
     return "\n\n".join(kept)

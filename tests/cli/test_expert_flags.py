@@ -130,7 +130,7 @@ def test_a_trace_is_what_plan_replays(
     capsys.readouterr()
     assert main(["plan", moe, *budgets, "--trace", kept, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["workload"] == "recorded trace run.npz"
+    assert told["workload"] == "recorded trace run.npz, from a cold start (one request)"
     dense = str(tiny_checkpoint("llama"))
     assert main(["run", dense, "--prompt", "hello", *ASKED, "--trace", kept]) == 2
     assert "no routed experts" in capsys.readouterr().err
