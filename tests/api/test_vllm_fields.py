@@ -390,7 +390,7 @@ def test_tokenizer_info_and_load(server: Served, tokenizer: Tokenizer) -> None:
 
 def test_sizes_and_phases_are_measured(own_server: Served) -> None:
     """vLLM's histograms, one observation per request, and their sums."""
-    reply = own_server.post(TEXT, text(n=2, temperature=1)).json["usage"]
+    reply = own_server.post(TEXT, text(n=2, temperature=1, ignore_eos=True)).json["usage"]
     sizes = {
         "vllm:request_prompt_tokens": reply["prompt_tokens"],
         "vllm:request_generation_tokens": 16,
