@@ -176,18 +176,23 @@ class Process:
             self.stdin.transport.abort()
         for transport in self._reading:
             transport.close()
+        # a pipe that a transport has is the transport's to close
+        self._child.close()
 
     async def connect(self) -> None:
         child = self._child
         if child.stdin is not None:
-            transport, _ = await self._loop.connect_write_pipe(lambda: self._input, child.stdin)
+            pipe, child.stdin = child.stdin, None
+            transport, _ = await self._loop.connect_write_pipe(lambda: self._input, pipe)
             self.stdin = asyncio.StreamWriter(transport, self._input, None, self._loop)
-        self.stdout = await self._reader(child.stdout)
-        self.stderr = await self._reader(child.stderr)
+        if child.stdout is not None:
+            pipe, child.stdout = child.stdout, None
+            self.stdout = await self._reader(pipe)
+        if child.stderr is not None:
+            pipe, child.stderr = child.stderr, None
+            self.stderr = await self._reader(pipe)
 
-    async def _reader(self, pipe: BinaryIO | None) -> asyncio.StreamReader | None:
-        if pipe is None:
-            return None
+    async def _reader(self, pipe: BinaryIO) -> asyncio.StreamReader:
         reader = asyncio.StreamReader()
         transport, _ = await self._loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), pipe
@@ -226,11 +231,13 @@ async def start(
 ) -> Process:
     """As `spawn`, on the event loop, which waits until the program is loaded: a millisecond."""
     process = Process(spawn(command, env, stdin=stdin, stdout=stdout, stderr=stderr))
+    connecting = asyncio.ensure_future(process.connect())
     try:
-        await process.connect()
+        # uvloop that is cancelled while it takes a pipe over leaves it to be closed twice
+        await asyncio.shield(connecting)
     except BaseException:
         process.kill()
-        process.close()
+        connecting.add_done_callback(lambda _: process.close())
         raise
     return process
 

@@ -122,6 +122,36 @@ def test_a_program_that_is_not_there_is_an_error_and_leaves_nothing_open(run: Ru
     run(test())
 
 
+def test_a_start_that_is_cancelled_anywhere_leaves_nothing_open(run: Run) -> None:
+    async def begin() -> None:
+        process = await start(python(""), environment(), stdin=PIPE, stdout=PIPE, stderr=PIPE)
+        await finish(process)
+
+    async def cancelled_after(steps: int) -> bool:
+        task = asyncio.ensure_future(begin())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return task.cancelled()
+
+    async def test() -> None:
+        # the first takes descriptors that the loop keeps
+        await begin()
+        before = len(os.listdir("/proc/self/fd"))
+        steps = 0
+        while await cancelled_after(steps) or steps < 3:
+            steps += 1
+            give_up_at = asyncio.get_running_loop().time() + 30
+            # the loop closes pipes in a later step, and the process must end first
+            while len(os.listdir("/proc/self/fd")) != before:
+                assert asyncio.get_running_loop().time() < give_up_at, steps
+                await asyncio.sleep(0.01)
+        assert steps >= 3
+
+    run(test())
+
+
 def test_a_thread_may_wait_and_no_descriptor_is_left() -> None:
     before = len(os.listdir("/proc/self/fd"))
     child = spawn(python("print(input() * 2)"), environment(), stdin=PIPE, stdout=PIPE)
