@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -71,11 +72,15 @@ def holdings(served: Served) -> dict[str, float]:
     }
 
 
-def settled(served: Served, wanted: dict[str, float], within_s: float) -> dict[str, float]:
+def given_back(served: Served, before: dict[str, float], within_s: float) -> bool:
+    """Whether it comes to hold no more than before; a connection of the tests before may have
+    been closed meanwhile."""
     deadline = time.monotonic() + within_s
-    while (now := holdings(served)) != wanted and time.monotonic() < deadline:
+    while not (done := all(now <= before[name] for name, now in holdings(served).items())):
+        if time.monotonic() >= deadline:
+            break
         time.sleep(0.05)
-    return now
+    return done
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
@@ -133,8 +138,9 @@ def test_half_of_a_crowd_leaves(crowd_server: Served) -> None:
     """Half disconnect midway, the others are served to the end; then everything is given back."""
     clients = 200
     crowd_server.post(CHAT, chat())
-    before = settled(crowd_server, holdings(crowd_server), 1)
-    assert (before["streams"], before["running"], before["waiting"]) == (0, 0, 0)
+    idle = {"fds": math.inf, "threads": math.inf, "streams": 0, "running": 0, "waiting": 0}
+    assert given_back(crowd_server, idle | {"kv": math.inf}, 20)
+    before = holdings(crowd_server)
     crowd = [
         Client(crowd_server, chat(f"crowd {i}", stream=True, max_tokens=40, ignore_eos=True))
         for i in range(clients)
@@ -148,5 +154,4 @@ def test_half_of_a_crowd_leaves(crowd_server: Served) -> None:
         client.read_until(b"data: [DONE]")
         assert client.received.count(b'"finish_reason":"length"') == 1
         client.vanish()
-    after = settled(crowd_server, before, 20)
-    assert after == before
+    assert given_back(crowd_server, before, 20), (before, holdings(crowd_server))
