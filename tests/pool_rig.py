@@ -109,7 +109,7 @@ def fetch(pool: AdapterPool, adapters: tuple[AdapterChoice, ...]) -> Stack:
     """Want, wait and take."""
     pool.want(adapters)
     key = stack_key(adapters)
-    until = time.monotonic() + 20.0
+    until = time.monotonic() + 60
     while (state := pool.state(key)) != "ready":
         assert state != "failed", pool.failure(key)
         assert time.monotonic() < until, f"still {state}"

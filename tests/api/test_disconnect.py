@@ -91,7 +91,7 @@ def test_one_that_vanishes_is_aborted(crowd_server: Served, stream: bool, path: 
         time.sleep(0.01)
     made = crowd_server.metric("vllm:generation_tokens_total")
     client.vanish()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while crowd_server.metric("vllm:num_requests_running") and time.monotonic() < deadline:
         time.sleep(0.01)
     assert crowd_server.metric("vllm:num_requests_running") == 0
@@ -108,7 +108,7 @@ def test_several_prompts_in_one_request_are_all_aborted(crowd_server: Served) ->
     client.vanish()
     # the second is what the worker said last
     for name in ("coterie_gateway_open_streams", "vllm:num_requests_running"):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while crowd_server.metric(name) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert crowd_server.metric(name) == 0

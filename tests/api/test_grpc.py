@@ -124,7 +124,7 @@ def test_cancelling_gives_the_request_up(stub: Stub, grpc_server: Served) -> Non
     call = stub.call("InferStream", pb.InferRequest(prompt="Go on", **LONG))
     assert next(event for event in call if event.delta.text)
     call.cancel()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while metric(grpc_server, "vllm:num_requests_running") and time.monotonic() < deadline:
         time.sleep(0.02)
     assert metric(grpc_server, "vllm:generation_tokens_total") - before < 3000
@@ -265,7 +265,7 @@ def test_reflection_tells_the_service(channel: grpc.Channel) -> None:
 
 def test_calls_are_logged_without_what_they_say(stub: Stub, grpc_server: Served) -> None:
     stub.infer("a very private question", max_tokens=2)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while '"route":"/coterie.v1.Inference/Infer"' not in grpc_server.log():
         assert time.monotonic() < deadline, grpc_server.log()
         time.sleep(0.02)

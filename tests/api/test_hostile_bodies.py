@@ -169,7 +169,7 @@ def test_memory_comes_back(server: Served) -> None:
     for thread in threads:
         thread.join()
     assert len(statuses) == len(bodies) and set(statuses) <= {400, 413, 429}
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while rss(server) > before + 60_000_000 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert rss(server) <= before + 60_000_000, (before, rss(server))

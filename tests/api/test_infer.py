@@ -132,7 +132,7 @@ def test_a_client_that_leaves_aborts_its_request(server: Served) -> None:
         httpx.post(url, json=body, timeout=httpx.Timeout(10, read=0.05))
     with httpx.stream("POST", url, json=body | {"stream": True}) as stream:
         assert next(stream.iter_lines()) == "event: started"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not idle(server):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -147,7 +147,7 @@ def test_a_job_is_accepted_and_answered_later(server: Served) -> None:
     assert reply.headers["location"] == f"/v1/jobs/{job['job_id']}"
     assert reply.headers["preference-applied"] == "respond-async"
     assert job["status"] in ("queued", "processing") and job["estimated_wait_ms"] >= 0
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (view := server.get(reply.headers["location"]).json)["status"] != "succeeded":
         assert time.monotonic() < deadline, view
         time.sleep(0.02)

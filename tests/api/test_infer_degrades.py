@@ -51,7 +51,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             content_type="application/octet-stream",
         )
         assert reply.status == 201, reply.body
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     # an index of what is installed is made in the background
     while infer(served, UNRELATED, max_tokens=1)["degraded"]:
         assert time.monotonic() < deadline

@@ -106,9 +106,9 @@ def test_prompts_are_normalised_and_trimmed() -> None:
 def test_normalising_takes_no_longer_than_the_text_is_long() -> None:
     for mark in ("\u0301\u0316", "\u0f73\u0f71"):
         text = "a" + mark * 200_000
-        begun = time.perf_counter()
+        begun = time.thread_time()
         asked = receive(prompt="x", body=text)
-        assert time.perf_counter() - begun < 1.0
+        assert time.thread_time() - begun < 1.0
         assert asked.request.hints.document == text
     dense = "e\u0316\u0301" * 1000 + "e" + "\u0301\u0316" * 32
     assert receive(prompt=dense).request.hints.instruction == unicodedata.normalize("NFC", dense)

@@ -33,7 +33,7 @@ def runtime_of(model: CausalLM) -> ExpertRuntime:
 
 
 def wait_for(ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not ready() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert ready()

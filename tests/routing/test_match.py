@@ -78,9 +78,9 @@ def test_the_same_text_gives_the_same_matches(matcher: Matcher, known: list) -> 
 
 def test_a_long_document_is_not_read_to_its_end(matcher: Matcher) -> None:
     wish, tail = "Sentiment, positive or negative? " + "It broke at once. " * 60, "Bye. " * 80
-    begun = time.perf_counter()
+    begun = time.thread_time()
     long = matcher.match(wish + "word " * 400_000 + tail)
-    assert time.perf_counter() - begun < 0.5
+    assert time.thread_time() - begun < 0.5
     assert long == matcher.match(wish + "other " * 400_000 + tail)
 
 

@@ -93,7 +93,7 @@ def test_the_next_expert_is_there_before_its_turn(
     async def until_resident(pipeline: Pipeline, name: str) -> None:
         digest = pipeline.adapters.current()[name].digest
         served = pipeline._roster.find("tiny")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             # a worker that has nothing to do says nothing: any answer brings its news
             while digest not in served.replicas.states()[0].resident_adapters:
                 await answer(pipeline, ask())

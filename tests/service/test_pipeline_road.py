@@ -130,7 +130,7 @@ def test_waiting_for_an_adapter_is_told(on_road: Road, monkeypatch: pytest.Monke
         cold, warm = [(await answer(pipeline, ask(hints=hints))).end.metrics for _ in range(2)]
         assert cold is not None and warm is not None
         assert 100 < cold.expert_load_latency_ms <= cold.queue_ms
-        assert warm.expert_load_latency_ms < 20
+        assert warm.expert_load_latency_ms < 100
 
     on_road(test)
 
@@ -238,7 +238,7 @@ def test_a_timeout_holds_when_the_worker_is_silent(
 ) -> None:
     async def test(pipeline: Pipeline) -> None:
         replica = pipeline._roster._groups[0].replicas[0]
-        request = ask(PROMPTS["haiku"], limits={"max_tokens": 900, "timeout_s": 0.3})
+        request = ask(PROMPTS["haiku"], limits={"max_tokens": 900, "timeout_s": 1.0})
         with monkeypatch.context() as patch:
             events = pipeline.handle(request)
             seen = [await anext(events) for _ in range(10)]
@@ -252,7 +252,7 @@ def test_a_timeout_holds_when_the_worker_is_silent(
         # those that came while the last one was read were paid for too
         read = sum(len(e.token_ids) for e in seen if isinstance(e, Delta))
         assert 0 < read <= row.output_tokens < read + 100
-        assert 300 <= row.total_latency_ms < 2000
+        assert 1000 <= row.total_latency_ms < 20_000
 
     on_road(test)
 

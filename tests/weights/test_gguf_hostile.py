@@ -135,13 +135,13 @@ def test_huge_counts_allocate_nothing(tmp_path: Path) -> None:
         header([], [tensor("t", (1 << 20,), 0, huge)]),
     ]
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     for case in cases:
         refused(path, padded(case, 64))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8_000_000
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def test_the_child_dies_with_its_parent(
         (folder,) = (private_home / "state" / "run").iterdir()
         assert folder.stat().st_mode & 0o777 == 0o700
         parent.kill()
-    _, alive = psutil.wait_procs([child], timeout=10)
+    _, alive = psutil.wait_procs([child], timeout=60)
     assert not alive
 
 

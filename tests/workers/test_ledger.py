@@ -162,7 +162,7 @@ async def test_refusals_drops_and_late_words() -> None:
     ledger.take(delta("b", 1))
     ledger.take(finished("b"))
     assert len(events) == 1
-    await asyncio.wait_for(ledger.emptied(), 1)
+    await asyncio.wait_for(ledger.emptied(), 60)
 
 
 @on_loop
