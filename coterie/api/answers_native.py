@@ -85,7 +85,8 @@ class Tokenized(BaseModel):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] = []
+    # null unless asked for
+    token_strs: list[str] | None
 
 
 class Detokenized(BaseModel):

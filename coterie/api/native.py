@@ -92,6 +92,7 @@ class NativeEndpoints:
             "count": len(ids),
             "max_model_len": card.max_model_len,
             "tokens": ids,
+            "token_strs": None,
         }
         if body.return_token_strs:
             payload["token_strs"] = await asyncio.to_thread(_token_texts, tokenizer, ids)

@@ -20,6 +20,7 @@ def test_tokenize_and_back(server: Served) -> None:
     assert there["max_model_len"] == 1024
     plain = server.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json
     assert [0, *plain["tokens"]] == there["tokens"]
+    assert plain["token_strs"] is None
     back = server.post("/detokenize", {"model": "tiny", "tokens": plain["tokens"]}).json
     assert back == {"prompt": text}
 
