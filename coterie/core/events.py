@@ -30,7 +30,7 @@ class Usage:
     # prompt tokens whose KV was reused
     cached_tokens: int = 0
     reasoning_tokens: int = 0
-    # prompt tokens behind the reused ones whose KV others may reuse from now on
+    # prompt tokens behind the reused ones that the same prompt would reuse from now on
     stored_tokens: int = 0
 
 

@@ -54,11 +54,11 @@ class KVSpace:
         return True
 
     def num_stored(self, sequence: Sequence) -> int:
-        """Tokens of its prompt, soft ones left out, that can be found once it is computed, and
-        could not before."""
+        """Tokens of its prompt, soft ones left out, that the same prompt finds once this one is
+        computed, and could not before: never the last, which is computed each time."""
         if not self._prefix_cache:
             return 0
-        num_full = sequence.num_prompt // self.block_size
+        num_full = (sequence.num_prompt - 1) // self.block_size
         self._hash(sequence, num_full)
         known = len(self.cache.match(sequence.chain[:num_full])) * self.block_size
         return max(num_full * self.block_size - max(known, sequence.num_virtual), 0)

@@ -58,9 +58,9 @@ def test_cached_tokens_are_not_input_tokens(client: anthropic.Anthropic) -> None
     first = client.messages.create(**asked, messages=turns).usage
     second = client.messages.create(**asked, messages=turns).usage
     counted = client.messages.count_tokens(model="tiny", messages=turns).input_tokens
-    # all full blocks are put there by the first, and read by the second but for the last token's
+    # all full blocks but the last token's are put there by the first and read by the second
     assert first.cache_read_input_tokens == 0
-    assert first.cache_creation_input_tokens == counted // 16 * 16
+    assert first.cache_creation_input_tokens == (counted - 1) // 16 * 16
     assert second.cache_read_input_tokens == (counted - 1) // 16 * 16 > 0
     assert second.cache_creation_input_tokens == 0
     longer = [*turns, {"role": "assistant", "content": "So?"}, *turns]

@@ -48,6 +48,15 @@ def test_one_request_from_start_to_end() -> None:
     assert [e.finish_reason for e in events[1:-1]] == [None] * 11 + ["length"]
 
 
+def test_a_prompt_of_full_blocks_stores_all_but_the_last() -> None:
+    """Of 28 tokens in blocks of four the last block is computed again: 24 are found."""
+    engine = make_engine()
+    engine.add(make_assignment("a", range(1, 29), max_tokens=2))
+    assert drain(engine)[0] == Started("a", "r0", 28, 0, stored_tokens=24)
+    engine.add(make_assignment("b", range(1, 29), max_tokens=2))
+    assert drain(engine)[0] == Started("b", "r0", 28, 24, stored_tokens=0)
+
+
 def test_many_requests_under_pressure() -> None:
     engine = make_engine(make_lane(num_blocks=20, prefix_cache=False))
     work = [make_assignment(f"r{i}", range(1, 5 + 3 * i), max_tokens=20) for i in range(8)]
