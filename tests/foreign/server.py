@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ _SAME = {
     "--max-num-seqs": "--max-sequences",
     "--served-model-name": "--name",
     "--alias": "--name",
+    "--parallel": "--max-sequences",
     "--host": "--host",
     "--port": "--port",
 }
@@ -54,6 +56,9 @@ def lora_directory() -> Path:
 
     folder = Path(tempfile.mkdtemp(prefix="foreign-lora-"))
     unpack(inspect(ROOT / "experts" / "commit-header.expert"), folder)
+    for path in folder.iterdir():
+        if not path.name.startswith("adapter_"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     return folder
 
 
@@ -143,9 +148,24 @@ class ModelTokenizer:
     def convert_ids_to_tokens(self, ids: Sequence[int], **_: Any) -> list[str]:
         return [self._own.decode([one], skip_special=False) for one in ids]
 
-    def apply_chat_template(self, conversation: Any, tokenize: bool = True, **options: Any) -> Any:
+    def apply_chat_template(
+        self,
+        conversation: Any,
+        tokenize: bool = True,
+        tools: Any = (),
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        **_: Any,
+    ) -> Any:
         from coterie.core.request import Chat, Message
 
         turns = tuple(Message(turn["role"], turn["content"]) for turn in conversation)
-        text = self._own.render(Chat(turns))
+        text = self._own.render(
+            Chat(
+                turns,
+                add_generation_prompt=add_generation_prompt,
+                closes_last=not continue_final_message,
+                tools=tuple(tool["function"] for tool in tools),
+            )
+        )
         return self._own.encode(text) if tokenize else text
