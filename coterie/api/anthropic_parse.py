@@ -36,7 +36,7 @@ def messages_ask(body: MessagesBody, steering: Steering, prompt: Chat) -> Ask:
         limits=Limits(
             max_tokens=body.max_tokens,
             stop=tuple(body.stop_sequences or ()),
-            priority=steering.priority,
+            priority=steering.priority(body.priority),
             timeout_s=steering.timeout_s,
         ),
         sessions=(body.cache_key, None if metadata is None else metadata.user_id),

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from coterie.api.body import Body
 from coterie.api.experts_types import Experts
-from coterie.api.openai_types import MAX_MESSAGES
+from coterie.api.openai_types import MAX_MESSAGES, Urgency
 from coterie.api.tools import MAX_TOOLS
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -104,3 +104,5 @@ class MessagesBody(CountBody):
     output_format: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    # vLLM's
+    priority: Urgency | None = None

@@ -23,6 +23,8 @@ from coterie.core.events import Event, Finished
 from coterie.core.plan import RoutePlan
 from coterie.core.request import (
     AUTO,
+    DEFAULT_PRIORITY,
+    MAX_PRIORITY,
     InferenceRequest,
     Limits,
     Prompt,
@@ -73,8 +75,19 @@ class Steering:
 
     exchange: Exchange
     session: str | None
-    priority: int
+    # vLLM's number, lower is sooner
+    urgency: int | None
     timeout_s: float | None
+
+    def priority(self, urgency: int | None) -> int:
+        """Of a body that says `urgency`, which counts for more than the header. Higher is sooner
+        here, with 5 in the middle; what the caller's key may have is the planner's business."""
+        given = self.urgency if urgency is None else urgency
+        return (
+            DEFAULT_PRIORITY
+            if given is None
+            else min(max(DEFAULT_PRIORITY - given, 0), MAX_PRIORITY)
+        )
 
 
 def steering_of(request: Request) -> Steering:
@@ -84,8 +97,7 @@ def steering_of(request: Request) -> Steering:
     return Steering(
         exchange=exchange_of(request.scope),
         session=headers.get("x-session-id"),
-        # vLLM's lower number is sooner; ours is the other way round, with 5 in the middle
-        priority=5 if urgency is None else min(max(5 - int(urgency), 0), 9),
+        urgency=None if urgency is None else int(urgency),
         timeout_s=None if timeout_ms is None else timeout_ms / 1000,
     )
 

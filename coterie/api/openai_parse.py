@@ -255,7 +255,7 @@ def _limits(body: Common, max_tokens: int | None, steering: Steering) -> Limits:
         stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
-        priority=steering.priority,
+        priority=steering.priority(body.priority),
         timeout_s=steering.timeout_s,
         text=TextRules(
             skip_special=body.skip_special_tokens is not False,

@@ -28,6 +28,8 @@ MAX_DOCUMENTS = 1024
 _INT64 = 2**63 - 1
 
 Probability = Annotated[float, Field(ge=0, le=1)]
+# vLLM's: lower is sooner
+Urgency = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 BadWord = Annotated[str, Field(min_length=1, max_length=200)]
@@ -169,6 +171,7 @@ class Common(Shaped):
     return_token_ids: bool | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = Field(None, ge=-10, le=10)
+    priority: Urgency | None = None
     cache_key: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: str | None = None

@@ -83,7 +83,7 @@ IGNORED = frozenset(
         "store", "service_tier", "safety_identifier", "prompt_cache_retention", "prediction",
         "reasoning_effort", "verbosity",
         # vLLM and SGLang
-        "request_id", "priority", "guided_decoding_backend", "rid", "separate_reasoning",
+        "request_id", "guided_decoding_backend", "rid", "separate_reasoning",
         "stream_reasoning", "vllm_xargs", "kv_transfer_params", "include_reasoning",
         # llama.cpp
         "cache_prompt", "id_slot", "n_keep", "timings_per_token", "min_keep", "return_progress",

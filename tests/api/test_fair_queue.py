@@ -17,6 +17,7 @@ from served import Reply, Served
 from tiny import tiny_checkpoint
 
 GREEDY, OTHER, URGENT, NARROW = "greedy-key", "other-key", "urgent-key", "narrow-key"
+MESSAGES = [{"role": "user", "content": "x"}]
 LONG, PATIENCE_S = 300, 60.0
 
 
@@ -105,6 +106,26 @@ def test_a_right_to_urgency_is_honoured(house: Served) -> None:
     assert mild.status == 200 and "x-coterie-priority" not in mild.headers
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+def test_a_body_may_say_its_priority_within_the_rights_of_its_key(house: Served, path: str) -> None:
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 4}
+    body |= {"prompt": "x"} if path == "/v1/completions" else {"messages": MESSAGES}
+
+    def lowered_to(key: str, priority: int | None, **headers: str) -> str | None:
+        asked = body if priority is None else body | {"priority": priority}
+        reply = house.post(path, asked, x_api_key=key, **headers)
+        assert reply.status == 200, reply.body
+        return reply.headers.get("x-coterie-priority")
+
+    assert lowered_to(GREEDY, -4) == "5" and lowered_to(URGENT, -4) is None
+    assert lowered_to(GREEDY, 0) is None
+    # the body's own word counts for more than the header
+    assert lowered_to(GREEDY, 3, x_vllm_priority="-4") is None
+    assert lowered_to(GREEDY, None, x_vllm_priority="-4") == "5"
+    reply = house.post(path, body | {"priority": "high"}, x_api_key=GREEDY)
+    assert reply.status == 400 and "priority" in reply.json["error"]["message"]
+
+
 def test_a_key_runs_no_more_than_it_may(house: Served) -> None:
     reply = house.post(
         "/v1/completions", {"model": "tiny", "prompt": "x", "n": 2}, x_api_key=NARROW
@@ -124,6 +145,8 @@ def test_a_full_queue_takes_a_higher_priority(house: Served) -> None:
         until(lambda: any(reply.status == 429 for reply in crowd.replies))
         until(lambda: waiting(house) >= 4)
         assert ask(house, URGENT, "now", x_vllm_priority="-4").status == 200
+        urgent = {"model": "tiny", "prompt": "now", "max_tokens": 8, "priority": -4}
+        assert house.post("/v1/completions", urgent, x_api_key=URGENT).status == 200
     # what was accepted before is answered, whole
     whole = [r.json["usage"]["completion_tokens"] for r in crowd.replies if r.status == 200]
     assert whole and set(whole) == {LONG}
