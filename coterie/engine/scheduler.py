@@ -17,7 +17,7 @@ from itertools import groupby
 
 from coterie.core.plan import Assignment
 from coterie.core.request import own_tenant
-from coterie.engine.lane import LaneConfig, extra_places
+from coterie.engine.lane import LaneConfig, places
 from coterie.engine.seats import Seats
 from coterie.engine.sequence import Party, Sequence, Status, rank_of
 from coterie.engine.space import KVSpace
@@ -59,10 +59,12 @@ class Scheduler:
         """For this request. Lower priorities that wait take no place from it; who was told to come
         now, and a tenant of which nobody is here, finds some room beyond the bound."""
         rank = (-assignment.limits.priority, math.inf, 0, 0)
-        ahead, most = bisect(self.waiting, rank, key=rank_of), self.config.max_queue
-        if assignment.limits.is_expected or not self._is_here(own_tenant(assignment.tenant)):
-            most += extra_places(most)
-        return ahead >= most
+        most = places(
+            self.config.max_queue,
+            is_expected=assignment.limits.is_expected,
+            is_new=not self._is_here(own_tenant(assignment.tenant)),
+        )
+        return bisect(self.waiting, rank, key=rank_of) >= most
 
     def _is_here(self, tenant: str) -> bool:
         parties = ((tenant, False), (tenant, True))

@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heappush
 
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded
 from coterie.core.plan import Assignment, LaneState
-from coterie.engine.lane import extra_places
+from coterie.engine.lane import places
 from coterie.service.replicas import Line, Ticket, ticket_of
 
 # official clients give up beyond this
@@ -101,17 +101,17 @@ class Admission:
         ahead = len(line.ahead(ticket.priority))
         # who comes too early has none yet
         mine = next((p for p in pace.promises if p.key == key and p.due_at <= now + EARLY_S), None)
+        is_new = not line.holds(ticket.tenant)
         kept = 0
-        # no place is kept empty while the engine stands idle
-        if mine is None and line.running:
+        # no place is kept empty while the engine stands idle, and none that is promised to others
+        # is one of those for a tenant of which nobody is here
+        if mine is None and line.running and not is_new:
             kept = sum(
                 item.priority >= ticket.priority and item.kept_from <= now for item in pace.promises
             )
             # never the whole queue: who was refused may not come back
             kept = min(kept, max(state.max_queue // 2, 1))
-        most = state.max_queue
-        if mine is not None or not line.holds(ticket.tenant):
-            most += extra_places(state.max_queue)
+        most = places(state.max_queue, is_expected=mine is not None, is_new=is_new)
         if mine is not None:
             pace.promises.remove(mine)
         if ahead + kept >= most:

@@ -147,9 +147,10 @@ def test_admission_refuses_at_the_bound_of_each_priority() -> None:
     assert refused(admission, line, asked(priority=9)) is None
     fill(line, 4, priority=9)
     assert refused(admission, line, asked(priority=9)) is not None
-    # a tenant of which nobody is here finds a place, and only one
-    assert refused(admission, line, asked(priority=9, tenant="u")) is None
-    fill(line, 1, priority=9, tenant="u")
+    # a tenant of which nobody is here finds a place, and their number is bounded
+    for tenant in ("u", "w"):
+        assert refused(admission, line, asked(priority=9, tenant=tenant)) is None
+        fill(line, 1, priority=9, tenant=tenant)
     assert refused(admission, line, asked(priority=9, tenant="v")) is not None
     # what runs does not wait
     assert refused(admission, fill(Line(), 0, running=50), asked()) is None
@@ -192,6 +193,22 @@ def test_a_promised_place_is_kept_for_whom_it_was_promised() -> None:
     # who does not come loses it, and nobody waits for ever behind it
     now[0] += MAX_RETRY_AFTER_S
     assert refused(admission, line, asked(8)) is None
+
+
+def test_what_one_tenant_was_promised_keeps_no_other_out() -> None:
+    now = [time.monotonic()]
+    admission = Admission(clock=lambda: now[0])
+    line = fill(Line(), 4, running=2)
+    waits = [refused(admission, line, asked(prompt)) or 0.0 for prompt in range(6)]
+    now[0] += max(waits)
+    # places are kept for those who were told to come
+    assert refused(admission, line, asked(tenant="u")) is None
+    # they came, and took the room beyond the bound
+    while refused(admission, line, asked(prompt := waits.index(max(waits)))) is None:
+        fill(line, 1)
+        waits[prompt] = 0.0
+    assert len(line.waiting) == 5
+    assert refused(admission, line, asked(tenant="u")) is None
 
 
 def test_a_deadline_that_cannot_be_kept_is_refused_at_once() -> None:
