@@ -67,6 +67,10 @@ class ToyModel:
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return (2, num_blocks, 1, block_size, 1)
 
+    def new_kv(self, num_blocks: int, block_size: int) -> list[Tensor]:
+        shape = self.kv_shape(num_blocks, block_size)
+        return [torch.zeros(shape, dtype=self.kv_dtype) for _ in range(self.spec.num_layers)]
+
     def take_usage(self) -> None:
         """There are no experts."""
 

@@ -42,11 +42,7 @@ class Runner:
         self._block_size = config.block_size
         self._counting = list(range(config.max_sequences + 1))
         self._on_cpu = model.device.type == "cpu"
-        shape = model.kv_shape(config.num_blocks, config.block_size)
-        self._kv = [
-            torch.zeros(shape, dtype=model.kv_dtype, device=model.device)
-            for _ in range(model.spec.num_layers)
-        ]
+        self._kv = model.new_kv(config.num_blocks, config.block_size)
         model.prepare(self._kv, config.block_size, config.max_sequences, adapters)
 
     @torch.inference_mode()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from coterie.weights.checkpoint import Checkpoint
 
 __all__ = ["MODELS", "CausalLM", "ModelSpec", "load_model"]
+
+# a cache line, as torch aligns its own tensors
+_ALIGNMENT = 64
 
 MODELS: dict[str, Callable[[dict[str, Any], int | None], ModelSpec]] = {
     "LlamaForCausalLM": llama.read,
@@ -110,6 +114,11 @@ class CausalLM:
         """One layer's cache; a model needs `spec.num_layers` of them."""
         spec = self.spec
         return (spec.kv_planes, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+
+    def new_kv(self, num_blocks: int, block_size: int) -> list[Tensor]:
+        """An empty cache of every layer."""
+        shape = self.kv_shape(num_blocks, block_size)
+        return [_zeros(shape, self.kv_dtype, self.device) for _ in range(self.spec.num_layers)]
 
     def kv_bytes_per_token(self) -> int:
         return kv_bytes_per_token(self.spec, self.dtype)
@@ -240,6 +249,17 @@ def _silent(done: int, total: int) -> None:
 
 def kv_dtype(dtype: str) -> torch.dtype:
     return torch.float32 if dtype == "fp32" else torch.bfloat16
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU calloc's pages: the system gives each when it is first written, where
+    torch.zeros writes them all at once (seconds for 2 GB)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(nbytes + _ALIGNMENT, dtype=np.uint8))
+    start = -raw.data_ptr() % _ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).view(shape)
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:

@@ -105,12 +105,8 @@ class Solo:
     def __init__(self, model: CausalLM, max_tokens: int) -> None:
         self.model, self.length = model, 0
         blocks = -(-max_tokens // _BLOCK)
-        shape = model.kv_shape(blocks, _BLOCK)
         self._tables = torch.arange(blocks, dtype=torch.int32)[None].to(model.device)
-        self._kv = [
-            torch.zeros(shape, dtype=model.kv_dtype, device=model.device)
-            for _ in range(model.spec.num_layers)
-        ]
+        self._kv = model.new_kv(blocks, _BLOCK)
 
     def step(self, tokens: Sequence[int], phase: str) -> float:
         """Seconds of one forward pass over `tokens`, to the last row's logits."""

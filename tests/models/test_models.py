@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,3 +190,19 @@ def test_progress_counts_up_to_its_total() -> None:
     checkpoint = open_checkpoint(tiny_checkpoint("llama"))
     load_model(checkpoint, backend="reference", progress=lambda *pair: heard.append(pair))
     assert heard == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_an_empty_cache_costs_nothing_until_it_is_written() -> None:
+    """A GB of KV that nobody has used: no page of it is here, and every page is zeros."""
+
+    def taken() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    model = model_for("llama", "reference")
+    size = model.kv_bytes_per_token() * 16
+    before = taken()
+    kv = model.new_kv(10**9 // size, 16)
+    assert sum(layer.nbytes for layer in kv) > 0.99e9 and taken() - before < 0.2e9
+    assert all(layer.dtype == model.kv_dtype and layer.data_ptr() % 64 == 0 for layer in kv)
+    assert all(layer.shape == model.kv_shape(10**9 // size, 16) for layer in kv)
+    assert not any(layer[:, part].any() for layer in kv for part in (0, layer.shape[1] // 2, -1))
