@@ -56,7 +56,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def examine() -> machine.Facts:
     """Everything as plain values; nothing is written, nothing is fetched."""
-    packages = {name: machine.package_version(name) for name in PACKAGES}
+    packages = {name: machine.package_version(name, item[0]) for name, item in PACKAGES.items()}
     report: machine.Facts = {
         "python": sys.version.split()[0],
         "system": f"{platform.system()} {platform.machine()}",

@@ -90,17 +90,19 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def package_version(module: str) -> str | None:
+def package_version(module: str, package: str) -> str | None:
+    """Of the package that has the module, mostly `package`."""
     if not is_installed(module):
         return None
     # takes longer to import than the whole command line
-    import importlib.metadata
+    from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
-    names = importlib.metadata.packages_distributions().get(module, [module])
     try:
-        return importlib.metadata.version(names[0])
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        return version(package)
+    except PackageNotFoundError:
+        # of a fork by another name; reads what every package on this machine has
+        names = packages_distributions().get(module)
+        return version(names[0]) if names else "unknown"
 
 
 def torch_facts() -> Facts:
@@ -113,7 +115,11 @@ def torch_facts() -> Facts:
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         cuda = f"{torch.cuda.get_device_name()}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
-    return {"version": torch.__version__, "cuda": cuda, "triton": package_version("triton")}
+    return {
+        "version": torch.__version__,
+        "cuda": cuda,
+        "triton": package_version("triton", "triton"),
+    }
 
 
 def home_facts() -> Facts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import re
@@ -219,6 +220,23 @@ def test_doctor(tmp_path: Path) -> None:
     assert "will use" in shown and "threads" in shown
     assert report["used"]["max_kv_bytes"] > 0 and report["used"]["dtype"] is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_finds_versions_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every package has is not read to tell the versions of a few."""
+    monkeypatch.setattr("importlib.metadata.packages_distributions", None)
+    from coterie.cli.doctor import PACKAGES
+    from coterie.cli.machine import package_version
+
+    for module, (package, _, _) in PACKAGES.items():
+        assert package_version(module, package) == importlib.metadata.version(package)
+
+
+def test_doctor_finds_a_package_by_another_name() -> None:
+    from coterie.cli.machine import package_version
+
+    assert package_version("zmq", "no-such-package") == importlib.metadata.version("pyzmq")
+    assert package_version("no_such_module", "pyzmq") is None
 
 
 def test_doctor_names_keys_that_all_can_read(tmp_path: Path) -> None:
