@@ -20,7 +20,7 @@ from coterie.packages.manifest import Manifest
 from coterie.packages.names import check_name, check_version
 from coterie.packages.paths import GRAMMAR
 
-MAX_TEXTS = 384
+MAX_TEXTS = 640
 MAX_KEYWORD_CHARS = 64
 MAX_EXAMPLE_CHARS = 2_000
 MAX_HINT_CHARS = 1_000

@@ -24,7 +24,7 @@ from coterie.routing.sketch import Sketch, sketch
 from coterie.routing.stack import same_purpose
 
 # of one package
-MAX_EXAMPLES = 384
+MAX_EXAMPLES = 640
 # below it a package's description and keywords are examples too
 FEW_EXAMPLES = 5
 # neighbours whose examples are held against an adapter, and rows of all of them
