@@ -1,7 +1,7 @@
-"""Whether an adapter could be loaded, told from its config and its file's header. No torch.
+"""Whether an adapter could be loaded, told from its config and its weights' file. No torch.
 
-Runs the kinds' own readers over shapes in place of tensors, then holds what they found against the
-modules of a base. Values (NaN) are not looked at: that is the loader's.
+Runs the kinds' own readers over shapes in place of tensors, holds what they found against the
+modules of a base and its size against the room for adapters, then looks at every number.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any, cast
 
 from coterie.adapters import ia3, lora, options, soft_prompt
 from coterie.adapters.base import Change
+from coterie.adapters.finite import MASKS, check_finite
 from coterie.core.adapters import Modules
 from coterie.core.errors import WeightsError
+from coterie.packages.device_size import device_size
 from coterie.packages.digest import CONFIG, WEIGHTS
 from coterie.packages.safetensors_header import read_header
 
-TYPES = ("F32", "BF16", "F16")
+TYPES = tuple(MASKS)
 BASE_HEAD = "base_model.model.lm_head.base_layer.weight"
 
 
@@ -41,8 +43,27 @@ class _Shape:
         return self.shape[0]
 
 
-def check_adapter(folder: Path, bases: Mapping[str, Modules]) -> None:
-    """Raises WeightsError that names what is wrong. `bases`: by name, what it has to fit."""
+def check_adapter(folder: Path, bases: Mapping[str, Modules], room: int | None) -> None:
+    """Raises WeightsError that names what is wrong. `bases`: by name, what it has to fit. `room`:
+    bytes for adapters beside them; None = nobody knows."""
+    _check_shapes(folder, bases)
+    _check_room(folder, bases, room)
+    # reads the whole file: last
+    check_finite(folder / WEIGHTS)
+
+
+def _check_room(folder: Path, bases: Mapping[str, Modules], room: int | None) -> None:
+    size = device_size(folder)
+    shifts = size.shifts if any(base.has_bias for base in bases.values()) else 0
+    nbytes = size.narrow or size.wide + shifts
+    if room is not None and nbytes > room:
+        raise WeightsError(
+            f"the adapter takes {nbytes} bytes beside a model and there is room for {room}; raise "
+            "adapters.device_bytes (--adapter-bytes)"
+        )
+
+
+def _check_shapes(folder: Path, bases: Mapping[str, Modules]) -> None:
     config = _config(folder / CONFIG)
     shapes = {name: _shape(name, facts) for name, facts in read_header(folder / WEIGHTS).items()}
     tensors = cast("dict[str, Any]", shapes)

@@ -10,30 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# type -> words of its width, all bits but the sign, the exponent of infinity and NaN
-_WORDS = {
-    torch.float32: (torch.int32, 0x7FFF_FFFF, 0x7F80_0000),
-    torch.bfloat16: (torch.int16, 0x7FFF, 0x7F80),
-    torch.float16: (torch.int16, 0x7FFF, 0x7C00),
-}
-# stays in a core's cache
-_CHUNK = 1 << 16
+from coterie.adapters import finite
+
+_WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether every value is a number; `tensor` is contiguous."""
-    kind, magnitude, infinity = _WORDS[tensor.dtype]
-    words = tensor.view(kind).numpy().reshape(-1)
-    scratch = np.empty(min(_CHUNK, len(words)), words.dtype)
-    for begin in range(0, len(words), _CHUNK):
-        part = words[begin : begin + _CHUNK]
-        if np.bitwise_and(part, magnitude, out=scratch[: len(part)]).max() >= infinity:
-            return False
-    return True
+    words = tensor.view(_WORDS[tensor.dtype]).numpy().reshape(-1)
+    return finite.is_finite(words, _NAMES[tensor.dtype])
 
 
 def turned(matrix: Tensor) -> Tensor:
     """The transpose, row by row in memory of its own."""
-    kind = _WORDS[matrix.dtype][0]
+    kind = _WORDS[matrix.dtype]
     columns = matrix.view(kind).numpy().T
     return torch.from_numpy(np.array(columns, order="C")).view(matrix.dtype)

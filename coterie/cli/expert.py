@@ -8,6 +8,8 @@ from coterie.cli import expert_actions as actions
 from coterie.cli import expert_pack as packing
 from coterie.cli import expert_test as testing
 from coterie.cli.menu import Menu, choose
+from coterie.cli.options import size
+from coterie.core.adapters import DEFAULTS
 
 HELP = "pack, sign, verify and install experts: adapters for a base model"
 EPILOG = """\
@@ -145,6 +147,13 @@ def _configure_install(menu: Menu) -> None:
     made.add_argument("--name", help="call it this")
     made.add_argument("--version", metavar="V", help="give it this version")
     made.add_argument("--base", action="append", metavar="MODEL", help="it must be for this model")
+    made.add_argument(
+        "--adapter-bytes",
+        type=size,
+        default=DEFAULTS.device_bytes,
+        metavar="SIZE",
+        help="as the server has it: what cannot fit is refused (default 512MB)",
+    )
     _add_json(made)
 
 

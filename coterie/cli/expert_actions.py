@@ -73,7 +73,7 @@ def install(args: argparse.Namespace) -> int:
                 name=args.name,
                 version=args.version,
                 # without --base: whether it is whole, not whether it fits
-                check=lambda _, folder: check_adapter(folder, fitting),
+                check=lambda _, folder: check_adapter(folder, fitting, args.adapter_bytes),
             )
         except CoterieError as error:
             if len(args.source) == 1:

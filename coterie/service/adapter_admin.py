@@ -147,7 +147,9 @@ class AdapterAdmin:
         """It could be loaded beside each base of ours that it is for."""
         from coterie.adapters.check import check_adapter
 
-        check_adapter(folder, self._roster.modules(card.bases))
+        infos = self._roster.adapter_infos(card.bases)
+        room = min((info.device_bytes for info in infos.values()), default=None)
+        check_adapter(folder, {name: info.modules for name, info in infos.items()}, room)
 
     def _add(
         self, registry: Registry, source: Path | bytes, bases: Bases, wish: Wish

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from coterie.core.adapters import AdapterCard, Modules
+from coterie.core.adapters import AdapterCard
 from coterie.core.errors import Unavailable
 from coterie.core.pipeline_settings import RoutingSettings
 from coterie.core.request import AUTO, RouteHints
@@ -24,7 +24,7 @@ from coterie.service.adapter_meter import measure_adapters
 from coterie.service.catalog import Catalog
 from coterie.service.meter import Series
 from coterie.service.replicas import ReplicaSet
-from coterie.workers.base import Replica, ReplicaInfo
+from coterie.workers.base import AdapterInfo, Replica, ReplicaInfo
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
@@ -139,10 +139,10 @@ class Roster:
         named = self.find(specialist).info.fingerprint
         return Bases(tuple(item.info.fingerprint for item in self._served.values()), (named,))
 
-    def modules(self, fingerprints: Collection[str]) -> dict[str, Modules]:
-        """Of the specialists with these models, by name: what adapters may change."""
+    def adapter_infos(self, fingerprints: Collection[str]) -> dict[str, AdapterInfo]:
+        """Of the specialists with these models, by name."""
         return {
-            item.name: item.info.adapters.modules
+            item.name: item.info.adapters
             for item in self._served.values()
             if item.info.adapters is not None and item.info.fingerprint in fingerprints
         }

@@ -6,6 +6,7 @@ Against a real server with a worker process, and room for one expert as it lies 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from expert_rig import ADMIN, MODEL, Packer, adapter
 from peft_files import make_adapter
 from safetensors.torch import load_file, save_file
@@ -28,7 +30,7 @@ class House:
     def __init__(self, folder: Path) -> None:
         self.home = own_home(folder / "home")
         (folder / "admins.txt").write_text(f"{ADMIN}\n")
-        packer = Packer(folder)
+        packer = self.packer = Packer(folder)
         packer.trust(self.home / "state" / "trust.json")
         nbytes = (adapter(seed=1, **NARROW) / FILE).stat().st_size
         self.served = Served(
@@ -94,9 +96,25 @@ def wider(path: Path) -> None:
     save_file(tensors, path / FILE)
 
 
+def with_value(value: float, dtype: torch.dtype) -> Callable[[Path], None]:
+    """The last number of one tensor."""
+
+    def change(path: Path) -> None:
+        tensors = {name: tensor.to(dtype) for name, tensor in load_file(path / FILE).items()}
+        name = next(name for name in tensors if "1.mlp.up_proj.lora_B" in name)
+        tensors[name][-1, -1] = value
+        save_file(tensors, path / FILE)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
+        (with_value(math.nan, torch.bfloat16), "layers.1.mlp.up_proj.lora_B"),
+        (with_value(-math.inf, torch.bfloat16), "NaN or infinity"),
+        # in fp32 it takes twice as much beside the model
+        (lambda _: None, "adapters.device_bytes"),
         (changed(r=1024), "lora_A"),
         (changed(use_dora=True), "lora_magnitude_vector"),
         (changed(modules_to_save=["lm_head"]), "modules_to_save"),
@@ -125,7 +143,38 @@ def test_an_adapter_of_another_base_is_not_installed(house: House) -> None:
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "soft_prompt"])
 def test_what_can_be_loaded_is(house: House, kind: str) -> None:
-    assert house.load(f"good-{kind}", adapter(kind, 3)).status == 200
+    smaller = {"r": 1} if kind in ("lora", "dora") else {}
+    assert house.load(f"good-{kind}", adapter(kind, 3, **smaller)).status == 200
+    body = {"model": f"good-{kind}", "prompt": "x", "max_tokens": 1}
+    reply = house.served.post("/v1/completions", body)
+    assert reply.status == 200, reply.body
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_number_of_a_package_is_looked_at(
+    house: House, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(adapter(seed=2, r=1), broken)
+    for value in (math.nan, math.inf):
+        with_value(value, dtype)(broken)
+        reply = house.load("broken", broken)
+        assert reply.status == 400 and "NaN or inf" in reply.json["error"]["message"], reply.body
+    with_value(torch.finfo(dtype).max, dtype)(broken)
+    assert house.load(f"largest-{dtype}".replace(".", "-"), broken).status == 200
+
+
+def test_a_package_larger_than_the_room_for_adapters_is_not_installed(house: House) -> None:
+    """Alone it could never run, whoever asks."""
+    package = house.packer.package("large", seed=4)
+    reply = house.served.post(
+        "/v1/experts",
+        package,
+        authorization=f"Bearer {ADMIN}",
+        content_type="application/octet-stream",
+    )
+    assert reply.status == 400, reply.body
+    assert "there is room for" in reply.json["error"]["message"]
 
 
 def test_an_expert_takes_what_it_takes(house: House) -> None:

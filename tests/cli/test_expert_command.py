@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -224,3 +226,23 @@ def test_tables_set_words_left_and_numbers_right(monkeypatch: pytest.MonkeyPatch
         "a     7.5 MB  someone else",
         "b    12.5 MB  me",
     ]
+
+
+def test_what_could_never_be_loaded_is_not_installed(home: Path, capsys: Capture) -> None:
+    """Numbers that are none, and more than there is room for."""
+    directory = lora_directory(Path("lora"), 1, floats=512)
+    install = ("expert", "install", directory, "--allow-unsigned", "--name", "sql")
+
+    def refusal(*more: object) -> str:
+        capsys.readouterr()
+        assert main([*map(str, (*install, *more))]) == 1
+        return capsys.readouterr().err.strip().splitlines()[-1]
+
+    assert "room for 100" in refusal("--adapter-bytes", "100")
+    weights = directory / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-4] + struct.pack("<f", math.nan))
+    assert "holds NaN or infinity" in refusal()
+    assert run(capsys, "expert", "list")["experts"] == []
+    weights.write_bytes(whole)
+    assert run(capsys, *install)["name"] == "sql"

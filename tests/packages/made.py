@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ def lora_directory(path: Path, seed: int = 0, floats: int = 64) -> Path:
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     half = floats // 2
     tensors = {
-        name.format("A"): ([4, half // 4], rng.randbytes(half * 4)),
-        name.format("B"): ([half // 4, 4], rng.randbytes(half * 4)),
+        name.format(part): (shape, struct.pack(f"<{half}f", *(rng.gauss() for _ in range(half))))
+        for part, shape in (("A", [4, half // 4]), ("B", [half // 4, 4]))
     }
     (path / "adapter_model.safetensors").write_bytes(safetensors(tensors))
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
