@@ -24,6 +24,7 @@ REFUSED: dict[str, str] = {
     "mm_processor_kwargs": "only text can be read here",
     "guided_whitespace_pattern": "docs/structured.md says which blanks a JSON answer may have",
     "thinking_token_budget": "is not available",
+    "kv_transfer_params": "no prompt is taken from another server; give prompt as token ids",
     # SGLang
     "structural_tag": "is not available",
     "stop_regex": "use stop",
@@ -84,7 +85,7 @@ IGNORED = frozenset(
         "reasoning_effort", "verbosity",
         # vLLM and SGLang
         "request_id", "guided_decoding_backend", "rid", "separate_reasoning",
-        "stream_reasoning", "vllm_xargs", "kv_transfer_params", "include_reasoning",
+        "stream_reasoning", "vllm_xargs", "include_reasoning",
         # llama.cpp
         "cache_prompt", "id_slot", "n_keep", "timings_per_token", "min_keep", "return_progress",
         # Anthropic

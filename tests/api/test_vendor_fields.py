@@ -53,6 +53,8 @@ CONSTRAINTS = (
     "grammar_lazy", "grammar_triggers", "regex", "ebnf", "allowed_token_ids", "bad_words",
     "logit_bias", "logits_processors", "custom_logit_processor", "stop", "stop_token_ids",
     "stop_regex", "min_tokens", "max_tokens", "truncate_prompt_tokens", "chat_template",
+    # its prompt_token_ids take the place of the messages
+    "kv_transfer_params",
     "tool_choice", "parallel_tool_calls", "function_call", "output_format", "output_config",
 )  # fmt: skip
 
