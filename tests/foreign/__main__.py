@@ -110,6 +110,8 @@ SUITES = (
             ('"/completions"', '"/v1/completions"'),
             ('"/models"', '"/v1/models"'),
             ("json=data", 'json={**data, "model": self.model_alias} if "/v1/" in path else data'),
+            ('model="gpt-3.5-turbo-instruct"', "model=server.model_alias"),
+            ('model="davinci-002"', "model=server.model_alias"),
             ("server.server_port = 808", 'server.server_port = int(os.environ["PORT"]) #'),
         ),
         # those need one of thirty models each; llama.cpp leaves them out too unless asked
