@@ -63,7 +63,7 @@ class Tables:
 
     def cards(self, name: str | None = None) -> list[AdapterCard]:
         rows = self._sql.execute(
-            f"{_CARD} WHERE ?1 IS NULL OR v.name = ?1 ORDER BY v.name", (name,)
+            f"{_CARD} WHERE :name IS NULL OR v.name = :name ORDER BY v.name", {"name": name}
         ).fetchall()
         return [_card(row) for row in rows]
 
@@ -122,13 +122,13 @@ class Tables:
                 (alias, old.name, old.version),
             )
             self._sql.execute(
-                "DELETE FROM history WHERE alias = ?1 AND id NOT IN "
-                "(SELECT id FROM history WHERE alias = ?1 ORDER BY id DESC LIMIT ?2)",
-                (alias, _MAX_HISTORY),
+                "DELETE FROM history WHERE alias = :alias AND id NOT IN "
+                "(SELECT id FROM history WHERE alias = :alias ORDER BY id DESC LIMIT :kept)",
+                {"alias": alias, "kept": _MAX_HISTORY},
             )
         self._sql.execute(
-            "INSERT INTO meanings (alias, name, version) VALUES (?1,?2,?3) "
-            "ON CONFLICT (alias) DO UPDATE SET name = ?2, version = ?3",
+            "INSERT INTO meanings (alias, name, version) VALUES (?,?,?) "
+            "ON CONFLICT (alias) DO UPDATE SET name = excluded.name, version = excluded.version",
             (alias, name, version),
         )
 

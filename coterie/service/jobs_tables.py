@@ -192,10 +192,18 @@ class JobTables:
         """One more than the limit, where there is one."""
         at, last = before or (None, None)
         rows = self._sql.execute(
-            f"SELECT {_JOB} FROM jobs WHERE tenant = ?1 AND (?2 IS NULL OR status = ?2) AND "
-            "(?3 IS NULL OR user_id = ?3) AND (?4 IS NULL OR (submitted_at, id) < (?4, ?5)) "
-            "ORDER BY submitted_at DESC, id DESC LIMIT ?6",
-            (query.tenant, query.status, query.user_id, at, last, query.limit + 1),
+            f"SELECT {_JOB} FROM jobs WHERE tenant = :tenant AND "
+            "(:status IS NULL OR status = :status) AND (:user IS NULL OR user_id = :user) AND "
+            "(:at IS NULL OR (submitted_at, id) < (:at, :last)) "
+            "ORDER BY submitted_at DESC, id DESC LIMIT :limit",
+            {
+                "tenant": query.tenant,
+                "status": query.status,
+                "user": query.user_id,
+                "at": at,
+                "last": last,
+                "limit": query.limit + 1,
+            },
         )
         return [_job(row) for row in rows]
 
