@@ -32,10 +32,12 @@ class AdapterIndex:
             found = self._graph.search(vector, k)
             pairs = zip(found.keys.tolist(), found.distances.tolist(), strict=True)
             return [(int(row), 1.0 - distance) for row, distance in pairs]
-        alike = self._rows @ vector
-        best = np.argpartition(alike, -k)[-k:] if k < len(alike) else np.arange(k)
+        # a BLAS may add up a row in another order in another place: equal rows would differ
+        alike = np.einsum("ij,j->i", self._rows, vector)
+        least = np.partition(alike, -k)[-k]
+        best = np.flatnonzero(alike >= least)
         # equal similarities in order of rows: the same request gives the same plan
-        best = best[np.lexsort((best, -alike[best]))]
+        best = best[np.argsort(-alike[best], kind="stable")][:k]
         return [(int(row), float(alike[row])) for row in best]
 
 

@@ -30,6 +30,11 @@ def test_the_nearest_come_first_and_none_is_missed(rows: np.ndarray) -> None:
 def test_equal_rows_come_in_their_order(rows: np.ndarray) -> None:
     index = AdapterIndex(np.repeat(rows[:1], 6, axis=0))
     assert [row for row, _ in index.search(rows[0], 6)] == [0, 1, 2, 3, 4, 5]
+    assert [row for row, _ in index.search(rows[0], 3)] == [0, 1, 2]
+    # wherever they stand
+    doubled = AdapterIndex(np.concatenate([rows, rows[::-1]]))
+    for row in range(20):
+        assert [found for found, _ in doubled.search(rows[row], 2)] == [row, 2 * ROWS - 1 - row]
 
 
 def test_no_more_than_there_are(rows: np.ndarray) -> None:
