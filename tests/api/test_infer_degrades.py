@@ -102,8 +102,14 @@ def test_overflow_means_fewer_experts_and_says_so(house: Served) -> None:
 
 def test_a_timeout_means_the_text_so_far(house: Served) -> None:
     whole = infer(house, UNRELATED, max_tokens=150, temperature=0)
-    total_ms = whole["metrics"]["total_latency_ms"]
-    cut = infer(house, UNRELATED, max_tokens=150, temperature=0, timeout_ms=int(total_ms / 3))
+    timeout_ms = whole["metrics"]["total_latency_ms"] / 3
+    # the same answer takes a third of the time, or three times, when its neighbours let it
+    for _ in range(20):
+        allowed = max(1, int(timeout_ms))
+        cut = infer(house, UNRELATED, max_tokens=150, temperature=0, timeout_ms=allowed)
+        if cut["finish_reason"] == "timeout" and cut["text"]:
+            break
+        timeout_ms *= 1.5 if cut["finish_reason"] == "timeout" else 0.67
     assert cut["finish_reason"] == "timeout"
     assert 0 < cut["tokens_generated"] < 150
     assert whole["text"].startswith(cut["text"]) and cut["text"]
