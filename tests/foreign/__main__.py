@@ -179,7 +179,7 @@ def _run(suite: Suite, checkout: Path, packages: Path, expression: str) -> int:
         command = [
             *(sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors"),
             *("-p", "tests.foreign.plugin", "-p", "no:cacheprovider", "--asyncio-mode=auto"),
-            *("-c", os.devnull, "--rootdir", str(folder), "--timeout=300", "--tb=native"),
+            *("-c", os.devnull, "--rootdir", str(folder), "--timeout=600", "--tb=native"),
             *(("-k", expression) if expression else ()),
             *(("-m", suite.marks) if suite.marks else ()),
             *(str(folder / name) for name in suite.files),

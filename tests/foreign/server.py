@@ -31,6 +31,7 @@ _SAME = {
     "--port": "--port",
 }
 MAX_CONTEXT = 8192
+USUAL_CONTEXT = 2048
 # what vLLM's clients send to a server that asks for no key
 ADMIN_KEY = "token-abc123"
 
@@ -85,6 +86,9 @@ class Server:
             command += ["--name", model]
         if "--port" not in command:
             command += ["--port", "0"]
+        if "--context" not in command:
+            # a small model's answer without a limit often runs to the context's end
+            command += ["--context", str(USUAL_CONTEXT)]
         folder = Path(tempfile.mkdtemp(prefix="foreign-server-"))
         keys = folder / "keys"
         keys.touch(mode=0o600)
