@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -34,6 +35,26 @@ def coterie(
         cwd=ROOT,
         env={**os.environ, **environment},
     )
+
+
+class Command:
+    """Commands in this process, from their arguments to what they print: torch is here already."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        from coterie.cli.main import main
+
+        self._capsys.readouterr()
+        status = main(arguments)
+        said = self._capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, status, said.out, said.err)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
 
 
 @pytest.fixture(scope="module")
@@ -143,37 +164,37 @@ def test_a_broken_model_is_one_line(tmp_path: Path) -> None:
         assert str(broken) in done.stderr and "Traceback" not in done.stderr
 
 
-def test_run_json(tiny: str) -> None:
+def test_run_json(tiny: str, command: Command) -> None:
     asked = ["--max-tokens", "12", "--temperature", "0", "--json", "--ignore-eos"]
     by_text = json.loads(coterie("run", tiny, "--prompt", "hello", *asked).stdout)
     assert len(by_text["token_ids"]) == 12 and by_text["finish_reason"] == "length"
     assert by_text["usage"]["completion_tokens"] == 12
     assert by_text["timings"]["total_s"] > 0
     ids = ",".join(map(str, by_text["prompt_token_ids"]))
-    by_ids = json.loads(coterie("run", tiny, "--prompt-ids", ids, *asked).stdout)
+    by_ids = json.loads(command("run", tiny, "--prompt-ids", ids, *asked).stdout)
     assert by_ids["token_ids"] == by_text["token_ids"]
     streamed = coterie("run", tiny, "--prompt", "-", *asked[:4], "--ignore-eos", text="hello")
     assert streamed.stdout == by_text["text"] + "\n"
 
 
-def test_run_with_the_chat_template(tiny: str) -> None:
+def test_run_with_the_chat_template(tiny: str, command: Command) -> None:
     asked = ["--prompt", "hello", "--max-tokens", "2", "--json"]
-    plain = json.loads(coterie("run", tiny, "--raw", *asked).stdout)
-    chat = json.loads(coterie("run", tiny, "--chat", *asked).stdout)
+    plain = json.loads(command("run", tiny, "--raw", *asked).stdout)
+    chat = json.loads(command("run", tiny, "--chat", *asked).stdout)
     assert chat["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"]
     # a model that has a template is asked with it
-    default = json.loads(coterie("run", tiny, *asked).stdout)
+    default = json.loads(command("run", tiny, *asked).stdout)
     assert default["prompt_token_ids"] == chat["prompt_token_ids"]
 
 
-def test_run_tells_the_seed_it_drew(tiny: str) -> None:
+def test_run_tells_the_seed_it_drew(tiny: str, command: Command) -> None:
     asked = ["--prompt", "hello", "--max-tokens", "12", "--temperature", "1", "--json"]
     first = json.loads(coterie("run", tiny, *asked).stdout)
-    again = json.loads(coterie("run", tiny, *asked, "--seed", str(first["seed"])).stdout)
+    again = json.loads(command("run", tiny, *asked, "--seed", str(first["seed"])).stdout)
     assert again["token_ids"] == first["token_ids"] and again["seed"] == first["seed"]
 
 
-def test_run_without_a_chat_template(tiny: str, tmp_path: Path) -> None:
+def test_run_without_a_chat_template(tiny: str, tmp_path: Path, command: Command) -> None:
     """Nothing but the text is there to go on with; a chat that was asked for is refused."""
     bare = tmp_path / "bare"
     shutil.copytree(tiny, bare)
@@ -184,10 +205,10 @@ def test_run_without_a_chat_template(tiny: str, tmp_path: Path) -> None:
     facts.pop("chat_template", None)
     settings.write_text(json.dumps(facts))
     asked = ["--prompt", "hello", "--max-tokens", "2", "--json"]
-    plain = json.loads(coterie("run", str(bare), *asked).stdout)
-    raw = json.loads(coterie("run", tiny, "--raw", *asked).stdout)
+    plain = json.loads(command("run", str(bare), *asked).stdout)
+    raw = json.loads(command("run", tiny, "--raw", *asked).stdout)
     assert plain["prompt_token_ids"] == raw["prompt_token_ids"]
-    refused = coterie("run", str(bare), "--chat", *asked)
+    refused = command("run", str(bare), "--chat", *asked)
     assert refused.returncode == 2 and "no chat template" in refused.stderr
 
 
@@ -198,23 +219,26 @@ def test_the_default_model_knows_paris(default_model_path: Path) -> None:
     assert "Paris" in done.stdout
 
 
-def test_chat_through_a_pipe(tiny: str) -> None:
+def test_chat_through_a_pipe(tiny: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ["--max-tokens", "6", "--temperature", "0"]
     done = coterie("chat", tiny, *asked, text="hello\n/reset\nhello\nhello\n/odd\n/exit\nunread\n")
     assert done.returncode == 0, done.stderr
     answers = done.stdout
     assert "forgotten" in done.stderr and "commands:" in done.stderr
-    first = coterie("chat", tiny, *asked, text="hello\n").stdout
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    first = command("chat", tiny, *asked).stdout
     # after a reset the same words get the same answer; with a history they need not
     assert answers.startswith(first + first)
 
 
-def test_doctor(tmp_path: Path) -> None:
+def test_doctor(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     report = json.loads(coterie("doctor", "--json", COTERIE_HOME=str(tmp_path)).stdout)
     assert report["cpu"]["cores"] >= 1 and report["memory"]["total_bytes"] > 0
     assert report["torch"]["version"] and report["home"]["path"] == str(tmp_path)
     assert any(fault["mend"] == "coterie pull" for fault in report["missing"])
-    shown = coterie("doctor", COLUMNS="60", COTERIE_HOME="/short").stdout
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("COTERIE_HOME", "/short")
+    shown = command("doctor").stdout
     assert max(map(len, shown.splitlines())) <= 60
     assert "kernels" in shown and "compiler" in shown
     assert "will use" in shown and "threads" in shown
@@ -239,14 +263,17 @@ def test_doctor_finds_a_package_by_another_name() -> None:
     assert package_version("no_such_module", "pyzmq") is None
 
 
-def test_doctor_names_keys_that_all_can_read(tmp_path: Path) -> None:
+def test_doctor_names_keys_that_all_can_read(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COTERIE_HOME", str(tmp_path))
     keys, config = tmp_path / "keys.txt", tmp_path / "coterie.toml"
     keys.write_text("some-key\n")
     config.write_text(f'[server]\napi_key_file = "{keys}"\n')
 
     def mends(mode: int) -> list[str]:
         keys.chmod(mode)
-        done = coterie("doctor", "--json", "--config", str(config), COTERIE_HOME=str(tmp_path))
+        done = command("doctor", "--json", "--config", str(config))
         return [fault["mend"] for fault in json.loads(done.stdout)["missing"]]
 
     assert f"chmod 600 {keys}" in mends(0o644)
