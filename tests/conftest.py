@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +22,12 @@ os.environ.setdefault(
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Tests run beside each other and beside servers of theirs: OpenMP's threads that wait for one that
+# has no core spin and take the cores from all. A tiny model is quickest on one thread; what is to
+# be right on any number asks for `several_threads`.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # a busy machine is no fault of a test's; some suites run where hypothesis is not installed
 with suppress(ImportError):
     from hypothesis import HealthCheck, settings
@@ -34,6 +42,22 @@ def default_model_path() -> Path:
     from coterie.weights.sources import DEFAULT_MODEL, resolve
 
     return resolve(DEFAULT_MODEL)
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    """An engine in this process takes the machine's cores; the next test begins as the first."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.fixture
+def several_threads() -> None:
+    """Native kernels and torch on as many threads as there are cores, and at least two."""
+    import torch
+
+    torch.set_num_threads(max(2, len(os.sched_getaffinity(0))))
 
 
 @pytest.fixture

@@ -31,7 +31,9 @@ class Served:
         self._checked = False
         self.folder = Path(tempfile.mkdtemp(prefix="coterie-served-"))
         self.log_path, self.out_path = self.folder / "log", self.folder / "out"
-        command = [sys.executable, "-m", "coterie", "serve", "--port", "0", *arguments]
+        # a tiny model is quickest on one thread, and leaves the other cores to the test
+        command = [sys.executable, "-m", "coterie", "serve", "--port", "0", "--threads", "1"]
+        command += arguments
         with self.log_path.open("wb") as log, self.out_path.open("wb") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=log, env={**os.environ, **environment}

@@ -7,6 +7,7 @@ torch path this is not promised: there the rate of divergence is printed (`pytes
 from __future__ import annotations
 
 import pytest
+import torch
 from harness import model_at, random_prompts, run
 from tiny import tiny_checkpoint
 
@@ -18,6 +19,8 @@ def both(backend: str, dtype: str) -> tuple[list[list[int]], list[list[int]]]:
     prompts = random_prompts(path, 16)
     model = model_at(path, backend, dtype)
     alone = run(model, path, prompts, waves=16, prefix_cache=False)
+    # nor on the number of threads
+    torch.set_num_threads(3)
     together = run(model, path, prompts, max_step_tokens=29, max_sequences=16)
     return alone.tokens, together.tokens
 

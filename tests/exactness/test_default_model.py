@@ -35,7 +35,7 @@ TEXTS = [
     "Breaking news: scientists announced on Tuesday that",
 ]
 # the torch path and the oracle decode at a few tokens a second on a busy machine
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("several_threads")]
 PATHS = ["cpu", pytest.param("reference", marks=pytest.mark.full)]
 
 
