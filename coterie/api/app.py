@@ -90,7 +90,7 @@ def create_app(
     app.state.reception, app.state.keys = reception, keys
     app.state.body_timeout_s = server.body_timeout_s
     origins = Origins(server, keys.callers is not None)
-    socket = InferSocket(pipeline, reception, keys, origins)
+    socket = InferSocket(pipeline, reception, keys, origins, server.idle_timeout_s)
     app.add_api_websocket_route(ws.PATH, socket.connect)
     app.add_exception_handler(CoterieError, _refused)
     app.add_exception_handler(HTTPException, _unrouted)

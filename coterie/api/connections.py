@@ -169,11 +169,31 @@ def plain_answer(status: int, message: str, code: str, retry_after_s: int | None
     )
 
 
-class HttpConnection(HttpToolsProtocol):
-    """`watching` is set on a class made for one server: see `protocols`."""
+class _Known(asyncio.Protocol):
+    """In front of uvicorn's protocols: what both tell of a connection that is watched. `watching`
+    is set on a class made for one server: see `protocols`."""
 
     watching: Connections
+    loop: asyncio.AbstractEventLoop
     _watched: Watched | None = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._watched is not None:
+            self.watching.leave(self._watched)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._watched is not None:
+            self._watched.stalled_at = self.loop.time()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._watched is not None:
+            self._watched.stalled_at = None
+
+
+class HttpConnection(_Known, HttpToolsProtocol):
     # bytes since headers or a body began, whole chunks of the stream; those of a body
     _received = 0
     _chunk_bytes = 0
@@ -189,11 +209,6 @@ class HttpConnection(HttpToolsProtocol):
             message = "too many connections are open; try again later"
             transport.write(plain_answer(503, message, "too_many_connections", RETRY_S))
             transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._watched is not None:
-            self.watching.leave(self._watched)
-        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         watched = self._watched
@@ -289,16 +304,6 @@ class HttpConnection(HttpToolsProtocol):
             return
         self._wait(self.watching.settings.idle_timeout_s, "idle")
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._watched is not None:
-            self._watched.stalled_at = self.loop.time()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._watched is not None:
-            self._watched.stalled_at = None
-
     def handle_websocket_upgrade(self) -> None:
         """The new protocol goes on with what is known of this connection."""
         made = self.ws_protocol_class
@@ -340,36 +345,18 @@ class _TooLarge(Exception):
     """Headers beyond the limit."""
 
 
-class SocketConnection(WebSocketsSansIOProtocol):
+class SocketConnection(_Known, WebSocketsSansIOProtocol):
     """A WebSocket: pings end it when the peer is gone; until it is accepted it has a deadline."""
-
-    watching: Connections
-    _watched: Watched | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._watched = self.watching.handed_over.pop(transport, None)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._watched is not None:
-            self.watching.leave(self._watched)
-        super().connection_lost(exc)
 
     def start_keepalive(self) -> None:
         """Called when the handshake is over."""
         if self._watched is not None:
             self._watched.deadline = None
         super().start_keepalive()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._watched is not None:
-            self._watched.stalled_at = self.loop.time()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._watched is not None:
-            self._watched.stalled_at = None
 
 
 @dataclass(frozen=True, slots=True)

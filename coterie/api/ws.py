@@ -29,12 +29,18 @@ RETRY_S = 5.0
 
 class InferSocket:
     def __init__(
-        self, service: Service, reception: Reception, keys: Keys, origins: Origins
+        self,
+        service: Service,
+        reception: Reception,
+        keys: Keys,
+        origins: Origins,
+        idle_timeout_s: float,
     ) -> None:
         self.service = service
         self.reception = reception
         self.keys = keys
         self.origins = origins
+        self.idle_timeout_s = idle_timeout_s
         self._num_open = 0
 
     async def connect(self, websocket: WebSocket) -> None:
@@ -52,7 +58,9 @@ class InferSocket:
         await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
         self._num_open += 1
         try:
-            await Talk(websocket, self.service, self.reception, exchange.tenant).run()
+            await Talk(
+                websocket, self.service, self.reception, exchange.tenant, self.idle_timeout_s
+            ).run()
         finally:
             self._num_open -= 1
             exchange.status = 101

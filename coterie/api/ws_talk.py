@@ -1,7 +1,8 @@
 """One WebSocket's conversation: bodies of /v1/infer come in, events go out, several at a time.
 
 Every request ends in one `finished` or `error`. Leaving the connection aborts what runs on it. A
-reader that is slow holds up its own requests alone, and their events fold in the pipeline.
+reader that is slow holds up its own requests alone, and their events fold in the pipeline. Who
+asks nothing for a while, though it answers pings, is sent away.
 """
 
 from __future__ import annotations
@@ -36,33 +37,57 @@ from coterie.core.errors import (
 # requests that run at once on one connection
 MAX_OVERLAP = 16
 MAX_TAG = 128
+# of RFC 6455: the server goes away from it
+GOING_AWAY = 1001
 
 
 class Talk:
     def __init__(
-        self, websocket: WebSocket, service: Service, reception: Reception, tenant: str
+        self,
+        websocket: WebSocket,
+        service: Service,
+        reception: Reception,
+        tenant: str,
+        idle_timeout_s: float,
     ) -> None:
-        self._websocket = websocket
+        """`idle_timeout_s`: how long the client may have nothing running and ask nothing."""
+        self._websocket, self._idle_timeout_s = websocket, idle_timeout_s
         self._service, self._reception, self._tenant = service, reception, tenant
         self._running: dict[str, asyncio.Task[None]] = {}
         self._is_open = True
+        self._idle = asyncio.timeout(idle_timeout_s)
 
     async def run(self) -> None:
-        """Until the client leaves."""
+        """Until the client leaves, or is idle for too long."""
         try:
-            while True:
-                message = await self._websocket.receive()
-                if message["type"] == "websocket.disconnect":
-                    return
-                await self._take(message.get("bytes") or (message.get("text") or "").encode())
+            async with self._idle:
+                while True:
+                    message = await self._websocket.receive()
+                    self._idle.reschedule(None)
+                    if message["type"] == "websocket.disconnect":
+                        return
+                    await self._take(message.get("bytes") or (message.get("text") or "").encode())
+                    self._rest()
         except WebSocketDisconnect:
             return
+        except TimeoutError:
+            with suppress(WebSocketDisconnect):
+                await self._websocket.close(GOING_AWAY, "idle for too long")
         finally:
             self._is_open = False
             tasks = list(self._running.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _rest(self) -> None:
+        """Idle from now on, where nothing runs."""
+        if self._is_open and not self._running:
+            self._idle.reschedule(asyncio.get_running_loop().time() + self._idle_timeout_s)
+
+    def _ended(self, job_id: str) -> None:
+        self._running.pop(job_id, None)
+        self._rest()
 
     async def _take(self, raw: bytes) -> None:
         """A body, or `{"cancel": job_id}`."""
@@ -89,7 +114,7 @@ class Talk:
         exchange = Exchange(inference.job_id, OPENAI, arrived_at, self._tenant)
         task = asyncio.create_task(self._answer(inference, exchange, tag))
         self._running[inference.job_id] = task
-        task.add_done_callback(lambda _: self._running.pop(inference.job_id, None))
+        task.add_done_callback(lambda _: self._ended(inference.job_id))
         # a task that is cancelled before it begins would say nothing
         await asyncio.sleep(0)
 

@@ -66,7 +66,11 @@ class Server:
         60.0, "number", "Seconds a request gets to send its body.", low=0.1, high=3600
     )
     idle_timeout_s: float = key(
-        60.0, "number", "Seconds a connection is kept between two requests.", low=0.1, high=3600
+        60.0,
+        "number",
+        "Seconds a connection is kept between two requests, a WebSocket too.",
+        low=0.1,
+        high=3600,
     )
     write_timeout_s: float = key(
         120.0,

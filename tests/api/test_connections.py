@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,6 +14,8 @@ import pytest
 from conftest import KEYS
 from served import Served, chat
 from tiny import tiny_checkpoint
+from websockets.exceptions import ConnectionClosed
+from websockets.sync import client as ws
 
 CHAT = "/v1/chat/completions"
 LIMIT_S, MOST = 1.0, 24
@@ -134,6 +137,27 @@ def test_who_reads_nothing_is_cut(impatient: Served) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.1)
     assert '"reason":"write_timeout"' in impatient.log()
+
+
+def test_a_socket_that_only_answers_pings_ends(impatient: Served) -> None:
+    url = impatient.url.replace("http", "ws", 1) + "/v1/infer/ws"
+    with ws.connect(url, open_timeout=30) as silent, ws.connect(url, open_timeout=30) as busy:
+        # what runs is not cut, however long it takes
+        busy.send(json.dumps({"prompt": "x", "max_tokens": 4000, "regex": "[a-z ]{3000}"}))
+        give_up_at = time.monotonic() + ENDED_S
+        with pytest.raises(ConnectionClosed) as ended:
+            while time.monotonic() < give_up_at:
+                silent.ping()
+                with suppress(TimeoutError):
+                    silent.recv(timeout=0.2)
+        assert ended.value.rcvd is not None and ended.value.rcvd.code == 1001
+        while json.loads(busy.recv(timeout=60))["event"] != "finished":
+            pass
+        begun = time.monotonic()
+        # the time counts from its end on
+        with pytest.raises(ConnectionClosed):
+            busy.recv(timeout=ENDED_S)
+        assert time.monotonic() - begun > LIMIT_S / 2
 
 
 def test_headers_have_a_limit(strict_server: Served) -> None:
