@@ -23,6 +23,7 @@ from coterie.api.openai_render import model_card
 from coterie.api.openai_tools import told_tools
 from coterie.api.query import Query, query_of
 from coterie.core.errors import InvalidRequest
+from coterie.core.request import Text
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
@@ -87,7 +88,7 @@ class NativeEndpoints:
         """Token ids of a text or of a chat."""
         body = await parse(request, TokenizeBody, self.max_body_bytes)
         tokenizer, card = self._find(body.model)
-        ids = await self._ids(body, tokenizer)
+        ids = await self._ids(body)
         payload: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": card.max_model_len,
@@ -119,14 +120,14 @@ class NativeEndpoints:
         """How many requests are being answered or wait for it."""
         return answer({"server_load": self.pipeline.num_open})
 
-    async def _ids(self, body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
+    async def _ids(self, body: TokenizeBody) -> list[int]:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if body.messages is not None:
             prompt = replace(chat_prompt(body), tools=told_tools(body.tools or ()))
             return await self.pipeline.tokenise(body.model, prompt)
         special = body.add_special_tokens is not False
-        return await asyncio.to_thread(tokenizer.encode, body.prompt or "", special=special)
+        return await self.pipeline.tokenise(body.model, Text(body.prompt or "", special))
 
     def _find(self, model: str | None) -> tuple[Tokenizer, ModelCard]:
         return self.pipeline.tokenizer(model), self.pipeline.model(model)

@@ -54,22 +54,25 @@ async def assignment(run: Run, virtual_tokens: int, grammars: GrammarCheck) -> A
     )
 
 
-async def tokenise(tokenizer: Tokenizer, prompt: Prompt, context: int | None = None) -> list[int]:
-    """Refuses a prompt that is longer than `context` before reading it, where its length tells."""
+async def tokenise(
+    tokenizer: Tokenizer, prompt: Prompt, context: int | None = None, times: int = 1
+) -> list[int]:
+    """Refuses a prompt that is longer than `times` the `context` before reading it, where its
+    length tells."""
     if is_long(prompt):
-        return await asyncio.to_thread(_encode, tokenizer, prompt, context)
-    return _encode(tokenizer, prompt, context)
+        return await asyncio.to_thread(_encode, tokenizer, prompt, context, times)
+    return _encode(tokenizer, prompt, context, times)
 
 
-def _encode(tokenizer: Tokenizer, prompt: Prompt, context: int | None) -> list[int]:
+def _encode(tokenizer: Tokenizer, prompt: Prompt, context: int | None, times: int) -> list[int]:
     if isinstance(prompt, Tokens):
         if context is not None and len(prompt.ids) >= context:
             raise prompt_too_long(len(prompt.ids), context)
         return tokenizer.encode_prompt(prompt)
     text = tokenizer.text_of(prompt)
-    if context is not None and len(text) >= context:
+    if context is not None and len(text) >= times * context:
         least = tokenizer.least_tokens(text)
-        if least >= context:
+        if least >= times * context:
             raise prompt_too_long(least, context, "at least ")
     return tokenizer.encode_text(prompt, text)
 

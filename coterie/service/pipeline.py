@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from coterie.core.request import (
 )
 from coterie.core.resolve import VENDOR_DEFAULTS
 from coterie.models.grammar_check import GrammarCheck
+from coterie.models.tokenizer import is_long
 from coterie.service.adapter_admin import AdapterAdmin
 from coterie.service.assign import assignment, tokenise
 from coterie.service.conversation import Conversations
@@ -50,6 +51,10 @@ from coterie.workers.base import Replica
 
 if TYPE_CHECKING:
     from coterie.models.tokenizer import Tokenizer
+
+
+# a text of so many times the context is still counted for who wants to know how much to cut
+COUNTED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,7 @@ class Pipeline:
         self._handover = Handover()
         self._conversations = Conversations(self.registry)
         self._ending = Ending(parts.validators, parts.records)
+        self._counting = asyncio.Lock()
         self._draining = False
         self._open = 0
         # by tenant; whoever is not in it has every right
@@ -252,8 +258,11 @@ class Pipeline:
         return router.specialist(hints, prompt)
 
     async def tokenise(self, specialist: str | None, prompt: Prompt) -> list[int]:
-        """A prompt's tokens as `specialist` would read them."""
-        return await tokenise(self.tokenizer(specialist), prompt)
+        """A prompt's tokens as `specialist` would read them. One that does not fit is counted too,
+        up to `COUNTED` times the context; of long ones one at a time."""
+        served = self._roster.find(specialist)
+        async with self._counting if is_long(prompt) else nullcontext():
+            return await tokenise(served.tokenizer, prompt, served.context, COUNTED)
 
     def tokenizer(self, specialist: str | None) -> Tokenizer:
         return self._roster.find(specialist).tokenizer

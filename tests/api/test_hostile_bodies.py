@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 from served import Served, chat
+from tiny import tiny_checkpoint
 from websockets.sync.client import connect
+
+from coterie.models.tokenizer import load_tokenizer
 
 LIMIT = 4_000_000
 CHAT, TEXT, MESSAGES, INFER = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/infer"
@@ -97,6 +100,13 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "a long prompt": (INFER, lambda: json.dumps({"prompt": "fox " * 900_000}).encode()),
     "marks": (INFER, lambda: json.dumps({"prompt": "\u0301\u0323" * 300_000}).encode()),
     "ids to read": ("/detokenize", lambda: filled('{"tokens":[', "1", "]}", '"x"')),
+    "a text to tokenise": (
+        "/tokenize", lambda: json.dumps({"prompt": "The quick brown fox. " * 180_000}).encode()),
+    "a chat to tokenise": (
+        "/tokenize", lambda: json.dumps(chat("The quick brown fox. " * 180_000)).encode()),
+    "a text to count": (
+        "/v1/messages/count_tokens",
+        lambda: json.dumps(chat("The quick brown fox. " * 180_000)).encode()),
     "feedback": ("/v1/feedback", lambda: keys(random.Random(5))),
     "messages to count": ("/v1/messages/count_tokens", lambda: filled('{"messages":[', "1", "]}")),
 }  # fmt: skip
@@ -151,6 +161,23 @@ def test_a_hostile_body(server: Served, name: str) -> None:
     assert len(reply.body) < 2000
     assert probe.worst_s < MAX_PROBE_S
     assert spent_s < MAX_CPU_S
+
+
+def test_what_does_not_fit_is_still_counted_right(server: Served) -> None:
+    """Who wants to know how much to cut."""
+    context = server.get("/v1/models").json["data"][0]["max_model_len"]
+    text = "fox " * (2 * context)
+    tokenizer = load_tokenizer(tiny_checkpoint("llama"))
+    exact = len(tokenizer.encode(text, special=False))
+    assert exact > context
+    body = {"prompt": text, "add_special_tokens": False}
+    assert server.post("/tokenize", body).json["count"] == exact
+    counted = [
+        server.post("/v1/messages/count_tokens", chat(part)).json["input_tokens"]
+        for part in ("", text)
+    ]
+    # a template may strip the last blank
+    assert counted[1] - counted[0] in (exact, exact - 1)
 
 
 def test_memory_comes_back(server: Served) -> None:
