@@ -18,7 +18,6 @@ from coterie.core.events import (
     Failed,
     Finished,
     Started,
-    Timings,
     TokenLogprob,
     Usage,
 )
@@ -146,15 +145,11 @@ def _sum(ends: Sequence[Finished]) -> Finished:
             reasoning_tokens=sum(u.reasoning_tokens for u in usages),
             stored_tokens=sum(u.stored_tokens for u in usages),
         ),
-        timings=Timings(
-            queue_s=max(t.queue_s for t in timings),
-            prefill_s=max(t.prefill_s for t in timings),
+        # of the one that took longest: parts of several would not add up to its time
+        timings=replace(
+            max(timings, key=lambda t: t.total_s),
             first_token_s=min(t.first_token_s for t in timings),
-            decode_s=max(t.decode_s for t in timings),
-            total_s=max(t.total_s for t in timings),
             num_preemptions=sum(t.num_preemptions for t in timings),
-            load_s=max(t.load_s for t in timings),
-            grammar_s=max(t.grammar_s for t in timings),
         ),
         experts=reduce(add, experts) if experts else None,
         adapter_bytes=max(end.adapter_bytes for end in ends),
