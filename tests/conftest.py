@@ -28,7 +28,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# a busy machine is no fault of a test's; some suites run where hypothesis is not installed
+# a busy machine is no fault of a test's, so that no example of hypothesis has a deadline, here and
+# where a test says so itself; some suites run where hypothesis is not installed
 with suppress(ImportError):
     from hypothesis import HealthCheck, settings
 

@@ -246,10 +246,13 @@ def test_a_heatmap_is_kept_and_found_again(moe: Path) -> None:
 
 
 def test_hybrid_is_paid_before_the_first_request(moe: Path) -> None:
-    with opened(moe, warmup="hybrid", strategy="static_pin", cache_capacity=6) as llm:
+    pinned = {"strategy": "static_pin", "cache_capacity": 6}
+    with opened(moe, warmup="none", **pinned) as llm:
+        assert llm._engine.stats()["expert_swaps"] == 0
+    with opened(moe, warmup="hybrid", **pinned) as llm:
         stats = llm._engine.stats()
         assert 2 <= stats["generated_tokens"] <= 48 and stats["expert_device_misses"] > 0
-        assert stats["expert_updates"] > 0
+        assert stats["expert_updates"] > 0 and stats["expert_swaps"] > 0
         # without a heatmap its pins come from the warm-up's own tokens, between them
         assert llm.expert_report()["swaps"] > 0  # type: ignore[index]
         assert stats["waiting"] == stats["running"] == 0
