@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,8 +31,14 @@ def test_what_a_child_learnt_is_kept_and_never_trusted_blindly(
             assert one.probability == pytest.approx(other.probability, abs=1e-4)
     (path,) = tmp_path.iterdir()
     whole, child = path.read_bytes(), learn._by_child
-    asked = []
-    monkeypatch.setattr(learn, "_by_child", lambda found: asked.append(1) or child(found))
+    asked: list[bytes] = []
+
+    def by_child(found: Sequence[AdapterProfile]) -> bytes:
+        """A child learns once more; what it said stands for those after it."""
+        asked.append(asked[0] if asked else child(found))
+        return asked[-1]
+
+    monkeypatch.setattr(learn, "_by_child", by_child)
     again = learn.kept_matcher(known, tmp_path)
     assert not asked and all(again.match(text) == first.match(text) for text in TEXTS)
     for damaged in (whole[:-9], b"", b"PK" + whole, whole[:100] + b"x" + whole[101:]):
