@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -81,3 +84,17 @@ def test_every_metric_is_rendered_and_documented() -> None:
     for metric in METRICS:
         assert families[metric.name] == metric.kind
         assert f"`{metric.name}`" in text
+
+
+def test_documents_name_labels_that_exist() -> None:
+    known = {metric.name: set(metric.labels) for metric in METRICS}
+    documents = [*Path("docs").glob("*.md"), Path("README.md")]
+    found = [
+        (name, label)
+        for path in documents
+        for name, labels in re.findall(r"`((?:coterie_|vllm:)\w+)\{([^}]*)\}", path.read_text())
+        for label in re.findall(r"(\w+)=", labels)
+    ]
+    assert found
+    for name, label in found:
+        assert label in known[name.removesuffix("_total")], (name, label)
