@@ -179,6 +179,12 @@ def _client(storm: Storm, seed: int) -> None:
             # `hot` was fixed0's own adapter just then
             assert stacked and "twice" in str(error), error
             continue
+        except openai.InternalServerError as error:
+            # said while a worker that was killed is started again
+            if error.status_code != 503 or not storm.served.expected_deaths:
+                storm.mismatches.append(f"{model}: {error}")
+            storm.stop.wait(0.2)
+            continue
         except Exception as error:
             storm.mismatches.append(f"{model}: {type(error).__name__}: {error}")
             continue
