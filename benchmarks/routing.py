@@ -73,8 +73,8 @@ def calibrated(known: Sequence[Scored], near: Sequence[Scored]) -> Calibration:
 
 def decided(found: Sequence[Scored], by: Calibration) -> list[Decided]:
     made = []
-    for item, name, score in found:
-        chance = by.probability(score)
+    chances = by.probability(np.array([score for _, _, score in found]))
+    for (item, name, _), chance in zip(found, chances.tolist(), strict=True):
         fires = chance >= by.threshold
         made.append(Decided(item, name if fires else None, chance if fires else 1 - chance))
     return made

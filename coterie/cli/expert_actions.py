@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from coterie.cli.expert_state import bases, modules, open_registry, open_trust
 from coterie.cli.menu import show
 from coterie.cli.terminal import facts, narrate, nbytes, note, table
-from coterie.core.errors import ConfigError, CoterieError, WeightsError
+from coterie.core.errors import ConfigError, CoterieError, InternalError, WeightsError
 from coterie.packages.manifest import Base, Manifest
 
 if TYPE_CHECKING:
     from coterie.core.adapters import AdapterCard
+    from coterie.packages.registry import Registry
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -90,11 +91,29 @@ def install(args: argparse.Namespace) -> int:
             line += f"; {card.name} is pinned and still means {current.version}"
         lines.append(line)
     registry.sweep()
+    _learn(registry)
     report = {"experts": [asdict(card) for card in cards], "failed": failed}
     if len(args.source) == 1:
         report = asdict(cards[0])
     show(args, report, "\n".join(lines) or "nothing was installed")
     return 1 if failed else 0
+
+
+def _learn(registry: Registry) -> None:
+    """When to use whom, as the next server will ask for it: so it need not learn at its start."""
+    from coterie.service.matching import build_matcher, is_learnt
+    from coterie.service.profiles import Profiles, current_profiles
+
+    known = Profiles().read(registry, registry.cards())
+    found = tuple(current_profiles(registry.meanings(), known).values())
+    if not found or is_learnt(found):
+        return
+    note(f"coterie: learning when to use {len(found)} expert{'s' * (len(found) > 1)}")
+    try:
+        build_matcher(found)
+    except InternalError as error:
+        # it is installed all the same, and a server learns on its own
+        note(f"coterie: {error.message}; the next server will try again")
 
 
 def listing(args: argparse.Namespace) -> int:

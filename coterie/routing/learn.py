@@ -23,10 +23,15 @@ from coterie.routing.match import Matcher, learn
 SUFFIX = ".probes"
 
 
+def kept_at(profiles: Sequence[AdapterProfile], folder: Path) -> Path:
+    """Where in `folder` the probes of this catalog are, if they were learnt before."""
+    return folder / f"{digest_of(profiles, EMBEDDERS[DEFAULT]().name)}{SUFFIX}"
+
+
 def kept_matcher(profiles: Sequence[AdapterProfile], folder: Path) -> Matcher:
     """Of what is kept in `folder`, else learnt by a child and kept. For a thread: it may wait."""
     embedder = EMBEDDERS[DEFAULT]()
-    path = folder / f"{digest_of(profiles, embedder.name)}{SUFFIX}"
+    path = kept_at(profiles, folder)
     learnt = read(path, len(profiles), embedder.dim)
     if learnt is None:
         found = _by_child(profiles)

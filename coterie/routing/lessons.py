@@ -116,10 +116,16 @@ def _others(own: _Said, near: Sequence[_Said]) -> tuple[list[Sketch], list[Sketc
     """What the neighbours are for, and what they are not for: hardly anybody is for that. A text
     that says about the same as an own example is neither."""
     share = MAX_OTHERS // max(1, len(near))
-    examples = [example for item in near for example in item.examples[:share]]
-    against = [text for item in near for text in item.counterexamples[:share]]
+    examples = [example for item in near for example in _spread(item.examples, share)]
+    against = [text for item in near for text in _spread(item.counterexamples, share)]
     if against:
         mine = np.stack([example.meaning for example in own.examples])
         alike = (np.stack([text.meaning for text in against]) @ mine.T).max(axis=1)
         against = [text for text, most in zip(against, alike, strict=True) if most < SAME_MEANING]
     return examples, against
+
+
+def _spread(items: Sequence[Sketch], most: int) -> list[Sketch]:
+    """From the whole of them: one hand's texts often stand together."""
+    count = min(most, len(items))
+    return [items[place * len(items) // count] for place in range(count)]

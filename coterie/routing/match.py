@@ -8,8 +8,7 @@ are asked in full. Decides nothing: the router weighs, permits and composes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +26,7 @@ from coterie.routing.sketch import PLACES, Sketch, sketch
 if TYPE_CHECKING:
     from coterie.routing.features import Features
 
-CANDIDATES = 30
+CANDIDATES = 16
 # more of a graph's rows are scored, since it compares less than the probes do
 _SPARE = 8
 # columns of a graph's rows for words, beside those for meaning and shape
@@ -39,8 +38,7 @@ _SIGN = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), PLACE
 _USUAL = shape("Write this down as a list, please: the first is Red, the second one is Blue.")
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """One adapter that a text may be for; both figures 0 to 1, the probability calibrated."""
 
     profile: AdapterProfile
@@ -79,14 +77,10 @@ class Matcher:
         asked = sketch(text, self._embedder)
         rows, scores = self._scored(asked, k)
         order = np.lexsort((rows, -scores))[:k]
-        return [
-            self._match(row, score)
-            for row, score in zip(rows[order].tolist(), scores[order].tolist(), strict=True)
-        ]
-
-    def _match(self, row: int, score: float) -> Match:
-        similarity = min(1.0, max(0.0, (score + 1.0) / 2.0))
-        return Match(self._profiles[row], similarity, self._calibration.probability(score))
+        best = scores[order].astype(np.float64)
+        similar, likely = np.clip((best + 1.0) / 2.0, 0.0, 1.0), self._calibration.probability(best)
+        found = zip(rows[order].tolist(), similar.tolist(), likely.tolist(), strict=True)
+        return [Match(self._profiles[row], *figures) for row, *figures in found]
 
     def _scored(self, asked: Sketch, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """At least `k` rows, where there are so many, with their scores."""

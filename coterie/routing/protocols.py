@@ -33,7 +33,7 @@ class Matcher(Protocol):
     def threshold(self) -> float:
         """The least probability at which an adapter should be chosen."""
 
-    def match(self, text: str, features: Features | None = None, k: int = 30) -> Sequence[Match]:
+    def match(self, text: str, features: Features | None = None, k: int = 16) -> Sequence[Match]:
         """At most `k`, the likeliest first."""
 
 

@@ -29,7 +29,7 @@ from coterie.routing.tune import filled, suited, tuned, values_for
 __all__ = ["Route", "Router", "Specialist"]
 
 # adapters that are looked at for one request
-CANDIDATES = 30
+CANDIDATES = 16
 NOBODY = Asked(None)
 
 

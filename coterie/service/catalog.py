@@ -23,7 +23,7 @@ from coterie.obs.trace import log
 from coterie.routing.protocols import Matcher
 from coterie.service.leases import Lease, Leases
 from coterie.service.matching import Matching
-from coterie.service.profiles import Profiles, usual_quality
+from coterie.service.profiles import Profiles, current_profiles, usual_quality
 
 if TYPE_CHECKING:
     from coterie.packages.registry import Registry
@@ -217,11 +217,7 @@ class Catalog:
             current=current,
             by_digest={card.digest: card for card in (*cards, *current.values())},
             profiles=profiles,
-            current_profiles={
-                name: profiles[name, card.version]
-                for name, card in sorted(current.items())
-                if (name, card.version) in profiles and card.digest not in self._damaged
-            },
+            current_profiles=current_profiles(current, profiles, self._damaged),
             usual_quality=usual_quality(profiles.values()),
         )
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from threading import Thread
 from time import perf_counter
 
@@ -24,9 +25,21 @@ Build = Callable[[Sequence[AdapterProfile]], Matcher]
 def build_matcher(profiles: Sequence[AdapterProfile]) -> Matcher:
     """On a thread: it reads what is kept, or waits for the process that learns."""
     from coterie.routing.learn import kept_matcher
+
+    return kept_matcher(profiles, _folder())
+
+
+def is_learnt(profiles: Sequence[AdapterProfile]) -> bool:
+    """Whether a matcher of these is built without learning."""
+    from coterie.routing.learn import kept_at
+
+    return kept_at(profiles, _folder()).is_file()
+
+
+def _folder() -> Path:
     from coterie.weights.home import home
 
-    return kept_matcher(profiles, home() / "routing")
+    return home() / "routing"
 
 
 class Matching:

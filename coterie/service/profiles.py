@@ -5,7 +5,7 @@ A package that cannot be read says nothing; its adapter runs all the same when i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -45,6 +45,19 @@ class Profiles:
             known[key] = found[card.name, card.version] = profile
         self._known = known
         return found
+
+
+def current_profiles(
+    meanings: Mapping[str, AdapterCard],
+    profiles: Mapping[tuple[str, str], AdapterProfile],
+    damaged: Collection[str] = (),
+) -> dict[str, AdapterProfile]:
+    """Those that can be chosen by content, by what they are called, in the names' order."""
+    return {
+        name: profiles[name, card.version]
+        for name, card in sorted(meanings.items())
+        if (name, card.version) in profiles and card.digest not in damaged
+    }
 
 
 def usual_quality(profiles: Iterable[AdapterProfile]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -13,14 +14,19 @@ from typing import Any
 import pytest
 from tiny import tiny_checkpoint
 
+from coterie.cli import expert_actions
+from coterie.cli.expert_state import experts_dir
 from coterie.cli.main import COMMANDS, build_parser, main
 from coterie.cli.terminal import table
 from coterie.packages.archive import inspect
 from coterie.packages.digest import digest_of
+from coterie.routing import learn
+from coterie.service.catalog import Catalog
 from coterie.weights.checkpoint import open_checkpoint
 from tests.packages.made import lora_directory
 
 Capture = pytest.CaptureFixture[str]
+LEARN = expert_actions._learn
 
 
 @pytest.fixture
@@ -28,6 +34,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("COTERIE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
+    # seconds for each installation; the one test that is about it learns
+    monkeypatch.setattr(expert_actions, "_learn", lambda registry: None)
     logger = logging.getLogger("coterie")
     handlers, level = list(logger.handlers), logger.level
     yield tmp_path
@@ -191,6 +199,34 @@ def test_one_bad_file_does_not_keep_the_others_out(home: Path, capsys: Capture) 
     assert said.out == f"sql@1.0.0: installed (lora, {said.out.split('(lora, ')[1]}"
     assert "cut.expert: refused" in said.err and "sql@1.0.0: it is not signed" in said.err
     assert "installed again" in text(capsys, "expert", "install", file, "--allow-unsigned")
+
+
+def test_a_start_after_an_installation_learns_nothing(
+    home: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_actions, "_learn", LEARN)
+    command = ["expert", "install", str(packed(capsys)), "--allow-unsigned"]
+    assert main(command) == 0
+    assert "learning when to use 1 expert\n" in capsys.readouterr().err
+    assert len(list((home / "home" / "routing").iterdir())) == 1
+    assert main(command) == 0 and "learning" not in capsys.readouterr().err
+    monkeypatch.setattr(learn, "_by_child", lambda profiles: pytest.fail("it learns again"))
+
+    async def start() -> None:
+        catalog = Catalog(experts_dir())
+        await catalog.start()
+        await catalog.settled()
+        found = catalog.matcher()
+        assert found is not None and found.match("Write SQL")[0].profile.card.name == "sql"
+        await catalog.close()
+
+    asyncio.run(start())
+    # a child that fails costs the installation nothing
+    monkeypatch.setattr(learn, "_by_child", lambda profiles: b"")
+    command = ["expert", "install", str(packed(capsys, "2.0.0")), "--allow-unsigned"]
+    assert main([*command, "--name", "other"]) == 0
+    said = capsys.readouterr()
+    assert "other@2.0.0: installed" in said.out and "the next server will try again" in said.err
 
 
 def test_a_revoked_signer_is_seen_on_what_stays(home: Path, capsys: Capture) -> None:
