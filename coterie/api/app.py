@@ -33,6 +33,7 @@ from coterie.api.routes import Endpoints, RouteRow, add_routes, routes
 from coterie.api.ws import InferSocket
 from coterie.core.config import Config
 from coterie.core.errors import CoterieError
+from coterie.core.sections import Server
 from coterie.obs.trace import log
 from coterie.service.rate import UserRate
 
@@ -73,18 +74,7 @@ def create_app(
     )
     seconds = pipeline.registry.histogram("coterie_reception_seconds")
     reception = Reception(UserRate(server.user_rate), seconds)
-    limit = server.max_body_bytes
-    rows = routes(
-        Endpoints(
-            OpenAIDialect(pipeline, limit),
-            AnthropicDialect(pipeline, limit),
-            NativeEndpoints(pipeline, limit),
-            ExpertEndpoints(pipeline.adapters, limit, server.max_upload_bytes),
-            InferEndpoints(pipeline, pipeline.jobs, reception, limit),
-            JobEndpoints(pipeline.jobs),
-            FeedbackEndpoints(pipeline.records, limit),
-        )
-    )
+    rows = routes(_endpoints(pipeline, reception, server))
     add_routes(app, rows)
     # gRPC lets in and counts by the same ones
     app.state.reception, app.state.keys = reception, keys
@@ -106,6 +96,19 @@ def create_app(
         )
     _document_once(app, rows)
     return app
+
+
+def _endpoints(pipeline: Pipeline, reception: Reception, server: Server) -> Endpoints:
+    limit = server.max_body_bytes
+    return Endpoints(
+        OpenAIDialect(pipeline, limit),
+        AnthropicDialect(pipeline, limit),
+        NativeEndpoints(pipeline, limit),
+        ExpertEndpoints(pipeline.adapters, limit, server.max_upload_bytes),
+        InferEndpoints(pipeline, pipeline.jobs, reception, limit),
+        JobEndpoints(pipeline.jobs),
+        FeedbackEndpoints(pipeline.records, limit),
+    )
 
 
 def _document_once(app: FastAPI, rows: Sequence[RouteRow]) -> None:
