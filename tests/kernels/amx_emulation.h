@@ -3,6 +3,25 @@
 // One set of tiles per thread, whichever file uses them.
 #include <cstdint>
 #include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>  // has the real ones: the names below go before them
+#endif
+#undef _tile_loadconfig
+#undef _tile_release
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stream_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#undef _tile_dpbsud
+#define _tile_loadconfig emulated_loadconfig
+#define _tile_release emulated_release
+#define _tile_zero emulated_zero
+#define _tile_loadd emulated_loadd
+#define _tile_stream_loadd emulated_stream_loadd
+#define _tile_stored emulated_stored
+#define _tile_dpbf16ps emulated_dpbf16ps
+#define _tile_dpbsud emulated_dpbsud
 
 inline thread_local uint8_t tile_bytes[8][1024];
 inline thread_local uint8_t tile_setup[64];
