@@ -109,8 +109,11 @@ def test_a_server_with_little_room_answers_with_fewer(small_home: Path) -> None:
         await pipeline._roster.catalog.settled()
 
     async def test() -> None:
-        async with serving(**{"adapters.device_bytes": "100KB"}) as pipeline:
+        # what is larger than all room is refused at its installation: there was more room then
+        async with serving(**{"adapters.device_bytes": "1MB"}) as pipeline:
             await prepare(pipeline)
+        async with serving(**{"adapters.device_bytes": "100KB"}) as pipeline:
+            await pipeline._roster.catalog.settled()
             both = {"adapters": (AdapterHint("haiku"), AdapterHint("sql"))}
             done = await answer(pipeline, ask(hints=both))
             assert done.experts == ["haiku"] and done.end.adapters == done.plan.adapters
