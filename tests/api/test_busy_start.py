@@ -125,6 +125,7 @@ def test_a_busy_start_answers_and_never_forks(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("busy_machine")
 def test_twenty_busy_starts_answer_and_never_fork(tmp_path: Path) -> None:
     check_starts(tmp_path, 20)

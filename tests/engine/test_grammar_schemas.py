@@ -33,6 +33,7 @@ def test_a_model_that_knows_nothing_keeps_to_eighty_shapes() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 def test_eight_hundred_answers_of_the_default_model(default_model_path: Path) -> None:
     found, _ = faults(default_model_path, 800, 200, threads=2)
     assert not found
