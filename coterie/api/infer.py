@@ -12,7 +12,7 @@ from coterie.api.infer_answer import Inference, InferStream, Service, answer_fie
 from coterie.api.infer_parse import Asked, Caller, Reception
 from coterie.api.inference import account, steering_of
 from coterie.api.jobs import accepted
-from coterie.api.response_format import named
+from coterie.api.response_format import FORMAT, named
 from coterie.api.sse import EventStream, while_connected
 from coterie.core.errors import CoterieError
 from coterie.core.job import JobSpec
@@ -61,7 +61,8 @@ async def submit(jobs: JobService, asked: Asked) -> Response:
     try:
         return accepted(await jobs.submit(spec))
     except CoterieError as error:
-        raise named(error, "experts", "force_experts") from None
+        renamed = named(error, "experts", "force_experts")
+        raise named(renamed, FORMAT, asked.format_field) from None
 
 
 def prefers_job(request: Request) -> bool:

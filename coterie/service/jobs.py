@@ -99,6 +99,7 @@ class JobService:
         if self._dispatcher.is_paused:
             raise Unavailable("the server is shutting down")
         self._answers.resolve(spec.request.hints)
+        await self._answers.check_format(spec.request)
         spec = replace(spec, request=self._answers.within_rights(spec.request))
         sampling = spec.request.sampling
         if sampling.seed is None:

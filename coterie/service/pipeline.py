@@ -257,6 +257,12 @@ class Pipeline:
             return router.resolve(hints).specialist
         return router.specialist(hints, prompt)
 
+    async def check_format(self, request: InferenceRequest) -> None:
+        """Raises InvalidRequest where no answer can be held to the form that was asked for."""
+        if request.response_format is not None:
+            served = self._roster.find(self.resolve(request.hints))
+            await self._grammars.check(request.response_format, served.tokenizer)
+
     async def tokenise(self, specialist: str | None, prompt: Prompt) -> list[int]:
         """A prompt's tokens as `specialist` would read them. One that does not fit is counted too,
         up to `COUNTED` times the context; of long ones one at a time."""

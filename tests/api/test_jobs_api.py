@@ -65,12 +65,18 @@ def test_a_job_is_accepted_and_ends_with_the_answer_of_a_plain_request(one: Call
 
 
 def test_what_is_wrong_with_a_request_is_said_before_it_is_a_job(one: Caller) -> None:
-    before = one.get("/v1/jobs?limit=100").json["data"]
+    def known() -> set[str]:
+        return {job["job_id"] for job in one.get("/v1/jobs?limit=100").json["data"]}
+
+    before = known()
     assert one.submit("").status == 400
     assert one.submit(temperature=3).status == 400
     assert one.submit(model="nobody").status == 404
     assert one.submit(force_experts=["nobody"]).status == 404
-    assert one.get("/v1/jobs?limit=100").json["data"] == before
+    for field, unusable in (("regex", "(open"), ("grammar", "root ::= nobody")):
+        refused = one.submit(**{field: unusable})
+        assert (refused.status, refused.json["error"]["param"]) == (400, field), refused.body
+    assert known() == before
 
 
 def test_a_job_that_cannot_be_answered_fails_with_what_it_would_have_been_told(

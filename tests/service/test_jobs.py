@@ -131,7 +131,7 @@ class Counted:
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline, self.asked = pipeline, Counter[str]()
         self.resolve, self.expected_wait_s = pipeline.resolve, pipeline.expected_wait_s
-        self.within_rights = pipeline.within_rights
+        self.within_rights, self.check_format = pipeline.within_rights, pipeline.check_format
 
     def handle(
         self, request: InferenceRequest, *rest: Any, **more: Any
