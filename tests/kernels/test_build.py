@@ -93,7 +93,12 @@ def test_other_layers_agree(emulate_amx: bool, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.selfcheck", "--no-speed"],
         cwd=ROOT,
-        env={**os.environ, "COTERIE_HOME": str(tmp_path), "COTERIE_CXXFLAGS": flags},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "2",
+            "COTERIE_HOME": str(tmp_path),
+            "COTERIE_CXXFLAGS": flags,
+        },
         capture_output=True,
         text=True,
         check=False,
