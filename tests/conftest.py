@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -59,6 +60,18 @@ LONG_FILES = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
+    # of tests that share an id, `--dist loadfile` runs one and tells nobody
+    counts = Counter(item.nodeid for item in items)
+    shared = [name for name, count in counts.items() if count > 1]
+    if shared:
+        raise pytest.UsageError(f"tests that share an id: {', '.join(shared)}")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """pytest 9.2 takes the operation from the ids of schemathesis' tests."""
+    label = getattr(item, "operation_label", None)
+    if label is not None and label not in item.nodeid:
+        item._id = item.id.with_params(label)
 
 
 @pytest.fixture(scope="session")
