@@ -124,7 +124,7 @@ def test_a_program_that_is_not_there_is_an_error_and_leaves_nothing_open(run: Ru
 
 def test_a_start_that_is_cancelled_anywhere_leaves_nothing_open(run: Run) -> None:
     async def begin() -> None:
-        process = await start(python(""), environment(), stdin=PIPE, stdout=PIPE, stderr=PIPE)
+        process = await start(["/bin/cat"], environment(), stdin=PIPE, stdout=PIPE, stderr=PIPE)
         await finish(process)
 
     async def cancelled_after(steps: int) -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 
 from api.served import Served
 
+from coterie.weights.lock import file_lock
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "tests" / "sdk"
 PYTHON, TYPESCRIPT = ROOT / "sdk" / "python", ROOT / "sdk" / "typescript"
@@ -77,16 +79,18 @@ CONFIG = {
 
 
 def _npm_ci() -> None:
-    if (TYPESCRIPT / "node_modules/typescript/bin/tsc").exists():
-        return
-    done = subprocess.run(
-        [tool("npm"), "ci"],
-        cwd=TYPESCRIPT,
-        env={**os.environ, "PATH": SEARCHED},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    """Once for all test processes: it begins with removing what another one has installed."""
+    with file_lock(ROOT / ".cache" / "npm.lock"):
+        if (TYPESCRIPT / "node_modules/typescript/bin/tsc").exists():
+            return
+        done = subprocess.run(
+            [tool("npm"), "ci"],
+            cwd=TYPESCRIPT,
+            env={**os.environ, "PATH": SEARCHED},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
     assert done.returncode == 0, (
         f"npm ci failed in sdk/typescript; it needs npm's registry: {done.stderr}"
     )
