@@ -123,21 +123,22 @@ def test_a_program_that_is_not_there_is_an_error_and_leaves_nothing_open(run: Ru
 
 
 def test_a_start_that_is_cancelled_anywhere_leaves_nothing_open(run: Run) -> None:
-    async def begin() -> None:
-        process = await start(["/bin/cat"], environment(), stdin=PIPE, stdout=PIPE, stderr=PIPE)
-        await finish(process)
+    async def begin() -> Process:
+        return await start(["/bin/cat"], environment(), stdin=PIPE, stdout=PIPE, stderr=PIPE)
 
     async def cancelled_after(steps: int) -> bool:
         task = asyncio.ensure_future(begin())
         for _ in range(steps):
             await asyncio.sleep(0)
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait([task])
+        if not task.cancelled():
+            await finish(task.result())
         return task.cancelled()
 
     async def test() -> None:
         # the first takes descriptors that the loop keeps
-        await begin()
+        await finish(await begin())
         before = len(os.listdir("/proc/self/fd"))
         steps = 0
         while await cancelled_after(steps) or steps < 3:
