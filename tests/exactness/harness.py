@@ -24,6 +24,8 @@ from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.quantize import dense
 
 NEW_TOKENS = 64
+# of two logits; machines add in other orders and differ by millionths
+CLEAR = 1e-4
 GREEDY = Sampling(temperature=0.0, top_p=1.0, n=1, num_beams=1, seed=0)
 
 
@@ -131,8 +133,9 @@ class Oracle:
         return list(answer)
 
     @torch.no_grad()
-    def varied(self, prompts: Sequence[Sequence[int]]) -> list[bool]:
-        """Whether each greedy answer has 16 distinct tokens or more (one padded batch)."""
+    def telling(self, prompts: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether each greedy answer has 16 distinct tokens or more, and never two that are so
+        nearly as likely that the rounding of a sum decides (one padded batch)."""
         longest = max(len(ids) for ids in prompts)
         given = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts])
         mask = torch.tensor([[0] * (longest - len(i)) + [1] * len(i) for i in prompts])
@@ -143,8 +146,13 @@ class Oracle:
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
         )
-        return [len(set(row[longest:].tolist())) >= 16 for row in out]
+        first, second = torch.stack(out.logits).topk(2).values.unbind(-1)
+        clear = ((first - second).amin(0) >= CLEAR).tolist()
+        distinct = [len(set(row[longest:].tolist())) >= 16 for row in out.sequences]
+        return [many and apart for many, apart in zip(distinct, clear, strict=True)]
 
 
 def _from_tensors(model_class: Any, checkpoint: Any) -> Any:
@@ -169,13 +177,13 @@ def oracle_for(path: Path) -> Oracle:
 
 @cache
 def random_prompts(path: Path, count: int, *, longest: int = 90, seed: int = 1) -> list[list[int]]:
-    """Mixed lengths. A prompt whose greedy output has under 16 distinct tokens in 64 is redrawn:
-    loops hide errors."""
+    """Mixed lengths. A prompt whose greedy output has under 16 distinct tokens in 64 is redrawn, as
+    loops hide errors, and one whose output hangs on a rounding (`Oracle.telling`)."""
     generator = torch.Generator().manual_seed(seed)
     oracle, found = oracle_for(path), []
     for _ in range(10):
         drawn = [_draw(index, longest, generator) for index in range(count)]
-        found += [ids for ids, good in zip(drawn, oracle.varied(drawn), strict=True) if good]
+        found += [ids for ids, good in zip(drawn, oracle.telling(drawn), strict=True) if good]
         if len(found) >= count:
             return found[:count]
     raise AssertionError("greedy output loops for almost every prompt drawn")
