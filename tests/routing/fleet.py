@@ -23,6 +23,15 @@ def profile(name: str, version: str = "1.0.0", **more: Any) -> AdapterProfile:
     return AdapterProfile(card, **more)
 
 
+def brief(profile: AdapterProfile, count: int = 40) -> AdapterProfile:
+    """With its first hints alone: learnt from in a tenth of the time."""
+    return replace(
+        profile,
+        examples=profile.examples[:count],
+        counterexamples=profile.counterexamples[:count],
+    )
+
+
 @dataclass(frozen=True)
 class Matched:
     profile: AdapterProfile

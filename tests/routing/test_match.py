@@ -17,7 +17,7 @@ from coterie.routing.match import Matcher
 from coterie.routing.near_misses import FRAMES, near_misses
 from coterie.routing.probe import AGAINST, FOR, Background, Lesson
 from coterie.routing.sketch import Rows, sketch
-from tests.routing.fleet import profile
+from tests.routing.fleet import brief, profile
 
 EMBEDDER = EMBEDDERS[DEFAULT]()
 
@@ -25,6 +25,12 @@ EMBEDDER = EMBEDDERS[DEFAULT]()
 @pytest.fixture(scope="module")
 def known() -> list[AdapterProfile]:
     return shipped()
+
+
+@pytest.fixture(scope="module")
+def briefly_known(known: list[AdapterProfile]) -> list[AdapterProfile]:
+    """A tenth of the texts, for tests that do not ask how good the probes are."""
+    return [brief(profile) for profile in known]
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +111,18 @@ def test_a_package_without_examples_is_found_by_what_it_says() -> None:
 
 @pytest.mark.parametrize("exact_rows", [50_000, 20])
 def test_of_many_only_the_likely_are_asked(
-    known: list[AdapterProfile], exact_rows: int, monkeypatch: pytest.MonkeyPatch
+    briefly_known: list[AdapterProfile], exact_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coterie.routing.match.MAX_EXACT_ROWS", exact_rows)
-    matcher = Matcher.build([*made_up(24), *known], EMBEDDER)
+    matcher = Matcher.build([*made_up(24), *briefly_known], EMBEDDER)
     found = matcher.match("Make a URL slug: Why Geese Fly", k=3)
     assert len(found) == 3 and found[0].profile.card.name == "url-slug"
     chances = [item.probability for item in found]
     assert chances == sorted(chances, reverse=True)
 
 
-def test_what_did_not_change_is_not_learnt_again(known: list[AdapterProfile]) -> None:
+def test_what_did_not_change_is_not_learnt_again(briefly_known: list[AdapterProfile]) -> None:
+    known = briefly_known
     first, second = probes(known[:3], EMBEDDER), probes(known[:3], EMBEDDER)
     assert all(a is b for a, b in zip(first, second, strict=True))
     # the same weights, packed again with other hints
@@ -142,8 +149,9 @@ def test_a_probe_is_the_ridge_regression_over_all_rows() -> None:
 
 
 def test_a_copy_under_another_name_takes_nothing_from_the_original(
-    known: list[AdapterProfile],
+    briefly_known: list[AdapterProfile],
 ) -> None:
+    known = briefly_known
     original = known[-1]
     card = replace(original.card, name="another-name")
     texts = ("Make a URL slug: Why Geese Fly", "How do slugs breathe?")
