@@ -237,9 +237,15 @@ async def start(
         await asyncio.shield(connecting)
     except BaseException:
         process.kill()
-        connecting.add_done_callback(lambda _: process.close())
+        await asyncio.shield(_gone(process, connecting))
         raise
     return process
+
+
+async def _gone(process: Process, connecting: asyncio.Future[None]) -> None:
+    await asyncio.wait([connecting])
+    process.close()
+    await process.wait()
 
 
 @contextlib.contextmanager
