@@ -64,36 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML settings")
     parser.add_argument("--host", help="address to bind (default: 127.0.0.1)")
     parser.add_argument("--port", type=port, help="port; 0 = any free one (default: 8000)")
-    parser.add_argument(
-        "--api-key-file",
-        metavar="FILE",
-        help="one API key per line; KEY priority=9 max_running=8 gives it rights",
-    )
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        default=None,
-        help="allow a public address without API keys",
-    )
-    parser.add_argument(
-        "--allowed-hosts",
-        type=listed,
-        metavar="NAME,...",
-        help="host names that requests may be sent to, * = any (default: without keys addresses, "
-        "localhost and --host; with keys any)",
-    )
-    parser.add_argument(
-        "--cors-origins",
-        type=listed,
-        metavar="ORIGIN,...",
-        help="origins whose web pages may call, * = any (default: none but this server's own)",
-    )
-    parser.add_argument(
-        "--max-connections-per-address",
-        type=count,
-        metavar="N",
-        help="open connections of one address (default: 512)",
-    )
+    _add_access(parser)
     parser.add_argument(
         "--clamp-max-tokens",
         action="store_true",
@@ -125,6 +96,44 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="LEVEL",
         help=f"{', '.join(LOG_LEVELS)} (default: info)",
     )
+    _add_adapters(parser)
+    add_dispatch(parser)
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="one API key per line; KEY priority=9 max_running=8 gives it rights",
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        default=None,
+        help="allow a public address without API keys",
+    )
+    parser.add_argument(
+        "--allowed-hosts",
+        type=listed,
+        metavar="NAME,...",
+        help="host names that requests may be sent to, * = any (default: without keys addresses, "
+        "localhost and --host; with keys any)",
+    )
+    parser.add_argument(
+        "--cors-origins",
+        type=listed,
+        metavar="ORIGIN,...",
+        help="origins whose web pages may call, * = any (default: none but this server's own)",
+    )
+    parser.add_argument(
+        "--max-connections-per-address",
+        type=count,
+        metavar="N",
+        help="open connections of one address (default: 512)",
+    )
+
+
+def _add_adapters(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("experts that are adapters (LoRA, DoRA, IA3, soft prompts)")
     add.add_argument(
         "--adapter-bytes", type=size, metavar="SIZE", help="room where the model runs; 0 = none"
@@ -138,7 +147,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="let admins load adapters that nobody signed (logged)",
     )
-    add_dispatch(parser)
 
 
 def listed(text: str) -> list[str]:

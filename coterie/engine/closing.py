@@ -117,7 +117,8 @@ class Closer:
                 if way is not None:
                     return way
         except _Failed:
-            pass
+            # the matcher gave up: no way is known from here
+            return None
         return None
 
     def mask(self, matcher: LLMatcher, words: NDArray[np.uint32]) -> NDArray[np.uint32]:
