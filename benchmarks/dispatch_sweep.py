@@ -23,12 +23,12 @@ import torch
 
 from benchmarks.sweep_bench import Bench, Live, say
 from benchmarks.sweep_tables import Case, Result, hit_verdict, middle, speed_verdict, table
-from coterie.experts.belady import belady
-from coterie.experts.dispatch.base import Strategy
-from coterie.experts.dispatch.table import STRATEGIES
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.replay import Stage, replay
-from coterie.experts.trace import Trace
+from coterie.moe.dispatch.base import Strategy
+from coterie.moe.dispatch.table import STRATEGIES
+from coterie.moe.planner.belady import belady
+from coterie.moe.planner.replay import Stage, replay
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.runtime.trace import Trace
 
 CAPACITIES, LIVE = "1,12.5%,25%,50%,75%,100%", "12.5%,25%,50%,75%"
 HEEDING = {name for name, kind in STRATEGIES.items() if kind.protect is not Strategy.protect}

@@ -23,18 +23,18 @@ from typing import Any
 import torch
 
 from coterie.core.dispatch import DispatchSettings, ExpertUsage
-from coterie.experts.auto import known_costs
-from coterie.experts.dispatch.table import STRATEGIES
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.machine import to_json
-from coterie.experts.planner import PlanRow, forecast_row
-from coterie.experts.runtime import ExpertRuntime, open_experts
-from coterie.experts.trace import Trace
-from coterie.experts.workload import Workload
 from coterie.models.base import CausalLM, load_model
 from coterie.models.experts import ExpertsWanted
 from coterie.models.pace import NoExperts, Solo
 from coterie.models.prospect import Prospect, open_prospect
+from coterie.moe.dispatch.table import STRATEGIES
+from coterie.moe.planner.auto import known_costs
+from coterie.moe.planner.machine import to_json
+from coterie.moe.planner.plan import PlanRow, forecast_row
+from coterie.moe.planner.workload import Workload
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
+from coterie.moe.runtime.trace import Trace
 from coterie.weights.checkpoint import open_checkpoint
 
 ALLOWED = 0.25

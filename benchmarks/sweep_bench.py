@@ -15,18 +15,18 @@ import torch
 
 from benchmarks.sweep_tables import Case, Result
 from coterie.core.dispatch import DispatchSettings, ExpertUsage
-from coterie.experts.auto import known_costs
-from coterie.experts.dispatch.base import Costs
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.measure import Place, ensure
-from coterie.experts.runtime import ExpertRuntime, open_experts
-from coterie.experts.store import ExpertNames, Store, open_store
-from coterie.experts.trace import Trace
 from coterie.models.base import CausalLM, load_model
 from coterie.models.carve_texts import calibration, held_out
 from coterie.models.experts import ExpertsWanted
 from coterie.models.pace import NoExperts, Solo
 from coterie.models.tokenizer import load_tokenizer
+from coterie.moe.dispatch.base import Costs
+from coterie.moe.planner.auto import known_costs
+from coterie.moe.planner.measure import Place, ensure
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
+from coterie.moe.runtime.trace import Trace
+from coterie.moe.store.base import ExpertNames, Store, open_store
 from coterie.weights.checkpoint import open_checkpoint
 
 # tokens before a live run is timed: slots fill, threads start

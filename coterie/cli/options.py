@@ -148,7 +148,7 @@ def _krasis(args: argparse.Namespace) -> str | None:
 
 def _known(text: str) -> str:
     if text != "auto":
-        from coterie.experts.dispatch.table import parse
+        from coterie.moe.dispatch.table import parse
 
         parse(text)
     return text

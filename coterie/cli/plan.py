@@ -18,9 +18,9 @@ from coterie.core.errors import ConfigError
 from coterie.core.settings import parse_bytes
 
 if TYPE_CHECKING:
-    from coterie.experts.machine import Machine
-    from coterie.experts.planner import Case, Choice, Division, PlanRow, Subject
     from coterie.models.prospect import Prospect
+    from coterie.moe.planner.machine import Machine
+    from coterie.moe.planner.plan import Case, Choice, Division, PlanRow, Subject
 
 HELP = "show what each strategy would give for a model with experts"
 EPILOG = """\
@@ -67,8 +67,8 @@ def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The whole plan as plain values."""
     import torch
 
-    from coterie.experts.planner import pick, plan
     from coterie.models.prospect import open_prospect
+    from coterie.moe.planner.plan import pick, plan
     from coterie.weights.checkpoint import open_checkpoint
 
     if args.threads:
@@ -107,7 +107,7 @@ def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _answers(rows: Sequence[PlanRow], choice: Choice) -> dict[str, Any]:
-    from coterie.experts.planner import as_json
+    from coterie.moe.planner.plan import as_json
 
     return as_json(rows, choice)
 
@@ -116,7 +116,7 @@ def _asked(
     text: str | None, case: Case, ways: Sequence[Division], rows: list[PlanRow]
 ) -> Choice | None:
     """The strategy that was named, with the better of its divisions; its row joins the others."""
-    from coterie.experts.planner import SAME, Choice, forecast_row
+    from coterie.moe.planner.plan import SAME, Choice, forecast_row
 
     if text in (None, "auto"):
         return None
@@ -167,7 +167,7 @@ def share_of(slots: int, total: int) -> str:
 
 
 def _machine(machine: Machine, profile: str) -> dict[str, Any]:
-    from coterie.experts.machine import to_json
+    from coterie.moe.planner.machine import to_json
 
     document = to_json(machine)
     used = {"profile": document["profiles"][profile], "profile_name": profile}
@@ -242,8 +242,8 @@ def _by_budget(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def _shown(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """A table; one line for a division of the memory that gives nothing the chosen one does not."""
-    from coterie.experts.forecast import BELADY
-    from coterie.experts.planner import SAME
+    from coterie.moe.planner.plan import SAME
+    from coterie.moe.planner.simulate import BELADY
 
     chosen = next(row for row in document["rows"] if _is(row, document["choice"]))
     keys = ("prefill_tokens_s", "decode_tokens_s")
@@ -280,8 +280,8 @@ def _is(row: dict[str, Any], chosen: dict[str, Any]) -> bool:
 
 def _alike(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Fastest first; rows that nobody could tell apart stand together, the bound alone."""
-    from coterie.experts.forecast import BELADY
-    from coterie.experts.planner import SAME
+    from coterie.moe.planner.plan import SAME
+    from coterie.moe.planner.simulate import BELADY
 
     def near(a: float, b: float) -> bool:
         return abs(a - b) <= SAME * max(a, b, 1e-9)
@@ -310,8 +310,8 @@ def _alike(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _named(row: dict[str, Any]) -> str:
-    from coterie.experts.dispatch.table import parse
-    from coterie.experts.forecast import BELADY
+    from coterie.moe.dispatch.table import parse
+    from coterie.moe.planner.simulate import BELADY
 
     name = str(row["strategy"])
     if name == BELADY:

@@ -13,16 +13,16 @@ from coterie.cli.terminal import facts, nbytes, note, progress, table
 from coterie.core.errors import ConfigError, WeightsError
 
 if TYPE_CHECKING:
-    from coterie.experts.edit import Groups, Pruned
-    from coterie.experts.heatmap import Heatmap
-    from coterie.experts.io_profile import Sample
-    from coterie.experts.store import Store
     from coterie.models.spec import ModelSpec
+    from coterie.moe.runtime.heatmap import Heatmap
+    from coterie.moe.store.base import Store
+    from coterie.moe.store.edit import Groups, Pruned
+    from coterie.moe.store.io_profile import Sample
     from coterie.weights.checkpoint import Checkpoint
 
 
 def export(args: argparse.Namespace) -> int:
-    from coterie.experts.export import export as write
+    from coterie.moe.store.export import export as write
     from coterie.weights.checkpoint import open_checkpoint
     from coterie.workers.warmup import carry_heatmaps
 
@@ -53,7 +53,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def inspect(args: argparse.Namespace) -> int:
-    from coterie.experts.survey import inspect as look
+    from coterie.moe.store.inspect import inspect as look
 
     store = _any_store(args.store)
     layers = store.geometry.layers
@@ -91,8 +91,8 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    from coterie.experts.packed_store import PackedStore
-    from coterie.experts.survey import verify as read_all
+    from coterie.moe.store.inspect import verify as read_all
+    from coterie.moe.store.packed import PackedStore
 
     store = _any_store(args.store)
     with progress(f"verifying {args.store}") as tick:
@@ -106,8 +106,8 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def prune(args: argparse.Namespace) -> int:
-    from coterie.experts.edit import prune as drop
-    from coterie.experts.packed_store import open_packed
+    from coterie.moe.store.edit import prune as drop
+    from coterie.moe.store.packed import open_packed
     from coterie.workers.warmup import carry_heatmaps
 
     path = _packed(args.store)
@@ -146,10 +146,10 @@ def _pruned(done: Pruned, total: int, in_place: bool) -> str:
 
 
 def replace(args: argparse.Namespace) -> int:
-    from coterie.experts.disk import aligned_buffer
-    from coterie.experts.edit import named_parts, replace_expert
-    from coterie.experts.index import read_index
     from coterie.kernels.expert_record import unpack_record
+    from coterie.moe.store.disk import aligned_buffer
+    from coterie.moe.store.edit import named_parts, replace_expert
+    from coterie.moe.store.index import read_index
     from coterie.weights.safetensors import read_file
 
     path, key = _packed(args.store), (args.layer, args.expert)
@@ -174,8 +174,8 @@ def replace(args: argparse.Namespace) -> int:
 
 
 def profile(args: argparse.Namespace) -> int:
-    from coterie.experts.io_profile import DEPTHS
-    from coterie.experts.io_profile import profile as measure
+    from coterie.moe.store.io_profile import DEPTHS
+    from coterie.moe.store.io_profile import profile as measure
     from coterie.weights.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(fetch(args.model))
@@ -208,8 +208,8 @@ def _show(args: argparse.Namespace, report: dict[str, Any], text: str) -> int:
 
 def _any_store(model: str) -> Store:
     """A packed store by its index alone; another model through its config."""
-    from coterie.experts.index import INDEX_FILE
-    from coterie.experts.packed_store import open_packed
+    from coterie.moe.store.index import INDEX_FILE
+    from coterie.moe.store.packed import open_packed
     from coterie.weights.checkpoint import open_checkpoint
 
     path = fetch(model)
@@ -219,7 +219,7 @@ def _any_store(model: str) -> Store:
 
 
 def _packed(name: str) -> Path:
-    from coterie.experts.index import INDEX_FILE
+    from coterie.moe.store.index import INDEX_FILE
 
     path = Path(name)
     if not (path / INDEX_FILE).exists():
@@ -246,7 +246,7 @@ def _spec(checkpoint: Checkpoint) -> ModelSpec:
 
 def _groups(path: Path) -> Groups:
     """How the store's router groups experts."""
-    from coterie.experts.edit import Groups
+    from coterie.moe.store.edit import Groups
     from coterie.weights.checkpoint import open_checkpoint
 
     moe = _spec(open_checkpoint(path)).moe
@@ -269,7 +269,7 @@ def _counts(given: str | None, store: Store, model: Path) -> Heatmap | None:
 
 def _heatmap(path: str, store: Store) -> Heatmap:
     """Accepted when it was counted on these experts, or on those they came from."""
-    from coterie.experts.heatmap import Heatmap
+    from coterie.moe.runtime.heatmap import Heatmap
     from coterie.weights.json_file import read_json
 
     if not Path(path).is_file():

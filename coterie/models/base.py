@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.experts.budget import free_host_bytes
 from coterie.kernels import linear, patched
 from coterie.kernels.batch import AttentionBatch
 from coterie.models import (
@@ -40,6 +39,7 @@ from coterie.models.layers import Progress
 from coterie.models.moe import Experts, MoeStack
 from coterie.models.reader import Placement, Reader
 from coterie.models.spec import ModelSpec, token_ids
+from coterie.moe.runtime.budget import free_host_bytes
 from coterie.weights.quantize import DTYPES
 
 if TYPE_CHECKING:

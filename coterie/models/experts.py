@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coterie.experts.geometry import Geometry
+from coterie.moe.store.geometry import Geometry
 
 if TYPE_CHECKING:
     from coterie.core.dispatch import DispatchSettings
-    from coterie.experts.store import Store
     from coterie.models.moe import Experts
     from coterie.models.moe_spec import MoeSpec
+    from coterie.moe.store.base import Store
     from coterie.weights.checkpoint import Checkpoint
 
 
@@ -48,7 +48,7 @@ def open_with(dispatch: DispatchSettings | None) -> ExpertsFactory:
 
     def opened(wanted: ExpertsWanted) -> Experts:
         from coterie.core.dispatch import DispatchSettings
-        from coterie.experts.runtime import open_experts
+        from coterie.moe.runtime.runtime import open_experts
 
         settings = dispatch or DispatchSettings()
         store = store_of(wanted, settings.reads)
@@ -65,7 +65,7 @@ def open_layers(
     checkpoint: Checkpoint, moe: MoeSpec, hidden: int, dtype: str, reads: str = "auto"
 ) -> Store:
     """The experts of every MoE layer; reads none of them."""
-    from coterie.experts.store import ExpertNames, open_store
+    from coterie.moe.store.base import ExpertNames, open_store
 
     return open_store(
         checkpoint,

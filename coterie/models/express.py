@@ -18,9 +18,9 @@ from coterie.kernels.batch import AttentionBatch, split_batch
 from coterie.kernels.expert_mlp import expert_shape
 
 if TYPE_CHECKING:
-    from coterie.experts.resident import Resident
     from coterie.kernels.cpu import NativeDecoder
     from coterie.models.moe import Experts, MoeLayer
+    from coterie.moe.runtime.resident import Resident
 
 
 class Express:

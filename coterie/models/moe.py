@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
-from coterie.experts.step import ExpertStep
 from coterie.kernels.batch import AttentionBatch, split_batch
 from coterie.models.express import Express, ride
+from coterie.moe.runtime.step import ExpertStep
 
 if TYPE_CHECKING:
     from coterie.core.dispatch import ExpertUsage
-    from coterie.experts.geometry import Geometry
-    from coterie.experts.resident import Resident
     from coterie.kernels.patch import Segment
     from coterie.kernels.routing import Router
+    from coterie.moe.runtime.resident import Resident
+    from coterie.moe.store.geometry import Geometry
 
 # (hidden [T, D], caches, batch, first, last) -> hidden behind those layers: dense ones whole, ones
 # with experts up to their experts

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from coterie.core.dispatch import ExpertUsage
-from coterie.experts.machine import Curve, Pace
-from coterie.experts.resident import demands
-from coterie.experts.stock import Stock
 from coterie.kernels.batch import AttentionBatch
 from coterie.models.base import load_model
+from coterie.moe.planner.machine import Curve, Pace
+from coterie.moe.planner.stock import Stock
+from coterie.moe.runtime.resident import demands
 
 if TYPE_CHECKING:
-    from coterie.experts.geometry import Geometry
-    from coterie.experts.resident import Resident
-    from coterie.experts.step import ExpertStep
-    from coterie.experts.store import Store
     from coterie.models.base import CausalLM
     from coterie.models.experts import ExpertsWanted
+    from coterie.moe.runtime.resident import Resident
+    from coterie.moe.runtime.step import ExpertStep
+    from coterie.moe.store.base import Store
+    from coterie.moe.store.geometry import Geometry
     from coterie.weights.checkpoint import Checkpoint
 
 ROWS = (1, 16, 128)

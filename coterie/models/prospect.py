@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING
 import torch
 
 from coterie.core.errors import ConfigError
-from coterie.experts import machine as kept
-from coterie.experts.measure import Place, ensure, profile_name
-from coterie.experts.opening import Site, needs_of, sizes_of
-from coterie.experts.planner import Case, Division, Subject, divisions
-from coterie.experts.workload import Workload, assumed, from_heatmap, from_trace
 from coterie.models.base import kv_bytes_per_token, read_spec, stored_dtype
 from coterie.models.experts import open_layers
 from coterie.models.pace import load_backbone, measure_pace
+from coterie.moe.planner import machine as kept
+from coterie.moe.planner.measure import Place, ensure, profile_name
+from coterie.moe.planner.plan import Case, Division, Subject, divisions
+from coterie.moe.planner.workload import Workload, assumed, from_heatmap, from_trace
+from coterie.moe.runtime.opening import Site, needs_of, sizes_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from coterie.core.dispatch import DispatchSettings
-    from coterie.experts.heatmap import Heatmap
-    from coterie.experts.machine import Machine, Pace
-    from coterie.experts.measure import Say
-    from coterie.experts.store import Store
     from coterie.models.spec import ModelSpec
+    from coterie.moe.planner.machine import Machine, Pace
+    from coterie.moe.planner.measure import Say
+    from coterie.moe.runtime.heatmap import Heatmap
+    from coterie.moe.store.base import Store
     from coterie.weights.checkpoint import Checkpoint
 
 # a larger backbone is not loaded for a plan: its pace is estimated from its bytes
@@ -102,7 +102,7 @@ class Prospect:
         return Case(subject, machine, self.profile_name, load)
 
     def workload(self, trace: Path | None, heatmap: Heatmap | None) -> Workload:
-        from coterie.experts.trace import Trace
+        from coterie.moe.runtime.trace import Trace
 
         geometry = self.store.geometry
         if trace is not None:

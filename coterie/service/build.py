@@ -83,7 +83,7 @@ def _check_strategy(text: str, param: str) -> None:
     """Before anything is fetched or loaded."""
     if text == "auto":
         return
-    from coterie.experts.dispatch.table import parse
+    from coterie.moe.dispatch.table import parse
 
     try:
         parse(text)

@@ -1,8 +1,8 @@
 """A model's experts inside a worker: opened with what earlier runs counted, closed with what this
 one did.
 
-Between the settings and `experts/runtime.py`; the only place where a heatmap's file, the planner's
-choice and a runtime meet. Knows no requests.
+Between the settings and `moe/runtime/runtime.py`; the only place where a heatmap's file, the
+planner's choice and a runtime meet. Knows no requests.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coterie.experts.auto import chooser, known_costs
-from coterie.experts.runtime import ExpertRuntime, open_experts
-from coterie.experts.trace import Trace
 from coterie.models.experts import ExpertsWanted, store_of
+from coterie.moe.planner.auto import chooser, known_costs
+from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
+from coterie.moe.runtime.trace import Trace
 from coterie.workers.base import ExpertInfo
 from coterie.workers.warmup import HeatmapFile, heatmap_path, refine
 
 if TYPE_CHECKING:
     from coterie.core.dispatch import DispatchSettings
     from coterie.engine.engine import Engine, LaneConfig
-    from coterie.experts.geometry import Geometry
-    from coterie.experts.heatmap import Heatmap
     from coterie.models.tokenizer import Tokenizer
+    from coterie.moe.runtime.heatmap import Heatmap
+    from coterie.moe.store.geometry import Geometry
 
 
 class ExpertHost:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from coterie.core.errors import WeightsError
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Limits, Sampling
-from coterie.experts.heatmap import Heatmap
+from coterie.moe.runtime.heatmap import Heatmap
 from coterie.obs.trace import log
 from coterie.weights.home import state_dir
 from coterie.weights.lock import file_lock
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from coterie.engine.engine import Engine
-    from coterie.experts.geometry import Geometry
     from coterie.models.tokenizer import Tokenizer
+    from coterie.moe.store.geometry import Geometry
 
 SAVE_EVERY_S = 180.0
 PROMPTS = (

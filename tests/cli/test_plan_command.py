@@ -15,10 +15,10 @@ import pytest
 from benchmarks.random_moe import Shape, write
 from coterie.cli.main import main
 from coterie.cli.plan import share_of
-from coterie.experts import machine, measure
-from coterie.experts.budget import share
-from coterie.experts.dispatch.table import STRATEGIES
 from coterie.kernels.build import native
+from coterie.moe.dispatch.table import STRATEGIES
+from coterie.moe.planner import machine, measure
+from coterie.moe.runtime.budget import share
 
 NATIVE = native() is not None
 SHAPE = Shape(2, 8, 2, 64, 32, 4, 2, 16, 320, 128, skew=0.5)

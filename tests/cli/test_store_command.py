@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from tiny import tiny_checkpoint
 
 from coterie.cli.main import main
-from coterie.experts.geometry import Geometry
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.packed_store import open_packed
 from coterie.models.base import load_model
 from coterie.models.tokenizer import load_tokenizer
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.packed import open_packed
 from coterie.weights.checkpoint import open_checkpoint
 
 Capture = pytest.CaptureFixture[str]

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import CoterieError
-from coterie.experts.dispatch.table import STRATEGIES
 from coterie.kernels.build import native
+from coterie.moe.dispatch.table import STRATEGIES
 from tests.experts import faults, overlap, traffic
 from tests.experts.stage import PROMPTS, Routes, Setting, Stage, expect_weights_error
 from tests.experts.tiny_moe import ARCHITECTURES, EXPERTS, LAYERS, checkpoint_of

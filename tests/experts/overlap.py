@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.telemetry import Span, covered
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.runtime.usage import Span, covered
 from tests.experts.stage import PROMPTS, Setting, Stage, Talk
 from tests.experts.tiny_moe import EXPERTS, LAYERS, checkpoint_of
 from tests.experts.traffic import GEOMETRY

@@ -6,12 +6,12 @@ import time
 
 import numpy as np
 
-from coterie.experts.budget import ExpertSizes, Needs
-from coterie.experts.geometry import Geometry
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.machine import Curve, Identity, Machine, Move, Pace, Profile
-from coterie.experts.planner import Case, Subject
-from coterie.experts.workload import Workload, from_heatmap
+from coterie.moe.planner.machine import Curve, Identity, Machine, Move, Pace, Profile
+from coterie.moe.planner.plan import Case, Subject
+from coterie.moe.planner.workload import Workload, from_heatmap
+from coterie.moe.runtime.budget import ExpertSizes, Needs
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.store.geometry import Geometry
 
 MB = 10**6
 GEOMETRY = Geometry((0, 1, 2, 3), 16, 2)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from coterie.experts.runtime import ExpertRuntime
 from coterie.models.experts import ExpertsWanted
+from coterie.moe.runtime.runtime import ExpertRuntime
 from tests.experts.stage import PROMPTS, Setting, Stage
 from tests.experts.tiny_moe import checkpoint_of
 

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from coterie.core.dispatch import DispatchSettings
 from coterie.core.errors import WeightsError
-from coterie.experts.disk import Disk
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.runtime import ExpertRuntime, open_experts
-from coterie.experts.step import ExpertStep
 from coterie.kernels.batch import AttentionBatch
 from coterie.models.base import load_model
 from coterie.models.experts import ExpertsWanted, store_of
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
+from coterie.moe.runtime.step import ExpertStep
+from coterie.moe.store.disk import Disk
 from coterie.weights.checkpoint import open_checkpoint
 
 BLOCK = 16

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coterie.experts.geometry import Geometry, Key
-from coterie.experts.store import ExpertNames, Store, open_store
 from coterie.kernels.expert_record import unpack_record
 from coterie.kernels.quantise import rounded
+from coterie.moe.store.base import ExpertNames, Store, open_store
+from coterie.moe.store.geometry import Geometry, Key
 from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint, open_checkpoint
 from coterie.weights.gguf import read_gguf
 from coterie.weights.gguf_tensors import map_file

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from coterie.experts.belady import belady
-from coterie.experts.dispatch.base import Costs, Demand, Scene
-from coterie.experts.dispatch.contest import POLICIES, Contest
-from coterie.experts.dispatch.memory import Memory, Policy, Ranking
-from coterie.experts.dispatch.pace import MAX_BUDGET
-from coterie.experts.dispatch.table import STRATEGIES, build
-from coterie.experts.geometry import Geometry
-from coterie.experts.replay import Stage, replay
-from coterie.experts.residency import Residency
+from coterie.moe.dispatch.adaptive.election import POLICIES, Contest
+from coterie.moe.dispatch.adaptive.scores import Memory, Policy, Ranking
+from coterie.moe.dispatch.base import Costs, Demand, Scene
+from coterie.moe.dispatch.pace import MAX_BUDGET
+from coterie.moe.dispatch.table import STRATEGIES, build
+from coterie.moe.planner.belady import belady
+from coterie.moe.planner.replay import Stage, replay
+from coterie.moe.runtime.slot_map import Residency
+from coterie.moe.store.geometry import Geometry
 from tests.experts.slot_simulator import Simulator
 from tests.experts.traces import TASTES, make
 

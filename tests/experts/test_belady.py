@@ -8,12 +8,12 @@ from itertools import combinations
 
 import pytest
 
-from coterie.experts.belady import belady
-from coterie.experts.dispatch.base import Demand
-from coterie.experts.dispatch.table import STRATEGIES
-from coterie.experts.geometry import Geometry, Key
-from coterie.experts.replay import Stage, replay
-from coterie.experts.trace import Trace
+from coterie.moe.dispatch.base import Demand
+from coterie.moe.dispatch.table import STRATEGIES
+from coterie.moe.planner.belady import belady
+from coterie.moe.planner.replay import Stage, replay
+from coterie.moe.runtime.trace import Trace
+from coterie.moe.store.geometry import Geometry, Key
 from tests.experts.traces import TASTES, make
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from coterie.core.dispatch import DispatchSettings
 from coterie.core.errors import ConfigError
-from coterie.experts.budget import ExpertSizes, Needs, TierSlots, size_tiers
+from coterie.moe.runtime.budget import ExpertSizes, Needs, TierSlots, size_tiers
 
 SLOT = 1_000_000
 SIZES = ExpertSizes(total=64, slot_bytes=SLOT, expert_bytes=60 * SLOT)

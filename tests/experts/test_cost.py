@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from plan_cases import GEOMETRY, case, machine, skewed
 
-from coterie.experts.budget import TierSlots
-from coterie.experts.cost import HostShelf, Outcome, Prices, Turn, turn_of
-from coterie.experts.dispatch.base import Demand, Wave
-from coterie.experts.dispatch.table import STRATEGIES
-from coterie.experts.forecast import forecast, optimum
-from coterie.experts.machine import Curve, Machine, Move, Pace
-from coterie.experts.replay import Stage, replay
-from coterie.experts.trace import Trace
-from coterie.experts.workload import Workload
+from coterie.moe.dispatch.base import Demand, Wave
+from coterie.moe.dispatch.table import STRATEGIES
+from coterie.moe.planner.cost import HostShelf, Outcome, Prices, Turn, turn_of
+from coterie.moe.planner.machine import Curve, Machine, Move, Pace
+from coterie.moe.planner.replay import Stage, replay
+from coterie.moe.planner.simulate import forecast, optimum
+from coterie.moe.planner.workload import Workload
+from coterie.moe.runtime.budget import TierSlots
+from coterie.moe.runtime.trace import Trace
 
 
 def prices(device: str = "cpu", *, host_tier: bool = True, **changes: object) -> Prices:

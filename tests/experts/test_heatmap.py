@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from coterie.core.errors import WeightsError
-from coterie.experts.geometry import Geometry
-from coterie.experts.heatmap import Heatmap
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.store.geometry import Geometry
 
 GEOMETRY = Geometry((0, 3), 4, 2, frozenset({(3, 3)}))
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from plan_cases import machine
 
-from coterie.experts import machine as kept
-from coterie.experts import measure
-from coterie.experts.machine import Curve, Machine, Pace
-from coterie.experts.overhead import FeatherStore, measure_overhead
+from coterie.moe.planner import machine as kept
+from coterie.moe.planner import measure
+from coterie.moe.planner.machine import Curve, Machine, Pace
+from coterie.moe.planner.overhead import FeatherStore, measure_overhead
 
 
 @pytest.fixture

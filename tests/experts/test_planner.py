@@ -11,12 +11,9 @@ from plan_cases import GEOMETRY, MB, case, needs, skewed
 
 from coterie.core.dispatch import DispatchSettings
 from coterie.core.errors import ConfigError
-from coterie.experts import workload
-from coterie.experts.budget import ExpertSizes
-from coterie.experts.dispatch.table import STRATEGIES
-from coterie.experts.forecast import BELADY
-from coterie.experts.geometry import Geometry
-from coterie.experts.planner import (
+from coterie.moe.dispatch.table import STRATEGIES
+from coterie.moe.planner import workload
+from coterie.moe.planner.plan import (
     Division,
     PlanRow,
     as_json,
@@ -26,7 +23,10 @@ from coterie.experts.planner import (
     pick,
     plan,
 )
-from coterie.experts.trace import Trace
+from coterie.moe.planner.simulate import BELADY
+from coterie.moe.runtime.budget import ExpertSizes
+from coterie.moe.runtime.trace import Trace
+from coterie.moe.store.geometry import Geometry
 from tests.experts.traces import make
 
 

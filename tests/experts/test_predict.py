@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coterie.core.errors import ConfigError
-from coterie.experts.predict import Predictor
+from coterie.moe.runtime.predict import Predictor
 
 
 def play(predictor: Predictor, right: int, of: int, times: int) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.experts.runtime import ExpertRuntime
-from coterie.experts.step import ExpertStep
+from coterie.moe.runtime.runtime import ExpertRuntime
+from coterie.moe.runtime.step import ExpertStep
 from tests.experts.stage import Setting, Stage
 from tests.experts.tiny_moe import EXPERTS, LAYERS, checkpoint_of
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coterie.experts.dispatch.table import STRATEGIES
-from coterie.experts.geometry import Geometry
-from coterie.experts.replay import Counts, Stage, replay
-from coterie.experts.trace import Trace
+from coterie.moe.dispatch.table import STRATEGIES
+from coterie.moe.planner.replay import Counts, Stage, replay
+from coterie.moe.runtime.trace import Trace
+from coterie.moe.store.geometry import Geometry
 from tests.experts.traces import make
 
 GEOMETRY = Geometry((0, 2, 3, 5), 8, 2)

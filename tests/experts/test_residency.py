@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.errors import InternalError
-from coterie.experts.residency import Residency
+from coterie.moe.runtime.slot_map import Residency
 
 KEYS = [(layer, expert) for layer in range(2) for expert in range(4)]
 OPS = st.lists(

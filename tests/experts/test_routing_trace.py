@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from coterie.core.errors import WeightsError
-from coterie.experts.dispatch.base import Demand
-from coterie.experts.geometry import Geometry
-from coterie.experts.trace import Trace
+from coterie.moe.dispatch.base import Demand
+from coterie.moe.runtime.trace import Trace
+from coterie.moe.store.geometry import Geometry
 from tests.experts.traces import make
 
 GEOMETRY = Geometry((1, 2), 8, 2)

@@ -17,9 +17,9 @@ import torch
 from coterie.core.dispatch import DispatchSettings
 from coterie.core.errors import ConfigError
 from coterie.engine.expert_tier import standing
-from coterie.experts.budget import ExpertSizes, Needs, TierSlots, size_tiers
-from coterie.experts.geometry import Geometry
-from coterie.experts.opening import Room
+from coterie.moe.runtime.budget import ExpertSizes, Needs, TierSlots, size_tiers
+from coterie.moe.runtime.opening import Room
+from coterie.moe.store.geometry import Geometry
 from coterie.obs.expert_metrics import EXPERT_SERIES
 from coterie.weights.shortage import MemoryShortage, is_shortage
 from tests.experts.stage import PROMPTS, Setting, Stage

@@ -17,9 +17,9 @@ import stores
 import torch
 
 from coterie.core.errors import WeightsError
-from coterie.experts.checkpoint_store import CheckpointStore
-from coterie.experts.disk import PAGE, Disk, aligned_buffer, covering
-from coterie.experts.store import ExpertShape
+from coterie.moe.store.base import ExpertShape
+from coterie.moe.store.checkpoint import CheckpointStore
+from coterie.moe.store.disk import PAGE, Disk, aligned_buffer, covering
 from coterie.weights.checkpoint import open_checkpoint
 
 SIZE = 40 * PAGE + 123

@@ -10,14 +10,14 @@ import stores
 import torch
 
 from coterie.core.errors import WeightsError
-from coterie.experts.edit import Groups, named_parts, prune, replace_expert
-from coterie.experts.export import export
-from coterie.experts.geometry import Geometry
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.index import EXPERTS_FILE, read_index
-from coterie.experts.io_profile import profile
-from coterie.experts.packed_store import open_packed
-from coterie.experts.survey import inspect, verify
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.store.edit import Groups, named_parts, prune, replace_expert
+from coterie.moe.store.export import export
+from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.index import EXPERTS_FILE, read_index
+from coterie.moe.store.inspect import inspect, verify
+from coterie.moe.store.io_profile import profile
+from coterie.moe.store.packed import open_packed
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.quantize import Dense, convert, dense
 

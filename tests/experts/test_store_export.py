@@ -13,10 +13,10 @@ import pytest
 import stores
 
 from coterie.core.errors import WeightsError
-from coterie.experts.disk import Disk
-from coterie.experts.export import export
-from coterie.experts.index import EXPERTS_FILE, INDEX_FILE
-from coterie.experts.journal import Journal
+from coterie.moe.store.disk import Disk
+from coterie.moe.store.export import export
+from coterie.moe.store.index import EXPERTS_FILE, INDEX_FILE
+from coterie.moe.store.journal import Journal
 from coterie.weights.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -26,8 +26,8 @@ import sys, time
 from pathlib import Path
 sys.path[:0] = [{root!r}, {root!r} + "/tests/experts"]
 import stores
-from coterie.experts.disk import Disk
-from coterie.experts.export import export
+from coterie.moe.store.disk import Disk
+from coterie.moe.store.export import export
 from coterie.weights.checkpoint import open_checkpoint
 
 class Slow(Disk):

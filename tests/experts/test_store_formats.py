@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.experts.geometry import Geometry
-from coterie.experts.store import open_store
+from coterie.moe.store.base import open_store
+from coterie.moe.store.geometry import Geometry
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.gguf_tensors import decode
 from coterie.weights.quantize import convert, dense

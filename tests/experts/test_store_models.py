@@ -14,10 +14,10 @@ from torch import Tensor
 
 from coterie.cli.main import main
 from coterie.core.dispatch import DispatchSettings
-from coterie.experts.edit import prune
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.packed_store import open_packed
 from coterie.models.base import load_model
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.store.edit import prune
+from coterie.moe.store.packed import open_packed
 from coterie.weights.checkpoint import open_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))

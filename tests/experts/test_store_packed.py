@@ -15,14 +15,14 @@ import stores
 import torch
 
 from coterie.core.errors import WeightsError
-from coterie.experts import index as store_index
-from coterie.experts import packed_store
-from coterie.experts.disk import aligned_buffer
-from coterie.experts.export import export
-from coterie.experts.index import EXPERTS_FILE, INDEX_FILE, read_index
-from coterie.experts.packed_store import open_packed
-from coterie.experts.survey import verify
 from coterie.kernels.expert_record import rebias
+from coterie.moe.store import index as store_index
+from coterie.moe.store import packed as packed_store
+from coterie.moe.store.disk import aligned_buffer
+from coterie.moe.store.export import export
+from coterie.moe.store.index import EXPERTS_FILE, INDEX_FILE, read_index
+from coterie.moe.store.inspect import verify
+from coterie.moe.store.packed import open_packed
 from coterie.weights.checkpoint import open_checkpoint
 
 Document = dict[str, Any]

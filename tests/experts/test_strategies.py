@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.errors import ConfigError
-from coterie.experts.dispatch.base import Scene
-from coterie.experts.dispatch.pace import MAX_BUDGET, MAX_INTERVAL, MIN_BUDGET, MIN_INTERVAL, choose
-from coterie.experts.dispatch.persistent import fallback
-from coterie.experts.dispatch.pins import spare_slots
-from coterie.experts.dispatch.table import STRATEGIES, Choice, build, parse, resolve
-from coterie.experts.dispatch.weighted_pin import pin_budgets
-from coterie.experts.geometry import Geometry
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.residency import Residency
+from coterie.moe.dispatch.base import Scene
+from coterie.moe.dispatch.pace import MAX_BUDGET, MAX_INTERVAL, MIN_BUDGET, MIN_INTERVAL, choose
+from coterie.moe.dispatch.persistent import fallback
+from coterie.moe.dispatch.pins import spare_slots
+from coterie.moe.dispatch.table import STRATEGIES, Choice, build, parse, resolve
+from coterie.moe.dispatch.weighted_pin import pin_budgets
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.runtime.slot_map import Residency
+from coterie.moe.store.geometry import Geometry
 from tests.experts.slot_simulator import COSTS, Simulator
 
 # layer 3 is dense, one expert was pruned

@@ -12,10 +12,10 @@ from tiny import tiny_checkpoint
 
 from coterie import LLM
 from coterie.cli.main import main
-from coterie.experts.dispatch.base import Costs
-from coterie.experts.geometry import Geometry
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.replay import Stage, replay
+from coterie.moe.dispatch.base import Costs
+from coterie.moe.planner.replay import Stage, replay
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.store.geometry import Geometry
 from coterie.workers.warmup import HeatmapFile
 from tests.experts.traces import make
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from coterie.experts.dispatch.base import Demand
-from coterie.experts.geometry import Geometry
-from coterie.experts.trace import Trace
+from coterie.moe.dispatch.base import Demand
+from coterie.moe.runtime.trace import Trace
+from coterie.moe.store.geometry import Geometry
 
 # (step, layer index) -> a preference per expert, in logits
 Taste = Callable[[int, int], np.ndarray]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from coterie.experts.geometry import Geometry, Key
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.trace import Trace
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.runtime.trace import Trace
+from coterie.moe.store.geometry import Geometry, Key
 from tests.experts.stage import NEW_TOKENS, PROMPTS, Setting, Stage
 from tests.experts.tiny_moe import EXPERTS, LAYERS, TOP_K, checkpoint_of
 

@@ -10,12 +10,12 @@ from tiny import tiny_checkpoint
 from torch import Tensor
 
 from coterie.core.dispatch import DispatchSettings
-from coterie.experts.runtime import ExpertRuntime
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.build import find_compiler
 from coterie.kernels.patch import Segment
 from coterie.models.assemble import decoder_shape
 from coterie.models.base import CausalLM, load_model
+from coterie.moe.runtime.runtime import ExpertRuntime
 from coterie.weights.checkpoint import open_checkpoint
 from tests.kernels.cases import paged_batch
 from tests.kernels.patch_cases import random_stack

@@ -184,10 +184,10 @@ def nested(levels: int) -> str:
 def test_deep_nesting_in_any_file_is_a_typed_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coterie.experts.geometry import Geometry
-    from coterie.experts.heatmap import Heatmap
-    from coterie.experts.index import INDEX_FILE, read_index
-    from coterie.experts.machine import Identity, load, path_of
+    from coterie.moe.planner.machine import Identity, load, path_of
+    from coterie.moe.runtime.heatmap import Heatmap
+    from coterie.moe.store.geometry import Geometry
+    from coterie.moe.store.index import INDEX_FILE, read_index
 
     text = f'{{"a": {nested(100_000)}}}'
     monkeypatch.setenv("COTERIE_HOME", str(tmp_path / "home"))

@@ -9,9 +9,9 @@ import pytest
 from benchmarks import dispatch_sweep, dwr, moe_cpu, moe_disk, random_moe, sweep_tables
 from benchmarks.dense_cpu import System, table
 from benchmarks.limits import disk_bandwidth
-from coterie.experts.dispatch.base import Demand
-from coterie.experts.geometry import Geometry
-from coterie.experts.trace import Trace
+from coterie.moe.dispatch.base import Demand
+from coterie.moe.runtime.trace import Trace
+from coterie.moe.store.geometry import Geometry
 
 
 def test_one_token_reads_what_was_published() -> None:

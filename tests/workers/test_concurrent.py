@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from storm import COLD, model_copy, spec_of, storm, with_adapters
 
-from coterie.experts.dispatch.table import STRATEGIES
+from coterie.moe.dispatch.table import STRATEGIES
 
 SLICE = {("qwen3_moe", "lru"), ("deepseek_v2", "adaptive"), ("dwr", "auto")}
 ALL = [*STRATEGIES, "auto", "layer_grouped+lru", "lru+hot_cached_static"]

@@ -15,10 +15,10 @@ from tiny import tiny_checkpoint
 from coterie import LLM
 from coterie.core.dispatch import DispatchSettings, ExpertUsage
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.experts.budget import ExpertSizes, Needs, size_tiers
-from coterie.experts.dispatch.pace import MIN_INTERVAL
-from coterie.experts.geometry import Geometry
-from coterie.experts.heatmap import Heatmap
+from coterie.moe.dispatch.pace import MIN_INTERVAL
+from coterie.moe.runtime.budget import ExpertSizes, Needs, size_tiers
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.store.geometry import Geometry
 from coterie.workers.warmup import SAVE_EVERY_S, HeatmapFile, heatmap_path
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2

@@ -1,0 +1,1 @@
+"""Strategies: which MoE experts run where, what moves and what stays. Decisions, no tensors."""

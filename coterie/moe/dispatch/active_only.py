@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coterie.experts.dispatch.base import Demand, Scene, Strategy, Wave
-from coterie.experts.dispatch.buffers import Buffers
-from coterie.experts.dispatch.waves import fill, oldest_leaves
+from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave
+from coterie.moe.dispatch.buffers import Buffers
+from coterie.moe.dispatch.waves import fill, oldest_leaves
 
 
 class ActiveOnly(Strategy):

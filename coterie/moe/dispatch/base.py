@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from coterie.experts.geometry import Geometry, Key
-    from coterie.experts.heatmap import Heatmap
-    from coterie.experts.residency import Residency
+    from coterie.moe.runtime.heatmap import Heatmap
+    from coterie.moe.runtime.slot_map import Residency
+    from coterie.moe.store.geometry import Geometry, Key
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from coterie.experts.geometry import Geometry, Key
-from coterie.experts.residency import Residency
+from coterie.moe.runtime.slot_map import Residency
+from coterie.moe.store.geometry import Geometry, Key
 
 
 class Buffers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coterie.experts.dispatch.base import Demand, Strategy, Wave
+from coterie.moe.dispatch.base import Demand, Strategy, Wave
 
 
 class CpuOnly(Strategy):

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from coterie.experts.dispatch.base import Demand, Scene, Strategy, Wave
-from coterie.experts.dispatch.repin import Repin
-from coterie.experts.geometry import Geometry, Key
-from coterie.experts.residency import Residency
+from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave
+from coterie.moe.dispatch.repin import Repin
+from coterie.moe.runtime.slot_map import Residency
+from coterie.moe.store.geometry import Geometry, Key
 
 
 class HotCachedStatic(Strategy):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coterie.experts.dispatch.active_only import ActiveOnly
-from coterie.experts.dispatch.base import Scene
-from coterie.experts.dispatch.persistent import groups_that_fit, split_layers
-from coterie.experts.dispatch.waves import load_early
-from coterie.experts.geometry import Key
+from coterie.moe.dispatch.active_only import ActiveOnly
+from coterie.moe.dispatch.base import Scene
+from coterie.moe.dispatch.persistent import groups_that_fit, split_layers
+from coterie.moe.dispatch.waves import load_early
+from coterie.moe.store.geometry import Key
 
 
 class LayerGrouped(ActiveOnly):

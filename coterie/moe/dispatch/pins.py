@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from coterie.experts.dispatch.active_only import ActiveOnly
-from coterie.experts.dispatch.base import Demand, Scene, Wave
-from coterie.experts.dispatch.pace import Clock
-from coterie.experts.geometry import Geometry, Key
-from coterie.experts.heatmap import Heatmap
+from coterie.moe.dispatch.active_only import ActiveOnly
+from coterie.moe.dispatch.base import Demand, Scene, Wave
+from coterie.moe.dispatch.pace import Clock
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.store.geometry import Geometry, Key
 
 # steps to watch before pinning without a heatmap
 _WATCH_STEPS = 16

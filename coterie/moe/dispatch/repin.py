@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from coterie.experts.dispatch.base import Demand, Scene
-from coterie.experts.dispatch.pace import Clock
-from coterie.experts.geometry import Key
-from coterie.experts.heatmap import Heatmap
+from coterie.moe.dispatch.base import Demand, Scene
+from coterie.moe.dispatch.pace import Clock
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.store.geometry import Key
 
 # tokens that all of a heatmap counts for beside live ones
 _PRIOR_TOKENS = 64

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from coterie.core.errors import ConfigError
-from coterie.experts.dispatch.active_only import ActiveOnly
-from coterie.experts.dispatch.adaptive import Adaptive
-from coterie.experts.dispatch.base import Scene, Strategy
-from coterie.experts.dispatch.chunked import Chunked
-from coterie.experts.dispatch.cpu_only import CpuOnly
-from coterie.experts.dispatch.hot_cached_static import HotCachedStatic
-from coterie.experts.dispatch.layer_grouped import LayerGrouped
-from coterie.experts.dispatch.lru import Lru
-from coterie.experts.dispatch.persistent import Persistent, fallback
-from coterie.experts.dispatch.pins import spare_slots
-from coterie.experts.dispatch.static_pin import StaticPin
-from coterie.experts.dispatch.weighted_pin import WeightedPin
-from coterie.experts.geometry import Geometry
+from coterie.moe.dispatch.active_only import ActiveOnly
+from coterie.moe.dispatch.adaptive.adaptive import Adaptive
+from coterie.moe.dispatch.base import Scene, Strategy
+from coterie.moe.dispatch.chunked import Chunked
+from coterie.moe.dispatch.cpu_only import CpuOnly
+from coterie.moe.dispatch.hot_cached_static import HotCachedStatic
+from coterie.moe.dispatch.layer_grouped import LayerGrouped
+from coterie.moe.dispatch.lru import Lru
+from coterie.moe.dispatch.persistent import Persistent, fallback
+from coterie.moe.dispatch.pins import spare_slots
+from coterie.moe.dispatch.static_pin import StaticPin
+from coterie.moe.dispatch.weighted_pin import WeightedPin
+from coterie.moe.store.geometry import Geometry
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "cpu_only": CpuOnly,

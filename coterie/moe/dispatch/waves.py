@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from coterie.experts.dispatch.base import Demand, Wave
-from coterie.experts.geometry import Key
-from coterie.experts.residency import Residency
+from coterie.moe.dispatch.base import Demand, Wave
+from coterie.moe.runtime.slot_map import Residency
+from coterie.moe.store.geometry import Key
 
 # Make sure that a slot is free for `key` without taking one from the busy experts; False when
 # that cannot be.

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from coterie.experts.dispatch.pins import Pinned
-from coterie.experts.geometry import Key
-from coterie.experts.heatmap import Heatmap
+from coterie.moe.dispatch.pins import Pinned
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.store.geometry import Key
 
 
 class WeightedPin(Pinned):

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from coterie.experts.budget import AUTO_SHARE
-from coterie.experts.machine import load
-from coterie.experts.measure import Place, ensure, identity, profile_name
-from coterie.experts.opening import needs_of, sizes_of
-from coterie.experts.planner import Case, Choice, Subject, choose, divisions
-from coterie.experts.workload import assumed, from_heatmap
+from coterie.moe.planner.machine import load
+from coterie.moe.planner.measure import Place, ensure, identity, profile_name
+from coterie.moe.planner.plan import Case, Choice, Subject, choose, divisions
+from coterie.moe.planner.workload import assumed, from_heatmap
+from coterie.moe.runtime.budget import AUTO_SHARE
+from coterie.moe.runtime.opening import needs_of, sizes_of
 
 if TYPE_CHECKING:
     from coterie.core.dispatch import DispatchSettings
-    from coterie.experts.dispatch.base import Costs
-    from coterie.experts.opening import Site
-    from coterie.experts.store import Store
+    from coterie.moe.dispatch.base import Costs
+    from coterie.moe.runtime.opening import Site
+    from coterie.moe.store.base import Store
 
 _log = logging.getLogger(__name__)
 

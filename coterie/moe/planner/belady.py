@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
-from coterie.experts.geometry import Key
-from coterie.experts.replay import Counts
-from coterie.experts.trace import Trace
+from coterie.moe.planner.replay import Counts
+from coterie.moe.runtime.trace import Trace
+from coterie.moe.store.geometry import Key
 
 
 def belady(trace: Trace, num_slots: int) -> Counts:

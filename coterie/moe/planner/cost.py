@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from coterie.experts.dispatch.base import Demand, Wave
-from coterie.experts.geometry import Key
-from coterie.experts.machine import Curve, Machine, Profile
+from coterie.moe.dispatch.base import Demand, Wave
+from coterie.moe.planner.machine import Curve, Machine, Profile
+from coterie.moe.store.geometry import Key
 
 
 @dataclass(frozen=True, slots=True)

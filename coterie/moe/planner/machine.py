@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from coterie.experts.dispatch.base import Costs
+from coterie.moe.dispatch.base import Costs
 from coterie.weights.home import state_dir
 
 # a file of another version is measured again

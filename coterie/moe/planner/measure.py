@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coterie.experts import machine as kept
-from coterie.experts.machine import Curve, Identity, Machine, Move, Profile
-from coterie.experts.overhead import measure_load, measure_overhead
-from coterie.experts.stock import COLD_BYTES, sample_record
-from coterie.experts.transfer import DEPTH
 from coterie.kernels.build import native
 from coterie.kernels.expert_layout import ExpertLayout
 from coterie.kernels.expert_mlp import run_experts
+from coterie.moe.planner import machine as kept
+from coterie.moe.planner.machine import Curve, Identity, Machine, Move, Profile
+from coterie.moe.planner.overhead import measure_load, measure_overhead
+from coterie.moe.planner.stock import COLD_BYTES, sample_record
+from coterie.moe.runtime.transfer import DEPTH
 
 if TYPE_CHECKING:
-    from coterie.experts.store import Store
+    from coterie.moe.store.base import Store
 
 Say = Callable[[str], None]
 

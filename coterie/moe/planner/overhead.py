@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from coterie.core.dispatch import DispatchSettings
-from coterie.experts.disk import Disk
-from coterie.experts.geometry import Geometry, Key
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.runtime import ExpertRuntime, open_experts
-from coterie.experts.step import ExpertStep
-from coterie.experts.store import Spent
 from coterie.kernels.expert_layout import ExpertLayout
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
+from coterie.moe.runtime.step import ExpertStep
+from coterie.moe.store.base import Spent
+from coterie.moe.store.disk import Disk
+from coterie.moe.store.geometry import Geometry, Key
 
 _EXPERTS, _TOP_K, _HIDDEN = 16, 4, 64
 _FEATHER = ExpertLayout(_HIDDEN, 32, True, ("fp32", "fp32", "fp32"))

@@ -14,13 +14,13 @@ from typing import Any
 from coterie.core.dispatch import DispatchSettings
 from coterie.core.errors import ConfigError
 from coterie.core.settings import parse_bytes
-from coterie.experts.budget import AUTO_SHARE, ExpertSizes, Needs, TierSlots, size_tiers
-from coterie.experts.cost import Outcome, Prices
-from coterie.experts.dispatch.table import STRATEGIES, parse
-from coterie.experts.forecast import BELADY, Forecast, Outlook, forecast, optimum
-from coterie.experts.geometry import Geometry
-from coterie.experts.machine import Curve, Machine, Pace
-from coterie.experts.workload import Workload
+from coterie.moe.dispatch.table import STRATEGIES, parse
+from coterie.moe.planner.cost import Outcome, Prices
+from coterie.moe.planner.machine import Curve, Machine, Pace
+from coterie.moe.planner.simulate import BELADY, Forecast, Outlook, forecast, optimum
+from coterie.moe.planner.workload import Workload
+from coterie.moe.runtime.budget import AUTO_SHARE, ExpertSizes, Needs, TierSlots, size_tiers
+from coterie.moe.store.geometry import Geometry
 
 # predictions closer than this are the same speed
 SAME = 0.03

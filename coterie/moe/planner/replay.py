@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from coterie.experts.demand import Classes, classify, first_uses
-from coterie.experts.dispatch.base import Costs, Scene, Strategy, Wave
-from coterie.experts.dispatch.table import build, resolve
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.residency import Residency
-from coterie.experts.trace import Trace, TraceStep
+from coterie.moe.dispatch.base import Costs, Scene, Strategy, Wave
+from coterie.moe.dispatch.table import build, resolve
+from coterie.moe.runtime.demand import Classes, classify, first_uses
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.runtime.slot_map import Residency
+from coterie.moe.runtime.trace import Trace, TraceStep
 
 # an upload costs as much as computing two rows on the host
 NEUTRAL = Costs(upload_s=2e-3, device_run_s=1e-4, host_run_s=1e-3)

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from coterie.experts.belady import belady
-from coterie.experts.budget import TierSlots
-from coterie.experts.cost import HostShelf, Outcome, Prices, Turn, turn_of
-from coterie.experts.demand import classify, first_uses
-from coterie.experts.dispatch.base import Demand, Scene, Strategy
-from coterie.experts.dispatch.table import build, resolve
-from coterie.experts.geometry import Geometry, Key
-from coterie.experts.machine import Pace
-from coterie.experts.residency import Residency
-from coterie.experts.trace import Trace, TraceStep
-from coterie.experts.workload import Workload, tokens_of
+from coterie.moe.dispatch.base import Demand, Scene, Strategy
+from coterie.moe.dispatch.table import build, resolve
+from coterie.moe.planner.belady import belady
+from coterie.moe.planner.cost import HostShelf, Outcome, Prices, Turn, turn_of
+from coterie.moe.planner.machine import Pace
+from coterie.moe.planner.workload import Workload, tokens_of
+from coterie.moe.runtime.budget import TierSlots
+from coterie.moe.runtime.demand import classify, first_uses
+from coterie.moe.runtime.slot_map import Residency
+from coterie.moe.runtime.trace import Trace, TraceStep
+from coterie.moe.store.geometry import Geometry, Key
 
 BELADY = "belady"
 

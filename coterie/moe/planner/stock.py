@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.experts.resident import Resident
 from coterie.kernels.expert_layout import ExpertLayout, matrix_bytes
 from coterie.kernels.expert_mlp import RecordTable
 from coterie.kernels.expert_record import pack_record
+from coterie.moe.runtime.resident import Resident
 from coterie.weights.quantize import Blocks, Dense, Weight, convert
 
 if TYPE_CHECKING:
-    from coterie.experts.store import Store
+    from coterie.moe.store.base import Store
 
 # past every cache; a smaller set of experts than this is measured as it is
 COLD_BYTES = 192 << 20

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from coterie.experts.dispatch.base import Demand
-from coterie.experts.geometry import Geometry
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.trace import Trace, TraceStep, Visit
+from coterie.moe.dispatch.base import Demand
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.runtime.trace import Trace, TraceStep, Visit
+from coterie.moe.store.geometry import Geometry
 
 ZIPF = 0.6
 PROMPT_TOKENS = 512

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.experts.arena import Arena
+from coterie.moe.runtime.arena import Arena
 
 
 class CudaCopies:

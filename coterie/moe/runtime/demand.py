@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from coterie.core.errors import InternalError
-from coterie.experts.dispatch.base import Demand, Wave
+from coterie.moe.dispatch.base import Demand, Wave
 
 if TYPE_CHECKING:
-    from coterie.experts.geometry import Key
-    from coterie.experts.residency import Residency
-    from coterie.experts.step import ExpertStep
+    from coterie.moe.runtime.slot_map import Residency
+    from coterie.moe.runtime.step import ExpertStep
+    from coterie.moe.store.geometry import Key
 
 # below this many (row, k) pairs a Python loop counts experts faster than numpy
 _FEW_PAIRS = 64

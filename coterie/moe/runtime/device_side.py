@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from coterie.core.errors import InternalError
 
 if TYPE_CHECKING:
-    from coterie.experts.dispatch.base import Wave
-    from coterie.experts.geometry import Key
-    from coterie.experts.layer_job import LayerJob
-    from coterie.experts.loads import Loads
-    from coterie.experts.transfer import Arrival
+    from coterie.moe.dispatch.base import Wave
+    from coterie.moe.runtime.layer_job import LayerJob
+    from coterie.moe.runtime.pending_loads import Loads
+    from coterie.moe.runtime.transfer import Arrival
+    from coterie.moe.store.geometry import Key
 
 
 class DeviceSide:

@@ -10,13 +10,13 @@ import time
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from coterie.experts.transfer import Arrival
+from coterie.moe.runtime.transfer import Arrival
 
 if TYPE_CHECKING:
-    from coterie.experts.geometry import Key
-    from coterie.experts.layer_job import LayerJob
-    from coterie.experts.tiers import Entry, HostTier
-    from coterie.experts.transfer import Transfer
+    from coterie.moe.runtime.layer_job import LayerJob
+    from coterie.moe.runtime.tiers import Entry, HostTier
+    from coterie.moe.runtime.transfer import Transfer
+    from coterie.moe.store.geometry import Key
 
 
 class HostSide:

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from coterie.experts.device_side import DeviceSide
-from coterie.experts.host_side import HostSide
 from coterie.kernels.expert_mlp import Records, run_experts
+from coterie.moe.runtime.device_side import DeviceSide
+from coterie.moe.runtime.host_side import HostSide
 
 if TYPE_CHECKING:
-    from coterie.experts.dispatch.base import Wave
-    from coterie.experts.layer_job import Kernel, LayerJob
-    from coterie.experts.loads import Loads
-    from coterie.experts.tiers import HostTier
-    from coterie.experts.transfer import Transfer
+    from coterie.moe.dispatch.base import Wave
+    from coterie.moe.runtime.layer_job import Kernel, LayerJob
+    from coterie.moe.runtime.pending_loads import Loads
+    from coterie.moe.runtime.tiers import HostTier
+    from coterie.moe.runtime.transfer import Transfer
 
 
 class Executor:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coterie.experts.demand import Classes
-from coterie.experts.dispatch.base import Demand
-from coterie.experts.telemetry import Span, Tally, outside
+from coterie.moe.dispatch.base import Demand
+from coterie.moe.runtime.demand import Classes
+from coterie.moe.runtime.usage import Span, Tally, outside
 
 if TYPE_CHECKING:
-    from coterie.experts.step import ExpertStep
-    from coterie.experts.transfer import Arrival
     from coterie.kernels.expert_layout import ExpertLayout
     from coterie.kernels.expert_mlp import RecordTable
+    from coterie.moe.runtime.step import ExpertStep
+    from coterie.moe.runtime.transfer import Arrival
 
 Kernel = Callable[..., None]
 Interval = tuple[float, float]

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from coterie.core.errors import ConfigError
-from coterie.experts.budget import ExpertSizes, Needs, TierSlots, free_host_bytes, size_tiers
-from coterie.experts.dispatch.base import Costs, Scene, Strategy
-from coterie.experts.dispatch.persistent import split_layers
-from coterie.experts.dispatch.table import build, parse, resolve
-from coterie.experts.residency import Residency
-from coterie.experts.tiers import DeviceTier, HostTier
+from coterie.moe.dispatch.base import Costs, Scene, Strategy
+from coterie.moe.dispatch.persistent import split_layers
+from coterie.moe.dispatch.table import build, parse, resolve
+from coterie.moe.runtime.budget import ExpertSizes, Needs, TierSlots, free_host_bytes, size_tiers
+from coterie.moe.runtime.slot_map import Residency
+from coterie.moe.runtime.tiers import DeviceTier, HostTier
 
 if TYPE_CHECKING:
     from coterie.core.dispatch import DispatchSettings
-    from coterie.experts.geometry import Geometry
-    from coterie.experts.heatmap import Heatmap
-    from coterie.experts.store import Store
+    from coterie.moe.runtime.heatmap import Heatmap
+    from coterie.moe.store.base import Store
+    from coterie.moe.store.geometry import Geometry
 
 _log = logging.getLogger(__name__)
 

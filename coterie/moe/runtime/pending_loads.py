@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from coterie.experts.geometry import Key
-    from coterie.experts.telemetry import Tally
-    from coterie.experts.tiers import DeviceTier
-    from coterie.experts.transfer import Arrival, Transfer
+    from coterie.moe.runtime.tiers import DeviceTier
+    from coterie.moe.runtime.transfer import Arrival, Transfer
+    from coterie.moe.runtime.usage import Tally
+    from coterie.moe.store.geometry import Key
 
 
 class Loads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coterie.experts.runtime import ExpertRuntime
+    from coterie.moe.runtime.runtime import ExpertRuntime
 
 
 def report(runtime: ExpertRuntime) -> dict[str, Any]:

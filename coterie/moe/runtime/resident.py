@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.experts.telemetry import Tally
 from coterie.kernels.expert_mlp import RecordTable
+from coterie.moe.runtime.usage import Tally
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from coterie.experts.opening import Parts
-    from coterie.experts.telemetry import Telemetry
     from coterie.kernels.expert_layout import ExpertLayout
+    from coterie.moe.runtime.opening import Parts
+    from coterie.moe.runtime.usage import Telemetry
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from coterie.experts.geometry import Key
-    from coterie.experts.telemetry import Telemetry
-    from coterie.experts.transfer import Transfer
+    from coterie.moe.runtime.transfer import Transfer
+    from coterie.moe.runtime.usage import Telemetry
+    from coterie.moe.store.geometry import Key
 
 
 class Rest:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import InternalError
-from coterie.experts.demand import classify, demand_of, first_uses
-from coterie.experts.executor import Executor
-from coterie.experts.layer_job import LayerJob
-from coterie.experts.loads import Loads
-from coterie.experts.opening import (
+from coterie.kernels.expert_mlp import combine
+from coterie.moe.runtime.demand import classify, demand_of, first_uses
+from coterie.moe.runtime.layer_executor import Executor
+from coterie.moe.runtime.layer_job import LayerJob
+from coterie.moe.runtime.opening import (
     Chooser,
     Parts,
     Site,
@@ -28,24 +28,24 @@ from coterie.experts.opening import (
     room_for,
     unused_hints,
 )
-from coterie.experts.predict import Predictor
-from coterie.experts.report import report
-from coterie.experts.resident import Resident, Standing
-from coterie.experts.rest import Rest
-from coterie.experts.telemetry import Span, Tally, Telemetry
-from coterie.experts.transfer import Transfer
-from coterie.kernels.expert_mlp import combine
+from coterie.moe.runtime.pending_loads import Loads
+from coterie.moe.runtime.predict import Predictor
+from coterie.moe.runtime.report import report
+from coterie.moe.runtime.resident import Resident, Standing
+from coterie.moe.runtime.rest import Rest
+from coterie.moe.runtime.transfer import Transfer
+from coterie.moe.runtime.usage import Span, Tally, Telemetry
 from coterie.weights.shortage import is_shortage
 
 if TYPE_CHECKING:
     from coterie.core.dispatch import DispatchSettings, ExpertUsage
-    from coterie.experts.dispatch.base import Costs, Demand
-    from coterie.experts.geometry import Key
-    from coterie.experts.heatmap import Heatmap
-    from coterie.experts.step import ExpertStep
-    from coterie.experts.store import Store
-    from coterie.experts.trace import Trace
-    from coterie.experts.transfer import Arrival
+    from coterie.moe.dispatch.base import Costs, Demand
+    from coterie.moe.runtime.heatmap import Heatmap
+    from coterie.moe.runtime.step import ExpertStep
+    from coterie.moe.runtime.trace import Trace
+    from coterie.moe.runtime.transfer import Arrival
+    from coterie.moe.store.base import Store
+    from coterie.moe.store.geometry import Key
 
 # tokens after which experts that nobody has asked for are read too, where RAM holds them all
 FILL_AFTER = 32

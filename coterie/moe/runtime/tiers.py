@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import InternalError
-from coterie.experts.arena import Arena
 from coterie.kernels.expert_mlp import RecordTable
+from coterie.moe.runtime.arena import Arena
 
 if TYPE_CHECKING:
-    from coterie.experts.geometry import Key
-    from coterie.experts.store import Store
-    from coterie.experts.transfer import Arrival
+    from coterie.moe.runtime.transfer import Arrival
+    from coterie.moe.store.base import Store
+    from coterie.moe.store.geometry import Key
 
 
 class Entry:

@@ -17,9 +17,9 @@ from zipfile import BadZipFile
 import numpy as np
 
 from coterie.core.errors import WeightsError
-from coterie.experts.dispatch.base import Demand
-from coterie.experts.geometry import Geometry
-from coterie.experts.heatmap import Heatmap
+from coterie.moe.dispatch.base import Demand
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.store.geometry import Geometry
 
 PHASES = ("prefill", "decode")
 Groups = tuple[tuple[int, ...], ...]

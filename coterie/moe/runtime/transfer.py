@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from coterie.core.errors import CoterieError, WeightsError
-from coterie.experts.crew import Crew, Job
-from coterie.experts.cuda_copies import CudaCopies
+from coterie.moe.runtime.crew import Crew, Job
+from coterie.moe.runtime.cuda_copies import CudaCopies
 from coterie.weights.shortage import MemoryShortage, is_shortage
 
 if TYPE_CHECKING:
-    from coterie.experts.geometry import Key
-    from coterie.experts.store import Store
-    from coterie.experts.tiers import DeviceTier, Entry, HostTier
+    from coterie.moe.runtime.tiers import DeviceTier, Entry, HostTier
+    from coterie.moe.store.base import Store
+    from coterie.moe.store.geometry import Key
 
 # reads and copies under way at most, and bytes that keep any disk busy: large records need fewer
 DEPTH, _FLIGHT_BYTES = 8, 8 << 20

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from coterie.core.dispatch import USAGE_FIELDS, ExpertUsage, LayerHits
 
 if TYPE_CHECKING:
-    from coterie.experts.geometry import Geometry
-    from coterie.experts.layer_job import LayerJob
+    from coterie.moe.runtime.layer_job import LayerJob
+    from coterie.moe.store.geometry import Geometry
 
 # what a tally counts; updates belong to no layer
 FIELDS = tuple(name for name in USAGE_FIELDS if name not in ("updates", "swaps"))

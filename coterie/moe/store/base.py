@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from coterie.experts.geometry import Geometry, Key
 from coterie.kernels.expert_layout import ExpertLayout
+from coterie.moe.store.geometry import Geometry, Key
 
 if TYPE_CHECKING:
-    from coterie.experts.disk import Disk
+    from coterie.moe.store.disk import Disk
     from coterie.weights.checkpoint import Checkpoint
 
 # names of a layout's parts, in its order
@@ -124,10 +124,10 @@ def open_store(
 ) -> Store:
     """The experts of `checkpoint` at `dtype` (auto: as stored). Everything that can be known
     without reading an expert is checked here."""
-    from coterie.experts.checkpoint_store import CheckpointStore
-    from coterie.experts.disk import Disk
-    from coterie.experts.index import INDEX_FILE
-    from coterie.experts.packed_store import expect_model, open_packed
+    from coterie.moe.store.checkpoint import CheckpointStore
+    from coterie.moe.store.disk import Disk
+    from coterie.moe.store.index import INDEX_FILE
+    from coterie.moe.store.packed import expect_model, open_packed
 
     shape = ExpertShape(hidden, intermediate, gated)
     if (checkpoint.path / INDEX_FILE).exists():

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.experts.disk import Disk, aligned_buffer
-from coterie.experts.geometry import Geometry, Key
-from coterie.experts.reading import Reading, Target, read_bytes
-from coterie.experts.store import ExpertNames, ExpertShape, Spent
-from coterie.experts.tensors import Piece, kind_of, locate
 from coterie.kernels.expert_layout import ExpertLayout
+from coterie.moe.store.base import ExpertNames, ExpertShape, Spent
+from coterie.moe.store.disk import Disk, aligned_buffer
+from coterie.moe.store.geometry import Geometry, Key
+from coterie.moe.store.reading import Reading, Target, read_bytes
+from coterie.moe.store.tensors import Piece, kind_of, locate
 from coterie.weights.quantize import DTYPES
 
 if TYPE_CHECKING:

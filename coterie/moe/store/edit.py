@@ -18,14 +18,14 @@ from typing import IO
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
-from coterie.experts.disk import PAGE, Disk, aligned_buffer
-from coterie.experts.export import Progress, export
-from coterie.experts.geometry import Geometry, Key
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.index import EXPERTS_FILE, Record, StoreIndex, named, read_index
-from coterie.experts.packed_store import PackedStore
 from coterie.kernels.expert_layout import ExpertLayout, PartPlace
 from coterie.kernels.expert_record import pack_record, rebias, weight_offset
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.store.disk import PAGE, Disk, aligned_buffer
+from coterie.moe.store.export import Progress, export
+from coterie.moe.store.geometry import Geometry, Key
+from coterie.moe.store.index import EXPERTS_FILE, Record, StoreIndex, named, read_index
+from coterie.moe.store.packed import PackedStore
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.lock import try_lock
 from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight, dense

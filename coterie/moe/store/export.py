@@ -21,18 +21,12 @@ from typing import Any
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
-from coterie.experts.disk import Disk, aligned_buffer
-from coterie.experts.geometry import Key
-from coterie.experts.index import (
-    BACKBONE_FILE,
-    EXPERTS_FILE,
-    Record,
-    StoreIndex,
-    named,
-)
-from coterie.experts.journal import Journal
-from coterie.experts.store import ExpertShape, Store
 from coterie.kernels.expert_record import weight_offset
+from coterie.moe.store.base import ExpertShape, Store
+from coterie.moe.store.disk import Disk, aligned_buffer
+from coterie.moe.store.geometry import Key
+from coterie.moe.store.index import BACKBONE_FILE, EXPERTS_FILE, Record, StoreIndex, named
+from coterie.moe.store.journal import Journal
 from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint
 from coterie.weights.pages import drop_cached
 from coterie.weights.safetensors_write import copy_tensors

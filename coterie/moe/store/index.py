@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import WeightsError
-from coterie.experts.geometry import Geometry, Key
-from coterie.experts.store import ExpertShape
 from coterie.kernels.expert_layout import GROUP, KINDS, PAGE, ExpertLayout
+from coterie.moe.store.base import ExpertShape
+from coterie.moe.store.geometry import Geometry, Key
 from coterie.weights.json_file import read_json
 
 INDEX_FILE = "coterie_store.json"

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
-from coterie.experts.disk import aligned_buffer
-from coterie.experts.geometry import Key
-from coterie.experts.heatmap import Heatmap
-from coterie.experts.index import named
-from coterie.experts.store import Store
 from coterie.kernels.expert_record import dense_parts
+from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.store.base import Store
+from coterie.moe.store.disk import aligned_buffer
+from coterie.moe.store.geometry import Key
+from coterie.moe.store.index import named
 
 # (bytes done, bytes in all)
 Progress = Callable[[int, int], None]

@@ -16,9 +16,9 @@ from queue import Empty, SimpleQueue
 from torch import Tensor
 
 from coterie.core.errors import ConfigError
-from coterie.experts.disk import aligned_buffer
-from coterie.experts.geometry import Key
-from coterie.experts.store import Store
+from coterie.moe.store.base import Store
+from coterie.moe.store.disk import aligned_buffer
+from coterie.moe.store.geometry import Key
 
 DEPTHS = (1, 2, 4, 8, 16)
 READS = ("direct", "buffered")

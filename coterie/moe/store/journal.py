@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from coterie.core.errors import WeightsError
-from coterie.experts.geometry import Key
+from coterie.moe.store.geometry import Key
 from coterie.weights.lock import try_lock
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from torch import Tensor
 
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.experts.disk import PAGE, Disk, aligned_buffer
-from coterie.experts.geometry import Geometry, Key
-from coterie.experts.index import EXPERTS_FILE, Record, StoreIndex, named, read_index
-from coterie.experts.store import ExpertShape, Spent
-from coterie.experts.tensors import fitting
 from coterie.kernels.expert_layout import GROUP, ExpertLayout
 from coterie.kernels.expert_record import pack_record, rebias, unpack_record, weight_offset
+from coterie.moe.store.base import ExpertShape, Spent
+from coterie.moe.store.disk import PAGE, Disk, aligned_buffer
+from coterie.moe.store.geometry import Geometry, Key
+from coterie.moe.store.index import EXPERTS_FILE, Record, StoreIndex, named, read_index
+from coterie.moe.store.tensors import fitting
 from coterie.weights.quantize import DTYPES
 
 

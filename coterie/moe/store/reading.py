@@ -13,12 +13,12 @@ from pathlib import Path
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
-from coterie.experts.disk import Disk, covering
-from coterie.experts.tensors import Piece, fitting
 from coterie.kernels import abi
 from coterie.kernels.build import native
 from coterie.kernels.expert_layout import ExpertLayout
 from coterie.kernels.expert_record import pack_record
+from coterie.moe.store.disk import Disk, covering
+from coterie.moe.store.tensors import Piece, fitting
 from coterie.weights.pages import Extent
 from coterie.weights.quantize import Dense, Weight, dense
 

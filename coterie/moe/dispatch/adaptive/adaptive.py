@@ -11,15 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from coterie.experts.dispatch.base import Demand, Scene, Strategy, Wave
-from coterie.experts.dispatch.contest import Contest
-from coterie.experts.dispatch.hot_cached_static import as_they_lie, spread_evenly
-from coterie.experts.dispatch.lanes import Lanes
-from coterie.experts.dispatch.pace import Clock
-from coterie.experts.dispatch.repin import Repin
-from coterie.experts.dispatch.seats import Seats
-from coterie.experts.dispatch.turns import Turns, Walk
-from coterie.experts.geometry import Key
+from coterie.moe.dispatch.adaptive.election import Contest
+from coterie.moe.dispatch.adaptive.miss_costs import Lanes
+from coterie.moe.dispatch.adaptive.slots import Seats
+from coterie.moe.dispatch.adaptive.wave_builder import Turns, Walk
+from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave
+from coterie.moe.dispatch.hot_cached_static import as_they_lie, spread_evenly
+from coterie.moe.dispatch.pace import Clock
+from coterie.moe.dispatch.repin import Repin
+from coterie.moe.store.geometry import Key
 
 Loads = tuple[tuple[Key, int], ...]
 

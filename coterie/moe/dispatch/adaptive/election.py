@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from coterie.experts.dispatch.memory import Memory, Policy, Ranking
+from coterie.moe.dispatch.adaptive.scores import Memory, Policy, Ranking
 
 POLICIES = (
     # this paragraph

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from coterie.experts.dispatch.base import Scene
+from coterie.moe.dispatch.base import Scene
 
 # hits that a newcomer is good for, before it has to leave again, per use by which it leads
 _HITS_PER_LEAD = 2.5

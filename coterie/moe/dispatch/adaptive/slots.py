@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from coterie.experts.dispatch.memory import Memory, Ranking
-from coterie.experts.geometry import Geometry, Key
-from coterie.experts.residency import Residency
+from coterie.moe.dispatch.adaptive.scores import Memory, Ranking
+from coterie.moe.runtime.slot_map import Residency
+from coterie.moe.store.geometry import Geometry, Key
 
 
 class Seats:

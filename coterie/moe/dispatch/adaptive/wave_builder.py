@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coterie.experts.dispatch.base import Demand, Wave
-from coterie.experts.geometry import Key
+from coterie.moe.dispatch.base import Demand, Wave
+from coterie.moe.store.geometry import Key
 
 
 class Turns:

@@ -1,0 +1,1 @@
+"""MoE experts on disk: read from a checkpoint or a packed store, exported, edited, inspected."""
