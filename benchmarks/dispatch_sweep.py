@@ -25,8 +25,7 @@ from benchmarks.sweep_bench import Bench, Live, say
 from benchmarks.sweep_tables import Case, Result, hit_verdict, middle, speed_verdict, table
 from coterie.moe.dispatch.base import Strategy
 from coterie.moe.dispatch.table import STRATEGIES
-from coterie.moe.planner.belady import belady
-from coterie.moe.planner.replay import Stage, replay
+from coterie.moe.planner.simulate import Stage, belady, replay
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.trace import Trace
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from coterie.moe.runtime.heatmap import Heatmap
     from coterie.moe.store.base import Store
     from coterie.moe.store.edit import Groups, Pruned
-    from coterie.moe.store.io_profile import Sample
+    from coterie.moe.store.inspect import Sample
     from coterie.weights.checkpoint import Checkpoint
 
 
@@ -174,8 +174,8 @@ def replace(args: argparse.Namespace) -> int:
 
 
 def profile(args: argparse.Namespace) -> int:
-    from coterie.moe.store.io_profile import DEPTHS
-    from coterie.moe.store.io_profile import profile as measure
+    from coterie.moe.store.inspect import DEPTHS
+    from coterie.moe.store.inspect import profile as measure
     from coterie.weights.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(fetch(args.model))

@@ -20,7 +20,7 @@ from coterie.core.dispatch import ExpertUsage
 from coterie.kernels.batch import AttentionBatch
 from coterie.models.base import load_model
 from coterie.moe.planner.machine import Curve, Pace
-from coterie.moe.planner.stock import Stock
+from coterie.moe.planner.measure import Stock
 from coterie.moe.runtime.resident import demands
 
 if TYPE_CHECKING:

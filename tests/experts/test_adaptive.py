@@ -12,8 +12,7 @@ from coterie.moe.dispatch.adaptive.scores import Memory, Policy, Ranking
 from coterie.moe.dispatch.base import Costs, Demand, Scene
 from coterie.moe.dispatch.pace import MAX_BUDGET
 from coterie.moe.dispatch.table import STRATEGIES, build
-from coterie.moe.planner.belady import belady
-from coterie.moe.planner.replay import Stage, replay
+from coterie.moe.planner.simulate import Stage, belady, replay
 from coterie.moe.runtime.slot_map import Residency
 from coterie.moe.store.geometry import Geometry
 from tests.experts.slot_simulator import Simulator

@@ -10,8 +10,7 @@ import pytest
 
 from coterie.moe.dispatch.base import Demand
 from coterie.moe.dispatch.table import STRATEGIES
-from coterie.moe.planner.belady import belady
-from coterie.moe.planner.replay import Stage, replay
+from coterie.moe.planner.simulate import Stage, belady, replay
 from coterie.moe.runtime.trace import Trace
 from coterie.moe.store.geometry import Geometry, Key
 from tests.experts.traces import TASTES, make

@@ -11,8 +11,7 @@ from coterie.moe.dispatch.base import Demand, Wave
 from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner.cost import HostShelf, Outcome, Prices, Turn, turn_of
 from coterie.moe.planner.machine import Curve, Machine, Move, Pace
-from coterie.moe.planner.replay import Stage, replay
-from coterie.moe.planner.simulate import forecast, optimum
+from coterie.moe.planner.simulate import Stage, forecast, optimum, replay
 from coterie.moe.planner.workload import Workload
 from coterie.moe.runtime.budget import TierSlots
 from coterie.moe.runtime.trace import Trace

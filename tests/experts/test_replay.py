@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coterie.moe.dispatch.table import STRATEGIES
-from coterie.moe.planner.replay import Counts, Stage, replay
+from coterie.moe.planner.simulate import Counts, Stage, replay
 from coterie.moe.runtime.trace import Trace
 from coterie.moe.store.geometry import Geometry
 from tests.experts.traces import make

@@ -15,8 +15,7 @@ from coterie.moe.store.edit import Groups, named_parts, prune, replace_expert
 from coterie.moe.store.export import export
 from coterie.moe.store.geometry import Geometry
 from coterie.moe.store.index import EXPERTS_FILE, read_index
-from coterie.moe.store.inspect import inspect, verify
-from coterie.moe.store.io_profile import profile
+from coterie.moe.store.inspect import inspect, profile, verify
 from coterie.moe.store.packed import open_packed
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.quantize import Dense, convert, dense

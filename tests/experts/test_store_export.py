@@ -14,9 +14,8 @@ import stores
 
 from coterie.core.errors import WeightsError
 from coterie.moe.store.disk import Disk
-from coterie.moe.store.export import export
+from coterie.moe.store.export import Journal, export
 from coterie.moe.store.index import EXPERTS_FILE, INDEX_FILE
-from coterie.moe.store.journal import Journal
 from coterie.weights.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -13,7 +13,7 @@ from tiny import tiny_checkpoint
 from coterie import LLM
 from coterie.cli.main import main
 from coterie.moe.dispatch.base import Costs
-from coterie.moe.planner.replay import Stage, replay
+from coterie.moe.planner.simulate import Stage, replay
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.geometry import Geometry
 from coterie.workers.warmup import HeatmapFile

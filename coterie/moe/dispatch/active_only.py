@@ -6,11 +6,12 @@ its share, so prefill may use every slot, least recently used first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave
-from coterie.moe.dispatch.buffers import Buffers
 from coterie.moe.dispatch.waves import fill, oldest_leaves
+from coterie.moe.runtime.slot_map import Residency
+from coterie.moe.store.geometry import Geometry, Key
 
 
 class ActiveOnly(Strategy):
@@ -24,3 +25,60 @@ class ActiveOnly(Strategy):
     def decide(self, demand: Demand) -> Sequence[Wave]:
         room = self._buffers.room if demand.phase == "decode" else self._anywhere
         return fill(self.scene.slots, demand, room)
+
+
+class Buffers:
+    """Least recent use inside each buffer; the shares add up to the slots that are not pinned."""
+
+    def __init__(self, geometry: Geometry, slots: Residency) -> None:
+        self._geometry = geometry
+        self._slots = slots
+        self._split = -1
+        self._buffer: dict[int, int] = {}
+        self._members: list[list[int]] = []
+        self._shares: list[int] = []
+
+    def room(self, key: Key, busy: Collection[Key]) -> bool:
+        """Inside the layer's own buffer, or from a buffer that holds more than its share."""
+        slots = self._slots
+        if self._split != slots.movable:
+            self._divide(slots.movable)
+        if not self._shares:
+            return False
+        own = self._buffer[key[0]]
+        if self._held(own) < self._shares[own]:
+            if slots.free():
+                return True
+            own = max(range(len(self._shares)), key=lambda b: self._held(b) - self._shares[b])
+        victim = self._oldest(own, busy)
+        if victim is not None:
+            slots.evict(victim)
+        return victim is not None
+
+    def share(self, layer: int) -> int:
+        """Slots of the buffer that `layer` uses."""
+        self._divide(self._slots.movable)
+        return self._shares[self._buffer[layer]] if self._shares else 0
+
+    def _divide(self, movable: int) -> None:
+        layers = self._geometry.layers
+        count = min(len(layers), movable)
+        self._split = movable
+        self._members = [[] for _ in range(count)]
+        self._buffer = {}
+        for index, layer in enumerate(layers if count else ()):
+            buffer = index * count // len(layers)
+            self._buffer[layer] = buffer
+            self._members[buffer].append(layer)
+        self._shares = [(b + 1) * movable // count - b * movable // count for b in range(count)]
+
+    def _held(self, buffer: int) -> int:
+        return sum(len(self._slots.layer_by_age(layer)) for layer in self._members[buffer])
+
+    def _oldest(self, buffer: int, busy: Collection[Key]) -> Key | None:
+        slots = self._slots
+        firsts = (
+            next((key for key in slots.layer_by_age(layer) if key not in busy), None)
+            for layer in self._members[buffer]
+        )
+        return max((key for key in firsts if key is not None), key=slots.age, default=None)

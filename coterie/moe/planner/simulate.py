@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
-from coterie.moe.dispatch.base import Demand, Scene, Strategy
+from coterie.moe.dispatch.base import Costs, Demand, Scene, Strategy, Wave
 from coterie.moe.dispatch.table import build, resolve
-from coterie.moe.planner.belady import belady
 from coterie.moe.planner.cost import HostShelf, Outcome, Prices, Turn, turn_of
 from coterie.moe.planner.machine import Pace
 from coterie.moe.planner.workload import Workload, tokens_of
 from coterie.moe.runtime.budget import TierSlots
-from coterie.moe.runtime.demand import classify, first_uses
+from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.slot_map import Residency
+from coterie.moe.runtime.step import Classes, classify, first_uses
 from coterie.moe.runtime.trace import Trace, TraceStep
 from coterie.moe.store.geometry import Geometry, Key
 
@@ -187,3 +188,179 @@ def _end_step(step: TraceStep, outlook: Outlook, outcome: Outcome, rides: bool =
         outcome.tokens += tokens
         outcome.seconds += curve.at(tokens)
         outcome.limit_s += outlook.backbone_limit_s
+
+
+# an upload costs as much as computing two rows on the host
+NEUTRAL = Costs(upload_s=2e-3, device_run_s=1e-4, host_run_s=1e-3)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The machine that a replay pretends to have."""
+
+    num_slots: int
+    heatmap: Heatmap | None = None
+    costs: Costs = NEUTRAL
+    host_can_run: bool = True
+    deterministic: bool = False
+    # off, protect or prefetch: what is done with the predictions in the trace
+    predict: str = "off"
+
+
+@dataclass(slots=True)
+class Counts:
+    """Demands by outcome; `moves` and `waves` are experts and turns."""
+
+    hits: int = 0
+    prefetch_hits: int = 0
+    misses: int = 0
+    host_runs: int = 0
+    moves: int = 0
+    waves: int = 0
+
+    def add(self, classes: Classes, waves: Sequence[Wave]) -> None:
+        self.hits += len(classes.hits)
+        self.prefetch_hits += len(classes.early)
+        self.misses += len(classes.misses)
+        self.host_runs += len(classes.host)
+        self.moves += sum(len(wave.load) for wave in waves)
+        self.waves += len(waves)
+
+    @property
+    def demands(self) -> int:
+        return self.hits + self.prefetch_hits + self.misses + self.host_runs
+
+    @property
+    def hit_rate(self) -> float:
+        """Demand hits alone."""
+        return self.hits / self.demands if self.demands else 0.0
+
+
+@dataclass(slots=True)
+class ReplayResult:
+    """`total.moves` are the moves of demands; the others are counted where they were made."""
+
+    total: Counts = field(default_factory=Counts)
+    phases: dict[str, Counts] = field(default_factory=dict)
+    layers: dict[int, Counts] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    start_moves: int = 0
+    group_moves: int = 0
+    # swaps between tokens, and predicted loads
+    update_moves: int = 0
+    prefetch_moves: int = 0
+
+    @property
+    def moves(self) -> int:
+        """After the start."""
+        return self.total.moves + self.group_moves + self.update_moves + self.prefetch_moves
+
+    def moved_bytes(self, expert_bytes: int) -> int:
+        return self.moves * expert_bytes
+
+
+def replay(text: str, trace: Trace, stage: Stage) -> ReplayResult:
+    """Strategy `text` (names as the CLI takes them) over the whole trace, from empty slots."""
+    slots = Residency(stage.num_slots)
+    scene = Scene(
+        trace.geometry, slots, stage.heatmap, stage.costs, stage.host_can_run, stage.deterministic
+    )
+    prefill, decode = build(resolve(text, trace.geometry, stage.num_slots), scene)
+    both = tuple(dict.fromkeys((prefill, decode)))
+    result = ReplayResult()
+    result.start_moves = sum(len(strategy.start()) for strategy in both)
+    for step in trace.steps:
+        _walk(prefill if step.phase == "prefill" else decode, step, stage, result)
+        result.steps[step.phase] = result.steps.get(step.phase, 0) + 1
+        if step.phase == "decode":
+            # as the engine: between tokens
+            result.update_moves += sum(len(strategy.update()) for strategy in both)
+    return result
+
+
+def _walk(strategy: Strategy, step: TraceStep, stage: Stage, result: ReplayResult) -> None:
+    groups = strategy.groups() if step.phase == "prefill" else None
+    visits = list(step.walk(groups))
+    for index, (group, visit) in enumerate(visits):
+        if groups is not None and group is not None:
+            result.group_moves += len(strategy.load_group(group))
+        if stage.predict != "off" and index + 1 < len(visits):
+            following = visits[index + 1][1]
+            strategy.protect(following.demand.layer, following.predicted)
+            if stage.predict == "prefetch" and following.predicted:
+                loads = strategy.prefetch(following.demand.layer, following.predicted)
+                result.prefetch_moves += len(loads)
+        first = first_uses(strategy.scene.slots, visit.demand)
+        waves = strategy.decide(visit.demand)
+        classes = classify(visit.demand, waves, first)
+        layer, phase = visit.demand.layer, step.phase
+        for counts in (
+            result.total,
+            result.phases.setdefault(phase, Counts()),
+            result.layers.setdefault(layer, Counts()),
+        ):
+            counts.add(classes, waves)
+
+
+def belady(trace: Trace, num_slots: int) -> Counts:
+    """Hits and misses of the optimum. A prompt in chunks may walk chunk by chunk or layer by layer;
+    the better of the two counts."""
+    orders = [_sets(trace, by_layer=False)]
+    if any(len(step.chunks) > 1 for step in trace.steps):
+        orders.append(_sets(trace, by_layer=True))
+    return max((_optimum(order, num_slots) for order in orders), key=lambda counts: counts.hits)
+
+
+def _sets(trace: Trace, by_layer: bool) -> list[list[Key]]:
+    """Experts that are asked for together, in order of time."""
+    single = tuple((layer,) for layer in trace.geometry.layers)
+    sets = []
+    for step in trace.steps:
+        for _, visit in step.walk(single if by_layer and step.phase == "prefill" else None):
+            layer = visit.demand.layer
+            sets.append([(layer, expert) for expert in visit.demand.experts])
+    return sets
+
+
+def _optimum(sets: Sequence[Sequence[Key]], num_slots: int) -> Counts:
+    following = _next_uses(sets)
+    counts = Counts()
+    # the valid next use of every resident; the heap (farthest first) may hold outdated entries
+    resident = _first_asked(sets, num_slots)
+    farthest = [(-use, key) for key, use in resident.items()]
+    heapify(farthest)
+    for asked, uses in zip(sets, following, strict=True):
+        for key, use in zip(asked, uses, strict=True):
+            if key in resident:
+                counts.hits += 1
+            else:
+                counts.misses += 1
+            resident[key] = use
+            heappush(farthest, (-use, key))
+        while len(resident) > num_slots:
+            use, key = heappop(farthest)
+            if resident.get(key) == -use:
+                del resident[key]
+    return counts
+
+
+def _first_asked(sets: Sequence[Sequence[Key]], limit: int) -> dict[Key, int]:
+    """The experts that are asked for earliest, with the index of that set."""
+    first: dict[Key, int] = {}
+    for index, asked in enumerate(sets):
+        for key in asked:
+            first.setdefault(key, index)
+        if len(first) >= limit:
+            break
+    return dict(list(first.items())[:limit])
+
+
+def _next_uses(sets: Sequence[Sequence[Key]]) -> list[list[int]]:
+    """For every demand, the index of the set that asks for the same expert next."""
+    later: dict[Key, int] = {}
+    never = len(sets)
+    uses: list[list[int]] = []
+    for index in range(len(sets) - 1, -1, -1):
+        uses.append([later.get(key, never) for key in sets[index]])
+        later.update(dict.fromkeys(sets[index], index))
+    return uses[::-1]

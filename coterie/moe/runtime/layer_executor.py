@@ -8,20 +8,22 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
 
+from coterie.core.errors import InternalError
 from coterie.kernels.expert_mlp import Records, run_experts
-from coterie.moe.runtime.device_side import DeviceSide
-from coterie.moe.runtime.host_side import HostSide
+from coterie.moe.runtime.transfer import Arrival
 
 if TYPE_CHECKING:
     from coterie.moe.dispatch.base import Wave
     from coterie.moe.runtime.layer_job import Kernel, LayerJob
     from coterie.moe.runtime.pending_loads import Loads
-    from coterie.moe.runtime.tiers import HostTier
-    from coterie.moe.runtime.transfer import Transfer
+    from coterie.moe.runtime.tiers import Entry, HostTier
+    from coterie.moe.runtime.transfer import Arrival, Transfer
+    from coterie.moe.store.geometry import Key
 
 
 class Executor:
@@ -122,3 +124,191 @@ class Executor:
 
     def close(self) -> None:
         self._helper.shutdown()
+
+
+class DeviceSide:
+    """The device's side of a layer."""
+
+    def __init__(self, loads: Loads, job: LayerJob) -> None:
+        self._loads, self._job = loads, job
+        self._device = loads.device
+        self._sink: SimpleQueue[Arrival] = SimpleQueue()
+        self._started: set[tuple[Key, int]] = set()
+        self._waiting: set[Key] = set()
+        self._ready: list[int] = []
+        # slots whose experts this wave has still to compute
+        self._busy: set[int] = set()
+
+    def run(self, wave: Wave, ahead: Wave | None) -> None:
+        for key, slot in wave.load:
+            if (key, slot) not in self._started:
+                self._load(key, slot)
+        self._started = set()
+        self._busy = set()
+        self._sort(wave.device)
+        while self._ready or self._waiting:
+            self._look_ahead(ahead)
+            if self._ready:
+                self._compute()
+            else:
+                begin = time.perf_counter()
+                arrival = self._sink.get()
+                self._job.waited(begin)
+                self._take(arrival)
+            self._collect()
+
+    def _load(self, key: Key, slot: int) -> None:
+        begin = time.perf_counter()
+        pending = self._device.pending.get(slot)
+        self._loads.start(key, slot, self._job.tally)
+        if pending is not None:
+            self._job.waited(begin)
+
+    def _sort(self, experts: Sequence[int]) -> None:
+        for expert in experts:
+            key = (self._job.layer, expert)
+            slot = self._device.slot_of(key)
+            if slot is None:
+                raise InternalError(f"expert {key} was to run from a slot and lies in none")
+            self._busy.add(slot)
+            arrival = self._device.pending.get(slot)
+            if arrival is None:
+                self._ready.append(expert)
+                continue
+            self._waiting.add(key)
+            self._loads.hurry(arrival)
+            arrival.tell(self._sink)
+
+    def _look_ahead(self, ahead: Wave | None) -> None:
+        """Start the next wave's loads whose slots are free by now."""
+        for key, slot in ahead.load if ahead else ():
+            if slot in self._busy or (key, slot) in self._started:
+                continue
+            pending = self._device.pending.get(slot)
+            if pending is None or pending.done:
+                self._load(key, slot)
+                self._started.add((key, slot))
+
+    def _compute(self) -> None:
+        layer = self._job.layer
+        self._job.compute_device(self._device.tables[layer], self._ready)
+        for expert in self._ready:
+            slot = self._device.slot_of((layer, expert))
+            self._busy.discard(-1 if slot is None else slot)
+        self._ready = []
+
+    def _take(self, arrival: Arrival) -> None:
+        self._loads.retire(arrival, self._job.tally)
+        if arrival.error is not None:
+            raise arrival.error
+        self._waiting.discard(arrival.key)
+        self._ready.append(arrival.key[1])
+
+    def _collect(self) -> None:
+        try:
+            while True:
+                self._take(self._sink.get_nowait())
+        except Empty:
+            return
+
+
+class HostSide:
+    def __init__(self, host: HostTier, transfer: Transfer) -> None:
+        self._host, self._transfer = host, transfer
+
+    def run(self, job: LayerJob, experts: tuple[int, ...]) -> None:
+        turn = _Turn(self._host, self._transfer, job)
+        try:
+            turn.run(experts)
+        finally:
+            turn.let_go()
+
+
+class _Turn:
+    """Entries held, read and still to come while one layer is computed."""
+
+    def __init__(self, host: HostTier, transfer: Transfer, job: LayerJob) -> None:
+        self._host, self._transfer, self._job = host, transfer, job
+        self._ready: list[Entry] = []
+        self._loading: dict[Key, Entry] = {}
+        # reads that nobody else had asked for
+        self._mine: set[Key] = set()
+        self._sink: SimpleQueue[Arrival] = SimpleQueue()
+
+    def run(self, experts: tuple[int, ...]) -> None:
+        # those that are here are pinned before any read can push them out
+        missing = [key for key in self._keys(experts) if not self._found(key)]
+        missing.reverse()
+        while self._ready or self._loading or missing:
+            self._ask(missing)
+            if self._ready:
+                self._compute()
+            elif self._loading:
+                self._await()
+            self._collect()
+
+    def _keys(self, experts: tuple[int, ...]) -> list[Key]:
+        return [(self._job.layer, expert) for expert in experts]
+
+    def _found(self, key: Key) -> bool:
+        entry = self._host.find(key)
+        if entry is None:
+            return False
+        self._ready.append(entry)
+        self._job.tally.host_hits += 1
+        return True
+
+    def _ask(self, missing: list[Key]) -> None:
+        """Start as many reads as there is room for; wait for room only when idle otherwise."""
+        while missing:
+            mine = Arrival(missing[-1])
+            block = not (self._ready or self._loading)
+            entry = self._host.acquire(missing[-1], mine, block=block)
+            if entry is None:
+                return
+            missing.pop()
+            arrival = entry.arrival
+            if arrival is None:
+                self._ready.append(entry)
+                self._job.tally.host_hits += 1
+                continue
+            self._loading[entry.key] = entry
+            arrival.tell(self._sink)
+            if arrival is mine:
+                self._mine.add(entry.key)
+                self._transfer.to_host(entry)
+
+    def _compute(self) -> None:
+        experts = [entry.key[1] for entry in self._ready]
+        self._job.compute_host(self._host.tables[self._job.layer], experts)
+        done, self._ready = self._ready, []
+        self._host.release(*done)
+
+    def _await(self) -> None:
+        begin = time.perf_counter()
+        arrival = self._sink.get()
+        self._job.waited(begin)
+        self._take(arrival)
+
+    def _collect(self) -> None:
+        try:
+            while True:
+                self._take(self._sink.get_nowait())
+        except Empty:
+            return
+
+    def _take(self, arrival: Arrival) -> None:
+        if arrival.error is not None:
+            raise arrival.error
+        self._ready.append(self._loading.pop(arrival.key))
+        if arrival.key in self._mine:
+            self._job.host_read(arrival)
+        else:
+            self._job.tally.host_hits += 1
+
+    def let_go(self) -> None:
+        for entry in self._loading.values():
+            arrival = entry.arrival
+            if arrival is not None:
+                arrival.settle()  # its bytes are being written: the place is not free yet
+        self._host.release(*self._ready, *self._loading.values())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from coterie.moe.dispatch.base import Demand
-from coterie.moe.runtime.demand import Classes
+from coterie.moe.runtime.step import Classes
 from coterie.moe.runtime.usage import Span, Tally, outside
 
 if TYPE_CHECKING:

@@ -7,7 +7,9 @@ the failed loads had never been asked for. Knows no router, no request and no fi
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,6 @@ from torch import Tensor
 
 from coterie.core.errors import InternalError
 from coterie.kernels.expert_mlp import combine
-from coterie.moe.runtime.demand import classify, demand_of, first_uses
 from coterie.moe.runtime.layer_executor import Executor
 from coterie.moe.runtime.layer_job import LayerJob
 from coterie.moe.runtime.opening import (
@@ -30,9 +31,8 @@ from coterie.moe.runtime.opening import (
 )
 from coterie.moe.runtime.pending_loads import Loads
 from coterie.moe.runtime.predict import Predictor
-from coterie.moe.runtime.report import report
 from coterie.moe.runtime.resident import Resident, Standing
-from coterie.moe.runtime.rest import Rest
+from coterie.moe.runtime.step import classify, demand_of, first_uses
 from coterie.moe.runtime.transfer import Transfer
 from coterie.moe.runtime.usage import Span, Tally, Telemetry
 from coterie.weights.shortage import is_shortage
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from coterie.moe.runtime.heatmap import Heatmap
     from coterie.moe.runtime.step import ExpertStep
     from coterie.moe.runtime.trace import Trace
-    from coterie.moe.runtime.transfer import Arrival
+    from coterie.moe.runtime.transfer import Arrival, Transfer
+    from coterie.moe.runtime.usage import Telemetry
     from coterie.moe.store.base import Store
     from coterie.moe.store.geometry import Key
 
@@ -353,3 +354,84 @@ def _started(parts: Parts) -> ExpertRuntime:
             parts.device.close()
         raise
     return runtime
+
+
+def report(runtime: ExpertRuntime) -> dict[str, Any]:
+    """Per tier, per layer and in all; names as in ExpertUsage. `fallback_rate` is the share of
+    demands that found nothing on the device: moved now, or computed on the host."""
+    parts, total = runtime.parts, runtime.telemetry.total()
+    asked = total.device_hits + total.prefetch_hits + total.device_misses + total.host_runs
+    late = total.device_misses + total.host_runs
+    held = parts.device.budget_bytes + parts.host.budget_bytes
+    return {
+        "strategy": parts.strategy,
+        "asked": parts.asked,
+        "fallback": parts.fallback,
+        "shortages": parts.shortages,
+        "demands": asked,
+        "hit_rate": (total.device_hits + total.prefetch_hits) / asked if asked else 0.0,
+        "fallback_rate": late / asked if asked else 0.0,
+        "dcu_calls": runtime.update_calls,
+        "swaps": runtime.swaps,
+        "prediction": runtime.predictor.report(),
+        "total": total.as_dict(),
+        "tiers": {"device": _device(runtime), "host": _host(runtime)},
+        "layers": {layer: _layer(runtime, layer) for layer in runtime.geometry.layers},
+        "expert_bytes": parts.store.expert_bytes,
+        "memory_saved_bytes": max(0, parts.store.expert_bytes - held),
+    }
+
+
+def _device(runtime: ExpertRuntime) -> dict[str, float]:
+    tier, total = runtime.parts.device, runtime.telemetry.total()
+    return {
+        "slots": tier.num_slots,
+        "budget_bytes": tier.budget_bytes,
+        "resident": len(tier.keys()),
+        "hits": total.device_hits + total.prefetch_hits,
+        "prefetch_hits": total.prefetch_hits,
+        "misses": total.device_misses,
+        "evictions": sum(tier.evictions.values()),
+        "moved_bytes": total.moved_bytes,
+        "stall_s": total.stall_s,
+    }
+
+
+def _host(runtime: ExpertRuntime) -> dict[str, float]:
+    tier, total = runtime.parts.host, runtime.telemetry.total()
+    return {
+        "slots": tier.num_slots,
+        "budget_bytes": tier.budget_bytes,
+        "used_bytes": tier.used_bytes,
+        "hits": total.host_hits,
+        "misses": total.host_misses,
+        "evictions": sum(tier.evictions.values()),
+        "read_bytes": total.read_bytes,
+        "io_s": total.io_s,
+    }
+
+
+def _layer(runtime: ExpertRuntime, layer: int) -> dict[str, float]:
+    evicted = runtime.parts.device.evictions[layer], runtime.parts.host.evictions[layer]
+    counted = runtime.telemetry.layers[layer].as_dict()
+    return counted | {"device_evictions": evicted[0], "host_evictions": evicted[1]}
+
+
+class Rest:
+    def __init__(self, transfer: Transfer, telemetry: Telemetry) -> None:
+        self._transfer, self._telemetry = transfer, telemetry
+        # read by the crew, not counted yet
+        self._read: SimpleQueue[tuple[Key, int]] = SimpleQueue()
+
+    def start(self, keys: Iterator[Key], elsewhere: Callable[[Key], bool]) -> None:
+        """All but those that lie elsewhere for good."""
+        wanted = (key for key in keys if not elsewhere(key))
+        self._transfer.fill(wanted, lambda key, size: self._read.put((key, size)))
+
+    def sweep(self) -> None:
+        """Count what has come, for the layers: no request asked for it."""
+        while not self._read.empty():
+            key, size = self._read.get()
+            tally = self._telemetry.layers[key[0]]
+            tally.host_misses += 1
+            tally.read_bytes += size

@@ -9,16 +9,17 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from coterie.core.errors import CoterieError, WeightsError
-from coterie.moe.runtime.crew import Crew, Job
-from coterie.moe.runtime.cuda_copies import CudaCopies
+from coterie.moe.runtime.tiers import Arena
 from coterie.weights.shortage import MemoryShortage, is_shortage
 
 if TYPE_CHECKING:
@@ -265,3 +266,119 @@ class Transfer:
 def _typed(what: str, problem: Exception) -> WeightsError:
     kind = MemoryShortage if is_shortage(problem) else WeightsError
     return kind(f"{what}: {problem}")
+
+
+class CudaCopies:
+    """Pinned staging and one stream for copies to a CUDA device."""
+
+    def __init__(self, device: torch.device, depth: int, slot_bytes: int) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # one for every thread, when the host tier has no room: a constant beside the budget
+        self._arena = Arena(depth * slot_bytes, pinned=True)
+        self._staging: SimpleQueue[Tensor] = SimpleQueue()
+        for index in range(depth):
+            self._staging.put(self._arena.view(index * slot_bytes, slot_bytes))
+
+    def fence(self) -> Any:
+        """Everything the computing stream was given so far."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def take(self) -> Tensor:
+        return self._staging.get()
+
+    def put_back(self, staging: Tensor) -> None:
+        self._staging.put(staging)
+
+    def copy(self, source: Tensor, target: Tensor, fence: Any) -> Any:
+        with torch.cuda.stream(self._stream):
+            if fence is not None:
+                self._stream.wait_event(fence)
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        while not self._staging.empty():
+            self._staging.get()
+        self._arena.close()
+
+
+Job = Callable[[], None]
+
+
+class Crew:
+    """Threads that run jobs: urgent ones in order; others when no urgent one waits or runs."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._threads: list[threading.Thread] = []
+        self._urgent: deque[Job] = deque()
+        self._spare: deque[Job] = deque()
+        self._waiting = self._urgent_running = self._spare_running = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    @property
+    def idle(self) -> bool:
+        return not (self._urgent or self._spare or self._urgent_running or self._spare_running)
+
+    def put(self, job: Job, *, urgent: bool) -> None:
+        with self._changed:
+            if self._closed and not urgent:
+                return
+            (self._urgent if urgent else self._spare).append(job)
+            # a thread that was told of a job counts as waiting until it has taken it
+            jobs = len(self._urgent) + len(self._spare)
+            if jobs > self._waiting and len(self._threads) < self._size:
+                thread = threading.Thread(target=self._work, name="experts", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify()
+
+    def withdraw(self, job: Job) -> bool:
+        """Take back a job that is not urgent, if it has not begun."""
+        with self._changed:
+            if job not in self._spare:
+                return False
+            self._spare.remove(job)
+            return True
+
+    def close(self) -> None:
+        """Ends what runs and what is urgent; what nobody waits for is dropped."""
+        with self._changed:
+            self._closed = True
+            self._spare.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _next(self) -> tuple[Job, bool] | None:
+        if self._urgent:
+            self._urgent_running += 1
+            return self._urgent.popleft(), True
+        if self._spare and not self._urgent_running:
+            self._spare_running += 1
+            return self._spare.popleft(), False
+        return None
+
+    def _work(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._changed:
+                    while (taken := self._next()) is None and not self._closed:
+                        self._waiting += 1
+                        self._changed.wait()
+                        self._waiting -= 1
+                if taken is None:
+                    return
+                job, urgent = taken
+                try:
+                    job()
+                finally:
+                    with self._changed:
+                        self._urgent_running -= urgent
+                        self._spare_running -= not urgent
+                        if self._spare and not (self._urgent or self._urgent_running):
+                            self._changed.notify()
+                del job, taken

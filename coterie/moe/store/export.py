@@ -16,7 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any, Self
 
 from torch import Tensor
 
@@ -26,8 +27,8 @@ from coterie.moe.store.base import ExpertShape, Store
 from coterie.moe.store.disk import Disk, aligned_buffer
 from coterie.moe.store.geometry import Key
 from coterie.moe.store.index import BACKBONE_FILE, EXPERTS_FILE, Record, StoreIndex, named
-from coterie.moe.store.journal import Journal
 from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint
+from coterie.weights.lock import try_lock
 from coterie.weights.pages import drop_cached
 from coterie.weights.safetensors_write import copy_tensors
 
@@ -241,3 +242,51 @@ def _plain_faults(target: Path) -> Iterator[None]:
             f"{error.filename or target}: cannot be written ({error.strerror or error}). What is "
             "written stays, and the same command continues it."
         ) from error
+
+
+class Journal:
+    NAME = "export.journal"
+
+    def __init__(self, directory: Path, header: dict[str, Any]) -> None:
+        self._path, self._header = directory / self.NAME, json.dumps(header, sort_keys=True)
+        # what the journal says; whoever believes it checks it first
+        self.finished: dict[Key, str] = {}
+
+    def __enter__(self) -> Self:
+        self._file: IO[str] = self._path.open("a+", encoding="utf-8")
+        if not try_lock(self._file.fileno()):
+            self._file.close()
+            raise WeightsError(f"{self._path.parent}: another export is writing it. Wait for it.")
+        self._file.seek(0)
+        lines = self._file.read().split("\n")[:-1]
+        if lines[:1] == [self._header]:
+            for line in lines[1:]:
+                self._believe(line)
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(self._header + "\n")
+        for key, digest in self.finished.items():
+            self._write(key, digest)
+        self._file.flush()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def add(self, key: Key, digest: str) -> None:
+        """Only once the record is in its file."""
+        self._write(key, digest)
+        self._file.flush()
+
+    def _write(self, key: Key, digest: str) -> None:
+        self._file.write(f"{key[0]} {key[1]} {digest}\n")
+
+    def _believe(self, line: str) -> None:
+        parts = line.split(" ")
+        if len(parts) == 3 and parts[0].isdigit() and parts[1].isdigit():
+            self.finished[int(parts[0]), int(parts[1])] = parts[2]
