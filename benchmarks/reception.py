@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from coterie.api.infer_parse import Caller, Reception
+from coterie.api.native.infer_parse import Caller, Reception
 from coterie.obs.metrics import Registry
 from coterie.service.rate import UserRate
 

@@ -16,21 +16,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from coterie import __version__
-from coterie.api import errors, ws
-from coterie.api.anthropic import AnthropicDialect
+from coterie.api import errors
+from coterie.api.admin.experts import ExpertEndpoints
+from coterie.api.anthropic.endpoints import AnthropicDialect
 from coterie.api.auth import check_exposure, exposed_key_files, load_keys
 from coterie.api.exchange import MAX_PATH, Door, error_response, exchange_of, shown_path
-from coterie.api.experts import ExpertEndpoints
-from coterie.api.feedback import FeedbackEndpoints
-from coterie.api.infer import InferEndpoints
-from coterie.api.infer_parse import Reception
-from coterie.api.jobs import JobEndpoints
-from coterie.api.native import NativeEndpoints
-from coterie.api.openai import OpenAIDialect
+from coterie.api.native.feedback import FeedbackEndpoints
+from coterie.api.native.infer import InferEndpoints
+from coterie.api.native.infer_parse import Reception
+from coterie.api.native.jobs import JobEndpoints
+from coterie.api.native.server import NativeEndpoints
+from coterie.api.openai.endpoints import OpenAIDialect
 from coterie.api.openapi import document
 from coterie.api.origin import Origins
 from coterie.api.routes import Endpoints, RouteRow, add_routes, routes
-from coterie.api.ws import InferSocket
+from coterie.api.transport import ws
+from coterie.api.transport.ws import InferSocket
 from coterie.core.config import Config
 from coterie.core.errors import CoterieError
 from coterie.core.sections import Server

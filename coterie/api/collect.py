@@ -10,7 +10,7 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from coterie.api.sse import Events, refuse
+from coterie.api.transport.sse import Events, refuse
 from coterie.core.errors import InternalError, from_code
 from coterie.core.events import (
     Delta,

@@ -16,8 +16,8 @@ from starlette.requests import Request
 
 from coterie.api.exchange import Exchange, exchange_of, note_specialist, receipt
 from coterie.api.response_format import FORMAT
-from coterie.api.sse import Events
-from coterie.api.tools import Toolbox
+from coterie.api.tools.base import Toolbox
+from coterie.api.transport.sse import Events
 from coterie.core.errors import InvalidRequest
 from coterie.core.events import Event, Finished
 from coterie.core.plan import RoutePlan

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from coterie import __version__
-from coterie.api.answers_native import ExpertPlan
+from coterie.api.native.answers import ExpertPlan
 from coterie.core.outcome import InferenceMetrics, InferenceResult, ValidationResult
 from coterie.core.plan import AdapterChoice
 from coterie.core.route_trace import Candidate, RouteTrace

@@ -27,7 +27,7 @@ async def grpc_beside(settings: Server, pipeline: Pipeline, app: FastAPI) -> Asy
         return
     # what goes wrong is raised here; its core would write lines of its own between ours
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from coterie.api.grpc_server import GrpcServer
+    from coterie.api.transport.grpc_server import GrpcServer
 
     try:
         server = GrpcServer(settings, pipeline, app.state.reception, app.state.keys)

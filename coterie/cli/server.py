@@ -18,7 +18,7 @@ import uvicorn
 
 from coterie import __version__
 from coterie.api.app import create_app
-from coterie.api.connections import Connections, protocols
+from coterie.api.transport.connections import Connections, protocols
 from coterie.cli.grpc_beside import grpc_beside
 from coterie.cli.terminal import facts, nbytes, note
 from coterie.core.config import Config

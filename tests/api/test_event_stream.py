@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from coterie.api import sse
 from coterie.api.exchange import ClientGone, Exchange
-from coterie.api.openai_chat import ChatShape, ChatStream
-from coterie.api.sse import Events, EventStream
+from coterie.api.openai.chat import ChatShape, ChatStream
+from coterie.api.transport import sse
+from coterie.api.transport.sse import Events, EventStream
 from coterie.core.errors import CoterieError, DeadlineExceeded, Overloaded
 from coterie.core.events import Delta, Failed, Finished, Started, Timings, Usage
 

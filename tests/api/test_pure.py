@@ -17,17 +17,17 @@ from served import frames
 from tiny import tiny_checkpoint
 
 from coterie.api import errors
-from coterie.api.anthropic_parse import prompt_of
-from coterie.api.anthropic_render import MessageShape, MessageStream, stop_fields
-from coterie.api.anthropic_types import CountBody
+from coterie.api.anthropic.parse import prompt_of
+from coterie.api.anthropic.render import MessageShape, MessageStream, stop_fields
+from coterie.api.anthropic.types import CountBody
 from coterie.api.auth import KeyRing, check_exposure, tenant_of
 from coterie.api.collect import MAX_WAITING, collect, merged
-from coterie.api.openai_chat import ChatShape, ChatStream
-from coterie.api.openai_render import LegacyLogprobs, chat_logprobs, finish_fields
-from coterie.api.openai_text import TextShape, TextStream
-from coterie.api.reasoning import Splitter
-from coterie.api.sse import Events
-from coterie.api.tools_read import Reading
+from coterie.api.openai.chat import ChatShape, ChatStream
+from coterie.api.openai.render import LegacyLogprobs, chat_logprobs, finish_fields
+from coterie.api.openai.text import TextShape, TextStream
+from coterie.api.tools.read import Reading
+from coterie.api.tools.reasoning import Splitter
+from coterie.api.transport.sse import Events
 from coterie.core.errors import (
     ERRORS,
     ConfigError,

@@ -14,8 +14,8 @@ from conftest import KEYS
 from pydantic import BaseModel
 from served import Served, chat
 
-from coterie.api.anthropic_tools import toolbox_of
-from coterie.api.anthropic_types import MessagesBody
+from coterie.api.anthropic.tools import toolbox_of
+from coterie.api.anthropic.types import MessagesBody
 
 CHAT, TEXT, MESSAGES, COUNT = (
     "/v1/chat/completions",

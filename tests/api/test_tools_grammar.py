@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tiny import tiny_checkpoint
 
-from coterie.api.tools import Tool, Toolbox, tool_of
-from coterie.api.tools_blame import blamed
-from coterie.api.tools_grammar import MAX_GRAMMAR, answer_behind_thought, tool_constraint
-from coterie.api.tools_schema import held_schema
+from coterie.api.tools.base import Tool, Toolbox, tool_of
+from coterie.api.tools.blame import blamed
+from coterie.api.tools.grammar import MAX_GRAMMAR, answer_behind_thought, tool_constraint
+from coterie.api.tools.schema import held_schema
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import ResponseFormat
 from coterie.models.grammar import GrammarVocabulary

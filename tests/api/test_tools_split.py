@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import frames
 
-from coterie.api.anthropic_render import MessageShape, MessageStream
-from coterie.api.openai_chat import ChatShape, ChatStream
-from coterie.api.reasoning import CONTENT, REASONING
-from coterie.api.tools_read import Reading
-from coterie.api.tools_split import ARGUMENTS, CALL, CallMarks
+from coterie.api.anthropic.render import MessageShape, MessageStream
+from coterie.api.openai.chat import ChatShape, ChatStream
+from coterie.api.tools.read import Reading
+from coterie.api.tools.reasoning import CONTENT, REASONING
+from coterie.api.tools.split import ARGUMENTS, CALL, CallMarks
 from coterie.core.events import Delta, Finished, Started, Timings, Usage
 from coterie.models.tool_format import FORMATS
 

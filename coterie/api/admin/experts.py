@@ -13,10 +13,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from coterie.api.admin.experts_types import ExpertPatch, InstallBody, LoadLoraBody, UnloadLoraBody
 from coterie.api.body import parse, read
 from coterie.api.errors import encode
 from coterie.api.exchange import exchange_of
-from coterie.api.experts_types import ExpertPatch, InstallBody, LoadLoraBody, UnloadLoraBody
 from coterie.core.adapters import AdapterCard
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.obs.trace import log

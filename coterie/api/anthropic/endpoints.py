@@ -8,10 +8,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coterie.api import anthropic_render
-from coterie.api.anthropic_parse import hints_of, messages_ask, prompt_of, told_to_think
-from coterie.api.anthropic_render import MessageShape, MessageStream
-from coterie.api.anthropic_types import CountBody, MessagesBody
+from coterie.api.anthropic import render
+from coterie.api.anthropic.parse import hints_of, messages_ask, prompt_of, told_to_think
+from coterie.api.anthropic.render import MessageShape, MessageStream
+from coterie.api.anthropic.types import CountBody, MessagesBody
 from coterie.api.body import parse
 from coterie.api.collect import collect
 from coterie.api.errors import encode
@@ -23,9 +23,9 @@ from coterie.api.inference import (
     answerer,
     steering_of,
 )
-from coterie.api.sse import EventStream, while_connected
-from coterie.api.tools_blame import tool_events
-from coterie.api.tools_read import held, reading_of
+from coterie.api.tools.blame import tool_events
+from coterie.api.tools.read import held, reading_of
+from coterie.api.transport.sse import EventStream, while_connected
 
 JSON = "application/json"
 
@@ -40,7 +40,7 @@ class AnthropicDialect:
         body = await parse(request, MessagesBody, self.max_body_bytes)
         steering = steering_of(request)
         if body.thread is not None:
-            refusal = anthropic_render.thread_refusal(steering.exchange.request_id)
+            refusal = render.thread_refusal(steering.exchange.request_id)
             return Response(refusal, status_code=400, media_type=JSON)
         chat = prompt_of(body)
         who = answerer(self.service, hints_of(body), chat, steering)
@@ -57,7 +57,7 @@ class AnthropicDialect:
             return EventStream(events, MessageStream(shape), steering.exchange)
         answer = await while_connected(request.receive, collect(events, 1))
         account(steering.exchange, answer.finished)
-        return Response(anthropic_render.whole(shape, answer), media_type=JSON)
+        return Response(render.whole(shape, answer), media_type=JSON)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens a message's prompt would have."""

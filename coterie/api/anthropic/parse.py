@@ -6,12 +6,12 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from coterie.api.anthropic_tools import toolbox_of, turns_in
-from coterie.api.anthropic_types import CountBody, MessagesBody, TextBlock
-from coterie.api.experts_types import adapter_hints
+from coterie.api.admin.experts_types import adapter_hints
+from coterie.api.anthropic.tools import toolbox_of, turns_in
+from coterie.api.anthropic.types import CountBody, MessagesBody, TextBlock
 from coterie.api.inference import Ask, Steering, positive_top_p, seed_of
 from coterie.api.response_format import response_format_of
-from coterie.api.tools import check_results
+from coterie.api.tools.base import check_results
 from coterie.api.vendor_fields import refuse_openai_fields
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import Chat, Limits, Message, ResponseFormat, RouteHints, Sampling

@@ -14,9 +14,9 @@ from coterie.api import errors
 from coterie.api.collect import Answer
 from coterie.api.errors import encode
 from coterie.api.exchange import new_id
-from coterie.api.reasoning import CONTENT, REASONING, Piece
-from coterie.api.tools_read import WORDS, Parts, Reading
-from coterie.api.tools_split import ARGUMENTS, CALL
+from coterie.api.tools.read import WORDS, Parts, Reading
+from coterie.api.tools.reasoning import CONTENT, REASONING, Piece
+from coterie.api.tools.split import ARGUMENTS, CALL
 from coterie.core.errors import CoterieError
 from coterie.core.events import Delta, Event, Finished, Started, Usage
 from coterie.core.telemetry import metadata

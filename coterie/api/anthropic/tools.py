@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from coterie.api.anthropic_types import Block, CountBody, ResultBlock, ToolSpec, Turn
-from coterie.api.tools import Tool, Toolbox, check_tools, known_names, tool_of
+from coterie.api.anthropic.types import Block, CountBody, ResultBlock, ToolSpec, Turn
+from coterie.api.tools.base import Tool, Toolbox, check_tools, known_names, tool_of
 from coterie.core.errors import InvalidRequest, Unsupported
 from coterie.core.nesting import is_deeper
 from coterie.core.request import Message, ToolCall

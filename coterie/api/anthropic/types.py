@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from coterie.api.admin.experts_types import Experts
 from coterie.api.body import Body
-from coterie.api.experts_types import Experts
-from coterie.api.openai_types import MAX_MESSAGES, Urgency
-from coterie.api.tools import MAX_TOOLS
+from coterie.api.openai.types import MAX_MESSAGES, Urgency
+from coterie.api.tools.base import MAX_TOOLS
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=1000)]
 

@@ -8,12 +8,12 @@ from starlette.responses import Response
 from coterie.api.body import read_json
 from coterie.api.errors import encode
 from coterie.api.exchange import exchange_of, receipt
-from coterie.api.infer_answer import Inference, InferStream, Service, answer_fields
-from coterie.api.infer_parse import Asked, Caller, Reception
 from coterie.api.inference import account, steering_of
-from coterie.api.jobs import accepted
+from coterie.api.native.infer_answer import Inference, InferStream, Service, answer_fields
+from coterie.api.native.infer_parse import Asked, Caller, Reception
+from coterie.api.native.jobs import accepted
 from coterie.api.response_format import FORMAT, named
-from coterie.api.sse import EventStream, while_connected
+from coterie.api.transport.sse import EventStream, while_connected
 from coterie.core.errors import CoterieError
 from coterie.core.job import JobSpec
 from coterie.service.jobs import JobService

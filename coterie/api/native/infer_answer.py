@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from coterie.api.errors import OPENAI, body_of, encode
-from coterie.api.infer_parse import Asked
+from coterie.api.native.infer_parse import Asked
 from coterie.api.response_format import format_named, named
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage

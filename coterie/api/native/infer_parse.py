@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from coterie.api.body import aside, check, decode
-from coterie.api.infer_types import FIELDS, MAX_BODY, MAX_PROMPT, GrammarItem, InferBody
 from coterie.api.inference import seed_of
+from coterie.api.native.infer_types import FIELDS, MAX_BODY, MAX_PROMPT, GrammarItem, InferBody
 from coterie.api.response_format import response_format_of
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import (

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
+from coterie.api.admin.experts_types import Name
 from coterie.api.body import Body
-from coterie.api.experts_types import Name
-from coterie.api.normal import nfc
-from coterie.api.openai_types import StopString, StopStrings
+from coterie.api.native.normal import nfc
+from coterie.api.openai.types import StopString, StopStrings
 from coterie.core.adapters import MAX_STACK
 
 MAX_PROMPT = 500_000

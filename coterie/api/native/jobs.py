@@ -15,9 +15,9 @@ from starlette.responses import Response
 
 from coterie.api.errors import encode, row_of, told
 from coterie.api.exchange import exchange_of
-from coterie.api.infer_answer import answer_fields
-from coterie.api.jobs_events import JobEvents
-from coterie.api.jobs_types import JobParameters
+from coterie.api.native.infer_answer import answer_fields
+from coterie.api.native.jobs_events import JobEvents
+from coterie.api.native.jobs_types import JobParameters
 from coterie.api.query import query_of
 from coterie.core.errors import from_code
 from coterie.core.job import Job, JobError, JobQuery

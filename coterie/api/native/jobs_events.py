@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from coterie.api.exchange import Exchange, log_fault
-from coterie.api.infer_answer import (
+from coterie.api.native.infer_answer import (
     DELTA,
     ERROR,
     FINISHED,
@@ -23,7 +23,7 @@ from coterie.api.infer_answer import (
     sse,
     started_fields,
 )
-from coterie.api.sse import KEEPALIVE_S, while_connected
+from coterie.api.transport.sse import KEEPALIVE_S, while_connected
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest, from_code
 from coterie.core.job import CANCELLED, Job
 from coterie.core.plan import RoutePlan

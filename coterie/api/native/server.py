@@ -12,15 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie import __version__
-from coterie.api.anthropic import model_fields
+from coterie.api.anthropic.endpoints import model_fields
 from coterie.api.body import parse
 from coterie.api.errors import ANTHROPIC, encode
 from coterie.api.exchange import exchange_of
 from coterie.api.inference import ModelCard
-from coterie.api.native_types import DetokenizeBody, TokenizeBody, TokenizerQuery
-from coterie.api.openai_parse import chat_prompt
-from coterie.api.openai_render import model_card
-from coterie.api.openai_tools import told_tools
+from coterie.api.native.server_types import DetokenizeBody, TokenizeBody, TokenizerQuery
+from coterie.api.openai.parse import chat_prompt
+from coterie.api.openai.render import model_card
+from coterie.api.openai.tools import told_tools
 from coterie.api.query import Query, query_of
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import Text

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from coterie.api.body import Body
-from coterie.api.openai_types import (
+from coterie.api.openai.types import (
     MAX_MESSAGES,
     ChatMessage,
     ChatTemplateText,
@@ -17,7 +17,7 @@ from coterie.api.openai_types import (
     ToolSpec,
 )
 from coterie.api.query import Query
-from coterie.api.tools import MAX_TOOLS
+from coterie.api.tools.base import MAX_TOOLS
 
 
 class TokenizeBody(Body):

@@ -13,7 +13,7 @@ from coterie import __version__
 from coterie.api.collect import Answer, Choice
 from coterie.api.errors import encode
 from coterie.api.exchange import new_id
-from coterie.api.openai_render import (
+from coterie.api.openai.render import (
     DONE,
     KEEPALIVE,
     RunningUsage,
@@ -25,9 +25,9 @@ from coterie.api.openai_render import (
     prompt_logprobs,
     usage_fields,
 )
-from coterie.api.reasoning import CONTENT, REASONING, Piece
-from coterie.api.tools_read import WORDS, Reader, Reading
-from coterie.api.tools_split import ARGUMENTS, CALL
+from coterie.api.tools.read import WORDS, Reader, Reading
+from coterie.api.tools.reasoning import CONTENT, REASONING, Piece
+from coterie.api.tools.split import ARGUMENTS, CALL
 from coterie.core.errors import CoterieError
 from coterie.core.events import Delta, Event, Finished, Started
 

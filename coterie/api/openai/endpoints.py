@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coterie.api import openai_chat, openai_text
 from coterie.api.body import parse
 from coterie.api.collect import collect, merged
 from coterie.api.exchange import new_id
@@ -23,14 +22,15 @@ from coterie.api.inference import (
     inference_request,
     steering_of,
 )
-from coterie.api.openai_chat import ChatShape, ChatStream
-from coterie.api.openai_parse import chat_ask, completion_asks, echoed, scores_prompt
-from coterie.api.openai_text import TextShape, TextStream
-from coterie.api.openai_types import ChatBody, Common, CompletionBody
+from coterie.api.openai import chat, text
+from coterie.api.openai.chat import ChatShape, ChatStream
+from coterie.api.openai.parse import chat_ask, completion_asks, echoed, scores_prompt
+from coterie.api.openai.text import TextShape, TextStream
+from coterie.api.openai.types import ChatBody, Common, CompletionBody
 from coterie.api.response_format import format_named
-from coterie.api.sse import Events, EventStream, while_connected
-from coterie.api.tools_blame import tool_events
-from coterie.api.tools_read import held, reading_of
+from coterie.api.tools.blame import tool_events
+from coterie.api.tools.read import held, reading_of
+from coterie.api.transport.sse import Events, EventStream, while_connected
 
 JSON = "application/json"
 
@@ -53,7 +53,7 @@ class OpenAIDialect:
             return EventStream(events, ChatStream(shape), steering.exchange)
         answer = await while_connected(request.receive, collect(events, shape.num_choices))
         account(steering.exchange, answer.finished)
-        return Response(openai_chat.whole(shape, answer), media_type=JSON)
+        return Response(chat.whole(shape, answer), media_type=JSON)
 
     async def completions(self, request: Request) -> Response:
         """Complete text or token ids, whole or as a stream of chunks."""
@@ -68,7 +68,7 @@ class OpenAIDialect:
         total = shape.num_choices * shape.num_prompts
         answer = await while_connected(request.receive, collect(events, total))
         account(steering.exchange, answer.finished)
-        return Response(openai_text.whole(shape, answer), media_type=JSON)
+        return Response(text.whole(shape, answer), media_type=JSON)
 
     async def _chat_shape(self, body: ChatBody, ask: Ask, who: Answerer) -> ChatShape:
         return ChatShape(

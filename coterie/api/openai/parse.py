@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from coterie.api.experts_types import adapter_hints
+from coterie.api.admin.experts_types import adapter_hints
 from coterie.api.inference import Ask, Steering, positive_top_p, seed_of
-from coterie.api.native_types import TokenizeBody
-from coterie.api.openai_tools import calls_of, toolbox_of
-from coterie.api.openai_types import (
+from coterie.api.native.server_types import TokenizeBody
+from coterie.api.openai.tools import calls_of, toolbox_of
+from coterie.api.openai.types import (
     MAX_PROMPTS,
     ChatBody,
     ChatMessage,
@@ -18,7 +18,7 @@ from coterie.api.openai_types import (
     Part,
 )
 from coterie.api.response_format import vendor_format_of
-from coterie.api.tools import check_results
+from coterie.api.tools.base import check_results
 from coterie.api.vendor_fields import refuse_fields
 from coterie.core.errors import InvalidRequest, Unsupported
 from coterie.core.request import (

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.api.collect import Answer, Choice
 from coterie.api.errors import encode
-from coterie.api.openai_chat import FINGERPRINT
-from coterie.api.openai_render import (
+from coterie.api.openai.chat import FINGERPRINT
+from coterie.api.openai.render import (
     DONE,
     KEEPALIVE,
     LegacyLogprobs,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from coterie.api.openai_types import ChatBody, ChatMessage, ChosenTool, ToolSpec
-from coterie.api.tools import Tool, Toolbox, check_tools, known_names, tool_of
+from coterie.api.openai.types import ChatBody, ChatMessage, ChosenTool, ToolSpec
+from coterie.api.tools.base import Tool, Toolbox, check_tools, known_names, tool_of
 from coterie.core.errors import InvalidRequest, Unsupported
 from coterie.core.request import ToolCall
 

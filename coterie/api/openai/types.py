@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
+from coterie.api.admin.experts_types import Experts
 from coterie.api.body import Body
-from coterie.api.experts_types import Experts
-from coterie.api.tools import MAX_TOOLS
+from coterie.api.tools.base import MAX_TOOLS
 from coterie.core.nesting import is_deeper
 from coterie.models.chat_template import MAX_REQUEST_TEMPLATE
 

@@ -10,9 +10,9 @@ from contextlib import aclosing
 
 from coterie.api.inference import Ask, Service, Steering, events_of, inference_request
 from coterie.api.response_format import FORMAT, format_named
-from coterie.api.sse import Events
-from coterie.api.tools import Toolbox
-from coterie.api.tools_grammar import ANSWER
+from coterie.api.tools.base import Toolbox
+from coterie.api.tools.grammar import ANSWER
+from coterie.api.transport.sse import Events
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import ResponseFormat
 

@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from coterie.api.tools import Tool, Toolbox
-from coterie.api.tools_schema import SPACING, held_schema
+from coterie.api.tools.base import Tool, Toolbox
+from coterie.api.tools.schema import SPACING, held_schema
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import ResponseFormat
 from coterie.models.grammar import lark_of

@@ -14,10 +14,10 @@ import msgspec
 
 from coterie.api.collect import Choice
 from coterie.api.inference import Ask
-from coterie.api.reasoning import CONTENT, REASONING, Piece, Splitter, opened_thought
 from coterie.api.response_format import FORMAT, named
-from coterie.api.tools_grammar import answer_behind_thought, tool_constraint
-from coterie.api.tools_split import ARGUMENTS, CALL, CallMarks
+from coterie.api.tools.grammar import answer_behind_thought, tool_constraint
+from coterie.api.tools.reasoning import CONTENT, REASONING, Piece, Splitter, opened_thought
+from coterie.api.tools.split import ARGUMENTS, CALL, CallMarks
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import Chat, ResponseFormat
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from coterie.api.reasoning import CONTENT, Piece, overlap
+from coterie.api.tools.reasoning import CONTENT, Piece, overlap
 from coterie.models.tool_format import ToolFormat
 
 # a call begins: the piece's text is the tool's name; then come its arguments, as JSON text

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from coterie.api.body import aside, check
-from coterie.api.feedback import FeedbackBody
-from coterie.api.grpc_door import Call, GrpcDoor, handler
-from coterie.api.grpc_values import fields_of, message_of
-from coterie.api.infer import submit
-from coterie.api.infer_answer import Frame, Inference, Service, answer_fields
-from coterie.api.infer_parse import Asked, Reception
-from coterie.api.infer_types import MAX_TIMEOUT_MS
-from coterie.api.jobs import view
-from coterie.api.jobs_events import frame_of
-from coterie.api.jobs_types import JobParameters
+from coterie.api.native.feedback import FeedbackBody
+from coterie.api.native.infer import submit
+from coterie.api.native.infer_answer import Frame, Inference, Service, answer_fields
+from coterie.api.native.infer_parse import Asked, Reception
+from coterie.api.native.infer_types import MAX_TIMEOUT_MS
+from coterie.api.native.jobs import view
+from coterie.api.native.jobs_events import frame_of
+from coterie.api.native.jobs_types import JobParameters
 from coterie.api.proto.coterie.v1 import inference_pb2 as pb
+from coterie.api.transport.grpc_door import Call, GrpcDoor, handler
+from coterie.api.transport.grpc_values import fields_of, message_of
 from coterie.core.events import Failed, Finished
 from coterie.core.job import JobQuery
 from coterie.service.jobs import JobService

@@ -16,9 +16,9 @@ import grpc
 from coterie.api.auth import Keys
 from coterie.api.errors import OPENAI, status_of, told
 from coterie.api.exchange import CLIENT_CLOSED, Exchange, log_fault, new_id, reason_of
-from coterie.api.grpc_errors import details_of
-from coterie.api.grpc_errors import status_of as grpc_status_of
-from coterie.api.infer_parse import Caller
+from coterie.api.native.infer_parse import Caller
+from coterie.api.transport.grpc_errors import details_of
+from coterie.api.transport.grpc_errors import status_of as grpc_status_of
 from coterie.core.errors import CoterieError, InternalError
 from coterie.obs.trace import log
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2 as pb
 
-from coterie.api.grpc_door import SERVICE, handler
+from coterie.api.transport.grpc_door import SERVICE, handler
 
 NAME = "grpc.health.v1.Health"
 POLL_S = 0.5

@@ -11,10 +11,10 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from coterie.api.auth import Keys
-from coterie.api.grpc_calls import Behind, InferenceCalls, methods
-from coterie.api.grpc_door import SERVICE, GrpcDoor
-from coterie.api.grpc_health import NAME, HealthCalls
-from coterie.api.infer_parse import Reception
+from coterie.api.native.infer_parse import Reception
+from coterie.api.transport.grpc_calls import Behind, InferenceCalls, methods
+from coterie.api.transport.grpc_door import SERVICE, GrpcDoor
+from coterie.api.transport.grpc_health import NAME, HealthCalls
 from coterie.core.errors import ConfigError
 from coterie.core.sections import Server
 

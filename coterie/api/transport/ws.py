@@ -14,10 +14,10 @@ from starlette.websockets import WebSocket
 from coterie.api.auth import Keys
 from coterie.api.errors import OPENAI, status_of
 from coterie.api.exchange import Exchange, error_response, log_exchange, new_id, reason_of
-from coterie.api.infer_answer import Service
-from coterie.api.infer_parse import Reception
+from coterie.api.native.infer_answer import Service
+from coterie.api.native.infer_parse import Reception
 from coterie.api.origin import Origins
-from coterie.api.ws_talk import Talk
+from coterie.api.transport.ws_talk import Talk
 from coterie.core.errors import CoterieError, Overloaded
 
 PATH = "/v1/infer/ws"

@@ -24,8 +24,8 @@ from coterie.api.exchange import (
     new_id,
     reason_of,
 )
-from coterie.api.infer_answer import ERROR, Inference, Service, error_fields
-from coterie.api.infer_parse import Caller, Reception
+from coterie.api.native.infer_answer import ERROR, Inference, Service, error_fields
+from coterie.api.native.infer_parse import Caller, Reception
 from coterie.core.errors import (
     CoterieError,
     InternalError,

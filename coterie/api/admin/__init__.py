@@ -1,0 +1,1 @@
+"""What an administrator may ask: experts are installed, changed and removed."""

@@ -1,0 +1,1 @@
+"""The Anthropic dialect: its bodies, and how its answers are written."""

@@ -1,0 +1,1 @@
+"""The native API: inference, jobs, feedback, and what belongs to no vendor."""

@@ -1,0 +1,1 @@
+"""The OpenAI dialect: its bodies, and how its answers are written."""

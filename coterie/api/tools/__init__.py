@@ -1,0 +1,1 @@
+"""Tools in requests and answers, whichever dialect they came in."""

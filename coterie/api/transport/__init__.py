@@ -1,0 +1,1 @@
+"""How bytes come and go: connections, server-sent events, WebSockets, gRPC."""
