@@ -101,8 +101,8 @@ def install(args: argparse.Namespace) -> int:
 
 def _learn(registry: Registry) -> None:
     """When to use whom, as the next server will ask for it: so it need not learn at its start."""
-    from coterie.service.matching import build_matcher, is_learnt
-    from coterie.service.profiles import Profiles, current_profiles
+    from coterie.service.adapters.matching import build_matcher, is_learnt
+    from coterie.service.adapters.profiles import Profiles, current_profiles
 
     known = Profiles().read(registry, registry.cards())
     found = tuple(current_profiles(registry.meanings(), known).values())

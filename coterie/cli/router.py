@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from coterie.core.route_trace import Candidate, RouteTrace
     from coterie.routing.protocols import Outcomes
     from coterie.routing.router import Router, Specialist
-    from coterie.service.catalog import Catalog
+    from coterie.service.adapters.catalog import Catalog
 
 HELP = "say which experts a prompt would get, and why"
 EPILOG = """\
@@ -93,7 +93,7 @@ def _legible(text: str) -> str:
 async def _plan(args: argparse.Namespace, prompt: str, body: str) -> RoutePlan:
     from coterie.core.config import load
     from coterie.routing.router import Router
-    from coterie.service.catalog import Catalog
+    from coterie.service.adapters.catalog import Catalog
 
     config = load(args.config)
     catalog = Catalog(experts_dir())
@@ -134,7 +134,7 @@ def _outcomes() -> Outcomes | None:
     path = state_dir() / "records.db"
     if not path.is_file():
         return None
-    from coterie.service.record_store import RecordStore
+    from coterie.service.records.store import RecordStore
 
     try:
         store = RecordStore(path, 1)

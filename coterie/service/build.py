@@ -15,11 +15,11 @@ from coterie.core.config import Config
 from coterie.core.dispatch import DispatchSettings
 from coterie.core.errors import ConfigError
 from coterie.core.sections import EngineSettings, SpecialistSettings
-from coterie.service.adapter_admin import AdapterAdmin
-from coterie.service.catalog import Catalog
-from coterie.service.jobs_store import JobStore
+from coterie.service.adapters.admin import AdapterAdmin
+from coterie.service.adapters.catalog import Catalog
+from coterie.service.jobs.store import JobStore
 from coterie.service.pipeline import Parts, Pipeline
-from coterie.service.records import Records
+from coterie.service.records.log import Records
 from coterie.service.roster import Group, Roster, Routing
 from coterie.service.validate.validators import Validators
 from coterie.weights.home import state_dir

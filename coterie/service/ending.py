@@ -15,8 +15,8 @@ from coterie.core.request import Chat, own_tenant
 from coterie.service.answer import names_of
 from coterie.service.measure import WHOLE, metrics_of
 from coterie.service.meter import Meter
-from coterie.service.record_store import Record
-from coterie.service.records import Records
+from coterie.service.records.log import Records
+from coterie.service.records.store import Record
 from coterie.service.run import Run
 from coterie.service.validate.base import Context
 from coterie.service.validate.generic import Generic

@@ -30,22 +30,22 @@ from coterie.core.request import (
 from coterie.core.resolve import VENDOR_DEFAULTS
 from coterie.models.grammar_check import GrammarCheck
 from coterie.models.tokenizer import is_long
-from coterie.service.adapter_admin import AdapterAdmin
-from coterie.service.assign import assignment, tokenise
-from coterie.service.conversation import Conversations
-from coterie.service.degrade import Left
+from coterie.service.adapters.admin import AdapterAdmin
+from coterie.service.adapters.conversation import Conversations
+from coterie.service.adapters.degrade import Left
+from coterie.service.adapters.leases import Lease
 from coterie.service.ending import Ending
-from coterie.service.handover import Handover
-from coterie.service.jobs import JobService
-from coterie.service.jobs_store import JobStore
-from coterie.service.leases import Lease
-from coterie.service.mailbox import Mailbox
+from coterie.service.jobs.service import JobService
+from coterie.service.jobs.store import JobStore
 from coterie.service.meter import Meter
 from coterie.service.planner import Planner
-from coterie.service.records import Records
+from coterie.service.records.log import Records
 from coterie.service.roster import Health, ModelCard, Roster
 from coterie.service.route_meter import RouteMeter
 from coterie.service.run import Run, lowered
+from coterie.service.submit.assign import assignment, tokenise
+from coterie.service.submit.handover import Handover
+from coterie.service.submit.mailbox import Mailbox
 from coterie.service.validate.validators import Validators
 from coterie.workers.base import Replica
 

@@ -10,7 +10,7 @@ import time
 from coterie.core.adapters import AdapterProfile
 from coterie.core.plan import RoutePlan
 from coterie.core.request import InferenceRequest, Sampling
-from coterie.service.degrade import Left, Room, base_alone, left_out, told, without
+from coterie.service.adapters.degrade import Left, Room, base_alone, left_out, told, without
 from coterie.service.roster import Roster
 from coterie.service.route_meter import RouteMeter
 from coterie.service.run import Run

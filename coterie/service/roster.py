@@ -20,10 +20,10 @@ from coterie.obs.metrics import Registry
 from coterie.obs.trace import log
 from coterie.routing.protocols import Outcomes
 from coterie.routing.router import Router, Specialist
-from coterie.service.adapter_meter import measure_adapters
-from coterie.service.catalog import Catalog
+from coterie.service.adapters.catalog import Catalog
+from coterie.service.adapters.meter import measure_adapters
 from coterie.service.meter import Series
-from coterie.service.replicas import ReplicaSet
+from coterie.service.submit.replicas import ReplicaSet
 from coterie.workers.base import AdapterInfo, Replica, ReplicaInfo
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from coterie.cli.terminal import table
 from coterie.packages.archive import inspect
 from coterie.packages.digest import digest_of
 from coterie.routing import learn
-from coterie.service.catalog import Catalog
+from coterie.service.adapters.catalog import Catalog
 from coterie.weights.checkpoint import open_checkpoint
 from tests.packages.made import lora_directory
 

@@ -18,7 +18,7 @@ from coterie.packages.registry import Registry
 from coterie.packages.trust import TrustStore
 from coterie.routing.names import Asked, read
 from coterie.routing.router import Router, Specialist
-from coterie.service.catalog import Catalog
+from coterie.service.adapters.catalog import Catalog
 from tests.packages.made import lora_directory
 
 BASE, OTHER = "ab" * 32, "cd" * 32

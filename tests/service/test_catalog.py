@@ -1,4 +1,4 @@
-"""service/catalog.py and leases.py over a real registry: what requests see, and when files go."""
+"""service/adapters/catalog.py and leases.py over a real registry: what requests see, and when files go."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coterie.core.errors import Unavailable, Unsupported
 from coterie.core.plan import AdapterChoice
 from coterie.packages.registry import Registry
 from coterie.packages.trust import TrustStore
-from coterie.service.catalog import POLL_S, SETTLE_S, Catalog
+from coterie.service.adapters.catalog import POLL_S, SETTLE_S, Catalog
 from tests.packages.made import lora_directory
 
 

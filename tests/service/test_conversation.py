@@ -1,4 +1,4 @@
-"""service/conversation.py: what the next turn will want, remembered within bounds."""
+"""service/adapters/conversation.py: what the next turn will want, remembered within bounds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from coterie.core.plan import AdapterChoice
 from coterie.core.request import InferenceRequest
 from coterie.obs.metrics import Registry
-from coterie.service import conversation as module
-from coterie.service.conversation import Conversations
+from coterie.service.adapters import conversation as module
+from coterie.service.adapters.conversation import Conversations
 from coterie.service.pipeline import Pipeline
 from tests.api.served import own_home
 from tests.service.routed import PROMPTS, answer, ask, install, serving

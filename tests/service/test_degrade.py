@@ -1,4 +1,4 @@
-"""service/degrade.py: what of a stack fits, who goes first, and what a caller is told."""
+"""service/adapters/degrade.py: what of a stack fits, who goes first, and what a caller is told."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coterie.core.errors import CoterieError
 from coterie.core.plan import AdapterChoice, RoutePlan
 from coterie.core.request import AdapterHint, Sampling
 from coterie.core.route_trace import Candidate, RouteTrace
-from coterie.service.degrade import Left, Room, left_out, told
+from coterie.service.adapters.degrade import Left, Room, left_out, told
 from coterie.service.pipeline import Pipeline
 from tests.api.served import own_home
 from tests.service.routed import PROMPTS, answer, ask, install, serving

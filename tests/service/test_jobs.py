@@ -1,4 +1,4 @@
-"""service/jobs.py over real engines: order, overload, cancelling, taking over, giving up."""
+"""service/jobs/service.py over real engines: order, overload, cancelling, taking over, giving up."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from coterie.core.events import Event
 from coterie.core.job import Job, JobQuery, JobSpec
 from coterie.core.pipeline_settings import JobSettings
 from coterie.core.request import InferenceRequest, Limits, RouteHints, Sampling, Text
-from coterie.service import jobs as module
-from coterie.service import jobs_dispatch, jobs_store
 from coterie.service.build import build
-from coterie.service.jobs import JobService
-from coterie.service.jobs_run import Answers
-from coterie.service.jobs_store import JobStore
+from coterie.service.jobs import dispatch, store
+from coterie.service.jobs import service as module
+from coterie.service.jobs.run import Answers
+from coterie.service.jobs.service import JobService
+from coterie.service.jobs.store import JobStore
 from coterie.service.pipeline import Pipeline
 
 Test = Callable[[Pipeline], Awaitable[None]]
@@ -244,7 +244,7 @@ def test_a_full_queue_refuses_and_keeps_nothing(
             assert (caught.value.retry_after_s or 0) >= 1
             assert len((await jobs.page(JobQuery(TENANT))).jobs) == 3
             await jobs.delete(waiting[0].id, TENANT)
-            monkeypatch.setattr(jobs_dispatch, "MAX_QUEUED_BYTES", 2000)
+            monkeypatch.setattr(dispatch, "MAX_QUEUED_BYTES", 2000)
             with pytest.raises(Overloaded, match="bytes"):
                 await jobs.submit(spec("x" * 3000))
             await jobs.delete(running_one.id, TENANT)
@@ -315,7 +315,7 @@ def test_jobs_of_a_dead_server_are_run_again_with_the_same_words(
 
 
 def seeds(folder: Path) -> dict[str, int]:
-    from coterie.service.jobs_codec import decode_spec
+    from coterie.service.jobs.codec import decode_spec
 
     with closing(sqlite3.connect(folder / "jobs.db")) as sql:
         found = sql.execute("SELECT id, request FROM jobs WHERE request IS NOT NULL").fetchall()
@@ -448,8 +448,8 @@ def test_a_file_that_cannot_be_written_for_a_while_loses_no_answer(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(jobs_store, "BUSY_S", 0.05)
-    monkeypatch.setattr(jobs_store, "RETRY_S", 0.1)
+    monkeypatch.setattr(store, "BUSY_S", 0.05)
+    monkeypatch.setattr(store, "RETRY_S", 0.1)
 
     async def test(pipeline: Pipeline) -> None:
         async with service(pipeline, tmp_path) as jobs:
@@ -473,8 +473,8 @@ def test_a_file_that_cannot_be_written_for_a_while_loses_no_answer(
 def test_a_file_that_is_locked_at_the_start_is_opened_later(
     on_pipeline: Callable[[Test], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs_store, "BUSY_S", 0.05)
-    monkeypatch.setattr(jobs_store, "RETRY_S", 0.1)
+    monkeypatch.setattr(store, "BUSY_S", 0.05)
+    monkeypatch.setattr(store, "RETRY_S", 0.1)
 
     async def test(pipeline: Pipeline) -> None:
         with closing(sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)) as sql:

@@ -1,4 +1,4 @@
-"""service/jobs_store.py on real files: every order of calls, servers that die, files that break."""
+"""service/jobs/store.py on real files: every order of calls, servers that die, files that break."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from hypothesis.stateful import (
 
 from coterie.core.errors import InvalidRequest, Unavailable
 from coterie.core.job import CANCELLED, FAILED, SUCCEEDED, JobError, JobQuery
-from coterie.service.jobs_owner import Owner
-from coterie.service.jobs_store import JobStore
-from coterie.service.jobs_tables import Ending, Entry
+from coterie.service.jobs.owner import Owner
+from coterie.service.jobs.store import JobStore
+from coterie.service.jobs.tables import Ending, Entry
 
 TENANTS = ("t", "u")
 
@@ -189,9 +189,9 @@ def test_many_orders_of_calls_and_deaths() -> None:
 VICTIM = """
 import asyncio, sys
 from pathlib import Path
-from coterie.service.jobs_owner import Owner
-from coterie.service.jobs_store import JobStore
-from coterie.service.jobs_tables import Ending, Entry
+from coterie.service.jobs.owner import Owner
+from coterie.service.jobs.store import JobStore
+from coterie.service.jobs.tables import Ending, Entry
 
 async def main():
     store = JobStore(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""service/matching.py and the catalog: matchers are built beside the event loop, swapped whole."""
+"""service/adapters/matching.py and the catalog: matchers are built beside the event loop, swapped whole."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from coterie.core.errors import InternalError
 from coterie.packages.registry import Registry
 from coterie.packages.trust import TrustStore
 from coterie.routing.router import Router, Specialist
-from coterie.service.catalog import Catalog
-from coterie.service.matching import Matching
+from coterie.service.adapters.catalog import Catalog
+from coterie.service.adapters.matching import Matching
 from tests.packages.made import FINGERPRINT, package
 from tests.routing.fleet import Answers, asking, profile
 

@@ -15,10 +15,10 @@ from coterie.core.errors import ConfigError, Overloaded, Unavailable
 from coterie.core.events import Delta, Event, Finished, Started, Timings, Usage
 from coterie.core.plan import AdapterChoice, Assignment, LaneState
 from coterie.core.request import Limits, Sampling
-from coterie.service.admission import MAX_RETRY_AFTER_S, Admission
 from coterie.service.build import build, model_name
-from coterie.service.mailbox import MAX_WAITING, Mailbox
-from coterie.service.replicas import Line, ReplicaSet, Ticket
+from coterie.service.submit.admission import MAX_RETRY_AFTER_S, Admission
+from coterie.service.submit.mailbox import MAX_WAITING, Mailbox
+from coterie.service.submit.replicas import Line, ReplicaSet, Ticket
 
 
 def lane(*, preempting: bool = False) -> LaneState:

@@ -39,9 +39,9 @@ from coterie.core.request import (
     Text,
     Tokens,
 )
-from coterie.service.assign import tokenise
 from coterie.service.build import build
 from coterie.service.pipeline import Pipeline
+from coterie.service.submit.assign import tokenise
 from coterie.workers.base import Sink
 
 Test = Callable[[Pipeline], Awaitable[None]]

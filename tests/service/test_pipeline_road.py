@@ -19,7 +19,7 @@ from coterie.core.events import Delta, Finished
 from coterie.core.outcome import InferenceMetrics, ValidationResult
 from coterie.core.request import AdapterHint, ResponseFormat
 from coterie.service.pipeline import Pipeline
-from coterie.service.record_store import Question, RecordStore
+from coterie.service.records.store import Question, RecordStore
 from tests.api.served import own_home
 from tests.service.routed import PROMPTS, UNRELATED, answer, ask, install, serving
 

@@ -1,4 +1,4 @@
-"""service/records.py over real files: one outcome per job, verdicts, a bounded log, bad disks."""
+"""service/records/log.py over real files: one outcome per job, verdicts, a bounded log, bad disks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from coterie.core.errors import Conflict, NotFound, Unavailable
 from coterie.core.outcome import InferenceMetrics
 from coterie.packages import locked
-from coterie.service import records as module
-from coterie.service.record_store import SLACK, Question, Record
-from coterie.service.records import Records
+from coterie.service.records import log as module
+from coterie.service.records.log import Records
+from coterie.service.records.store import SLACK, Question, Record
 
 BASE = InferenceMetrics(
     job_id="",

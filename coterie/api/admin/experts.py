@@ -1,6 +1,6 @@
 """The admin endpoints of experts: the registry's own, and the two that vLLM has.
 
-Translates and nothing more; `service/adapter_admin.py` does the work. The door has already asked
+Translates and nothing more; `service/adapters/admin.py` does the work. The door has already asked
 for an admin key.
 """
 
@@ -20,7 +20,7 @@ from coterie.api.exchange import exchange_of
 from coterie.core.adapters import AdapterCard
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.obs.trace import log
-from coterie.service.adapter_admin import AdapterAdmin, Wish
+from coterie.service.adapters.admin import AdapterAdmin, Wish
 
 JSON = "application/json"
 # each holds one package in memory while it comes in

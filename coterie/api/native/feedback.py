@@ -1,4 +1,4 @@
-"""The log of one's own inferences, and verdicts on them. Translates; `service/records.py` keeps."""
+"""The log of one's own inferences, and verdicts on them. Translates; `service/records/log.py` keeps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from coterie.api.body import Body, parse
 from coterie.api.errors import encode
 from coterie.api.exchange import exchange_of
 from coterie.api.query import Query, query_of
-from coterie.service.record_store import Question
-from coterie.service.records import Records
+from coterie.service.records.log import Records
+from coterie.service.records.store import Question
 
 JSON = "application/json"
 MAX_PAGE = 100

@@ -16,7 +16,7 @@ from coterie.api.response_format import FORMAT, named
 from coterie.api.transport.sse import EventStream, while_connected
 from coterie.core.errors import CoterieError
 from coterie.core.job import JobSpec
-from coterie.service.jobs import JobService
+from coterie.service.jobs.service import JobService
 
 JSON = "application/json"
 MAX_SESSION = 512

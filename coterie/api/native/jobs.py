@@ -2,7 +2,7 @@
 
 `JobEndpoints(jobs)` for routes.py: `get_job` and `delete_job` on /v1/jobs/{job_id}, `list_jobs` on
 /v1/jobs, `job_events` on /v1/jobs/{job_id}/events. `accepted(job)` is what `Prefer: respond-async`
-answers. Translates and nothing more; `service/jobs.py` does the work.
+answers. Translates and nothing more; `service/jobs/service.py` does the work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coterie.api.native.jobs_types import JobParameters
 from coterie.api.query import query_of
 from coterie.core.errors import from_code
 from coterie.core.job import Job, JobError, JobQuery
-from coterie.service.jobs import JobService
+from coterie.service.jobs.service import JobService
 
 JSON = "application/json"
 

@@ -27,7 +27,7 @@ from coterie.api.transport.sse import KEEPALIVE_S, while_connected
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest, from_code
 from coterie.core.job import CANCELLED, Job
 from coterie.core.plan import RoutePlan
-from coterie.service.jobs import Progress
+from coterie.service.jobs.service import Progress
 
 KEEPALIVE = b": keepalive\n\n"
 

@@ -22,8 +22,8 @@ from coterie.api.transport.grpc_door import Call, GrpcDoor, handler
 from coterie.api.transport.grpc_values import fields_of, message_of
 from coterie.core.events import Failed, Finished
 from coterie.core.job import JobQuery
-from coterie.service.jobs import JobService
-from coterie.service.records import Records
+from coterie.service.jobs.service import JobService
+from coterie.service.records.log import Records
 
 Events = AsyncGenerator[pb.InferEvent, None]
 # name -> who answers it, and what it takes

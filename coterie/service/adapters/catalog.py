@@ -21,9 +21,9 @@ from coterie.core.errors import CoterieError, Unavailable, Unsupported
 from coterie.core.plan import AdapterChoice
 from coterie.obs.trace import log
 from coterie.routing.protocols import Matcher
-from coterie.service.leases import Lease, Leases
-from coterie.service.matching import Matching
-from coterie.service.profiles import Profiles, current_profiles, usual_quality
+from coterie.service.adapters.leases import Lease, Leases
+from coterie.service.adapters.matching import Matching
+from coterie.service.adapters.profiles import Profiles, current_profiles, usual_quality
 
 if TYPE_CHECKING:
     from coterie.packages.registry import Registry

@@ -13,7 +13,7 @@ from coterie.obs.adapter_metrics import OWN_METRICS, own_series
 from coterie.obs.metrics import Registry
 
 if TYPE_CHECKING:
-    from coterie.service.catalog import Catalog
+    from coterie.service.adapters.catalog import Catalog
     from coterie.service.roster import Served
 
 REQUESTS, LOADED = "vllm:lora_requests_info", "vllm:lora_adapter_loaded"

@@ -11,11 +11,11 @@ import time
 
 from coterie.core.errors import CoterieError, Overloaded
 from coterie.core.pipeline_settings import JobSettings
-from coterie.service.jobs_live import LiveJob
-from coterie.service.jobs_queue import JobQueue, is_suspect
-from coterie.service.jobs_run import NOT_NOW, Answers, JobRun
-from coterie.service.jobs_store import RETRY_S, JobStore
-from coterie.service.jobs_tables import Waiting
+from coterie.service.jobs.live import LiveJob
+from coterie.service.jobs.queue import JobQueue, is_suspect
+from coterie.service.jobs.run import NOT_NOW, Answers, JobRun
+from coterie.service.jobs.store import RETRY_S, JobStore
+from coterie.service.jobs.tables import Waiting
 
 # requests that wait, on disk
 MAX_QUEUED_BYTES = 512 * 10**6

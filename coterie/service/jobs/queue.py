@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 
-from coterie.service.jobs_tables import Waiting
+from coterie.service.jobs.tables import Waiting
 
 # a job that ran in this many servers when they died runs with no other job beside it
 SUSPECT_CRASHES = 3

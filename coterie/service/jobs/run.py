@@ -24,10 +24,10 @@ from coterie.core.request import AdapterHint, InferenceRequest, RouteHints, Samp
 from coterie.obs.trace import log
 from coterie.service.answer import AnswerBuilder
 from coterie.service.deadline import Events, until_deadline
-from coterie.service.jobs_codec import decode_plan, decode_spec, encode_plan, encode_result
-from coterie.service.jobs_live import LiveJob
-from coterie.service.jobs_store import RETRY_S, JobStore
-from coterie.service.jobs_tables import Ending
+from coterie.service.jobs.codec import decode_plan, decode_spec, encode_plan, encode_result
+from coterie.service.jobs.live import LiveJob
+from coterie.service.jobs.store import RETRY_S, JobStore
+from coterie.service.jobs.tables import Ending
 
 NOT_NOW = (Overloaded, Unavailable)
 

@@ -25,12 +25,12 @@ from coterie.core.plan import RoutePlan
 from coterie.core.request import RouteHints
 from coterie.core.resolve import draw_seed
 from coterie.obs.trace import log
-from coterie.service.jobs_codec import encode_spec
-from coterie.service.jobs_dispatch import Dispatcher
-from coterie.service.jobs_live import LiveJob
-from coterie.service.jobs_run import Answers
-from coterie.service.jobs_store import JobStore
-from coterie.service.jobs_tables import Ending, Entry, Orphan, Waiting
+from coterie.service.jobs.codec import encode_spec
+from coterie.service.jobs.dispatch import Dispatcher
+from coterie.service.jobs.live import LiveJob
+from coterie.service.jobs.run import Answers
+from coterie.service.jobs.store import JobStore
+from coterie.service.jobs.tables import Ending, Entry, Orphan, Waiting
 
 # answers that can still be asked for, on disk
 MAX_ENDED = 100_000

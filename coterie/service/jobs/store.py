@@ -17,8 +17,8 @@ from typing import TypeVar
 from coterie.core.errors import CoterieError, InvalidRequest, Unavailable
 from coterie.core.job import Job, JobPage, JobQuery
 from coterie.obs.trace import log
-from coterie.service.jobs_owner import Owner
-from coterie.service.jobs_tables import Ending, Entry, JobTables, Orphan, Stored, Waiting
+from coterie.service.jobs.owner import Owner
+from coterie.service.jobs.tables import Ending, Entry, JobTables, Orphan, Stored, Waiting
 
 T = TypeVar("T")
 # how long another process may hold the file

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from coterie.core.job import CANCELLED, PROCESSING, QUEUED, Job, JobError, JobQuery
-from coterie.service.jobs_codec import decode_result
+from coterie.service.jobs.codec import decode_result
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from coterie.core.errors import CoterieError, Unavailable, WeightsError
 from coterie.obs.trace import log
-from coterie.service.record_store import Page, Question, Rate, Record, RecordStore
+from coterie.service.records.store import Page, Question, Rate, Record, RecordStore
 
 # rows gather this long before they are committed, unless somebody asks
 GATHER_S = 0.05

@@ -18,7 +18,7 @@ from heapq import heapify, heappop, heappush
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded
 from coterie.core.plan import Assignment, LaneState
 from coterie.engine.lane import places
-from coterie.service.replicas import Line, Ticket, ticket_of
+from coterie.service.submit.replicas import Line, Ticket, ticket_of
 
 # official clients give up beyond this
 MAX_RETRY_AFTER_S = 120.0

@@ -11,12 +11,12 @@ from functools import partial
 from coterie.core.errors import CoterieError, Unavailable, from_code
 from coterie.core.events import Finished
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
-from coterie.service.admission import Admission
-from coterie.service.catalog import Catalog
-from coterie.service.mailbox import Mailbox
+from coterie.service.adapters.catalog import Catalog
 from coterie.service.measure import WHOLE
-from coterie.service.replicas import Line, Ticket, ticket_of
 from coterie.service.roster import Served
+from coterie.service.submit.admission import Admission
+from coterie.service.submit.mailbox import Mailbox
+from coterie.service.submit.replicas import Line, Ticket, ticket_of
 from coterie.workers.base import Replica
 
 
