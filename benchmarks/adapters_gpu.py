@@ -44,7 +44,7 @@ from coterie.adapters.upload import upload_for
 from coterie.kernels import patch_rows
 from coterie.kernels.patch import Segment, Stack
 from coterie.models.base import CausalLM
-from coterie.models.cuda_graph import DecodeGraphs
+from coterie.models.build.cuda_graph import DecodeGraphs
 
 GOAL = 0.9
 # other sizes of the kernels' programs that `tune` tries: columns of a warp, programs that share a

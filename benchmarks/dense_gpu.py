@@ -33,7 +33,7 @@ from coterie.core.plan import Admitted, Assignment
 from coterie.core.request import Limits, Sampling
 from coterie.engine.engine import Engine, LaneConfig
 from coterie.models.base import CausalLM, load_model
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -96,7 +96,7 @@ def _oracle() -> Made:
 
 def _token_table(dim: int | None) -> Made:
     """The default model's input embeddings; of its tokenizer nothing new is needed."""
-    from coterie.models.tokenizer import load_tokenizer
+    from coterie.models.text.tokenizer import load_tokenizer
     from coterie.weights.checkpoint import open_checkpoint
     from coterie.weights.quantize import dense
 

@@ -16,10 +16,10 @@ import torch
 from benchmarks.sweep_tables import Case, Result
 from coterie.core.dispatch import DispatchSettings, ExpertUsage
 from coterie.models.base import CausalLM, load_model
-from coterie.models.carve_texts import calibration, held_out
+from coterie.models.carve.texts import calibration, held_out
 from coterie.models.experts import ExpertsWanted
 from coterie.models.pace import NoExperts, Solo
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.tokenizer import load_tokenizer
 from coterie.moe.dispatch.base import Costs
 from coterie.moe.planner.auto import known_costs
 from coterie.moe.planner.measure import Place, ensure

@@ -155,7 +155,7 @@ class DWR(nn.Module):
 
     @torch.no_grad()
     def state(self) -> dict[str, Tensor]:
-        """fp32 tensors on the CPU, named as coterie/models/dwr.py reads them."""
+        """fp32 tensors on the CPU, named as coterie/models/arch/dwr.py reads them."""
         found: dict[str, Tensor] = {
             "embeddings.weight": self.embeddings.weight,
             "positions.weight": self.positions.weight,

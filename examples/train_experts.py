@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from coterie.models.tokenizer import Tokenizer
+from coterie.models.text.tokenizer import Tokenizer
 from coterie.packages.evaluate import judge, score
 from examples.expert_data.base import Item
 from examples.expert_data.table import EXPERTS, Recipe

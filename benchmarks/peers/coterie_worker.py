@@ -17,7 +17,7 @@ from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Limits, Sampling
 from coterie.engine.engine import Engine, LaneConfig
 from coterie.models.base import load_model
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
 
 

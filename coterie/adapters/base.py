@@ -63,7 +63,7 @@ class Target(Protocol):
 
 
 class Targets(Protocol):
-    """The model, as far as adapters may change it (models/adapt.py)."""
+    """The model, as far as adapters may change it (models/build/adapt.py)."""
 
     hidden: int
 

@@ -34,7 +34,7 @@ from coterie.core.request import (
 )
 
 if TYPE_CHECKING:
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.text.tokenizer import Tokenizer
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 # top_p 0 means "only the likeliest token"; samplers want it positive

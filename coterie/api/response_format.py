@@ -2,7 +2,7 @@
 
 Reads OpenAI's `response_format`, Anthropic's `output_format`, the native fields, and those of vLLM,
 SGLang and llama.cpp. Shapes only: whether a schema or grammar can be enforced is told by
-`models/grammar_check.py`, and named here as the caller's own field.
+`models/grammar/check.py`, and named here as the caller's own field.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from coterie.cli.options import count, fetch
 from coterie.cli.terminal import facts, nbytes, progress, table
 
 if TYPE_CHECKING:
-    from coterie.models.carve import Carving
-    from coterie.models.carve_walk import Measured
+    from coterie.models.carve.carve import Carving
+    from coterie.models.carve.walk import Measured
 
 HELP = "cut a dense Llama-family model into experts"
 EPILOG = """\
@@ -44,11 +44,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     from coterie.models.base import read_spec
-    from coterie.models.carve import plan_carving
-    from coterie.models.carve_files import CarvedDirectory
-    from coterie.models.carve_texts import calibration, held_out
-    from coterie.models.carve_walk import Walk
-    from coterie.models.tokenizer import load_tokenizer
+    from coterie.models.carve.carve import plan_carving
+    from coterie.models.carve.files import CarvedDirectory
+    from coterie.models.carve.texts import calibration, held_out
+    from coterie.models.carve.walk import Walk
+    from coterie.models.text.tokenizer import load_tokenizer
     from coterie.weights.checkpoint import open_checkpoint
 
     path = fetch(args.model)

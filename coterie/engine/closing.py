@@ -19,7 +19,7 @@ from coterie.engine.closing_hints import Hints
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from coterie.models.grammar import GrammarVocabulary
+    from coterie.models.grammar.grammar import GrammarVocabulary
 
 # longer ways are not looked for
 MAX_TOKENS = 512

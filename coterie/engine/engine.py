@@ -32,7 +32,7 @@ from coterie.engine.turns import DeficitRoundRobin
 
 if TYPE_CHECKING:
     from coterie.models.base import CausalLM
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "LaneConfig"]
 

@@ -17,7 +17,7 @@ from coterie.core.errors import WeightsError
 
 if TYPE_CHECKING:
     from coterie.engine.step import StepPlan, StepResult
-    from coterie.models.moe import Experts
+    from coterie.models.build.moe import Experts
 
 log = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from coterie.core.request import ResponseFormat, own_tenant
 from coterie.engine.closing import FEW, MANY, SOME, Closer
 from coterie.engine.closing_hints import Hints, hints_of
 from coterie.engine.grammar_work import GrammarWork, Job
-from coterie.models.grammar import GrammarVocabulary
+from coterie.models.grammar.grammar import GrammarVocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from coterie.core.plan import Assignment
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.text.tokenizer import Tokenizer
 
 # compiled grammars that are kept; the least recently used go first
 MAX_COMPILED = 64

@@ -30,7 +30,7 @@ Work = tuple[slice, slice, Patch]
 
 
 class _Biased(Protocol):
-    """A product with a bias behind it (models/reader.py: BiasedLinear)."""
+    """A product with a bias behind it (models/build/reader.py: BiasedLinear)."""
 
     product: Linear
     bias: Tensor

@@ -20,7 +20,7 @@ from torch import Tensor
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.kernels import linear, patched
 from coterie.kernels.batch import AttentionBatch
-from coterie.models import (
+from coterie.models.arch import (
     carved,
     deepseek_v2,
     dwr,
@@ -31,13 +31,13 @@ from coterie.models import (
     qwen3,
     qwen3_moe,
 )
-from coterie.models.assemble import Assembly, assemble
+from coterie.models.build.assemble import Assembly, assemble
+from coterie.models.build.cuda_graph import DecodeGraphs
+from coterie.models.build.layers import Progress
+from coterie.models.build.moe import Experts, MoeStack
+from coterie.models.build.reader import Placement, Reader
 from coterie.models.config_fields import check_config, check_generation
-from coterie.models.cuda_graph import DecodeGraphs
 from coterie.models.experts import ExpertsFactory, ExpertsWanted, open_with
-from coterie.models.layers import Progress
-from coterie.models.moe import Experts, MoeStack
-from coterie.models.reader import Placement, Reader
 from coterie.models.spec import ModelSpec, token_ids
 from coterie.moe.runtime.budget import free_host_bytes
 from coterie.weights.quantize import DTYPES

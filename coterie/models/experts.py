@@ -13,7 +13,7 @@ from coterie.moe.store.geometry import Geometry
 
 if TYPE_CHECKING:
     from coterie.core.dispatch import DispatchSettings
-    from coterie.models.moe import Experts
+    from coterie.models.build.moe import Experts
     from coterie.models.moe_spec import MoeSpec
     from coterie.moe.store.base import Store
     from coterie.weights.checkpoint import Checkpoint

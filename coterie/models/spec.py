@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from coterie.core.errors import ConfigError, WeightsError
+from coterie.models.build.rope import Rope, read_rope, rope_kind
 from coterie.models.config_fields import shown
 from coterie.models.moe_spec import Latent, MoeSpec
-from coterie.models.rope import Rope, read_rope, rope_kind
 
 # Options that change what a dense decoder computes, with the only values this family runs. They
 # appear in forks and in the files of neighbouring architectures.

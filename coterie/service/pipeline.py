@@ -28,8 +28,8 @@ from coterie.core.request import (
     own_tenant,
 )
 from coterie.core.resolve import VENDOR_DEFAULTS
-from coterie.models.grammar_check import GrammarCheck
-from coterie.models.tokenizer import is_long
+from coterie.models.grammar.check import GrammarCheck
+from coterie.models.text.tokenizer import is_long
 from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.conversation import Conversations
 from coterie.service.adapters.degrade import Left
@@ -50,7 +50,7 @@ from coterie.service.validate.validators import Validators
 from coterie.workers.base import Replica
 
 if TYPE_CHECKING:
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.text.tokenizer import Tokenizer
 
 
 # a text of so many times the context is still counted for who wants to know how much to cut

@@ -27,7 +27,7 @@ from coterie.service.submit.replicas import ReplicaSet
 from coterie.workers.base import AdapterInfo, Replica, ReplicaInfo
 
 if TYPE_CHECKING:
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -262,7 +262,7 @@ class Roster:
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
-    from coterie.models.tokenizer import load_tokenizer
+    from coterie.models.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
     # remembered: later they are asked for on the event loop

@@ -20,7 +20,7 @@ from coterie.workers.warmup import HeatmapFile, heatmap_path, refine
 if TYPE_CHECKING:
     from coterie.core.dispatch import DispatchSettings
     from coterie.engine.engine import Engine, LaneConfig
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.text.tokenizer import Tokenizer
     from coterie.moe.runtime.heatmap import Heatmap
     from coterie.moe.store.geometry import Geometry
 

@@ -25,7 +25,7 @@ from coterie.models.base import (
     read_spec,
     stored_dtype,
 )
-from coterie.models.tokenizer import Tokenizer, load_tokenizer
+from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
 from coterie.weights.checkpoint import Checkpoint, open_checkpoint
 from coterie.weights.shortage import is_shortage
 from coterie.workers import memory

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from coterie.engine.engine import Engine
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.text.tokenizer import Tokenizer
     from coterie.moe.store.geometry import Geometry
 
 SAVE_EVERY_S = 180.0

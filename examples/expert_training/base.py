@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from coterie.models.tokenizer import Tokenizer, load_tokenizer
+from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.quantize import dense
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.request import Chat, Message
-from coterie.models.tokenizer import Tokenizer
+from coterie.models.text.tokenizer import Tokenizer
 from examples.expert_data.base import Example
 
 # rows of so many batches are sorted by length together

@@ -20,8 +20,8 @@ from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.kernels import patched
 from coterie.kernels.linear import ReferenceLinear
 from coterie.kernels.patch import Segment, Stack
-from coterie.models.adapt import Matrix
-from coterie.models.reader import BiasedLinear
+from coterie.models.build.adapt import Matrix
+from coterie.models.build.reader import BiasedLinear
 from coterie.packages.device_size import DeviceSize, device_size
 from coterie.weights.quantize import Dense
 

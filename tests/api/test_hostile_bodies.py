@@ -17,7 +17,7 @@ from served import Served, chat
 from tiny import tiny_checkpoint
 from websockets.sync.client import connect
 
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.tokenizer import load_tokenizer
 
 LIMIT = 4_000_000
 CHAT, TEXT, MESSAGES, INFER = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/infer"

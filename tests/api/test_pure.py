@@ -39,7 +39,7 @@ from coterie.core.errors import (
 from coterie.core.events import Delta, Failed, Finished, Started, Timings, TokenLogprob, Usage
 from coterie.core.request import Rights, Text
 from coterie.engine.detokenize import Offsets, Pieces
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.tokenizer import load_tokenizer
 
 MARKS = ("<think>", "</think>")
 

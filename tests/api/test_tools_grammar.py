@@ -16,9 +16,9 @@ from coterie.api.tools.grammar import MAX_GRAMMAR, answer_behind_thought, tool_c
 from coterie.api.tools.schema import held_schema
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import ResponseFormat
-from coterie.models.grammar import GrammarVocabulary
-from coterie.models.tokenizer import Tokenizer, load_tokenizer
-from coterie.models.tool_format import FORMATS, ToolSupport
+from coterie.models.grammar.grammar import GrammarVocabulary
+from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
+from coterie.models.text.tool_format import FORMATS, ToolSupport
 
 CITY = {
     "properties": {"city": {"type": "string", "maxLength": 6}, "n": {"type": "integer"}},

@@ -16,7 +16,7 @@ from coterie.api.tools.read import Reading
 from coterie.api.tools.reasoning import CONTENT, REASONING
 from coterie.api.tools.split import ARGUMENTS, CALL, CallMarks
 from coterie.core.events import Delta, Finished, Started, Timings, Usage
-from coterie.models.tool_format import FORMATS
+from coterie.models.text.tool_format import FORMATS
 
 NAMES = frozenset({"get", "get_more"})
 TRICKY = json.dumps({"a": '}"</tool_call>\\ {', "b": [{"c": {}}, "]"]})

@@ -12,7 +12,7 @@ import pytest
 from served import Served, chat, frames
 from tiny import tiny_checkpoint
 
-from coterie.models.tokenizer import Tokenizer, load_tokenizer
+from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 # Chinese is not in the vocabulary: its characters are three tokens of a byte each

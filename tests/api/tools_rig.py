@@ -18,7 +18,7 @@ from typing import Any
 from tiny import tiny_checkpoint
 
 from coterie.core.request import Chat, Message, ToolCall
-from coterie.models.tokenizer import Tokenizer, load_tokenizer
+from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}}
 WEATHER = {

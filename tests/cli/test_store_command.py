@@ -15,7 +15,7 @@ from tiny import tiny_checkpoint
 
 from coterie.cli.main import main
 from coterie.models.base import load_model
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.tokenizer import load_tokenizer
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.geometry import Geometry
 from coterie.moe.store.packed import open_packed

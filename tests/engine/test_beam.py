@@ -14,7 +14,7 @@ from coterie.core.events import Delta, Finished
 from coterie.core.plan import Admitted, Assignment, Rejected
 from coterie.engine.engine import Engine
 from coterie.models.base import load_model
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
 
 PATH = tiny_checkpoint("llama", seed=3)

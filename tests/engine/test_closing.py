@@ -17,7 +17,7 @@ from coterie.core.request import ResponseFormat
 from coterie.engine.closing import FEW, Closer
 from coterie.engine.closing_hints import hints_of
 from coterie.engine.grammar import Compiled, Constraint, Grammars, allowed_tokens
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

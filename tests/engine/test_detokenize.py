@@ -11,8 +11,8 @@ from tiny import tiny_checkpoint
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from coterie.engine.detokenize import Detokenizer, Offsets, Pieces, Stop, token_name
-from coterie.models.tokenizer import Tokenizer as CoterieTokenizer
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.tokenizer import Tokenizer as CoterieTokenizer
+from coterie.models.text.tokenizer import load_tokenizer
 
 TEXTS = [
     "Hello world, this is plain text.",

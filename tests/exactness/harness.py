@@ -19,7 +19,7 @@ from coterie.core.request import Limits, Sampling
 from coterie.engine.engine import Engine, LaneConfig
 from coterie.kernels.build import native
 from coterie.models.base import CausalLM, load_model
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.quantize import dense
 

@@ -30,7 +30,7 @@ from coterie.core.adapters import AdapterSettings
 from coterie.core.events import Delta, Failed
 from coterie.core.plan import AdapterChoice, Admitted, stack_key
 from coterie.engine.engine import Engine, LaneConfig
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.tokenizer import load_tokenizer
 from coterie.packages.digest import digest_of
 
 # directories that PEFT wrote, and their weights

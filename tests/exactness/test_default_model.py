@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness import expected, model_at, oracle_for, run
 
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.tokenizer import load_tokenizer
 
 TEXTS = [
     "The capital of France is",

@@ -131,7 +131,7 @@ class ModelTokenizer:
     """The default model's, with the methods that their tests call."""
 
     def __init__(self) -> None:
-        from coterie.models.tokenizer import load_tokenizer
+        from coterie.models.text.tokenizer import load_tokenizer
         from coterie.weights.sources import DEFAULT_MODEL, resolve
 
         self._own = load_tokenizer(resolve(DEFAULT_MODEL))

@@ -13,8 +13,8 @@ from coterie.core.dispatch import DispatchSettings
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.build import find_compiler
 from coterie.kernels.patch import Segment
-from coterie.models.assemble import decoder_shape
 from coterie.models.base import CausalLM, load_model
+from coterie.models.build.assemble import decoder_shape
 from coterie.moe.runtime.runtime import ExpertRuntime
 from coterie.weights.checkpoint import open_checkpoint
 from tests.kernels.cases import paged_batch

@@ -14,9 +14,9 @@ from coterie.cli.main import main
 from coterie.core.dispatch import DispatchSettings
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.models.base import CausalLM, load_model, read_spec
-from coterie.models.carve import Cut, balanced_groups, cut_layer, plan_carving
-from coterie.models.carve_walk import Walk
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.carve.carve import Cut, balanced_groups, cut_layer, plan_carving
+from coterie.models.carve.walk import Walk
+from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.safetensors import INDEX
 

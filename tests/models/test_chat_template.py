@@ -12,8 +12,8 @@ from tiny import tiny_checkpoint
 
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.core.request import Chat, Message
-from coterie.models.chat_template import ChatTemplate
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.chat_template import ChatTemplate
+from coterie.models.text.tokenizer import load_tokenizer
 
 LLAMA3 = """{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
 {%- if not date_string is defined %}

@@ -9,7 +9,7 @@ import torch
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.patch import PARTS, Patch, Segment, Stack
 from coterie.kernels.patch_rows import family, places_of
-from coterie.models.cuda_graph import DecodeGraphs, DecodeInputs
+from coterie.models.build.cuda_graph import DecodeGraphs, DecodeInputs
 
 
 def step(lengths: list[int], width: int) -> tuple[torch.Tensor, AttentionBatch, torch.Tensor]:

@@ -17,8 +17,8 @@ from tiny import tiny_checkpoint
 from coterie.core.errors import CoterieError, WeightsError
 from coterie.models.base import load_model, read_spec
 from coterie.models.config_fields import CONFIG
-from coterie.models.gguf_tokenizer import rebuild
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.gguf_tokenizer import rebuild
+from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import Checkpoint, open_checkpoint
 from coterie.weights.gguf import read_gguf
 from coterie.weights.gguf_config import hf_config, hf_generation, tensor_names

@@ -175,7 +175,7 @@ def test_auto_keeps_what_the_file_stores(default_model_path: Any) -> None:
 
 
 def test_quantised_embedding_is_widened_by_row() -> None:
-    from coterie.models.layers import Embedding
+    from coterie.models.build.layers import Embedding
     from coterie.weights.quantize import quantize_int8
 
     table = quantize_int8(torch.randn(40, 64, generator=torch.Generator().manual_seed(0)))

@@ -14,7 +14,7 @@ from tiny import tiny_checkpoint
 
 from coterie.core.dispatch import DispatchSettings
 from coterie.kernels.build import native
-from coterie.models import dwr
+from coterie.models.arch import dwr
 from coterie.models.base import CausalLM, load_model
 from coterie.weights.checkpoint import open_checkpoint
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coterie.core.errors import WeightsError
-from coterie.models.rope import VARIANTS, read_rope
+from coterie.models.build.rope import VARIANTS, read_rope
 
 DIM, LIMIT = 32, 512
 FACTORS = [1.0 + 0.1 * i for i in range(DIM // 2)]

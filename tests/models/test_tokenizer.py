@@ -19,8 +19,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.core.request import Chat, Message, Text, Tokens
-from coterie.models.gguf_tokenizer import SPLITS
-from coterie.models.tokenizer import Tokenizer, load_tokenizer
+from coterie.models.text.gguf_tokenizer import SPLITS
+from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = [
     "",
@@ -387,7 +387,7 @@ def test_every_split_rule_compiles(byte_level: dict[str, Any], tmp_path: Path) -
 
 def test_torch_is_not_imported() -> None:
     code = (
-        "import sys, coterie.models.tokenizer, coterie.weights.sources;"
+        "import sys, coterie.models.text.tokenizer, coterie.weights.sources;"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

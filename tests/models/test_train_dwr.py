@@ -10,7 +10,7 @@ from paged import prompt_logits
 
 from coterie.core.dispatch import DispatchSettings
 from coterie.models.base import load_model
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
 from examples.dwr_torch import DWR, Shape
 from examples.train_dwr import Span, Windows, read_corpus, train, validate, write

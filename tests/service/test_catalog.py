@@ -1,4 +1,4 @@
-"""service/adapters/catalog.py and leases.py over a real registry: what requests see, and when files go."""
+"""service/adapters/catalog.py and leases.py over a real registry: what is seen, when files go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""service/jobs/service.py over real engines: order, overload, cancelling, taking over, giving up."""
+"""service/jobs over real engines: order, overload, cancelling, taking over, giving up."""
 
 from __future__ import annotations
 

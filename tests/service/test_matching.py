@@ -1,4 +1,4 @@
-"""service/adapters/matching.py and the catalog: matchers are built beside the event loop, swapped whole."""
+"""service/adapters/matching.py and the catalog: matchers are built aside and swapped whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""service/records/log.py over real files: one outcome per job, verdicts, a bounded log, bad disks."""
+"""service/records over real files: one outcome per job, verdicts, a bounded log, bad disks."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 from gguf_files import HEAD_DIM, HIDDEN, VOCAB, write_model
 
 from coterie.core.errors import WeightsError
-from coterie.models.rope import read_rope
+from coterie.models.build.rope import read_rope
 from coterie.weights.checkpoint import open_checkpoint
 
 

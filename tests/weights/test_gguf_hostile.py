@@ -12,7 +12,7 @@ import pytest
 from gguf_files import write_model
 
 from coterie.core.errors import WeightsError
-from coterie.models.tokenizer import load_tokenizer
+from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.gguf import read_gguf
 

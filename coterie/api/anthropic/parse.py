@@ -17,7 +17,7 @@ from coterie.core.errors import InvalidRequest
 from coterie.core.request import Chat, Limits, Message, ResponseFormat, RouteHints, Sampling
 
 if TYPE_CHECKING:
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.text.tokenizer import Tokenizer
 
 
 def messages_ask(body: MessagesBody, steering: Steering, prompt: Chat) -> Ask:

@@ -10,7 +10,7 @@ from coterie.api.tools.base import Tool, Toolbox, check_tools, known_names, tool
 from coterie.core.errors import InvalidRequest, Unsupported
 from coterie.core.nesting import is_deeper
 from coterie.core.request import Message, ToolCall
-from coterie.models.tool_format import MAX_DEPTH
+from coterie.models.text.tool_format import MAX_DEPTH
 
 # a model's own earlier thoughts are not read again
 _UNREAD = ("thinking", "redacted_thinking")

@@ -1,4 +1,4 @@
-"""The log of one's own inferences, and verdicts on them. Translates; `service/records/log.py` keeps."""
+"""The log of one's own inferences, and verdicts on them. `service/records/log.py` keeps them."""
 
 from __future__ import annotations
 

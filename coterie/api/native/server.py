@@ -26,7 +26,7 @@ from coterie.core.errors import InvalidRequest
 from coterie.core.request import Text
 
 if TYPE_CHECKING:
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.text.tokenizer import Tokenizer
     from coterie.service.pipeline import Pipeline
 
 JSON = "application/json"

@@ -28,7 +28,7 @@ from coterie.core.request import Prompt, Text
 from coterie.engine.detokenize import Offsets, pieces_of, token_name
 
 if TYPE_CHECKING:
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from coterie.api.admin.experts_types import Experts
 from coterie.api.body import Body
 from coterie.api.tools.base import MAX_TOOLS
 from coterie.core.nesting import is_deeper
-from coterie.models.chat_template import MAX_REQUEST_TEMPLATE
+from coterie.models.text.chat_template import MAX_REQUEST_TEMPLATE
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 128

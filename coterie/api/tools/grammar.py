@@ -16,10 +16,10 @@ from coterie.api.tools.base import Tool, Toolbox
 from coterie.api.tools.schema import SPACING, held_schema
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import ResponseFormat
-from coterie.models.grammar import lark_of
+from coterie.models.grammar.grammar import lark_of
 
 if TYPE_CHECKING:
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.text.tokenizer import Tokenizer
 
 MAX_CALLS = 32
 # what the engine reads

@@ -22,7 +22,7 @@ from coterie.core.errors import InvalidRequest
 from coterie.core.request import Chat, ResponseFormat
 
 if TYPE_CHECKING:
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.text.tokenizer import Tokenizer
 
 # of tools as JSON; above it a grammar is written on a thread: about 2 ms of the event loop
 MAX_INLINE_BYTES = 8_000

@@ -10,10 +10,10 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from coterie.core.request import Chat
-from coterie.models.tokenizer import is_long
+from coterie.models.text.tokenizer import is_long
 
 if TYPE_CHECKING:
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.text.tokenizer import Tokenizer
 
 REASONING, CONTENT = "reasoning", "content"
 Piece = tuple[str, str]

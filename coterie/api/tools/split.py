@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from coterie.api.tools.reasoning import CONTENT, Piece, overlap
-from coterie.models.tool_format import ToolFormat
+from coterie.models.text.tool_format import ToolFormat
 
 # a call begins: the piece's text is the tool's name; then come its arguments, as JSON text
 CALL, ARGUMENTS = "call", "arguments"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from coterie.core.errors import WeightsError
-from coterie.models import llama, mistral, qwen3
+from coterie.models.arch import llama, mistral, qwen3
 from coterie.models.moe_spec import MoeSpec, Routing, check_moe, gated_parts
 from coterie.models.spec import ModelSpec, whole
 

@@ -19,12 +19,12 @@ from coterie.kernels import reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.linear import Linear
 from coterie.kernels.routing import Router
-from coterie.models.adapt import ModelTargets
-from coterie.models.assemble import Assembly
-from coterie.models.blocks import Ops, ops_for
+from coterie.models.build.adapt import ModelTargets
+from coterie.models.build.assemble import Assembly
+from coterie.models.build.blocks import Ops, ops_for
+from coterie.models.build.layers import Progress, read_ends
+from coterie.models.build.moe import MoeLayer
 from coterie.models.config_fields import shown
-from coterie.models.layers import Progress, read_ends
-from coterie.models.moe import MoeLayer
 from coterie.models.moe_spec import MoeSpec, Routing, check_moe
 from coterie.models.spec import (
     ModelSpec,
@@ -36,7 +36,7 @@ from coterie.models.spec import (
 from coterie.weights.quantize import dense
 
 if TYPE_CHECKING:
-    from coterie.models.reader import Reader
+    from coterie.models.build.reader import Reader
 
 _PARTS = {"fc1": "fc1.weight", "fc1_bias": "fc1.bias", "fc2": "fc2.weight", "fc2_bias": "fc2.bias"}
 

@@ -19,11 +19,11 @@ from coterie.kernels import reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
 from coterie.kernels.routing import Router
-from coterie.models import mla
-from coterie.models.adapt import ModelTargets
-from coterie.models.blocks import Block, BlockDecoder, HeadAttention, Ops, Turns, ops_for
-from coterie.models.express import Express
-from coterie.models.layers import (
+from coterie.models.build import mla
+from coterie.models.build.adapt import ModelTargets
+from coterie.models.build.blocks import Block, BlockDecoder, HeadAttention, Ops, Turns, ops_for
+from coterie.models.build.express import Express
+from coterie.models.build.layers import (
     Ends,
     GatedMlp,
     Progress,
@@ -32,10 +32,10 @@ from coterie.models.layers import (
     read_layer,
     read_mlp,
 )
-from coterie.models.moe import Backbone, MoeLayer
+from coterie.models.build.moe import Backbone, MoeLayer
 
 if TYPE_CHECKING:
-    from coterie.models.reader import Reader
+    from coterie.models.build.reader import Reader
     from coterie.models.spec import ModelSpec
 
 _T = TypeVar("_T")

@@ -19,7 +19,7 @@ from coterie.kernels.expert_mlp import expert_shape
 
 if TYPE_CHECKING:
     from coterie.kernels.cpu import NativeDecoder
-    from coterie.models.moe import Experts, MoeLayer
+    from coterie.models.build.moe import Experts, MoeLayer
     from coterie.moe.runtime.resident import Resident
 
 

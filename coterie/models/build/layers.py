@@ -16,12 +16,12 @@ from torch import Tensor
 from coterie.kernels import patched, reference
 from coterie.kernels.decoder import DecoderLayer
 from coterie.kernels.linear import Linear, ReferenceLinear
-from coterie.models.adapt import Matrix
+from coterie.models.build.adapt import Matrix
 from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight, convert, dense
 
 if TYPE_CHECKING:
     from coterie.kernels.patch import Segment
-    from coterie.models.reader import Reader
+    from coterie.models.build.reader import Reader
 
 Progress = Callable[[int, int], None]
 

@@ -17,14 +17,14 @@ from coterie.kernels import patched, reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.latent import HeadLinear, write_latent
 from coterie.kernels.linear import Linear
-from coterie.models.blocks import Block, Ops, Turns
-from coterie.models.layers import post_norm, read_mlp, rows_of
+from coterie.models.build.blocks import Block, Ops, Turns
+from coterie.models.build.layers import post_norm, read_mlp, rows_of
 from coterie.models.moe_spec import Latent
-from coterie.models.reader import BiasedLinear
+from coterie.models.build.reader import BiasedLinear
 from coterie.weights.quantize import Dense, Weight, dense
 
 if TYPE_CHECKING:
-    from coterie.models.reader import Reader
+    from coterie.models.build.reader import Reader
 
 # transformers gives the two inner norms this, whatever the config says of the others
 _INNER_EPS = 1e-6

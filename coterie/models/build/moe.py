@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coterie.core.errors import WeightsError
 from coterie.kernels.batch import AttentionBatch, split_batch
-from coterie.models.express import Express, ride
+from coterie.models.build.express import Express, ride
 from coterie.moe.runtime.step import ExpertStep
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch import Tensor
 from coterie.core.errors import WeightsError
 from coterie.kernels.latent import HeadLinear
 from coterie.kernels.linear import Linear, make_linear
-from coterie.models.adapt import Matrix, site_of
+from coterie.models.build.adapt import Matrix, site_of
 from coterie.weights.quantize import Dense, Weight, convert, dense
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from coterie.core.errors import ConfigError
-from coterie.models import carved
-from coterie.models.carve import Carving, Cut
-from coterie.models.gguf_tokenizer import rebuild
+from coterie.models.arch import carved
+from coterie.models.carve.carve import Carving, Cut
+from coterie.models.text.gguf_tokenizer import rebuild
 from coterie.weights.gguf import read_gguf
 from coterie.weights.quantize import Dense, dense
 from coterie.weights.safetensors import INDEX

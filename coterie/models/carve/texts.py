@@ -16,7 +16,7 @@ from torch import Tensor
 from coterie.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.text.tokenizer import Tokenizer
 
 WINDOW = 256
 # of one topic, so that no long one crowds the others out

@@ -19,11 +19,11 @@ from coterie.kernels import reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer
 from coterie.kernels.linear import ReferenceLinear
-from coterie.models.assemble import decoder_shape
-from coterie.models.carve import Carving, Cut, cut_layer
-from coterie.models.carved import DENSE
-from coterie.models.layers import read_ends, read_layer
-from coterie.models.reader import Placement, Reader
+from coterie.models.arch.carved import DENSE
+from coterie.models.build.assemble import decoder_shape
+from coterie.models.build.layers import read_ends, read_layer
+from coterie.models.build.reader import Placement, Reader
+from coterie.models.carve.carve import Carving, Cut, cut_layer
 
 if TYPE_CHECKING:
     from coterie.models.spec import ModelSpec

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from coterie.core.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 from coterie.core.request import ResponseFormat
 from coterie.core.spawn import DEVNULL, PIPE, Child, environment, spawn
-from coterie.models.grammar import NAMES, check_size
-from coterie.models.grammar_child import Words, receive, send
+from coterie.models.grammar.child import Words, receive, send
+from coterie.models.grammar.grammar import NAMES, check_size
 
 if TYPE_CHECKING:
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.text.tokenizer import Tokenizer
 
 # verdicts remembered, and checks that may wait
 MAX_VERDICTS = 512
@@ -111,7 +111,7 @@ def _start(tokenizer: Tokenizer) -> Child:
     )
     kept = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     env = environment({**kept, "PATH": os.defpath, "RAYON_NUM_THREADS": "1"})
-    command = [sys.executable, "-m", "coterie.models.grammar_child"]
+    command = [sys.executable, "-m", "coterie.models.grammar.child"]
     child = spawn(command, env, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
     if _ask(child, words) is None:
         _end(child)

@@ -1,4 +1,4 @@
-"""The process in which strangers' grammars are tried out: `python -m coterie.models.grammar_child`.
+"""The process in which strangers' grammars are tried out: `python -m coterie.models.grammar.child`.
 
 Compiling one may take any time, any memory, or the process's stack. Here that costs this process
 alone: each try has a limit of CPU time, all of it one of memory. Reads a vocabulary, then response
@@ -18,7 +18,7 @@ import msgspec
 
 from coterie.core.errors import CoterieError
 from coterie.core.request import ResponseFormat
-from coterie.models.grammar import GrammarVocabulary, probe
+from coterie.models.grammar.grammar import GrammarVocabulary, probe
 
 # of one try; what a worker will spend on it too, while others wait
 MAX_CPU_S = 0.5

@@ -14,8 +14,8 @@ import jinja2
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
 from coterie.core.errors import CoterieError, InvalidRequest, WeightsError
-from coterie.models.template_budget import MAX_TEXT_CHARS, Budget, current
-from coterie.models.template_sandbox import Sandbox, TemplateRefusal
+from coterie.models.text.template_budget import MAX_TEXT_CHARS, Budget, current
+from coterie.models.text.template_sandbox import Sandbox, TemplateRefusal
 
 # what transformers puts behind a message that is to be continued, to find its end again
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "

@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from coterie.models.template_budget import (
+from coterie.models.text.template_budget import (
     CALL_STEPS,
     FILTER_CHECKS,
     Check,

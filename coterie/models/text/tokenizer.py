@@ -20,11 +20,11 @@ from tokenizers import AddedToken
 
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.core.request import Chat, Prompt, Text, Tokens
-from coterie.models.chat_template import ChatTemplate, request_template
 from coterie.models.config_fields import shown
-from coterie.models.gguf_tokenizer import rebuild
-from coterie.models.token_bound import TokenBound, token_bound
-from coterie.models.tool_format import ToolSupport, tool_support, turns_of
+from coterie.models.text.chat_template import ChatTemplate, request_template
+from coterie.models.text.gguf_tokenizer import rebuild
+from coterie.models.text.token_bound import TokenBound, token_bound
+from coterie.models.text.tool_format import ToolSupport, tool_support, turns_of
 from coterie.weights.gguf import read_gguf
 from coterie.weights.gguf_config import hf_generation
 from coterie.weights.json_file import read_json

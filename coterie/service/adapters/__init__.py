@@ -1,0 +1,1 @@
+"""Adapters as requests see them: which are installed, held, matched, loaded ahead."""

@@ -1,0 +1,1 @@
+"""What came of requests: a bounded log, and the adapters' rates of success."""

@@ -1,0 +1,1 @@
+"""The way into a worker: admitted, assigned, handed over, and the events back."""

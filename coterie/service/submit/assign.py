@@ -14,12 +14,12 @@ from coterie.core.errors import InvalidRequest, MissingDependency
 from coterie.core.plan import Assignment
 from coterie.core.request import Limits, Prompt, ResponseFormat, Sampling, Tokens
 from coterie.core.resolve import check_tokens, prompt_too_long, resolve_limits, truncated
-from coterie.models.tokenizer import is_long
+from coterie.models.text.tokenizer import is_long
 from coterie.obs.trace import log
 
 if TYPE_CHECKING:
-    from coterie.models.grammar_check import GrammarCheck
-    from coterie.models.tokenizer import Tokenizer
+    from coterie.models.grammar.check import GrammarCheck
+    from coterie.models.text.tokenizer import Tokenizer
     from coterie.service.run import Run
 
 

@@ -1,0 +1,1 @@
+"""One architecture per file: what its config.json means and what its blocks hold."""

@@ -1,0 +1,1 @@
+"""Cuts a dense model into a shared part and MoE experts."""
