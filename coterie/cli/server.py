@@ -8,23 +8,29 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from coterie import __version__
 from coterie.api.app import create_app
 from coterie.api.transport.connections import Connections, protocols
-from coterie.cli.grpc_beside import grpc_beside
 from coterie.cli.terminal import facts, nbytes, note
 from coterie.core.config import Config
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.sections import Server
 from coterie.service.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from coterie.service.pipeline import Pipeline
 
 # past the drain: what stopping the workers and writing the last frames may take
 CLOSE_S = 5.0
@@ -194,3 +200,30 @@ def _installed(pipeline: Pipeline) -> str:
         return f"experts for other models ({unfit}), none for this one" if unfit else ""
     more = f" and {len(fitting) - MAX_NAMED} more" if len(fitting) > MAX_NAMED else ""
     return f"{', '.join(fitting[:MAX_NAMED])}{more}"
+
+
+# the requests have ended with the pipeline by then
+GRACE_S = 1.0
+
+
+@asynccontextmanager
+async def grpc_beside(settings: Server, pipeline: Pipeline, app: FastAPI) -> AsyncIterator[None]:
+    """Around `serve`, which drains and closes the pipeline at its end."""
+    if settings.grpc_port < 0:
+        yield
+        return
+    # what goes wrong is raised here; its core would write lines of its own between ours
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from coterie.api.transport.grpc_server import GrpcServer
+
+    try:
+        server = GrpcServer(settings, pipeline, app.state.reception, app.state.keys)
+        await server.start()
+    except BaseException:
+        await pipeline.close()
+        raise
+    note(f"coterie: gRPC on {settings.host}:{server.port}")
+    try:
+        yield
+    finally:
+        await server.stop(GRACE_S)

@@ -7,6 +7,7 @@ Failed, whatever the model or a request does. Knows nothing of routing, sockets 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -23,7 +24,6 @@ from coterie.engine.expert_tier import ExpertTier
 from coterie.engine.grammar import Grammars
 from coterie.engine.intake import Entry, describe, open_request, refuse
 from coterie.engine.lane import LaneConfig
-from coterie.engine.pace import Pace
 from coterie.engine.runner import Runner
 from coterie.engine.scheduler import Scheduler
 from coterie.engine.seats import Adapters, Seats
@@ -33,6 +33,53 @@ from coterie.engine.turns import DeficitRoundRobin
 if TYPE_CHECKING:
     from coterie.models.base import CausalLM
     from coterie.models.text.tokenizer import Tokenizer
+
+
+HORIZON_S = 30.0
+# before anything was measured
+FIRST_GUESS_S = 1.0
+MAX_RETRY_S = 600.0
+
+
+class Pace:
+    def __init__(self) -> None:
+        self._busy_s = 0.0
+        self._tokens = 0.0
+        self._ended = 0.0
+        self._steps = 0.0
+
+    def record(self, step_s: float, num_tokens: int, num_ended: int) -> None:
+        """One step of this lane took `step_s` for `num_tokens` and ended `num_ended` requests."""
+        keep = math.exp(-step_s / HORIZON_S)
+        self._busy_s = self._busy_s * keep + step_s
+        self._tokens = self._tokens * keep + num_tokens
+        self._ended = self._ended * keep + num_ended
+        self._steps = self._steps * keep + 1
+
+    @property
+    def step_s(self) -> float:
+        return self._busy_s / self._steps if self._steps else 0.0
+
+    def first_token_s(self, pending_tokens: int, num_ahead: int) -> float:
+        """`pending_tokens` are computed first; `num_ahead` requests have to end before it runs."""
+        if not self._steps:
+            return 0.0
+        compute_s = pending_tokens * self._busy_s / max(self._tokens, 1.0)
+        return self.step_s + compute_s + num_ahead * self._end_interval_s(pending_tokens)
+
+    def retry_after_s(self, queue: int, pending_tokens: int) -> float:
+        """When an eighth of a full queue has moved on, at the rate at which requests end."""
+        if not self._steps:
+            return FIRST_GUESS_S
+        moved = max(queue // 8, 1)
+        wait_s = moved * self._end_interval_s(pending_tokens)
+        return min(max(wait_s, 0.1), MAX_RETRY_S)
+
+    def _end_interval_s(self, pending_tokens: int) -> float:
+        if self._ended >= 1e-3:
+            return self._busy_s / self._ended
+        return pending_tokens * self._busy_s / max(self._tokens, 1.0)
+
 
 __all__ = ["Engine", "LaneConfig"]
 

@@ -11,20 +11,22 @@ from __future__ import annotations
 from collections.abc import Container
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.engine.draw import noise_key, uniforms
+from coterie.engine.draw import Draw, noise_key, uniforms
 from coterie.engine.filters import Filters, draw_filtered, draw_plain, make_filters
 from coterie.engine.grammar import allowed_tokens
 from coterie.engine.grammar_work import GrammarWork, Job
-from coterie.engine.narrow import MAX_CANDIDATES, draw_among
 from coterie.engine.sequence import Sequence
 from coterie.engine.step import BeamScores, LateDraw, TokenScore
+
+if TYPE_CHECKING:
+    from coterie.engine.sequence import Sequence
 
 
 class Drawn(NamedTuple):
@@ -262,3 +264,30 @@ def _continue_beam(row: Tensor, sequence: Sequence) -> BeamScores:
         logprobs = _edit_row(logprobs, sequence)
     best = logprobs.topk(min(sequence.draw.num_continuations, len(logprobs)))
     return BeamScores(tuple(best.indices.tolist()), tuple(best.values.tolist()))
+
+
+# with more candidates the row is drawn with all others
+MAX_CANDIDATES = 2048
+
+
+def draw_among(ids: NDArray[np.int64], values: NDArray[np.float32], sequence: Sequence) -> int:
+    """One of `ids` (ascending), whose logits are `values`, by the sequence's own noise."""
+    draw = sequence.draw
+    if len(ids) == 1:
+        return int(ids[0])
+    if draw.is_greedy:
+        return int(ids[values.argmax()])
+    keys = np.array([noise_key(draw.seed, draw.choice)], dtype=np.uint64)
+    noise = uniforms(keys, [sequence.num_output])
+    if draw.has_filters:
+        return int(ids[_filtered(values, draw, noise)])
+    scaled = values.astype(np.float64) / draw.temperature
+    sums = np.exp(scaled - scaled.max()).cumsum()
+    place = int(np.searchsorted(sums, noise[0] * sums[-1], side="right"))
+    return int(ids[min(place, len(ids) - 1)])
+
+
+def _filtered(values: NDArray[np.float32], draw: Draw, noise: NDArray[np.float64]) -> int:
+    row = torch.from_numpy(np.ascontiguousarray(values)).unsqueeze(0)
+    filters = make_filters([draw], row.device)
+    return int(draw_filtered(row, filters, torch.from_numpy(noise).unsqueeze(1))[0])

@@ -6,25 +6,29 @@ to it, so whoever runs a digest keeps it while names move on. Knows no server an
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from coterie.core.adapters import AdapterCard
-from coterie.core.errors import Forbidden, InvalidRequest, NotFound, WeightsError
+from coterie.core.errors import Forbidden, InvalidRequest, NotFound, Unavailable, WeightsError
 from coterie.obs.trace import log
 from coterie.packages import manifest as manifests
-from coterie.packages.archive import Package, Source, inspect
-from coterie.packages.candidate import card_of, fitted, named
+from coterie.packages.archive import Package, Source, inspect, unpack
+from coterie.packages.digest import CONFIG, WEIGHTS, digest_of
 from coterie.packages.directory import open_directory
 from coterie.packages.locked import connect, told, transaction
 from coterie.packages.manifest import Manifest
-from coterie.packages.names import check_name, near_names, version_order
+from coterie.packages.names import check_name, check_version, near_names, version_order
 from coterie.packages.paths import MANIFEST
-from coterie.packages.shelf import Shelf, is_sound, package_id
+from coterie.packages.signing import package_message
 from coterie.packages.tables import Tables
 from coterie.packages.trust import TrustStore
 
@@ -304,3 +308,139 @@ class Registry:
         near = near_names(name, known)
         hint = f" Did you mean {' or '.join(near)}?" if near else " See coterie expert list."
         return NotFound(f"no expert {name[:80]!r} is installed.{hint}")
+
+
+def card_of(package: Package, signer: str = "") -> AdapterCard:
+    manifest = package.manifest
+    return AdapterCard(
+        name=manifest.name,
+        version=manifest.version,
+        digest=package.digest,
+        kind=package.config.kind,
+        bases=manifest.fingerprints,
+        num_virtual_tokens=package.config.num_virtual_tokens,
+        nbytes=package.files[WEIGHTS].size,
+        installed_at=time.time(),
+        signer=signer,
+        description=manifest.description,
+    )
+
+
+def named(card: AdapterCard, name: str | None, version: str | None) -> AdapterCard:
+    """Under other words, where they were given."""
+    if name is not None:
+        card = replace(card, name=check_name(name))
+    if version is not None:
+        card = replace(card, version=check_version(version))
+    return card
+
+
+def fitted(card: AdapterCard, bases: Sequence[str], names: Sequence[str]) -> AdapterCard:
+    """For one of these base models (fingerprints), or a refusal that says which it is for (names).
+
+    An adapter that names no fingerprint is taken to be for all of them.
+    """
+    if not bases:
+        return card
+    if not card.bases:
+        return replace(card, bases=tuple(sorted(set(bases))))
+    if not set(bases) & set(card.bases):
+        made_for = ", ".join(base[:12] for base in card.bases)
+        called = f"{', '.join(dict.fromkeys(names))} " if names else ""
+        raise InvalidRequest(
+            f"{card.name}@{card.version} was made for another base model: for {called}"
+            f"(fingerprint {made_for}), not for the one with {bases[0][:12]}. Use that model, or "
+            "pack the adapter again with --base for this one.",
+            param="base",
+        )
+    return card
+
+
+_ADAPTER = (CONFIG, WEIGHTS)
+
+
+class Shelf:
+    def __init__(self, root: Path) -> None:
+        self.library = root / "library"
+        self.packages = root / "packages"
+        self._staging = root / "staging"
+
+    @contextmanager
+    def staged(self, package: Package) -> Iterator[Path]:
+        """The package's files in a folder that nobody else sees; gone when the block ends."""
+        made = self._private_folder()
+        try:
+            for folder in ("adapter", "package"):
+                (made / folder).mkdir()
+            unpack(package, made / "adapter", lambda name: name in _ADAPTER)
+            unpack(package, made / "package", lambda name: name not in _ADAPTER)
+            yield made
+        except OSError as error:
+            # nothing is wrong with the package
+            raise Unavailable(f"installing failed: {error.strerror}. Check the disk.") from error
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+    def place_adapter(self, staged: Path, digest: str) -> None:
+        """Puts the adapter in its place, unless the same bytes are there already."""
+        target = self.library / digest
+        if target.exists() and is_sound(target, digest):
+            return
+        self._discard(target)
+        self.library.mkdir(parents=True, exist_ok=True)
+        (staged / "adapter").rename(target)
+
+    def place_package(self, staged: Path, package: str) -> None:
+        target = self.packages / package
+        if not target.exists():
+            self.packages.mkdir(parents=True, exist_ok=True)
+            (staged / "package").rename(target)
+
+    def take_adapter(self, digest: str) -> None:
+        self._discard(self.library / digest)
+
+    def take_package(self, package: str) -> None:
+        self._discard(self.packages / package)
+
+    def adapters(self) -> set[str]:
+        """The digests that are here."""
+        return {path.name for path in _inside(self.library)}
+
+    def tidy(self, packages: set[str], before: float) -> None:
+        """Takes away what a crash left: packages without a version, and old private folders."""
+        lost = [path for path in _inside(self.packages) if path.name not in packages]
+        lost += [path for path in _inside(self._staging) if path.stat().st_mtime < before]
+        for path in lost:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _discard(self, target: Path) -> None:
+        """Gone at once for everyone; those who have the files open keep what they opened."""
+        if not target.exists():
+            return
+        away = self._private_folder()
+        target.rename(away / "gone")
+        shutil.rmtree(away, ignore_errors=True)
+
+    def _private_folder(self) -> Path:
+        try:
+            self._staging.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(dir=self._staging))
+        except OSError as error:
+            raise Unavailable(f"{self._staging}: cannot be written ({error.strerror}).") from error
+
+
+def package_id(package: Package) -> str:
+    """Names what came along with an adapter: other files or another signature, another id."""
+    signature = str(package.manifest.integrity.get("signature", ""))
+    return hashlib.sha256(package_message(package) + signature.encode()).hexdigest()[:32]
+
+
+def _inside(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def is_sound(target: Path, digest: str) -> bool:
+    try:
+        return digest_of(target) == digest
+    except WeightsError:
+        return False

@@ -6,17 +6,19 @@ A function of its arguments alone: the same matches, outcomes and wishes give th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from coterie.core.adapters import MAX_STACK, AdapterCard, AdapterProfile
 from coterie.core.route_trace import Candidate
 from coterie.routing.features import Features
-from coterie.routing.language import UNKNOWN
+from coterie.routing.instruction import parted
+from coterie.routing.language import UNKNOWN, detect
 from coterie.routing.protocols import Match
 from coterie.routing.rules import compiled
 from coterie.routing.score import Scorer
-from coterie.routing.served import languages_of
 from coterie.routing.stack import (
     Lookup,
     called,
@@ -254,3 +256,20 @@ def _told(item: _Seen) -> Candidate:
         item.chosen,
         item.why,
     )
+
+
+DEFAULT = "en"
+# of its examples, to count as one of its languages: detection errs now and then
+LEAST_SHARE = 0.2
+
+
+def languages_of(profile: AdapterProfile) -> tuple[str, ...]:
+    return profile.languages or _spoken(profile.examples)
+
+
+@lru_cache(maxsize=20_000)
+def _spoken(examples: tuple[str, ...]) -> tuple[str, ...]:
+    found = Counter(detect(parted(text)[0]) for text in examples)
+    least = max(1.0, LEAST_SHARE * len(examples))
+    often = (name for name, count in sorted(found.items()) if count >= least)
+    return (DEFAULT, *(name for name in often if name not in (DEFAULT, UNKNOWN)))

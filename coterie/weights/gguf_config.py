@@ -6,21 +6,122 @@ or tensor that is silently dropped changes the model. Knows nothing of torch.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from coterie.core.errors import WeightsError
 from coterie.weights.gguf import GGUFFile
 from coterie.weights.gguf_keys import Keys, short
-from coterie.weights.gguf_moe import (
-    EXPERT_KEYS,
-    LAYER_NAMES,
-    MIXTRAL_NAMES,
-    MIXTRAL_SINGLE,
-    expert_keys,
-)
-from coterie.weights.gguf_rope import ROPE_FACTORS, rope_scaling
+
+_SOFTMAX = 1
+
+LAYER_NAMES = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    # kv_b_proj cut in two, head by head, the keys' half turned: [heads, kv_rank, nope]
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+}
+
+MIXTRAL_NAMES = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.w2",
+}
+
+# files from before experts were stacked: blk.0.ffn_gate.7
+MIXTRAL_SINGLE = {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}
+
+
+def expert_keys(keys: Keys, family: str) -> dict[str, Any]:
+    """Config keys of the experts of `family`, a key of EXPERT_KEYS."""
+    keys.refuse_unless("expert_gating_func", _SOFTMAX)
+    if family != "deepseek2":
+        keys.refuse_unless("expert_shared_count", 0)
+        keys.refuse_unless("expert_group_count", 1)
+        keys.refuse_unless("expert_weights_scale", 1)
+    return {
+        "num_experts_per_tok": keys.whole("expert_used_count"),
+        **EXPERT_KEYS[family](keys),
+    }
+
+
+def _qwen3moe(keys: Keys) -> dict[str, Any]:
+    layers = range(keys.whole("block_count"))
+    return {
+        "num_experts": keys.whole("expert_count"),
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
+        "norm_topk_prob": keys.flag("expert_weights_norm", True),
+        "mlp_only_layers": [
+            layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in keys.file.tensors
+        ],
+    }
+
+
+def _mixtral(keys: Keys) -> dict[str, Any]:
+    keys.refuse_unless("expert_weights_norm", True)
+    return {"num_local_experts": keys.whole("expert_count")}
+
+
+def _olmoe(keys: Keys) -> dict[str, Any]:
+    clip = keys.get("attention.clamp_kqv")
+    return {
+        "num_experts": keys.whole("expert_count"),
+        "norm_topk_prob": keys.flag("expert_weights_norm", False),
+        "clip_qkv": keys.real("attention.clamp_kqv") if clip else None,
+    }
+
+
+def _deepseek2(keys: Keys) -> dict[str, Any]:
+    keys.refuse_unless("expert_weights_norm", False)
+    groups = keys.get("expert_group_count")
+    limited = isinstance(groups, int) and groups > 1
+    rope = keys.whole("rope.dimension_count")
+    # newer converters say what the cache holds in key_length, and a head's own sizes here
+    mla = "_mla" if keys.get("attention.key_length_mla") is not None else ""
+    ranked = keys.get("attention.q_lora_rank") is not None
+    return {
+        "n_routed_experts": keys.whole("expert_count"),
+        "n_shared_experts": keys.get("expert_shared_count") or 0,
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
+        "first_k_dense_replace": keys.get("leading_dense_block_count") or 0,
+        "routed_scaling_factor": keys.real("expert_weights_scale", 1.0),
+        "topk_method": "group_limited_greedy" if limited else "greedy",
+        "n_group": keys.whole("expert_group_count") if limited else None,
+        "topk_group": keys.whole("expert_group_used_count") if limited else None,
+        "q_lora_rank": keys.whole("attention.q_lora_rank") if ranked else None,
+        "kv_lora_rank": keys.whole("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": keys.whole(f"attention.key_length{mla}") - rope,
+        "v_head_dim": keys.whole(f"attention.value_length{mla}"),
+        "num_key_value_heads": keys.whole("attention.head_count"),
+        "head_dim": rope,
+    }
+
+
+EXPERT_KEYS: dict[str, Callable[[Keys], dict[str, Any]]] = {
+    "qwen3moe": _qwen3moe,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "deepseek2": _deepseek2,
+}
+
 
 __all__ = ["PERMUTED", "ROPE_FACTORS", "hf_config", "hf_generation", "hf_name", "tensor_names"]
 
@@ -199,3 +300,88 @@ def _vocab_size(file: GGUFFile) -> int:
             "Use another file."
         )
     return info.shape[0]
+
+
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+def rope_scaling(
+    keys: Keys, head_dim: int, factors: Sequence[float] | None
+) -> dict[str, Any] | None:
+    if factors is not None:
+        return _from_factors(keys, head_dim, factors)
+    kind = keys.get("rope.scaling.type")
+    if kind in (None, "none"):
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": keys.real("rope.scaling.factor")}
+    if kind == "yarn":
+        return _yarn(keys)
+    raise WeightsError(
+        f"{keys.file.path}: rope scaling {str(kind)[:60]!r} is not supported in GGUF files. "
+        "Use the safetensors directory of the model."
+    )
+
+
+def _yarn(keys: Keys) -> dict[str, Any]:
+    factor = keys.real("rope.scaling.factor")
+    scaling: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": keys.whole("rope.scaling.original_context_length"),
+    }
+    for key in ("beta_fast", "beta_slow"):
+        if keys.get(f"rope.scaling.yarn_{key}") is not None:
+            scaling[key] = keys.real(f"rope.scaling.yarn_{key}")
+    multiplier = keys.get("rope.scaling.yarn_log_multiplier")
+    if multiplier:
+        # DeepSeek: a tenth of mscale_all_dim, and mscale is taken to be the same
+        both = short(keys.real("rope.scaling.yarn_log_multiplier") * 10)
+        scaling |= {"mscale": both, "mscale_all_dim": both}
+    if keys.get("rope.scaling.attn_factor") is not None:
+        # GGUF stores what is multiplied onto the usual magnitude, HF the whole product
+        usual = 0.1 * math.log(factor) + 1.0
+        scaling["attention_factor"] = keys.real("rope.scaling.attn_factor") * usual
+    return scaling
+
+
+def _from_factors(keys: Keys, head_dim: int, factors: Sequence[float]) -> dict[str, Any] | None:
+    """What the divisors of the rotary frequencies mean in HF words.
+
+    Llama 3 scaling when its formula gives these divisors, else longrope with them for any length.
+    """
+    values = np.asarray(factors, dtype=np.float64)
+    sound = values.shape == (head_dim // 2,) and bool(np.all((values > 0) & (values < 1e6)))
+    if not sound:
+        raise WeightsError(
+            f"{keys.file.path}: tensor {ROPE_FACTORS!r} must hold {head_dim // 2} positive "
+            "numbers. Convert the model again."
+        )
+    if np.all(values == 1.0):
+        return None
+    original = keys.whole("rope.scaling.original_context_length", 8192)
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": short(float(values.max())),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": original,
+    }
+    theta = keys.real("rope.freq_base", 10_000.0)
+    expected = _llama3_factors(theta, head_dim, float(values.max()), original)
+    if np.allclose(values, expected, rtol=1e-5):
+        return llama3
+    return {
+        "rope_type": "longrope",
+        "short_factor": values.tolist(),
+        "long_factor": values.tolist(),
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": keys.whole("context_length"),
+    }
+
+
+def _llama3_factors(theta: float, head_dim: int, factor: float, original: int) -> Any:
+    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    wavelengths = 2 * math.pi / frequencies
+    smooth = np.clip((original / wavelengths - 1.0) / (4.0 - 1.0), 0.0, 1.0)
+    return 1.0 / ((1.0 - smooth) / factor + smooth)

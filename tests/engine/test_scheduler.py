@@ -11,8 +11,8 @@ from toy import ToyAdapters, make_lane
 from coterie.core.errors import ConfigError
 from coterie.core.plan import AdapterChoice, stack_key
 from coterie.engine.draw import Draw
+from coterie.engine.engine import FIRST_GUESS_S, Pace
 from coterie.engine.lane import LaneConfig
-from coterie.engine.pace import FIRST_GUESS_S, Pace
 from coterie.engine.scheduler import Scheduler
 from coterie.engine.seats import Seats
 from coterie.engine.sequence import BASE, Front, Sequence, Status

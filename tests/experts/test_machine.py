@@ -14,7 +14,7 @@ from plan_cases import machine
 from coterie.moe.planner import machine as kept
 from coterie.moe.planner import measure
 from coterie.moe.planner.machine import Curve, Machine, Pace
-from coterie.moe.planner.overhead import FeatherStore, measure_overhead
+from coterie.moe.planner.measure import FeatherStore, measure_overhead
 
 
 @pytest.fixture

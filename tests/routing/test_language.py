@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from coterie.routing.decide import languages_of
 from coterie.routing.features import extract
 from coterie.routing.language import detect
 from coterie.routing.router import Router, Specialist
-from coterie.routing.served import languages_of
 from tests.routing.fleet import BASE, Answers, Fleet, Matched, asking, profile
 
 SENTENCES = [

@@ -12,9 +12,8 @@ import pytest
 from benchmarks.routing_fleet import made_up, shipped
 from coterie.core.adapters import AdapterProfile
 from coterie.routing.embed import DEFAULT, EMBEDDERS
-from coterie.routing.lessons import probes
+from coterie.routing.lessons import FRAMES, near_misses, probes
 from coterie.routing.match import Matcher
-from coterie.routing.near_misses import FRAMES, near_misses
 from coterie.routing.probe import AGAINST, FOR, Background, Lesson
 from coterie.routing.sketch import Rows, sketch
 from tests.routing.fleet import brief, profile

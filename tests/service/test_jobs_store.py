@@ -30,8 +30,7 @@ from hypothesis.stateful import (
 
 from coterie.core.errors import InvalidRequest, Unavailable
 from coterie.core.job import CANCELLED, FAILED, SUCCEEDED, JobError, JobQuery
-from coterie.service.jobs.owner import Owner
-from coterie.service.jobs.store import JobStore
+from coterie.service.jobs.store import JobStore, Owner
 from coterie.service.jobs.tables import Ending, Entry
 
 TENANTS = ("t", "u")
@@ -189,7 +188,7 @@ def test_many_orders_of_calls_and_deaths() -> None:
 VICTIM = """
 import asyncio, sys
 from pathlib import Path
-from coterie.service.jobs.owner import Owner
+from coterie.service.jobs.store import Owner
 from coterie.service.jobs.store import JobStore
 from coterie.service.jobs.tables import Ending, Entry
 

@@ -6,13 +6,14 @@ mistyped name would otherwise change an answer in silence.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Any, Literal
+from unicodedata import combining, is_normalized, normalize
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from coterie.api.admin.experts_types import Name
 from coterie.api.body import Body
-from coterie.api.native.normal import nfc
 from coterie.api.openai.types import StopString, StopStrings
 from coterie.core.adapters import MAX_STACK
 
@@ -128,3 +129,27 @@ class InferBody(Body):
 
 
 FIELDS = tuple(InferBody.model_fields)
+
+
+# a run of up to this many is never taken for a long one, one of twice as many always is
+STEP = 64
+# these decompose into marks without being one
+_HIDDEN = frozenset("\u0f73\u0f75\u0f81")
+
+
+def nfc(text: str) -> str:
+    if is_normalized("NFC", text) or _has_long_run(text):
+        return text
+    return normalize("NFC", text)
+
+
+def _has_long_run(text: str) -> bool:
+    """Two of every `STEP`th character in a row lie in a long run, if there is one."""
+    return any(
+        _is_mark(one) and _is_mark(other) and all(map(_is_mark, text[i * STEP : (i + 1) * STEP]))
+        for i, (one, other) in enumerate(pairwise(text[::STEP]))
+    )
+
+
+def _is_mark(char: str) -> bool:
+    return combining(char) != 0 or char in _HIDDEN

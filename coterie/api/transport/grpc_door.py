@@ -6,6 +6,7 @@ The twin of `exchange.py`'s door. The log holds ids, counts and times; never a p
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -17,8 +18,6 @@ from coterie.api.auth import Keys
 from coterie.api.errors import OPENAI, status_of, told
 from coterie.api.exchange import CLIENT_CLOSED, Exchange, log_fault, new_id, reason_of
 from coterie.api.native.infer_parse import Caller
-from coterie.api.transport.grpc_errors import details_of
-from coterie.api.transport.grpc_errors import status_of as grpc_status_of
 from coterie.core.errors import CoterieError, InternalError
 from coterie.obs.trace import log
 
@@ -138,3 +137,36 @@ def handler(kind: str, called: Any, takes: Any) -> Any:
         request_deserializer=takes.FromString,
         response_serializer=lambda message: message.SerializeToString(),
     )
+
+
+_Code = grpc.StatusCode
+STATUSES = {
+    "invalid_request": _Code.INVALID_ARGUMENT,
+    "context_length_exceeded": _Code.INVALID_ARGUMENT,
+    "unsupported": _Code.INVALID_ARGUMENT,
+    "request_too_large": _Code.RESOURCE_EXHAUSTED,
+    "unsupported_media_type": _Code.INVALID_ARGUMENT,
+    "misdirected": _Code.PERMISSION_DENIED,
+    "unauthenticated": _Code.UNAUTHENTICATED,
+    "forbidden": _Code.PERMISSION_DENIED,
+    "not_found": _Code.NOT_FOUND,
+    "conflict": _Code.ALREADY_EXISTS,
+    "overloaded": _Code.RESOURCE_EXHAUSTED,
+    "unavailable": _Code.UNAVAILABLE,
+    "deadline_exceeded": _Code.DEADLINE_EXCEEDED,
+}
+
+
+def grpc_status_of(error: CoterieError) -> grpc.StatusCode:
+    """What is not in the table is ours to mend."""
+    return STATUSES.get(error.code, _Code.INTERNAL)
+
+
+def details_of(error: CoterieError, request_id: str) -> tuple[tuple[str, str], ...]:
+    """Trailing metadata: ASCII alone."""
+    details = {"coterie-code": error.code, "x-request-id": request_id}
+    if error.param is not None and error.param.isascii() and error.param.isprintable():
+        details["coterie-param"] = error.param
+    if error.retry_after_s is not None:
+        details["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
+    return tuple(details.items())

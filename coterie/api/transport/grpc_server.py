@@ -5,16 +5,18 @@ Imported only where `server.grpc_port` asks for it: grpcio is an extra.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
 
 import grpc
+from grpc_health.v1 import health_pb2 as pb
 from grpc_reflection.v1alpha import reflection
 
 from coterie.api.auth import Keys
 from coterie.api.native.infer_parse import Reception
 from coterie.api.transport.grpc_calls import Behind, InferenceCalls, methods
-from coterie.api.transport.grpc_door import SERVICE, GrpcDoor
-from coterie.api.transport.grpc_health import NAME, HealthCalls
+from coterie.api.transport.grpc_door import SERVICE, GrpcDoor, handler
 from coterie.core.errors import ConfigError
 from coterie.core.sections import Server
 
@@ -81,3 +83,46 @@ def _bound(server: grpc.aio.Server, host: str, port: int) -> int:
             "(0 = any free one)",
             param="server.grpc_port",
         ) from error
+
+
+NAME = "grpc.health.v1.Health"
+POLL_S = 0.5
+_Status = pb.HealthCheckResponse
+
+
+class HealthCalls:
+    """`is_ready` says whether requests can be served now."""
+
+    def __init__(self, is_ready: Callable[[], bool]) -> None:
+        self._is_ready = is_ready
+
+    async def check(self, request: Any, context: Any) -> Any:
+        if not _is_known(request.service):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "this server has no such service")
+        return _Status(status=self._status(request.service))
+
+    async def watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """The status now, and each time it changes."""
+        told = None
+        while True:
+            status = self._status(request.service)
+            if status != told:
+                told = status
+                yield _Status(status=status)
+            await asyncio.sleep(POLL_S)
+
+    def _status(self, service: str) -> Any:
+        if not _is_known(service):
+            return _Status.SERVICE_UNKNOWN
+        return _Status.SERVING if self._is_ready() else _Status.NOT_SERVING
+
+    def methods(self) -> dict[str, Any]:
+        takes = pb.HealthCheckRequest
+        return {
+            "Check": handler("unary", self.check, takes),
+            "Watch": handler("stream", self.watch, takes),
+        }
+
+
+def _is_known(service: str) -> bool:
+    return service in ("", SERVICE, NAME)

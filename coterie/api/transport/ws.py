@@ -6,19 +6,36 @@ before it connects elsewhere, so that a page of a foreign origin is refused here
 
 from __future__ import annotations
 
+import asyncio
 import time
+from contextlib import aclosing, suppress
+from typing import Any
 
 from starlette.responses import Response
-from starlette.websockets import WebSocket
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from coterie.api.auth import Keys
-from coterie.api.errors import OPENAI, status_of
-from coterie.api.exchange import Exchange, error_response, log_exchange, new_id, reason_of
-from coterie.api.native.infer_answer import Service
-from coterie.api.native.infer_parse import Reception
+from coterie.api.body import aside, decode
+from coterie.api.errors import OPENAI, encode, status_of
+from coterie.api.exchange import (
+    CLIENT_CLOSED,
+    Exchange,
+    error_response,
+    log_exchange,
+    log_fault,
+    new_id,
+    reason_of,
+)
+from coterie.api.native.infer_answer import ERROR, Inference, Service, error_fields
+from coterie.api.native.infer_parse import Caller, Reception
 from coterie.api.origin import Origins
-from coterie.api.transport.ws_talk import Talk
-from coterie.core.errors import CoterieError, Overloaded
+from coterie.core.errors import (
+    CoterieError,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+)
 
 PATH = "/v1/infer/ws"
 # what the server speaks, and how a key is offered beside it: `coterie-key.KEY`
@@ -86,3 +103,156 @@ async def _refuse(websocket: WebSocket, response: Response) -> None:
         await websocket.send_denial_response(response)
     else:
         await websocket.close(1008)
+
+
+# requests that run at once on one connection
+MAX_OVERLAP = 16
+MAX_TAG = 128
+# of RFC 6455: the server goes away from it
+GOING_AWAY = 1001
+
+
+class Talk:
+    def __init__(
+        self,
+        websocket: WebSocket,
+        service: Service,
+        reception: Reception,
+        tenant: str,
+        idle_timeout_s: float,
+    ) -> None:
+        """`idle_timeout_s`: how long the client may have nothing running and ask nothing."""
+        self._websocket, self._idle_timeout_s = websocket, idle_timeout_s
+        self._service, self._reception, self._tenant = service, reception, tenant
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._is_open = True
+        self._idle = asyncio.timeout(idle_timeout_s)
+
+    async def run(self) -> None:
+        """Until the client leaves, or is idle for too long."""
+        try:
+            async with self._idle:
+                while True:
+                    message = await self._websocket.receive()
+                    self._idle.reschedule(None)
+                    if message["type"] == "websocket.disconnect":
+                        return
+                    await self._take(message.get("bytes") or (message.get("text") or "").encode())
+                    self._rest()
+        except WebSocketDisconnect:
+            return
+        except TimeoutError:
+            with suppress(WebSocketDisconnect):
+                await self._websocket.close(GOING_AWAY, "idle for too long")
+        finally:
+            self._is_open = False
+            tasks = list(self._running.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _rest(self) -> None:
+        """Idle from now on, where nothing runs."""
+        if self._is_open and not self._running:
+            self._idle.reschedule(asyncio.get_running_loop().time() + self._idle_timeout_s)
+
+    def _ended(self, job_id: str) -> None:
+        self._running.pop(job_id, None)
+        self._rest()
+
+    async def _take(self, raw: bytes) -> None:
+        """A body, or `{"cancel": job_id}`."""
+        arrived_at, tag = time.monotonic(), None
+        try:
+            payload = await aside(len(raw), decode, raw)
+            if isinstance(payload, dict):
+                if "cancel" in payload:
+                    self._cancel(payload)
+                    return
+                tag = _tag(payload)
+            if len(self._running) >= MAX_OVERLAP:
+                raise Overloaded(
+                    f"{MAX_OVERLAP} requests run on this connection already", retry_after_s=1.0
+                )
+            caller = Caller(self._tenant, arrived_at)
+            asked = await self._reception.receive(payload, caller, len(raw))
+            inference = Inference(self._service, asked)
+        except Exception as error:
+            typed = _typed(error, "")
+            self._log_refusal(typed, arrived_at)
+            await self._say(ERROR, error_message(typed), {"request_id": tag} if tag else {})
+            return
+        exchange = Exchange(inference.job_id, OPENAI, arrived_at, self._tenant)
+        task = asyncio.create_task(self._answer(inference, exchange, tag))
+        self._running[inference.job_id] = task
+        task.add_done_callback(lambda _: self._ended(inference.job_id))
+        # a task that is cancelled before it begins would say nothing
+        await asyncio.sleep(0)
+
+    def _log_refusal(self, error: CoterieError, arrived_at: float) -> None:
+        exchange = Exchange(new_id("req_"), OPENAI, arrived_at, self._tenant)
+        exchange.status, exchange.reason = status_of(error, OPENAI), reason_of(error)
+        log_exchange(exchange, self._websocket.scope, "WEBSOCKET")
+
+    def _cancel(self, payload: dict[str, Any]) -> None:
+        job_id = payload["cancel"]
+        if len(payload) > 1 or not isinstance(job_id, str):
+            raise InvalidRequest('a cancellation is {"cancel": job_id}', param="cancel")
+        task = self._running.get(job_id)
+        if task is None or task.cancelling():
+            raise NotFound("no such job runs on this connection", param="job_id")
+        task.cancel()
+
+    async def _answer(self, inference: Inference, exchange: Exchange, tag: str | None) -> None:
+        marks = {"job_id": inference.job_id} | ({"request_id": tag} if tag else {})
+        exchange.status = 200
+        try:
+            async with aclosing(inference.events) as events:
+                async for event in events:
+                    frame = inference.frame(event)
+                    if frame is not None:
+                        await self._say(*frame, marks)
+        except asyncio.CancelledError:
+            # where it had ended, the last frame is on its way
+            if not inference.answer.ended:
+                exchange.status = CLIENT_CLOSED
+                if self._is_open:
+                    await self._say(*inference.aborted(), marks)
+        except Exception as error:
+            typed = _typed(error, inference.job_id)
+            exchange.status, exchange.reason = status_of(typed, OPENAI), reason_of(typed)
+            await self._say(ERROR, error_message(typed), marks)
+        finally:
+            exchange.prompt_tokens, exchange.completion_tokens = inference.tokens()
+            log_exchange(exchange, self._websocket.scope, "WEBSOCKET")
+
+    async def _say(self, name: str, fields: dict[str, Any], marks: dict[str, Any]) -> None:
+        """Nothing to one who is gone; `run` ends what is left."""
+        if self._websocket.application_state is WebSocketState.CONNECTED:
+            with suppress(WebSocketDisconnect):
+                await self._websocket.send_text(encode({"event": name} | marks | fields).decode())
+
+
+def _typed(error: Exception, job_id: str) -> CoterieError:
+    if isinstance(error, CoterieError):
+        return error
+    log_fault(error, job_id)
+    return InternalError("the server failed to answer")
+
+
+def error_message(error: CoterieError) -> dict[str, Any]:
+    """As in a stream, with the wait that HTTP would say in a header."""
+    fields = error_fields(error)
+    if error.retry_after_s is not None:
+        fields["retry_after_ms"] = round(error.retry_after_s * 1000)
+    return fields
+
+
+def _tag(payload: dict[str, Any]) -> str | None:
+    """The caller's own name for a request, sent back in every event of it."""
+    tag = payload.pop("request_id", None)
+    if tag is not None and not (isinstance(tag, str) and 0 < len(tag) <= MAX_TAG):
+        raise InvalidRequest(
+            f"request_id: must be a text of 1 to {MAX_TAG} characters", param="request_id"
+        )
+    return tag

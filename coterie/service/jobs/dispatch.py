@@ -7,12 +7,12 @@ other servers; what a run does is `jobs_run.py`'s business.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 
 from coterie.core.errors import CoterieError, Overloaded
 from coterie.core.pipeline_settings import JobSettings
 from coterie.service.jobs.live import LiveJob
-from coterie.service.jobs.queue import JobQueue, is_suspect
 from coterie.service.jobs.run import NOT_NOW, Answers, JobRun
 from coterie.service.jobs.store import RETRY_S, JobStore
 from coterie.service.jobs.tables import Waiting
@@ -139,3 +139,52 @@ class Dispatcher:
             live.ended = True
             live.tell()
             self.forget(job_id)
+
+
+# a job that ran in this many servers when they died runs with no other job beside it
+SUSPECT_CRASHES = 3
+LEVELS = 10
+
+
+class JobQueue:
+    def __init__(self) -> None:
+        self._heap: list[tuple[bool, int, int, str]] = []
+        self._entries: dict[str, Waiting] = {}
+        self._levels = [0] * LEVELS
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, job_id: str) -> bool:
+        return job_id in self._entries
+
+    def push(self, entry: Waiting) -> None:
+        heapq.heappush(self._heap, (is_suspect(entry), -entry.priority, entry.seq, entry.id))
+        self._entries[entry.id] = entry
+        self._levels[entry.priority] += 1
+        self.nbytes += entry.nbytes
+
+    def peek(self) -> Waiting | None:
+        while self._heap and self._heap[0][3] not in self._entries:
+            heapq.heappop(self._heap)
+        return self._entries[self._heap[0][3]] if self._heap else None
+
+    def drop(self, job_id: str) -> Waiting | None:
+        """Out of the line, wherever it stood."""
+        entry = self._entries.pop(job_id, None)
+        if entry is not None:
+            self._levels[entry.priority] -= 1
+            self.nbytes -= entry.nbytes
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = [item for item in self._heap if item[3] in self._entries]
+            heapq.heapify(self._heap)
+        return entry
+
+    def ahead(self, priority: int) -> int:
+        """How many come before a job of this priority that arrives now."""
+        return sum(self._levels[priority:])
+
+
+def is_suspect(entry: Waiting) -> bool:
+    return entry.crashes >= SUSPECT_CRASHES

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from coterie.core.errors import CoterieError, InvalidRequest, Unavailable
 from coterie.core.job import Job, JobPage, JobQuery
 from coterie.obs.trace import log
-from coterie.service.jobs.owner import Owner
 from coterie.service.jobs.tables import Ending, Entry, JobTables, Orphan, Stored, Waiting
+from coterie.weights.lock import try_lock
 
 T = TypeVar("T")
 # how long another process may hold the file
@@ -199,3 +201,63 @@ def _cursor(after: str | None) -> tuple[float, str] | None:
         return float(at), job_id
     except ValueError:
         raise InvalidRequest("after: send a page's `next` as it came", param="after") from None
+
+
+class Owner:
+    """This server's name among those that share a home."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name = uuid.uuid4().hex
+        self._handle = self._take()
+
+    def _take(self) -> int:
+        path = self._path(self.name)
+        while True:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            # somebody who cleans up may have removed the file before it was locked
+            if try_lock(handle) and _is_same(handle, path):
+                return handle
+            os.close(handle)
+
+    def close(self) -> None:
+        self._path(self.name).unlink(missing_ok=True)
+        os.close(self._handle)
+
+    @contextmanager
+    def gone(self, other: str) -> Iterator[bool]:
+        """Whether `other` has ended. If so, nobody else is told the same inside the `with`."""
+        path = self._path(other)
+        try:
+            handle = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            yield other != self.name
+            return
+        try:
+            if not try_lock(handle):
+                yield False
+                return
+            yield True
+            path.unlink(missing_ok=True)
+        finally:
+            os.close(handle)
+
+    def clean(self) -> None:
+        """Removes the files of servers that were killed."""
+        for path in self._folder.glob("*.lock"):
+            if not path.is_file():
+                # somebody else's
+                continue
+            with self.gone(path.stem):
+                continue
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.lock"
+
+
+def _is_same(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
