@@ -184,7 +184,7 @@ def switch(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, 
 
 def tune(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, Any]:
     """Seconds of the base's step, and of the adapted one at other sizes of its programs."""
-    from coterie.kernels import triton_patched
+    from coterie.kernels.triton import patched as triton_patched
 
     kept = triton_patched.SLIM, triton_patched.BROAD
     works: dict[str, Callable[[], object]] = {

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.kernels_cpu import BLOCK, KINDS, LAYERS, SHAPE, Model, batch_of
-from coterie.kernels.build import native
-from coterie.kernels.cpu import set_threads
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.layers import set_threads
 from coterie.kernels.patch import PARTS, Patch, Segment, Stack
 
 SIZES = dict(

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from coterie.kernels.build import native
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.expert_mlp import RecordTable, combine, run_experts
+from coterie.kernels.cpu.expert_record import dense_parts, pack_record
 from coterie.kernels.expert_layout import KINDS, ExpertLayout
-from coterie.kernels.expert_mlp import RecordTable, combine, run_experts
-from coterie.kernels.expert_record import dense_parts, pack_record
 from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight
 
 EXPERTS, TOP_K, TOKENS = 64, 8, 512

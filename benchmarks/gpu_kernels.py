@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.kernels import reference
 from coterie.kernels.batch import AttentionBatch
+from coterie.kernels.reference import layers as reference
 from coterie.models.base import CausalLM
 
 # (query rows, context lengths) of one step
@@ -66,7 +66,7 @@ def poisoned() -> Iterator[None]:
 
 def attention_errors() -> dict[str, Any]:
     """Worst relative error per type over every batch and head shape; NaN never passes."""
-    from coterie.kernels.triton_attention import paged_attention
+    from coterie.kernels.triton.attention import paged_attention
 
     torch.manual_seed(11)
     worst: dict[str, tuple[float, str]] = {}

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.build import native
-from coterie.kernels.cpu import NativeDecoder, PackedLinear, paged_attention
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.layers import NativeDecoder, PackedLinear, paged_attention
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
 from coterie.weights.quantize import Dense, Int4, Int8, Weight
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from coterie.cli.expert_test import read_stated
+from coterie.cli.expert.evaluate import read_stated
 from coterie.packages.evaluate import judge, score
 from coterie.weights.home import home
 

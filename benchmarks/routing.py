@@ -29,13 +29,13 @@ from benchmarks.routing_fleet import Fleet, made_up, shipped
 from benchmarks.routing_set import Decided, Item
 from coterie.core.adapters import AdapterProfile
 from coterie.core.request import Chat, InferenceRequest, Limits, Message, RouteHints, Sampling
-from coterie.routing.calibrate import PATH, Calibration, learn, tempered
-from coterie.routing.embed import DEFAULT, EMBEDDERS
-from coterie.routing.features import routed_text
-from coterie.routing.match import Matcher
+from coterie.routing.features.features import routed_text
+from coterie.routing.match.calibrate import PATH, Calibration, learn, tempered
+from coterie.routing.match.embed import DEFAULT, EMBEDDERS
+from coterie.routing.match.matcher import Matcher
+from coterie.routing.match.sketch import sketch
 from coterie.routing.resolve import Specialist
 from coterie.routing.router import Router
-from coterie.routing.sketch import sketch
 
 FOLDS = 5
 # beside a plain prompt: in use near misses are rarer than in the set

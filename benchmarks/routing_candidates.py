@@ -21,9 +21,9 @@ import numpy as np
 
 from benchmarks.routing_vectors import MODEL, SHIPPED, cut, rounded
 from coterie.core.errors import WeightsError
-from coterie.routing.embed import EMBEDDERS, Embedder, StaticEmbedder, Vector, unit
+from coterie.routing.match.embed import EMBEDDERS, Embedder, StaticEmbedder, Vector, unit
 from coterie.weights.home import home
-from coterie.weights.sources import DEFAULT_MODEL, resolve
+from coterie.weights.sources.source import DEFAULT_MODEL, resolve
 
 WORDLLAMA = "wordllama==0.4.0.post1"
 # rows of a token table that PCA looks at: behind marks and single bytes, before the rarest

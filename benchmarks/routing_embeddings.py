@@ -28,13 +28,13 @@ from benchmarks.routing_fleet import shipped
 from benchmarks.routing_set import Item
 from coterie.core.adapters import AdapterProfile
 from coterie.core.errors import WeightsError
-from coterie.routing.embed import DEFAULT, EMBEDDERS, HashedEmbedder, Vector
-from coterie.routing.features import routed_text
-from coterie.routing.lessons import MAX_EXAMPLES, MAX_OTHERS
-from coterie.routing.match import Matcher
-from coterie.routing.probe import AGAINST, FOR, ordinary_prompts
-from coterie.routing.sketch import SHAPE_WEIGHT, Rows, sketch
-from coterie.routing.words import bounded
+from coterie.routing.features.features import routed_text
+from coterie.routing.features.words import bounded
+from coterie.routing.match.embed import DEFAULT, EMBEDDERS, HashedEmbedder, Vector
+from coterie.routing.match.lessons import MAX_EXAMPLES, MAX_OTHERS
+from coterie.routing.match.matcher import Matcher
+from coterie.routing.match.probe import AGAINST, FOR, ordinary_prompts
+from coterie.routing.match.sketch import SHAPE_WEIGHT, Rows, sketch
 
 RIDGE = 0.1
 Matrix = NDArray[np.float32]

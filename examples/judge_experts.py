@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from coterie import LLM
-from coterie.cli.expert_test import answers, judged
+from coterie.cli.expert.evaluate import answers, judged
 from coterie.packages import archive
 from coterie.packages.digest import digest_of
 from coterie.packages.evaluate import read_items, score

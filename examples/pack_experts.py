@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from coterie.cli.expert_test import judged
+from coterie.cli.expert.evaluate import judged
 from coterie.packages import archive, signing
 from coterie.packages.digest import CONFIG, WEIGHTS
 from coterie.packages.directory import collect

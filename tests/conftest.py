@@ -77,7 +77,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def default_model_path() -> Path:
     """The default model's GGUF, fetched on the first use."""
-    from coterie.weights.sources import DEFAULT_MODEL, resolve
+    from coterie.weights.sources.source import DEFAULT_MODEL, resolve
 
     return resolve(DEFAULT_MODEL)
 

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from coterie.weights.home import home
-from coterie.weights.sources import DEFAULT_MODEL, resolve
+from coterie.weights.sources.source import DEFAULT_MODEL, resolve
 
 
 def folder() -> Path:

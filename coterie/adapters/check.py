@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from coterie.adapters import ia3, lora, options, soft_prompt
 from coterie.adapters.base import Change
 from coterie.adapters.finite import MASKS, check_finite
+from coterie.adapters.kinds import ia3, lora, options, soft_prompt
 from coterie.core.adapters import Modules
 from coterie.core.errors import WeightsError
 from coterie.packages.device_size import device_size

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from coterie.adapters.folding import Folding
-from coterie.adapters.table import ADAPTERS
+from coterie.adapters.kinds.folding import Folding
+from coterie.adapters.kinds.table import ADAPTERS
 from coterie.core.errors import InvalidRequest, WeightsError
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from coterie.adapters import soft_prompt
 from coterie.adapters.base import Adapter, Change
+from coterie.adapters.kinds import soft_prompt
+from coterie.adapters.kinds.table import ADAPTERS, kind_of
 from coterie.adapters.numbers import is_finite
-from coterie.adapters.table import ADAPTERS, kind_of
 from coterie.core.errors import WeightsError
 from coterie.packages.safetensors_header import check_header, header_length
 

@@ -20,8 +20,8 @@ from coterie.adapters.compose import compose
 from coterie.adapters.history import History
 from coterie.adapters.image import Image
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded, WeightsError
+from coterie.kernels.cpu.threads import use_threads_here
 from coterie.kernels.patch import Stack
-from coterie.kernels.threads import use_threads_here
 from coterie.obs.trace import log
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.expert_state import keys_dir, open_registry, open_trust
+from coterie.cli.expert.state import keys_dir, open_registry, open_trust
 from coterie.cli.menu import Menu, choose, show
 from coterie.cli.terminal import facts, table
 from coterie.core.errors import ConfigError

@@ -74,7 +74,7 @@ def memory() -> Facts:
 
 def compiler() -> str | None:
     """The first line of what the C++ compiler says about itself."""
-    from coterie.kernels.build import find_compiler
+    from coterie.kernels.cpu.build import find_compiler
 
     path = find_compiler()
     if path is None:
@@ -133,7 +133,7 @@ def home_facts() -> Facts:
 
 
 def cached_models() -> list[Facts]:
-    from coterie.weights.sources import list_cached
+    from coterie.weights.sources.source import list_cached
 
     return [
         {"source": model.source, "path": str(model.path), "nbytes": model.nbytes}
@@ -143,7 +143,7 @@ def cached_models() -> list[Facts]:
 
 def used(torch: Facts, models: list[Facts]) -> Facts:
     """What `coterie serve` without arguments takes. `dtype` is None until the model is here."""
-    from coterie.weights.sources import DEFAULT_MODEL
+    from coterie.weights.sources.source import DEFAULT_MODEL
     from coterie.workers.memory import auto_kv_bytes, cores
 
     device = "cuda" if torch["cuda"] else "cpu"

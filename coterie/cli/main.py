@@ -15,20 +15,9 @@ from types import ModuleType
 from typing import NoReturn
 
 from coterie import __version__
-from coterie.cli import (
-    bench,
-    carve,
-    chat,
-    doctor,
-    expert,
-    keys,
-    plan,
-    pull,
-    router,
-    run,
-    serve,
-    store,
-)
+from coterie.cli import bench, carve, chat, doctor, keys, plan, pull, router, run, serve
+from coterie.cli.expert import command as expert
+from coterie.cli.store import command as store
 from coterie.cli.terminal import width
 from coterie.core.errors import ConfigError, CoterieError, InvalidRequest
 

@@ -205,7 +205,7 @@ def token_ids(text: str) -> list[int]:
 
 def fetch(model: str | None) -> Path:
     """The model's file, downloaded with a progress bar when it is not here yet."""
-    from coterie.weights.sources import DEFAULT_MODEL, resolve
+    from coterie.weights.sources.source import DEFAULT_MODEL, resolve
 
     with progress(f"fetching {model or DEFAULT_MODEL}") as tick:
         return resolve(model, progress=tick)

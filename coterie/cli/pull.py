@@ -29,7 +29,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _list() -> int:
-    from coterie.weights.sources import list_cached
+    from coterie.weights.sources.source import list_cached
 
     rows = [(item.source, nbytes(item.nbytes), str(item.path)) for item in list_cached()]
     print(table(("source", "size", "path"), rows) if rows else "no models here yet: coterie pull")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.expert_state import experts_dir
+from coterie.cli.expert.state import experts_dir
 from coterie.cli.menu import Menu, choose, show
 from coterie.cli.terminal import facts, note, width
 from coterie.core.errors import ConfigError, CoterieError

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.kernels import abi
-from coterie.kernels.build import native
+from coterie.kernels.cpu import abi
+from coterie.kernels.cpu.build import native
 from coterie.kernels.linear import Linear
 
 

@@ -57,7 +57,7 @@ def _accelerator_dtype(weights: Sequence[Weight]) -> torch.dtype:
 
 def best_backend(device: torch.device | str) -> str:
     """ "cpu" where the native module is available for this device, else "reference"."""
-    from coterie.kernels.build import native
+    from coterie.kernels.cpu.build import native
 
     return "cpu" if torch.device(device).type == "cpu" and native() else "reference"
 
@@ -69,7 +69,7 @@ def make_linear(
     if backend == "reference":
         return ReferenceLinear(weights, device)
     if backend == "cpu":
-        from coterie.kernels.cpu import PackedLinear
+        from coterie.kernels.cpu.layers import PackedLinear
 
         return PackedLinear(weights)
     raise ConfigError(f"unknown kernel backend {backend!r}; use 'reference' or 'cpu'")

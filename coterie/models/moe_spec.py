@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coterie.core.errors import WeightsError
-from coterie.kernels.routing import Routing
+from coterie.kernels.expert_gate import Routing
 
 __all__ = ["Latent", "MoeSpec", "Routing", "check_moe", "flag", "gated_parts"]
 

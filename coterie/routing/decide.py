@@ -13,11 +13,11 @@ from functools import lru_cache
 
 from coterie.core.adapters import MAX_STACK, AdapterCard, AdapterProfile
 from coterie.core.route_trace import Candidate
-from coterie.routing.features import Features
-from coterie.routing.instruction import parted
-from coterie.routing.language import UNKNOWN, detect
+from coterie.routing.classify.rules import compiled
+from coterie.routing.features.features import Features
+from coterie.routing.features.instruction import parted
+from coterie.routing.features.language import UNKNOWN, detect
 from coterie.routing.protocols import Match
-from coterie.routing.rules import compiled
 from coterie.routing.score import Scorer
 from coterie.routing.stack import (
     Lookup,

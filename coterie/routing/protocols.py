@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from coterie.core.adapters import AdapterCard, AdapterProfile
 
 if TYPE_CHECKING:
-    from coterie.routing.features import Features
+    from coterie.routing.features.features import Features
 
 
 class Match(Protocol):

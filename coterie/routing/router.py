@@ -18,7 +18,7 @@ from coterie.core.request import Chat, InferenceRequest, Prompt, RouteHints, Sam
 from coterie.core.resolve import VENDOR_DEFAULTS, resolve_sampling
 from coterie.core.route_trace import RouteTrace
 from coterie.routing.decide import Decision, House, Wish, decide
-from coterie.routing.features import Features, extract, routed_text
+from coterie.routing.features.features import Features, extract, routed_text
 from coterie.routing.names import Asked
 from coterie.routing.protocols import Catalog, Matcher, NoAdapters, NoOutcomes, Outcomes
 from coterie.routing.resolve import Names, Route, Specialist

@@ -12,8 +12,8 @@ from typing import Any
 from coterie.core.adapters import AdapterProfile
 from coterie.core.plan import Tuned
 from coterie.core.request import Chat, InferenceRequest, Prompt, Sampling
-from coterie.routing.code import LANGUAGES
-from coterie.routing.features import Features
+from coterie.routing.features.code import LANGUAGES
+from coterie.routing.features.features import Features
 
 # by task type, as seed 000 has them and in its spirit
 TASK_VALUES: dict[str, dict[str, float]] = {

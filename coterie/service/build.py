@@ -23,14 +23,14 @@ from coterie.service.records.log import Records
 from coterie.service.roster import Group, Roster, Routing
 from coterie.service.validate.validators import Validators
 from coterie.weights.home import state_dir
-from coterie.weights.hub import parse
-from coterie.weights.sources import DEFAULT_MODEL, resolve
+from coterie.weights.sources.hub import parse
+from coterie.weights.sources.source import DEFAULT_MODEL, resolve
 from coterie.workers.base import LaneSpec, Replica, WorkerSpec
 from coterie.workers.inproc import InprocReplica
 from coterie.workers.memory import cores
 
 if TYPE_CHECKING:
-    from coterie.weights.sources import Progress
+    from coterie.weights.sources.source import Progress
 
 # tells which precision a file was quantised to, not which model it is
 _QUANTISATION = re.compile(r"[.\-_](i?q\d\w*|bf16|f16|f32|fp16|fp32)$", re.IGNORECASE)

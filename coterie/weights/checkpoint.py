@@ -14,18 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core.errors import WeightsError
-from coterie.weights.gguf import GGUFFile, TensorInfo, is_gguf, read_gguf
-from coterie.weights.gguf_config import (
+from coterie.weights.formats.gguf import GGUFFile, TensorInfo, is_gguf, read_gguf
+from coterie.weights.formats.gguf_config import (
     PERMUTED,
     ROPE_FACTORS,
     hf_config,
     hf_generation,
     tensor_names,
 )
-from coterie.weights.gguf_tensors import map_file, read_tensor
+from coterie.weights.formats.gguf_tensors import map_file, read_tensor
+from coterie.weights.formats.safetensors import SafetensorsCheckpoint
 from coterie.weights.pages import Extent, release, samples
 from coterie.weights.quantize import Weight, dense
-from coterie.weights.safetensors import SafetensorsCheckpoint
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 

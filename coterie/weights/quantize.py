@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.weights.gguf_blocks import BLOCK_SIZES, expand
+from coterie.weights.formats.gguf_blocks import BLOCK_SIZES, expand
 
 GROUP = 32
 

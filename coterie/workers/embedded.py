@@ -24,7 +24,7 @@ from coterie.core.events import Delta, Event, Failed, Finished, Timings, TokenLo
 from coterie.core.plan import AdapterChoice, Assignment, Rejected
 from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
 from coterie.core.resolve import check_tokens, resolve_limits, resolve_sampling
-from coterie.weights.sources import resolve
+from coterie.weights.sources.source import resolve
 from coterie.workers.adapter_names import AdapterNames, Named
 from coterie.workers.base import LaneSpec, WorkerSpec
 

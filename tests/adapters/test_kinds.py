@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coterie.adapters.base import Adapter
 from coterie.adapters.files import CONFIG, WEIGHTS, describe, open_adapter, parse_adapter
-from coterie.adapters.table import ADAPTERS
+from coterie.adapters.kinds.table import ADAPTERS
 from coterie.core import adapters as core
 from coterie.core.errors import WeightsError
 
@@ -137,7 +137,7 @@ def test_every_option_of_peft_is_decided() -> None:
 
     import peft
 
-    from coterie.adapters import ia3, lora, options, soft_prompt
+    from coterie.adapters.kinds import ia3, lora, options, soft_prompt
 
     pairs = (
         (peft.LoraConfig, lora),

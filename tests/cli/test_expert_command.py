@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from tiny import tiny_checkpoint
 
-from coterie.cli import expert_actions
-from coterie.cli.expert_state import experts_dir
+from coterie.cli.expert import actions as expert_actions
+from coterie.cli.expert.state import experts_dir
 from coterie.cli.main import COMMANDS, build_parser, main
 from coterie.cli.terminal import table
 from coterie.packages.archive import inspect
 from coterie.packages.digest import digest_of
-from coterie.routing import learn
+from coterie.routing.match import learn
 from coterie.service.adapters.catalog import Catalog
 from coterie.weights.checkpoint import open_checkpoint
 from tests.packages.made import lora_directory

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.random_moe import Shape, write
 from coterie.cli.main import main
 from coterie.cli.plan import share_of
-from coterie.kernels.build import native
+from coterie.kernels.cpu.build import native
 from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner import machine, measure
 from coterie.moe.runtime.budget import share

@@ -17,7 +17,7 @@ from coterie.core.events import Delta, Failed, Finished
 from coterie.core.plan import Admitted, Assignment
 from coterie.core.request import Limits, Sampling
 from coterie.engine.engine import Engine, LaneConfig
-from coterie.kernels.build import native
+from coterie.kernels.cpu.build import native
 from coterie.models.base import CausalLM, load_model
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import CoterieError
-from coterie.kernels.build import native
+from coterie.kernels.cpu.build import native
 from coterie.moe.dispatch.table import STRATEGIES
 from tests.experts import faults, overlap, traffic
 from tests.experts.stage import PROMPTS, Routes, Setting, Stage, expect_weights_error

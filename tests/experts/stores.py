@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coterie.kernels.expert_record import unpack_record
-from coterie.kernels.quantise import rounded
+from coterie.kernels.cpu.expert_record import unpack_record
+from coterie.kernels.cpu.quantise import rounded
 from coterie.moe.store.base import ExpertNames, Store, open_store
 from coterie.moe.store.geometry import Geometry, Key
 from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint, open_checkpoint
-from coterie.weights.gguf import read_gguf
-from coterie.weights.gguf_tensors import map_file
+from coterie.weights.formats.gguf import read_gguf
+from coterie.weights.formats.gguf_tensors import map_file
 from coterie.weights.quantize import Dense, dense
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "weights"))

@@ -15,7 +15,7 @@ from coterie.core.errors import ConfigError, WeightsError
 from coterie.moe.store.base import open_store
 from coterie.moe.store.geometry import Geometry
 from coterie.weights.checkpoint import open_checkpoint
-from coterie.weights.gguf_tensors import decode
+from coterie.weights.formats.gguf_tensors import decode
 from coterie.weights.quantize import convert, dense
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -15,7 +15,7 @@ import stores
 import torch
 
 from coterie.core.errors import WeightsError
-from coterie.kernels.expert_record import rebias
+from coterie.kernels.cpu.expert_record import rebias
 from coterie.moe.store import index as store_index
 from coterie.moe.store import packed as packed_store
 from coterie.moe.store.disk import aligned_buffer

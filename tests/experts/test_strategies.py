@@ -247,7 +247,8 @@ def test_a_typo_is_answered_with_the_nearest_name() -> None:
 def test_names_are_file_names() -> None:
     for name, strategy in STRATEGIES.items():
         assert strategy.name == name
-        assert strategy.__module__ == f"coterie.experts.dispatch.{name}"
+        folder = "coterie.moe.dispatch" + (".adaptive" if name == "adaptive" else "")
+        assert strategy.__module__ == f"{folder}.{name}"
 
 
 def test_one_object_serves_both_phases_of_one_name() -> None:

@@ -132,7 +132,7 @@ class ModelTokenizer:
 
     def __init__(self) -> None:
         from coterie.models.text.tokenizer import load_tokenizer
-        from coterie.weights.sources import DEFAULT_MODEL, resolve
+        from coterie.weights.sources.source import DEFAULT_MODEL, resolve
 
         self._own = load_tokenizer(resolve(DEFAULT_MODEL))
 

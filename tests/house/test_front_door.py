@@ -65,4 +65,4 @@ def test_a_wheel_carries_the_kernel_sources(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("coterie-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         packed = {Path(name).name for name in archive.namelist() if "/csrc/" in name}
-    assert packed == {path.name for path in (ROOT / "coterie/kernels/csrc").iterdir()}
+    assert packed == {path.name for path in (ROOT / "coterie/kernels/cpu/csrc").iterdir()}

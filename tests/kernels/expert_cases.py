@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout
-from coterie.kernels.expert_record import pack_record
 from coterie.weights.quantize import Blocks, Weight
 from tests.kernels.cases import weight
 

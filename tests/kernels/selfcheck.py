@@ -16,13 +16,14 @@ from dataclasses import replace
 
 import torch
 
-from coterie.kernels import cpu, reference
-from coterie.kernels.build import native
+from coterie.kernels.cpu import layers as cpu
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.expert_mlp import run_experts, run_experts_torch
 from coterie.kernels.decoder import DecoderShape
 from coterie.kernels.expert_layout import KINDS as EXPERT_KINDS
 from coterie.kernels.expert_layout import ExpertLayout
-from coterie.kernels.expert_mlp import run_experts, run_experts_torch
 from coterie.kernels.patch import Segment
+from coterie.kernels.reference import layers as reference
 from coterie.weights.quantize import dense
 from tests.kernels.cases import (
     KINDS,

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie.kernels import cpu, reference
-from coterie.kernels.build import find_compiler, native
+from coterie.kernels.cpu import layers as cpu
+from coterie.kernels.cpu.build import find_compiler, native
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
+from coterie.kernels.reference import layers as reference
 from tests.kernels.cases import KINDS, cache_for, decoder_layers, paged_batch, rope_tables
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from coterie.kernels.build import SOURCES, find_compiler, native
+from coterie.kernels.cpu.build import SOURCES, find_compiler, native
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
-PROBE = "from coterie.kernels.build import native; found = native(); print(found and found.isa)"
+PROBE = "from coterie.kernels.cpu.build import native; found = native(); print(found and found.isa)"
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coterie.kernels import cpu, reference
-from coterie.kernels.build import find_compiler, native
+from coterie.kernels.cpu import layers as cpu
+from coterie.kernels.cpu.build import find_compiler, native
+from coterie.kernels.reference import layers as reference
 from tests.kernels.cases import cache_for, one_row, paged_batch
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import ConfigError
-from coterie.kernels import cpu, reference
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.build import find_compiler, native
+from coterie.kernels.cpu import layers as cpu
+from coterie.kernels.cpu.build import find_compiler, native
 from coterie.kernels.decoder import DecoderShape
+from coterie.kernels.reference import layers as reference
 from tests.kernels.cases import KINDS, cache_for, decoder_layers, paged_batch, rope_tables
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from coterie.core.errors import InternalError
-from coterie.kernels import cpu, reference
-from coterie.kernels.build import find_compiler, native
+from coterie.kernels.cpu import layers as cpu
+from coterie.kernels.cpu.build import find_compiler, native
+from coterie.kernels.reference import layers as reference
 from coterie.weights.quantize import Dense, dense
 from tests.kernels.cases import KINDS, weight
 

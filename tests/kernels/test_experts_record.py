@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import InternalError
-from coterie.kernels import expert_record
-from coterie.kernels.build import find_compiler
+from coterie.kernels.cpu import expert_record
+from coterie.kernels.cpu.build import find_compiler
+from coterie.kernels.cpu.expert_record import pack_record, rebias, unpack_record, weight_offset
 from coterie.kernels.expert_layout import KINDS, PAGE, ExpertLayout, PartPlace
-from coterie.kernels.expert_record import pack_record, rebias, unpack_record, weight_offset
-from coterie.weights.gguf_tensors import decode
+from coterie.weights.formats.gguf_tensors import decode
 from coterie.weights.quantize import Blocks, Dense, Int8, Weight, dense
 from tests.kernels.expert_cases import any_weight, blocks, expert_parts, record_of
 

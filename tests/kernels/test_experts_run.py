@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from coterie.core.errors import InternalError
-from coterie.kernels.build import find_compiler, native
+from coterie.kernels.cpu.build import find_compiler, native
+from coterie.kernels.cpu.expert_mlp import RecordTable, combine, run_experts, run_experts_torch
 from coterie.kernels.expert_layout import KINDS, ExpertLayout
-from coterie.kernels.expert_mlp import RecordTable, combine, run_experts, run_experts_torch
 from coterie.weights.quantize import Dense, dense
 from tests.kernels.expert_cases import choices, expert_parts, record_of, records_of
 

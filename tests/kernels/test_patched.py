@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie.kernels import patched, reference
+from coterie.kernels import patched
 from coterie.kernels.decoder import DecoderShape
 from coterie.kernels.linear import Linear, ReferenceLinear
 from coterie.kernels.patch import Patch, Segment, Stack
+from coterie.kernels.reference import layers as reference
 from coterie.weights.quantize import Dense
 from tests.kernels.cases import cache_for, decoder_layers, paged_batch, rope_tables
 from tests.kernels.patch_cases import FIELDS, random_patch, random_stack

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from coterie.kernels import reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.linear import ReferenceLinear
+from coterie.kernels.reference import layers as reference
 from coterie.weights.quantize import dense
 from tests.kernels.cases import KINDS, cache_for, paged_batch, weight
 

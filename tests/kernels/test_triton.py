@@ -106,7 +106,8 @@ def relative(got: Any, want: Any) -> float:
 
 
 def attention_error(name: str, generator: Any) -> float:
-    from coterie.kernels import reference, triton_attention
+    from coterie.kernels.reference import layers as reference
+    from coterie.kernels.triton import attention as triton_attention
 
     _, batch_name, heads, dtype_name = name.split("/")
     h, kv_heads, dim = map(int, heads.split("x"))
@@ -154,7 +155,8 @@ def random_stack(kind: str, generator: Any) -> tuple[Any, list[Any], Any, Any]:
 
 def decoder_error(name: str, generator: Any) -> float:
     """Hidden states and caches of a two-layer stack behind random prefixes."""
-    from coterie.kernels import reference, triton_layers
+    from coterie.kernels.reference import layers as reference
+    from coterie.kernels.triton import layers as triton_layers
 
     _, batch_name, kind = name.split("/")
     shape, layers, cos, sin = random_stack(kind, generator)
@@ -172,7 +174,7 @@ def padding_errors(generator: Any) -> dict[str, float]:
     """Rows with slot -1 and no context, as a captured decode step has behind its last sequence."""
     from dataclasses import replace
 
-    from coterie.kernels import triton_layers
+    from coterie.kernels.triton import layers as triton_layers
 
     shape, layers, cos, sin = random_stack("plain", generator)
     batch, blocks = random_batch([1, 1], [9, 20], 8, generator)

@@ -128,7 +128,9 @@ def test_compiles_for_hopper(case: str, tmp_path: Any, monkeypatch: pytest.Monke
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from coterie.kernels import triton_attention, triton_layers, triton_patches
+    from coterie.kernels.triton import attention as triton_attention
+    from coterie.kernels.triton import layers as triton_layers
+    from coterie.kernels.triton import patches as triton_patches
 
     name, types, constants, num_warps = CASES[case]
     modules = (triton_attention, triton_layers, triton_patches)

@@ -154,8 +154,9 @@ def stacks_for(case: str, shape: Any) -> tuple[Any, Any]:
 
 def decoder_error(case: str, generator: Any) -> float:
     """Hidden states and caches of a two-layer stack behind random prefixes."""
-    from coterie.kernels import reference, triton_layers
     from coterie.kernels.patch import Segment
+    from coterie.kernels.reference import layers as reference
+    from coterie.kernels.triton import layers as triton_layers
     from tests.kernels.test_triton import random_batch, relative
 
     kind = case.split("/")[0]
@@ -180,9 +181,9 @@ def decoder_error(case: str, generator: Any) -> float:
 
 def captured_errors(generator: Any) -> dict[str, float]:
     """A table filled twice, as captured steps do; and plain rows beside the plain path."""
-    from coterie.kernels import triton_layers
     from coterie.kernels.patch import Segment
     from coterie.kernels.patch_rows import PatchRows, places_of
+    from coterie.kernels.triton import layers as triton_layers
     from tests.kernels.test_triton import random_batch
 
     shape, layers, cos, sin = small_model("plain")

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from coterie.core.dispatch import ExpertUsage
+from coterie.kernels.cpu.expert_mlp import RecordTable, combine, run_experts
+from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout
-from coterie.kernels.expert_mlp import RecordTable, combine, run_experts
-from coterie.kernels.expert_record import pack_record
 from coterie.models.experts import ExpertsWanted
 from coterie.moe.runtime.step import ExpertStep
 from coterie.weights.quantize import dense

@@ -18,7 +18,7 @@ from coterie.models.carve.carve import Cut, balanced_groups, cut_layer, plan_car
 from coterie.models.carve.walk import Walk
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
-from coterie.weights.safetensors import INDEX
+from coterie.weights.formats.safetensors import INDEX
 
 TEXT = "A model answers a question; another model checks the answer. Numbers such as 10 and 42."
 ALL = DispatchSettings(strategy="cpu_only", predict="off")

@@ -11,7 +11,7 @@ from paged import Paged, prompt_logits
 from tiny import tiny_checkpoint
 
 from coterie.core.dispatch import DispatchSettings, ExpertUsage
-from coterie.kernels.build import find_compiler
+from coterie.kernels.cpu.build import find_compiler
 from coterie.models.base import CausalLM, load_model
 from coterie.moe.runtime.runtime import FILL_AFTER, ExpertRuntime
 from coterie.weights.checkpoint import open_checkpoint

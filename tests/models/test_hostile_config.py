@@ -20,8 +20,8 @@ from coterie.models.config_fields import CONFIG
 from coterie.models.text.gguf_tokenizer import rebuild
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import Checkpoint, open_checkpoint
-from coterie.weights.gguf import read_gguf
-from coterie.weights.gguf_config import hf_config, hf_generation, tensor_names
+from coterie.weights.formats.gguf import read_gguf
+from coterie.weights.formats.gguf_config import hf_config, hf_generation, tensor_names
 from tests.experts.tiny_moe import ARCHITECTURES, checkpoint_of
 from tests.weights.gguf_files import write_model
 

@@ -12,7 +12,7 @@ import torch
 from paged import Paged, prompt_logits
 from tiny import tiny_checkpoint
 
-from coterie.kernels.build import native
+from coterie.kernels.cpu.build import native
 from coterie.models.base import CausalLM, load_model
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.quantize import Dense, Int8, dense

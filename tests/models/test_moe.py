@@ -13,7 +13,7 @@ from paged import Paged, prompt_logits
 from tiny import tiny_checkpoint
 
 from coterie.core.dispatch import DispatchSettings
-from coterie.kernels.build import native
+from coterie.kernels.cpu.build import native
 from coterie.models.arch import dwr
 from coterie.models.base import CausalLM, load_model
 from coterie.weights.checkpoint import open_checkpoint

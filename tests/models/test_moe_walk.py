@@ -16,8 +16,8 @@ from tiny import tiny_checkpoint
 
 from coterie.core.errors import WeightsError
 from coterie.kernels.batch import AttentionBatch, split_batch
+from coterie.kernels.expert_gate import Router, Routing
 from coterie.kernels.linear import ReferenceLinear
-from coterie.kernels.routing import Router, Routing
 from coterie.models.base import CausalLM, load_model, read_spec
 from coterie.moe.store.geometry import Geometry
 from coterie.weights.checkpoint import open_checkpoint

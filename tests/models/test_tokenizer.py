@@ -387,7 +387,7 @@ def test_every_split_rule_compiles(byte_level: dict[str, Any], tmp_path: Path) -
 
 def test_torch_is_not_imported() -> None:
     code = (
-        "import sys, coterie.models.text.tokenizer, coterie.weights.sources;"
+        "import sys, coterie.models.text.tokenizer, coterie.weights.sources.source;"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

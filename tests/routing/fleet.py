@@ -9,7 +9,7 @@ from typing import Any
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.request import Chat, InferenceRequest, Limits, Message, RouteHints, Sampling
-from coterie.routing.features import Features
+from coterie.routing.features.features import Features
 from coterie.routing.protocols import Matcher
 
 BASE, OTHER = "ab" * 32, "cd" * 32

@@ -15,10 +15,10 @@ from coterie.core.pipeline_settings import RoutingSettings
 from coterie.core.plan import RoutePlan
 from coterie.core.request import AdapterHint, Chat, RouteHints
 from coterie.core.route_trace import Candidate
-from coterie.routing.features import Features
+from coterie.routing.classify.rules import compiled
+from coterie.routing.features.features import Features
 from coterie.routing.protocols import NoOutcomes
 from coterie.routing.router import CANDIDATES, Router, Specialist
-from coterie.routing.rules import compiled
 from coterie.routing.score import Scorer
 from tests.routing.fleet import BASE, OTHER, Answers, Fleet, Matched, asking, profile
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coterie.routing.embed import DEFAULT, EMBEDDERS, Embedder
-from coterie.routing.words import HEAD_CHARS, TAIL_CHARS, bounded, words
+from coterie.routing.features.words import HEAD_CHARS, TAIL_CHARS, bounded, words
+from coterie.routing.match.embed import DEFAULT, EMBEDDERS, Embedder
 
 
 @pytest.fixture(params=sorted(EMBEDDERS))

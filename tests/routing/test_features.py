@@ -1,4 +1,4 @@
-"""routing/features.py with language.py, code.py and tasks.py: what is told, and at what cost."""
+"""routing/features/ and classify/tasks.py: what is told, and at what cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.pipeline_settings import TASK_TYPES
-from coterie.routing.features import HEAD_CHARS, TAIL_CHARS, extract, routed_text
+from coterie.routing.features.features import HEAD_CHARS, TAIL_CHARS, extract, routed_text
 from coterie.routing.tune import TASK_VALUES
 
 TASKS = [

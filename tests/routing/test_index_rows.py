@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coterie.routing.match import AdapterIndex
+from coterie.routing.match.matcher import AdapterIndex
 
 ROWS = 500
 DIM = 32

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from coterie.routing.decide import languages_of
-from coterie.routing.features import extract
-from coterie.routing.language import detect
+from coterie.routing.features.features import extract
+from coterie.routing.features.language import detect
 from coterie.routing.router import Router, Specialist
 from tests.routing.fleet import BASE, Answers, Fleet, Matched, asking, profile
 

@@ -1,4 +1,4 @@
-"""routing/learn.py: probes are learnt once by a child, kept by digest, learnt again if damaged."""
+"""routing/match/learn.py: probes are learnt once by a child, kept by digest, again if damaged."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks.routing_fleet import shipped
 from coterie.core.adapters import AdapterProfile
-from coterie.routing import learn
-from coterie.routing.embed import DEFAULT, EMBEDDERS
-from coterie.routing.learnt import MAX_KEPT, digest_of, write
-from coterie.routing.match import Matcher
+from coterie.routing.match import learn
+from coterie.routing.match.embed import DEFAULT, EMBEDDERS
+from coterie.routing.match.learnt import MAX_KEPT, digest_of, write
+from coterie.routing.match.matcher import Matcher
 from tests.routing.fleet import brief
 
 TEXTS = ("Make a URL slug: Why Geese Fly", "Write a poem about JSON", "3.5 kg in grams")

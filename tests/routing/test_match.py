@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks.routing_fleet import made_up, shipped
 from coterie.core.adapters import AdapterProfile
-from coterie.routing.embed import DEFAULT, EMBEDDERS
-from coterie.routing.lessons import FRAMES, near_misses, probes
-from coterie.routing.match import Matcher
-from coterie.routing.probe import AGAINST, FOR, Background, Lesson
-from coterie.routing.sketch import Rows, sketch
+from coterie.routing.match.embed import DEFAULT, EMBEDDERS
+from coterie.routing.match.lessons import FRAMES, near_misses, probes
+from coterie.routing.match.matcher import Matcher
+from coterie.routing.match.probe import AGAINST, FOR, Background, Lesson
+from coterie.routing.match.sketch import Rows, sketch
 from tests.routing.fleet import brief, profile
 
 EMBEDDER = EMBEDDERS[DEFAULT]()
@@ -112,7 +112,7 @@ def test_a_package_without_examples_is_found_by_what_it_says() -> None:
 def test_of_many_only_the_likely_are_asked(
     briefly_known: list[AdapterProfile], exact_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coterie.routing.match.MAX_EXACT_ROWS", exact_rows)
+    monkeypatch.setattr("coterie.routing.match.matcher.MAX_EXACT_ROWS", exact_rows)
     matcher = Matcher.build([*made_up(24), *briefly_known], EMBEDDER)
     found = matcher.match("Make a URL slug: Why Geese Fly", k=3)
     assert len(found) == 3 and found[0].profile.card.name == "url-slug"

@@ -14,7 +14,7 @@ from gguf_files import write_model
 from coterie.core.errors import WeightsError
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
-from coterie.weights.gguf import read_gguf
+from coterie.weights.formats.gguf import read_gguf
 
 STRING, ARRAY, UINT32, BOOL = 8, 9, 4, 7
 

@@ -11,8 +11,8 @@ import torch
 from gguf_files import write_model
 
 from coterie.weights.checkpoint import open_checkpoint
-from coterie.weights.gguf import TENSOR_TYPES, TensorInfo, read_gguf
-from coterie.weights.gguf_tensors import expand, read_tensor
+from coterie.weights.formats.gguf import TENSOR_TYPES, TensorInfo, read_gguf
+from coterie.weights.formats.gguf_tensors import expand, read_tensor
 from coterie.weights.quantize import Dense, Int4, Int8, dense
 
 BLOCK_TYPES = {name: (block, size) for name, block, size in TENSOR_TYPES.values() if block > 1}

@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from coterie.core.errors import WeightsError
-from coterie.weights import download, sources
-from coterie.weights.sources import DEFAULT_MODEL, list_cached, pull, resolve
+from coterie.weights.sources import download
+from coterie.weights.sources import source as sources
+from coterie.weights.sources.source import DEFAULT_MODEL, list_cached, pull, resolve
 
 MODEL = bytes(range(256)) * 8192  # 2 MiB
 
@@ -366,7 +367,7 @@ def test_an_index_on_disk(tmp_path: Path, site: Site, monkeypatch: pytest.Monkey
 
 
 def _child(model: str, **env: str) -> subprocess.CompletedProcess[str]:
-    code = f"from coterie.weights.sources import resolve; print(resolve({model!r}))"
+    code = f"from coterie.weights.sources.source import resolve; print(resolve({model!r}))"
     return subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **env},

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from coterie.adapters.lora import read
+from coterie.adapters.kinds.lora import read
 from coterie.adapters.numbers import turned
 from coterie.core.errors import WeightsError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from coterie.adapters.base import Change, Target
-    from coterie.adapters.folding import Folding
+    from coterie.adapters.kinds.folding import Folding
 
 __all__ = ["apply", "read"]
 

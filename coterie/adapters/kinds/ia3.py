@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from coterie.adapters import options
 from coterie.adapters.base import Change
-from coterie.adapters.lora import PREFIX
+from coterie.adapters.kinds import options
+from coterie.adapters.kinds.lora import PREFIX
 from coterie.core.errors import WeightsError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from coterie.adapters.folding import Folding
+    from coterie.adapters.kinds.folding import Folding
 
 PEFT_TYPE = "IA3"
 

@@ -10,14 +10,14 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from coterie.adapters import options
 from coterie.adapters.base import Change
+from coterie.adapters.kinds import options
 from coterie.core.errors import WeightsError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from coterie.adapters.folding import Folding
+    from coterie.adapters.kinds.folding import Folding
 
 PEFT_TYPE = "LORA"
 MAX_RANK = 4096

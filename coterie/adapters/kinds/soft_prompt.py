@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from coterie.adapters import options
+from coterie.adapters.kinds import options
 from coterie.core.errors import WeightsError
 
 if TYPE_CHECKING:

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coterie.adapters import dora, ia3, lora, soft_prompt
+from coterie.adapters.kinds import dora, ia3, lora, soft_prompt
 from coterie.core.errors import WeightsError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from coterie.adapters.base import Change
-    from coterie.adapters.folding import Folding
-    from coterie.adapters.options import Config
+    from coterie.adapters.kinds.folding import Folding
+    from coterie.adapters.kinds.options import Config
 
 
 @dataclass(frozen=True, slots=True)

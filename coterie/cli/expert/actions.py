@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.expert_state import bases, modules, open_registry, open_trust
+from coterie.cli.expert.state import bases, modules, open_registry, open_trust
 from coterie.cli.menu import show
 from coterie.cli.terminal import facts, narrate, nbytes, note, table
 from coterie.core.errors import ConfigError, CoterieError, InternalError, WeightsError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from coterie.cli import expert_actions as actions
-from coterie.cli import expert_pack as packing
-from coterie.cli import expert_test as testing
+from coterie.cli.expert import actions
+from coterie.cli.expert import evaluate as testing
+from coterie.cli.expert import pack as packing
 from coterie.cli.menu import Menu, choose
 from coterie.cli.options import size
 from coterie.core.adapters import DEFAULTS

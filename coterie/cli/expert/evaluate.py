@@ -148,7 +148,7 @@ def read_stated(
 
 def _package(reference: str, file: str) -> tuple[Any, bytes | None]:
     """The manifest, and one of the other files."""
-    from coterie.cli.expert_state import open_registry
+    from coterie.cli.expert.state import open_registry
     from coterie.packages.archive import inspect
 
     path = Path(reference).expanduser()

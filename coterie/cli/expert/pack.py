@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from coterie.cli.expert_state import bases
+from coterie.cli.expert.state import bases
 from coterie.cli.menu import show
 from coterie.cli.terminal import facts, nbytes, note
 from coterie.core.errors import ConfigError

@@ -146,11 +146,11 @@ def _pruned(done: Pruned, total: int, in_place: bool) -> str:
 
 
 def replace(args: argparse.Namespace) -> int:
-    from coterie.kernels.expert_record import unpack_record
+    from coterie.kernels.cpu.expert_record import unpack_record
     from coterie.moe.store.disk import aligned_buffer
     from coterie.moe.store.edit import named_parts, replace_expert
     from coterie.moe.store.index import read_index
-    from coterie.weights.safetensors import read_file
+    from coterie.weights.formats.safetensors import read_file
 
     path, key = _packed(args.store), (args.layer, args.expert)
     index = read_index(path)
@@ -270,7 +270,7 @@ def _counts(given: str | None, store: Store, model: Path) -> Heatmap | None:
 def _heatmap(path: str, store: Store) -> Heatmap:
     """Accepted when it was counted on these experts, or on those they came from."""
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.weights.json_file import read_json
+    from coterie.weights.formats.json_file import read_json
 
     if not Path(path).is_file():
         raise ConfigError(f"{path}: no such heatmap", param="heatmap")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from coterie.cli import store_actions as actions
 from coterie.cli.options import count, size
+from coterie.cli.store import actions
 from coterie.core.sections import DTYPES
 
 HELP = "pack, inspect, verify and change the experts of a mixture-of-experts model"

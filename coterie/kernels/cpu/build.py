@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from coterie.kernels import abi
+from coterie.kernels.cpu import abi
 from coterie.weights.home import kernels_dir
 from coterie.weights.lock import file_lock
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from coterie.core.errors import InternalError
-from coterie.kernels import abi
-from coterie.kernels.build import native
+from coterie.kernels.cpu import abi
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.expert_record import dense_parts
 from coterie.kernels.expert_layout import KINDS, ExpertLayout
-from coterie.kernels.expert_record import dense_parts
 
 
 class RecordTable:

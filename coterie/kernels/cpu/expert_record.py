@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from coterie.core.errors import InternalError
-from coterie.kernels.build import native
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.quantise import rounded
 from coterie.kernels.expert_layout import GROUP, PANEL, ExpertLayout, PartPlace
-from coterie.kernels.quantise import rounded
 from coterie.weights.quantize import DTYPES, Blocks, Dense, Int4, Int8, Weight, dense
 
 # int8 and int4: bytes of q, then fp16 scales (and minima) of one group of one panel
@@ -104,7 +104,9 @@ def _write_native(place: PartPlace, weight: Weight, out: Tensor) -> bool:
     library = native() if out.device.type == "cpu" else None
     if library is None:
         return False
-    from coterie.kernels.cpu import stored  # cpu is importable only with the rest of the module
+    from coterie.kernels.cpu.layers import (
+        stored,  # cpu is importable only with the rest of the module
+    )
 
     kind, *tensors = stored(weight)
     pointers = [0 if part is None else part.data_ptr() for part in tensors]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import ConfigError, InternalError
-from coterie.kernels import abi
-from coterie.kernels.build import NativeLibrary, native
-from coterie.kernels.cpu_patches import SegmentArray, Sites
+from coterie.kernels.cpu import abi
+from coterie.kernels.cpu.build import NativeLibrary, native
+from coterie.kernels.cpu.patches import SegmentArray, Sites
 from coterie.kernels.linear import Linear
 from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight, dense
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import InternalError
-from coterie.kernels import abi
-from coterie.kernels.build import native
+from coterie.kernels.cpu import abi
+from coterie.kernels.cpu.build import native
 from coterie.kernels.patch import PARTS
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from coterie.kernels import abi
-from coterie.kernels.build import native
+from coterie.kernels.cpu import abi
+from coterie.kernels.cpu.build import native
 from coterie.weights.quantize import GROUP, Dense, Int4, Int8, Weight, convert
 
 _KINDS = {"int8": abi.KIND_INT8, "int4": abi.KIND_INT4}

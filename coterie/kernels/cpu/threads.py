@@ -9,7 +9,7 @@ import ctypes
 
 import torch
 
-from coterie.kernels.build import openmp_runtime
+from coterie.kernels.cpu.build import openmp_runtime
 
 
 def use_threads_here(count: int) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coterie.kernels import reference
 from coterie.kernels.linear import ReferenceLinear, make_linear
+from coterie.kernels.reference import layers as reference
 from coterie.weights.quantize import Weight
 
 if TYPE_CHECKING:

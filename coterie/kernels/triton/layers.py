@@ -18,12 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coterie.kernels import patched, reference
+from coterie.kernels import patched
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
 from coterie.kernels.patch_rows import PatchRows
-from coterie.kernels.triton_attention import paged_attention
-from coterie.kernels.triton_patches import RANKS, SITE, fetch_site, patch_head, site_of
+from coterie.kernels.reference import layers as reference
+from coterie.kernels.triton.attention import paged_attention
+from coterie.kernels.triton.patches import RANKS, SITE, fetch_site, patch_head, site_of
 
 
 class HeadPatches(NamedTuple):
@@ -249,7 +250,7 @@ def decoder(
     The first given layer is number `first` of the model: patches are told apart by it.
     """
     if batch.patches or batch.patch_rows is not None:
-        from coterie.kernels import triton_patched
+        from coterie.kernels.triton import patched as triton_patched
 
         reads = triton_patched.reads(shape, layers, batch, first)
         if reads is not None:

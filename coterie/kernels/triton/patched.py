@@ -17,9 +17,9 @@ from coterie.kernels import patched
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
 from coterie.kernels.patch_rows import KINDS, PatchRows, rows_of
-from coterie.kernels.triton_attention import paged_attention
-from coterie.kernels.triton_layers import HeadPatches, place_heads
-from coterie.kernels.triton_patches import RANKS, _norm_rows, _silu_rows, site_of
+from coterie.kernels.triton.attention import paged_attention
+from coterie.kernels.triton.layers import HeadPatches, place_heads
+from coterie.kernels.triton.patches import RANKS, _norm_rows, _silu_rows, site_of
 
 if TYPE_CHECKING:
     from coterie.kernels.patch import Segment

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from coterie.core.errors import WeightsError
-from coterie.kernels import reference
 from coterie.kernels.batch import AttentionBatch
+from coterie.kernels.expert_gate import Router
 from coterie.kernels.linear import Linear
-from coterie.kernels.routing import Router
+from coterie.kernels.reference import layers as reference
 from coterie.models.build.adapt import ModelTargets
 from coterie.models.build.assemble import Assembly
 from coterie.models.build.blocks import Ops, ops_for

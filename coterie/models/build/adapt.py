@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coterie.core.adapters import Modules
 from coterie.core.errors import WeightsError
-from coterie.kernels.cpu import PackedLinear
+from coterie.kernels.cpu.layers import PackedLinear
 from coterie.kernels.linear import ReferenceLinear
 
 if TYPE_CHECKING:

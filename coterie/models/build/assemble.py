@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from coterie.kernels import reference
+from coterie.kernels.reference import layers as reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
-from coterie.kernels.routing import Router
+from coterie.kernels.expert_gate import Router
 from coterie.models.build import mla
 from coterie.models.build.adapt import ModelTargets
 from coterie.models.build.blocks import Block, BlockDecoder, HeadAttention, Ops, Turns, ops_for
@@ -144,7 +144,7 @@ def _read_backbone(reader: Reader, backend: str, progress: Progress) -> Backbone
     # the native decoder has no place for biases after o or in the MLP: those models run its
     # products from the torch path
     if backend == "cpu" and not (spec.o_bias or spec.mlp_bias):
-        from coterie.kernels import cpu
+        from coterie.kernels.cpu import layers as cpu
 
         # whatever comes in was made for this call
         return partial(cpu.NativeDecoder(shape, layers, cos, sin).forward, overwrite=True)
@@ -161,7 +161,7 @@ def _read_backbone(reader: Reader, backend: str, progress: Progress) -> Backbone
 
 def _decoder(backend: str) -> Callable[..., Tensor]:
     if backend == "triton":
-        from coterie.kernels import triton_layers
+        from coterie.kernels.triton import layers as triton_layers
 
         return triton_layers.decoder
     return reference.decoder

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coterie.kernels import patched, reference
+from coterie.kernels import patched
+from coterie.kernels.reference import layers as reference
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.latent import latent_attention
+from coterie.kernels.reference.latent import latent_attention
 
 if TYPE_CHECKING:
     from coterie.kernels.decoder import DecoderLayer, DecoderShape
@@ -37,11 +38,11 @@ class Ops:
 
 def ops_for(backend: str) -> Ops:
     if backend == "triton":
-        from coterie.kernels import triton_attention, triton_layers
+        from coterie.kernels.triton import attention as triton_attention, layers as triton_layers
 
         return Ops(triton_layers.rms_norm, triton_attention.paged_attention)
     if backend == "cpu":
-        from coterie.kernels import cpu
+        from coterie.kernels.cpu import layers as cpu
 
         return Ops(cpu.rms_norm, cpu.paged_attention, cpu.paged_attention)
     return Ops(reference.rms_norm, reference.paged_attention)

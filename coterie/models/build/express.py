@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coterie.kernels import abi
+from coterie.kernels.cpu import abi
 from coterie.kernels.batch import AttentionBatch, split_batch
-from coterie.kernels.expert_mlp import expert_shape
+from coterie.kernels.cpu.expert_mlp import expert_shape
 
 if TYPE_CHECKING:
-    from coterie.kernels.cpu import NativeDecoder
+    from coterie.kernels.cpu.layers import NativeDecoder
     from coterie.models.build.moe import Experts, MoeLayer
     from coterie.moe.runtime.resident import Resident
 

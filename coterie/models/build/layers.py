@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coterie.kernels import patched, reference
+from coterie.kernels import patched
+from coterie.kernels.reference import layers as reference
 from coterie.kernels.decoder import DecoderLayer
 from coterie.kernels.linear import Linear, ReferenceLinear
 from coterie.models.build.adapt import Matrix

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coterie.kernels import patched, reference
+from coterie.kernels import patched
+from coterie.kernels.reference import layers as reference
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.latent import HeadLinear, write_latent
+from coterie.kernels.reference.latent import HeadLinear, write_latent
 from coterie.kernels.linear import Linear
 from coterie.models.build.blocks import Block, Ops, Turns
 from coterie.models.build.layers import post_norm, read_mlp, rows_of

@@ -23,7 +23,7 @@ from coterie.moe.runtime.step import ExpertStep
 if TYPE_CHECKING:
     from coterie.core.dispatch import ExpertUsage
     from coterie.kernels.patch import Segment
-    from coterie.kernels.routing import Router
+    from coterie.kernels.expert_gate import Router
     from coterie.moe.runtime.resident import Resident
     from coterie.moe.store.geometry import Geometry
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
-from coterie.kernels.latent import HeadLinear
+from coterie.kernels.reference.latent import HeadLinear
 from coterie.kernels.linear import Linear, make_linear
 from coterie.models.build.adapt import Matrix, site_of
 from coterie.weights.quantize import Dense, Weight, convert, dense

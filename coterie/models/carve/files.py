@@ -20,9 +20,9 @@ from coterie.core.errors import ConfigError
 from coterie.models.arch import carved
 from coterie.models.carve.carve import Carving, Cut
 from coterie.models.text.gguf_tokenizer import rebuild
-from coterie.weights.gguf import read_gguf
+from coterie.weights.formats.gguf import read_gguf
+from coterie.weights.formats.safetensors import INDEX
 from coterie.weights.quantize import Dense, dense
-from coterie.weights.safetensors import INDEX
 
 if TYPE_CHECKING:
     from coterie.weights.checkpoint import Checkpoint

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
-from coterie.kernels import reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer
 from coterie.kernels.linear import ReferenceLinear
+from coterie.kernels.reference import layers as reference
 from coterie.models.arch.carved import DENSE
 from coterie.models.build.assemble import decoder_shape
 from coterie.models.build.layers import read_ends, read_layer

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from coterie.core.dispatch import DispatchSettings
-from coterie.kernels.build import native
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.expert_mlp import RecordTable, run_experts
+from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout, matrix_bytes
-from coterie.kernels.expert_mlp import RecordTable, run_experts
-from coterie.kernels.expert_record import pack_record
 from coterie.moe.planner import machine as kept
 from coterie.moe.planner.machine import Curve, Identity, Machine, Move, Profile
 from coterie.moe.runtime.heatmap import Heatmap

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from coterie.core.errors import InternalError
-from coterie.kernels.expert_mlp import Records, run_experts
+from coterie.kernels.cpu.expert_mlp import Records, run_experts
 from coterie.moe.runtime.transfer import Arrival
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.kernels.expert_mlp import RecordTable
+from coterie.kernels.cpu.expert_mlp import RecordTable
 from coterie.moe.runtime.usage import Tally
 
 if TYPE_CHECKING:

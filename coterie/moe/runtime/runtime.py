@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import InternalError
-from coterie.kernels.expert_mlp import combine
+from coterie.kernels.cpu.expert_mlp import combine
 from coterie.moe.runtime.layer_executor import Executor
 from coterie.moe.runtime.layer_job import LayerJob
 from coterie.moe.runtime.opening import (

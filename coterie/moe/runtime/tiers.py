@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import InternalError
-from coterie.kernels.expert_mlp import RecordTable
+from coterie.kernels.cpu.expert_mlp import RecordTable
 
 if TYPE_CHECKING:
     from coterie.moe.runtime.transfer import Arrival

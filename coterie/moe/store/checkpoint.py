@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.kernels import abi
-from coterie.kernels.build import native
+from coterie.kernels.cpu import abi
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout
-from coterie.kernels.expert_record import pack_record
 from coterie.moe.store.base import ExpertNames, ExpertShape, Spent
 from coterie.moe.store.disk import Disk, aligned_buffer, covering
 from coterie.moe.store.geometry import Geometry, Key

@@ -18,8 +18,8 @@ from typing import IO
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
+from coterie.kernels.cpu.expert_record import pack_record, rebias, weight_offset
 from coterie.kernels.expert_layout import ExpertLayout, PartPlace
-from coterie.kernels.expert_record import pack_record, rebias, weight_offset
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.disk import PAGE, Disk, aligned_buffer
 from coterie.moe.store.export import Progress, export

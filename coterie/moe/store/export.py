@@ -22,15 +22,15 @@ from typing import IO, Any, Self
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
-from coterie.kernels.expert_record import weight_offset
+from coterie.kernels.cpu.expert_record import weight_offset
 from coterie.moe.store.base import ExpertShape, Store
 from coterie.moe.store.disk import Disk, aligned_buffer
 from coterie.moe.store.geometry import Key
 from coterie.moe.store.index import BACKBONE_FILE, EXPERTS_FILE, Record, StoreIndex, named
 from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint
+from coterie.weights.formats.safetensors_write import copy_tensors
 from coterie.weights.lock import try_lock
 from coterie.weights.pages import drop_cached
-from coterie.weights.safetensors_write import copy_tensors
 
 # (bytes done, bytes in all)
 Progress = Callable[[int, int], None]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.kernels.expert_record import dense_parts
+from coterie.kernels.cpu.expert_record import dense_parts
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.base import Store
 from coterie.moe.store.disk import aligned_buffer

@@ -14,8 +14,8 @@ from pathlib import Path
 from torch import Tensor
 
 from coterie.core.errors import ConfigError, WeightsError
+from coterie.kernels.cpu.expert_record import pack_record, rebias, unpack_record, weight_offset
 from coterie.kernels.expert_layout import GROUP, ExpertLayout
-from coterie.kernels.expert_record import pack_record, rebias, unpack_record, weight_offset
 from coterie.moe.store.base import ExpertShape, Spent
 from coterie.moe.store.disk import PAGE, Disk, aligned_buffer
 from coterie.moe.store.geometry import Geometry, Key

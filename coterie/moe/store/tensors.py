@@ -15,7 +15,7 @@ from torch import Tensor
 from coterie.core.errors import WeightsError
 from coterie.moe.store.base import ExpertNames, ExpertShape
 from coterie.moe.store.geometry import Geometry, Key
-from coterie.weights.gguf_tensors import decode
+from coterie.weights.formats.gguf_tensors import decode
 from coterie.weights.pages import Extent
 from coterie.weights.quantize import GROUP, Blocks, Dense, Weight, dense
 

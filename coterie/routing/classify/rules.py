@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
-from coterie.routing.features import Features
+from coterie.routing.features.features import Features
 
 Rule = Callable[[Features], bool]
 

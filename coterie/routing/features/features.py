@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coterie.routing.code import code_in, language_named
-from coterie.routing.instruction import parted
-from coterie.routing.language import UNKNOWN, detect
-from coterie.routing.tasks import intent_of, task_type_of
+from coterie.routing.classify.tasks import intent_of, task_type_of
+from coterie.routing.features.code import code_in, language_named
+from coterie.routing.features.instruction import parted
+from coterie.routing.features.language import UNKNOWN, detect
 
 # of the caller's words: an instruction stands before its material or behind it
 HEAD_CHARS = 1_200

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from coterie.routing.words import words
+from coterie.routing.features.words import words
 
 _QUOTED = re.compile(
     r"\"[^\"\n]{1,600}\"|“[^”]{1,600}”|«[^»]{1,600}»|`[^`]{1,600}`|(?<![\w'])'[^'\n]{2,300}'(?!\w)"

@@ -1,4 +1,4 @@
-"""Learns a catalog's probes in a process of its own: `python -m coterie.routing.learn`.
+"""Learns a catalog's probes in a process of its own: `python -m coterie.routing.match.learn`.
 
 The gateway must not be inside a product of matrices on a thread. One line of JSON comes in, the
 packed probes go out. Ends with whoever started it: its input closes then.
@@ -16,9 +16,9 @@ from threading import Thread
 from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.errors import InternalError
 from coterie.core.spawn import DEVNULL, PIPE, environment, spawn
-from coterie.routing.embed import DEFAULT, EMBEDDERS
-from coterie.routing.learnt import Learnt, digest_of, packed, read, unpacked, write
-from coterie.routing.match import Matcher, learn
+from coterie.routing.match.embed import DEFAULT, EMBEDDERS
+from coterie.routing.match.learnt import Learnt, digest_of, packed, read, unpacked, write
+from coterie.routing.match.matcher import Matcher, learn
 
 SUFFIX = ".probes"
 
@@ -48,7 +48,7 @@ def _checked(found: bytes, count: int, dim: int) -> Learnt:
 
 
 def _by_child(profiles: Sequence[AdapterProfile]) -> bytes:
-    command = [sys.executable, "-m", "coterie.routing.learn"]
+    command = [sys.executable, "-m", "coterie.routing.match.learn"]
     child = spawn(command, environment(), stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
     try:
         assert child.stdin is not None and child.stdout is not None

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from coterie.core.adapters import AdapterProfile
 from coterie.obs.trace import log
-from coterie.routing.lessons import said_by
-from coterie.routing.shape import DIM
-from coterie.routing.sketch import PLACES
+from coterie.routing.match.lessons import said_by
+from coterie.routing.match.shape import DIM
+from coterie.routing.match.sketch import PLACES
 
 _MAGIC = b"coterie probes 1\n"
 _HEAD = len(_MAGIC) + 32
@@ -50,7 +50,7 @@ def _made_with() -> bytes:
     """The code and the data that probes are made with."""
     folder = Path(__file__).parent
     found = sha256(np.__version__.encode())
-    for path in sorted([*folder.glob("*.py"), *(folder / "data").glob("*")]):
+    for path in sorted([*folder.parent.rglob("*.py"), *(folder / "data").glob("*")]):
         found.update(path.name.encode() + sha256(path.read_bytes()).digest())
     return found.digest()
 

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.core.adapters import AdapterProfile
-from coterie.routing.embed import Embedder, Vector, unit
-from coterie.routing.probe import Background, Lesson, Probe, ordinary_prompts
-from coterie.routing.sketch import Sketch, sketch
+from coterie.routing.match.embed import Embedder, Vector, unit
+from coterie.routing.match.probe import Background, Lesson, Probe, ordinary_prompts
+from coterie.routing.match.sketch import Sketch, sketch
 from coterie.routing.stack import same_purpose
 
 Value = TypeVar("Value")

@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 from coterie.core.adapters import AdapterProfile
 from coterie.core.errors import MissingDependency
-from coterie.routing.calibrate import Calibration, calibration_of
-from coterie.routing.embed import Embedder
-from coterie.routing.learnt import Learnt
-from coterie.routing.lessons import probes
-from coterie.routing.probe import Probe
-from coterie.routing.shape import shape
-from coterie.routing.sketch import PLACES, Sketch, sketch
+from coterie.routing.match.calibrate import Calibration, calibration_of
+from coterie.routing.match.embed import Embedder
+from coterie.routing.match.learnt import Learnt
+from coterie.routing.match.lessons import probes
+from coterie.routing.match.probe import Probe
+from coterie.routing.match.shape import shape
+from coterie.routing.match.sketch import PLACES, Sketch, sketch
 
 if TYPE_CHECKING:
-    from coterie.routing.features import Features
+    from coterie.routing.features.features import Features
 
 CANDIDATES = 16
 # more of a graph's rows are scored, since it compares less than the probes do

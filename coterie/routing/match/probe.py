@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.routing.embed import Embedder
-from coterie.routing.sketch import JOINT_WEIGHT, PLACES, SHAPE_WEIGHT, Rows, Sketch, sketch
+from coterie.routing.match.embed import Embedder
+from coterie.routing.match.sketch import JOINT_WEIGHT, PLACES, SHAPE_WEIGHT, Rows, Sketch, sketch
 
 _PROMPTS = Path(__file__).parent / "data" / "background.txt"
 _RIDGE = 0.1

@@ -12,8 +12,8 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.routing.instruction import NUM_KINDS, OPENINGS, Instruction, instruction
-from coterie.routing.words import words
+from coterie.routing.features.instruction import NUM_KINDS, OPENINGS, Instruction, instruction
+from coterie.routing.features.words import words
 
 _ASKING = frozenset({"what", "who", "when", "where", "why", "how"})
 _OPENING = _ASKING | frozenset(

@@ -13,10 +13,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.routing.embed import Embedder, Vector
-from coterie.routing.instruction import Instruction, instruction
-from coterie.routing.shape import shape
-from coterie.routing.words import bounded, words
+from coterie.routing.features.instruction import Instruction, instruction
+from coterie.routing.features.words import bounded, words
+from coterie.routing.match.embed import Embedder, Vector
+from coterie.routing.match.shape import shape
 
 # places for hashed words and pairs: one half of the whole text's, one half of its instruction's
 PLACES = 1 << 15

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from coterie.weights.gguf import TENSOR_TYPES
+from coterie.weights.formats.gguf import TENSOR_TYPES
 
 # type -> elements and bytes of one block
 BLOCK_SIZES = {name: (elements, nbytes) for name, elements, nbytes in TENSOR_TYPES.values()}

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from coterie.core.errors import WeightsError
-from coterie.weights.gguf import GGUFFile
-from coterie.weights.gguf_keys import Keys, short
+from coterie.weights.formats.gguf import GGUFFile
+from coterie.weights.formats.gguf_keys import Keys, short
 
 _SOFTMAX = 1
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from coterie.core.errors import WeightsError
-from coterie.weights.gguf import GGUFFile
+from coterie.weights.formats.gguf import GGUFFile
 
 
 class Keys:

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from coterie.weights.gguf import GGUFFile, TensorInfo
-from coterie.weights.gguf_blocks import BLOCK_SIZES, expand, halves
+from coterie.weights.formats.gguf import GGUFFile, TensorInfo
+from coterie.weights.formats.gguf_blocks import BLOCK_SIZES, expand, halves
 from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight
 
 Bytes = npt.NDArray[np.uint8]

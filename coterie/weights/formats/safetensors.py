@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 
 from coterie.core.errors import WeightsError
-from coterie.weights.gguf_blocks import BLOCK_SIZES
-from coterie.weights.gguf_tensors import decode
-from coterie.weights.json_file import read_json
+from coterie.weights.formats.gguf_blocks import BLOCK_SIZES
+from coterie.weights.formats.gguf_tensors import decode
+from coterie.weights.formats.json_file import read_json
 from coterie.weights.pages import Extent, release, samples
 from coterie.weights.quantize import Weight
 

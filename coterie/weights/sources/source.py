@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from coterie.core.errors import WeightsError
-from coterie.weights import hub, pypi, sources
-from coterie.weights.download import Progress, download
 from coterie.weights.home import models_dir
 from coterie.weights.lock import file_lock
+from coterie.weights.sources import hub, pypi
+from coterie.weights.sources import source as sources
+from coterie.weights.sources.download import Progress, download
 
 __all__ = ["ALIASES", "DEFAULT_MODEL", "CachedModel", "Progress", "list_cached", "pull", "resolve"]
 
