@@ -38,9 +38,8 @@ from benchmarks.gpu_adapters import (
 )
 from benchmarks.gpu_kernels import make_batch
 from coterie.adapters.compose import Composed
-from coterie.adapters.image import Image
+from coterie.adapters.image import Image, upload_for
 from coterie.adapters.slab import Slab
-from coterie.adapters.upload import upload_for
 from coterie.kernels import patch_rows
 from coterie.kernels.patch import Segment, Stack
 from coterie.models.base import CausalLM

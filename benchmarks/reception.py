@@ -17,7 +17,7 @@ from typing import Any
 
 from coterie.api.native.infer_parse import Caller, Reception
 from coterie.obs.metrics import Registry
-from coterie.service.rate import UserRate
+from coterie.service.deadline import UserRate
 
 GOAL_MS = 1.0
 FIELDS: dict[str, Any] = {

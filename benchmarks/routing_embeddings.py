@@ -29,7 +29,7 @@ from benchmarks.routing_set import Item
 from coterie.core.adapters import AdapterProfile
 from coterie.core.errors import WeightsError
 from coterie.routing.features.features import routed_text
-from coterie.routing.features.words import bounded
+from coterie.routing.features.instruction import bounded
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS, HashedEmbedder, Vector
 from coterie.routing.match.lessons import MAX_EXAMPLES, MAX_OTHERS
 from coterie.routing.match.matcher import Matcher

@@ -19,8 +19,7 @@ from coterie import LLM
 from coterie.cli.expert.evaluate import answers, judged
 from coterie.packages import archive
 from coterie.packages.digest import digest_of
-from coterie.packages.evaluate import read_items, score
-from coterie.packages.figures import Figures, shown
+from coterie.packages.evaluate import Figures, read_items, score, shown
 from examples.expert_data.table import EXPERTS, Recipe
 
 

@@ -23,13 +23,14 @@ from coterie.cli.expert.evaluate import judged
 from coterie.packages import archive, signing
 from coterie.packages.digest import CONFIG, WEIGHTS
 from coterie.packages.directory import collect
-from coterie.packages.evaluate import read_items, score
-from coterie.packages.figures import (
+from coterie.packages.evaluate import (
     ITEMS,
     LANGUAGE_ITEMS,
     LANGUAGES,
     Figures,
     read_figures,
+    read_items,
+    score,
     shown,
 )
 from coterie.packages.manifest import from_document

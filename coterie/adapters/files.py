@@ -18,8 +18,8 @@ from torch import Tensor
 
 from coterie.adapters.base import Adapter, Change
 from coterie.adapters.kinds import soft_prompt
+from coterie.adapters.kinds.folding import is_finite
 from coterie.adapters.kinds.table import ADAPTERS, kind_of
-from coterie.adapters.numbers import is_finite
 from coterie.core.errors import WeightsError
 from coterie.packages.safetensors_header import check_header, header_length
 

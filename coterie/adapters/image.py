@@ -6,7 +6,7 @@ One run, so that it reaches a device in one copy. Knows no pool and no kind of a
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -83,3 +83,73 @@ def _tensors(composed: Composed) -> Iterator[tuple[Site | None, str, Tensor]]:
 def _strides(shape: torch.Size) -> tuple[int, ...]:
     """Of vectors and matrices, row by row."""
     return (1,) if len(shape) == 1 else (shape[1], 1)
+
+
+# pinned once at start; a larger stack goes in pieces
+STAGING_BYTES = 32 << 20
+
+
+class Upload(Protocol):
+    def copy(self, image: Image, target: Tensor) -> Any:
+        """Begin (and on a CPU end) filling `target`; what `arrived` must be given."""
+
+    def arrived(self, event: Any) -> None:
+        """Whatever is computed from now on waits for that copy. Computing thread only."""
+
+    def fence(self) -> None:
+        """Copies from now on wait for what was computed so far. Computing thread only."""
+
+    def close(self) -> None:
+        """Waits for the last copy."""
+
+
+class HostUpload:
+    def copy(self, image: Image, target: Tensor) -> None:
+        image.write(target)
+
+    def arrived(self, event: Any) -> None:
+        """It has."""
+
+    def fence(self) -> None:
+        """A CPU has computed when it says so."""
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+class CudaUpload:
+    def __init__(self, device: torch.device, largest: int) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        size = min(STAGING_BYTES, largest)
+        self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self._last: Any = None
+        self._fence: Any = None
+
+    def copy(self, image: Image, target: Tensor) -> Any:
+        fence, size = self._fence, self._staging.numel()
+        if fence is not None:
+            self._stream.wait_event(fence)
+        for begin in range(0, image.nbytes, size):
+            # the staging is read until the copy before is over
+            if self._last is not None:
+                self._last.synchronize()
+            piece = self._staging[: min(size, image.nbytes - begin)]
+            image.write(piece, begin)
+            with torch.cuda.stream(self._stream):
+                target[begin : begin + piece.numel()].copy_(piece, non_blocking=True)
+                self._last = self._stream.record_event()
+        return self._last
+
+    def arrived(self, event: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def fence(self) -> None:
+        self._fence = torch.cuda.current_stream(self._device).record_event()
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+def upload_for(device: torch.device, largest: int) -> Upload:
+    return CudaUpload(device, largest) if device.type == "cuda" else HostUpload()

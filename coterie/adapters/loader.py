@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from coterie.adapters.compose import compose
-from coterie.adapters.history import History
 from coterie.adapters.image import Image
+from coterie.adapters.residency import History
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded, WeightsError
-from coterie.kernels.cpu.threads import use_threads_here
+from coterie.kernels.cpu.build import use_threads_here
 from coterie.kernels.patch import Stack
 from coterie.obs.trace import log
 
 if TYPE_CHECKING:
     from coterie.adapters.base import Adapter, Targets
     from coterie.adapters.host_cache import HostCache
+    from coterie.adapters.image import Upload
     from coterie.adapters.library import Library
     from coterie.adapters.residency import Entry, Residency
-    from coterie.adapters.upload import Upload
 
 # loads under way at most: far more than an engine's queue holds
 MAX_LOADS = 1024

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from coterie.adapters.host_cache import HostCache
+from coterie.adapters.image import upload_for
 from coterie.adapters.loader import Loader
 from coterie.adapters.residency import Clock, Entry, Residency, StackFacts
 from coterie.adapters.slab import Slab
-from coterie.adapters.upload import upload_for
 from coterie.core.adapters import MAX_STACK, AdapterSettings
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest, NotFound, Overloaded
 from coterie.core.plan import AdapterChoice, stack_key
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from coterie.adapters.base import Targets
     from coterie.adapters.files import Facts
-    from coterie.adapters.history import LoadTimes
     from coterie.adapters.library import Library
+    from coterie.adapters.residency import LoadTimes
     from coterie.kernels.patch import Stack
 
 MAX_STACKS = 128

@@ -19,7 +19,7 @@ from coterie import __version__
 from coterie.api import errors
 from coterie.api.admin.experts import ExpertEndpoints
 from coterie.api.anthropic.endpoints import AnthropicDialect
-from coterie.api.auth import check_exposure, exposed_key_files, load_keys
+from coterie.api.auth import Origins, check_exposure, exposed_key_files, load_keys
 from coterie.api.exchange import MAX_PATH, Door, error_response, exchange_of, shown_path
 from coterie.api.native.feedback import FeedbackEndpoints
 from coterie.api.native.infer import InferEndpoints
@@ -28,7 +28,6 @@ from coterie.api.native.jobs import JobEndpoints
 from coterie.api.native.server import NativeEndpoints
 from coterie.api.openai.endpoints import OpenAIDialect
 from coterie.api.openapi import document
-from coterie.api.origin import Origins
 from coterie.api.routes import Endpoints, RouteRow, add_routes, routes
 from coterie.api.transport import ws
 from coterie.api.transport.ws import InferSocket
@@ -36,7 +35,7 @@ from coterie.core.config import Config
 from coterie.core.errors import CoterieError
 from coterie.core.sections import Server
 from coterie.obs.trace import log
-from coterie.service.rate import UserRate
+from coterie.service.deadline import UserRate
 
 if TYPE_CHECKING:
     from coterie.service.pipeline import Pipeline

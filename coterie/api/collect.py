@@ -20,8 +20,8 @@ from coterie.core.events import (
     Started,
     TokenLogprob,
     Usage,
+    metadata,
 )
-from coterie.core.telemetry import metadata
 
 # events of all sources that wait for a slow reader; past it each source's own mailbox folds them
 MAX_WAITING = 64

@@ -16,8 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coterie.api import errors
-from coterie.api.auth import OPEN_TENANT, Keys
-from coterie.api.origin import Origins
+from coterie.api.auth import OPEN_TENANT, Keys, Origins
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.plan import RoutePlan
 from coterie.obs.trace import log

@@ -16,8 +16,7 @@ from pydantic import TypeAdapter
 from coterie import __version__
 from coterie.api.native.answers import ExpertPlan
 from coterie.core.outcome import InferenceMetrics, InferenceResult, ValidationResult
-from coterie.core.plan import AdapterChoice
-from coterie.core.route_trace import Candidate, RouteTrace
+from coterie.core.plan import AdapterChoice, Candidate, RouteTrace
 
 if TYPE_CHECKING:
     from coterie.api.routes import RouteRow

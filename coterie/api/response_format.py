@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from coterie.api.tools.schema import closed_schema
+from coterie.api.tools.grammar import closed_schema
 from coterie.core.errors import CoterieError, InvalidRequest, Unsupported
 from coterie.core.events import Event
 from coterie.core.request import ResponseFormat

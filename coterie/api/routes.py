@@ -16,18 +16,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.api import answers_vendor as vendor_answers
-from coterie.api.admin.experts import ExpertEndpoints
-from coterie.api.admin.experts_types import ExpertPatch, InstallBody, LoadLoraBody, UnloadLoraBody
+from coterie.api.admin.experts import (
+    ExpertEndpoints,
+    ExpertPatch,
+    InstallBody,
+    LoadLoraBody,
+    UnloadLoraBody,
+)
 from coterie.api.anthropic.endpoints import AnthropicDialect
 from coterie.api.anthropic.types import CountBody, MessagesBody
 from coterie.api.native import answers as native_answers
 from coterie.api.native.feedback import FeedbackBody, FeedbackEndpoints, InferenceQuery
 from coterie.api.native.infer import InferEndpoints
 from coterie.api.native.infer_types import InferBody
-from coterie.api.native.jobs import JobEndpoints
-from coterie.api.native.jobs_types import DeletedJob, JobList, JobParameters, JobView
-from coterie.api.native.server import ModelQuery, NativeEndpoints
-from coterie.api.native.server_types import DetokenizeBody, TokenizeBody, TokenizerQuery
+from coterie.api.native.jobs import DeletedJob, JobEndpoints, JobList, JobParameters, JobView
+from coterie.api.native.server import (
+    DetokenizeBody,
+    ModelQuery,
+    NativeEndpoints,
+    TokenizeBody,
+    TokenizerQuery,
+)
 from coterie.api.openai.endpoints import OpenAIDialect
 from coterie.api.openai.types import ChatBody, CompletionBody
 from coterie.api.openapi import Replies, document

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.cli.expert.state import keys_dir, open_registry, open_trust
-from coterie.cli.menu import Menu, choose, show
-from coterie.cli.terminal import facts, table
+from coterie.cli.terminal import Menu, choose, facts, show, table
 from coterie.core.errors import ConfigError
 
 if TYPE_CHECKING:

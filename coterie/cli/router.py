@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.cli.expert.state import experts_dir
-from coterie.cli.menu import Menu, choose, show
-from coterie.cli.terminal import facts, note, width
+from coterie.cli.terminal import Menu, choose, facts, note, show, width
 from coterie.core.errors import ConfigError, CoterieError
 
 if TYPE_CHECKING:
-    from coterie.core.plan import RoutePlan
-    from coterie.core.route_trace import Candidate, RouteTrace
+    from coterie.core.plan import Candidate, RoutePlan, RouteTrace
     from coterie.routing.protocols import Outcomes
     from coterie.routing.router import Router, Specialist
     from coterie.service.adapters.catalog import Catalog

@@ -24,7 +24,7 @@ from coterie.cli.options import (
 from coterie.cli.terminal import facts, narrate, nbytes, note
 from coterie.core.adapters import DEFAULTS, AdapterSettings
 from coterie.core.errors import InvalidRequest
-from coterie.core.telemetry import expert_facts, speed
+from coterie.core.events import expert_facts, speed
 
 if TYPE_CHECKING:
     from coterie.core.dispatch import ExpertUsage

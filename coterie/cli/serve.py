@@ -12,7 +12,7 @@ from pathlib import Path
 from coterie.api.auth import check_exposure, load_keys
 from coterie.cli.machine import is_installed
 from coterie.cli.options import add_dispatch, add_model, count, dispatch_options, fetch, size
-from coterie.core import native_threads
+from coterie.core import spawn
 from coterie.core.config import Config, load
 from coterie.core.errors import ConfigError, MissingDependency
 from coterie.core.sections import LOG_LEVELS, Server
@@ -168,7 +168,7 @@ def settings(args: argparse.Namespace) -> Config:
 
 def execute(args: argparse.Namespace) -> int:
     # before anything loads a native library
-    native_threads.pin()
+    spawn.pin()
     config = settings(args)
     for name in ("fastapi", "uvicorn", "msgspec", "zmq"):
         if not is_installed(name):

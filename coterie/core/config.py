@@ -16,14 +16,18 @@ from typing import Any, TypeVar, cast
 from coterie.core.adapters import DEFAULTS, AdapterSettings
 from coterie.core.dispatch import DispatchSettings
 from coterie.core.errors import ConfigError
-from coterie.core.pipeline_settings import (
+from coterie.core.sections import EngineSettings, Server, SpecialistSettings
+from coterie.core.settings import (
     TASK_TYPES,
     JobSettings,
     RoutingSettings,
+    Rule,
     ValidatorSettings,
+    allowed,
+    checked,
+    refuse_unknown,
+    written,
 )
-from coterie.core.sections import EngineSettings, Server, SpecialistSettings
-from coterie.core.settings import Rule, allowed, checked, refuse_unknown, written
 
 T = TypeVar("T")
 

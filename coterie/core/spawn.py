@@ -28,8 +28,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from coterie.core.native_threads import unpinned
-
 # for a standard stream: a pipe, or nothing; a number is a descriptor of ours, None the server's own
 PIPE = -1
 DEVNULL = -3
@@ -299,3 +297,33 @@ def _pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return None
+
+
+VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "RAYON_NUM_THREADS",
+)
+_before: dict[str, str | None] = {}
+
+
+def pin() -> None:
+    """To be called before any of them is loaded: they read their variable once."""
+    for name in VARIABLES:
+        _before.setdefault(name, os.environ.get(name))
+        os.environ[name] = "1"
+
+
+def unpinned() -> dict[str, str]:
+    """This process's environment as it was before `pin`."""
+    found = dict(os.environ)
+    for name, value in _before.items():
+        if value is None:
+            found.pop(name, None)
+        else:
+            found[name] = value
+    return found

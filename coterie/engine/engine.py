@@ -23,12 +23,11 @@ from coterie.engine.detokenize import Pieces
 from coterie.engine.expert_tier import ExpertTier
 from coterie.engine.grammar import Grammars
 from coterie.engine.intake import Entry, describe, open_request, refuse
-from coterie.engine.lane import LaneConfig
+from coterie.engine.lane import DeficitRoundRobin, LaneConfig
 from coterie.engine.runner import Runner
 from coterie.engine.scheduler import Scheduler
 from coterie.engine.seats import Adapters, Seats
 from coterie.engine.step import StepPlan, StepResult
-from coterie.engine.turns import DeficitRoundRobin
 
 if TYPE_CHECKING:
     from coterie.models.base import CausalLM

@@ -17,12 +17,11 @@ from itertools import groupby
 
 from coterie.core.plan import Assignment
 from coterie.core.request import own_tenant
-from coterie.engine.lane import LaneConfig, places
+from coterie.engine.lane import AdapterTurns, LaneConfig, places
 from coterie.engine.seats import Seats
 from coterie.engine.sequence import Party, Sequence, Status, rank_of
 from coterie.engine.space import KVSpace
 from coterie.engine.step import Share, StepPlan, StepRow
-from coterie.engine.turns import AdapterTurns
 
 # Logits of every prompt position are wanted: a chunk is kept this short to bound their memory.
 MAX_SCORED_ROWS = 128

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 
 if TYPE_CHECKING:
     from coterie.core.dispatch import DispatchSettings
     from coterie.models.build.moe import Experts
-    from coterie.models.moe_spec import MoeSpec
+    from coterie.models.spec import MoeSpec
     from coterie.moe.store.base import Store
     from coterie.weights.checkpoint import Checkpoint
 

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from coterie.models.experts import ExpertsWanted
     from coterie.moe.runtime.resident import Resident
     from coterie.moe.runtime.step import ExpertStep
-    from coterie.moe.store.base import Store
-    from coterie.moe.store.geometry import Geometry
+    from coterie.moe.store.base import Geometry, Store
     from coterie.weights.checkpoint import Checkpoint
 
 ROWS = (1, 16, 128)

@@ -12,8 +12,7 @@ from typing import Any
 
 from coterie.core.errors import WeightsError
 from coterie.packages import manifest as manifests
-from coterie.packages.archive import Facts, Package, assemble
-from coterie.packages.contents import Checker
+from coterie.packages.archive import Checker, Facts, Package, assemble, read_config
 from coterie.packages.digest import CONFIG, WEIGHTS, adapter_digest
 from coterie.packages.names import name_from, version_of
 from coterie.packages.paths import (
@@ -25,7 +24,6 @@ from coterie.packages.paths import (
     is_pickle,
     is_tensors,
 )
-from coterie.packages.peft_config import read_config
 from coterie.packages.tar_stream import LIMITS
 
 _CHUNK_BYTES = 1 << 20

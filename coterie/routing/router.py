@@ -12,17 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
-from coterie.core.pipeline_settings import RoutingSettings
-from coterie.core.plan import AdapterChoice, RoutePlan, Tuned
+from coterie.core.plan import AdapterChoice, RoutePlan, RouteTrace, Tuned
 from coterie.core.request import Chat, InferenceRequest, Prompt, RouteHints, Sampling, Text
 from coterie.core.resolve import VENDOR_DEFAULTS, resolve_sampling
-from coterie.core.route_trace import RouteTrace
-from coterie.routing.decide import Decision, House, Wish, decide
+from coterie.core.settings import RoutingSettings
+from coterie.routing.decide import Decision, House, Scorer, Wish, decide
 from coterie.routing.features.features import Features, extract, routed_text
-from coterie.routing.names import Asked
 from coterie.routing.protocols import Catalog, Matcher, NoAdapters, NoOutcomes, Outcomes
-from coterie.routing.resolve import Names, Route, Specialist
-from coterie.routing.score import Scorer
+from coterie.routing.resolve import Asked, Names, Route, Specialist
 from coterie.routing.stack import called
 from coterie.routing.tune import filled, suited, tuned, values_for
 

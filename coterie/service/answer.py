@@ -10,11 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from coterie.core.errors import CoterieError, from_code
-from coterie.core.events import Delta, Event, Failed, Finished, Started
+from coterie.core.events import Delta, Event, Failed, Finished, Started, facts_of
 from coterie.core.outcome import InferenceResult
 from coterie.core.plan import RoutePlan
 from coterie.core.request import Chat, Prompt, Text
-from coterie.core.telemetry import facts_of
 
 
 class AnswerBuilder:

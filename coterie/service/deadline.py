@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 
-from coterie.core.errors import DeadlineExceeded
+from coterie.core.errors import DeadlineExceeded, Overloaded
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.core.outcome import InferenceMetrics
 from coterie.core.request import InferenceRequest
@@ -99,3 +100,44 @@ class _Progress:
             Timings(total_s=time.monotonic() - self.arrived_at),
             metrics=metrics,
         )
+
+
+# a user who was quiet may ask this many seconds' worth at once
+BURST_S = 10.0
+MAX_USERS = 100_000
+
+User = tuple[str, str]
+
+
+class UserRate:
+    def __init__(
+        self,
+        per_second: float,
+        clock: Callable[[], float] = time.monotonic,
+        max_users: int = MAX_USERS,
+    ) -> None:
+        """`per_second` 0 limits nobody."""
+        self.per_second = per_second
+        self.burst = max(1.0, per_second * BURST_S)
+        self._clock = clock
+        self._max_users = max_users
+        # (tokens left, when that was)
+        self._buckets: OrderedDict[User, tuple[float, float]] = OrderedDict()
+
+    def take(self, tenant: str, user: str) -> None:
+        """One request of this user; refused with the time of the next one."""
+        if not self.per_second:
+            return
+        now, key = self._clock(), (tenant, user)
+        left, since = self._buckets.pop(key, (self.burst, now))
+        left = min(self.burst, left + (now - since) * self.per_second)
+        allowed = left >= 1.0
+        self._buckets[key] = (left - 1.0 if allowed else left, now)
+        if len(self._buckets) > self._max_users:
+            self._buckets.popitem(last=False)
+        if not allowed:
+            raise Overloaded(
+                f"this user_id may ask {self.per_second:g} times a second; try again later",
+                param="user_id",
+                retry_after_s=(1.0 - left) / self.per_second,
+            )

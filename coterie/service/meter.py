@@ -6,11 +6,19 @@ Reads events, changes none. Sits on the path of every token: one clock reading p
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from coterie.core.dispatch import ExpertUsage
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
+from coterie.core.plan import RoutePlan
 from coterie.obs.metrics import Histogram, Registry, Value
+from coterie.obs.tables import OWN_METRICS, own_series
 from coterie.obs.trace import log
+
+if TYPE_CHECKING:
+    from coterie.service.adapters.catalog import Catalog
+    from coterie.service.roster import Served
 
 PHASES = ("grammar", "queue", "adapters", "prefill", "decode", "expert_stall", "expert_io")
 
@@ -162,3 +170,76 @@ class Meter:
         series.request_choices.observe(len(self._lengths))
         if self.max_tokens is not None:
             series.request_max_tokens.observe(self.max_tokens)
+
+
+# names that get a series of their own
+MAX_NAMED = 200
+
+
+class RouteMeter:
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._router = registry.histogram("coterie_router_seconds")
+        self._validation = registry.histogram("coterie_validation_seconds")
+        # the base alone has its own, however many others there are
+        self._decisions = {"none": registry.value("coterie_route_decisions", "none")}
+
+    def planned(self, plan: RoutePlan, router_s: float) -> None:
+        self._router.observe(router_s)
+        for adapter in plan.adapters:
+            self._decision(adapter.name.partition("@")[0]).add()
+        if not plan.adapters:
+            self._decision("none").add()
+        if plan.trace is not None and plan.trace.degraded:
+            self.degraded(plan)
+
+    def degraded(self, plan: RoutePlan) -> None:
+        self._registry.value("coterie_degraded", plan.specialist).add()
+
+    def finished(self, event: Finished) -> None:
+        metrics, validation = event.metrics, event.validation
+        if metrics is not None and metrics.num_experts:
+            series = self._registry.histogram("coterie_expert_wait_seconds", metrics.specialist)
+            series.observe(metrics.expert_load_latency_ms / 1000)
+        if validation is not None:
+            result = "valid" if validation.valid else "invalid"
+            self._registry.value("coterie_validations", validation.validator, result).add()
+            self._validation.observe(validation.duration_ms / 1000)
+
+    def _decision(self, name: str) -> Value:
+        found = self._decisions.get(name)
+        if found is None:
+            if len(self._decisions) >= MAX_NAMED:
+                return self._registry.value("coterie_route_decisions", "other")
+            found = self._registry.value("coterie_route_decisions", name)
+            self._decisions[name] = found
+        return found
+
+
+REQUESTS, LOADED = "vllm:lora_requests_info", "vllm:lora_adapter_loaded"
+
+
+def measure_adapters(registry: Registry, catalog: Catalog, served: Collection[Served]) -> None:
+    registry.forget((*OWN_METRICS, REQUESTS, LOADED))
+    rooms = [item.info.adapters for item in served if item.info.adapters is not None]
+    if not rooms:
+        return
+    most = str(max(room.max_stacks for room in rooms))
+    running, waiting = (
+        ",".join(sorted(counts)) for counts in (catalog.leases.running, catalog.leases.waiting)
+    )
+    registry.value(REQUESTS, most, running, waiting).set(time.time())
+    for item in served:
+        _residency(registry, catalog, item)
+        for replica in item.replicas.members:
+            for name, labels, value in own_series(replica.name, replica.adapter_loads()):
+                registry.value(name, *labels).set(value)
+
+
+def _residency(registry: Registry, catalog: Catalog, item: Served) -> None:
+    """By every name that means a resident digest, in use or not: routers ask who is warm."""
+    resident = {d for state in item.replicas.states() for d in state.resident_adapters}
+    for name, card in catalog.current().items():
+        if card.digest in resident:
+            pinned = str(card.pinned).lower()
+            registry.value(LOADED, item.name, name, "gpu", pinned).set(1)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from coterie.core.errors import CoterieError, Unavailable, WeightsError, from_code
 from coterie.core.events import Delta, Event, Failed, Finished, Started
 from coterie.core.outcome import InferenceMetrics
-from coterie.core.pipeline_settings import JobSettings
 from coterie.core.plan import RoutePlan
 from coterie.core.request import (
     EVERY_RIGHT,
@@ -28,6 +27,7 @@ from coterie.core.request import (
     own_tenant,
 )
 from coterie.core.resolve import VENDOR_DEFAULTS
+from coterie.core.settings import JobSettings
 from coterie.models.grammar.check import GrammarCheck
 from coterie.models.text.tokenizer import is_long
 from coterie.service.adapters.admin import AdapterAdmin
@@ -37,11 +37,10 @@ from coterie.service.adapters.leases import Lease
 from coterie.service.ending import Ending
 from coterie.service.jobs.service import JobService
 from coterie.service.jobs.store import JobStore
-from coterie.service.meter import Meter
+from coterie.service.meter import Meter, RouteMeter
 from coterie.service.planner import Planner
 from coterie.service.records.log import Records
 from coterie.service.roster import Health, ModelCard, Roster
-from coterie.service.route_meter import RouteMeter
 from coterie.service.run import Run, lowered
 from coterie.service.submit.assign import assignment, tokenise
 from coterie.service.submit.handover import Handover

@@ -11,8 +11,8 @@ from coterie.core.adapters import AdapterProfile
 from coterie.core.plan import RoutePlan
 from coterie.core.request import InferenceRequest, Sampling
 from coterie.service.adapters.degrade import Left, Room, base_alone, left_out, told, without
+from coterie.service.meter import RouteMeter
 from coterie.service.roster import Roster
-from coterie.service.route_meter import RouteMeter
 from coterie.service.run import Run
 
 # times that a plan is made anew without what does not fit, before the base answers alone

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from coterie.core.adapters import AdapterCard
 from coterie.core.errors import Unavailable
-from coterie.core.pipeline_settings import RoutingSettings
 from coterie.core.request import AUTO, RouteHints
+from coterie.core.settings import RoutingSettings
 from coterie.obs.metrics import Registry
 from coterie.obs.trace import log
 from coterie.routing.protocols import Outcomes
 from coterie.routing.router import Router, Specialist
 from coterie.service.adapters.catalog import Catalog
-from coterie.service.adapters.meter import measure_adapters
-from coterie.service.meter import Series
+from coterie.service.meter import Series, measure_adapters
 from coterie.service.submit.replicas import ReplicaSet
 from coterie.workers.base import AdapterInfo, Replica, ReplicaInfo
 

@@ -22,7 +22,7 @@ from coterie.core.plain import fault_of
 from coterie.obs.trace import configure, log
 from coterie.workers import wire
 from coterie.workers.base import Command, ReplicaInfo, Report
-from coterie.workers.loop import serve
+from coterie.workers.host import serve
 
 # standard input's descriptor
 LIFELINE = 0

@@ -14,8 +14,8 @@ from coterie.core.errors import CoterieError, InternalError
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 from coterie.obs.trace import log
 from coterie.workers.base import AdapterLoad, Command, ReplicaInfo, Report, Sink, WorkerSpec
+from coterie.workers.host import serve
 from coterie.workers.ledger import Ledger
-from coterie.workers.loop import serve
 
 CLOSE_S = 30.0
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from coterie.engine.engine import Engine
     from coterie.models.text.tokenizer import Tokenizer
-    from coterie.moe.store.geometry import Geometry
+    from coterie.moe.store.base import Geometry
 
 SAVE_EVERY_S = 180.0
 PROMPTS = (

@@ -9,14 +9,16 @@ and read whole; only where that fails, piece by piece (see sift.py).
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 import msgspec
 
+from coterie.core.events import Delta, Failed, Finished, Started
 from coterie.core.plain import fault_of
-from coterie.workers.base import Command, ReplicaInfo, Report, WorkerSpec
-from coterie.workers.sift import COMMON, OWNED, fail, sift
+from coterie.core.plan import Admitted, LaneState, Rejected
+from coterie.workers.base import AdapterLoad, Command, ReplicaInfo, Report, WorkerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +104,59 @@ def _owner(item: Any) -> str:
 def unread(message: bytes) -> Command:
     """What is left of a command that `decode_command` refuses: whose it is."""
     return Command("unread", _owner(msgspec.msgpack.decode(message)))
+
+
+# what a client is told; the value itself may be anybody's text
+TOLD = "a value of this request could not be passed on; the log has its name"
+
+# (value, its type) -> the path to what is wrong with it, or None
+Fault = Callable[[Any, Any], str | None]
+
+# what belongs to a request, by the report's lists
+OWNED: dict[str, Any] = {
+    "admitted": tuple[str, Admitted],
+    "rejected": tuple[str, Rejected],
+    "started": Started,
+    "deltas": Delta,
+    "finished": Finished,
+    "failed": Failed,
+}
+# what belongs to nobody: left out, and the last report's stands
+COMMON: dict[str, Any] = {"lanes": LaneState, "adapters": AdapterLoad}
+
+
+def sift(report: Report, fault: Fault) -> None:
+    """Leave in `report` only what `fault` finds nothing wrong with."""
+    lost: set[str] = set()
+    for name, kind in OWNED.items():
+        for item in getattr(report, name):
+            if (found := fault(item, kind)) is not None:
+                report.faults.append(f"{name}.{found}")
+                lost.add(owner_of(item))
+    for name, kind in COMMON.items():
+        items = getattr(report, name)
+        wrong = [found for item in items or () if (found := fault(item, kind)) is not None]
+        if wrong:
+            report.faults += [f"{name}.{found}" for found in wrong]
+            setattr(report, name, tuple(item for item in items if fault(item, kind) is None))
+    for name, value in list(report.stats.items()):
+        if (found := fault(value, float)) is not None:
+            report.faults.append(f"stats.{name}{found}")
+            del report.stats[name]
+    if lost:
+        fail(report, lost)
+
+
+def fail(report: Report, lost: set[str]) -> None:
+    """Nothing else is told of a request that lost an event: half an answer would pass for whole."""
+    for name in OWNED:
+        kept = [item for item in getattr(report, name) if owner_of(item) not in lost]
+        setattr(report, name, kept)
+    # of an event without an owner there is nobody to tell
+    report.failed += [Failed(owner, "internal_error", TOLD) for owner in sorted(lost) if owner]
+
+
+def owner_of(item: Any) -> str:
+    """The request's id, or nothing where even that cannot be told."""
+    found = item[0] if isinstance(item, tuple) else item.request_id
+    return found if type(found) is str else ""

@@ -12,7 +12,7 @@ from pool_rig import choose, delta, fetch, open_pool, settle, stored_delta, writ
 
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.plan import stack_key
-from coterie.obs.adapter_metrics import ADAPTER_METRICS, ADAPTER_SERIES
+from coterie.obs.tables import ADAPTER_METRICS, ADAPTER_SERIES
 
 
 def test_a_stack_is_loaded_taken_and_right(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from coterie.core.errors import CoterieError, InvalidRequest, Overloaded
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.core.request import Chat
 from coterie.obs.metrics import Histogram
-from coterie.service.deadline import until_deadline
-from coterie.service.rate import UserRate
+from coterie.service.deadline import UserRate, until_deadline
 
 SECONDS = Histogram((0.001,))
 

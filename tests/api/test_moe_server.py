@@ -16,7 +16,7 @@ from served import Served, chat, frames
 from tiny import tiny_checkpoint
 
 from coterie.cli.main import main
-from coterie.obs.expert_metrics import EXPERT_SERIES
+from coterie.obs.tables import EXPERT_SERIES
 
 TOTAL = 3 * 8
 # four device slots of 24 experts and nothing in RAM: every miss reads the disk

@@ -11,9 +11,13 @@ import pytest
 from tiny import tiny_checkpoint
 
 from coterie.api.tools.base import Tool, Toolbox, tool_of
-from coterie.api.tools.blame import blamed
-from coterie.api.tools.grammar import MAX_GRAMMAR, answer_behind_thought, tool_constraint
-from coterie.api.tools.schema import held_schema
+from coterie.api.tools.grammar import (
+    MAX_GRAMMAR,
+    answer_behind_thought,
+    held_schema,
+    tool_constraint,
+)
+from coterie.api.tools.read import blamed
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import ResponseFormat
 from coterie.models.grammar.grammar import GrammarVocabulary

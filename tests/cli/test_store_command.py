@@ -17,7 +17,7 @@ from coterie.cli.main import main
 from coterie.models.base import load_model
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 from coterie.moe.store.packed import open_packed
 from coterie.weights.checkpoint import open_checkpoint
 

@@ -1,4 +1,4 @@
-"""core/native_threads.py: the gateway's libraries have one thread, workers their own."""
+"""core/spawn.py: the gateway's libraries have one thread, workers their own."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from coterie.engine import filters as filters_module
+from coterie.engine import sampler as filters_module
 from coterie.engine.draw import make_draw, uniform
 from coterie.engine.sampler import Sampler
 from coterie.engine.sequence import Sequence

@@ -12,12 +12,11 @@ from coterie.core.errors import ConfigError
 from coterie.core.plan import AdapterChoice, stack_key
 from coterie.engine.draw import Draw
 from coterie.engine.engine import FIRST_GUESS_S, Pace
-from coterie.engine.lane import LaneConfig
+from coterie.engine.lane import MAX_PASSED_OVER, AdapterTurns, DeficitRoundRobin, LaneConfig
 from coterie.engine.scheduler import Scheduler
 from coterie.engine.seats import Seats
 from coterie.engine.sequence import BASE, Front, Sequence, Status
 from coterie.engine.step import StepPlan
-from coterie.engine.turns import MAX_PASSED_OVER, AdapterTurns, DeficitRoundRobin
 
 order = itertools.count()
 

@@ -11,7 +11,7 @@ from coterie.moe.planner.plan import Case, Subject
 from coterie.moe.planner.workload import Workload, from_heatmap
 from coterie.moe.runtime.budget import ExpertSizes, Needs
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 
 MB = 10**6
 GEOMETRY = Geometry((0, 1, 2, 3), 16, 2)

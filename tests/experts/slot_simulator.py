@@ -9,7 +9,7 @@ from coterie.moe.dispatch.base import Costs, Demand, Scene, Strategy
 from coterie.moe.dispatch.table import build
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.slot_map import Residency
-from coterie.moe.store.geometry import Geometry, Key
+from coterie.moe.store.base import Geometry, Key
 
 COSTS = Costs(upload_s=2e-3, device_run_s=1e-4, host_run_s=1e-3)
 

@@ -12,10 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coterie.kernels.cpu.expert_record import unpack_record
-from coterie.kernels.cpu.quantise import rounded
-from coterie.moe.store.base import ExpertNames, Store, open_store
-from coterie.moe.store.geometry import Geometry, Key
+from coterie.kernels.cpu.expert_record import rounded, unpack_record
+from coterie.moe.store.base import ExpertNames, Geometry, Key, Store, open_store
 from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint, open_checkpoint
 from coterie.weights.formats.gguf import read_gguf
 from coterie.weights.formats.gguf_tensors import map_file

@@ -14,7 +14,7 @@ from coterie.moe.dispatch.pace import MAX_BUDGET
 from coterie.moe.dispatch.table import STRATEGIES, build
 from coterie.moe.planner.simulate import Stage, belady, replay
 from coterie.moe.runtime.slot_map import Residency
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 from tests.experts.slot_simulator import Simulator
 from tests.experts.traces import TASTES, make
 

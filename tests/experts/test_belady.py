@@ -12,7 +12,7 @@ from coterie.moe.dispatch.base import Demand
 from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner.simulate import Stage, belady, replay
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.geometry import Geometry, Key
+from coterie.moe.store.base import Geometry, Key
 from tests.experts.traces import TASTES, make
 
 

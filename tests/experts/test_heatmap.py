@@ -10,7 +10,7 @@ import pytest
 
 from coterie.core.errors import WeightsError
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 
 GEOMETRY = Geometry((0, 3), 4, 2, frozenset({(3, 3)}))
 

@@ -26,7 +26,7 @@ from coterie.moe.planner.plan import (
 from coterie.moe.planner.simulate import BELADY
 from coterie.moe.runtime.budget import ExpertSizes
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 from tests.experts.traces import make
 
 

@@ -7,7 +7,7 @@ import pytest
 from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner.simulate import Counts, Stage, replay
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 from tests.experts.traces import make
 
 GEOMETRY = Geometry((0, 2, 3, 5), 8, 2)

@@ -10,7 +10,7 @@ import pytest
 from coterie.core.errors import WeightsError
 from coterie.moe.dispatch.base import Demand
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 from tests.experts.traces import make
 
 GEOMETRY = Geometry((1, 2), 8, 2)

@@ -19,8 +19,8 @@ from coterie.core.errors import ConfigError
 from coterie.engine.expert_tier import standing
 from coterie.moe.runtime.budget import ExpertSizes, Needs, TierSlots, size_tiers
 from coterie.moe.runtime.opening import Room
-from coterie.moe.store.geometry import Geometry
-from coterie.obs.expert_metrics import EXPERT_SERIES
+from coterie.moe.store.base import Geometry
+from coterie.obs.tables import EXPERT_SERIES
 from coterie.weights.shortage import MemoryShortage, is_shortage
 from tests.experts.stage import PROMPTS, Setting, Stage
 from tests.experts.tiny_moe import checkpoint_of

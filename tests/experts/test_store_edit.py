@@ -11,9 +11,9 @@ import torch
 
 from coterie.core.errors import WeightsError
 from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.store.base import Geometry
 from coterie.moe.store.edit import Groups, named_parts, prune, replace_expert
 from coterie.moe.store.export import export
-from coterie.moe.store.geometry import Geometry
 from coterie.moe.store.index import EXPERTS_FILE, read_index
 from coterie.moe.store.inspect import inspect, profile, verify
 from coterie.moe.store.packed import open_packed

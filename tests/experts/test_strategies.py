@@ -18,7 +18,7 @@ from coterie.moe.dispatch.table import STRATEGIES, Choice, build, parse, resolve
 from coterie.moe.dispatch.weighted_pin import pin_budgets
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.slot_map import Residency
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 from tests.experts.slot_simulator import COSTS, Simulator
 
 # layer 3 is dense, one expert was pruned

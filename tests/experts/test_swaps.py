@@ -15,7 +15,7 @@ from coterie.cli.main import main
 from coterie.moe.dispatch.base import Costs
 from coterie.moe.planner.simulate import Stage, replay
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 from coterie.workers.warmup import HeatmapFile
 from tests.experts.traces import make
 

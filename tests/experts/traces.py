@@ -8,7 +8,7 @@ import numpy as np
 
 from coterie.moe.dispatch.base import Demand
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 
 # (step, layer index) -> a preference per expert, in logits
 Taste = Callable[[int, int], np.ndarray]

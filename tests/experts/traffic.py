@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.geometry import Geometry, Key
+from coterie.moe.store.base import Geometry, Key
 from tests.experts.stage import NEW_TOKENS, PROMPTS, Setting, Stage
 from tests.experts.tiny_moe import EXPERTS, LAYERS, TOP_K, checkpoint_of
 

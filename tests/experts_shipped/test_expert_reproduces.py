@@ -10,7 +10,7 @@ import pytest
 from coterie.cli.main import main
 from coterie.packages import archive
 from coterie.packages.digest import CONFIG, WEIGHTS
-from coterie.packages.figures import ITEMS
+from coterie.packages.evaluate import ITEMS
 
 FOLDER = Path(__file__).resolve().parents[2] / "experts"
 FILES = sorted(FOLDER.glob("*.expert"))

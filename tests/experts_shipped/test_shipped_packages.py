@@ -8,8 +8,7 @@ import pytest
 
 from coterie.core.adapters import KINDS, AdapterCard
 from coterie.packages.archive import Package, inspect
-from coterie.packages.evaluate import score
-from coterie.packages.figures import ITEMS, LANGUAGE_ITEMS, read_figures, read_languages
+from coterie.packages.evaluate import ITEMS, LANGUAGE_ITEMS, read_figures, read_languages, score
 from coterie.packages.profile import profile_of
 from coterie.packages.signing import package_message
 from coterie.packages.trust import TrustStore

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from coterie.kernels.cpu import abi
-from coterie.kernels.cpu.build import find_compiler, native
+from coterie.kernels.cpu.build import find_compiler, native, use_threads_here
 from coterie.kernels.cpu.layers import PackedLinear
-from coterie.kernels.cpu.threads import use_threads_here
 from coterie.weights.quantize import dense
 from tests.kernels.cases import KINDS, weight
 from tests.kernels.expert_cases import blocks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coterie.kernels.cpu.build import find_compiler
-from coterie.kernels.cpu.quantise import rounded
+from coterie.kernels.cpu.expert_record import rounded
 from coterie.weights.quantize import Dense, Int4, Int8, convert, dense
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")

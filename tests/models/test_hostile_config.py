@@ -186,7 +186,7 @@ def test_deep_nesting_in_any_file_is_a_typed_refusal(
 ) -> None:
     from coterie.moe.planner.machine import Identity, load, path_of
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.moe.store.geometry import Geometry
+    from coterie.moe.store.base import Geometry
     from coterie.moe.store.index import INDEX_FILE, read_index
 
     text = f'{{"a": {nested(100_000)}}}'

@@ -11,7 +11,7 @@ from benchmarks.dense_cpu import System, table
 from benchmarks.limits import disk_bandwidth
 from coterie.moe.dispatch.base import Demand
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 
 
 def test_one_token_reads_what_was_published() -> None:

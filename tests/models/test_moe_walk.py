@@ -19,7 +19,7 @@ from coterie.kernels.batch import AttentionBatch, split_batch
 from coterie.kernels.expert_gate import Router, Routing
 from coterie.kernels.linear import ReferenceLinear
 from coterie.models.base import CausalLM, load_model, read_spec
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.quantize import Dense
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coterie.obs.metrics import METRICS, Registry, reference
+from coterie.obs.metrics import Registry, reference
+from coterie.obs.tables import METRICS
 
 
 def parsed(registry: Registry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

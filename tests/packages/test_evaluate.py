@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 
 from coterie.core.errors import WeightsError
-from coterie.packages.evaluate import METRICS, judge, read_items, score, wilson
-from coterie.packages.figures import Figures, read_figures
+from coterie.packages.evaluate import (
+    METRICS,
+    Figures,
+    judge,
+    read_figures,
+    read_items,
+    score,
+    wilson,
+)
 
 _SQL = {
     "sql": "SELECT name FROM t WHERE n > 15",

@@ -11,15 +11,14 @@ import pytest
 
 from coterie.core.adapters import MAX_STACK, AdapterProfile
 from coterie.core.errors import InvalidRequest, NotFound
-from coterie.core.pipeline_settings import RoutingSettings
-from coterie.core.plan import RoutePlan
+from coterie.core.plan import Candidate, RoutePlan
 from coterie.core.request import AdapterHint, Chat, RouteHints
-from coterie.core.route_trace import Candidate
+from coterie.core.settings import RoutingSettings
 from coterie.routing.classify.rules import compiled
+from coterie.routing.decide import Scorer
 from coterie.routing.features.features import Features
 from coterie.routing.protocols import NoOutcomes
 from coterie.routing.router import CANDIDATES, Router, Specialist
-from coterie.routing.score import Scorer
 from tests.routing.fleet import BASE, OTHER, Answers, Fleet, Matched, asking, profile
 
 SPECIALISTS = [Specialist("tiny", fingerprint=BASE), Specialist("other", fingerprint=OTHER)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coterie.routing.features.words import HEAD_CHARS, TAIL_CHARS, bounded, words
+from coterie.routing.features.instruction import HEAD_CHARS, TAIL_CHARS, bounded, words
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS, Embedder
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from coterie.cli.main import main
 from coterie.cli.router import candidates_table
-from coterie.core.route_trace import Candidate
+from coterie.core.plan import Candidate
 from coterie.packages.registry import Registry
 from coterie.packages.trust import TrustStore
 from tests.packages.made import package

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.core.pipeline_settings import TASK_TYPES
+from coterie.core.settings import TASK_TYPES
 from coterie.routing.features.features import HEAD_CHARS, TAIL_CHARS, extract, routed_text
 from coterie.routing.tune import TASK_VALUES
 

@@ -1,4 +1,4 @@
-"""routing/names.py and the router over a real registry: every spelling, every refusal, the time."""
+"""routing/resolve.py and the router over a real registry: every spelling, every refusal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.request import AdapterHint, InferenceRequest, Limits, RouteHints, Sampling, Text
 from coterie.packages.registry import Registry
 from coterie.packages.trust import TrustStore
-from coterie.routing.names import Asked, read
+from coterie.routing.resolve import Asked, read
 from coterie.routing.router import Router, Specialist
 from coterie.service.adapters.catalog import Catalog
 from tests.packages.made import lora_directory

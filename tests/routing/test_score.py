@@ -1,4 +1,4 @@
-"""routing/score.py: the three terms by hand, and what a prior is for."""
+"""routing/decide.py: the three terms by hand, and what a prior is for."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from coterie.core.pipeline_settings import RoutingSettings
-from coterie.routing.score import PRIOR_VERDICTS, Scorer, room_left, smoothed
+from coterie.core.settings import RoutingSettings
+from coterie.routing.decide import PRIOR_VERDICTS, Scorer, room_left, smoothed
 from tests.routing.fleet import profile
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.errors import CoterieError
-from coterie.core.plan import AdapterChoice, RoutePlan
+from coterie.core.plan import AdapterChoice, Candidate, RoutePlan, RouteTrace
 from coterie.core.request import AdapterHint, Sampling
-from coterie.core.route_trace import Candidate, RouteTrace
 from coterie.service.adapters.degrade import Left, Room, left_out, told
 from coterie.service.pipeline import Pipeline
 from tests.api.served import own_home

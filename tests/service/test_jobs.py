@@ -21,8 +21,8 @@ from coterie.core.config import load
 from coterie.core.errors import NotFound, Overloaded, Unavailable
 from coterie.core.events import Event
 from coterie.core.job import Job, JobQuery, JobSpec
-from coterie.core.pipeline_settings import JobSettings
 from coterie.core.request import InferenceRequest, Limits, RouteHints, Sampling, Text
+from coterie.core.settings import JobSettings
 from coterie.service.build import build
 from coterie.service.jobs import dispatch, store
 from coterie.service.jobs import service as module

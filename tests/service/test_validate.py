@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from coterie.core.outcome import ValidationResult
 from coterie.core.request import ResponseFormat
-from coterie.service.validate.base import MAX_CHARACTERS, MAX_ERROR, Context
-from coterie.service.validate.fences import blocks
+from coterie.service.validate.base import MAX_CHARACTERS, MAX_ERROR, Context, blocks
 from coterie.service.validate.json_text import JsonText
 from coterie.service.validate.validators import Validators
 

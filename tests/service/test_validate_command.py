@@ -18,7 +18,7 @@ import pytest
 
 from coterie.core.errors import ConfigError
 from coterie.core.outcome import ValidationResult
-from coterie.core.pipeline_settings import ValidatorSettings
+from coterie.core.settings import ValidatorSettings
 from coterie.service.validate import sandbox
 from coterie.service.validate.base import Context
 from coterie.service.validate.sandbox import Bounds, Ran, run

@@ -24,10 +24,10 @@ def install(unchecked: bool = False) -> None:
     """`unchecked`: as if nothing were looked at where it is made."""
     from coterie.engine.active import ActiveRequest
     from coterie.engine.engine import Engine
-    from coterie.workers import loop
+    from coterie.workers import host
 
     if unchecked:
-        loop.sift = lambda report, fault: None  # type: ignore[attr-defined]
+        host.sift = lambda report, fault: None  # type: ignore[attr-defined]
     produce, finished = ActiveRequest.produce, ActiveRequest.finished
     stats, add = Engine.stats, Engine.add
 

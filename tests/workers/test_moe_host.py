@@ -18,7 +18,7 @@ from coterie.core.errors import ConfigError, WeightsError
 from coterie.moe.dispatch.pace import MIN_INTERVAL
 from coterie.moe.runtime.budget import ExpertSizes, Needs, size_tiers
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 from coterie.workers.warmup import SAVE_EVERY_S, HeatmapFile, heatmap_path
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from coterie.adapters.kinds.folding import turned
 from coterie.adapters.kinds.lora import read
-from coterie.adapters.numbers import turned
 from coterie.core.errors import WeightsError
 
 if TYPE_CHECKING:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from coterie.adapters.numbers import turned
+from coterie.adapters import finite
 from coterie.kernels.patch import Patch
 
 if TYPE_CHECKING:
@@ -92,3 +94,20 @@ class Folding:
         pairs = zip(*self._terms, strict=True)
         a, b = (torch.cat([part.to(dtype) for part in parts]) for parts in pairs)
         return a, b
+
+
+_WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every value is a number; `tensor` is contiguous."""
+    words = tensor.view(_WORDS[tensor.dtype]).numpy().reshape(-1)
+    return finite.is_finite(words, _NAMES[tensor.dtype])
+
+
+def turned(matrix: Tensor) -> Tensor:
+    """The transpose, row by row in memory of its own."""
+    kind = _WORDS[matrix.dtype]
+    columns = matrix.view(kind).numpy().T
+    return torch.from_numpy(np.array(columns, order="C")).view(matrix.dtype)

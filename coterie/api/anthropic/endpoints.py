@@ -23,8 +23,7 @@ from coterie.api.inference import (
     answerer,
     steering_of,
 )
-from coterie.api.tools.blame import tool_events
-from coterie.api.tools.read import held, reading_of
+from coterie.api.tools.read import held, reading_of, tool_events
 from coterie.api.transport.sse import EventStream, while_connected
 
 JSON = "application/json"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from coterie.api.admin.experts_types import adapter_hints
+from coterie.api.admin.experts import adapter_hints
 from coterie.api.anthropic.types import (
     Block,
     CountBody,

@@ -18,8 +18,7 @@ from coterie.api.tools.read import WORDS, Parts, Reading
 from coterie.api.tools.reasoning import CONTENT, REASONING, Piece
 from coterie.api.tools.split import ARGUMENTS, CALL
 from coterie.core.errors import CoterieError
-from coterie.core.events import Delta, Event, Finished, Started, Usage
-from coterie.core.telemetry import metadata
+from coterie.core.events import Delta, Event, Finished, Started, Usage, metadata
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from coterie.api.admin.experts_types import Experts
+from coterie.api.admin.experts import Experts
 from coterie.api.body import Body
 from coterie.api.openai.types import MAX_MESSAGES, Urgency
 from coterie.api.tools.base import MAX_TOOLS

@@ -11,8 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from coterie.core.outcome import InferenceMetrics
-from coterie.core.plan import AdapterChoice
-from coterie.core.route_trace import RouteTrace
+from coterie.core.plan import AdapterChoice, RouteTrace
 
 
 class GenerationParams(BaseModel):

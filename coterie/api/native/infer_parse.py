@@ -29,7 +29,7 @@ from coterie.core.request import (
     Sampling,
 )
 from coterie.obs.metrics import Histogram
-from coterie.service.rate import UserRate
+from coterie.service.deadline import UserRate
 
 _HOLES = re.compile(r"\{(prompt|body)\}")
 MAX_SHOWN = 64

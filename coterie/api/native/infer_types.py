@@ -12,7 +12,7 @@ from unicodedata import combining, is_normalized, normalize
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from coterie.api.admin.experts_types import Name
+from coterie.api.admin.experts import Name
 from coterie.api.body import Body
 from coterie.api.openai.types import StopString, StopStrings
 from coterie.core.adapters import MAX_STACK

@@ -7,21 +7,36 @@ answers. Translates and nothing more; `service/jobs/service.py` does the work.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from coterie.api.errors import encode, row_of, told
-from coterie.api.exchange import exchange_of
-from coterie.api.native.infer_answer import answer_fields
-from coterie.api.native.jobs_events import JobEvents
-from coterie.api.native.jobs_types import JobParameters
-from coterie.api.query import query_of
-from coterie.core.errors import from_code
-from coterie.core.job import Job, JobError, JobQuery
-from coterie.service.jobs.service import JobService
+from coterie.api.exchange import Exchange, exchange_of, log_fault
+from coterie.api.native.infer_answer import (
+    DELTA,
+    ERROR,
+    FINISHED,
+    STARTED,
+    Frame,
+    answer_fields,
+    error_fields,
+    sse,
+    started_fields,
+)
+from coterie.api.query import Query, query_of
+from coterie.api.transport.sse import KEEPALIVE_S, while_connected
+from coterie.core.errors import CoterieError, InternalError, InvalidRequest, from_code
+from coterie.core.job import CANCELLED, MAX_PAGE, Job, JobError, JobQuery
+from coterie.core.outcome import InferenceResult
+from coterie.core.plan import RoutePlan
+from coterie.service.jobs.service import JobService, Progress
 
 JSON = "application/json"
 
@@ -79,11 +94,11 @@ def view(job: Job) -> dict[str, Any]:
         "user_id": job.user_id or None,
         "text": job.text,
         "result": None if job.result is None else answer_fields(job.result),
-        "error": None if job.error is None else error_fields(job.error),
+        "error": None if job.error is None else job_error_fields(job.error),
     }
 
 
-def error_fields(error: JobError) -> dict[str, Any]:
+def job_error_fields(error: JobError) -> dict[str, Any]:
     """As it would have been answered at once."""
     fault = from_code(error.code, error.message)
     row = row_of(fault)
@@ -104,3 +119,122 @@ def moment(at: float | None) -> str | None:
 
 def _tenant(request: Request) -> str:
     return exchange_of(request.scope).tenant
+
+
+KEEPALIVE = b": keepalive\n\n"
+
+
+class JobEvents(Response):
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, progress: AsyncGenerator[Progress, None], job_id: str, exchange: Exchange
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        # the body's length is not known
+        del self.headers["content-length"]
+        self.progress = progress
+        self.job_id = job_id
+        self.exchange = exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            await while_connected(receive, self._run(send))
+        finally:
+            await self.progress.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _run(self, send: Send) -> None:
+        coming: asyncio.Future[Progress] | None = None
+        try:
+            while True:
+                coming = coming or asyncio.ensure_future(anext(self.progress))
+                await asyncio.wait({coming}, timeout=KEEPALIVE_S)
+                if not coming.done():
+                    await _write(send, KEEPALIVE)
+                    continue
+                item, coming = coming.result(), None
+                await _write(send, sse(*frame_of(self.job_id, item)))
+                if isinstance(item, Job):
+                    return
+        except CoterieError as error:
+            await _write(send, self._error(error))
+        except Exception as error:
+            log_fault(error, self.exchange.request_id)
+            await _write(send, self._error(InternalError("the server failed to tell the events")))
+        finally:
+            if coming is not None:
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
+
+    def _error(self, error: CoterieError) -> bytes:
+        return sse(ERROR, error_fields(error))
+
+
+def frame_of(job_id: str, item: Progress) -> Frame:
+    """What `item` says to whoever follows; raises what a job without a result ended with."""
+    if isinstance(item, str):
+        return DELTA, {"text": item}
+    if isinstance(item, RoutePlan):
+        return STARTED, started_fields(job_id, item)
+    if item.result is not None:
+        return FINISHED, answer_fields(item.result)
+    if item.status == CANCELLED:
+        raise InvalidRequest("the job was cancelled")
+    assert item.error is not None, "a job that failed says why"
+    raise from_code(item.error.code, item.error.message)
+
+
+async def _write(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+Status = Literal["queued", "processing", "succeeded", "failed", "cancelled"]
+
+
+class JobParameters(Query):
+    """Filters of the list."""
+
+    status: Status | None = None
+    user_id: str | None = None
+    limit: int = Field(20, ge=1, le=MAX_PAGE)
+    after: str | None = Field(None, description="A page's `next`.")
+
+
+class JobFault(BaseModel):
+    """Why a job failed, as it would have been answered at once."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class JobView(BaseModel):
+    """Where a job stands. `text` is what there is so far; times are ISO 8601."""
+
+    job_id: str
+    status: Status
+    submitted_at: str
+    started_at: str | None
+    finished_at: str | None
+    user_id: str | None
+    text: str
+    result: InferenceResult | None
+    error: JobFault | None
+
+
+class DeletedJob(JobView):
+    """`deleted` is false for a job that was cancelled: it can still be asked for."""
+
+    deleted: bool
+
+
+class JobList(BaseModel):
+    """One page, newest first; `next` is what to send as `after`."""
+
+    object: Literal["list"]
+    data: list[JobView]
+    has_more: bool
+    next: str | None

@@ -28,8 +28,7 @@ from coterie.api.openai.parse import chat_ask, completion_asks, echoed, scores_p
 from coterie.api.openai.text import TextShape, TextStream
 from coterie.api.openai.types import ChatBody, Common, CompletionBody
 from coterie.api.response_format import format_named
-from coterie.api.tools.blame import tool_events
-from coterie.api.tools.read import held, reading_of
+from coterie.api.tools.read import held, reading_of, tool_events
 from coterie.api.transport.sse import Events, EventStream, while_connected
 
 JSON = "application/json"

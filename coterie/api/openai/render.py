@@ -12,8 +12,7 @@ from typing import Any
 from coterie.api import errors
 from coterie.api.errors import encode
 from coterie.core.errors import CoterieError
-from coterie.core.events import Delta, Event, Finished, Started, TokenLogprob, Usage
-from coterie.core.telemetry import metadata
+from coterie.core.events import Delta, Event, Finished, Started, TokenLogprob, Usage, metadata
 from coterie.engine.detokenize import Offsets
 
 DONE = b"data: [DONE]\n\n"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from coterie.api.admin.experts_types import Experts
+from coterie.api.admin.experts import Experts
 from coterie.api.body import Body
 from coterie.api.tools.base import MAX_TOOLS
 from coterie.core.nesting import is_deeper

@@ -6,6 +6,8 @@ Joins the two splitters; what neither is asked for passes as words.
 from __future__ import annotations
 
 import asyncio
+import re
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,11 +15,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from coterie.api.collect import Choice
-from coterie.api.inference import Ask
-from coterie.api.response_format import FORMAT, named
-from coterie.api.tools.grammar import answer_behind_thought, tool_constraint
+from coterie.api.inference import Ask, Service, Steering, events_of, inference_request
+from coterie.api.response_format import FORMAT, format_named, named
+from coterie.api.tools.base import Toolbox
+from coterie.api.tools.grammar import ANSWER, answer_behind_thought, tool_constraint
 from coterie.api.tools.reasoning import CONTENT, REASONING, Piece, Splitter, opened_thought
 from coterie.api.tools.split import ARGUMENTS, CALL, CallMarks
+from coterie.api.transport.sse import Events
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import Chat, ResponseFormat
 
@@ -170,3 +174,50 @@ async def _whole_format(
     elif answer is not None and thought is not None:
         answer = await asyncio.to_thread(answer_behind_thought, answer, tokenizer, thought)
     return answer
+
+
+# the grammar's own complaint: line, column, reason, then the lines around it
+_FAULT = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?)(?: \d+ \| .*)?$")
+_RULE = re.compile(r"arguments_(\d+): ")
+
+
+def tool_events(service: Service, ask: Ask, steering: Steering, request_id: str) -> Events:
+    """The events of `ask`, whose format is already its tools' grammar."""
+    asked = inference_request(ask, steering, request_id)
+    events = events_of(service, asked, steering.exchange)
+    if ask.tools is None or ask.response_format is None:
+        return format_named(events, ask.format_field)
+    return _blaming(events, ask.tools, ask)
+
+
+async def _blaming(events: Events, toolbox: Toolbox, ask: Ask) -> Events:
+    """The same events; a complaint about the grammar becomes one about a tool, or about what an
+    answer that calls none has to look like."""
+    async with aclosing(events):
+        try:
+            async for event in events:
+                yield event
+        except InvalidRequest as error:
+            if error.param != FORMAT or ask.response_format is None:
+                raise
+            raise blamed(error.message, toolbox, ask.response_format, ask.format_field) from None
+
+
+def blamed(
+    message: str, toolbox: Toolbox, grammar: ResponseFormat, format_field: str = FORMAT
+) -> InvalidRequest:
+    fault = _FAULT.search(message)
+    if fault is not None:
+        lines = grammar.text.splitlines()
+        at = int(fault[1]) - 1
+        line = lines[at] if at < len(lines) else ""
+        if line.startswith(ANSWER):
+            reason = f"{format_field}: cannot be enforced: {fault[2]}"
+            return InvalidRequest(reason, param=format_field)
+        rule = _RULE.match(line)
+        if rule is not None:
+            tool = toolbox.usable()[int(rule[1])]
+            where = f"tools.{toolbox.tools.index(tool)}"
+            reason = f"{where}: the schema of '{tool.name}' cannot be enforced: {fault[2]}"
+            return InvalidRequest(reason, param=where)
+    return InvalidRequest(f"tools: {message}", param="tools")

@@ -18,9 +18,7 @@ from coterie.api.native.infer import submit
 from coterie.api.native.infer_answer import Frame, Inference, Service, answer_fields
 from coterie.api.native.infer_parse import Asked, Reception
 from coterie.api.native.infer_types import MAX_TIMEOUT_MS
-from coterie.api.native.jobs import view
-from coterie.api.native.jobs_events import frame_of
-from coterie.api.native.jobs_types import JobParameters
+from coterie.api.native.jobs import JobParameters, frame_of, view
 from coterie.api.proto.coterie.v1 import inference_pb2 as pb
 from coterie.api.transport.grpc_door import Call, GrpcDoor, handler
 from coterie.core.errors import InvalidRequest

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from coterie.api.auth import Keys
+from coterie.api.auth import Keys, Origins
 from coterie.api.body import aside, decode
 from coterie.api.errors import OPENAI, encode, status_of
 from coterie.api.exchange import (
@@ -28,7 +28,6 @@ from coterie.api.exchange import (
 )
 from coterie.api.native.infer_answer import ERROR, Inference, Service, error_fields
 from coterie.api.native.infer_parse import Caller, Reception
-from coterie.api.origin import Origins
 from coterie.core.errors import (
     CoterieError,
     InternalError,

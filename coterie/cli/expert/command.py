@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from coterie.cli.expert import actions
+from coterie.cli.expert import actions as packing
 from coterie.cli.expert import evaluate as testing
-from coterie.cli.expert import pack as packing
-from coterie.cli.menu import Menu, choose
 from coterie.cli.options import size
+from coterie.cli.terminal import Menu, choose
 from coterie.core.adapters import DEFAULTS
 
 HELP = "pack, sign, verify and install experts: adapters for a base model"

@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coterie.cli.menu import show
 from coterie.cli.options import add_model, count, fetch
-from coterie.cli.terminal import facts, narrate, note, table
+from coterie.cli.terminal import facts, narrate, note, show, table
 from coterie.core.errors import NotFound
 
 if TYPE_CHECKING:
-    from coterie.packages.evaluate import EvalItem
-    from coterie.packages.figures import Figures
+    from coterie.packages.evaluate import EvalItem, Figures
     from coterie.workers.embedded import LLM
 
 HELP = "run an expert's held-out items: does it do what its manifest says?"
@@ -118,8 +116,13 @@ def read_stated(
     reference: str, language: str | None = None, source: str | None = None
 ) -> dict[str, Stated]:
     """By language, from a package or what came along with an installed expert, or from a file."""
-    from coterie.packages.evaluate import read_items
-    from coterie.packages.figures import ITEMS, LANGUAGE_ITEMS, read_figures, read_languages
+    from coterie.packages.evaluate import (
+        ITEMS,
+        LANGUAGE_ITEMS,
+        read_figures,
+        read_items,
+        read_languages,
+    )
 
     file = ITEMS if language is None else LANGUAGE_ITEMS
     manifest, data = _package(reference, file)
@@ -186,8 +189,7 @@ def answers(llm: LLM, items: Sequence[EvalItem], expert: str | None = None) -> l
 def judged(
     metric: str, items: Sequence[EvalItem], base: Sequence[str], expert: Sequence[str]
 ) -> Figures:
-    from coterie.packages.evaluate import judge
-    from coterie.packages.figures import Figures
+    from coterie.packages.evaluate import Figures, judge
 
     def verdicts(texts: Sequence[str]) -> tuple[bool, ...]:
         pairs = zip(texts, items, strict=True)

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from coterie.kernels.cpu import abi
 from coterie.weights.home import kernels_dir
 from coterie.weights.lock import file_lock
@@ -196,3 +198,14 @@ def openmp_runtime() -> str:
 
 def _say(message: str) -> None:
     print(f"coterie: {message}", file=sys.stderr, flush=True)
+
+
+def use_threads_here(count: int) -> None:
+    """For torch's operators and native calls that the calling thread begins from now on. Where
+    torch runs without OpenMP nothing changes."""
+    # torch gives a new thread its number at the first look
+    torch.get_num_threads()
+    try:
+        ctypes.CDLL(openmp_runtime()).omp_set_num_threads(ctypes.c_int(count))
+    except (OSError, AttributeError):
+        return

@@ -15,10 +15,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from coterie.core.errors import InternalError
+from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.build import native
-from coterie.kernels.cpu.quantise import rounded
 from coterie.kernels.expert_layout import GROUP, PANEL, ExpertLayout, PartPlace
-from coterie.weights.quantize import DTYPES, Blocks, Dense, Int4, Int8, Weight, dense
+from coterie.weights.quantize import (
+    DTYPES,
+    Blocks,
+    Dense,
+    Int4,
+    Int8,
+    Weight,
+    convert,
+    dense,
+)
 
 # int8 and int4: bytes of q, then fp16 scales (and minima) of one group of one panel
 _Q_BYTES = {"int8": 512, "int4": 256}
@@ -184,3 +193,35 @@ def dense_parts(layout: ExpertLayout, record: Tensor, dtype: torch.dtype) -> dic
         name: part.to(dtype) if isinstance(part, Tensor) else dense(part, dtype)
         for name, part in unpack_record(layout, record).items()
     }
+
+
+_KINDS = {"int8": abi.KIND_INT8, "int4": abi.KIND_INT4}
+
+
+def rounded(weight: Weight, dtype: str, threads: int = 1) -> Weight:
+    """`convert(weight, dtype)`, fast for dense matrices on the CPU."""
+    kind, library = _KINDS.get(dtype), native()
+    if kind is None or library is None or not isinstance(weight, Dense):
+        return convert(weight, dtype)
+    tensor = weight.tensor
+    groupable = tensor.ndim == 2 and tensor.shape[1] % GROUP == 0 and tensor.numel() > 0
+    if not groupable or tensor.device.type != "cpu":
+        return convert(weight, dtype)
+    if tensor.dtype not in (torch.float32, torch.bfloat16):
+        tensor = tensor.float()
+    tensor = tensor.contiguous()
+    rows, columns = tensor.shape
+    scale = torch.empty(rows, columns // GROUP, dtype=torch.float16)
+    minimum = torch.empty_like(scale) if dtype == "int4" else scale
+    q = torch.empty(rows, columns // 2 if dtype == "int4" else columns, dtype=torch.uint8)
+    library.call.ct_quantise(
+        kind,
+        tensor.numel() // GROUP,
+        tensor.data_ptr(),
+        tensor.dtype == torch.bfloat16,
+        q.data_ptr(),
+        scale.data_ptr(),
+        minimum.data_ptr(),
+        threads,
+    )
+    return Int4(q, scale, minimum) if dtype == "int4" else Int8(q.view(torch.int8), scale)

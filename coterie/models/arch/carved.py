@@ -11,8 +11,7 @@ from typing import Any
 
 from coterie.core.errors import WeightsError
 from coterie.models.arch import llama, mistral, qwen3
-from coterie.models.moe_spec import MoeSpec, Routing, check_moe, gated_parts
-from coterie.models.spec import ModelSpec, whole
+from coterie.models.spec import ModelSpec, MoeSpec, Routing, check_moe, gated_parts, whole
 
 ARCHITECTURE = "CarvedForCausalLM"
 

@@ -7,8 +7,17 @@ from typing import Any
 
 from coterie.core.errors import WeightsError
 from coterie.models.config_fields import shown
-from coterie.models.moe_spec import Latent, MoeSpec, Routing, check_moe, flag, gated_parts
-from coterie.models.spec import ModelSpec, read_dense, whole
+from coterie.models.spec import (
+    Latent,
+    ModelSpec,
+    MoeSpec,
+    Routing,
+    check_moe,
+    flag,
+    gated_parts,
+    read_dense,
+    whole,
+)
 
 # options with the only values that transformers' DeepSeek-V2 computes
 _ONLY: dict[str, tuple[Any, ...]] = {

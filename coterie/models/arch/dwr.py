@@ -25,9 +25,11 @@ from coterie.models.build.blocks import Ops, ops_for
 from coterie.models.build.layers import Progress, read_ends
 from coterie.models.build.moe import MoeLayer
 from coterie.models.config_fields import shown
-from coterie.models.moe_spec import MoeSpec, Routing, check_moe
 from coterie.models.spec import (
     ModelSpec,
+    MoeSpec,
+    Routing,
+    check_moe,
     refuse_unknown_meanings,
     served_positions,
     token_ids,

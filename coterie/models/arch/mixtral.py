@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coterie.models.moe_spec import MoeSpec, Routing, check_moe
-from coterie.models.spec import ModelSpec, read_dense, whole
+from coterie.models.spec import ModelSpec, MoeSpec, Routing, check_moe, read_dense, whole
 
 _PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 

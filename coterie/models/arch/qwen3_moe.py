@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from coterie.models.moe_spec import MoeSpec, Routing, check_moe, flag, gated_parts
-from coterie.models.spec import ModelSpec, read_dense, whole
+from coterie.models.spec import (
+    ModelSpec,
+    MoeSpec,
+    Routing,
+    check_moe,
+    flag,
+    gated_parts,
+    read_dense,
+    whole,
+)
 
 
 def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:

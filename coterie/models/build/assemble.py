@@ -22,7 +22,7 @@ from coterie.kernels.expert_gate import Router
 from coterie.models.build import mla
 from coterie.models.build.adapt import ModelTargets
 from coterie.models.build.blocks import Block, BlockDecoder, HeadAttention, Ops, Turns, ops_for
-from coterie.models.build.express import Express
+from coterie.models.build.moe import Express
 from coterie.models.build.layers import (
     Ends,
     GatedMlp,

@@ -20,7 +20,7 @@ from coterie.kernels.reference.latent import HeadLinear, write_latent
 from coterie.kernels.linear import Linear
 from coterie.models.build.blocks import Block, Ops, Turns
 from coterie.models.build.layers import post_norm, read_mlp, rows_of
-from coterie.models.moe_spec import Latent
+from coterie.models.spec import Latent
 from coterie.models.build.reader import BiasedLinear
 from coterie.weights.quantize import Dense, Weight, dense
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave
-from coterie.moe.dispatch.waves import fill, oldest_leaves
+from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave, fill, oldest_leaves
 from coterie.moe.runtime.slot_map import Residency
-from coterie.moe.store.geometry import Geometry, Key
+from coterie.moe.store.base import Geometry, Key
 
 
 class ActiveOnly(Strategy):

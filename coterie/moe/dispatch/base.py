@@ -7,17 +7,20 @@ slot is `Residency`'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from coterie.moe.runtime.slot_map import Residency
+from coterie.moe.store.base import Key
+
 if TYPE_CHECKING:
     from coterie.moe.runtime.heatmap import Heatmap
     from coterie.moe.runtime.slot_map import Residency
-    from coterie.moe.store.geometry import Geometry, Key
+    from coterie.moe.store.base import Geometry, Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +139,64 @@ class Strategy:
 
     def protect(self, layer: int, experts: Sequence[int]) -> None:
         """`layer` will probably ask for `experts`: do not evict them until it has run."""
+
+
+# Make sure that a slot is free for `key` without taking one from the busy experts; False when
+# that cannot be.
+Room = Callable[[Key, Collection[Key]], bool]
+
+
+def fill(slots: Residency, demand: Demand, room: Room) -> list[Wave]:
+    """Residents and as many misses as fit run in the first wave; then what has run may leave.
+
+    An expert for which there is no room even then (every slot pinned) runs on the host.
+    """
+    layer = demand.layer
+    misses = slots.use((layer, expert) for expert in demand.experts)
+    if not misses:
+        return [Wave(device=demand.experts)]
+    absent = {expert for _, expert in misses}
+    device = [expert for expert in demand.experts if expert not in absent]
+    busy = {(layer, expert) for expert in device}
+    waves: list[Wave] = []
+    load: list[tuple[Key, int]] = []
+    host: list[int] = []
+    for key in misses:
+        fits = room(key, busy)
+        if not fits and busy:
+            waves.append(Wave(tuple(load), tuple(device)))
+            load, device = [], []
+            busy.clear()
+            fits = room(key, busy)
+        if not fits:
+            host.append(key[1])
+            continue
+        load.append((key, slots.place(key)))
+        device.append(key[1])
+        busy.add(key)
+    waves.append(Wave(tuple(load), tuple(device), tuple(host)))
+    return waves
+
+
+def oldest_leaves(slots: Residency) -> Room:
+    """Room by least recent use over all layers."""
+
+    def room(_: Key, busy: Collection[Key]) -> bool:
+        if slots.free():
+            return True
+        victim = next((key for key in slots.by_age() if key not in busy), None)
+        if victim is not None:
+            slots.evict(victim)
+        return victim is not None
+
+    return room
+
+
+def load_early(slots: Residency, keys: Collection[Key], room: Room) -> list[tuple[Key, int]]:
+    """Load the absent ones of `keys` before they are asked for, as far as there is room."""
+    wanted = set(keys)
+    return [
+        (key, slots.place(key, early=True))
+        for key in keys
+        if key not in slots and room(key, wanted)
+    ]

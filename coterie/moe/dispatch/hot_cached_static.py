@@ -14,7 +14,7 @@ import numpy.typing as npt
 from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave
 from coterie.moe.dispatch.repin import Repin
 from coterie.moe.runtime.slot_map import Residency
-from coterie.moe.store.geometry import Geometry, Key
+from coterie.moe.store.base import Geometry, Key
 
 
 class HotCachedStatic(Strategy):

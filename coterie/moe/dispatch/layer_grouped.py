@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coterie.moe.dispatch.active_only import ActiveOnly
-from coterie.moe.dispatch.base import Scene
+from coterie.moe.dispatch.base import Scene, load_early
 from coterie.moe.dispatch.persistent import groups_that_fit, split_layers
-from coterie.moe.dispatch.waves import load_early
-from coterie.moe.store.geometry import Key
+from coterie.moe.store.base import Key
 
 
 class LayerGrouped(ActiveOnly):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave
-from coterie.moe.dispatch.waves import fill, oldest_leaves
+from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave, fill, oldest_leaves
 
 
 class Lru(Strategy):

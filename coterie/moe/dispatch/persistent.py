@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave
-from coterie.moe.dispatch.waves import fill, oldest_leaves
-from coterie.moe.store.geometry import Geometry, Key
+from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave, fill, oldest_leaves
+from coterie.moe.store.base import Geometry, Key
 
 
 class Persistent(Strategy):

@@ -12,7 +12,7 @@ from coterie.moe.dispatch.active_only import ActiveOnly
 from coterie.moe.dispatch.base import Demand, Scene, Wave
 from coterie.moe.dispatch.pace import Clock
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.geometry import Geometry, Key
+from coterie.moe.store.base import Geometry, Key
 
 # steps to watch before pinning without a heatmap
 _WATCH_STEPS = 16

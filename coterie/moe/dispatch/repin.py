@@ -12,7 +12,7 @@ import numpy.typing as npt
 from coterie.moe.dispatch.base import Demand, Scene
 from coterie.moe.dispatch.pace import Clock
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.geometry import Key
+from coterie.moe.store.base import Key
 
 # tokens that all of a heatmap counts for beside live ones
 _PRIOR_TOKENS = 64

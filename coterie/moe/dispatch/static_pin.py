@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from coterie.moe.dispatch.pins import Pinned
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.geometry import Key
+from coterie.moe.store.base import Key
 
 
 class StaticPin(Pinned):

@@ -21,7 +21,7 @@ from coterie.moe.dispatch.persistent import Persistent, fallback
 from coterie.moe.dispatch.pins import spare_slots
 from coterie.moe.dispatch.static_pin import StaticPin
 from coterie.moe.dispatch.weighted_pin import WeightedPin
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "cpu_only": CpuOnly,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from coterie.moe.dispatch.base import Demand, Wave
 from coterie.moe.planner.machine import Curve, Machine, Profile
-from coterie.moe.store.geometry import Key
+from coterie.moe.store.base import Key
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,8 @@ from coterie.moe.runtime.resident import Resident
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
 from coterie.moe.runtime.step import ExpertStep
 from coterie.moe.runtime.transfer import DEPTH
-from coterie.moe.store.base import Spent
+from coterie.moe.store.base import Geometry, Key, Spent
 from coterie.moe.store.disk import Disk
-from coterie.moe.store.geometry import Geometry, Key
 from coterie.weights.quantize import Blocks, Dense, Weight, convert
 
 if TYPE_CHECKING:

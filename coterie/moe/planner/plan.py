@@ -20,7 +20,7 @@ from coterie.moe.planner.machine import Curve, Machine, Pace
 from coterie.moe.planner.simulate import BELADY, Forecast, Outlook, forecast, optimum
 from coterie.moe.planner.workload import Workload
 from coterie.moe.runtime.budget import AUTO_SHARE, ExpertSizes, Needs, TierSlots, size_tiers
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 
 # predictions closer than this are the same speed
 SAME = 0.03

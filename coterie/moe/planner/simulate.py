@@ -20,7 +20,7 @@ from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.slot_map import Residency
 from coterie.moe.runtime.step import Classes, classify, first_uses
 from coterie.moe.runtime.trace import Trace, TraceStep
-from coterie.moe.store.geometry import Geometry, Key
+from coterie.moe.store.base import Geometry, Key
 
 BELADY = "belady"
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from coterie.moe.dispatch.base import Demand
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.trace import Trace, TraceStep, Visit
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 
 ZIPF = 0.6
 PROMPT_TOKENS = 512

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core.errors import WeightsError
-from coterie.moe.store.geometry import Geometry, Key
+from coterie.moe.store.base import Geometry, Key
 from coterie.weights.formats.json_file import read_json
 
 _VERSION = 1

@@ -20,10 +20,9 @@ from coterie.moe.runtime.transfer import Arrival
 if TYPE_CHECKING:
     from coterie.moe.dispatch.base import Wave
     from coterie.moe.runtime.layer_job import Kernel, LayerJob
-    from coterie.moe.runtime.pending_loads import Loads
     from coterie.moe.runtime.tiers import Entry, HostTier
-    from coterie.moe.runtime.transfer import Arrival, Transfer
-    from coterie.moe.store.geometry import Key
+    from coterie.moe.runtime.transfer import Arrival, Loads, Transfer
+    from coterie.moe.store.base import Key
 
 
 class Executor:

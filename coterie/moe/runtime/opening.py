@@ -23,8 +23,7 @@ from coterie.moe.runtime.tiers import DeviceTier, HostTier
 if TYPE_CHECKING:
     from coterie.core.dispatch import DispatchSettings
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.moe.store.base import Store
-    from coterie.moe.store.geometry import Geometry
+    from coterie.moe.store.base import Geometry, Store
 
 _log = logging.getLogger(__name__)
 

@@ -29,11 +29,10 @@ from coterie.moe.runtime.opening import (
     room_for,
     unused_hints,
 )
-from coterie.moe.runtime.pending_loads import Loads
 from coterie.moe.runtime.predict import Predictor
 from coterie.moe.runtime.resident import Resident, Standing
 from coterie.moe.runtime.step import classify, demand_of, first_uses
-from coterie.moe.runtime.transfer import Transfer
+from coterie.moe.runtime.transfer import Loads, Transfer
 from coterie.moe.runtime.usage import Span, Tally, Telemetry
 from coterie.weights.shortage import is_shortage
 
@@ -45,8 +44,7 @@ if TYPE_CHECKING:
     from coterie.moe.runtime.trace import Trace
     from coterie.moe.runtime.transfer import Arrival, Transfer
     from coterie.moe.runtime.usage import Telemetry
-    from coterie.moe.store.base import Store
-    from coterie.moe.store.geometry import Key
+    from coterie.moe.store.base import Key, Store
 
 # tokens after which experts that nobody has asked for are read too, where RAM holds them all
 FILL_AFTER = 32

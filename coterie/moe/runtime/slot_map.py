@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, KeysView
 
 from coterie.core.errors import InternalError
-from coterie.moe.store.geometry import Key
+from coterie.moe.store.base import Key
 
 
 class Residency:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from coterie.moe.runtime.slot_map import Residency
-    from coterie.moe.store.geometry import Key
+    from coterie.moe.store.base import Key
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from coterie.kernels.cpu.expert_mlp import RecordTable
 
 if TYPE_CHECKING:
     from coterie.moe.runtime.transfer import Arrival
-    from coterie.moe.store.base import Store
-    from coterie.moe.store.geometry import Key
+    from coterie.moe.store.base import Key, Store
 
 
 class Entry:

@@ -19,7 +19,7 @@ import numpy as np
 from coterie.core.errors import WeightsError
 from coterie.moe.dispatch.base import Demand
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.geometry import Geometry
+from coterie.moe.store.base import Geometry
 
 PHASES = ("prefill", "decode")
 Groups = tuple[tuple[int, ...], ...]

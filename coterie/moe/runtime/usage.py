@@ -17,7 +17,7 @@ from coterie.core.dispatch import USAGE_FIELDS, ExpertUsage, LayerHits
 
 if TYPE_CHECKING:
     from coterie.moe.runtime.layer_job import LayerJob
-    from coterie.moe.store.geometry import Geometry
+    from coterie.moe.store.base import Geometry
 
 # what a tally counts; updates belong to no layer
 FIELDS = tuple(name for name in USAGE_FIELDS if name not in ("updates", "swaps"))

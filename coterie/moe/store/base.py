@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from coterie.kernels.expert_layout import ExpertLayout
-from coterie.moe.store.geometry import Geometry, Key
 
 if TYPE_CHECKING:
     from coterie.moe.store.disk import Disk
@@ -135,3 +134,28 @@ def open_store(
         expect_model(packed, geometry, shape)
         return packed
     return CheckpointStore(checkpoint, geometry, names, shape, dtype, Disk(reads))
+
+
+# (layer, index): the layer's number in the model, the expert's number in the layer
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The routed experts of a model. Layers without experts (dense ones) are not listed."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    # a pruned store lacks some: the router may not pick these
+    absent: frozenset[Key] = frozenset()
+
+    @property
+    def total(self) -> int:
+        return len(self.layers) * self.num_experts - len(self.absent)
+
+    def present(self, layer: int) -> tuple[int, ...]:
+        return tuple(e for e in range(self.num_experts) if (layer, e) not in self.absent)
+
+    def keys(self) -> list[Key]:
+        return [(layer, expert) for layer in self.layers for expert in self.present(layer)]

@@ -21,9 +21,8 @@ from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout
-from coterie.moe.store.base import ExpertNames, ExpertShape, Spent
+from coterie.moe.store.base import ExpertNames, ExpertShape, Geometry, Key, Spent
 from coterie.moe.store.disk import Disk, aligned_buffer, covering
-from coterie.moe.store.geometry import Geometry, Key
 from coterie.moe.store.tensors import Piece, fitting, kind_of, locate
 from coterie.weights.pages import Extent
 from coterie.weights.quantize import DTYPES, Dense, Weight, dense

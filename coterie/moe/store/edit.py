@@ -21,9 +21,9 @@ from coterie.core.errors import WeightsError
 from coterie.kernels.cpu.expert_record import pack_record, rebias, weight_offset
 from coterie.kernels.expert_layout import ExpertLayout, PartPlace
 from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.store.base import Geometry, Key
 from coterie.moe.store.disk import PAGE, Disk, aligned_buffer
 from coterie.moe.store.export import Progress, export
-from coterie.moe.store.geometry import Geometry, Key
 from coterie.moe.store.index import EXPERTS_FILE, Record, StoreIndex, named, read_index
 from coterie.moe.store.packed import PackedStore
 from coterie.weights.checkpoint import open_checkpoint

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from coterie.core.errors import WeightsError
 from coterie.kernels.cpu.expert_record import weight_offset
-from coterie.moe.store.base import ExpertShape, Store
+from coterie.moe.store.base import ExpertShape, Key, Store
 from coterie.moe.store.disk import Disk, aligned_buffer
-from coterie.moe.store.geometry import Key
 from coterie.moe.store.index import BACKBONE_FILE, EXPERTS_FILE, Record, StoreIndex, named
 from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint
 from coterie.weights.formats.safetensors_write import copy_tensors

@@ -18,8 +18,7 @@ from typing import Any
 
 from coterie.core.errors import WeightsError
 from coterie.kernels.expert_layout import GROUP, KINDS, PAGE, ExpertLayout
-from coterie.moe.store.base import ExpertShape
-from coterie.moe.store.geometry import Geometry, Key
+from coterie.moe.store.base import ExpertShape, Geometry, Key
 from coterie.weights.formats.json_file import read_json
 
 INDEX_FILE = "coterie_store.json"

@@ -20,9 +20,8 @@ from torch import Tensor
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.kernels.cpu.expert_record import dense_parts
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.base import Store
+from coterie.moe.store.base import Key, Store
 from coterie.moe.store.disk import aligned_buffer
-from coterie.moe.store.geometry import Key
 from coterie.moe.store.index import named
 
 # (bytes done, bytes in all)

@@ -16,9 +16,8 @@ from torch import Tensor
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.kernels.cpu.expert_record import pack_record, rebias, unpack_record, weight_offset
 from coterie.kernels.expert_layout import GROUP, ExpertLayout
-from coterie.moe.store.base import ExpertShape, Spent
+from coterie.moe.store.base import ExpertShape, Geometry, Key, Spent
 from coterie.moe.store.disk import PAGE, Disk, aligned_buffer
-from coterie.moe.store.geometry import Geometry, Key
 from coterie.moe.store.index import EXPERTS_FILE, Record, StoreIndex, named, read_index
 from coterie.moe.store.tensors import fitting
 from coterie.weights.quantize import DTYPES

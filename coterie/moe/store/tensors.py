@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
-from coterie.moe.store.base import ExpertNames, ExpertShape
-from coterie.moe.store.geometry import Geometry, Key
+from coterie.moe.store.base import ExpertNames, ExpertShape, Geometry, Key
 from coterie.weights.formats.gguf_tensors import decode
 from coterie.weights.pages import Extent
 from coterie.weights.quantize import GROUP, Blocks, Dense, Weight, dense

@@ -7,9 +7,8 @@ task's words in common, but the first has them as material. Knows no topic and n
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
-
-from coterie.routing.features.words import words
 
 _QUOTED = re.compile(
     r"\"[^\"\n]{1,600}\"|“[^”]{1,600}”|«[^»]{1,600}»|`[^`]{1,600}`|(?<![\w'])'[^'\n]{2,300}'(?!\w)"
@@ -128,3 +127,23 @@ def _opened(found: list[str]) -> tuple[str, int]:
         if word not in _SKIPPED:
             return "other", place
     return "other", 0
+
+
+HEAD_CHARS = 900
+TAIL_CHARS = 300
+_WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s]")
+
+
+def bounded(text: str) -> str:
+    if len(text) <= HEAD_CHARS + TAIL_CHARS:
+        return text
+    return f"{text[:HEAD_CHARS]}\n{text[-TAIL_CHARS:]}"
+
+
+def words(text: str) -> list[str]:
+    """Runs of letters, runs of digits and single marks of a bounded text."""
+    text = text.lower()
+    if not text.isascii():
+        parts = unicodedata.normalize("NFKD", text)
+        text = "".join(char for char in parts if not unicodedata.combining(char))
+    return _WORD.findall(text)

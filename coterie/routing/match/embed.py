@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.routing.features.words import bounded, words
+from coterie.routing.features.instruction import bounded, words
 
 Vector = NDArray[np.float32]
 _DATA = Path(__file__).parent / "data"

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from coterie.core.adapters import AdapterProfile
 from coterie.obs.trace import log
 from coterie.routing.match.lessons import said_by
-from coterie.routing.match.shape import DIM
-from coterie.routing.match.sketch import PLACES
+from coterie.routing.match.sketch import DIM, PLACES
 
 _MAGIC = b"coterie probes 1\n"
 _HEAD = len(_MAGIC) + 32

@@ -20,8 +20,7 @@ from coterie.routing.match.embed import Embedder
 from coterie.routing.match.learnt import Learnt
 from coterie.routing.match.lessons import probes
 from coterie.routing.match.probe import Probe
-from coterie.routing.match.shape import shape
-from coterie.routing.match.sketch import PLACES, Sketch, sketch
+from coterie.routing.match.sketch import PLACES, Sketch, shape, sketch
 
 if TYPE_CHECKING:
     from coterie.routing.features.features import Features

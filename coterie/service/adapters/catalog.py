@@ -11,19 +11,21 @@ import asyncio
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.errors import CoterieError, Unavailable, Unsupported
 from coterie.core.plan import AdapterChoice
 from coterie.obs.trace import log
+from coterie.packages.device_size import device_size
+from coterie.packages.profile import read_profile
 from coterie.routing.protocols import Matcher
 from coterie.service.adapters.leases import Lease, Leases
 from coterie.service.adapters.matching import Matching
-from coterie.service.adapters.profiles import Profiles, current_profiles, usual_quality
 
 if TYPE_CHECKING:
     from coterie.packages.registry import Registry
@@ -281,3 +283,64 @@ def _free(registry: Registry, digests: Collection[str]) -> list[str]:
         others = {path.name for path in registry.library.iterdir()} - set(digests)
         registry.sweep(others, older_than_s=SETTLE_S / 2)
     return [digest for digest in digests if (registry.library / digest).exists()]
+
+
+# of a fleet in which nobody was judged
+UNJUDGED = 0.5
+
+
+class Profiles:
+    """Keeps what it read while it is installed: a package's files never change."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str, Path], AdapterProfile] = {}
+
+    def read(
+        self, registry: Registry, cards: Sequence[AdapterCard]
+    ) -> dict[tuple[str, str], AdapterProfile]:
+        """By name and version. The same object as before where nothing changed."""
+        known: dict[tuple[str, str, Path], AdapterProfile] = {}
+        found: dict[tuple[str, str], AdapterProfile] = {}
+        for card in cards:
+            folder = registry.files(card)
+            key = (card.name, card.version, folder)
+            profile = self._known.get(key) or _read(registry, card, folder)
+            if profile.card != card:
+                profile = replace(profile, card=card)
+            known[key] = found[card.name, card.version] = profile
+        self._known = known
+        return found
+
+
+def current_profiles(
+    meanings: Mapping[str, AdapterCard],
+    profiles: Mapping[tuple[str, str], AdapterProfile],
+    damaged: Collection[str] = (),
+) -> dict[str, AdapterProfile]:
+    """Those that can be chosen by content, by what they are called, in the names' order."""
+    return {
+        name: profiles[name, card.version]
+        for name, card in sorted(meanings.items())
+        if (name, card.version) in profiles and card.digest not in damaged
+    }
+
+
+def usual_quality(profiles: Iterable[AdapterProfile]) -> float:
+    """What a package without figures is taken to reach: the mean of those with some."""
+    judged = [profile.quality for profile in profiles if profile.quality is not None]
+    return fmean(judged) if judged else UNJUDGED
+
+
+def _read(registry: Registry, card: AdapterCard, folder: Path) -> AdapterProfile:
+    try:
+        size = device_size(registry.library / card.digest)
+        return replace(
+            read_profile(card, registry.manifest(card), folder),
+            device_bytes=size.wide,
+            narrow_bytes=size.narrow,
+            shift_bytes=size.shifts,
+        )
+    except (CoterieError, OSError, ValueError) as error:
+        log("manifest_unreadable", level="warning", model=f"{card.name}@{card.version}",
+            error=error)  # fmt: skip
+        return AdapterProfile(card)

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from coterie.core.adapters import AdapterProfile
-from coterie.core.plan import AdapterChoice, RoutePlan
+from coterie.core.plan import AdapterChoice, Candidate, RoutePlan
 from coterie.core.request import AdapterHint, InferenceRequest
-from coterie.core.route_trace import Candidate
 from coterie.packages.device_size import is_exact
 
 # a prompt and an answer need a place behind the soft tokens

@@ -12,7 +12,7 @@ import msgspec
 from coterie.core.errors import InvalidRequest
 from coterie.core.job import JobSpec
 from coterie.core.outcome import InferenceResult
-from coterie.core.plan import AdapterChoice, RoutePlan, Tuned
+from coterie.core.plan import AdapterChoice, RoutePlan, RouteTrace, Tuned
 from coterie.core.request import (
     Chat,
     InferenceRequest,
@@ -24,7 +24,6 @@ from coterie.core.request import (
     Text,
     Tokens,
 )
-from coterie.core.route_trace import RouteTrace
 
 
 class _Prompt(msgspec.Struct, omit_defaults=True):

@@ -11,9 +11,8 @@ import heapq
 import time
 
 from coterie.core.errors import CoterieError, Overloaded
-from coterie.core.pipeline_settings import JobSettings
-from coterie.service.jobs.live import LiveJob
-from coterie.service.jobs.run import NOT_NOW, Answers, JobRun
+from coterie.core.settings import JobSettings
+from coterie.service.jobs.run import NOT_NOW, Answers, JobRun, LiveJob
 from coterie.service.jobs.store import RETRY_S, JobStore
 from coterie.service.jobs.tables import Waiting
 

@@ -25,7 +25,6 @@ from coterie.obs.trace import log
 from coterie.service.answer import AnswerBuilder
 from coterie.service.deadline import Events, until_deadline
 from coterie.service.jobs.codec import decode_plan, decode_spec, encode_plan, encode_result
-from coterie.service.jobs.live import LiveJob
 from coterie.service.jobs.store import RETRY_S, JobStore
 from coterie.service.jobs.tables import Ending
 
@@ -157,3 +156,44 @@ def pinned(request: InferenceRequest, plan: RoutePlan) -> InferenceRequest:
 
 def _who(plan: RoutePlan) -> tuple[str, str]:
     return plan.specialist, stack_key(plan.adapters)
+
+
+class LiveJob:
+    """A run that is repeated draws the same text: it only ever gets longer."""
+
+    def __init__(self) -> None:
+        self.plan: RoutePlan | None = None
+        self.ended = False
+        self.followers = 0
+        self._parts: list[str] = []
+        self._length = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    def since(self, count: int) -> tuple[str, int]:
+        """What came behind the first `count` parts, and how many parts there are."""
+        return "".join(self._parts[count:]), len(self._parts)
+
+    def feed(self, offset: int, text: str) -> None:
+        """`text` stands at this offset of the answer."""
+        new = text[max(0, self._length - offset) :]
+        if new:
+            self._parts.append(new)
+            self._length += len(new)
+            self.tell()
+
+    def tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def change(self, timeout_s: float) -> bool:
+        """Whether anything is new; at most so long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True

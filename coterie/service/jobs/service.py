@@ -20,15 +20,14 @@ from dataclasses import replace
 
 from coterie.core.errors import CoterieError, NotFound, Unavailable
 from coterie.core.job import FAILED, PROCESSING, QUEUED, Job, JobError, JobPage, JobQuery, JobSpec
-from coterie.core.pipeline_settings import JobSettings
 from coterie.core.plan import RoutePlan
 from coterie.core.request import RouteHints
 from coterie.core.resolve import draw_seed
+from coterie.core.settings import JobSettings
 from coterie.obs.trace import log
 from coterie.service.jobs.codec import encode_spec
 from coterie.service.jobs.dispatch import Dispatcher
-from coterie.service.jobs.live import LiveJob
-from coterie.service.jobs.run import Answers
+from coterie.service.jobs.run import Answers, LiveJob
 from coterie.service.jobs.store import JobStore
 from coterie.service.jobs.tables import Ending, Entry, Orphan, Waiting
 

@@ -12,7 +12,7 @@ from coterie.core.errors import CoterieError, Unavailable, from_code
 from coterie.core.events import Finished
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
 from coterie.service.adapters.catalog import Catalog
-from coterie.service.measure import WHOLE
+from coterie.service.ending import WHOLE
 from coterie.service.roster import Served
 from coterie.service.submit.admission import Admission
 from coterie.service.submit.mailbox import Mailbox

@@ -11,8 +11,7 @@ from typing import Any
 
 from coterie.core.errors import MissingDependency
 from coterie.core.outcome import ValidationResult
-from coterie.service.validate.base import judged
-from coterie.service.validate.fences import Block, programs
+from coterie.service.validate.base import Block, judged, programs
 from coterie.service.validate.json_text import JsonText
 from coterie.service.validate.python_code import NAMES, syntax_fault
 

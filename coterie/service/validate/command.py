@@ -12,7 +12,7 @@ from pathlib import Path
 
 from coterie.core.errors import ConfigError, CoterieError
 from coterie.core.outcome import ValidationResult
-from coterie.core.pipeline_settings import ValidatorSettings
+from coterie.core.settings import ValidatorSettings
 from coterie.obs.trace import log
 from coterie.service.validate.base import Context, cut
 from coterie.service.validate.sandbox import Bounds, Ran, run

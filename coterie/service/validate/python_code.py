@@ -10,8 +10,7 @@ import textwrap
 import warnings
 
 from coterie.core.outcome import ValidationResult
-from coterie.service.validate.base import TOO_DEEP, judged
-from coterie.service.validate.fences import programs
+from coterie.service.validate.base import TOO_DEEP, judged, programs
 
 NAMES = frozenset({"python", "py", "python3", "py3"})
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from coterie.service.validate.base import MAX_CHARACTERS, Context, Validator
+from coterie.service.validate.base import MAX_CHARACTERS, Context, Validator, programs
 from coterie.service.validate.code import Code, can_judge, canonical
-from coterie.service.validate.fences import programs
 from coterie.service.validate.generic import Generic
 from coterie.service.validate.grammar import Grammar
 from coterie.service.validate.json_schema import JsonSchema

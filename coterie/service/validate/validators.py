@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coterie.core.outcome import ValidationResult
-from coterie.core.pipeline_settings import ValidatorSettings
+from coterie.core.settings import ValidatorSettings
 from coterie.service.validate.base import MAX_CHARACTERS, Context
 from coterie.service.validate.child import Task
 from coterie.service.validate.command import Commands

@@ -17,7 +17,7 @@ from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave
 from coterie.moe.dispatch.hot_cached_static import as_they_lie, spread_evenly
 from coterie.moe.dispatch.pace import Clock
 from coterie.moe.dispatch.repin import Repin
-from coterie.moe.store.geometry import Key
+from coterie.moe.store.base import Key
 
 Loads = tuple[tuple[Key, int], ...]
 

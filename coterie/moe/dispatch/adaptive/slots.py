@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from coterie.moe.dispatch.adaptive.scores import Memory, Ranking
 from coterie.moe.runtime.slot_map import Residency
-from coterie.moe.store.geometry import Geometry, Key
+from coterie.moe.store.base import Geometry, Key
 
 
 class Seats:
