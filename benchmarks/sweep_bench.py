@@ -26,7 +26,8 @@ from coterie.moe.planner.measure import Place, ensure
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.base import ExpertNames, Store, open_store
+from coterie.moe.store.base import ExpertNames, Store
+from coterie.moe.store.checkpoint import open_store
 from coterie.weights.checkpoint import open_checkpoint
 
 # tokens before a live run is timed: slots fill, threads start

@@ -27,8 +27,8 @@ from coterie.api.native.infer_parse import Reception
 from coterie.api.native.jobs import JobEndpoints
 from coterie.api.native.server import NativeEndpoints
 from coterie.api.openai.endpoints import OpenAIDialect
-from coterie.api.openapi import document
-from coterie.api.routes import Endpoints, RouteRow, add_routes, routes
+from coterie.api.openapi import RouteRow, document
+from coterie.api.routes import Endpoints, add_routes, routes
 from coterie.api.transport import ws
 from coterie.api.transport.ws import InferSocket
 from coterie.core.config import Config

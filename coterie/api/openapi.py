@@ -7,19 +7,18 @@ generated from this, and the fuzz tests hold the server to it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
 
 from coterie import __version__
 from coterie.api.native.answers import ExpertPlan
 from coterie.core.outcome import InferenceMetrics, InferenceResult, ValidationResult
 from coterie.core.plan import AdapterChoice, Candidate, RouteTrace
-
-if TYPE_CHECKING:
-    from coterie.api.routes import RouteRow
 
 JSON, SSE = "application/json", "text/event-stream"
 _TEMPLATE = "#/components/schemas/{model}"
@@ -270,3 +269,23 @@ _SECURITY = {
     "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     "admin": {"type": "http", "scheme": "bearer", "description": "A key of the admin key file."},
 }
+
+
+Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRow:
+    methods: tuple[str, ...]
+    path: str
+    endpoint: Endpoint
+    tag: str
+    replies: Replies
+    body: type[BaseModel] | None = None
+    query: type[BaseModel] | None = None
+    # name -> schema of request headers with a meaning
+    headers: Mapping[str, Any] = field(default_factory=dict)
+    # False for a second spelling of a route
+    documented: bool = True
+    # the body may also be a file's bytes
+    takes_file: bool = False

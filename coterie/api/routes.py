@@ -6,13 +6,11 @@ reading; `openapi.py` makes the document from this table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel
-from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.api import answers_vendor as vendor_answers
@@ -31,18 +29,20 @@ from coterie.api.native.infer import InferEndpoints
 from coterie.api.native.infer_types import InferBody
 from coterie.api.native.jobs import DeletedJob, JobEndpoints, JobList, JobParameters, JobView
 from coterie.api.native.server import (
-    DetokenizeBody,
     ModelQuery,
     NativeEndpoints,
+)
+from coterie.api.openai.endpoints import OpenAIDialect
+from coterie.api.openai.types import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
     TokenizeBody,
     TokenizerQuery,
 )
-from coterie.api.openai.endpoints import OpenAIDialect
-from coterie.api.openai.types import ChatBody, CompletionBody
-from coterie.api.openapi import Replies, document
+from coterie.api.openapi import Replies, RouteRow, document
 from coterie.core.outcome import InferenceResult
 
-Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 # endpoints are only described, never called
 _NOBODY: Any = None
 _GET, _POST, _PROBE = ("GET",), ("POST",), ("GET", "HEAD")
@@ -70,23 +70,6 @@ _EVENTS = {
     "finished": InferenceResult,
 }
 _PREFER: Mapping[str, Any] = {"Prefer": {"type": "string", "examples": ["respond-async"]}}
-
-
-@dataclass(frozen=True, slots=True)
-class RouteRow:
-    methods: tuple[str, ...]
-    path: str
-    endpoint: Endpoint
-    tag: str
-    replies: Replies
-    body: type[BaseModel] | None = None
-    query: type[BaseModel] | None = None
-    # name -> schema of request headers with a meaning
-    headers: Mapping[str, Any] = field(default_factory=dict)
-    # False for a second spelling of a route
-    documented: bool = True
-    # the body may also be a file's bytes
-    takes_file: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from coterie.core.errors import ConfigError
 from coterie.weights.quantize import Dense, Weight, dense
 
 
@@ -53,23 +52,3 @@ class ReferenceLinear:
 def _accelerator_dtype(weights: Sequence[Weight]) -> torch.dtype:
     full = all(isinstance(w, Dense) and w.tensor.dtype == torch.float32 for w in weights)
     return torch.float32 if full else torch.bfloat16
-
-
-def best_backend(device: torch.device | str) -> str:
-    """ "cpu" where the native module is available for this device, else "reference"."""
-    from coterie.kernels.cpu.build import native
-
-    return "cpu" if torch.device(device).type == "cpu" and native() else "reference"
-
-
-def make_linear(
-    weights: Sequence[Weight], backend: str, device: torch.device | str = "cpu"
-) -> Linear:
-    """One product over the concatenated rows of `weights` (q, k, v or gate, up)."""
-    if backend == "reference":
-        return ReferenceLinear(weights, device)
-    if backend == "cpu":
-        from coterie.kernels.cpu.layers import PackedLinear
-
-        return PackedLinear(weights)
-    raise ConfigError(f"unknown kernel backend {backend!r}; use 'reference' or 'cpu'")

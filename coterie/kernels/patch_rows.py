@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 from coterie.kernels.patch import PARTS
 
 if TYPE_CHECKING:
-    from coterie.kernels.batch import AttentionBatch
     from coterie.kernels.patch import Patch, Segment, Stack
 
 # words of a site: addresses of a, b, in_scale, out_scale, shift (0: none), rank, 1 if a and b are
@@ -146,33 +144,3 @@ def family(places: Places, layers: int) -> str:
             return ""
         kind = max(kind, record.kind)
     return KINDS[kind] if places else "plain"
-
-
-def rows_of(batch: AttentionBatch, layers: int) -> tuple[PatchRows | None, tuple[Segment, ...]]:
-    """What the row kernels read, and the segments that are left to torch: long ones, and those
-    that the kernels cannot. `layers` counts up to the last one of this call."""
-    if batch.patch_rows is not None:
-        return batch.patch_rows, ()
-    device = batch.positions.device
-    short, rest = [], []
-    for part in batch.patches:
-        if not part.stack.patches:
-            continue
-        record = record_of(part.stack, device)
-        if record.sites is None or part.last - part.first >= LONG_ROWS:
-            rest.append(part)
-            continue
-        short.append((part.first, part.last, record))
-        layers = max(layers, record.layers)
-    if not short:
-        return None, tuple(rest)
-    return _gathered(tuple(short), len(batch.positions), layers, device), tuple(rest)
-
-
-# a model that is walked layer by layer asks for each of them
-@lru_cache(maxsize=1)
-def _gathered(places: Places, rows: int, layers: int, device: torch.device) -> PatchRows:
-    found = PatchRows(rows, layers, device, max(record.kind for _, _, record in places))
-    found.rank = max(FEW, *(record.rank for _, _, record in places))
-    found.fill(places)
-    return found

@@ -10,7 +10,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.kernels import linear, patched
+from coterie.kernels import patched
+from coterie.kernels.backend import best_backend
 from coterie.kernels.batch import AttentionBatch
 from coterie.models.arch import (
     carved,
@@ -323,10 +323,3 @@ def _hidden_dtype(dtype: str, device: str) -> torch.dtype:
     """fp32 on the CPU whatever the weights are; the model's own type on an accelerator."""
     wide = dtype == "fp32" or torch.device(device).type == "cpu"
     return torch.float32 if wide else torch.bfloat16
-
-
-def best_backend(device: str) -> str:
-    """ "cpu" (native kernels), "triton" on CUDA, "reference" (plain torch) otherwise."""
-    if torch.device(device).type == "cuda" and find_spec("triton"):
-        return "triton"
-    return linear.best_backend(device)

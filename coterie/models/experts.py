@@ -65,7 +65,8 @@ def open_layers(
     checkpoint: Checkpoint, moe: MoeSpec, hidden: int, dtype: str, reads: str = "auto"
 ) -> Store:
     """The experts of every MoE layer; reads none of them."""
-    from coterie.moe.store.base import ExpertNames, open_store
+    from coterie.moe.store.base import ExpertNames
+    from coterie.moe.store.checkpoint import open_store
 
     return open_store(
         checkpoint,

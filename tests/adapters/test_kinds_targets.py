@@ -15,7 +15,7 @@ from coterie.adapters.compose import compose
 from coterie.adapters.files import WEIGHTS, open_adapter
 from coterie.core.dispatch import DispatchSettings
 from coterie.core.errors import WeightsError
-from coterie.kernels.linear import best_backend
+from coterie.kernels.backend import best_backend
 from coterie.models.base import CausalLM, load_model
 from coterie.models.build.adapt import Matrix
 from coterie.weights.checkpoint import open_checkpoint

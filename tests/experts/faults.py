@@ -15,9 +15,9 @@ from coterie.core.dispatch import DispatchSettings
 from coterie.core.errors import WeightsError
 from coterie.models.base import load_model
 from coterie.models.experts import ExpertsWanted, store_of
+from coterie.moe.runtime.load_workers import Arrival
 from coterie.moe.runtime.runtime import open_experts
 from coterie.moe.runtime.tiers import HostTier
-from coterie.moe.runtime.transfer import Arrival
 from coterie.moe.store.export import export
 from coterie.weights.checkpoint import open_checkpoint
 from tests.experts.stage import PROMPTS, FaultyDisk, Setting, Stage, expect_weights_error

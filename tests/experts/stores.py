@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coterie.kernels.cpu.expert_record import rounded, unpack_record
-from coterie.moe.store.base import ExpertNames, Geometry, Key, Store, open_store
+from coterie.moe.store.base import ExpertNames, Geometry, Key, Store
+from coterie.moe.store.checkpoint import open_store
 from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint, open_checkpoint
 from coterie.weights.formats.gguf import read_gguf
 from coterie.weights.formats.gguf_tensors import map_file

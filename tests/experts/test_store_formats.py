@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.moe.store.base import Geometry, open_store
+from coterie.moe.store.base import Geometry
+from coterie.moe.store.checkpoint import open_store
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.formats.gguf_tensors import decode
 from coterie.weights.quantize import convert, dense

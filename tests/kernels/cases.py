@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from coterie.kernels.backend import make_linear
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
-from coterie.kernels.linear import make_linear
 from coterie.weights.quantize import Dense, Int4, Int8, Weight
 
 KINDS = ("fp32", "bf16", "int8", "int4")

@@ -31,7 +31,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def test_without_a_compiler_torch_serves(tmp_path: Path) -> None:
     code = (
-        "import torch; from coterie.kernels.linear import best_backend, make_linear;"
+        "import torch; from coterie.kernels.backend import best_backend, make_linear;"
         "from coterie.weights.quantize import Dense; backend = best_backend('cpu');"
         "product = make_linear([Dense(torch.eye(4))], backend);"
         "print(backend, product(torch.ones(1, 4)).sum())"

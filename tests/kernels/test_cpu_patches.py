@@ -11,11 +11,11 @@ from torch import Tensor
 
 from coterie.core.errors import InternalError
 from coterie.kernels import patched
+from coterie.kernels.backend import make_linear
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.cpu import layers as cpu
 from coterie.kernels.cpu.build import find_compiler, native
 from coterie.kernels.decoder import DecoderShape
-from coterie.kernels.linear import make_linear
 from coterie.kernels.patch import PARTS, Patch, Segment, Stack
 from coterie.kernels.reference import layers as reference
 from tests.kernels.cases import KINDS, cache_for, decoder_layers, paged_batch, rope_tables, weight

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from coterie.kernels.backend import make_linear
 from coterie.kernels.cpu.build import find_compiler
 from coterie.kernels.expert_gate import Router, Routing
-from coterie.kernels.linear import make_linear
 from coterie.weights.quantize import Dense
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")

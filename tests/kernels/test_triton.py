@@ -156,7 +156,7 @@ def random_stack(kind: str, generator: Any) -> tuple[Any, list[Any], Any, Any]:
 def decoder_error(name: str, generator: Any) -> float:
     """Hidden states and caches of a two-layer stack behind random prefixes."""
     from coterie.kernels.reference import layers as reference
-    from coterie.kernels.triton import layers as triton_layers
+    from coterie.kernels.triton.decoder import decoder
 
     _, batch_name, kind = name.split("/")
     shape, layers, cos, sin = random_stack(kind, generator)
@@ -165,7 +165,7 @@ def decoder_error(name: str, generator: Any) -> float:
     theirs = [cache.clone() for cache in mine]
     hidden = torch.randn((len(batch.positions), 96), generator=generator)
     want = reference.decoder(shape, layers, cos, sin, hidden.clone(), theirs, batch)
-    got = triton_layers.decoder(shape, layers, cos, sin, hidden.clone(), mine, batch)
+    got = decoder(shape, layers, cos, sin, hidden.clone(), mine, batch)
     caches = max(relative(a, b) for a, b in zip(mine, theirs, strict=True))
     return max(relative(got, want), caches)
 
@@ -174,7 +174,7 @@ def padding_errors(generator: Any) -> dict[str, float]:
     """Rows with slot -1 and no context, as a captured decode step has behind its last sequence."""
     from dataclasses import replace
 
-    from coterie.kernels.triton import layers as triton_layers
+    from coterie.kernels.triton.decoder import decoder
 
     shape, layers, cos, sin = random_stack("plain", generator)
     batch, blocks = random_batch([1, 1], [9, 20], 8, generator)
@@ -190,8 +190,8 @@ def padding_errors(generator: Any) -> dict[str, float]:
     caches = [torch.randn((2, blocks, 2, 8, 24), generator=generator) for _ in layers]
     alone, beside = [c.clone() for c in caches], [c.clone() for c in caches]
     hidden = torch.randn((4, 96), generator=generator)
-    want = triton_layers.decoder(shape, layers, cos, sin, hidden[:2].clone(), alone, batch)
-    got = triton_layers.decoder(shape, layers, cos, sin, hidden.clone(), beside, padded)
+    want = decoder(shape, layers, cos, sin, hidden[:2].clone(), alone, batch)
+    got = decoder(shape, layers, cos, sin, hidden.clone(), beside, padded)
     same = all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
     finite = bool(got.isfinite().all()) and torch.allclose(got[:2], want, atol=1e-5)
     return {"padding/neighbours": float(not same), "padding/attention": float(not finite)}

@@ -75,7 +75,8 @@ def test_long_segments_and_large_ranks_are_left_to_torch() -> None:
     from coterie.kernels.batch import AttentionBatch
     from coterie.kernels.decoder import DecoderShape
     from coterie.kernels.patch import PARTS, Segment
-    from coterie.kernels.patch_rows import LONG_ROWS, MAX_RANK, family, places_of, rows_of
+    from coterie.kernels.patch_rows import LONG_ROWS, MAX_RANK, family, places_of
+    from coterie.kernels.triton.patched import rows_of
     from tests.kernels.patch_cases import random_stack
 
     shape = DecoderShape(2, 1, 8, 16, 32, 1e-6, 0.25)
@@ -156,7 +157,7 @@ def decoder_error(case: str, generator: Any) -> float:
     """Hidden states and caches of a two-layer stack behind random prefixes."""
     from coterie.kernels.patch import Segment
     from coterie.kernels.reference import layers as reference
-    from coterie.kernels.triton import layers as triton_layers
+    from coterie.kernels.triton.decoder import decoder
     from tests.kernels.test_triton import random_batch, relative
 
     kind = case.split("/")[0]
@@ -174,7 +175,7 @@ def decoder_error(case: str, generator: Any) -> float:
     hidden = torch.randn((len(batch.positions), 40), generator=generator)
     given = (shape, layers, cos, sin, hidden)
     want = reference.decoder(*given, theirs, batch, first=first)
-    got = triton_layers.decoder(*given[:-1], hidden.clone(), mine, batch, first)
+    got = decoder(*given[:-1], hidden.clone(), mine, batch, first)
     caches = max(relative(a, b) for a, b in zip(mine, theirs, strict=True))
     return max(relative(got, want), caches)
 
@@ -183,7 +184,7 @@ def captured_errors(generator: Any) -> dict[str, float]:
     """A table filled twice, as captured steps do; and plain rows beside the plain path."""
     from coterie.kernels.patch import Segment
     from coterie.kernels.patch_rows import PatchRows, places_of
-    from coterie.kernels.triton import layers as triton_layers
+    from coterie.kernels.triton.decoder import decoder
     from tests.kernels.test_triton import random_batch
 
     shape, layers, cos, sin = small_model("plain")
@@ -199,7 +200,7 @@ def captured_errors(generator: Any) -> dict[str, float]:
 
     def run(given: Any) -> Any:
         kv = [cache.clone() for cache in caches]
-        return triton_layers.decoder(shape, layers, cos, sin, hidden.clone(), kv, given)
+        return decoder(shape, layers, cos, sin, hidden.clone(), kv, given)
 
     plain, eager = run(batch), run(replace(batch, patches=cut))
     captured = run(replace(batch, patch_rows=rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
@@ -13,23 +13,14 @@ from starlette.responses import Response
 
 from coterie import __version__
 from coterie.api.anthropic.endpoints import model_fields
-from coterie.api.body import Body, parse
+from coterie.api.body import parse
 from coterie.api.errors import ANTHROPIC, encode
 from coterie.api.exchange import exchange_of
 from coterie.api.inference import ModelCard
 from coterie.api.openai.parse import chat_prompt, told_tools
 from coterie.api.openai.render import model_card
-from coterie.api.openai.types import (
-    MAX_MESSAGES,
-    ChatMessage,
-    ChatTemplateText,
-    Documents,
-    TemplateKwargs,
-    TokenId,
-    ToolSpec,
-)
+from coterie.api.openai.types import DetokenizeBody, TokenizeBody, TokenizerQuery
 from coterie.api.query import Query, query_of
-from coterie.api.tools.base import MAX_TOOLS
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import Text
 
@@ -208,31 +199,3 @@ def _token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 def _openai_card(card: ModelCard) -> Any:
     return model_card(card.name, card.created, card.root, card.parent, card.max_model_len)
-
-
-class TokenizeBody(Body):
-    """Either `prompt` or `messages`. Without `model` the default one answers."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    # None = of a prompt, not of messages: templates write their own
-    add_special_tokens: bool | None = None
-    return_token_strs: bool = False
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    chat_template: ChatTemplateText | None = None
-    documents: Documents | None = None
-    tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
-
-
-class DetokenizeBody(Body):
-    model: str | None = None
-    tokens: list[TokenId]
-
-
-class TokenizerQuery(Query):
-    """Without `model` the default one is told of."""
-
-    model: str | None = None

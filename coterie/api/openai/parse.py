@@ -8,7 +8,6 @@ from typing import Any
 
 from coterie.api.admin.experts import adapter_hints
 from coterie.api.inference import Ask, Steering, positive_top_p, seed_of
-from coterie.api.native.server import TokenizeBody
 from coterie.api.openai.types import (
     MAX_PROMPTS,
     ChatBody,
@@ -17,6 +16,7 @@ from coterie.api.openai.types import (
     Common,
     CompletionBody,
     Part,
+    TokenizeBody,
     ToolSpec,
 )
 from coterie.api.response_format import vendor_format_of

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coterie.kernels.linear import ReferenceLinear, make_linear
+from coterie.kernels.backend import make_linear
+from coterie.kernels.linear import ReferenceLinear
 from coterie.kernels.reference import layers as reference
 from coterie.weights.quantize import Weight
 

@@ -9,8 +9,6 @@ decode the number of launches is what costs. Import it only where triton is inst
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coterie.kernels import patched
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
 from coterie.kernels.patch_rows import PatchRows
-from coterie.kernels.reference import layers as reference
-from coterie.kernels.triton.attention import paged_attention
 from coterie.kernels.triton.patches import RANKS, SITE, fetch_site, patch_head, site_of
 
 
@@ -218,14 +213,6 @@ def place_heads(
     return q
 
 
-def _normed_whole(
-    shape: DecoderShape, layer: DecoderLayer, qkv: Tensor
-) -> tuple[DecoderLayer, Tensor]:
-    """Bias and norms over all heads by torch; the layer that is left has neither."""
-    heads = torch.cat([part.flatten(1) for part in reference.project(shape, layer, qkv)], dim=1)
-    return replace(layer, qkv_bias=None, q_norm=None, k_norm=None), heads
-
-
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where gate is the first half of the last dimension."""
     rows, width = len(gate_up), gate_up.shape[1] // 2
@@ -233,43 +220,3 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     chunk = min(1024, triton.next_power_of_2(width))
     _silu_mul[(rows, triton.cdiv(width, chunk))](gate_up, out, WIDTH=width, CHUNK=chunk)
     return out
-
-
-def decoder(
-    shape: DecoderShape,
-    layers: Sequence[DecoderLayer],
-    cos: Tensor,
-    sin: Tensor,
-    hidden: Tensor,
-    kv: Sequence[Tensor],
-    batch: AttentionBatch,
-    first: int = 0,
-) -> Tensor:
-    """Run `layers` over hidden [T, D], which is overwritten. No final norm.
-
-    The first given layer is number `first` of the model: patches are told apart by it.
-    """
-    if batch.patches or batch.patch_rows is not None:
-        from coterie.kernels.triton import patched as triton_patched
-
-        reads = triton_patched.reads(shape, layers, batch, first)
-        if reads is not None:
-            return triton_patched.decoder(shape, layers, (cos, sin), hidden, kv, batch, reads)
-    patches = batch.patches
-    delta: Tensor | None = None
-    heads = (("q", shape.q_size), ("k", shape.kv_size), ("v", shape.kv_size))
-    inner = (("gate", shape.intermediate), ("up", shape.intermediate))
-    for index, (layer, kv_layer) in enumerate(zip(layers, kv, strict=True), first):
-        normed = add_norm(hidden, delta, layer.input_norm, shape.eps)
-        qkv = patched.linear(layer.qkv, normed, index, heads, patches)
-        if layer.norms_whole(shape):
-            layer, qkv = _normed_whole(shape, layer, qkv)
-        q = place_heads(shape, layer, qkv, (cos, sin), kv_layer, batch)
-        mixed = paged_attention(q, kv_layer, batch, shape.attention_scale).view(len(hidden), -1)
-        delta = patched.linear(layer.o, mixed, index, (("o", shape.hidden),), patches)
-        if layer.post_norm is None or layer.gate_up is None or layer.down is None:
-            continue
-        normed = add_norm(hidden, delta, layer.post_norm, shape.eps)
-        acts = silu_mul(patched.linear(layer.gate_up, normed, index, inner, patches))
-        delta = patched.linear(layer.down, acts, index, (("down", shape.hidden),), patches)
-    return hidden if delta is None else hidden + delta

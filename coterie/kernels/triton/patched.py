@@ -7,6 +7,7 @@ Row kernels serve every row of short segments; what `patch_rows` leaves to torch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,10 +17,14 @@ from torch import Tensor
 from coterie.kernels import patched
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
-from coterie.kernels.patch_rows import KINDS, PatchRows, rows_of
+from coterie.kernels.patch_rows import FEW, KINDS, LONG_ROWS, PatchRows, Places, record_of
 from coterie.kernels.triton.attention import paged_attention
 from coterie.kernels.triton.layers import HeadPatches, place_heads
 from coterie.kernels.triton.patches import RANKS, _norm_rows, _silu_rows, site_of
+
+if TYPE_CHECKING:
+    from coterie.kernels.batch import AttentionBatch
+    from coterie.kernels.patch import Segment
 
 if TYPE_CHECKING:
     from coterie.kernels.patch import Segment
@@ -213,3 +218,33 @@ def decoder(
         y = patched.linear(layer.down, acts, index, (("down", shape.hidden),), rest)
         before = Product(y, index, "down", terms=pieces)
     return hidden if before is None else norm_rows(rows, hidden, before, None)[0]
+
+
+def rows_of(batch: AttentionBatch, layers: int) -> tuple[PatchRows | None, tuple[Segment, ...]]:
+    """What the row kernels read, and the segments that are left to torch: long ones, and those
+    that the kernels cannot. `layers` counts up to the last one of this call."""
+    if batch.patch_rows is not None:
+        return batch.patch_rows, ()
+    device = batch.positions.device
+    short, rest = [], []
+    for part in batch.patches:
+        if not part.stack.patches:
+            continue
+        record = record_of(part.stack, device)
+        if record.sites is None or part.last - part.first >= LONG_ROWS:
+            rest.append(part)
+            continue
+        short.append((part.first, part.last, record))
+        layers = max(layers, record.layers)
+    if not short:
+        return None, tuple(rest)
+    return _gathered(tuple(short), len(batch.positions), layers, device), tuple(rest)
+
+
+# a model that is walked layer by layer asks for each of them
+@lru_cache(maxsize=1)
+def _gathered(places: Places, rows: int, layers: int, device: torch.device) -> PatchRows:
+    found = PatchRows(rows, layers, device, max(record.kind for _, _, record in places))
+    found.rank = max(FEW, *(record.rank for _, _, record in places))
+    found.fill(places)
+    return found

@@ -161,9 +161,9 @@ def _read_backbone(reader: Reader, backend: str, progress: Progress) -> Backbone
 
 def _decoder(backend: str) -> Callable[..., Tensor]:
     if backend == "triton":
-        from coterie.kernels.triton import layers as triton_layers
+        from coterie.kernels.triton.decoder import decoder
 
-        return triton_layers.decoder
+        return decoder
     return reference.decoder
 
 

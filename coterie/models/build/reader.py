@@ -15,7 +15,8 @@ from torch import Tensor
 
 from coterie.core.errors import WeightsError
 from coterie.kernels.reference.latent import HeadLinear
-from coterie.kernels.linear import Linear, make_linear
+from coterie.kernels.linear import Linear
+from coterie.kernels.backend import make_linear
 from coterie.models.build.adapt import Matrix, site_of
 from coterie.weights.quantize import Dense, Weight, convert, dense
 

@@ -15,13 +15,14 @@ import torch
 
 from coterie.core.errors import InternalError
 from coterie.kernels.cpu.expert_mlp import Records, run_experts
-from coterie.moe.runtime.transfer import Arrival
+from coterie.moe.runtime.load_workers import Arrival
 
 if TYPE_CHECKING:
     from coterie.moe.dispatch.base import Wave
     from coterie.moe.runtime.layer_job import Kernel, LayerJob
+    from coterie.moe.runtime.load_workers import Arrival
     from coterie.moe.runtime.tiers import Entry, HostTier
-    from coterie.moe.runtime.transfer import Arrival, Loads, Transfer
+    from coterie.moe.runtime.transfer import Loads, Transfer
     from coterie.moe.store.base import Key
 
 

@@ -19,8 +19,8 @@ from coterie.moe.runtime.usage import Span, Tally, outside
 if TYPE_CHECKING:
     from coterie.kernels.cpu.expert_mlp import RecordTable
     from coterie.kernels.expert_layout import ExpertLayout
+    from coterie.moe.runtime.load_workers import Arrival
     from coterie.moe.runtime.step import ExpertStep
-    from coterie.moe.runtime.transfer import Arrival
 
 Kernel = Callable[..., None]
 Interval = tuple[float, float]

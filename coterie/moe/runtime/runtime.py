@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from coterie.core.dispatch import DispatchSettings, ExpertUsage
     from coterie.moe.dispatch.base import Costs, Demand
     from coterie.moe.runtime.heatmap import Heatmap
+    from coterie.moe.runtime.load_workers import Arrival
     from coterie.moe.runtime.step import ExpertStep
     from coterie.moe.runtime.trace import Trace
-    from coterie.moe.runtime.transfer import Arrival, Transfer
+    from coterie.moe.runtime.transfer import Transfer
     from coterie.moe.runtime.usage import Telemetry
     from coterie.moe.store.base import Key, Store
 
@@ -151,7 +152,7 @@ class ExpertRuntime:
             self.spans += job.spans(begin, time.perf_counter())
         self.telemetry.add(job.layer, job.tally)
         if job.step.owners is not None:
-            self.telemetry.attribute(job)
+            self.telemetry.attribute(job.step, job.classes, job.late, job.tally)
 
     def _room(self, step: ExpertStep) -> Tensor:
         """[T * K, D] fp32 that is kept between layers: fresh memory costs page faults."""

@@ -20,7 +20,7 @@ from coterie.core.errors import InternalError
 from coterie.kernels.cpu.expert_mlp import RecordTable
 
 if TYPE_CHECKING:
-    from coterie.moe.runtime.transfer import Arrival
+    from coterie.moe.runtime.load_workers import Arrival
     from coterie.moe.store.base import Key, Store
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from coterie.core.dispatch import USAGE_FIELDS, ExpertUsage, LayerHits
 
 if TYPE_CHECKING:
-    from coterie.moe.runtime.layer_job import LayerJob
+    from coterie.moe.runtime.step import Classes, ExpertStep
     from coterie.moe.store.base import Geometry
 
 # what a tally counts; updates belong to no layer
@@ -115,9 +115,9 @@ class Telemetry:
         self.layers[layer].routing_s += seconds
         self._step.routing_s += seconds
 
-    def attribute(self, job: LayerJob) -> None:
-        """Tell the sequences of a step apart."""
-        ids, owned = job.step.topk_ids, job.step.owners
+    def attribute(self, step: ExpertStep, classes: Classes, late: list[int], tally: Tally) -> None:
+        """Tell the sequences of a step apart. `late`: host experts that were read from disk."""
+        ids, owned = step.topk_ids, step.owners
         if owned is None:
             return
         owners = owned.numpy()
@@ -125,13 +125,12 @@ class Telemetry:
         self._know(len(rows))
         need = np.zeros((len(rows), self._num_experts), dtype=bool)
         need[np.repeat(owners, ids.shape[1]), ids.numpy().ravel()] = True
-        classes = job.classes
         self._own(need, "device_hits", classes.hits)
         self._own(need, "prefetch_hits", classes.early)
         self._own(need, "device_misses", classes.misses)
         self._own(need, "host_runs", classes.host)
-        self._share(need[:, [*classes.misses, *job.late]], rows / rows.sum(), job.tally)
-        met = self._own_met[: len(rows), self._place[job.layer]]
+        self._share(need[:, [*classes.misses, *late]], rows / rows.sum(), tally)
+        met = self._own_met[: len(rows), self._place[step.layer]]
         met[:, 0] += need.sum(axis=1)
         met[:, 1] += need[:, [*classes.hits, *classes.early]].sum(axis=1)
 

@@ -18,7 +18,6 @@ from coterie.kernels.expert_layout import ExpertLayout
 
 if TYPE_CHECKING:
     from coterie.moe.store.disk import Disk
-    from coterie.weights.checkpoint import Checkpoint
 
 # names of a layout's parts, in its order
 GATED = ("gate", "up", "down")
@@ -108,32 +107,6 @@ class Store(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def open_store(
-    checkpoint: Checkpoint,
-    geometry: Geometry,
-    names: ExpertNames,
-    dtype: str,
-    reads: str = "auto",
-    *,
-    hidden: int,
-    intermediate: int,
-    gated: bool,
-) -> Store:
-    """The experts of `checkpoint` at `dtype` (auto: as stored). Everything that can be known
-    without reading an expert is checked here."""
-    from coterie.moe.store.checkpoint import CheckpointStore
-    from coterie.moe.store.disk import Disk
-    from coterie.moe.store.index import INDEX_FILE
-    from coterie.moe.store.packed import expect_model, open_packed
-
-    shape = ExpertShape(hidden, intermediate, gated)
-    if (checkpoint.path / INDEX_FILE).exists():
-        packed = open_packed(checkpoint.path, dtype, Disk(reads))
-        expect_model(packed, geometry, shape)
-        return packed
-    return CheckpointStore(checkpoint, geometry, names, shape, dtype, Disk(reads))
 
 
 # (layer, index): the layer's number in the model, the expert's number in the layer

@@ -21,11 +21,15 @@ from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout
-from coterie.moe.store.base import ExpertNames, ExpertShape, Geometry, Key, Spent
+from coterie.moe.store.base import ExpertNames, ExpertShape, Geometry, Key, Spent, Store
 from coterie.moe.store.disk import Disk, aligned_buffer, covering
 from coterie.moe.store.tensors import Piece, fitting, kind_of, locate
 from coterie.weights.pages import Extent
 from coterie.weights.quantize import DTYPES, Dense, Weight, dense
+
+if TYPE_CHECKING:
+    from coterie.moe.store.disk import Disk
+    from coterie.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from coterie.weights.checkpoint import Checkpoint
@@ -240,3 +244,28 @@ def _refuse_rounding(piece: Piece, weight: Weight, kind: str) -> None:
             f"{piece.extent.path}: expert tensor {piece.name!r} has scales that int4 cannot hold. "
             "Use --dtype fp32 or bf16."
         )
+
+
+def open_store(
+    checkpoint: Checkpoint,
+    geometry: Geometry,
+    names: ExpertNames,
+    dtype: str,
+    reads: str = "auto",
+    *,
+    hidden: int,
+    intermediate: int,
+    gated: bool,
+) -> Store:
+    """The experts of `checkpoint` at `dtype` (auto: as stored). Everything that can be known
+    without reading an expert is checked here."""
+    from coterie.moe.store.disk import Disk
+    from coterie.moe.store.index import INDEX_FILE
+    from coterie.moe.store.packed import expect_model, open_packed
+
+    shape = ExpertShape(hidden, intermediate, gated)
+    if (checkpoint.path / INDEX_FILE).exists():
+        packed = open_packed(checkpoint.path, dtype, Disk(reads))
+        expect_model(packed, geometry, shape)
+        return packed
+    return CheckpointStore(checkpoint, geometry, names, shape, dtype, Disk(reads))

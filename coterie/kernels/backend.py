@@ -1,0 +1,35 @@
+"""Which kernels a device runs, and a stored weight as a product of that backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+
+from coterie.core.errors import ConfigError
+from coterie.kernels.linear import Linear, ReferenceLinear
+from coterie.weights.quantize import Weight
+
+
+def best_backend(device: torch.device | str) -> str:
+    """ "cpu" (native kernels) where the module is available, "triton" on CUDA, else "reference"."""
+    from coterie.kernels.cpu.build import native
+
+    kind = torch.device(device).type
+    if kind == "cuda" and find_spec("triton"):
+        return "triton"
+    return "cpu" if kind == "cpu" and native() else "reference"
+
+
+def make_linear(
+    weights: Sequence[Weight], backend: str, device: torch.device | str = "cpu"
+) -> Linear:
+    """One product over the concatenated rows of `weights` (q, k, v or gate, up)."""
+    if backend == "reference":
+        return ReferenceLinear(weights, device)
+    if backend == "cpu":
+        from coterie.kernels.cpu.layers import PackedLinear
+
+        return PackedLinear(weights)
+    raise ConfigError(f"unknown kernel backend {backend!r}; use 'reference' or 'cpu'")
