@@ -35,7 +35,7 @@ from coterie.models.base import read_spec
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.home import home
 from coterie.workers.base import LaneSpec, WorkerSpec
-from coterie.workers.host import Host, build_engine
+from coterie.workers.host import EngineHost, build_engine
 
 PROMPT_TOKENS = 32
 MODULES = {"all": ALL_LINEAR, "qv": ("q_proj", "v_proj")}
@@ -56,7 +56,7 @@ class Bench:
             adapters=AdapterSettings(device_bytes=room, batching=batching),
             library=str(library),
         )
-        self.host: Host = build_engine(spec)
+        self.host: EngineHost = build_engine(spec)
         self._count = 0
 
     def add(self, adapters: Sequence[AdapterChoice], tokens: int, prompt: Sequence[int]) -> str:

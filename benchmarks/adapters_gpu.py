@@ -37,11 +37,11 @@ from benchmarks.gpu_adapters import (
     spread,
 )
 from benchmarks.gpu_kernels import make_batch
-from coterie.adapters.compose import Composed
-from coterie.adapters.image import Image, upload_for
-from coterie.adapters.slab import Slab
+from coterie.adapters.compose import ComposedStack
+from coterie.adapters.image import StackImage, upload_for
+from coterie.adapters.slab import AdapterSlab
 from coterie.kernels import patch_rows
-from coterie.kernels.patch import Segment, Stack
+from coterie.kernels.patch import PatchStack, Segment
 from coterie.models.base import CausalLM
 from coterie.models.build.cuda_graph import DecodeGraphs
 
@@ -93,7 +93,7 @@ def check(setting: Setting) -> dict[str, Any]:
     return {"errors": found, "wrong": sorted(wrong)}
 
 
-def speed(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, Any]:
+def speed(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[str, Any]:
     """A decode step of all streams: alone, and as a loop with argmax and inputs from the host."""
     streams = setting.streams
     plain, mixed = (), spread(stacks, streams)
@@ -129,7 +129,7 @@ def _eager(
     model.forward(tokens, batch, kv, rows)
 
 
-def prefill(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, Any]:
+def prefill(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[str, Any]:
     """One prompt with one adapter, through the row kernels and through torch."""
     report = {}
     kept = patch_rows.LONG_ROWS
@@ -149,7 +149,7 @@ def prefill(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str,
     return report
 
 
-def switch(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, Any]:
+def switch(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[str, Any]:
     """What a step pays for other stacks than the step before: known ones, and ones never seen."""
     device = torch.device(setting.device)
     rows = patch_rows.PatchRows(setting.streams, model.spec.num_layers, device, kind=0)
@@ -166,12 +166,12 @@ def switch(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, 
 
     def unseen() -> None:
         stacks[0].tables.clear()
-        patch_rows.record_of(stacks[0], device)
+        patch_rows.stack_record(stacks[0], device)
 
     found = interleaved({"other stacks": hot, "new stack": unseen}, setting.device, 2)
     nbytes = sum(patch.nbytes for patch in stacks[0].patches.values())
-    host = Composed(device_stack(model.spec, setting.rank, 99, "cpu").patches, None, nbytes)
-    image, slab = Image(host), Slab(4 * nbytes, device)
+    host = ComposedStack(device_stack(model.spec, setting.rank, 99, "cpu").patches, None, nbytes)
+    image, slab = StackImage(host), AdapterSlab(4 * nbytes, device)
     upload, block = upload_for(device, slab.nbytes), slab.reserve(image.nbytes, "a")
     if block is None:
         raise RuntimeError("the slab is too small")
@@ -181,7 +181,7 @@ def switch(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, 
     return {**found, "host to device": statistics.median(copies), "adapter_bytes": nbytes}
 
 
-def tune(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, Any]:
+def tune(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[str, Any]:
     """Seconds of the base's step, and of the adapted one at other sizes of its programs."""
     from coterie.kernels.triton import patched as triton_patched
 
@@ -190,7 +190,7 @@ def tune(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, An
         "base": decode(model, setting.streams, setting.context, ()).forward
     }
     for given in TUNED:
-        triton_patched.SLIM = triton_patched.BROAD = triton_patched.Sizes(*given)
+        triton_patched.SLIM = triton_patched.BROAD = triton_patched.ProgramSizes(*given)
         other = copy(model)
         other.graphs = DecodeGraphs(model.compute, model.spec.max_positions, model.device)
         step = decode(other, setting.streams, setting.context, spread(stacks, setting.streams))
@@ -200,7 +200,7 @@ def tune(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, An
     return interleaved(works, setting.device, 5)
 
 
-def profile(setting: Setting, model: CausalLM, stacks: list[Stack]) -> dict[str, Any]:
+def profile(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[str, Any]:
     """Microseconds per step by kernel name."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as trace

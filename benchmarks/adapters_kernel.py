@@ -22,7 +22,7 @@ import torch
 from benchmarks.kernels_cpu import BLOCK, KINDS, LAYERS, SHAPE, Model, batch_of
 from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.layers import set_threads
-from coterie.kernels.patch import PARTS, Patch, Segment, Stack
+from coterie.kernels.patch import PARTS, Patch, PatchStack, Segment
 
 SIZES = dict(
     zip(
@@ -41,7 +41,7 @@ SIZES = dict(
 )
 
 
-def stack_of(rank: int, dtype: torch.dtype, scales: bool = False) -> Stack:
+def stack_of(rank: int, dtype: torch.dtype, scales: bool = False) -> PatchStack:
     """scales: as DoRA, with an out_scale on every matrix."""
 
     def patch(width: int, height: int) -> Patch:
@@ -49,7 +49,7 @@ def stack_of(rank: int, dtype: torch.dtype, scales: bool = False) -> Stack:
         return Patch(a.to(dtype), b.to(dtype), out_scale=torch.ones(height) if scales else None)
 
     sites = ((layer, part) for layer in range(LAYERS) for part in PARTS)
-    return Stack("random", 0, {site: patch(*SIZES[site[1]]) for site in sites})
+    return PatchStack("random", 0, {site: patch(*SIZES[site[1]]) for site in sites})
 
 
 @dataclass

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.peers import files
 from benchmarks.random_adapters import ALL_LINEAR, write_adapter
-from coterie.adapters.library import Library
+from coterie.adapters.library import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
 from coterie.core.adapters import AdapterSettings
 from coterie.core.plan import AdapterChoice
@@ -28,7 +28,7 @@ from coterie.models.base import CausalLM, load_model
 from coterie.packages.archive import pack, repack
 from coterie.packages.digest import CONFIG, WEIGHTS, digest_of
 from coterie.packages.manifest import from_document
-from coterie.packages.registry import Registry
+from coterie.packages.registry import AdapterRegistry
 from coterie.packages.signing import new_key, public_of, read_key, signed
 from coterie.packages.trust import TrustStore
 from coterie.weights.checkpoint import open_checkpoint
@@ -74,11 +74,13 @@ class Stage:
     def pool(self, library: Path) -> AdapterPool:
         settings = AdapterSettings(device_bytes=int(self.nbytes * 3))
         device = torch.device("cpu")
-        return AdapterPool(Library(library), self.model.targets, settings, device)
+        return AdapterPool(AdapterLibrary(library), self.model.targets, settings, device)
 
     def crowded_pool(self) -> AdapterPool:
         settings = AdapterSettings(device_bytes=int(self.nbytes * 1.5))
-        return AdapterPool(Library(self.library), self.model.targets, settings, torch.device("cpu"))
+        return AdapterPool(
+            AdapterLibrary(self.library), self.model.targets, settings, torch.device("cpu")
+        )
 
     def resident(self, repeats: int) -> list[float]:
         pool = self.pool(self.library)
@@ -116,7 +118,7 @@ class Stage:
         trust.trust(public_of(private), "bench")
         spent = []
         for turn in range(repeats):
-            registry = Registry(self.folder / f"registry{turn}")
+            registry = AdapterRegistry(self.folder / f"registry{turn}")
             pool = self.pool(registry.library)
             begin = time.perf_counter()
             card = registry.install(path, trust=trust)

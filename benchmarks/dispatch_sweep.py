@@ -25,7 +25,7 @@ from benchmarks.sweep_bench import Bench, Live, say
 from benchmarks.sweep_tables import Case, Result, hit_verdict, middle, speed_verdict, table
 from coterie.moe.dispatch.base import Strategy
 from coterie.moe.dispatch.table import STRATEGIES
-from coterie.moe.planner.simulate import Stage, belady, replay
+from coterie.moe.planner.simulate import ReplaySetup, belady, replay
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.trace import Trace
 
@@ -58,7 +58,7 @@ def replays(
         found[Case("belady", slots, "off")] = Result(best.hit_rate, 0.0)
         for name in names:
             for predict in predictions(name):
-                counts = replay(name, trace, Stage(slots, heatmap, predict=predict)).total
+                counts = replay(name, trace, ReplaySetup(slots, heatmap, predict=predict)).total
                 asked = max(1, counts.demands)
                 found[Case(name, slots, predict)] = Result(
                     counts.hit_rate, counts.prefetch_hits / asked, counts.host_runs / asked

@@ -26,7 +26,7 @@ from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.expert_mlp import RecordTable, combine, run_experts
 from coterie.kernels.cpu.expert_record import dense_parts, pack_record
 from coterie.kernels.expert_layout import KINDS, ExpertLayout
-from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight
+from coterie.weights.quantize import DenseWeight, GgufBlocks, Int4Weight, Int8Weight, Weight
 
 EXPERTS, TOP_K, TOKENS = 64, 8, 512
 FOOTPRINT_BYTES = 512 << 20
@@ -37,11 +37,11 @@ def weight(kind: str, rows: int, width: int) -> Weight:
     unit = width**-0.5
     if kind == "int8":
         q = torch.randint(-127, 128, (rows, width), dtype=torch.int8)
-        return Int8(q, torch.full((rows, width // 32), unit / 70).half())
+        return Int8Weight(q, torch.full((rows, width // 32), unit / 70).half())
     if kind == "int4":
         scale = torch.full((rows, width // 32), unit / 4.6).half()
         q = torch.randint(0, 256, (rows, width // 2), dtype=torch.uint8)
-        return Int4(q, scale, -7.5 * scale)
+        return Int4Weight(q, scale, -7.5 * scale)
     if kind in BLOCK_BYTES:
         blocks = torch.randint(0, 256, (rows, width // 256, BLOCK_BYTES[kind]), dtype=torch.uint8)
         factor = torch.full((rows, width // 256, 1), unit / 200).half().view(torch.uint8)
@@ -49,9 +49,9 @@ def weight(kind: str, rows: int, width: int) -> Weight:
             blocks[..., :4] = factor.repeat(1, 1, 2)
         else:
             blocks[..., 208:] = factor
-        return Blocks(kind, blocks.flatten(1))
+        return GgufBlocks(kind, blocks.flatten(1))
     dense = torch.randn(rows, width) * unit
-    return Dense(dense.bfloat16() if kind == "bf16" else dense)
+    return DenseWeight(dense.bfloat16() if kind == "bf16" else dense)
 
 
 @dataclass

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from benchmarks.gpu_kernels import make_batch
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.patch import PARTS, Patch, Segment, Site, Stack
+from coterie.kernels.patch import PARTS, Patch, PatchStack, Segment, Site
 from coterie.models.base import CausalLM, load_model
 from coterie.models.spec import ModelSpec
 from coterie.weights.checkpoint import Checkpoint
-from coterie.weights.quantize import Dense, Weight
+from coterie.weights.quantize import DenseWeight, Weight
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -113,7 +113,7 @@ class RandomWeights:
         draw = torch.Generator(self._device).manual_seed(list(self._shapes).index(name))
         values = torch.randn(shape, generator=draw, device=self._device)
         values = values * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.1 * values
-        return Dense(values.bfloat16())
+        return DenseWeight(values.bfloat16())
 
     def release(self) -> None:
         """Nothing is kept."""
@@ -165,7 +165,7 @@ def device_stack(
     dtype: torch.dtype = torch.bfloat16,
     fields: Sequence[str] = LORA,
     parts: Sequence[str] = PARTS,
-) -> Stack:
+) -> PatchStack:
     """Random, and strong enough to show."""
     draw = torch.Generator(device).manual_seed(seed)
 
@@ -184,10 +184,10 @@ def device_stack(
                 1 + drawn(height, scale=0.2) if "out_scale" in fields else None,
                 drawn(height, scale=0.1) if "shift" in fields else None,
             )
-    return Stack(f"stack-{seed}", seed % 128, patches)
+    return PatchStack(f"stack-{seed}", seed % 128, patches)
 
 
-def spread(stacks: Sequence[Stack], streams: int) -> tuple[Segment, ...]:
+def spread(stacks: Sequence[PatchStack], streams: int) -> tuple[Segment, ...]:
     """Streams dealt over the stacks, rows of one stack together, as the scheduler sorts them."""
     share = math.ceil(streams / len(stacks))
     cuts = [(i * share, min(streams, (i + 1) * share)) for i in range(len(stacks))]

@@ -23,7 +23,7 @@ from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.layers import NativeDecoder, PackedLinear, paged_attention
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
-from coterie.weights.quantize import Dense, Int4, Int8, Weight
+from coterie.weights.quantize import DenseWeight, Int4Weight, Int8Weight, Weight
 
 SHAPE = DecoderShape(9, 3, 64, 576, 1536, 1e-5, 64**-0.5)
 LAYERS, VOCAB, BLOCK = 30, 49152, 16
@@ -35,13 +35,13 @@ def weight(kind: str, rows: int, width: int) -> Weight:
     unit = width**-0.5
     if kind == "int8":
         q = torch.randint(-127, 128, (rows, width), dtype=torch.int8)
-        return Int8(q, torch.full((rows, width // 32), unit / 70).half())
+        return Int8Weight(q, torch.full((rows, width // 32), unit / 70).half())
     if kind == "int4":
         scale = torch.full((rows, width // 32), unit / 4.6).half()
         q = torch.randint(0, 256, (rows, width // 2), dtype=torch.uint8)
-        return Int4(q, scale, -7.5 * scale)
+        return Int4Weight(q, scale, -7.5 * scale)
     dense = torch.randn(rows, width) * unit
-    return Dense(dense.bfloat16() if kind == "bf16" else dense)
+    return DenseWeight(dense.bfloat16() if kind == "bf16" else dense)
 
 
 def batch_of(spec: Sequence[tuple[int, int]]) -> AttentionBatch:

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from coterie.core.dispatch import DispatchSettings, ExpertUsage
+from coterie.core.dispatch import MoeSettings, MoeUsage
 from coterie.models.base import CausalLM, load_model
-from coterie.models.experts import ExpertsWanted
-from coterie.models.pace import NoExperts, Solo
-from coterie.models.prospect import Prospect, open_prospect
+from coterie.models.experts import MoeRequirements
+from coterie.models.pace import NoExperts, SingleSequenceRun
+from coterie.models.prospect import PlanInputs, open_plan_inputs
 from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner.auto import known_costs
 from coterie.moe.planner.machine import to_json
@@ -46,8 +46,8 @@ class Config:
     budget: str
     host: str
 
-    def settings(self) -> DispatchSettings:
-        return DispatchSettings(
+    def settings(self) -> MoeSettings:
+        return MoeSettings(
             strategy=self.strategy,
             device_budget=self.budget,
             host_budget=self.host,
@@ -67,7 +67,7 @@ class Measured:
 class Switch:
     """Experts that can be exchanged under one loaded backbone."""
 
-    def __init__(self, wanted: ExpertsWanted) -> None:
+    def __init__(self, wanted: MoeRequirements) -> None:
         self.current: ExpertRuntime | NoExperts = NoExperts(wanted.geometry())
 
     def __getattr__(self, name: str) -> Any:
@@ -75,13 +75,13 @@ class Switch:
 
 
 class Bench:
-    def __init__(self, prospect: Prospect, args: argparse.Namespace) -> None:
+    def __init__(self, prospect: PlanInputs, args: argparse.Namespace) -> None:
         self.prospect, self.args = prospect, args
         self.switch: Switch | None = None
         self.model = self._load()
 
     def _load(self) -> CausalLM:
-        def place(wanted: ExpertsWanted) -> Any:
+        def place(wanted: MoeRequirements) -> Any:
             self.switch = Switch(wanted)
             return self.switch
 
@@ -93,7 +93,7 @@ class Bench:
     def open(self, config: Config, heatmap: Heatmap | None) -> ExpertRuntime:
         """A store of its own: a runtime closes its store."""
         prospect = self.prospect
-        store = open_prospect(prospect.checkpoint, prospect.dtype, prospect.device).store
+        store = open_plan_inputs(prospect.checkpoint, prospect.dtype, prospect.device).store
         runtime = open_experts(
             store,
             config.settings(),
@@ -109,7 +109,7 @@ class Bench:
         """One prompt and a forced answer."""
         args, draw = self.args, random.Random(seed)
         vocab = self.model.spec.vocab
-        solo = Solo(self.model, args.prompt + args.decode + 1)
+        solo = SingleSequenceRun(self.model, args.prompt + args.decode + 1)
         prompt = [draw.randrange(vocab) for _ in range(args.prompt)]
         prefill_s = solo.step(prompt, "prefill")
         self.model.take_usage()
@@ -122,7 +122,7 @@ class Bench:
             demands += found + usage.device_misses + usage.host_runs
         return Measured(prefill_s, tuple(decode_s), hits / demands)
 
-    def _between(self) -> ExpertUsage:
+    def _between(self) -> MoeUsage:
         """What an engine does between tokens."""
         taken = self.model.take_usage()
         assert taken is not None and self.switch is not None
@@ -198,7 +198,7 @@ def predict(bench: Bench, wanted: Sequence[Config], load: Workload) -> dict[Conf
 def main() -> None:
     args = _arguments()
     torch.set_num_threads(args.threads or torch.get_num_threads())
-    prospect = open_prospect(open_checkpoint(args.model), args.dtype, args.device)
+    prospect = open_plan_inputs(open_checkpoint(args.model), args.dtype, args.device)
     machine = prospect.machine(again=True, say=_note)
     bench = Bench(prospect, args)
     _note("recording a trace at full residency")

@@ -15,8 +15,8 @@ import sys
 import time
 from typing import Any
 
-from coterie.api.native.infer_parse import Caller, Reception
-from coterie.obs.metrics import Registry
+from coterie.api.native.infer_parse import CallerInfo, InferBodyReader
+from coterie.obs.metrics import MetricRegistry
 from coterie.service.deadline import UserRate
 
 GOAL_MS = 1.0
@@ -48,9 +48,9 @@ def body_of(text: str, nbytes: int) -> bytes:
 
 
 def times_ms(raw: bytes, rounds: int) -> list[float]:
-    registry = Registry()
-    reception = Reception(UserRate(1e6), registry.histogram("coterie_reception_seconds"))
-    caller = Caller("tenant", time.monotonic())
+    registry = MetricRegistry()
+    reception = InferBodyReader(UserRate(1e6), registry.histogram("coterie_reception_seconds"))
+    caller = CallerInfo("tenant", time.monotonic())
     taken = []
     for _ in range(rounds):
         begun = time.perf_counter()

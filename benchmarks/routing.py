@@ -30,7 +30,7 @@ from benchmarks.routing_set import Decided, Item
 from coterie.core.adapters import AdapterProfile
 from coterie.core.request import Chat, InferenceRequest, Limits, Message, RouteHints, Sampling
 from coterie.routing.features.features import routed_text
-from coterie.routing.match.calibrate import PATH, Calibration, learn, tempered
+from coterie.routing.match.calibrate import PATH, ScoreCalibration, fit_calibration, tempered
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
 from coterie.routing.match.matcher import Matcher
 from coterie.routing.match.sketch import sketch
@@ -63,15 +63,15 @@ def scored(matcher: Matcher, items: Sequence[Item]) -> list[Scored]:
     return found
 
 
-def calibrated(known: Sequence[Scored], near: Sequence[Scored]) -> Calibration:
+def calibrated(known: Sequence[Scored], near: Sequence[Scored]) -> ScoreCalibration:
     every = [*known, *near]
     worth = [1.0] * len(known) + [NEAR_MISS_WORTH] * len(near)
     right = [name == item.expert for item, name, _ in every]
-    curve = tempered(*learn([score for _, _, score in every], right, worth))
-    return Calibration(*curve, THRESHOLD)
+    curve = tempered(*fit_calibration([score for _, _, score in every], right, worth))
+    return ScoreCalibration(*curve, THRESHOLD)
 
 
-def decided(found: Sequence[Scored], by: Calibration) -> list[Decided]:
+def decided(found: Sequence[Scored], by: ScoreCalibration) -> list[Decided]:
     made = []
     chances = by.probability(np.array([score for _, _, score in found]))
     for (item, name, _), chance in zip(found, chances.tolist(), strict=True):

@@ -34,7 +34,7 @@ from coterie.routing.match.embed import DEFAULT, EMBEDDERS, HashedEmbedder, Vect
 from coterie.routing.match.lessons import MAX_EXAMPLES, MAX_OTHERS
 from coterie.routing.match.matcher import Matcher
 from coterie.routing.match.probe import AGAINST, FOR, ordinary_prompts
-from coterie.routing.match.sketch import SHAPE_WEIGHT, Rows, sketch
+from coterie.routing.match.sketch import SHAPE_WEIGHT, SketchRows, sketch
 
 RIDGE = 0.1
 Matrix = NDArray[np.float32]
@@ -82,7 +82,7 @@ class Bench:
         self.learnt = [bounded(text) for text in learnt]
         self.asked = [bounded(routed_text(item.prompt, item.body)) for item in items]
         none = HashedEmbedder(1)
-        rows = Rows([sketch(text, none) for text in (*self.learnt, *self.asked)])
+        rows = SketchRows([sketch(text, none) for text in (*self.learnt, *self.asked)])
         said = rows.marks.T.astype(np.float32) * rows.lengths[:, None]
         count = len(self.learnt)
         # [all texts, learnt texts]

@@ -32,13 +32,13 @@ from coterie.core.request import Chat, Limits, Message, ResponseFormat, Sampling
 from coterie.engine.engine import Engine
 from coterie.weights.sources.source import resolve
 from coterie.workers.base import LaneSpec, WorkerSpec
-from coterie.workers.host import Host, build_engine
+from coterie.workers.host import EngineHost, build_engine
 
 GOAL = 0.85
 LANE = "bench"
 
 
-def build(model: Path, threads: int, max_sequences: int) -> Host:
+def build(model: Path, threads: int, max_sequences: int) -> EngineHost:
     lane = LaneSpec(LANE, max_sequences=max_sequences, context=1024, max_queue=4096)
     spec = WorkerSpec("bench", str(model), (lane,), threads=threads, kv_bytes=10**9, device="cpu")
     return build_engine(spec)
@@ -49,7 +49,7 @@ class Answer:
         self.text, self.reason, self.num_tokens = "", "", 0
 
 
-def ask(host: Host, index: int, max_tokens: int) -> Assignment:
+def ask(host: EngineHost, index: int, max_tokens: int) -> Assignment:
     """The `index`-th generation; each schema comes round with another seed."""
     task, schema = list(SCHEMAS.values())[index % len(SCHEMAS)]
     manner = "Answer with JSON only." if isinstance(schema, dict) else "Answer shortly."

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 
 from benchmarks.sweep_tables import Case, Result
-from coterie.core.dispatch import DispatchSettings, ExpertUsage
+from coterie.core.dispatch import MoeSettings, MoeUsage
 from coterie.models.base import CausalLM, load_model
 from coterie.models.carve.texts import calibration, held_out
-from coterie.models.experts import ExpertsWanted
-from coterie.models.pace import NoExperts, Solo
+from coterie.models.experts import MoeRequirements
+from coterie.models.pace import NoExperts, SingleSequenceRun
 from coterie.models.text.tokenizer import load_tokenizer
-from coterie.moe.dispatch.base import Costs
+from coterie.moe.dispatch.base import ExpertCosts
 from coterie.moe.planner.auto import known_costs
-from coterie.moe.planner.measure import Place, ensure
+from coterie.moe.planner.measure import ComputeTarget, ensure_measured
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.base import ExpertNames, Store
+from coterie.moe.store.base import ExpertNames, ExpertStore
 from coterie.moe.store.checkpoint import open_store
 from coterie.weights.checkpoint import open_checkpoint
 
@@ -41,14 +41,14 @@ def say(text: str) -> None:
 class Swap:
     """Stands where a model's experts stand, and hands everything to whichever runtime is in."""
 
-    def __init__(self, wanted: ExpertsWanted) -> None:
+    def __init__(self, wanted: MoeRequirements) -> None:
         self.wanted = wanted
         self.current: ExpertRuntime | NoExperts = NoExperts(wanted.geometry())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.current, name)
 
-    def store(self) -> Store:
+    def store(self) -> ExpertStore:
         """Opened anew: a runtime closes its own."""
         wanted = self.wanted
         return open_store(
@@ -67,7 +67,7 @@ class Live:
     """What every live run has in common."""
 
     heatmap: Heatmap
-    costs: Costs | None
+    costs: ExpertCosts | None
     host: str
     texts: Sequence[Sequence[int]]
     decode: int
@@ -85,42 +85,45 @@ class Bench:
         self.known = calibration(tokenizer, None, 8).tolist()
 
     def _load(self, path: Path, dtype: str) -> CausalLM:
-        def place(wanted: ExpertsWanted) -> Any:
+        def place(wanted: MoeRequirements) -> Any:
             self.swap = Swap(wanted)
             return self.swap
 
         return load_model(open_checkpoint(path), dtype=dtype, experts=place)
 
     def open(
-        self, settings: DispatchSettings, heatmap: Heatmap | None = None, costs: Costs | None = None
+        self,
+        settings: MoeSettings,
+        heatmap: Heatmap | None = None,
+        costs: ExpertCosts | None = None,
     ) -> ExpertRuntime:
         assert self.swap is not None
         runtime = open_experts(self.swap.store(), settings, heatmap=heatmap, costs=costs)
         self.swap.current = runtime
         return runtime
 
-    def costs(self) -> Costs | None:
+    def costs(self) -> ExpertCosts | None:
         """Measured once per machine, as `coterie plan` does."""
         assert self.swap is not None
         store = self.swap.store()
         try:
-            ensure(store, Place("cpu", torch.get_num_threads()), say=say)
+            ensure_measured(store, ComputeTarget("cpu", torch.get_num_threads()), say=say)
             return known_costs(store, "cpu")
         finally:
             store.close()
 
-    def read(self, ids: Sequence[int], decode: int) -> tuple[float, ExpertUsage]:
+    def read(self, ids: Sequence[int], decode: int) -> tuple[float, MoeUsage]:
         """Decode seconds and decode usage of one text: a prompt, then its continuation."""
-        solo = Solo(self.model, len(ids))
+        solo = SingleSequenceRun(self.model, len(ids))
         solo.step(ids[: self.prompt], "prefill")
         self._between()
-        seconds, total = 0.0, ExpertUsage()
+        seconds, total = 0.0, MoeUsage()
         for token in ids[self.prompt : self.prompt + decode]:
             seconds += solo.step([token], "decode")
             total += self._between()
         return seconds, total
 
-    def _between(self) -> ExpertUsage:
+    def _between(self) -> MoeUsage:
         taken = self.model.take_usage()
         assert taken is not None and self.swap is not None
         self.swap.update()
@@ -135,7 +138,7 @@ class Bench:
         if kept is not None and kept.exists():
             return Trace.load(kept, geometry, fingerprint=fingerprint)
         say("recording a trace")
-        runtime = self.open(DispatchSettings(strategy="cpu_only", predict="off"))
+        runtime = self.open(MoeSettings(strategy="cpu_only", predict="off"))
         trace = runtime.trace = Trace(geometry)
         try:
             for ids in texts:
@@ -147,7 +150,7 @@ class Bench:
         return trace
 
     def measure(self, case: Case, live: Live) -> Result:
-        settings = DispatchSettings(
+        settings = MoeSettings(
             strategy=case.strategy,
             cache_capacity=case.slots,
             host_budget=live.host,
@@ -157,7 +160,7 @@ class Bench:
         runtime = self.open(settings, live.heatmap, live.costs)
         try:
             self.read(self.known[-1], WARM)
-            seconds, usage = 0.0, ExpertUsage()
+            seconds, usage = 0.0, MoeUsage()
             for ids in live.texts:
                 spent, used = self.read(ids, live.decode)
                 seconds, usage = seconds + spent, usage + used

@@ -19,7 +19,7 @@ from coterie import LLM
 from coterie.cli.expert.evaluate import answers, judged
 from coterie.packages import archive
 from coterie.packages.digest import digest_of
-from coterie.packages.evaluate import Figures, read_items, score, shown
+from coterie.packages.evaluate import EvalComparison, read_items, score, shown
 from examples.expert_data.table import EXPERTS, Recipe
 
 
@@ -31,7 +31,7 @@ class Trial:
         self._open = ExitStack()
         self._llm: LLM | None = None
 
-    def figures(self, recipe: Recipe, directory: Path) -> Figures:
+    def figures(self, recipe: Recipe, directory: Path) -> EvalComparison:
         lines = eval_lines(recipe)
         base, expert = self.texts(lines, None), self.texts(lines, directory)
         return judged(recipe.metric, read_items(lines), base, expert)

@@ -27,7 +27,7 @@ from coterie.packages.evaluate import (
     ITEMS,
     LANGUAGE_ITEMS,
     LANGUAGES,
-    Figures,
+    EvalComparison,
     read_figures,
     read_items,
     score,
@@ -88,7 +88,7 @@ def _write_publisher(public: bytes) -> None:
     PUBLISHER.write_text(json.dumps({"version": 1, "keys": [key]}, indent=1) + "\n")
 
 
-def _stated(recipe: Recipe, directory: Path) -> Figures | None:
+def _stated(recipe: Recipe, directory: Path) -> EvalComparison | None:
     """Those of an unpacked package, as long as they are about the items of today."""
     manifest, items = directory / "manifest.json", directory / ITEMS
     if not manifest.is_file() or items.read_bytes() != eval_lines(recipe):
@@ -96,7 +96,7 @@ def _stated(recipe: Recipe, directory: Path) -> Figures | None:
     return read_figures(json.loads(manifest.read_text())["evaluation"], recipe.name)
 
 
-def _by_language(recipe: Recipe, directory: Path, trial: Trial) -> dict[str, Figures]:
+def _by_language(recipe: Recipe, directory: Path, trial: Trial) -> dict[str, EvalComparison]:
     lines = languages.lines(recipe.name)
     items = read_items(lines, LANGUAGE_ITEMS)
     rows = list(zip(items, trial.texts(lines, None), trial.texts(lines, directory), strict=True))
@@ -107,7 +107,7 @@ def _by_language(recipe: Recipe, directory: Path, trial: Trial) -> dict[str, Fig
     return found
 
 
-def served(spoken: dict[str, Figures]) -> list[str]:
+def served(spoken: dict[str, EvalComparison]) -> list[str]:
     """The languages in which an expert is worth asking."""
     return [
         code
@@ -119,8 +119,8 @@ def served(spoken: dict[str, Figures]) -> list[str]:
 def _pack(
     recipe: Recipe,
     directory: Path,
-    figures: Figures,
-    spoken: dict[str, Figures],
+    figures: EvalComparison,
+    spoken: dict[str, EvalComparison],
     private: bytes,
     args: argparse.Namespace,
 ) -> int:
@@ -151,7 +151,7 @@ def _pack(
 
 
 def _document(
-    recipe: Recipe, about: About, figures: Figures, args: argparse.Namespace
+    recipe: Recipe, about: About, figures: EvalComparison, args: argparse.Namespace
 ) -> dict[str, Any]:
     fingerprint = open_checkpoint(args.base).fingerprint()
     return {
@@ -190,7 +190,7 @@ def _training(directory: Path) -> dict[str, Any]:
     return {**kept, "data": _DATA, "data_license": "Apache-2.0"}
 
 
-def _readme(recipe: Recipe, about: About, figures: Figures) -> str:
+def _readme(recipe: Recipe, about: About, figures: EvalComparison) -> str:
     limits = "\n".join(f"- {line}" for line in about.limitations)
     return (
         f"# {recipe.name}\n\n{about.description}\n\n"

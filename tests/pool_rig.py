@@ -13,12 +13,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from coterie.adapters.base import Target
-from coterie.adapters.library import Library
+from coterie.adapters.library import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
 from coterie.core.adapters import AdapterSettings
 from coterie.core.errors import WeightsError
 from coterie.core.plan import AdapterChoice, stack_key
-from coterie.kernels.patch import Site, Stack
+from coterie.kernels.patch import PatchStack, Site
 from coterie.packages.digest import digest_of
 
 WIDE, TALL, LAYERS = 48, 64, 2
@@ -89,7 +89,7 @@ def open_pool(root: Path, device_bytes: int = 10**6, host_bytes: int = 10**7, **
     settings = AdapterSettings(device_bytes=device_bytes, host_bytes=host_bytes)
     targets = more.pop("targets", None) or PlainTargets()
     device = torch.device(more.pop("device", "cpu"))
-    return AdapterPool(Library(root), targets, settings, device, **more)
+    return AdapterPool(AdapterLibrary(root), targets, settings, device, **more)
 
 
 def choose(*digests: str, weight: float = 1.0) -> tuple[AdapterChoice, ...]:
@@ -105,7 +105,7 @@ def settle(pool: AdapterPool, key: str, timeout_s: float = 20.0) -> str:
     return state
 
 
-def fetch(pool: AdapterPool, adapters: tuple[AdapterChoice, ...]) -> Stack:
+def fetch(pool: AdapterPool, adapters: tuple[AdapterChoice, ...]) -> PatchStack:
     """Want, wait and take."""
     pool.want(adapters)
     key = stack_key(adapters)
@@ -117,7 +117,7 @@ def fetch(pool: AdapterPool, adapters: tuple[AdapterChoice, ...]) -> Stack:
     return pool.take(key)
 
 
-def delta(stack: Stack, path: str = PATHS[0]) -> Tensor:
+def delta(stack: PatchStack, path: str = PATHS[0]) -> Tensor:
     """What the stack adds to a matrix: [out, in]."""
     layer, part = int(path.split(".")[2]), path.split(".")[4][0]
     patch = stack.patches[layer, part]

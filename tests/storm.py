@@ -19,16 +19,16 @@ from rig import GREEDY, SAMPLED, Listener, assign, begin, run, tiny_spec
 from tiny import tiny_checkpoint
 
 from coterie.core.adapters import AdapterSettings
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.core.events import Failed, Finished
 from coterie.core.plan import AdapterChoice, Assignment
 from coterie.packages.digest import digest_of
 from coterie.workers.base import WorkerSpec
-from coterie.workers.process import ProcessReplica, Restart
+from coterie.workers.process import ProcessReplica, RestartPolicy
 
-QUICK = Restart(backoff_s=0.05, max_backoff_s=0.2, hang_s=0)
+QUICK = RestartPolicy(backoff_s=0.05, max_backoff_s=0.2, hang_s=0)
 # a quarter of the experts in slots, half of them in RAM: something is always on its way
-COLD = DispatchSettings(strategy="lru", device_budget="25%", host_budget="50%")
+COLD = MoeSettings(strategy="lru", device_budget="25%", host_budget="50%")
 # of the eight, by place
 ABORTED = (1, 6)
 
@@ -83,7 +83,7 @@ def model_copy(architecture: str, folder: Path) -> Path:
     return Path(shutil.copytree(tiny_checkpoint(architecture), folder / architecture))
 
 
-def spec_of(model: Path, dispatch: DispatchSettings | None = None) -> WorkerSpec:
+def spec_of(model: Path, dispatch: MoeSettings | None = None) -> WorkerSpec:
     spec = replace(tiny_spec(), model=str(model), kv_bytes=40_000_000)
     return spec if dispatch is None else replace(spec, dispatch=dispatch)
 

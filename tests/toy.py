@@ -23,7 +23,7 @@ from coterie.core.request import Limits, Sampling
 from coterie.engine.draw import uniform
 from coterie.engine.engine import Engine, LaneConfig
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.patch import Patch, Stack
+from coterie.kernels.patch import Patch, PatchStack
 
 VOCAB = 48
 EOS = 0
@@ -239,7 +239,7 @@ class ToyAdapters:
         self._wanted.pop(key, None)
         return WeightsError("adapter.safetensors is broken")
 
-    def take(self, key: str) -> Stack:
+    def take(self, key: str) -> PatchStack:
         stack = self.stack(key)
         self._new.pop(key, None)
         self.users[key] = self.users.get(key, 0) + 1
@@ -253,10 +253,10 @@ class ToyAdapters:
             del self.users[key]
             self._place()
 
-    def stack(self, key: str) -> Stack:
+    def stack(self, key: str) -> PatchStack:
         slot = next(slot for slot, held in self._resident.items() if held == key)
         patches = {SITE: Patch(shift=self._marks[slot])}
-        return Stack(key=key, slot=slot, patches=patches, soft=self._softs[slot])
+        return PatchStack(key=key, slot=slot, patches=patches, soft=self._softs[slot])
 
     def wait(self, timeout_s: float) -> None:
         """There is no thread to wait for."""

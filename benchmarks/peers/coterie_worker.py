@@ -1,5 +1,5 @@
 """Coterie's engine, in process. Arguments: model path, dtype, threads, and for a model with experts
-`DispatchSettings` as JSON."""
+`MoeSettings` as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from protocol import prompt_ids, serve
 
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.core.events import Delta, Failed
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Limits, Sampling
@@ -24,7 +24,7 @@ from coterie.weights.checkpoint import open_checkpoint
 class Peer:
     def __init__(self, path: str, dtype: str, threads: int, experts: str = "{}") -> None:
         torch.set_num_threads(threads)
-        dispatch = DispatchSettings(**json.loads(experts))
+        dispatch = MoeSettings(**json.loads(experts))
         model = load_model(open_checkpoint(Path(path)), dtype=dtype, dispatch=dispatch)
         # every measurement uses fresh prompts, so the prefix cache would only cost
         lane = LaneConfig(

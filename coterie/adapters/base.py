@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from coterie.core.adapters import Modules
+    from coterie.core.adapters import AdaptableModules
     from coterie.kernels.patch import Site
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ModuleChange:
     """What an adapter does to one module, in PEFT's own terms. What is None is left out."""
 
     a: Tensor | None = None  # lora_A [r, in]
@@ -39,7 +39,7 @@ class Adapter:
     digest: str
     kind: str
     # by the module's path in the model: "model.layers.0.self_attn.q_proj"
-    changes: Mapping[str, Change] = field(default_factory=dict)
+    changes: Mapping[str, ModuleChange] = field(default_factory=dict)
     # [tokens, hidden]
     soft: Tensor | None = None
     nbytes: int = 0
@@ -67,7 +67,7 @@ class Targets(Protocol):
 
     hidden: int
 
-    def modules(self) -> Modules:
+    def modules(self) -> AdaptableModules:
         """What there is to change, for checks that see no weights."""
 
     def find(self, path: str) -> Target:

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from coterie.adapters.base import Change
+from coterie.adapters.base import ModuleChange
 from coterie.adapters.finite import MASKS, check_finite
 from coterie.adapters.kinds import ia3, lora, options, soft_prompt
-from coterie.core.adapters import Modules
+from coterie.core.adapters import AdaptableModules
 from coterie.core.errors import WeightsError
 from coterie.packages.device_size import device_size
 from coterie.packages.digest import CONFIG, WEIGHTS
@@ -43,7 +43,7 @@ class _Shape:
         return self.shape[0]
 
 
-def check_adapter(folder: Path, bases: Mapping[str, Modules], room: int | None) -> None:
+def check_adapter(folder: Path, bases: Mapping[str, AdaptableModules], room: int | None) -> None:
     """Raises WeightsError that names what is wrong. `bases`: by name, what it has to fit. `room`:
     bytes for adapters beside them; None = nobody knows."""
     _check_shapes(folder, bases)
@@ -52,7 +52,7 @@ def check_adapter(folder: Path, bases: Mapping[str, Modules], room: int | None) 
     check_finite(folder / WEIGHTS)
 
 
-def _check_room(folder: Path, bases: Mapping[str, Modules], room: int | None) -> None:
+def _check_room(folder: Path, bases: Mapping[str, AdaptableModules], room: int | None) -> None:
     size = device_size(folder)
     shifts = size.shifts if any(base.has_bias for base in bases.values()) else 0
     nbytes = size.narrow or size.wide + shifts
@@ -63,7 +63,7 @@ def _check_room(folder: Path, bases: Mapping[str, Modules], room: int | None) ->
         )
 
 
-def _check_shapes(folder: Path, bases: Mapping[str, Modules]) -> None:
+def _check_shapes(folder: Path, bases: Mapping[str, AdaptableModules]) -> None:
     config = _config(folder / CONFIG)
     shapes = {name: _shape(name, facts) for name, facts in read_header(folder / WEIGHTS).items()}
     tensors = cast("dict[str, Any]", shapes)
@@ -95,7 +95,7 @@ def _readers(kind: object) -> Any:
     return readers[str(kind)]
 
 
-def _config(path: Path) -> options.Config:
+def _config(path: Path) -> options.PeftConfig:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -114,7 +114,7 @@ def _shape(name: str, facts: Mapping[str, Any]) -> _Shape:
     return _Shape(shape)
 
 
-def _check(path: str, change: Change, base: Modules, name: str) -> None:
+def _check(path: str, change: ModuleChange, base: AdaptableModules, name: str) -> None:
     found = base.shapes.get(path)
     if found is None:
         raise WeightsError(

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from coterie.adapters.kinds.folding import Folding
+from coterie.adapters.kinds.folding import ModulePatchBuilder
 from coterie.adapters.kinds.table import ADAPTERS
 from coterie.core.errors import InvalidRequest, WeightsError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from coterie.adapters.base import Adapter, Change, Target, Targets
+    from coterie.adapters.base import Adapter, ModuleChange, Target, Targets
     from coterie.kernels.patch import Patch, Site
 
 
@@ -29,15 +29,15 @@ _BASE_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Composed:
+class ComposedStack:
     patches: Mapping[Site, Patch]
     soft: Tensor | None  # [tokens, hidden] fp32
     nbytes: int
 
 
-def compose(parts: Sequence[tuple[Adapter, float]], targets: Targets) -> Composed:
+def compose(parts: Sequence[tuple[Adapter, float]], targets: Targets) -> ComposedStack:
     """The adapters in their order, each at its weight."""
-    foldings: dict[str, Folding] = {}
+    foldings: dict[str, ModulePatchBuilder] = {}
     tables: list[Tensor] = []
     for adapter, weight in parts:
         if not math.isfinite(weight):
@@ -49,7 +49,7 @@ def compose(parts: Sequence[tuple[Adapter, float]], targets: Targets) -> Compose
         wrap = ADAPTERS[adapter.kind].apply
         for path, change in adapter.changes.items():
             if path not in foldings:
-                foldings[path] = Folding(targets.find(path))
+                foldings[path] = ModulePatchBuilder(targets.find(path))
             _check(path, change, foldings[path].target)
             assert wrap is not None
             wrap(foldings[path], change, weight)
@@ -57,7 +57,7 @@ def compose(parts: Sequence[tuple[Adapter, float]], targets: Targets) -> Compose
     patches = {site: patch for site, patch in made if patch is not None}
     soft = torch.cat(tables) if tables else None
     nbytes = sum(patch.nbytes for patch in patches.values()) + (0 if soft is None else soft.nbytes)
-    return Composed(patches, soft, nbytes)
+    return ComposedStack(patches, soft, nbytes)
 
 
 def _soft(table: Tensor, weight: float, hidden: int) -> Tensor:
@@ -68,7 +68,7 @@ def _soft(table: Tensor, weight: float, hidden: int) -> Tensor:
     return table.float() * weight
 
 
-def _check(path: str, change: Change, target: Target) -> None:
+def _check(path: str, change: ModuleChange, target: Target) -> None:
     """Shapes against the model's own."""
     wide, tall = target.in_features, target.out_features
     vector = wide if change.feedforward else tall

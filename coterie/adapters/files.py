@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from coterie.adapters.base import Adapter, Change
+from coterie.adapters.base import Adapter, ModuleChange
 from coterie.adapters.kinds import soft_prompt
 from coterie.adapters.kinds.folding import is_finite
 from coterie.adapters.kinds.table import ADAPTERS, kind_of
@@ -33,7 +33,7 @@ _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class AdapterFacts:
     """What a directory says of itself, without reading its weights."""
 
     kind: str
@@ -43,7 +43,7 @@ class Facts:
     base_model_name: str
 
 
-def describe(directory: Path) -> Facts:
+def describe(directory: Path) -> AdapterFacts:
     """Cheap: the config, and the weights' header."""
     path = _weights_file(directory)
     try:
@@ -60,7 +60,7 @@ def describe(directory: Path) -> Facts:
     except WeightsError as error:
         raise WeightsError(f"{directory}: {error.message}") from error
     name = config.get("base_model_name_or_path")
-    return Facts(kind, tokens, nbytes, name if isinstance(name, str) else "")
+    return AdapterFacts(kind, tokens, nbytes, name if isinstance(name, str) else "")
 
 
 def open_adapter(directory: Path, digest: str) -> Adapter:
@@ -93,7 +93,7 @@ def parse_adapter(config: bytes, weights: bytearray, digest: str) -> Adapter:
     return Adapter(digest, name, changes, nbytes=nbytes)
 
 
-def _noting_head(changes: dict[str, Change], head: Tensor) -> dict[str, Change]:
+def _noting_head(changes: dict[str, ModuleChange], head: Tensor) -> dict[str, ModuleChange]:
     """PEFT saves the base's LM head beside an adapter of it. It is not needed, but must be the
     served model's: its row norms are kept to be compared when composing."""
     if "lm_head" not in changes or head.dim() != 2:
@@ -103,7 +103,7 @@ def _noting_head(changes: dict[str, Change], head: Tensor) -> dict[str, Change]:
     return {**own, "lm_head": replace(own["lm_head"], base_norms=head.float().norm(dim=1))}
 
 
-def _copied(change: Change) -> Change:
+def _copied(change: ModuleChange) -> ModuleChange:
     parts = {"a": change.a, "b": change.b, "magnitude": change.magnitude, "vector": change.vector}
     copies = {name: part.clone() for name, part in parts.items() if part is not None}
     return replace(change, **copies)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from coterie.adapters.base import Adapter
-from coterie.adapters.image import Image
+from coterie.adapters.image import StackImage
 
 
 class HostCache:
@@ -21,7 +21,7 @@ class HostCache:
         self.evictions = 0
         self._lock = threading.Lock()
         # adapters by digest, images by their stack's key: the two differ in length
-        self._held: OrderedDict[str, Adapter | Image] = OrderedDict()
+        self._held: OrderedDict[str, Adapter | StackImage] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -34,15 +34,15 @@ class HostCache:
         held = self._get(digest)
         return held if isinstance(held, Adapter) else None
 
-    def image(self, key: str) -> Image | None:
+    def image(self, key: str) -> StackImage | None:
         held = self._get(key)
-        return held if isinstance(held, Image) else None
+        return held if isinstance(held, StackImage) else None
 
     def keep(self, adapter: Adapter) -> None:
         with self._lock:
             self._put(adapter.digest, adapter)
 
-    def keep_image(self, key: str, image: Image, digests: Sequence[str]) -> None:
+    def keep_image(self, key: str, image: StackImage, digests: Sequence[str]) -> None:
         with self._lock:
             if len(digests) == 1 and image.nbytes <= self.budget_bytes:
                 self._drop(digests[0])
@@ -53,14 +53,14 @@ class HostCache:
             self._held.clear()
             self.used_bytes = 0
 
-    def _get(self, name: str) -> Adapter | Image | None:
+    def _get(self, name: str) -> Adapter | StackImage | None:
         with self._lock:
             held = self._held.get(name)
             if held is not None:
                 self._held.move_to_end(name)
             return held
 
-    def _put(self, name: str, held: Adapter | Image) -> None:
+    def _put(self, name: str, held: Adapter | StackImage) -> None:
         """What alone is over the budget is not kept."""
         if held.nbytes > self.budget_bytes or name in self._held:
             return

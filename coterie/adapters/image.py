@@ -16,13 +16,13 @@ from coterie.kernels.patch import Patch, Site
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from coterie.adapters.compose import Composed
+    from coterie.adapters.compose import ComposedStack
 
 ALIGN = 64
 FIELDS = ("a", "b", "in_scale", "out_scale", "shift")
 
 
-class Part(NamedTuple):
+class StackTensor(NamedTuple):
     """Where one tensor lies in the run; the soft table has no site."""
 
     site: Site | None
@@ -32,16 +32,16 @@ class Part(NamedTuple):
     offset: int
 
 
-class Image:
+class StackImage:
     """Immutable, in this machine's memory."""
 
-    def __init__(self, composed: Composed) -> None:
-        self._parts: list[Part] = []
+    def __init__(self, composed: ComposedStack) -> None:
+        self._parts: list[StackTensor] = []
         tensors = []
         self.nbytes = 0
         for site, field, tensor in _tensors(composed):
             tensors.append(tensor.contiguous())
-            self._parts.append(Part(site, field, tensor.dtype, tensor.shape, self.nbytes))
+            self._parts.append(StackTensor(site, field, tensor.dtype, tensor.shape, self.nbytes))
             self.nbytes += -(-tensor.nbytes // ALIGN) * ALIGN
         self.bytes = torch.empty(self.nbytes, dtype=torch.uint8)
         base = self.bytes.data_ptr()
@@ -70,7 +70,7 @@ class Image:
         return {site: Patch(**parts) for site, parts in fields.items()}, soft
 
 
-def _tensors(composed: Composed) -> Iterator[tuple[Site | None, str, Tensor]]:
+def _tensors(composed: ComposedStack) -> Iterator[tuple[Site | None, str, Tensor]]:
     for site, patch in composed.patches.items():
         for field in FIELDS:
             tensor = getattr(patch, field)
@@ -90,7 +90,7 @@ STAGING_BYTES = 32 << 20
 
 
 class Upload(Protocol):
-    def copy(self, image: Image, target: Tensor) -> Any:
+    def copy(self, image: StackImage, target: Tensor) -> Any:
         """Begin (and on a CPU end) filling `target`; what `arrived` must be given."""
 
     def arrived(self, event: Any) -> None:
@@ -104,7 +104,7 @@ class Upload(Protocol):
 
 
 class HostUpload:
-    def copy(self, image: Image, target: Tensor) -> None:
+    def copy(self, image: StackImage, target: Tensor) -> None:
         image.write(target)
 
     def arrived(self, event: Any) -> None:
@@ -126,7 +126,7 @@ class CudaUpload:
         self._last: Any = None
         self._fence: Any = None
 
-    def copy(self, image: Image, target: Tensor) -> Any:
+    def copy(self, image: StackImage, target: Tensor) -> Any:
         fence, size = self._fence, self._staging.numel()
         if fence is not None:
             self._stream.wait_event(fence)

@@ -10,27 +10,27 @@ import re
 from pathlib import Path
 
 from coterie.adapters.base import Adapter
-from coterie.adapters.files import CONFIG, WEIGHTS, Facts, describe, parse_adapter
+from coterie.adapters.files import CONFIG, WEIGHTS, AdapterFacts, describe, parse_adapter
 from coterie.core.errors import NotFound, WeightsError
 from coterie.packages.digest import adapter_digest
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class Library:
+class AdapterLibrary:
     """Reads only; `packages.registry` writes."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def facts(self, digest: str) -> Facts:
+    def facts(self, digest: str) -> AdapterFacts:
         """Cheap: the config and a file's header."""
         return describe(self._directory(digest))
 
     def load(self, digest: str) -> Adapter:
         """The very bytes that were checked, in memory of their own."""
         directory = self._directory(digest)
-        config, weights = bytes(_read(directory / CONFIG)), _read(directory / WEIGHTS)
+        config, weights = bytes(_read_whole(directory / CONFIG)), _read_whole(directory / WEIGHTS)
         found = adapter_digest(_sha256(config), _sha256(weights))
         if found != digest:
             raise WeightsError(
@@ -52,7 +52,7 @@ class Library:
         return directory
 
 
-def _read(path: Path) -> bytearray:
+def _read_whole(path: Path) -> bytearray:
     try:
         with path.open("rb", buffering=0) as file:
             data = bytearray(path.stat().st_size)

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from coterie.adapters.compose import compose
-from coterie.adapters.image import Image
-from coterie.adapters.residency import History
+from coterie.adapters.image import StackImage
+from coterie.adapters.residency import LoadHistory
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded, WeightsError
 from coterie.kernels.cpu.build import use_threads_here
-from coterie.kernels.patch import Stack
+from coterie.kernels.patch import PatchStack
 from coterie.obs.trace import log
 
 if TYPE_CHECKING:
     from coterie.adapters.base import Adapter, Targets
     from coterie.adapters.host_cache import HostCache
     from coterie.adapters.image import Upload
-    from coterie.adapters.library import Library
-    from coterie.adapters.residency import Entry, Residency
+    from coterie.adapters.library import AdapterLibrary
+    from coterie.adapters.residency import StackEntry, StackResidency
 
 # loads under way at most: far more than an engine's queue holds
 MAX_LOADS = 1024
@@ -39,33 +39,33 @@ ABANDONED_S = 2.0
 _RETRY_S = 0.05
 
 
-class Loader:
+class StackLoader:
     def __init__(
         self,
-        library: Library,
+        library: AdapterLibrary,
         host: HostCache,
         targets: Targets,
-        residency: Residency,
+        residency: StackResidency,
         upload: Upload,
     ) -> None:
         self._library, self._host, self._targets = library, host, targets
         self._residency, self._upload = residency, upload
         # set whenever a stack became ready, full or failed
         self.news = threading.Event()
-        self.history = History()
-        self._reads: deque[Entry] = deque()
-        self._places: deque[Entry] = deque()
+        self.history = LoadHistory()
+        self._reads: deque[StackEntry] = deque()
+        self._places: deque[StackEntry] = deque()
         # the first in line found no room
         self._blocked = False
         self._retry_at_s = 0.0
         # of the first in line: its key, and the seconds it took
-        self._image: tuple[str, Image, float] | None = None
+        self._image: tuple[str, StackImage, float] | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
     # with `residency.changed` held: put, prefer, retry
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: StackEntry) -> None:
         if len(self._reads) + len(self._places) >= MAX_LOADS:
             raise Overloaded(f"{MAX_LOADS} adapters are being loaded already", retry_after_s=1.0)
         if self._host.holds(entry.key, entry.facts.digests):
@@ -77,7 +77,7 @@ class Loader:
             self._thread.start()
         self._residency.changed.notify_all()
 
-    def prefer(self, entry: Entry) -> None:
+    def prefer(self, entry: StackEntry) -> None:
         """It is the first in line; the others stay in their order behind it. What is being placed
         at this moment is placed before."""
         places = self._places
@@ -104,12 +104,12 @@ class Loader:
     def __len__(self) -> int:
         return len(self._reads) + len(self._places)
 
-    def _line_up(self, entry: Entry) -> None:
+    def _line_up(self, entry: StackEntry) -> None:
         self._places.append(entry)
         if self._blocked:
             self._wait(entry)
 
-    def _wait(self, entry: Entry) -> None:
+    def _wait(self, entry: StackEntry) -> None:
         if entry.state != "full":
             entry.state, entry.waits_since_s = "full", self._residency.clock()
             self.news.set()
@@ -129,7 +129,7 @@ class Loader:
                     self._fail(entry, WeightsError(f"adapters could not be loaded: {problem!r}"))
                 del entry, found
 
-    def _next(self) -> tuple[Callable[[Entry], None], Entry] | None:
+    def _next(self) -> tuple[Callable[[StackEntry], None], StackEntry] | None:
         changed = self._residency.changed
         with changed:
             while not self._closed:
@@ -144,7 +144,7 @@ class Loader:
                 changed.wait(pause_s)
         return None
 
-    def _read(self, entry: Entry) -> None:
+    def _read(self, entry: StackEntry) -> None:
         facts, host = entry.facts, self._host
         # what RAM cannot keep is read when there is room on the device
         if facts.nbytes <= host.budget_bytes and not host.holds(facts.key, facts.digests):
@@ -162,7 +162,7 @@ class Loader:
             self._host.keep(adapter)
         return adapter
 
-    def _place(self, entry: Entry) -> None:
+    def _place(self, entry: StackEntry) -> None:
         residency = self._residency
         image, compose_s = self._composed(entry)
         if image.nbytes > residency.slab.nbytes:
@@ -178,10 +178,10 @@ class Loader:
         self._image = None
         self._fill(entry, image, slot, compose_s)
 
-    def _waited_s(self, entry: Entry) -> float:
+    def _waited_s(self, entry: StackEntry) -> float:
         return self._residency.clock() - entry.waits_since_s if entry.state == "full" else 0.0
 
-    def _no_room(self, entry: Entry) -> None:
+    def _no_room(self, entry: StackEntry) -> None:
         newest_s = max(waiting.asked_s for waiting in self._places)
         if newest_s - entry.asked_s > ABANDONED_S:
             self._places.remove(entry)
@@ -194,7 +194,7 @@ class Loader:
         for waiting in self._places:
             self._wait(waiting)
 
-    def _fill(self, entry: Entry, image: Image, slot: int, compose_s: float) -> None:
+    def _fill(self, entry: StackEntry, image: StackImage, slot: int, compose_s: float) -> None:
         residency, block = self._residency, entry.block
         assert block is not None
         begun = time.perf_counter()
@@ -208,14 +208,14 @@ class Loader:
             raise
         with residency.changed:
             self._places.remove(entry)
-            entry.stack = Stack(entry.key, slot, patches, soft)
+            entry.stack = PatchStack(entry.key, slot, patches, soft)
             entry.event, entry.state = event, "ready"
             # before the version: whoever sees the new one sees what it stands for
             self.history.loaded(entry.facts.digests, compose_s, time.perf_counter() - begun)
             residency.version += 1
         self.news.set()
 
-    def _composed(self, entry: Entry) -> tuple[Image, float]:
+    def _composed(self, entry: StackEntry) -> tuple[StackImage, float]:
         """Kept while the first in line waits for room."""
         facts = entry.facts
         if self._image is None or self._image[0] != facts.key:
@@ -225,12 +225,12 @@ class Loader:
             else:
                 parts = [(self._adapter(choice.digest), choice.weight) for choice in facts.adapters]
                 begun = time.perf_counter()
-                image = Image(compose(parts, self._targets))
+                image = StackImage(compose(parts, self._targets))
                 self._host.keep_image(facts.key, image, facts.digests)
             self._image = (facts.key, image, time.perf_counter() - begun)
         return self._image[1:]
 
-    def _fail(self, entry: Entry, problem: CoterieError) -> None:
+    def _fail(self, entry: StackEntry, problem: CoterieError) -> None:
         self.history.counts["failed"] += 1
         with self._residency.changed:
             if entry in self._places:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.adapters.host_cache import HostCache
 from coterie.adapters.image import upload_for
-from coterie.adapters.loader import Loader
-from coterie.adapters.residency import Clock, Entry, Residency, StackFacts
-from coterie.adapters.slab import Slab
+from coterie.adapters.loader import StackLoader
+from coterie.adapters.residency import Clock, StackEntry, StackFacts, StackResidency
+from coterie.adapters.slab import AdapterSlab
 from coterie.core.adapters import MAX_STACK, AdapterSettings
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest, NotFound, Overloaded
 from coterie.core.plan import AdapterChoice, stack_key
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     import torch
 
     from coterie.adapters.base import Targets
-    from coterie.adapters.files import Facts
-    from coterie.adapters.library import Library
+    from coterie.adapters.files import AdapterFacts
+    from coterie.adapters.library import AdapterLibrary
     from coterie.adapters.residency import LoadTimes
-    from coterie.kernels.patch import Stack
+    from coterie.kernels.patch import PatchStack
 
 MAX_STACKS = 128
 # stacks and adapters whose facts are remembered
@@ -44,24 +44,24 @@ class AdapterPool:
 
     def __init__(
         self,
-        library: Library,
+        library: AdapterLibrary,
         targets: Targets,
         settings: AdapterSettings,
         device: torch.device,
         *,
-        slab: Slab | None = None,
+        slab: AdapterSlab | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`slab`: room on the device that was set aside before the model took the rest."""
         self.library, self._clock = library, clock
         self._host = HostCache(settings.host_bytes)
-        slab = slab or Slab(settings.device_bytes, device)
-        self._residency = Residency(slab, MAX_STACKS, clock)
+        slab = slab or AdapterSlab(settings.device_bytes, device)
+        self._residency = StackResidency(slab, MAX_STACKS, clock)
         self._upload = upload_for(device, slab.nbytes)
-        self._loader = Loader(library, self._host, targets, self._residency, self._upload)
+        self._loader = StackLoader(library, self._host, targets, self._residency, self._upload)
         # least recently asked for first
         self._known: OrderedDict[str, StackFacts] = OrderedDict()
-        self._files: OrderedDict[str, Facts] = OrderedDict()
+        self._files: OrderedDict[str, AdapterFacts] = OrderedDict()
         # of the residency's version
         self._resident: tuple[int, tuple[str, ...]] = (0, ())
         self._lookups = {"device": 0, "host": 0, "disk": 0}
@@ -110,7 +110,7 @@ class AdapterPool:
             return NotFound(f"no stack {key[:12]} was asked for here")
         return entry.error or InternalError(f"stack {key[:12]} has not failed")
 
-    def take(self, key: str) -> Stack:
+    def take(self, key: str) -> PatchStack:
         """A ready stack; it stays until it was released as often as taken."""
         residency = self._residency
         with residency.changed:
@@ -134,7 +134,7 @@ class AdapterPool:
             if residency.release(entry):
                 self._loader.retry()
 
-    def stack(self, key: str) -> Stack:
+    def stack(self, key: str) -> PatchStack:
         """Of a taken key."""
         stack = self._residency.entries[key].stack
         assert stack is not None
@@ -218,7 +218,7 @@ class AdapterPool:
         tokens = sum(facts.num_virtual_tokens for facts in files)
         return StackFacts(key, adapters, tokens, nbytes)
 
-    def _file(self, choice: AdapterChoice) -> Facts:
+    def _file(self, choice: AdapterChoice) -> AdapterFacts:
         facts = self._files.get(choice.digest)
         if facts is None:
             facts = self._files[choice.digest] = self.library.facts(choice.digest)
@@ -226,7 +226,7 @@ class AdapterPool:
         self._files.move_to_end(choice.digest)
         return facts
 
-    def _want(self, facts: StackFacts) -> Entry:
+    def _want(self, facts: StackFacts) -> StackEntry:
         residency, now_s = self._residency, self._clock()
         with residency.changed:
             entry = residency.entries.get(facts.key)
@@ -237,7 +237,7 @@ class AdapterPool:
             if entry is None:
                 self._trim()
                 here = self._host.holds(facts.key, facts.digests)
-                entry = Entry(facts, now_s, "host" if here else "disk")
+                entry = StackEntry(facts, now_s, "host" if here else "disk")
                 self._loader.put(entry)
                 residency.entries[facts.key] = entry
             entry.asked_s = now_s
@@ -249,7 +249,7 @@ class AdapterPool:
         except Overloaded:
             return "loading"
 
-    def _ready(self, key: str) -> Entry:
+    def _ready(self, key: str) -> StackEntry:
         entry = self._residency.entries.get(key)
         if entry is None or entry.stack is None:
             raise InternalError(f"stack {key[:12]} is not ready")

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from coterie.adapters.slab import Block, Slab
+from coterie.adapters.slab import AdapterSlab, SlabBlock
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.plan import AdapterChoice
-from coterie.kernels.patch import Stack
+from coterie.kernels.patch import PatchStack
 
 HOLD_S = 2.0
 # asked for this recently = somebody asks for it
@@ -51,7 +51,7 @@ class StackFacts:
         return tuple(choice.digest for choice in self.adapters)
 
 
-class Entry:
+class StackEntry:
     """A stack that is resident, on its way, or failed on it."""
 
     __slots__ = (
@@ -65,8 +65,8 @@ class Entry:
         self.source = source
         self.state = "loading"
         self.users = 0
-        self.stack: Stack | None = None
-        self.block: Block | None = None
+        self.stack: PatchStack | None = None
+        self.block: SlabBlock | None = None
         self.error: CoterieError | None = None
         # CUDA: of the copy, until someone has waited for it
         self.event: Any = None
@@ -81,11 +81,11 @@ class Entry:
         return self.facts.key
 
 
-class Residency:
-    def __init__(self, slab: Slab, max_stacks: int, clock: Clock = time.monotonic) -> None:
+class StackResidency:
+    def __init__(self, slab: AdapterSlab, max_stacks: int, clock: Clock = time.monotonic) -> None:
         self.slab, self.clock = slab, clock
         self.changed = threading.Condition()
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, StackEntry] = {}
         self.evictions = 0
         # grows when a stack becomes ready or goes
         self.version = 0
@@ -94,21 +94,21 @@ class Residency:
         self._max_stacks = max_stacks
         self._uses = 0
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: StackEntry) -> None:
         facts = entry.facts
         self._uses += 1
         facts.use_before, facts.last_use = facts.last_use, self._uses
         entry.users += 1
         entry.is_new = False
 
-    def release(self, entry: Entry) -> bool:
+    def release(self, entry: StackEntry) -> bool:
         """Whether that was its last user."""
         if entry.users <= 0:
             raise InternalError(f"adapters {entry.key[:12]}: released more often than taken")
         entry.users -= 1
         return entry.users == 0
 
-    def make_room(self, entry: Entry, nbytes: int, waited_s: float) -> int | None:
+    def make_room(self, entry: StackEntry, nbytes: int, waited_s: float) -> int | None:
         """Give `entry` a block and answer its slot; None when there is no room now."""
         victims = self._victims(nbytes, guarded=waited_s < HOLD_S)
         if victims is None:
@@ -120,13 +120,13 @@ class Residency:
             raise InternalError("slab: room that was made is not there")
         return self._slots.pop()
 
-    def evict(self, entry: Entry) -> None:
+    def evict(self, entry: StackEntry) -> None:
         self.give_back(entry)
         del self.entries[entry.key]
         self.evictions += 1
         self.version += 1
 
-    def give_back(self, entry: Entry) -> None:
+    def give_back(self, entry: StackEntry) -> None:
         """Its block and slot are free again."""
         if entry.users or entry.block is None or entry.stack is None:
             raise InternalError(f"adapters {entry.key[:12]}: in use, and told to go")
@@ -134,7 +134,7 @@ class Residency:
         self._slots.append(entry.stack.slot)
         entry.block = entry.stack = None
 
-    def cancel(self, entry: Entry, slot: int) -> None:
+    def cancel(self, entry: StackEntry, slot: int) -> None:
         """What `make_room` gave, and was not filled."""
         if entry.block is not None:
             self.slab.free(entry.block)
@@ -196,7 +196,7 @@ class LoadTimes:
     place_s: float = 0.0
 
 
-class History:
+class LoadHistory:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.seconds = dict.fromkeys(STAGES, 0.0)

@@ -19,7 +19,7 @@ ALIGN = 256
 Cost = TypeVar("Cost", bound=tuple[float, ...])
 
 
-class Block:
+class SlabBlock:
     """`owner` is a stack's key; empty = free."""
 
     __slots__ = ("nbytes", "offset", "owner")
@@ -28,25 +28,25 @@ class Block:
         self.offset, self.nbytes, self.owner = offset, nbytes, owner
 
 
-class Slab:
+class AdapterSlab:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes // ALIGN * ALIGN
         self.used_bytes = 0
         # costs nothing on a CPU until it is written
         self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        self._blocks = [Block(0, self.nbytes)] if self.nbytes else []
+        self._blocks = [SlabBlock(0, self.nbytes)] if self.nbytes else []
 
-    def view(self, block: Block) -> Tensor:
+    def view(self, block: SlabBlock) -> Tensor:
         return self._bytes[block.offset : block.offset + block.nbytes]
 
-    def reserve(self, nbytes: int, owner: str) -> Block | None:
+    def reserve(self, nbytes: int, owner: str) -> SlabBlock | None:
         """The first hole that is wide enough; None when there is none."""
         need = max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
         for index, block in enumerate(self._blocks):
             if block.owner or block.nbytes < need:
                 continue
             if block.nbytes > need:
-                rest = Block(block.offset + need, block.nbytes - need)
+                rest = SlabBlock(block.offset + need, block.nbytes - need)
                 self._blocks.insert(index + 1, rest)
                 block.nbytes = need
             block.owner = owner
@@ -54,7 +54,7 @@ class Slab:
             return block
         return None
 
-    def free(self, block: Block) -> None:
+    def free(self, block: SlabBlock) -> None:
         if not block.owner:
             raise InternalError("slab: a block is freed twice")
         index = self._blocks.index(block)

@@ -26,7 +26,7 @@ class CompletionUsage(BaseModel):
     completion_tokens_details: ReasoningDetails
 
 
-class CalledFunction(BaseModel):
+class ChatFunctionCall(BaseModel):
     name: str
     arguments: str
 
@@ -34,7 +34,7 @@ class CalledFunction(BaseModel):
 class ChatToolCall(BaseModel):
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: ChatFunctionCall
 
 
 class AssistantMessage(BaseModel):
@@ -80,7 +80,7 @@ class TextCompletion(_Completed):
     choices: list[TextChoice]
 
 
-class Model(BaseModel):
+class OpenAIModel(BaseModel):
     id: str
     object: Literal["model"]
     created: int
@@ -93,7 +93,7 @@ class Model(BaseModel):
 
 class ModelList(BaseModel):
     object: Literal["list"]
-    data: list[Model]
+    data: list[OpenAIModel]
 
 
 class AnthropicModel(BaseModel):

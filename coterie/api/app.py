@@ -19,21 +19,21 @@ from coterie import __version__
 from coterie.api import errors
 from coterie.api.admin.experts import ExpertEndpoints
 from coterie.api.anthropic.endpoints import AnthropicDialect
-from coterie.api.auth import Origins, check_exposure, exposed_key_files, load_keys
+from coterie.api.auth import OriginCheck, check_exposure, exposed_key_files, load_keys
 from coterie.api.exchange import MAX_PATH, Door, error_response, exchange_of, shown_path
 from coterie.api.native.feedback import FeedbackEndpoints
 from coterie.api.native.infer import InferEndpoints
-from coterie.api.native.infer_parse import Reception
+from coterie.api.native.infer_parse import InferBodyReader
 from coterie.api.native.jobs import JobEndpoints
 from coterie.api.native.server import NativeEndpoints
 from coterie.api.openai.endpoints import OpenAIDialect
 from coterie.api.openapi import RouteRow, document
-from coterie.api.routes import Endpoints, add_routes, routes
+from coterie.api.routes import EndpointSet, add_routes, routes
 from coterie.api.transport import ws
 from coterie.api.transport.ws import InferSocket
 from coterie.core.config import Config
 from coterie.core.errors import CoterieError
-from coterie.core.sections import Server
+from coterie.core.sections import ServerSettings
 from coterie.obs.trace import log
 from coterie.service.deadline import UserRate
 
@@ -73,13 +73,13 @@ def create_app(
         lifespan=_lifespan(pipeline, on_start, starting),
     )
     seconds = pipeline.registry.histogram("coterie_reception_seconds")
-    reception = Reception(UserRate(server.user_rate), seconds)
+    reception = InferBodyReader(UserRate(server.user_rate), seconds)
     rows = routes(_endpoints(pipeline, reception, server))
     add_routes(app, rows)
     # gRPC lets in and counts by the same ones
     app.state.reception, app.state.keys = reception, keys
     app.state.body_timeout_s = server.body_timeout_s
-    origins = Origins(server, keys.callers is not None)
+    origins = OriginCheck(server, keys.callers is not None)
     socket = InferSocket(pipeline, reception, keys, origins, server.idle_timeout_s)
     app.add_api_websocket_route(ws.PATH, socket.connect)
     app.add_exception_handler(CoterieError, _refused)
@@ -98,9 +98,11 @@ def create_app(
     return app
 
 
-def _endpoints(pipeline: Pipeline, reception: Reception, server: Server) -> Endpoints:
+def _endpoints(
+    pipeline: Pipeline, reception: InferBodyReader, server: ServerSettings
+) -> EndpointSet:
     limit = server.max_body_bytes
-    return Endpoints(
+    return EndpointSet(
         OpenAIDialect(pipeline, limit),
         AnthropicDialect(pipeline, limit),
         NativeEndpoints(pipeline, limit),

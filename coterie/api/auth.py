@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from coterie.core.errors import ConfigError, Forbidden, Misdirected, Unauthenticated
-from coterie.core.request import EVERY_RIGHT, MAX_PRIORITY, Rights
-from coterie.core.sections import Server
+from coterie.core.errors import ConfigError, Forbidden, MisdirectedRequest, Unauthenticated
+from coterie.core.request import EVERY_RIGHT, MAX_PRIORITY, KeyRights
+from coterie.core.sections import ServerSettings
 
 # without keys everyone is the same tenant
 OPEN_TENANT = "local"
@@ -31,12 +31,12 @@ def tenant_of(key: bytes) -> str:
 
 class KeyRing:
     """The keys of one key file, read once at start. A line is `KEY` or
-    `KEY priority=9 max_running=8`; without rights a key has those of `Rights`."""
+    `KEY priority=9 max_running=8`; without rights a key has those of `KeyRights`."""
 
     def __init__(
-        self, keys: Iterable[bytes] | Mapping[bytes, Rights], word: str = "API key"
+        self, keys: Iterable[bytes] | Mapping[bytes, KeyRights], word: str = "API key"
     ) -> None:
-        given = keys if isinstance(keys, Mapping) else dict.fromkeys(keys, Rights())
+        given = keys if isinstance(keys, Mapping) else dict.fromkeys(keys, KeyRights())
         self._keys = tuple(given)
         self._word = word
         # by tenant
@@ -50,7 +50,7 @@ class KeyRing:
             raise ConfigError(
                 f"cannot read the key file {path}: {error.strerror}", param=param
             ) from error
-        keys: dict[bytes, Rights] = {}
+        keys: dict[bytes, KeyRights] = {}
         for number, line in enumerate(lines, 1):
             words = line.split()
             if words and not words[0].startswith(b"#"):
@@ -82,7 +82,7 @@ def is_open_to_all(path: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class AccessKeys:
     """Who may ask, and who may change what is served. Two separate rings: a key of one opens
     nothing of the other. Without `callers` everybody may ask; without `admins` nobody may change
     anything."""
@@ -101,12 +101,12 @@ class Keys:
             )
         return self.admins.tenant(headers)
 
-    def rights(self) -> dict[str, Rights]:
+    def rights(self) -> dict[str, KeyRights]:
         """By tenant."""
         return {OPEN_TENANT: EVERY_RIGHT} if self.callers is None else self.callers.rights
 
 
-def _rights(words: Iterable[bytes], where: str, param: str) -> Rights:
+def _rights(words: Iterable[bytes], where: str, param: str) -> KeyRights:
     """`priority=9 max_running=8`, either, or nothing. A word that is wrong is not repeated: it
     may be a piece of a key."""
     found: dict[str, int] = {}
@@ -120,22 +120,22 @@ def _rights(words: Iterable[bytes], where: str, param: str) -> Rights:
                 param=param,
             )
         found[name] = int(value)
-    return Rights(**found)
+    return KeyRights(**found)
 
 
-def load_keys(server: Server) -> Keys:
+def load_keys(server: ServerSettings) -> AccessKeys:
     """Both rings as the settings name them."""
 
     def ring(file: str, param: str, word: str) -> KeyRing | None:
         return KeyRing.load(Path(file), param, word) if file else None
 
-    return Keys(
+    return AccessKeys(
         ring(server.api_key_file, "server.api_key_file", "API key"),
         ring(server.admin_key_file, "server.admin_key_file", "admin key"),
     )
 
 
-def exposed_key_files(server: Server) -> list[Path]:
+def exposed_key_files(server: ServerSettings) -> list[Path]:
     """Those that every user of this machine can read."""
     files = [Path(file) for file in (server.api_key_file, server.admin_key_file) if file]
     return [file for file in files if is_open_to_all(file)]
@@ -180,10 +180,10 @@ MAX_SHOWN = 100
 Headers = Iterable[tuple[bytes, bytes]]
 
 
-class Origins:
+class OriginCheck:
     """`has_keys`: a page knows no key, so that any name will do where none are listed."""
 
-    def __init__(self, server: Server, has_keys: bool) -> None:
+    def __init__(self, server: ServerSettings, has_keys: bool) -> None:
         self._origins = frozenset(origin.rstrip("/").lower() for origin in server.cors_origins)
         names = {name.lower().rstrip(".") for name in server.allowed_hosts}
         self._any_host = "*" in names or (has_keys and not names)
@@ -198,7 +198,7 @@ class Origins:
             elif name == b"origin":
                 origin = value.decode("latin-1").strip().lower()
         if host is not None and not self._any_host and not self._is_ours(host):
-            raise Misdirected(
+            raise MisdirectedRequest(
                 f"this server is not {_shown(host)}: ask it by its address or as localhost, or "
                 "start it with --allowed-hosts NAME"
             )

@@ -67,7 +67,7 @@ def _end_at_first_fault(schema: Any) -> None:
             _end_at_first_fault(part)
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """Base of every body: unknown fields pass, numbers are never guessed from strings."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)

@@ -28,7 +28,7 @@ MAX_WAITING = 64
 
 
 @dataclass(slots=True)
-class Choice:
+class CollectedChoice:
     """One finished choice, as the dialects render it."""
 
     text: list[str] = field(default_factory=list)
@@ -50,8 +50,8 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    choices: list[Choice]
+class CollectedAnswer:
+    choices: list[CollectedChoice]
     # one per prompt of the request
     started: list[Started]
     finished: Finished
@@ -65,9 +65,9 @@ class Answer:
         return metadata(self.finished)
 
 
-async def collect(events: Events, num_choices: int) -> Answer:
+async def collect(events: Events, num_choices: int) -> CollectedAnswer:
     """Every event up to the last one. A failure is raised as the error it stands for."""
-    choices = [Choice() for _ in range(num_choices)]
+    choices = [CollectedChoice() for _ in range(num_choices)]
     started: list[Started] = []
     is_first = True
     async with aclosing(events):
@@ -81,7 +81,7 @@ async def collect(events: Events, num_choices: int) -> Answer:
                 case Started():
                     started.append(event)
                 case Finished():
-                    return Answer(choices, started, event)
+                    return CollectedAnswer(choices, started, event)
                 case Failed():
                     raise from_code(event.code, event.message, retry_after_s=event.retry_after_s)
     raise InternalError("the answer ended without a result")

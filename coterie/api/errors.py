@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 
-from coterie.core.errors import CoterieError, Excess
+from coterie.core.errors import ContextExcess, CoterieError
 from coterie.obs.trace import log
 
 encode = msgspec.json.Encoder().encode
@@ -25,7 +25,7 @@ _SERVER_PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/|health)(?:[^\s/'\":,;()]+/)+(?
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ErrorRow:
     """What one error code is called on the wire."""
 
     openai_status: int
@@ -36,23 +36,23 @@ class Row:
 
 
 _BAD = "invalid_request_error"
-ROWS: dict[str, Row] = {
-    "invalid_request": Row(400, _BAD, None, 400, _BAD),
-    "context_length_exceeded": Row(400, _BAD, "context_length_exceeded", 400, _BAD),
-    "unsupported": Row(400, _BAD, "unsupported", 400, _BAD),
-    "request_too_large": Row(413, _BAD, "request_too_large", 413, "request_too_large"),
-    "unsupported_media_type": Row(415, _BAD, "unsupported_media_type", 415, _BAD),
-    "misdirected": Row(421, _BAD, "misdirected", 421, _BAD),
-    "unauthenticated": Row(401, _BAD, "invalid_api_key", 401, "authentication_error"),
-    "forbidden": Row(403, "permission_error", "permission_denied", 403, "permission_error"),
-    "not_found": Row(404, _BAD, "model_not_found", 404, "not_found_error"),
-    "conflict": Row(409, _BAD, "conflict", 409, _BAD),
-    "overloaded": Row(429, "requests", "rate_limit_exceeded", 429, "rate_limit_error"),
-    "unavailable": Row(503, "server_error", "specialist_unavailable", 529, "overloaded_error"),
-    "deadline_exceeded": Row(504, "server_error", "deadline_exceeded", 504, "timeout_error"),
-    "worker_crashed": Row(500, "server_error", "worker_crashed", 500, "api_error"),
-    "weights_error": Row(500, "server_error", "weights_error", 500, "api_error"),
-    "internal_error": Row(500, "server_error", "internal_error", 500, "api_error"),
+ROWS: dict[str, ErrorRow] = {
+    "invalid_request": ErrorRow(400, _BAD, None, 400, _BAD),
+    "context_length_exceeded": ErrorRow(400, _BAD, "context_length_exceeded", 400, _BAD),
+    "unsupported": ErrorRow(400, _BAD, "unsupported", 400, _BAD),
+    "request_too_large": ErrorRow(413, _BAD, "request_too_large", 413, "request_too_large"),
+    "unsupported_media_type": ErrorRow(415, _BAD, "unsupported_media_type", 415, _BAD),
+    "misdirected": ErrorRow(421, _BAD, "misdirected", 421, _BAD),
+    "unauthenticated": ErrorRow(401, _BAD, "invalid_api_key", 401, "authentication_error"),
+    "forbidden": ErrorRow(403, "permission_error", "permission_denied", 403, "permission_error"),
+    "not_found": ErrorRow(404, _BAD, "model_not_found", 404, "not_found_error"),
+    "conflict": ErrorRow(409, _BAD, "conflict", 409, _BAD),
+    "overloaded": ErrorRow(429, "requests", "rate_limit_exceeded", 429, "rate_limit_error"),
+    "unavailable": ErrorRow(503, "server_error", "specialist_unavailable", 529, "overloaded_error"),
+    "deadline_exceeded": ErrorRow(504, "server_error", "deadline_exceeded", 504, "timeout_error"),
+    "worker_crashed": ErrorRow(500, "server_error", "worker_crashed", 500, "api_error"),
+    "weights_error": ErrorRow(500, "server_error", "weights_error", 500, "api_error"),
+    "internal_error": ErrorRow(500, "server_error", "internal_error", 500, "api_error"),
 }
 # config_error and missing_dependency are ours to mend, not the caller's
 _FALLBACK = ROWS["internal_error"]
@@ -62,7 +62,7 @@ _FALLBACK = ROWS["internal_error"]
 _NOT_FOUND = {"job_id": "job_not_found", "action": "not_found"}
 
 
-def row_of(error: CoterieError) -> Row:
+def row_of(error: CoterieError) -> ErrorRow:
     return ROWS.get(error.code, _FALLBACK)
 
 
@@ -71,7 +71,7 @@ def status_of(error: CoterieError, dialect: str) -> int:
     return row.anthropic_status if dialect == ANTHROPIC else row.openai_status
 
 
-def told(error: CoterieError) -> str:
+def public_message(error: CoterieError) -> str:
     """The message for a caller. Where the fault is the server's, files keep their last name: where
     they lie is the operator's business, and is logged."""
     if row_of(error).openai_status < 500:
@@ -102,14 +102,14 @@ def body_of(error: CoterieError, dialect: str, request_id: str) -> bytes:
     code = row.openai_code
     if row.openai_status == 404:
         code = _NOT_FOUND.get(error.param or "", code)
-    return openai_body(told(error), row.openai_type, param=error.param, code=code)
+    return openai_body(public_message(error), row.openai_type, param=error.param, code=code)
 
 
 def _in_anthropic_words(error: CoterieError) -> str:
     """Clients read the numbers in these two sentences and ask again for less."""
     excess = getattr(error, "excess", None)
-    if not isinstance(excess, Excess):
-        return told(error)
+    if not isinstance(excess, ContextExcess):
+        return public_message(error)
     if excess.max_tokens is None:
         return f"prompt is too long: {excess.prompt} tokens > {excess.context} maximum"
     return (

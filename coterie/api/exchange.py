@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coterie.api import errors
-from coterie.api.auth import OPEN_TENANT, Keys, Origins
+from coterie.api.auth import OPEN_TENANT, AccessKeys, OriginCheck
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.plan import RoutePlan
 from coterie.obs.trace import log
@@ -132,12 +132,12 @@ class Door:
     def __init__(
         self,
         app: ASGIApp,
-        keys: Keys | None = None,
+        keys: AccessKeys | None = None,
         max_queue: int | None = None,
-        origins: Origins | None = None,
+        origins: OriginCheck | None = None,
     ) -> None:
         self.app = app
-        self.keys = keys or Keys()
+        self.keys = keys or AccessKeys()
         self.origins = origins
         self.max_queue = max_queue
 

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from coterie.api.exchange import Exchange, exchange_of, note_specialist, receipt
 from coterie.api.response_format import FORMAT
-from coterie.api.tools.base import Toolbox
+from coterie.api.tools.base import ToolSet
 from coterie.api.transport.sse import Events
 from coterie.core.errors import InvalidRequest
 from coterie.core.events import Event, Finished
@@ -54,7 +54,7 @@ class ModelCard(Protocol):
     def parent(self) -> str | None: ...
 
 
-class Service(Protocol):
+class DialectPipeline(Protocol):
     """The part of `service.pipeline.Pipeline` that the dialects use."""
 
     def models(self) -> Sequence[ModelCard]: ...
@@ -70,7 +70,7 @@ class Service(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Steering:
+class RequestHeaders:
     """What the headers of one request say."""
 
     exchange: Exchange
@@ -90,11 +90,11 @@ class Steering:
         )
 
 
-def steering_of(request: Request) -> Steering:
+def request_headers(request: Request) -> RequestHeaders:
     headers = request.headers
     timeout_ms = _number(headers, "x-deadline-ms", 1, MAX_DEADLINE_MS)
     urgency = _number(headers, "x-vllm-priority", -(2**31), 2**31)
-    return Steering(
+    return RequestHeaders(
         exchange=exchange_of(request.scope),
         session=headers.get("x-session-id"),
         urgency=None if urgency is None else int(urgency),
@@ -116,7 +116,7 @@ def _number(headers: Headers, name: str, low: float, high: float) -> float | Non
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ParsedRequest:
     """A body, translated."""
 
     hints: RouteHints
@@ -131,10 +131,12 @@ class Ask:
     # what the caller calls it
     format_field: str = FORMAT
     # None = none may be called
-    tools: Toolbox | None = None
+    tools: ToolSet | None = None
 
 
-def inference_request(ask: Ask, steering: Steering, request_id: str) -> InferenceRequest:
+def inference_request(
+    ask: ParsedRequest, steering: RequestHeaders, request_id: str
+) -> InferenceRequest:
     body_key, *others = ask.sessions
     candidates = (body_key, steering.session, *others)
     tenant = steering.exchange.tenant
@@ -164,7 +166,7 @@ def seed_of(seed: int | None) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Answerer:
+class AnsweringModel:
     """Who will answer: the name that the answer carries, the specialist behind it."""
 
     # what was asked for; `auto` shows whom it stood for
@@ -173,22 +175,24 @@ class Answerer:
     tokenizer: Tokenizer
 
 
-def answerer(service: Service, hints: RouteHints, prompt: Prompt, steering: Steering) -> Answerer:
+def answering_model(
+    service: DialectPipeline, hints: RouteHints, prompt: Prompt, steering: RequestHeaders
+) -> AnsweringModel:
     """Who will answer to these names, noted for the receipt header."""
     specialist = service.resolve(hints, prompt)
     note_specialist(steering.exchange, specialist)
     name = hints.model if hints.model and hints.model != AUTO else specialist
-    return Answerer(name, specialist, service.tokenizer(specialist))
+    return AnsweringModel(name, specialist, service.tokenizer(specialist))
 
 
-def events_of(service: Service, request: InferenceRequest, exchange: Exchange) -> Events:
+def events_of(service: DialectPipeline, request: InferenceRequest, exchange: Exchange) -> Events:
     """The pipeline's events as something that can be closed, which aborts the request."""
     events = service.handle(request, tell=partial(receipt, exchange))
     assert isinstance(events, AsyncGenerator)
     return events
 
 
-def account(exchange: Exchange, finished: Finished) -> None:
+def note_usage(exchange: Exchange, finished: Finished) -> None:
     """Notes what the log line and the receipt headers say."""
     exchange.prompt_tokens = finished.usage.prompt_tokens
     exchange.completion_tokens = finished.usage.completion_tokens

@@ -55,7 +55,7 @@ _SEGMENTS = {"action": {"enum": ["pin", "unpin", "rollback"]}}
 
 
 @dataclass(frozen=True, slots=True)
-class Replies:
+class RouteReplies:
     """What a route answers."""
 
     # bodies of `status`; several where the caller's dialect decides
@@ -177,7 +177,7 @@ def _refusals(row: RouteRow) -> list[int]:
     return sorted(given)
 
 
-def _content(replies: Replies) -> dict[str, Any]:
+def _content(replies: RouteReplies) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if replies.answers:
         schemas = [_ref(answer) for answer in replies.answers]
@@ -236,7 +236,7 @@ def _schemas(rows: Sequence[RouteRow]) -> dict[str, Any]:
     return dict(sorted((schemas | _ERRORS).items()))
 
 
-def _written(replies: Replies) -> list[type[Any]]:
+def _written(replies: RouteReplies) -> list[type[Any]]:
     kinds = (*replies.answers, *(replies.events or {}).values(), *replies.also.values())
     return [kind for kind in kinds if kind is not None]
 
@@ -280,7 +280,7 @@ class RouteRow:
     path: str
     endpoint: Endpoint
     tag: str
-    replies: Replies
+    replies: RouteReplies
     body: type[BaseModel] | None = None
     query: type[BaseModel] | None = None
     # name -> schema of request headers with a meaning

@@ -11,16 +11,16 @@ from starlette.requests import Request
 from coterie.api.body import check
 from coterie.core.errors import InvalidRequest
 
-MAX_SHOWN = 64
+MAX_NAME_SHOWN = 64
 
 
-class Query(BaseModel):
+class QueryParameters(BaseModel):
     """Base of every set of parameters; numbers are read from their text."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-Parameters = TypeVar("Parameters", bound=Query)
+Parameters = TypeVar("Parameters", bound=QueryParameters)
 
 
 def query_of(request: Request, model: type[Parameters]) -> Parameters:
@@ -29,10 +29,10 @@ def query_of(request: Request, model: type[Parameters]) -> Parameters:
         if name not in model.model_fields:
             if model.model_config.get("extra") == "ignore":
                 continue
-            near = difflib.get_close_matches(name[:MAX_SHOWN], model.model_fields, 1, 0.0)[0]
+            near = difflib.get_close_matches(name[:MAX_NAME_SHOWN], model.model_fields, 1, 0.0)[0]
             raise InvalidRequest(
-                f"unknown parameter `{name[:MAX_SHOWN]}`; did you mean `{near}`?",
-                param=name[:MAX_SHOWN],
+                f"unknown parameter `{name[:MAX_NAME_SHOWN]}`; did you mean `{near}`?",
+                param=name[:MAX_NAME_SHOWN],
             )
         if name in given:
             raise InvalidRequest(f"{name}: is given twice", param=name)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from coterie.api.tools.grammar import closed_schema
-from coterie.core.errors import CoterieError, InvalidRequest, Unsupported
+from coterie.core.errors import CoterieError, InvalidRequest, UnsupportedFeature
 from coterie.core.events import Event
 from coterie.core.request import ResponseFormat
 
@@ -50,7 +50,7 @@ def response_format_of(
     return None if body_field is None else _vendor(body_field, param, closed)
 
 
-class Constrained(Protocol):
+class ConstrainedBody(Protocol):
     """The fields of other servers that hold an answer to a shape."""
 
     response_format: dict[str, Any] | None
@@ -65,7 +65,7 @@ class Constrained(Protocol):
     ebnf: str | None
 
 
-def vendor_format_of(body: Constrained) -> tuple[ResponseFormat | None, str]:
+def vendor_format_of(body: ConstrainedBody) -> tuple[ResponseFormat | None, str]:
     """The one shape that a body of the OpenAI dialect asks for, and the field it came in."""
     given: list[tuple[str, ResponseFormat]] = []
     for name, read in _READERS.items():
@@ -90,10 +90,10 @@ async def _renamed(events: AsyncGenerator[Event, None], field: str) -> AsyncGene
             async for event in events:
                 yield event
         except CoterieError as error:
-            raise named(error, FORMAT, field) from None
+            raise with_param_name(error, FORMAT, field) from None
 
 
-def named(error: CoterieError, theirs: str, ours: str) -> CoterieError:
+def with_param_name(error: CoterieError, theirs: str, ours: str) -> CoterieError:
     """Deeper down a field has the vendors' name."""
     if error.param == theirs:
         error.param = ours
@@ -113,7 +113,9 @@ def _vendor(field: Any, param: str, closed: bool = False) -> ResponseFormat | No
     if kind == "json_object" and field.get("schema") is None:
         return ResponseFormat("json_object")
     if kind == "structural_tag":
-        raise Unsupported(f"{param}: structural tags are not available", param=f"{param}.type")
+        raise UnsupportedFeature(
+            f"{param}: structural tags are not available", param=f"{param}.type"
+        )
     if kind == "json_object":
         # as llama.cpp and others have it
         kind = "json_schema"
@@ -179,7 +181,7 @@ def _structured(value: Any, param: str) -> ResponseFormat | None:
     for name in ("structural_tag", "whitespace_pattern", "disable_any_whitespace",
                  "disable_additional_properties"):  # fmt: skip
         if value.get(name):
-            raise Unsupported(f"{param}.{name}: is not available", param=f"{param}.{name}")
+            raise UnsupportedFeature(f"{param}.{name}: is not available", param=f"{param}.{name}")
     given = [name for name in _STRUCTURED if value.get(name) not in (None, False)]
     if len(given) != 1:
         names = ", ".join(_STRUCTURED)

@@ -40,7 +40,7 @@ from coterie.api.openai.types import (
     TokenizeBody,
     TokenizerQuery,
 )
-from coterie.api.openapi import Replies, RouteRow, document
+from coterie.api.openapi import RouteReplies, RouteRow, document
 from coterie.core.outcome import InferenceResult
 
 # endpoints are only described, never called
@@ -73,7 +73,7 @@ _PREFER: Mapping[str, Any] = {"Prefer": {"type": "string", "examples": ["respond
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoints:
+class EndpointSet:
     """Who answers the routes."""
 
     openai: OpenAIDialect
@@ -85,7 +85,7 @@ class Endpoints:
     feedback: FeedbackEndpoints
 
 
-def routes(ends: Endpoints) -> Sequence[RouteRow]:
+def routes(ends: EndpointSet) -> Sequence[RouteRow]:
     return (
         *_infer_routes(ends),
         *_job_routes(ends.jobs),
@@ -95,11 +95,13 @@ def routes(ends: Endpoints) -> Sequence[RouteRow]:
     )
 
 
-def _infer_routes(ends: Endpoints) -> Sequence[RouteRow]:
+def _infer_routes(ends: EndpointSet) -> Sequence[RouteRow]:
     answers, infer, feedback = native_answers, ends.infer, ends.feedback
-    replies = Replies((InferenceResult,), _INFER, events=_EVENTS, also={202: answers.JobSubmission})
-    log = Replies((answers.InferenceLog,), (400, 401, 500, 503))
-    judged = Replies((answers.FeedbackAnswer,), (400, 401, 404, 409, 413, 500, 503))
+    replies = RouteReplies(
+        (InferenceResult,), _INFER, events=_EVENTS, also={202: answers.JobSubmission}
+    )
+    log = RouteReplies((answers.InferenceLog,), (400, 401, 500, 503))
+    judged = RouteReplies((answers.FeedbackAnswer,), (400, 401, 404, 409, 413, 500, 503))
     headers = {**_PREFER, **_STEERING}
     return (
         RouteRow(_POST, "/v1/infer", infer.infer, "native", replies, InferBody, headers=headers),
@@ -112,10 +114,10 @@ def _infer_routes(ends: Endpoints) -> Sequence[RouteRow]:
 
 def _job_routes(jobs: JobEndpoints) -> Sequence[RouteRow]:
     one = "/v1/jobs/{job_id}"
-    listed = Replies((JobList,), (400, 401, 500, 503))
-    shown = Replies((JobView,), _FIND)
-    ended = Replies((DeletedJob,), _FIND)
-    events = Replies(refusals=_FIND, events=_EVENTS)
+    listed = RouteReplies((JobList,), (400, 401, 500, 503))
+    shown = RouteReplies((JobView,), _FIND)
+    ended = RouteReplies((DeletedJob,), _FIND)
+    events = RouteReplies(refusals=_FIND, events=_EVENTS)
     return (
         RouteRow(_GET, "/v1/jobs", jobs.list_jobs, "jobs", listed, query=JobParameters),
         RouteRow(_GET, one, jobs.get_job, "jobs", shown),
@@ -124,15 +126,15 @@ def _job_routes(jobs: JobEndpoints) -> Sequence[RouteRow]:
     )
 
 
-def _vendor_routes(ends: Endpoints) -> Sequence[RouteRow]:
+def _vendor_routes(ends: EndpointSet) -> Sequence[RouteRow]:
     openai, anthropic, native = ends.openai, ends.anthropic, ends.native
     answers = vendor_answers
-    chat = Replies((answers.ChatCompletion,), _OPENAI, events={})
-    text = Replies((answers.TextCompletion,), _OPENAI, events={})
-    message = Replies((answers.AnthropicMessage,), _ANTHROPIC, events={})
-    count = Replies((answers.TokenCount,), (400, 401, 404, 413, 500, 529))
-    models = Replies((answers.ModelList, answers.AnthropicModelList), (400, *_LOOK))
-    model = Replies((answers.Model, answers.AnthropicModel), (400, *_FIND))
+    chat = RouteReplies((answers.ChatCompletion,), _OPENAI, events={})
+    text = RouteReplies((answers.TextCompletion,), _OPENAI, events={})
+    message = RouteReplies((answers.AnthropicMessage,), _ANTHROPIC, events={})
+    count = RouteReplies((answers.TokenCount,), (400, 401, 404, 413, 500, 529))
+    models = RouteReplies((answers.ModelList, answers.AnthropicModelList), (400, *_LOOK))
+    model = RouteReplies((answers.OpenAIModel, answers.AnthropicModel), (400, *_FIND))
     return (
         RouteRow(
             _POST, "/v1/chat/completions", openai.chat, "openai", chat, ChatBody, headers=_STEERING
@@ -156,17 +158,17 @@ def _vendor_routes(ends: Endpoints) -> Sequence[RouteRow]:
 
 def _native_routes(native: NativeEndpoints) -> Sequence[RouteRow]:
     answers = native_answers
-    tokens = Replies((answers.Tokenized,), _COUNT)
-    text = Replies((answers.Detokenized,), _COUNT)
-    facts = Replies((answers.TokenizerFacts,), (400, *_FIND))
-    load = Replies((answers.ServerLoad,), (401, 500))
-    health = Replies((answers.HealthAnswer,), also={503: answers.HealthAnswer})
-    live = Replies((answers.Liveness,), also={503: answers.Liveness})
-    ready = Replies((answers.Readiness,), also={503: answers.Readiness})
-    ping = Replies(also={503: None})
-    metrics = Replies(refusals=(401, 500), media_type=_PLAIN)
-    version = Replies((answers.Version,), (401, 500))
-    about = Replies((answers.About,), (401, 500))
+    tokens = RouteReplies((answers.TokenizeAnswer,), _COUNT)
+    text = RouteReplies((answers.DetokenizeAnswer,), _COUNT)
+    facts = RouteReplies((answers.TokenizerFacts,), (400, *_FIND))
+    load = RouteReplies((answers.ServerLoad,), (401, 500))
+    health = RouteReplies((answers.HealthAnswer,), also={503: answers.HealthAnswer})
+    live = RouteReplies((answers.LivenessAnswer,), also={503: answers.LivenessAnswer})
+    ready = RouteReplies((answers.ReadinessAnswer,), also={503: answers.ReadinessAnswer})
+    ping = RouteReplies(also={503: None})
+    metrics = RouteReplies(refusals=(401, 500), media_type=_PLAIN)
+    version = RouteReplies((answers.VersionAnswer,), (401, 500))
+    about = RouteReplies((answers.AboutAnswer,), (401, 500))
     return (
         RouteRow(_PROBE, "/", native.root, "native", about),
         RouteRow(_POST, "/tokenize", native.tokenize, "native", tokens, TokenizeBody),
@@ -187,13 +189,13 @@ def _native_routes(native: NativeEndpoints) -> Sequence[RouteRow]:
 def _expert_routes(experts: ExpertEndpoints) -> Sequence[RouteRow]:
     answers = native_answers
     one, act = "/v1/experts/{name}", experts.act_on_expert
-    listed = Replies((answers.ExpertList,), _LIST_EXPERTS)
-    shown = Replies((answers.ShownExpert,), _FIND_EXPERT)
-    acted = Replies((answers.Expert,), _FIND_EXPERT)
-    changed = Replies((answers.Expert,), _CHANGE_EXPERTS)
-    installed = Replies((answers.Expert,), _CHANGE_EXPERTS, status=201)
-    deleted = Replies((answers.DeletedExpert,), _FIND_EXPERT)
-    vllm = Replies(refusals=_CHANGE_EXPERTS, media_type=_PLAIN)
+    listed = RouteReplies((answers.ExpertList,), _LIST_EXPERTS)
+    shown = RouteReplies((answers.ShownExpert,), _FIND_EXPERT)
+    acted = RouteReplies((answers.Expert,), _FIND_EXPERT)
+    changed = RouteReplies((answers.Expert,), _CHANGE_EXPERTS)
+    installed = RouteReplies((answers.Expert,), _CHANGE_EXPERTS, status=201)
+    deleted = RouteReplies((answers.DeletedExpert,), _FIND_EXPERT)
+    vllm = RouteReplies(refusals=_CHANGE_EXPERTS, media_type=_PLAIN)
     load, unload = experts.load_lora_adapter, experts.unload_lora_adapter
     return (
         RouteRow(_GET, "/v1/experts", experts.list_experts, "experts", listed),
@@ -226,7 +228,7 @@ def add_routes(app: FastAPI, rows: Sequence[RouteRow]) -> None:
 def described() -> Sequence[RouteRow]:
     """The rows without a server; nobody answers them."""
     return routes(
-        Endpoints(
+        EndpointSet(
             OpenAIDialect(_NOBODY, 0),
             AnthropicDialect(_NOBODY, 0),
             NativeEndpoints(_NOBODY, 0),

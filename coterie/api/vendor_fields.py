@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from coterie.core.errors import Unsupported
+from coterie.core.errors import UnsupportedFeature
 
 # by field: what to do instead, or why not
 REFUSED: dict[str, str] = {
@@ -100,7 +100,7 @@ def refuse_fields(extra: Mapping[str, Any] | None) -> None:
         why = REFUSED.get(name)
         # a number that is zero asks for nothing either
         if why is not None and value and value not in _OFF.get(name, ()):
-            raise Unsupported(f"{name}: {why}", param=name)
+            raise UnsupportedFeature(f"{name}: {why}", param=name)
 
 
 def refuse_openai_fields(extra: Mapping[str, Any] | None) -> None:
@@ -109,4 +109,4 @@ def refuse_openai_fields(extra: Mapping[str, Any] | None) -> None:
     for name, value in (extra or {}).items():
         if name in ON_OPENAI_ALONE and value:
             why = ON_OPENAI_ALONE[name] or "is honoured on OpenAI's API alone"
-            raise Unsupported(f"{name}: {why}", param=name)
+            raise UnsupportedFeature(f"{name}: {why}", param=name)

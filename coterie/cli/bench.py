@@ -56,7 +56,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
-    bench = Bench(llm, args.repeat)
+    bench = BenchRunner(llm, args.repeat)
     bench.decode(WARM_TOKENS)
     info = llm.info
     bandwidth = bandwidth_bytes_s(info.threads) if info.device == "cpu" else None
@@ -82,7 +82,7 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-class Bench:
+class BenchRunner:
     """Runs on random prompts, so that no prefix is ever found in the cache."""
 
     def __init__(self, llm: LLM, repeat: int) -> None:

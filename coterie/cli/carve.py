@@ -10,8 +10,8 @@ from coterie.cli.options import count, fetch
 from coterie.cli.terminal import facts, nbytes, progress, table
 
 if TYPE_CHECKING:
-    from coterie.models.carve.carve import Carving
-    from coterie.models.carve.walk import Measured
+    from coterie.models.carve.carve import CarvingPlan
+    from coterie.models.carve.walk import MeasuredPerplexity
 
 HELP = "cut a dense Llama-family model into experts"
 EPILOG = """\
@@ -47,7 +47,7 @@ def execute(args: argparse.Namespace) -> int:
     from coterie.models.carve.carve import plan_carving
     from coterie.models.carve.files import CarvedDirectory
     from coterie.models.carve.texts import calibration, held_out
-    from coterie.models.carve.walk import Walk
+    from coterie.models.carve.walk import LayerCarver
     from coterie.models.text.tokenizer import load_tokenizer
     from coterie.weights.checkpoint import open_checkpoint
 
@@ -57,7 +57,7 @@ def execute(args: argparse.Namespace) -> int:
     carving = plan_carving(spec.intermediate, args.experts, args.active, args.shared, args.seed)
     out = args.out or Path(f"{_stem(path)}-carved-{carving.experts}x{carving.active}")
     tokenizer = load_tokenizer(path)
-    walk = Walk(checkpoint, spec)
+    walk = LayerCarver(checkpoint, spec)
     texts = held_out(tokenizer) if args.report else {}
     cuts = walk.cuts(carving, calibration(tokenizer, args.calibration), texts, _actives(carving))
     with progress("carving") as tick, CarvedDirectory(checkpoint, carving, out) as target:
@@ -76,7 +76,7 @@ def _stem(path: Path) -> str:
     return path.stem if path.is_file() else path.resolve().name
 
 
-def _actives(carving: Carving) -> list[int]:
+def _actives(carving: CarvingPlan) -> list[int]:
     """From the number asked for, doubling, to all."""
     found = []
     active = carving.active
@@ -86,11 +86,11 @@ def _actives(carving: Carving) -> list[int]:
     return [*found, carving.experts]
 
 
-def _row(item: Measured) -> dict[str, object]:
+def _row(item: MeasuredPerplexity) -> dict[str, object]:
     return {"text": item.text, "active": item.active, "perplexity": round(item.perplexity, 3)}
 
 
-def _summary(out: Path, carving: Carving) -> str:
+def _summary(out: Path, carving: CarvingPlan) -> str:
     size = sum(file.stat().st_size for file in out.iterdir())
     share = f"{carving.share(carving.active):.0%} of the neurons"
     return facts(
@@ -103,7 +103,7 @@ def _summary(out: Path, carving: Carving) -> str:
     )
 
 
-def _table(carving: Carving, measured: list[Measured]) -> str:
+def _table(carving: CarvingPlan, measured: list[MeasuredPerplexity]) -> str:
     texts = list(dict.fromkeys(item.text for item in measured))
     values = {(item.text, item.active): f"{item.perplexity:.1f}" for item in measured}
     rows = []

@@ -39,10 +39,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     with open_llm(args) as llm:
-        return Conversation(llm, args.system, options(args)).run()
+        return ChatLoop(llm, args.system, options(args)).run()
 
 
-class Conversation:
+class ChatLoop:
     def __init__(self, llm: LLM, system: str | None, given: dict[str, Any]) -> None:
         self.llm = llm
         self.given = given

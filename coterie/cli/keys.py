@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.cli.expert.state import keys_dir, open_registry, open_trust
-from coterie.cli.terminal import Menu, choose, facts, show, table
+from coterie.cli.terminal import ActionMenu, choose, facts, show, table
 from coterie.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    menu = Menu(parser)
+    menu = ActionMenu(parser)
     made = menu.add("new", new, "make a key pair", _NEW)
     made.add_argument("path", nargs="?", metavar="FILE", help="(default: in the state folder)")
     made.add_argument("--comment", default="", metavar="TEXT", help="whose key it is")

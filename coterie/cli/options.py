@@ -148,9 +148,9 @@ def _krasis(args: argparse.Namespace) -> str | None:
 
 def _known(text: str) -> str:
     if text != "auto":
-        from coterie.moe.dispatch.table import parse
+        from coterie.moe.dispatch.table import parse_strategy
 
-        parse(text)
+        parse_strategy(text)
     return text
 
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.cli.options import add_model, budget, count, fetch, strategy
 from coterie.cli.terminal import facts, nbytes, note, table
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
 from coterie.core.settings import parse_bytes
 
 if TYPE_CHECKING:
-    from coterie.models.prospect import Prospect
+    from coterie.models.prospect import PlanInputs
     from coterie.moe.planner.machine import Machine
-    from coterie.moe.planner.plan import Case, Choice, Division, PlanRow, Subject
+    from coterie.moe.planner.plan import MemoryDivision, PlanCase, PlanChoice, PlannedModel, PlanRow
 
 HELP = "show what each strategy would give for a model with experts"
 EPILOG = """\
@@ -67,13 +67,13 @@ def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The whole plan as plain values."""
     import torch
 
-    from coterie.models.prospect import open_prospect
+    from coterie.models.prospect import open_plan_inputs
     from coterie.moe.planner.plan import pick, plan
     from coterie.weights.checkpoint import open_checkpoint
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    prospect = open_prospect(open_checkpoint(path), args.dtype or "auto", _device(args.device))
+    prospect = open_plan_inputs(open_checkpoint(path), args.dtype or "auto", _device(args.device))
     try:
         machine = prospect.machine(again=args.remeasure, say=note)
         load = prospect.workload(args.trace, _heatmap(path, prospect, args.workload))
@@ -106,17 +106,17 @@ def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _answers(rows: Sequence[PlanRow], choice: Choice) -> dict[str, Any]:
+def _answers(rows: Sequence[PlanRow], choice: PlanChoice) -> dict[str, Any]:
     from coterie.moe.planner.plan import as_json
 
     return as_json(rows, choice)
 
 
 def _asked(
-    text: str | None, case: Case, ways: Sequence[Division], rows: list[PlanRow]
-) -> Choice | None:
+    text: str | None, case: PlanCase, ways: Sequence[MemoryDivision], rows: list[PlanRow]
+) -> PlanChoice | None:
     """The strategy that was named, with the better of its divisions; its row joins the others."""
-    from coterie.moe.planner.plan import SAME, Choice, forecast_row
+    from coterie.moe.planner.plan import SAME, PlanChoice, forecast_row
 
     if text in (None, "auto"):
         return None
@@ -126,15 +126,15 @@ def _asked(
     rows += [row for row in made if row.strategy not in {each.strategy for each in rows}]
     floor = max(row.prefill_tokens_s for row in made) * (1 - SAME)
     best = max((r for r in made if r.prefill_tokens_s >= floor), key=lambda r: r.decode_tokens_s)
-    return Choice(best.strategy, f"{text}, as asked for", best.device_budget, best.host_budget)
+    return PlanChoice(best.strategy, f"{text}, as asked for", best.device_budget, best.host_budget)
 
 
-def _taken(rows: Sequence[PlanRow], choice: Choice) -> PlanRow:
+def _taken(rows: Sequence[PlanRow], choice: PlanChoice) -> PlanRow:
     wanted = choice.strategy, choice.device_budget, choice.host_budget
     return next(row for row in rows if (row.strategy, row.device_budget, row.host_budget) == wanted)
 
 
-def _flags(args: argparse.Namespace, subject: Subject, row: PlanRow) -> list[str]:
+def _flags(args: argparse.Namespace, subject: PlannedModel, row: PlanRow) -> list[str]:
     """What gives this plan again, and runs it: as it was asked for, and where nothing was asked
     for, the shares of all experts that were chosen."""
     total = subject.sizes.total
@@ -174,8 +174,8 @@ def _machine(machine: Machine, profile: str) -> dict[str, Any]:
     return {k: v for k, v in document.items() if k not in ("profiles", "backbones")} | used
 
 
-def _settings(args: argparse.Namespace) -> DispatchSettings:
-    return DispatchSettings(
+def _settings(args: argparse.Namespace) -> MoeSettings:
+    return MoeSettings(
         device_budget=args.device_budget or "",
         host_budget=args.host_budget or "",
         cache_capacity=args.cache_capacity or 0,
@@ -190,7 +190,7 @@ def _device(wanted: str | None) -> str:
     return str(wanted)
 
 
-def _heatmap(path: Path, prospect: Prospect, workload: str) -> Any:
+def _heatmap(path: Path, prospect: PlanInputs, workload: str) -> Any:
     from coterie.workers.warmup import HeatmapFile, heatmap_path
 
     lineage = prospect.store.lineage
@@ -310,13 +310,13 @@ def _alike(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _named(row: dict[str, Any]) -> str:
-    from coterie.moe.dispatch.table import parse
+    from coterie.moe.dispatch.table import parse_strategy
     from coterie.moe.planner.simulate import BELADY
 
     name = str(row["strategy"])
     if name == BELADY:
         return "(bound)"
-    asked = "+".join(dict.fromkeys(map(str, parse(name))))
+    asked = "+".join(dict.fromkeys(map(str, parse_strategy(name))))
     return name if row["runs"] in ("", asked) else f"{name} as {row['runs']}"
 
 

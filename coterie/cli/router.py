@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.cli.expert.state import experts_dir
-from coterie.cli.terminal import Menu, choose, facts, note, show, width
+from coterie.cli.terminal import ActionMenu, choose, facts, note, show, width
 from coterie.core.errors import ConfigError, CoterieError
 
 if TYPE_CHECKING:
     from coterie.core.plan import Candidate, RoutePlan, RouteTrace
-    from coterie.routing.protocols import Outcomes
+    from coterie.routing.protocols import OutcomeRates
     from coterie.routing.router import Router, Specialist
-    from coterie.service.adapters.catalog import Catalog
+    from coterie.service.adapters.catalog import AdapterCatalog
 
 HELP = "say which experts a prompt would get, and why"
 EPILOG = """\
@@ -47,7 +47,7 @@ MIN_WORDS = 28
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    menu = Menu(parser)
+    menu = ActionMenu(parser)
     made = menu.add("explain", explain, "the candidates for a prompt, their scores, why", _EXPLAIN)
     made.add_argument("prompt", metavar="PROMPT", help="what is asked; - reads it from stdin")
     made.add_argument("--body", metavar="FILE", help="the document beside it; - reads stdin")
@@ -91,10 +91,10 @@ def _legible(text: str) -> str:
 async def _plan(args: argparse.Namespace, prompt: str, body: str) -> RoutePlan:
     from coterie.core.config import load
     from coterie.routing.router import Router
-    from coterie.service.adapters.catalog import Catalog
+    from coterie.service.adapters.catalog import AdapterCatalog
 
     config = load(args.config)
-    catalog = Catalog(experts_dir())
+    catalog = AdapterCatalog(experts_dir())
     await catalog.start()
     try:
         await catalog.settled()
@@ -105,7 +105,7 @@ async def _plan(args: argparse.Namespace, prompt: str, body: str) -> RoutePlan:
         await catalog.close()
 
 
-def _bases(catalog: Catalog, adapter_bytes: int) -> list[Specialist]:
+def _bases(catalog: AdapterCatalog, adapter_bytes: int) -> list[Specialist]:
     """One for every base model that an installed expert was made for: none has to be loaded."""
     from coterie.routing.router import Specialist
 
@@ -116,7 +116,7 @@ def _bases(catalog: Catalog, adapter_bytes: int) -> list[Specialist]:
     ]
 
 
-class _Recorded:
+class _RecordedOutcomes:
     """What servers of this home have recorded."""
 
     def __init__(self, rates: Mapping[str, tuple[int, int]]) -> None:
@@ -126,7 +126,7 @@ class _Recorded:
         return self._rates.get(digest, (0, 0))
 
 
-def _outcomes() -> Outcomes | None:
+def _outcomes() -> OutcomeRates | None:
     from coterie.weights.home import state_dir
 
     path = state_dir() / "records.db"
@@ -137,7 +137,7 @@ def _outcomes() -> Outcomes | None:
     try:
         store = RecordStore(path, 1)
         try:
-            return _Recorded(store.rates())
+            return _RecordedOutcomes(store.rates())
         finally:
             store.close()
     except CoterieError as error:

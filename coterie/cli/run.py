@@ -24,10 +24,10 @@ from coterie.cli.options import (
 from coterie.cli.terminal import facts, narrate, nbytes, note
 from coterie.core.adapters import DEFAULTS, AdapterSettings
 from coterie.core.errors import InvalidRequest
-from coterie.core.events import expert_facts, speed
+from coterie.core.events import moe_facts, speed
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import ExpertUsage
+    from coterie.core.dispatch import MoeUsage
     from coterie.core.events import Timings, Usage
     from coterie.workers.embedded import LLM
 
@@ -198,7 +198,7 @@ def _answer(
 
 
 def report(
-    llm: LLM, usage: Usage, timings: Timings, experts: ExpertUsage | None, load_s: float
+    llm: LLM, usage: Usage, timings: Timings, experts: MoeUsage | None, load_s: float
 ) -> dict[str, Any]:
     """`experts` are the request's own counts, `tiers` what happened since the model was loaded."""
     told: dict[str, Any] = {"speed": speed(usage, timings) | {"load_s": round(load_s, 6)}}
@@ -206,7 +206,7 @@ def report(
     told["kv_bytes"] = llm.info.kv_bytes
     standing = llm.expert_report()
     if experts is not None and standing is not None:
-        told |= {"experts": expert_facts(experts), "tiers": standing}
+        told |= {"experts": moe_facts(experts), "tiers": standing}
     return told
 
 

@@ -15,7 +15,7 @@ from coterie.cli.options import add_dispatch, add_model, count, dispatch_options
 from coterie.core import spawn
 from coterie.core.config import Config, load
 from coterie.core.errors import ConfigError, MissingDependency
-from coterie.core.sections import LOG_LEVELS, Server
+from coterie.core.sections import LOG_LEVELS, ServerSettings
 
 HELP = "serve models over HTTP: OpenAI, Anthropic and native APIs"
 EPILOG = """\
@@ -207,7 +207,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def listen(server: Server) -> socket.socket:
+def listen(server: ServerSettings) -> socket.socket:
     """The listening socket, so that a taken port or an open door is told before a model loads."""
     keys = load_keys(server)
     check_exposure(server.host, keys.callers is not None, server.insecure)

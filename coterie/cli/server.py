@@ -20,11 +20,11 @@ import uvicorn
 
 from coterie import __version__
 from coterie.api.app import create_app
-from coterie.api.transport.connections import Connections, protocols
+from coterie.api.transport.connections import OpenConnections, protocols
 from coterie.cli.terminal import facts, nbytes, note
 from coterie.core.config import Config
 from coterie.core.errors import CoterieError, InternalError
-from coterie.core.sections import Server
+from coterie.core.sections import ServerSettings
 from coterie.service.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ async def run(
 
     app = create_app(pipeline, config, on_start, starting)
     most = _room_for_connections(config.server.max_connections)
-    made = protocols(Connections(config.server, pipeline.registry, most))
+    made = protocols(OpenConnections(config.server, pipeline.registry, most))
     server = _Server(
         uvicorn.Config(
             app,
@@ -160,7 +160,7 @@ def _startup_error(error: BaseException) -> CoterieError:
     return InternalError(f"the models could not be loaded: {type(error).__name__}: {error}")
 
 
-def _url(server: Server, listener: socket.socket) -> str:
+def _url(server: ServerSettings, listener: socket.socket) -> str:
     bound = listener.getsockname()[1]
     host = "127.0.0.1" if server.host in ("", "0.0.0.0") else server.host
     return f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
@@ -207,7 +207,9 @@ GRACE_S = 1.0
 
 
 @asynccontextmanager
-async def grpc_beside(settings: Server, pipeline: Pipeline, app: FastAPI) -> AsyncIterator[None]:
+async def grpc_beside(
+    settings: ServerSettings, pipeline: Pipeline, app: FastAPI
+) -> AsyncIterator[None]:
     """Around `serve`, which drains and closes the pipeline at its end."""
     if settings.grpc_port < 0:
         yield

@@ -27,7 +27,7 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class _Said(logging.Handler):
+class _LineHandler(logging.Handler):
     """The log as lines for people; what is said again at once is left out."""
 
     _last = ""
@@ -43,8 +43,8 @@ class _Said(logging.Handler):
 def narrate(level: int = logging.INFO) -> None:
     """Show what this process logs while it works, as plain lines."""
     logger = logging.getLogger("coterie")
-    if not any(isinstance(handler, _Said) for handler in logger.handlers):
-        said = _Said()
+    if not any(isinstance(handler, _LineHandler) for handler in logger.handlers):
+        said = _LineHandler()
         said.setLevel(level)
         logger.addHandler(said)
         logger.setLevel(min(level, logging.INFO))
@@ -54,14 +54,14 @@ def narrate(level: int = logging.INFO) -> None:
 def progress(label: str) -> Iterator[Tick]:
     """A callback for (bytes done, bytes in all). Shows nothing until it is called."""
     bar = _rich_bar(label) if sys.stderr.isatty() else None
-    tick: Any = bar or _Lines(label)
+    tick: Any = bar or _LineProgress(label)
     try:
         yield tick
     finally:
         tick.close()
 
 
-class _Lines:
+class _LineProgress:
     """For logs and pipes: a line at the start, then one every few seconds."""
 
     INTERVAL_S = 3.0
@@ -149,7 +149,7 @@ def nbytes(value: float) -> str:
 Act = Callable[[argparse.Namespace], int]
 
 
-class Menu:
+class ActionMenu:
     """Adds actions to a command's parser; without one, the command prints its help."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:

@@ -104,7 +104,7 @@ class AdapterProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class Modules:
+class AdaptableModules:
     """What of a model adapters may change."""
 
     hidden: int
@@ -114,4 +114,4 @@ class Modules:
     has_bias: bool = False
 
 
-NO_MODULES = Modules(0)
+NO_MODULES = AdaptableModules(0)

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from coterie.core.adapters import DEFAULTS, AdapterSettings
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
-from coterie.core.sections import EngineSettings, Server, SpecialistSettings
+from coterie.core.sections import EngineSettings, ServerSettings, SpecialistSettings
 from coterie.core.settings import (
     TASK_TYPES,
     JobSettings,
     RoutingSettings,
-    Rule,
+    SettingRule,
     ValidatorSettings,
     allowed,
     checked,
@@ -32,13 +32,13 @@ from coterie.core.settings import (
 T = TypeVar("T")
 
 
-_SERVER, _ENGINE = Server(), EngineSettings()
+_SERVER, _ENGINE = ServerSettings(), EngineSettings()
 _ROUTING, _JOBS = RoutingSettings(), JobSettings()
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    server: Server = _SERVER
+    server: ServerSettings = _SERVER
     engine: EngineSettings = _ENGINE
     adapters: AdapterSettings = DEFAULTS
     routing: RoutingSettings = _ROUTING
@@ -48,7 +48,7 @@ class Config:
 
 
 _SECTIONS: dict[str, type[Any]] = {
-    "server": Server,
+    "server": ServerSettings,
     "engine": EngineSettings,
     "adapters": AdapterSettings,
     "routing": RoutingSettings,
@@ -127,20 +127,20 @@ def _section(kind: type[T], table: Any, prefix: str) -> T:
     return kind(**{name: _value(rules[name], table[name], f"{prefix}.{name}") for name in table})
 
 
-def _value(rule: Rule, value: Any, name: str) -> Any:
+def _value(rule: SettingRule, value: Any, name: str) -> Any:
     if rule.kind == "table":
-        return _section(DispatchSettings, value, name)
+        return _section(MoeSettings, value, name)
     return checked(rule, value, name)
 
 
-def dispatch(given: Mapping[str, Any], prefix: str = "experts") -> DispatchSettings:
+def dispatch(given: Mapping[str, Any], prefix: str = "experts") -> MoeSettings:
     """Checked like a file's [specialists.experts]; a None value is "not given"."""
     table = {name: value for name, value in given.items() if value is not None}
-    return _section(DispatchSettings, table, prefix)
+    return _section(MoeSettings, table, prefix)
 
 
-def _rules(kind: type[Any]) -> dict[str, Rule]:
-    return {item.name: cast(Rule, item.metadata["rule"]) for item in fields(kind)}
+def _rules(kind: type[Any]) -> dict[str, SettingRule]:
+    return {item.name: cast(SettingRule, item.metadata["rule"]) for item in fields(kind)}
 
 
 def _check_together(config: Config) -> None:
@@ -179,12 +179,12 @@ def reference() -> str:
     """docs/config.md: every key with its type, default and range."""
     lines = ["# Configuration", "", "`coterie serve --config coterie.toml`. Every key is optional."]
     lines.append("A key that is not listed here is an error. Sizes: `400KB`, `2GB`, `2GiB`.")
-    for section, kind in (_SECTIONS | {"specialists.experts": DispatchSettings}).items():
+    for section, kind in (_SECTIONS | {"specialists.experts": MoeSettings}).items():
         title = f"[[{section}]]" if section in _LISTS else f"[{section}]"
         lines += ["", f"## {title}", "", (kind.__doc__ or "").strip(), ""]
         lines += ["| Key | Type | Default | Range | Meaning |", "|---|---|---|---|---|"]
         for item in fields(kind):
-            rule = cast(Rule, item.metadata["rule"])
+            rule = cast(SettingRule, item.metadata["rule"])
             shown = "below" if rule.kind == "table" else f"`{written(item.default)}`"
             lines.append(
                 f"| `{item.name}` | {rule.kind} | {shown} | {allowed(rule)} | {rule.doc} |"

@@ -15,7 +15,7 @@ READS = ("auto", "direct", "buffered")
 
 
 @dataclass(frozen=True, slots=True)
-class DispatchSettings:
+class MoeSettings:
     """Where a mixture-of-experts model keeps its experts. A dense model takes none of these."""
 
     strategy: str = key(
@@ -51,7 +51,7 @@ class DispatchSettings:
 
 
 # nothing was asked for
-AUTOMATIC = DispatchSettings()
+AUTOMATIC = MoeSettings()
 
 
 # of one layer: its number, the experts asked for, and those of them that a device slot had; no
@@ -60,7 +60,7 @@ LayerHits = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertUsage:
+class MoeUsage:
     """What the experts of one request (or step) cost. Seconds, bytes and counts.
 
     A demand is one expert of one layer that one step needs. `device_hits + prefetch_hits +
@@ -102,7 +102,7 @@ class ExpertUsage:
         """Share of demands that no device slot could serve at once."""
         return (self.device_misses + self.host_runs) / max(self.demands, 1)
 
-    def __add__(self, other: ExpertUsage) -> ExpertUsage:
+    def __add__(self, other: MoeUsage) -> MoeUsage:
         mine, theirs = self.layers, other.layers
         layers = mine or theirs
         if mine and theirs:
@@ -111,8 +111,8 @@ class ExpertUsage:
                 for (layer, demands, hits), (_, more, met) in zip(mine, theirs, strict=True)
             )
         counts = {name: getattr(self, name) + getattr(other, name) for name in USAGE_FIELDS}
-        return ExpertUsage(**counts, layers=layers)
+        return MoeUsage(**counts, layers=layers)
 
 
 # all that are one number
-USAGE_FIELDS = tuple(item.name for item in fields(ExpertUsage) if item.name != "layers")
+USAGE_FIELDS = tuple(item.name for item in fields(MoeUsage) if item.name != "layers")

@@ -43,7 +43,7 @@ class CoterieError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Excess:
+class ContextExcess:
     """How a request does not fit its context; tokens. `max_tokens` None = the prompt alone is too
     long."""
 
@@ -67,13 +67,13 @@ class ContextLengthExceeded(InvalidRequest):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
-        excess: Excess | None = None,
+        excess: ContextExcess | None = None,
     ) -> None:
         super().__init__(message, param=param, retry_after_s=retry_after_s)
         self.excess = excess
 
 
-class Unsupported(InvalidRequest):
+class UnsupportedFeature(InvalidRequest):
     code = "unsupported"
 
 
@@ -85,7 +85,7 @@ class UnsupportedMediaType(CoterieError):
     code = "unsupported_media_type"
 
 
-class Misdirected(CoterieError):
+class MisdirectedRequest(CoterieError):
     code = "misdirected"
 
 
@@ -140,10 +140,10 @@ class InternalError(CoterieError):
 _LEAVES = (
     InvalidRequest,
     ContextLengthExceeded,
-    Unsupported,
+    UnsupportedFeature,
     RequestTooLarge,
     UnsupportedMediaType,
-    Misdirected,
+    MisdirectedRequest,
     Unauthenticated,
     Forbidden,
     NotFound,

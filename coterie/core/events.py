@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from coterie.core.dispatch import USAGE_FIELDS, ExpertUsage
+from coterie.core.dispatch import USAGE_FIELDS, MoeUsage
 from coterie.core.outcome import InferenceMetrics, ValidationResult
 from coterie.core.plan import AdapterChoice
 
@@ -95,7 +95,7 @@ class Finished:
     usage: Usage
     timings: Timings
     # only of a model with routed experts
-    experts: ExpertUsage | None = None
+    experts: MoeUsage | None = None
     # KV blocks that its sequences held when they ended, shared ones once
     kv_blocks: int = 0
     # what its adapters took where the model runs
@@ -144,8 +144,8 @@ def speed(usage: Usage, timings: Timings, num_choices: int = 1) -> dict[str, flo
     }
 
 
-def expert_facts(experts: ExpertUsage) -> dict[str, Any]:
-    """`ExpertUsage`'s own names, and the share of demands that found no device slot filled."""
+def moe_facts(experts: MoeUsage) -> dict[str, Any]:
+    """`MoeUsage`'s own names, and the share of demands that found no device slot filled."""
     values = {name: getattr(experts, name) for name in USAGE_FIELDS}
     return {
         **{n: round(v, DIGITS) if isinstance(v, float) else v for n, v in values.items()},
@@ -167,7 +167,7 @@ def facts_of(finished: Finished) -> dict[str, Any]:
     choices = len(finished.choices)
     facts: dict[str, Any] = {"timings": speed(finished.usage, finished.timings, choices)}
     if finished.experts is not None:
-        facts["experts"] = expert_facts(finished.experts)
+        facts["experts"] = moe_facts(finished.experts)
     if finished.adapters:
         facts["adapters"] = [asdict(adapter) for adapter in finished.adapters]
         facts["adapter_bytes"] = finished.adapter_bytes

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 Look = Callable[[Any], str | None]
 
 
-class Check(NamedTuple):
+class ValueCheck(NamedTuple):
     """A value of a type in `plain` is right; any other is looked at: None, or the path to the first
     that is wrong and the name of its type."""
 
@@ -34,22 +34,22 @@ def fault_of(value: Any, kind: Any) -> str | None:
 
 
 @cache
-def check_of(kind: Any) -> Check:
+def check_of(kind: Any) -> ValueCheck:
     if is_dataclass(kind):
-        return Check(frozenset(), _record(kind))
+        return ValueCheck(frozenset(), _record(kind))
     if kind in _SCALARS:
-        return Check(_SCALARS[kind], _named)
+        return ValueCheck(_SCALARS[kind], _named)
     if kind is Any:
-        return Check(frozenset(), lambda value: None)
+        return ValueCheck(frozenset(), lambda value: None)
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return _either([check_of(one) for one in arguments])
     if origin is tuple and arguments[-1:] != (...,):
-        return Check(frozenset(), _row([check_of(one) for one in arguments]))
+        return ValueCheck(frozenset(), _row([check_of(one) for one in arguments]))
     if origin in (tuple, list):
-        return Check(frozenset(), _many(origin, check_of(arguments[0])))
+        return ValueCheck(frozenset(), _many(origin, check_of(arguments[0])))
     if origin is dict:
-        return Check(frozenset(), _table(check_of(arguments[0]), check_of(arguments[1])))
+        return ValueCheck(frozenset(), _table(check_of(arguments[0]), check_of(arguments[1])))
     raise TypeError(f"{kind} is no type of a value that travels")
 
 
@@ -82,7 +82,7 @@ def _record(kind: Any) -> Look:
     return look
 
 
-def _either(checks: list[Check]) -> Check:
+def _either(checks: list[ValueCheck]) -> ValueCheck:
     plain = frozenset[type]().union(*(check.plain for check in checks))
     deeper = [check.look for check in checks if check.look is not _named]
 
@@ -91,10 +91,10 @@ def _either(checks: list[Check]) -> Check:
         # the longest path: of the kind that fitted best
         return None if None in found else max((one or "" for one in found), key=len, default="")
 
-    return Check(plain, look if deeper else _named)
+    return ValueCheck(plain, look if deeper else _named)
 
 
-def _row(checks: list[Check]) -> Look:
+def _row(checks: list[ValueCheck]) -> Look:
     def look(value: Any) -> str | None:
         if type(value) is not tuple or len(value) != len(checks):
             return _named(value)
@@ -106,7 +106,7 @@ def _row(checks: list[Check]) -> Look:
     return look
 
 
-def _many(kind: type, check: Check) -> Look:
+def _many(kind: type, check: ValueCheck) -> Look:
     plain, deeper = check
     wanted = frozenset({kind})
 
@@ -121,7 +121,7 @@ def _many(kind: type, check: Check) -> Look:
     return look
 
 
-def _table(key: Check, check: Check) -> Look:
+def _table(key: ValueCheck, check: ValueCheck) -> Look:
     def look(value: Any) -> str | None:
         if type(value) is not dict:
             return _named(value)

@@ -30,7 +30,7 @@ def stack_key(adapters: Sequence[AdapterChoice]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class TunedFields:
     """What the router put in place of the caller's own; None = the request's stands."""
 
     prompt: Prompt | None = None
@@ -53,7 +53,7 @@ class RoutePlan:
     shadow: str | None
     confidence: float
     reasons: tuple[str, ...]
-    tuned: Tuned = Tuned()
+    tuned: TunedFields = TunedFields()
     # how it was decided; None where the caller's names alone decided
     trace: RouteTrace | None = None
     # what it runs at where the caller's key has no right to the priority asked for

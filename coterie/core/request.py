@@ -130,7 +130,7 @@ class TextRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Truncation:
+class PromptTruncation:
     """Shortens a prompt that has more tokens."""
 
     # None = as many as fit beside max_tokens
@@ -159,7 +159,7 @@ class Limits:
     is_expected: bool = False
     text: TextRules = TextRules()
     # None = a prompt that is too long is refused
-    truncation: Truncation | None = None
+    truncation: PromptTruncation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class RouteHints:
 
 
 @dataclass(frozen=True, slots=True)
-class Rights:
+class KeyRights:
     """What one key may ask of the scheduler."""
 
     # its requests run at this priority at most
@@ -200,7 +200,7 @@ class Rights:
 
 
 # without keys everybody is the operator
-EVERY_RIGHT = Rights(MAX_PRIORITY)
+EVERY_RIGHT = KeyRights(MAX_PRIORITY)
 
 
 def own_tenant(tenant: str) -> str:

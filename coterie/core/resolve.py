@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from coterie.core.errors import ContextLengthExceeded, Excess, InvalidRequest
+from coterie.core.errors import ContextExcess, ContextLengthExceeded, InvalidRequest
 from coterie.core.request import Limits, Sampling
 
 # What OpenAI and Anthropic document for a request that says nothing.
@@ -156,7 +156,7 @@ def prompt_too_long(prompt_tokens: int, context: int, least: str = "") -> Contex
     return ContextLengthExceeded(
         f"This model's maximum context length is {context} tokens. However, the prompt has "
         f"{least}{prompt_tokens} tokens. Please shorten it.",
-        excess=Excess(prompt_tokens, None, context),
+        excess=ContextExcess(prompt_tokens, None, context),
     )
 
 
@@ -166,10 +166,10 @@ def _too_long(
     used, asked = prompt_tokens + virtual_tokens, limits.max_tokens
     soft = f", and its experts put {virtual_tokens} in front" if virtual_tokens else ""
     if asked is None or used >= context:
-        excess = Excess(used, None, context)
+        excess = ContextExcess(used, None, context)
         why = f"the prompt has {prompt_tokens} tokens{soft}. Please shorten it."
     else:
-        excess = Excess(used, asked, context)
+        excess = ContextExcess(used, asked, context)
         why = (
             f"you requested {used + asked} tokens ({prompt_tokens} in the prompt{soft}, {asked} "
             "in the completion). Please reduce the prompt or max_tokens."

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from coterie.core.dispatch import AUTOMATIC, DispatchSettings
-from coterie.core.settings import Rule, key
+from coterie.core.dispatch import AUTOMATIC, MoeSettings
+from coterie.core.settings import SettingRule, key
 
 DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerSettings:
     """The HTTP side."""
 
     host: str = key(
@@ -199,7 +199,9 @@ class SpecialistSettings:
     weight: float = key(
         1.0, "number", "Share of time and KV among specialists on one engine.", low=0.01, high=100
     )
-    experts: DispatchSettings = field(
+    experts: MoeSettings = field(
         default=AUTOMATIC,
-        metadata={"rule": Rule("Where a mixture-of-experts model keeps its experts.", "table")},
+        metadata={
+            "rule": SettingRule("Where a mixture-of-experts model keeps its experts.", "table")
+        },
     )

@@ -27,7 +27,7 @@ _UNITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SettingRule:
     """What a key accepts, and the sentence that documents it."""
 
     doc: str
@@ -38,7 +38,7 @@ class Rule:
 
 
 def key(default: Any, kind: str, doc: str, **limits: Any) -> Any:
-    return field(default=default, metadata={"rule": Rule(doc, kind, **limits)})
+    return field(default=default, metadata={"rule": SettingRule(doc, kind, **limits)})
 
 
 def refuse_unknown(given: Mapping[str, Any], known: Iterable[str], prefix: str) -> None:
@@ -51,7 +51,7 @@ def refuse_unknown(given: Mapping[str, Any], known: Iterable[str], prefix: str) 
         raise ConfigError(f"unknown setting {full!r}: did you mean {near!r}?", param=full)
 
 
-def checked(rule: Rule, value: Any, name: str) -> Any:
+def checked(rule: SettingRule, value: Any, name: str) -> Any:
     value = _typed(rule.kind, value, name)
     if rule.among and value not in rule.among:
         listed = ", ".join(str(item) for item in rule.among)
@@ -136,7 +136,7 @@ def written(value: Any) -> str:
     return "[]" if value == () else str(value)
 
 
-def allowed(rule: Rule) -> str:
+def allowed(rule: SettingRule) -> str:
     if rule.among:
         return ", ".join(f"`{item}`" for item in rule.among)
     if rule.low is not None and rule.high is not None:

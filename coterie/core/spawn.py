@@ -47,7 +47,7 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     return found
 
 
-class Child:
+class ChildProcess:
     """A program that was started, for a thread that may wait for it. `stdin` and so on are blocking
     binary files where a pipe was asked for."""
 
@@ -112,7 +112,7 @@ def spawn(
     stdin: Stream = DEVNULL,
     stdout: Stream = None,
     stderr: Stream = None,
-) -> Child:
+) -> ChildProcess:
     """Raises OSError where the program cannot be started."""
     with _streams((stdin, stdout, stderr)) as (ours, theirs):
         actions: list[tuple[int, ...]] = [
@@ -129,7 +129,7 @@ def spawn(
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
             setsigmask=[],
         )
-        return Child(pid, [_file(ours.pop(target, None), target) for target in range(3)])
+        return ChildProcess(pid, [_file(ours.pop(target, None), target) for target in range(3)])
 
 
 class _Input(asyncio.StreamReaderProtocol):
@@ -142,10 +142,10 @@ class _Input(asyncio.StreamReaderProtocol):
         super().connection_lost(error)
 
 
-class Process:
+class AsyncProcess:
     """A program that was started, for an event loop: its pipes are streams."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: ChildProcess) -> None:
         self._child = child
         self._loop = asyncio.get_running_loop()
         self._exited: asyncio.Future[int] = self._loop.create_future()
@@ -226,9 +226,9 @@ async def start(
     stdin: Stream = DEVNULL,
     stdout: Stream = None,
     stderr: Stream = None,
-) -> Process:
+) -> AsyncProcess:
     """As `spawn`, on the event loop, which waits until the program is loaded: a millisecond."""
-    process = Process(spawn(command, env, stdin=stdin, stdout=stdout, stderr=stderr))
+    process = AsyncProcess(spawn(command, env, stdin=stdin, stdout=stdout, stderr=stderr))
     connecting = asyncio.ensure_future(process.connect())
     try:
         # uvloop that is cancelled while it takes a pipe over leaves it to be closed twice
@@ -240,7 +240,7 @@ async def start(
     return process
 
 
-async def _gone(process: Process, connecting: asyncio.Future[None]) -> None:
+async def _gone(process: AsyncProcess, connecting: asyncio.Future[None]) -> None:
     await asyncio.wait([connecting])
     process.close()
     await process.wait()

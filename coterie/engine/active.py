@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from coterie.core.dispatch import ExpertUsage
+from coterie.core.dispatch import MoeUsage
 from coterie.core.events import Delta, Finished, Started, Timings, TokenLogprob, Usage
 from coterie.core.plan import Assignment
-from coterie.engine.detokenize import Detokenizer, Pieces, Stop, token_name
+from coterie.engine.detokenize import Detokenizer, StopMatch, TokenPieces, token_name
 from coterie.engine.draw import BadWords
 from coterie.engine.grammar import Constraint
-from coterie.engine.grammar_work import Job
+from coterie.engine.grammar_work import GrammarTask
 from coterie.engine.sequence import Sequence
 from coterie.engine.step import TokenScore
 
 
 @dataclass(slots=True)
-class Clock:
+class RequestTimes:
     """Moments of the lane's clock; None = not yet."""
 
     scheduled: float | None = None
@@ -31,7 +31,7 @@ class Clock:
 @dataclass(slots=True)
 class ActiveRequest:
     assignment: Assignment
-    pieces: Pieces
+    pieces: TokenPieces
     stop_ids: frozenset[int]
     min_output: int
     max_output: int
@@ -40,7 +40,7 @@ class ActiveRequest:
     # by choice, where the answer has to keep to a grammar
     constraints: dict[int, Constraint] = field(default_factory=dict)
     # begins them; None where they are begun
-    beginning: Job | None = None
+    beginning: GrammarTask | None = None
     # choices still to be computed; a beam search has other sequences than choices
     sequences: list[Sequence] = field(default_factory=list)
     texts: dict[int, Detokenizer] = field(default_factory=dict)
@@ -56,9 +56,9 @@ class ActiveRequest:
     # every KV block that an ended sequence held
     blocks: set[int] = field(default_factory=set)
     prompt_scores: dict[int, TokenScore] = field(default_factory=dict)
-    clock: Clock = field(default_factory=Clock)
+    clock: RequestTimes = field(default_factory=RequestTimes)
     # what its experts cost so far; None for a model without any
-    experts: ExpertUsage | None = None
+    experts: MoeUsage | None = None
 
     @property
     def request_id(self) -> str:
@@ -193,11 +193,11 @@ class ActiveRequest:
             # an end token's own text is sent where it was asked for
             limits = self.assignment.limits
             last = text.push(token, may_stop=False) if limits.text.include_stop else ""
-            assert not isinstance(last, Stop)
+            assert not isinstance(last, StopMatch)
             named = token in limits.stop_token_ids
             return last + text.flush(), "stop", token if named else None
         pushed = text.push(token, count > self.min_output)
-        if isinstance(pushed, Stop):
+        if isinstance(pushed, StopMatch):
             return pushed.text, "stop", pushed.match
         if count >= self.max_output:
             return pushed + text.flush(), "length", None

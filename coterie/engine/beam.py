@@ -10,18 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from coterie.engine.scheduler import Scheduler
-from coterie.engine.sequence import Sequence, Status
+from coterie.engine.sequence import Sequence, SequenceStatus
 from coterie.engine.step import BeamScores
 
 
 @dataclass(frozen=True, slots=True)
-class Hypothesis:
+class BeamHypothesis:
     score: float
     output: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Heir:
+class BeamContinuation:
     score: float
     parent: Sequence
     token: int
@@ -45,7 +45,7 @@ class BeamSearch:
         self._reports: dict[int, BeamScores] = {}
         self._num_made = 1
         # at most num_beams, best first
-        self.done: list[Hypothesis] = []
+        self.done: list[BeamHypothesis] = []
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -78,17 +78,17 @@ class BeamSearch:
         self._pass_on(heirs[: self.num_beams], scheduler)
         return True
 
-    def _best_continuations(self) -> list[Heir]:
+    def _best_continuations(self) -> list[BeamContinuation]:
         heirs = [
-            Heir(score + logprob, sequence, token)
+            BeamContinuation(score + logprob, sequence, token)
             for score, sequence in self._live
             for token, logprob in zip(*self._reports[id(sequence)], strict=True)
         ]
         return sorted(heirs, key=lambda heir: -heir.score)[: self._kept]
 
-    def _add_done(self, heir: Heir, length: int) -> None:
+    def _add_done(self, heir: BeamContinuation, length: int) -> None:
         output = (*heir.parent.tokens[heir.parent.num_prompt :], heir.token)
-        self.done.append(Hypothesis(heir.score / length**self._length_penalty, output))
+        self.done.append(BeamHypothesis(heir.score / length**self._length_penalty, output))
         self.done = sorted(self.done, key=lambda one: -one.score)[: self.num_beams]
 
     def _can_improve(self, best_score: float, length: int) -> bool:
@@ -97,7 +97,7 @@ class BeamSearch:
         possible: float = best_score / length**self._length_penalty
         return possible > self.done[-1].score
 
-    def _pass_on(self, heirs: list[Heir], scheduler: Scheduler) -> None:
+    def _pass_on(self, heirs: list[BeamContinuation], scheduler: Scheduler) -> None:
         """A parent's first heir takes its place, the others fork; parents without heirs end."""
         taken: set[int] = set()
         live: list[tuple[float, Sequence]] = []
@@ -132,7 +132,7 @@ class BeamSearch:
             row=None,
         )
         self._num_made += 1
-        if parent.status is Status.RUNNING:
+        if parent.status is SequenceStatus.RUNNING:
             scheduler.fork(parent, child)
         else:
             scheduler.add(child)

@@ -11,15 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from heapq import heapify, heappop, heappush
 
-from coterie.core.dispatch import ExpertUsage
+from coterie.core.dispatch import MoeUsage
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest, WeightsError
 from coterie.core.events import Delta, Event, Failed
 from coterie.engine.active import ActiveRequest
 from coterie.engine.beam import BeamSearch
-from coterie.engine.grammar_work import Job
+from coterie.engine.grammar_work import GrammarTask
 from coterie.engine.scheduler import Scheduler
-from coterie.engine.seats import told
-from coterie.engine.sequence import Sequence, Status
+from coterie.engine.seats import error_for_client
+from coterie.engine.sequence import Sequence, SequenceStatus
 from coterie.engine.step import BeamScores, LateDraw, StepPlan, StepResult, StepUsage, TokenScore
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ FAILED = "the engine failed on this request; the log has the reason"
 UNREADABLE = "weights of {lane} could not be read or are damaged; the server's log has the reason"
 
 
-class RequestBook:
+class RequestTracker:
     def __init__(
         self, schedulers: Mapping[str, Scheduler], replica: str, clock: Callable[[], float]
     ) -> None:
@@ -72,14 +72,14 @@ class RequestBook:
             heappush(self._deadlines, (assignment.deadline, assignment.request_id))
         scheduler = self._schedulers[assignment.lane]
         for sequence in request.sequences:
-            if sequence.status is Status.WAITING:
+            if sequence.status is SequenceStatus.WAITING:
                 scheduler.add(sequence)
         if request.beginning is not None:
             scheduler.held.update(request.sequences)
             self._beginning[assignment.request_id] = request
 
     @property
-    def grammar_jobs(self) -> list[Job]:
+    def grammar_jobs(self) -> list[GrammarTask]:
         """What sequences are held for."""
         begun = [request.beginning for request in self._beginning.values()]
         return [job for job in begun if job is not None] + [
@@ -109,7 +109,7 @@ class RequestBook:
         else:
             self._drawn(request, sequence, token, score, events)
 
-    def _begun(self, request: ActiveRequest, job: Job, events: list[Event]) -> None:
+    def _begun(self, request: ActiveRequest, job: GrammarTask, events: list[Event]) -> None:
         del self._beginning[request.request_id]
         request.beginning = None
         if job.error is not None:
@@ -215,7 +215,7 @@ class RequestBook:
             if request is not None:
                 request.experts = cost if request.experts is None else request.experts + cost
 
-    def moved(self, plan: StepPlan, cost: ExpertUsage) -> None:
+    def moved(self, plan: StepPlan, cost: MoeUsage) -> None:
         """Experts were rearranged behind this step: whoever goes on bears it whole."""
         for request_id in {row.sequence.request_id for row in plan.rows}:
             request = self._requests.get(request_id)
@@ -294,7 +294,7 @@ class RequestBook:
         if request is None:
             return
         log.error("adapter_failed", extra=self._fields(request) | {"reason": error.message})
-        self._fail(request, events, told(error, request.assignment.adapters))
+        self._fail(request, events, error_for_client(error, request.assignment.adapters))
 
     def _fail(
         self, request: ActiveRequest, events: list[Event], error: CoterieError | None = None

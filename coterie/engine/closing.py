@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.engine.closing_hints import Hints
+from coterie.engine.closing_hints import EndingHints
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -45,7 +45,7 @@ _ENDS = (b'"}', b'"]', b'",', b"}}", b"]}")
 _FILLS = (b"a", b"0", b"A", b"aa", b"00", b"AA")
 
 
-class Manner(NamedTuple):
+class SearchPass(NamedTuple):
     """How a search is made: narrow and blunt first."""
 
     # states with the same number of bytes that are gone on from
@@ -56,12 +56,12 @@ class Manner(NamedTuple):
     share: float
 
 
-MANNERS = (Manner(4, 0, 0.25), Manner(16, 1, 0.25))
+SEARCH_PASSES = (SearchPass(4, 0, 0.25), SearchPass(16, 1, 0.25))
 # what it costs a walk to come back to a state that looks the same, and its share of the effort
 WALKS = ((0.4, 0.4), (3.0, 0.1))
 
 
-class Closer:
+class EndingFinder:
     """Over one vocabulary. Any thread may use it."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
@@ -98,7 +98,7 @@ class Closer:
         return [self._ids[byte] for byte in text]
 
     def find(
-        self, matcher: LLMatcher, limit: int, hints: Hints, effort: int = SOME
+        self, matcher: LLMatcher, limit: int, hints: EndingHints, effort: int = SOME
     ) -> list[int] | None:
         """At most `limit` tokens behind which the text may end; None = no way was found.
 
@@ -112,7 +112,7 @@ class Closer:
                 way = search.walk(again, int(effort * share))
                 if way is not None:
                     return way
-            for manner in MANNERS:
+            for manner in SEARCH_PASSES:
                 way = search.spread(manner, int(effort * manner.share))
                 if way is not None:
                     return way
@@ -173,7 +173,9 @@ class _Failed(Exception):
 class _Search:
     """One state's. `looks` counts the states that were looked at."""
 
-    def __init__(self, closer: Closer, matcher: LLMatcher, limit: int, hints: Hints) -> None:
+    def __init__(
+        self, closer: EndingFinder, matcher: LLMatcher, limit: int, hints: EndingHints
+    ) -> None:
         self.closer, self.matcher, self.limit, self.hints = closer, matcher, limit, hints
         self.looks = 0
         self._words = np.zeros(closer.num_words, dtype=np.uint32)
@@ -244,7 +246,7 @@ class _Search:
         way = self.closer.segment(path)
         return way if len(way) <= self.limit and -1 not in way else None
 
-    def spread(self, manner: Manner, effort: int) -> list[int] | None:
+    def spread(self, manner: SearchPass, effort: int) -> list[int] | None:
         # (price, order, path)
         queue: list[tuple[float, int, list[int]]] = [(0.0, 0, [])]
         self._seen.clear()

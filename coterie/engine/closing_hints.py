@@ -35,7 +35,7 @@ _EXAMPLES = {
 }
 
 
-class Hints(NamedTuple):
+class EndingHints(NamedTuple):
     """What of a grammar's own text may lead to its end: bytes, whole texts, special tokens."""
 
     letters: frozenset[int]
@@ -49,7 +49,7 @@ _STRING = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 _TOKEN = re.compile(r"<\[(\d+)\]>")
 
 
-def hints_of(wanted: ResponseFormat) -> Hints:
+def hints_of(wanted: ResponseFormat) -> EndingHints:
     """Crude on purpose: what is missed only makes a search longer."""
     letters, texts, tokens = set[int](), dict[bytes, None](), dict[int, None]()
 
@@ -96,7 +96,7 @@ def hints_of(wanted: ResponseFormat) -> Hints:
             pattern(body)
         tokens = dict.fromkeys(int(found) for found in _TOKEN.findall(rest))
     kept = sorted((text for text in texts if len(text) > 1), key=len)[:MAX_HINTS]
-    return Hints(frozenset(letters), tuple(kept), tuple(tokens)[:MAX_HINTS])
+    return EndingHints(frozenset(letters), tuple(kept), tuple(tokens)[:MAX_HINTS])
 
 
 def example(pattern: str) -> bytes:

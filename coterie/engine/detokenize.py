@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
 
 
-class Pieces(dict[int, str | None]):
+class TokenPieces(dict[int, str | None]):
     """What each token adds to a text in the middle of which it stands; shared by all choices.
 
     None: bytes that are no text by themselves. Special tokens are no text, "", unless they are
@@ -84,8 +84,8 @@ class Pieces(dict[int, str | None]):
 
 
 @lru_cache(maxsize=32)
-def pieces_of(tokenizer: Tokenizer, skip_special: bool = True) -> Pieces:
-    return Pieces(tokenizer, skip_special)
+def pieces_of(tokenizer: Tokenizer, skip_special: bool = True) -> TokenPieces:
+    return TokenPieces(tokenizer, skip_special)
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
@@ -103,14 +103,14 @@ def token_name(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
 
 
-class Offsets:
+class TextOffsets:
     """Where each token of one text begins in it. Feed every token once.
 
     A token that holds the middle of a character begins where that character does; one that is no
     text begins where the next one will.
     """
 
-    def __init__(self, pieces: Pieces, start: int = 0) -> None:
+    def __init__(self, pieces: TokenPieces, start: int = 0) -> None:
         self._pieces = pieces
         self._text = Detokenizer(pieces)
         # of the text up to the tokens whose bytes do not yet make characters
@@ -131,7 +131,7 @@ class Offsets:
         return at
 
 
-class Stop(NamedTuple):
+class StopMatch(NamedTuple):
     """A stop string was completed; `text` is what may still be sent."""
 
     text: str
@@ -144,7 +144,7 @@ class Detokenizer:
     __slots__ = ("_before", "_held", "_include_stop", "_longest", "_pieces", "_run", "_stops")
 
     def __init__(
-        self, pieces: Pieces, stops: Sequence[str] = (), include_stop: bool = False
+        self, pieces: TokenPieces, stops: Sequence[str] = (), include_stop: bool = False
     ) -> None:
         """With `include_stop` a stop string is the text's end, not what comes behind it."""
         self._pieces = pieces
@@ -163,7 +163,7 @@ class Detokenizer:
         """No token waits for the rest of its character."""
         return not self._run
 
-    def push(self, token: int, may_stop: bool = True) -> str | Stop:
+    def push(self, token: int, may_stop: bool = True) -> str | StopMatch:
         """Text that can be sent now, or the stop string that this token completed."""
         text = self._pieces[token]
         if text and self._before is not None and not self._run:
@@ -215,7 +215,7 @@ class Detokenizer:
         self._run = []
         return text
 
-    def _hold(self, text: str, may_stop: bool) -> str | Stop:
+    def _hold(self, text: str, may_stop: bool) -> str | StopMatch:
         window = self._held + text
         if may_stop and text:
             found = self._find(window, len(self._held))
@@ -226,7 +226,7 @@ class Detokenizer:
         self._held = window[len(window) - keep :]
         return window[: len(window) - keep]
 
-    def _find(self, window: str, old: int) -> Stop | None:
+    def _find(self, window: str, old: int) -> StopMatch | None:
         """The stop completed first, had the text come one character at a time."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
@@ -236,7 +236,7 @@ class Detokenizer:
                 best = candidate if best is None else min(best, candidate)
         if best is None:
             return None
-        return Stop(window[: best[0] if self._include_stop else best[1]], best[2])
+        return StopMatch(window[: best[0] if self._include_stop else best[1]], best[2])
 
     def _num_held(self, window: str) -> int:
         """Length of the longest end of `window` that a stop string begins with."""

@@ -54,7 +54,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return float(uniforms(np.array([noise_key(seed, choice)], dtype=np.uint64), [position])[0])
 
 
-class Penalties:
+class TokenPenalties:
     """Which tokens were seen and how often they were produced, kept as growing arrays."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> None:
@@ -77,8 +77,8 @@ class Penalties:
         self._ids[place] = token
         self._counts[place] += 1
 
-    def fork(self) -> Penalties:
-        twin = object.__new__(Penalties)
+    def fork(self) -> TokenPenalties:
+        twin = object.__new__(TokenPenalties)
         twin.repetition, twin.presence = self.repetition, self.presence
         twin.frequency, twin._place = self.frequency, dict(self._place)
         twin._ids, twin._counts = self._ids.copy(), self._counts.copy()
@@ -121,7 +121,7 @@ class BadWords:
 
 
 @dataclass(slots=True, eq=False)
-class Draw:
+class DrawState:
     """Resolved `Sampling` of one choice, fixed but for the counts of its penalties.
 
     Neutral values switch a filter off.
@@ -136,7 +136,7 @@ class Draw:
     typical_p: float = 1.0
     bias_ids: NDArray[np.int64] | None = None
     bias: NDArray[np.float32] | None = None
-    penalties: Penalties | None = None
+    penalties: TokenPenalties | None = None
     # ids that may not come before the output has `min_output` tokens
     banned: tuple[int, ...] = ()
     min_output: int = 0
@@ -226,7 +226,7 @@ def make_draw(
     stop_ids: Sequence[int],
     constraint: Constraint | None = None,
     bad_words: BadWords | None = None,
-) -> Draw:
+) -> DrawState:
     """`output` is what the choice has produced before a takeover."""
     sampling = assignment.sampling
     penalised = (
@@ -236,7 +236,7 @@ def make_draw(
     )
     bias = sampling.logit_bias
     allowed = None if sampling.rules is None else sampling.rules.allowed_ids
-    return Draw(
+    return DrawState(
         seed=sampling.seed or 0,
         choice=choice,
         temperature=1.0 if sampling.temperature is None else sampling.temperature,
@@ -246,7 +246,7 @@ def make_draw(
         typical_p=1.0 if sampling.typical_p is None else sampling.typical_p,
         bias_ids=np.array([token for token, _ in bias], dtype=np.int64) if bias else None,
         bias=np.array([amount for _, amount in bias], dtype=np.float32) if bias else None,
-        penalties=Penalties(sampling, assignment.prompt_ids, output) if penalised else None,
+        penalties=TokenPenalties(sampling, assignment.prompt_ids, output) if penalised else None,
         banned=tuple(stop_ids),
         min_output=assignment.limits.min_tokens,
         bad_words=bad_words,

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 from coterie.core.errors import CoterieError, MissingDependency, WeightsError
 from coterie.core.events import Event
 from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
-from coterie.engine.book import RequestBook
-from coterie.engine.detokenize import Pieces
-from coterie.engine.expert_tier import ExpertTier
-from coterie.engine.grammar import Grammars
-from coterie.engine.intake import Entry, describe, open_request, refuse
+from coterie.engine.book import RequestTracker
+from coterie.engine.detokenize import TokenPieces
+from coterie.engine.expert_tier import MoeMaintenance
+from coterie.engine.grammar import GrammarCache
+from coterie.engine.intake import RequestSetup, open_request, refuse, sequence_adapters
 from coterie.engine.lane import DeficitRoundRobin, LaneConfig
 from coterie.engine.runner import Runner
 from coterie.engine.scheduler import Scheduler
-from coterie.engine.seats import Adapters, Seats
+from coterie.engine.seats import AdapterHolds, Adapters
 from coterie.engine.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ FIRST_GUESS_S = 1.0
 MAX_RETRY_S = 600.0
 
 
-class Pace:
+class LaneThroughput:
     def __init__(self) -> None:
         self._busy_s = 0.0
         self._tokens = 0.0
@@ -100,7 +100,7 @@ class Lane:
     config: LaneConfig
     scheduler: Scheduler
     runner: Runner
-    pace: Pace = field(default_factory=Pace)
+    pace: LaneThroughput = field(default_factory=LaneThroughput)
 
     @property
     def weight(self) -> float:
@@ -133,10 +133,10 @@ class Engine:
         self._replica = replica
         self._vocab = model.spec.vocab
         self._eos_ids = frozenset((*tokenizer.eos_ids, *model.spec.eos_ids))
-        self._pieces = Pieces(tokenizer)
-        self._grammars = Grammars(tokenizer, self._vocab, sorted(self._eos_ids))
+        self._pieces = TokenPieces(tokenizer)
+        self._grammars = GrammarCache(tokenizer, self._vocab, sorted(self._eos_ids))
         self._adapters = adapters
-        self._seats = None if adapters is None else Seats(adapters, clock)
+        self._seats = None if adapters is None else AdapterHolds(adapters, clock)
         self._lanes = []
         for config in lanes:
             scheduler = Scheduler(config, self._seats, grouped=batching == "grouped")
@@ -146,11 +146,11 @@ class Engine:
         self._lane_named = {lane.config.name: lane for lane in self._lanes}
         self._turns = DeficitRoundRobin(self._lanes, lambda lane: lane.scheduler.has_work)
         schedulers = {lane.config.name: lane.scheduler for lane in self._lanes}
-        self._book = RequestBook(schedulers, replica, clock)
+        self._book = RequestTracker(schedulers, replica, clock)
         self._outbox: list[Event] = []
         self._num_added = 0
         self._counts = dict.fromkeys(COUNTERS, 0.0)
-        self._experts = None if model.experts is None else ExpertTier(model.experts)
+        self._experts = None if model.experts is None else MoeMaintenance(model.experts)
 
     def add(self, assignment: Assignment) -> Admitted | Rejected:
         """Take a request into its lane's queue, or say why not. Never raises for bad input."""
@@ -159,7 +159,7 @@ class Engine:
             return Rejected("not_found", f"no lane {assignment.lane!r} here", None)
         if assignment.request_id in self._book:
             return Rejected("invalid_request", "a request with this id is running", None)
-        front = describe(assignment, self._adapters, self._vocab)
+        front = sequence_adapters(assignment, self._adapters, self._vocab)
         if isinstance(front, Rejected):
             return front
         rejected = refuse(assignment, front, lane.config, self._vocab)
@@ -171,7 +171,7 @@ class Engine:
             return Rejected("overloaded", reason, wait_s)
         expected_s = lane.first_token_s()
         self._num_added += 1
-        entry = Entry(lane.config, front, self._num_added, self._grammars)
+        entry = RequestSetup(lane.config, front, self._num_added, self._grammars)
         try:
             request = open_request(assignment, entry, self._pieces, self._eos_ids)
         except CoterieError as error:

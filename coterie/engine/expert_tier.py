@@ -12,34 +12,34 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from coterie.core.dispatch import USAGE_FIELDS, ExpertUsage
+from coterie.core.dispatch import USAGE_FIELDS, MoeUsage
 from coterie.core.errors import WeightsError
 
 if TYPE_CHECKING:
     from coterie.engine.step import StepPlan, StepResult
-    from coterie.models.build.moe import Experts
+    from coterie.models.build.moe import MoeExperts
 
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
 
 
-class ExpertTier:
-    def __init__(self, runtime: Experts, clock: Callable[[], float] = time.monotonic) -> None:
+class MoeMaintenance:
+    def __init__(self, runtime: MoeExperts, clock: Callable[[], float] = time.monotonic) -> None:
         self._runtime, self._now = runtime, clock
-        self._total = ExpertUsage()
+        self._total = MoeUsage()
         self._reported_at = -REPORT_EVERY_S
         self._standing: dict[str, float] = {}
         # updates that could not be made
         self._failed = 0
 
-    def after_step(self, plan: StepPlan, result: StepResult) -> ExpertUsage | None:
+    def after_step(self, plan: StepPlan, result: StepResult) -> MoeUsage | None:
         """What was done for those who go on, if anything."""
         if result.dispatch is not None:
             self._total += result.dispatch.total
         return self.update(1) if plan.num_tokens > plan.num_prefill_tokens else None
 
-    def update(self, rounds: int) -> ExpertUsage | None:
+    def update(self, rounds: int) -> MoeUsage | None:
         """A move that fails costs a log line: whoever needs that expert meets the error."""
         updates = swaps = 0
         try:
@@ -51,7 +51,7 @@ class ExpertTier:
             log.warning("expert_update_failed", extra={"reason": error.message})
         if not updates and not swaps:
             return None
-        done = ExpertUsage(updates=updates, swaps=swaps)
+        done = MoeUsage(updates=updates, swaps=swaps)
         self._total += done
         return done
 
@@ -59,7 +59,7 @@ class ExpertTier:
         now = self._now()
         if idle or now - self._reported_at >= REPORT_EVERY_S:
             self._reported_at = now
-            self._standing = standing(self._runtime.report())
+            self._standing = report_stats(self._runtime.report())
         total = self._total
         counts = {f"expert_{name}": float(getattr(total, name)) for name in USAGE_FIELDS}
         rates = sorted(hits / max(1, demands) for _, demands, hits in total.layers) or [0.0]
@@ -76,7 +76,7 @@ class ExpertTier:
         )
 
 
-def standing(report: Mapping[str, Any]) -> dict[str, float]:
+def report_stats(report: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a runtime's report that metrics show and no step counts."""
     tiers = report["tiers"]
     return {

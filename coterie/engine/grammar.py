@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.core.request import ResponseFormat, own_tenant
-from coterie.engine.closing import FEW, MANY, SOME, Closer
-from coterie.engine.closing_hints import Hints, hints_of
-from coterie.engine.grammar_work import GrammarWork, Job
+from coterie.engine.closing import FEW, MANY, SOME, EndingFinder
+from coterie.engine.closing_hints import EndingHints, hints_of
+from coterie.engine.grammar_work import GrammarTask, GrammarWork
 from coterie.models.grammar.grammar import GrammarVocabulary
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ NEAR_END = 64
 MAX_SKIPPED = 12
 
 
-class Compiled(NamedTuple):
+class CompiledGrammar(NamedTuple):
     """A grammar at its start, and the shortest answer found for it (None = none was)."""
 
     matcher: LLMatcher
@@ -44,8 +44,8 @@ class Compiled(NamedTuple):
     letters: LLMatcher
     shortest: list[int] | None
     vocabulary: GrammarVocabulary
-    closer: Closer
-    hints: Hints
+    closer: EndingFinder
+    hints: EndingHints
 
 
 class Constraint:
@@ -75,7 +75,7 @@ class Constraint:
         # tokens that `_letters` has not been told of
         self._unspelt: list[int] = []
 
-    def begin(self, start: Compiled, output: Sequence[int]) -> None:
+    def begin(self, start: CompiledGrammar, output: Sequence[int]) -> None:
         """At the start of a grammar, behind the `output` that there is already."""
         self._start = start
         self._matcher, self._letters = start.matcher.deep_copy(), start.letters.deep_copy()
@@ -218,13 +218,13 @@ def allowed_tokens(
     return allowed
 
 
-class Grammars:
+class GrammarCache:
     """Compiled grammars of one engine, over its vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, num_ids: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._num_ids, self._eos_ids = tokenizer, num_ids, eos_ids
-        self._parts: tuple[GrammarVocabulary, Closer] | None = None
-        self._compiled: OrderedDict[ResponseFormat, Compiled] = OrderedDict()
+        self._parts: tuple[GrammarVocabulary, EndingFinder] | None = None
+        self._compiled: OrderedDict[ResponseFormat, CompiledGrammar] = OrderedDict()
         # for the vocabulary, which takes long, and for the grammars
         self._building, self._lock = Lock(), Lock()
         self.work = GrammarWork()
@@ -234,7 +234,7 @@ class Grammars:
         with self._building:
             if self._parts is None:
                 words = GrammarVocabulary(self._tokenizer, self._num_ids, self._eos_ids)
-                self._parts = words, Closer(words)
+                self._parts = words, EndingFinder(words)
 
     def constraint(self, assignment: Assignment, max_output: int) -> Constraint:
         """A choice's own, not begun."""
@@ -243,12 +243,12 @@ class Grammars:
 
     def begin(
         self, assignment: Assignment, choices: Sequence[tuple[Constraint, Sequence[int]]]
-    ) -> Job:
+    ) -> GrammarTask:
         """Begin them behind the outputs that they have, on another thread. What is wrong with the
         grammar is the job's error."""
         wanted = assignment.sampling.constraint
         assert wanted is not None
-        job = Job(own_tenant(assignment.tenant), partial(self._begin, wanted, choices))
+        job = GrammarTask(own_tenant(assignment.tenant), partial(self._begin, wanted, choices))
         self.work.do([job])
         return job
 
@@ -260,7 +260,7 @@ class Grammars:
             constraint.begin(start, output)
         return len(choices)
 
-    def _compile(self, wanted: ResponseFormat) -> Compiled:
+    def _compile(self, wanted: ResponseFormat) -> CompiledGrammar:
         with self._lock:
             found = self._compiled.get(wanted)
             if found is not None:
@@ -272,7 +272,7 @@ class Grammars:
         matcher, letters = vocabulary.compile(wanted), vocabulary.compile_letters(wanted)
         hints = hints_of(wanted)
         shortest = closer.find(letters.deep_copy(), NEAR_END * 8, hints, MANY)
-        found = Compiled(matcher, letters, shortest, vocabulary, closer, hints)
+        found = CompiledGrammar(matcher, letters, shortest, vocabulary, closer, hints)
         with self._lock:
             self._compiled[wanted] = found
             if len(self._compiled) > MAX_COMPILED:

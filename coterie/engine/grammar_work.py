@@ -22,7 +22,7 @@ MAX_THREADS = 8
 MAX_END_S = 10.0
 
 
-class Job:
+class GrammarTask:
     """One piece of work. `done` is set last."""
 
     __slots__ = ("done", "error", "run", "tenant", "value", "waiter")
@@ -60,13 +60,13 @@ class _Threads:
     def __init__(self) -> None:
         self._lock = threading.Condition()
         # by tenant, whose turn it is first
-        self._queues: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._queues: OrderedDict[str, deque[GrammarTask]] = OrderedDict()
         self._threads: list[threading.Thread] = []
         self._is_over = False
         # set with every job that ends
         self.ended = threading.Event()
 
-    def submit(self, jobs: Sequence[Job]) -> _Waiter:
+    def submit(self, jobs: Sequence[GrammarTask]) -> _Waiter:
         waiter = _Waiter(len(jobs))
         with self._lock:
             if not self._threads:
@@ -77,7 +77,7 @@ class _Threads:
             self._lock.notify(len(jobs))
         return waiter
 
-    def drop(self, job: Job) -> None:
+    def drop(self, job: GrammarTask) -> None:
         with self._lock:
             queue = self._queues.get(job.tenant)
             if queue is None or job not in queue:
@@ -130,7 +130,7 @@ class _Threads:
                         waiter.event.set()
             self.ended.set()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> GrammarTask | None:
         with self._lock:
             while not self._queues:
                 if self._is_over:
@@ -158,7 +158,7 @@ class GrammarWork:
     def begin_step(self) -> None:
         self._left_s = STEP_BUDGET_S
 
-    def do(self, jobs: Sequence[Job]) -> None:
+    def do(self, jobs: Sequence[GrammarTask]) -> None:
         """Have them done; comes back when they are, or when the step has waited long enough."""
         if not jobs:
             return
@@ -170,7 +170,7 @@ class GrammarWork:
         self.waited_s += spent
         self.num_late += sum(not job.done for job in jobs)
 
-    def nap(self, jobs: Sequence[Job]) -> None:
+    def nap(self, jobs: Sequence[GrammarTask]) -> None:
         """Nothing else can run: wait for some job to end."""
         _THREADS.ended.clear()
         if not any(job.done for job in jobs):

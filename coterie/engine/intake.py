@@ -13,29 +13,31 @@ from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Sampling, own_tenant
 from coterie.engine.active import ActiveRequest
 from coterie.engine.beam import num_continuations
-from coterie.engine.detokenize import Pieces, pieces_of
+from coterie.engine.detokenize import TokenPieces, pieces_of
 from coterie.engine.draw import BadWords, make_draw
-from coterie.engine.grammar import Grammars
+from coterie.engine.grammar import GrammarCache
 from coterie.engine.lane import LaneConfig
 from coterie.engine.prefix import root_digest
-from coterie.engine.seats import Adapters, told
-from coterie.engine.sequence import BASE, Front, Sequence, Share, Status
+from coterie.engine.seats import Adapters, error_for_client
+from coterie.engine.sequence import BASE, Sequence, SequenceAdapters, SequenceStatus, TenantShare
 
 log = logging.getLogger(__name__)
 
 MAX_CHOICES = 128
 
 
-class Entry(NamedTuple):
+class RequestSetup(NamedTuple):
     """Where a request comes in: its lane, its stack, and how many came before it."""
 
     config: LaneConfig
-    front: Front
+    front: SequenceAdapters
     order: int
-    grammars: Grammars
+    grammars: GrammarCache
 
 
-def describe(assignment: Assignment, adapters: Adapters | None, vocab: int) -> Front | Rejected:
+def sequence_adapters(
+    assignment: Assignment, adapters: Adapters | None, vocab: int
+) -> SequenceAdapters | Rejected:
     """What the request's adapters ask for, or why they cannot run here."""
     if not assignment.adapters:
         return BASE
@@ -46,13 +48,15 @@ def describe(assignment: Assignment, adapters: Adapters | None, vocab: int) -> F
     except CoterieError as error:
         fields = {"request_id": assignment.request_id, "reason": error.message}
         log.warning("adapter_refused", extra=fields)
-        shown = told(error, assignment.adapters)
+        shown = error_for_client(error, assignment.adapters)
         return Rejected(shown.code, shown.message, shown.retry_after_s)
     tokens = range(vocab, vocab + facts.num_virtual_tokens)
-    return Front(facts.key, assignment.adapters, tokens)
+    return SequenceAdapters(facts.key, assignment.adapters, tokens)
 
 
-def refuse(assignment: Assignment, front: Front, config: LaneConfig, vocab: int) -> Rejected | None:
+def refuse(
+    assignment: Assignment, front: SequenceAdapters, config: LaneConfig, vocab: int
+) -> Rejected | None:
     """Why this lane can never run `assignment`; None when it can."""
     if not assignment.prompt_ids:
         return _invalid("the prompt has no tokens")
@@ -77,7 +81,7 @@ def refuse(assignment: Assignment, front: Front, config: LaneConfig, vocab: int)
 
 
 def open_request(
-    assignment: Assignment, entry: Entry, pieces: Pieces, eos_ids: frozenset[int]
+    assignment: Assignment, entry: RequestSetup, pieces: TokenPieces, eos_ids: frozenset[int]
 ) -> ActiveRequest:
     """The request with its sequences, behind whatever the client already has.
 
@@ -114,7 +118,7 @@ def open_request(
     return request
 
 
-def _begin_constraints(request: ActiveRequest, grammars: Grammars) -> None:
+def _begin_constraints(request: ActiveRequest, grammars: GrammarCache) -> None:
     choices = range(request.num_choices)
     made = {n: grammars.constraint(request.assignment, request.max_output) for n in choices}
     request.constraints = made
@@ -126,7 +130,7 @@ def _begin_constraints(request: ActiveRequest, grammars: Grammars) -> None:
         request.beginning = job
 
 
-def _open_choices(request: ActiveRequest, entry: Entry) -> None:
+def _open_choices(request: ActiveRequest, entry: RequestSetup) -> None:
     leader: Sequence | None = None
     for choice in range(request.num_choices):
         if choice in request.reasons:
@@ -139,11 +143,11 @@ def _open_choices(request: ActiveRequest, entry: Entry) -> None:
             leader = sequence
         else:
             # its prompt is the leader's: it draws from the same logits and forks
-            sequence.status = Status.FOLLOWING
+            sequence.status = SequenceStatus.FOLLOWING
             leader.followers.append(sequence)
 
 
-def _open_beams(request: ActiveRequest, entry: Entry) -> None:
+def _open_beams(request: ActiveRequest, entry: RequestSetup) -> None:
     num_beams = request.assignment.sampling.num_beams or 1
     sequence = _sequence(request, entry, 0, restart=True)
     wanted = num_continuations(num_beams, len(request.stop_ids))
@@ -151,7 +155,9 @@ def _open_beams(request: ActiveRequest, entry: Entry) -> None:
     request.sequences.append(sequence)
 
 
-def _sequence(request: ActiveRequest, entry: Entry, choice: int, restart: bool = False) -> Sequence:
+def _sequence(
+    request: ActiveRequest, entry: RequestSetup, choice: int, restart: bool = False
+) -> Sequence:
     assignment = request.assignment
     prompt = [*entry.front.tokens, *assignment.prompt_ids]
     emitted = () if restart else request.emitted(choice)
@@ -167,7 +173,7 @@ def _sequence(request: ActiveRequest, entry: Entry, choice: int, restart: bool =
         root=root_digest(entry.config.name, assignment.adapters, assignment.tenant),
         rank=(-assignment.limits.priority, assignment.arrived_at, entry.order, choice),
         draw=make_draw(assignment, choice, emitted, stop_ids, constraint, request.bad_words),
-        share=Share(own_tenant(assignment.tenant), assignment.limits.max_running),
+        share=TenantShare(own_tenant(assignment.tenant), assignment.limits.max_running),
     )
 
 
@@ -176,13 +182,15 @@ def _context(assignment: Assignment, config: LaneConfig) -> int:
     return config.capacity_tokens if asked is None else min(asked, config.capacity_tokens)
 
 
-def _max_total(assignment: Assignment, front: Front, config: LaneConfig) -> int:
+def _max_total(assignment: Assignment, front: SequenceAdapters, config: LaneConfig) -> int:
     room, wanted = _context(assignment, config), assignment.limits.max_tokens
     num_prompt = len(front.tokens) + len(assignment.prompt_ids)
     return room if wanted is None else min(room, num_prompt + wanted)
 
 
-def _refuse_beams(assignment: Assignment, front: Front, config: LaneConfig) -> Rejected | None:
+def _refuse_beams(
+    assignment: Assignment, front: SequenceAdapters, config: LaneConfig
+) -> Rejected | None:
     """Beams advance together: all of them must fit at their longest."""
     num_beams = assignment.sampling.num_beams or 1
     if num_beams == 1:

@@ -54,7 +54,7 @@ class LaneConfig:
         return -(-self.capacity_tokens // self.block_size)
 
 
-def places(max_queue: int, *, is_expected: bool, is_new: bool) -> int:
+def queue_capacity(max_queue: int, *, is_expected: bool, is_new: bool) -> int:
     """How many may wait for such a request to find room. Who was told to come (`is_expected`) finds
     a quarter more, a tenant of which nobody is here (`is_new`) another quarter, which none of
     those can fill."""

@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.engine.draw import Draw, noise_key, uniforms
+from coterie.engine.draw import DrawState, noise_key, uniforms
 from coterie.engine.grammar import allowed_tokens
-from coterie.engine.grammar_work import GrammarWork, Job
+from coterie.engine.grammar_work import GrammarTask, GrammarWork
 from coterie.engine.sequence import Sequence
 from coterie.engine.step import BeamScores, LateDraw, TokenScore
 
 
-class Drawn(NamedTuple):
+class SampleResult(NamedTuple):
     """One token per draw; scores and continuations by draw, where asked for. Of draws in `late`
     the token is not settled yet."""
 
@@ -35,23 +35,23 @@ class Drawn(NamedTuple):
     late: dict[int, LateDraw] = {}  # noqa: RUF012
 
 
-class Group(NamedTuple):
+class FilterGroup(NamedTuple):
     """Draws with a temperature, all with filters or none; the tensors fit `indices`."""
 
     indices: list[int]
     filtered: bool
-    filters: Filters
+    filters: SampleFilters
     keys: NDArray[np.uint64]
 
-    def without(self, drawn: Container[int]) -> Group:
+    def without(self, drawn: Container[int]) -> FilterGroup:
         places = [place for place, index in enumerate(self.indices) if index not in drawn]
         if len(places) == len(self.indices):
             return self
         indices = [self.indices[place] for place in places]
-        return Group(indices, self.filtered, self.filters.pick(places), self.keys[places])
+        return FilterGroup(indices, self.filtered, self.filters.pick(places), self.keys[places])
 
 
-class Batch:
+class SampleBatch:
     """What each of some draws needs. A steady batch is sorted out once, not at every step."""
 
     def __init__(self, draws: Seq[Sequence], device: torch.device) -> None:
@@ -76,7 +76,7 @@ class Batch:
             if chosen:
                 some = [params[i] for i in chosen]
                 keys = np.array([noise_key(d.seed, d.choice) for d in some], dtype=np.uint64)
-                self.groups.append(Group(chosen, filtered, make_filters(some, device), keys))
+                self.groups.append(FilterGroup(chosen, filtered, make_filters(some, device), keys))
         self.num_drawn = sum(len(group.indices) for group in self.groups)
 
 
@@ -84,24 +84,24 @@ class Sampler:
     """Keeps nothing but how the last batch was sorted out."""
 
     def __init__(self, work: GrammarWork | None = None) -> None:
-        self._batch: Batch | None = None
+        self._batch: SampleBatch | None = None
         self._work = work or GrammarWork()
 
-    def sample(self, logits: Tensor, draws: Seq[Sequence], rows: Seq[int]) -> Drawn:
+    def sample(self, logits: Tensor, draws: Seq[Sequence], rows: Seq[int]) -> SampleResult:
         """`rows` names, in order, the row each draw takes its token from; equal ones share logits.
 
         logits: fp32 [R, V], one for each different row; those of constrained rows are used up.
         """
         if not draws:
-            return Drawn([], {}, {})
+            return SampleResult([], {}, {})
         if len(draws) != len(logits):
             logits = logits[_places(rows)]
         batch = self._batch
         # sequences are equal only to themselves
         if batch is None or batch.draws != draws:
-            batch = self._batch = Batch(draws, logits.device)
+            batch = self._batch = SampleBatch(draws, logits.device)
         if batch.is_plain:
-            return Drawn(argmax(logits), {}, {})
+            return SampleResult(argmax(logits), {}, {})
         edited = _edit(logits, batch)
         drawn: dict[int, int] = {}
         if batch.constrained:
@@ -116,18 +116,18 @@ class Sampler:
         for index, token in drawn.items():
             tokens[index] = token
         late = self._settle(logits, batch, tokens) if batch.constrained else {}
-        return Drawn(
+        return SampleResult(
             tokens,
             _score_draws(logits, batch, tokens),
             {i: _continue_beam(logits[i], draws[i]) for i in batch.beams},
             late,
         )
 
-    def _settle(self, logits: Tensor, batch: Batch, tokens: list[int]) -> dict[int, LateDraw]:
+    def _settle(self, logits: Tensor, batch: SampleBatch, tokens: list[int]) -> dict[int, LateDraw]:
         """Tell each grammar its token, which may become another; those that take their time, and
         those that broke, are returned."""
         jobs = [
-            Job(constraint.tenant, partial(constraint.take, tokens[index]))
+            GrammarTask(constraint.tenant, partial(constraint.take, tokens[index]))
             for index, constraint in zip(batch.constrained, batch.constraints, strict=True)
         ]
         self._work.do(jobs)
@@ -141,7 +141,7 @@ class Sampler:
                 late[index] = LateDraw(job, partial(_late_token, job, row, asked or 0))
         return late
 
-    def _constrain(self, logits: Tensor, batch: Batch) -> tuple[Tensor, dict[int, int]]:
+    def _constrain(self, logits: Tensor, batch: SampleBatch) -> tuple[Tensor, dict[int, int]]:
         """Logits in which nothing that a grammar forbids has weight, and the tokens of rows that
         are drawn already. Changes the logits of constrained rows."""
         drawers = [batch.draws[i] for i in batch.constrained]
@@ -159,7 +159,9 @@ class Sampler:
         return logits, drawn
 
 
-def _late_token(job: Job, row: Tensor | None, num_top: int) -> tuple[int, TokenScore | None]:
+def _late_token(
+    job: GrammarTask, row: Tensor | None, num_top: int
+) -> tuple[int, TokenScore | None]:
     token = job.result()
     return token, None if row is None else score(row, [token], num_top)[0]
 
@@ -208,7 +210,7 @@ def score(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenScore]:
     return [TokenScore(value, top) for value, top in zip(own, tops, strict=True)]
 
 
-def _edit(logits: Tensor, batch: Batch) -> Tensor:
+def _edit(logits: Tensor, batch: SampleBatch) -> Tensor:
     """A copy with bias, bans and penalties, or the same tensor when there are none."""
     rows = [i for i in batch.edited if _edits(batch.draws[i])]
     if not rows:
@@ -223,7 +225,7 @@ def _edits(sequence: Sequence) -> bool:
     return sequence.draw.edits(sequence.tokens, sequence.num_prompt)
 
 
-def _draw(logits: Tensor, batch: Batch, group: Group) -> list[int]:
+def _draw(logits: Tensor, batch: SampleBatch, group: FilterGroup) -> list[int]:
     draws, chosen = batch.draws, group.indices
     if not chosen:
         return []
@@ -242,7 +244,7 @@ def _edit_row(row: Tensor, sequence: Sequence) -> Tensor:
     return torch.from_numpy(values).to(row.device)
 
 
-def _score_draws(logits: Tensor, batch: Batch, tokens: list[int]) -> dict[int, TokenScore]:
+def _score_draws(logits: Tensor, batch: SampleBatch, tokens: list[int]) -> dict[int, TokenScore]:
     if not batch.scored:
         return {}
     asked = [batch.draws[i].draw.logprobs or 0 for i in batch.scored]
@@ -283,7 +285,7 @@ def draw_among(ids: NDArray[np.int64], values: NDArray[np.float32], sequence: Se
     return int(ids[min(place, len(ids) - 1)])
 
 
-def _filtered(values: NDArray[np.float32], draw: Draw, noise: NDArray[np.float64]) -> int:
+def _filtered(values: NDArray[np.float32], draw: DrawState, noise: NDArray[np.float64]) -> int:
     row = torch.from_numpy(np.ascontiguousarray(values)).unsqueeze(0)
     filters = make_filters([draw], row.device)
     return int(draw_filtered(row, filters, torch.from_numpy(noise).unsqueeze(1))[0])
@@ -294,7 +296,7 @@ def _filtered(values: NDArray[np.float32], draw: Draw, noise: NDArray[np.float64
 NUM_CANDIDATES = (256, 4096)
 
 
-class Filters(NamedTuple):
+class SampleFilters(NamedTuple):
     """Parameters of R rows, each [R, 1]."""
 
     temperature: Tensor
@@ -303,15 +305,15 @@ class Filters(NamedTuple):
     min_p: Tensor
     typical_p: Tensor
 
-    def pick(self, rows: Tensor | list[int]) -> Filters:
-        return Filters(*(values[rows] for values in self))
+    def pick(self, rows: Tensor | list[int]) -> SampleFilters:
+        return SampleFilters(*(values[rows] for values in self))
 
 
-def make_filters(draws: Seq[Draw], device: torch.device) -> Filters:
+def make_filters(draws: Seq[DrawState], device: torch.device) -> SampleFilters:
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
 
-    return Filters(
+    return SampleFilters(
         column([draw.temperature for draw in draws], torch.float32),
         column([draw.top_k for draw in draws], torch.int64),
         column([draw.top_p for draw in draws], torch.float64),
@@ -320,13 +322,13 @@ def make_filters(draws: Seq[Draw], device: torch.device) -> Filters:
     )
 
 
-def draw_plain(logits: Tensor, filters: Filters, noise: Tensor) -> Tensor:
+def draw_plain(logits: Tensor, filters: SampleFilters, noise: Tensor) -> Tensor:
     """[R, V] and uniforms [R, 1] to token ids [R]: the whole distribution, in token-id order."""
     weights = torch.softmax(logits / filters.temperature, dim=-1).double()
     return _invert(weights, noise).squeeze(1)
 
 
-def draw_filtered(logits: Tensor, filters: Filters, noise: Tensor) -> Tensor:
+def draw_filtered(logits: Tensor, filters: SampleFilters, noise: Tensor) -> Tensor:
     """[R, V] and uniforms [R, 1] to token ids [R]."""
     logits = logits / filters.temperature
     vocab = logits.shape[1]
@@ -344,7 +346,7 @@ def draw_filtered(logits: Tensor, filters: Filters, noise: Tensor) -> Tensor:
 
 
 def _draw_among(
-    logits: Tensor, filters: Filters, noise: Tensor, num_candidates: int
+    logits: Tensor, filters: SampleFilters, noise: Tensor, num_candidates: int
 ) -> tuple[Tensor, Tensor]:
     """Tokens [R], and where the candidates were enough to know the filtered set [R]."""
     values, ids = _best(logits, num_candidates)
@@ -376,7 +378,7 @@ def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _rank_filters(
-    logits: Tensor, values: Tensor, ids: Tensor, filters: Filters
+    logits: Tensor, values: Tensor, ids: Tensor, filters: SampleFilters
 ) -> tuple[Tensor, Tensor]:
     """Kept candidates [R, C] after top-k, top-p and min-p, and top-k's lowest value [R, 1].
 

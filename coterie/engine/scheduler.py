@@ -4,7 +4,7 @@ A step goes to the running sequences in rank order (priority, then arrival). Who
 takes it from the worst-ranked, so the best-ranked always moves. Who waits for adapters is passed
 over. A party (a tenant's urgent requests, or its others) of which nothing runs goes before those
 that run already, so that no key and no priority keeps another out. Knows blocks only through
-`KVSpace`, stacks of adapters only through `Seats`, and nothing of text, routing or tensors.
+`KVSpace`, stacks of adapters only through `AdapterHolds`, and nothing of text, routing or tensors.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from itertools import groupby
 
 from coterie.core.plan import Assignment
 from coterie.core.request import own_tenant
-from coterie.engine.lane import AdapterTurns, LaneConfig, places
-from coterie.engine.seats import Seats
-from coterie.engine.sequence import Party, Sequence, Status, rank_of
+from coterie.engine.lane import AdapterTurns, LaneConfig, queue_capacity
+from coterie.engine.seats import AdapterHolds
+from coterie.engine.sequence import Party, Sequence, SequenceStatus, rank_of
 from coterie.engine.space import KVSpace
-from coterie.engine.step import Share, StepPlan, StepRow
+from coterie.engine.step import StepPlan, StepRow, StepSegment
 
 # Logits of every prompt position are wanted: a chunk is kept this short to bound their memory.
 MAX_SCORED_ROWS = 128
@@ -29,7 +29,7 @@ MAX_SCORED_ROWS = 128
 
 class Scheduler:
     def __init__(
-        self, config: LaneConfig, seats: Seats | None = None, *, grouped: bool = False
+        self, config: LaneConfig, seats: AdapterHolds | None = None, *, grouped: bool = False
     ) -> None:
         """`grouped`: one step serves one stack of adapters, in turns."""
         self.config = config
@@ -58,7 +58,7 @@ class Scheduler:
         """For this request. Lower priorities that wait take no place from it; who was told to come
         now, and a tenant of which nobody is here, finds some room beyond the bound."""
         rank = (-assignment.limits.priority, math.inf, 0, 0)
-        most = places(
+        most = queue_capacity(
             self.config.max_queue,
             is_expected=assignment.limits.is_expected,
             is_new=not self._is_here(own_tenant(assignment.tenant)),
@@ -74,7 +74,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        sequence.status = Status.WAITING
+        sequence.status = SequenceStatus.WAITING
         self.num_waiting_tokens += sequence.num_prompt
         self._num_waiting[sequence.party] += 1
         insort(self.waiting, sequence, key=rank_of)
@@ -83,11 +83,11 @@ class Scheduler:
 
     def end(self, sequence: Sequence, session: Hashable | None = None) -> None:
         """Free everything at once. With `session` its blocks become that session's entry."""
-        if sequence.status is Status.WAITING:
+        if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
             self.num_waiting_tokens -= sequence.num_prompt
             _less(self._num_waiting, sequence.party)
-        elif sequence.status is Status.RUNNING:
+        elif sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             _less(self._num_running, sequence.party)
         if session is not None:
@@ -95,7 +95,7 @@ class Scheduler:
         self.space.release(sequence)
         self._leave(sequence)
         self.held.discard(sequence)
-        sequence.status = Status.ENDED
+        sequence.status = SequenceStatus.ENDED
 
     def schedule(self) -> StepPlan | None:
         """The next step's work; None when nothing can be computed."""
@@ -151,7 +151,7 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` goes on from all that `parent` has computed, or waits to recompute it."""
         if self.space.fork(parent, child):
-            child.status = Status.RUNNING
+            child.status = SequenceStatus.RUNNING
             self._num_running[child.party] += 1
             insort(self.running, child, key=rank_of)
             if child.adapter_key and self.seats is not None:
@@ -163,9 +163,9 @@ class Scheduler:
         """Raises AssertionError when an invariant is broken."""
         assert self.waiting == sorted(self.waiting, key=rank_of)
         assert self.running == sorted(self.running, key=rank_of)
-        assert all(s.status is Status.WAITING and s.row is None for s in self.waiting)
-        assert all(s.status is Status.RUNNING and s.row is not None for s in self.running)
-        assert all(s.status is not Status.ENDED for s in self.held)
+        assert all(s.status is SequenceStatus.WAITING and s.row is None for s in self.waiting)
+        assert all(s.status is SequenceStatus.RUNNING and s.row is not None for s in self.running)
+        assert all(s.status is not SequenceStatus.ENDED for s in self.held)
         assert len(self.running) + self.space.tables.num_free == self.config.max_sequences
         assert self.num_waiting_tokens == sum(s.num_prompt for s in self.waiting)
         assert self._num_waiting == Counter(s.party for s in self.waiting)
@@ -242,7 +242,7 @@ class Scheduler:
             self.stranded.append(sequence)
         return answer == "seated"
 
-    def _make_way(self, seats: Seats) -> None:
+    def _make_way(self, seats: AdapterHolds) -> None:
         seats.next_round()
         for sequence in seats.yielding(self.running):
             self._preempt(sequence)
@@ -255,7 +255,7 @@ class Scheduler:
             self.seats.leave(sequence)
 
     def _start(self, sequence: Sequence) -> None:
-        sequence.status = Status.RUNNING
+        sequence.status = SequenceStatus.RUNNING
         if not sequence.num_preemptions:
             sequence.num_cached = sequence.num_computed
             self.started.append(sequence)
@@ -372,7 +372,7 @@ class Scheduler:
                     draw_rows += [index] * len(sequence.followers)
         return StepPlan(self._step, rows, copies, draws, draw_rows, num_tokens, num_prefill, shares)
 
-    def _share(self, rows: list[StepRow]) -> list[Share]:
+    def _share(self, rows: list[StepRow]) -> list[StepSegment]:
         """Sort rows by their stacks, those without first, else as they were."""
         assert self.seats is not None
         rows.sort(key=lambda row: row.sequence.adapter_key)
@@ -380,7 +380,7 @@ class Scheduler:
         for key, some in groupby(rows, key=lambda row: row.sequence.adapter_key):
             last = first + len(list(some))
             if key:
-                shares.append(Share(first, last, self.seats.stack(key)))
+                shares.append(StepSegment(first, last, self.seats.stack(key)))
             first = last
         return shares
 

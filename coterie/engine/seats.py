@@ -23,7 +23,7 @@ from coterie.core.plan import AdapterChoice
 from coterie.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from coterie.kernels.patch import Stack
+    from coterie.kernels.patch import PatchStack
 
 PATIENCE_STEPS = 8
 # while nothing can run before something is loaded; a new request comes in as much later
@@ -58,12 +58,12 @@ class Adapters(Protocol):
 
     def failure(self, key: str) -> CoterieError: ...
 
-    def take(self, key: str) -> Stack:
+    def take(self, key: str) -> PatchStack:
         """Of a ready key: it stays as it is until as many releases. Raises when it is not."""
 
     def release(self, key: str) -> None: ...
 
-    def stack(self, key: str) -> Stack:
+    def stack(self, key: str) -> PatchStack:
         """Of a taken key."""
 
     def stack_bytes(self, key: str) -> int:
@@ -77,7 +77,7 @@ class Adapters(Protocol):
     def resident(self) -> tuple[str, ...]: ...
 
 
-class Seats:
+class AdapterHolds:
     def __init__(self, adapters: Adapters, clock: Callable[[], float] = time.monotonic) -> None:
         self._adapters, self._now = adapters, clock
         # requests that were passed over: since when, and until when, 0 = still
@@ -149,7 +149,7 @@ class Seats:
             self._adapters.release(sequence.adapter_key)
         self._quit(self.waiting, sequence)
 
-    def stack(self, key: str) -> Stack:
+    def stack(self, key: str) -> PatchStack:
         return self._adapters.stack(key)
 
     def stack_bytes(self, key: str) -> int:
@@ -251,7 +251,7 @@ class Seats:
         return True
 
 
-def told(error: CoterieError, adapters: Seq[AdapterChoice]) -> CoterieError:
+def error_for_client(error: CoterieError, adapters: Seq[AdapterChoice]) -> CoterieError:
     """What a client reads of it. Of files that are damaged or gone, the adapters' names: the
     error's own words name places of this machine, and the client's model does exist."""
     if not isinstance(error, (WeightsError, NotFound)):

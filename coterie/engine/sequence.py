@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from coterie.core.plan import AdapterChoice
 from coterie.core.request import DEFAULT_PRIORITY
-from coterie.engine.draw import Draw
+from coterie.engine.draw import DrawState
 
 
-class Status(Enum):
+class SequenceStatus(Enum):
     # a follower shares its leader's prompt: it has no blocks until the leader's prefill ends
     FOLLOWING = "following"
     WAITING = "waiting"
@@ -27,7 +27,7 @@ Party = tuple[str, bool]
 Rank = tuple[int, float, int, int]
 
 
-class Front(NamedTuple):
+class SequenceAdapters(NamedTuple):
     """A stack of adapters and the soft tokens it puts in front of a prompt; empty = no adapters."""
 
     key: str = ""
@@ -36,10 +36,10 @@ class Front(NamedTuple):
     tokens: Seq[int] = ()
 
 
-BASE = Front()
+BASE = SequenceAdapters()
 
 
-class Share(NamedTuple):
+class TenantShare(NamedTuple):
     """Whose it is, and how many sequences of that tenant may run at once: 0 = as many as the
     others leave."""
 
@@ -47,7 +47,7 @@ class Share(NamedTuple):
     max_running: int = 0
 
 
-NOBODY = Share()
+NOBODY = TenantShare()
 
 
 @dataclass(slots=True, eq=False)
@@ -65,14 +65,14 @@ class Sequence:
     num_prompt: int
     # tokens, prompt included, at which it ends
     max_total: int
-    front: Front
+    front: SequenceAdapters
     # digest of whom its blocks belong to: lane, adapters, tenant
     root: bytes
     rank: Rank
-    draw: Draw
-    share: Share = NOBODY
+    draw: DrawState
+    share: TenantShare = NOBODY
     followers: list[Sequence] = field(default_factory=list)
-    status: Status = Status.WAITING
+    status: SequenceStatus = SequenceStatus.WAITING
     blocks: list[int] = field(default_factory=list)
     # digests of its full blocks, as far as they were needed
     chain: list[bytes] = field(default_factory=list)

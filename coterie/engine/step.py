@@ -7,12 +7,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from coterie.core.dispatch import ExpertUsage
+from coterie.core.dispatch import MoeUsage
 from coterie.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from coterie.engine.grammar_work import Job
-    from coterie.kernels.patch import Stack
+    from coterie.engine.grammar_work import GrammarTask
+    from coterie.kernels.patch import PatchStack
 
 
 class StepRow(NamedTuple):
@@ -25,12 +25,12 @@ class StepRow(NamedTuple):
     phase: str
 
 
-class Share(NamedTuple):
+class StepSegment(NamedTuple):
     """Rows first .. last (exclusive) of a plan run with `stack`."""
 
     first: int
     last: int
-    stack: Stack
+    stack: PatchStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class StepPlan:
     num_tokens: int
     num_prefill_tokens: int
     # in order; rows in none run the model as it is
-    shares: Seq[Share] = ()
+    shares: Seq[StepSegment] = ()
 
 
 class TokenScore(NamedTuple):
@@ -69,18 +69,18 @@ class LateDraw(NamedTuple):
     """A draw whose grammar was not worked out within its step. Once `job` is done, `finish` says
     the token, and its score where that was asked for."""
 
-    job: Job
+    job: GrammarTask
     finish: Callable[[], tuple[int, TokenScore | None]]
 
 
 class StepUsage(NamedTuple):
     """What the experts of a step cost: all of it, and each row's share in the plan's order."""
 
-    total: ExpertUsage
-    rows: Seq[ExpertUsage]
+    total: MoeUsage
+    rows: Seq[MoeUsage]
 
 
-def step_usage(plan: StepPlan, total: ExpertUsage, rows: Seq[ExpertUsage]) -> StepUsage:
+def step_usage(plan: StepPlan, total: MoeUsage, rows: Seq[MoeUsage]) -> StepUsage:
     """Routing is one product for all rows: each bears its tokens' share of it."""
     token_s = total.routing_s / plan.num_tokens
     shared = [

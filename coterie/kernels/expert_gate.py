@@ -1,6 +1,7 @@
 """Which experts a row goes to and how much each counts: softmax over all, then the best few.
 
-`Router` is the rule with its product, native where that is compiled; `choose` is the plain twin,
+`ExpertGate` is the rule with its product, native where that is compiled; `choose_experts` is the
+plain twin,
 which also knows groups. Both give ids int32 on the CPU and weights fp32.
 """
 
@@ -19,7 +20,7 @@ from coterie.kernels.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class GateRule:
     """Softmax over all experts, then the `top_k` best."""
 
     top_k: int
@@ -33,7 +34,7 @@ class Routing:
     top_groups: int = 1
 
 
-def choose(rule: Routing, logits: Tensor, penalty: Tensor | None) -> tuple[Tensor, Tensor]:
+def choose_experts(rule: GateRule, logits: Tensor, penalty: Tensor | None) -> tuple[Tensor, Tensor]:
     """Ids int32 [T, K] on the CPU, weights fp32 [T, K] where the logits are."""
     scores = torch.softmax(logits, dim=-1)
     if penalty is not None:
@@ -50,7 +51,7 @@ def choose(rule: Routing, logits: Tensor, penalty: Tensor | None) -> tuple[Tenso
     return ids.to("cpu", torch.int32), weights
 
 
-def _within_groups(rule: Routing, scores: Tensor, penalised: bool) -> Tensor:
+def _within_groups(rule: GateRule, scores: Tensor, penalised: bool) -> Tensor:
     """0 outside the groups whose best experts are the best."""
     grouped = scores.view(len(scores), rule.groups, -1)
     chosen = torch.topk(grouped.amax(-1), rule.top_groups).indices
@@ -60,10 +61,10 @@ def _within_groups(rule: Routing, scores: Tensor, penalised: bool) -> Tensor:
     return torch.where(scores < 0, scores, limited) if penalised else limited
 
 
-class Router:
+class ExpertGate:
     """A router: its product, its rule, and what may not be picked."""
 
-    def __init__(self, rule: Routing, product: Linear, bias: Tensor | None = None) -> None:
+    def __init__(self, rule: GateRule, product: Linear, bias: Tensor | None = None) -> None:
         self.routing, self.product, self._bias = rule, product, bias
         # -2 for experts that are not there, 0 for the others
         self._penalty: Tensor | None = None
@@ -104,7 +105,7 @@ class Router:
             logits = logits + self._bias
         if self._penalty is not None:
             self._penalty = self._penalty.to(logits.device)
-        return choose(self.routing, logits, self._penalty)
+        return choose_experts(self.routing, logits, self._penalty)
 
     def _native(self, matrix: abi.Matrix) -> abi.Route:
         rule = self.routing

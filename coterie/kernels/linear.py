@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from coterie.weights.quantize import Dense, Weight, dense
+from coterie.weights.quantize import DenseWeight, Weight, dense
 
 
 class Linear(Protocol):
@@ -50,5 +50,5 @@ class ReferenceLinear:
 
 
 def _accelerator_dtype(weights: Sequence[Weight]) -> torch.dtype:
-    full = all(isinstance(w, Dense) and w.tensor.dtype == torch.float32 for w in weights)
+    full = all(isinstance(w, DenseWeight) and w.tensor.dtype == torch.float32 for w in weights)
     return torch.float32 if full else torch.bfloat16

@@ -45,7 +45,7 @@ class Patch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stack:
+class PatchStack:
     """One composed stack of adapters, where the kernels read it. Immutable while anyone has it."""
 
     # of the ordered digests and weights: core.plan.stack_key
@@ -64,4 +64,4 @@ class Segment(NamedTuple):
 
     first: int
     last: int
-    stack: Stack
+    stack: PatchStack

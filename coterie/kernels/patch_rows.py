@@ -16,7 +16,7 @@ from torch import Tensor
 from coterie.kernels.patch import PARTS
 
 if TYPE_CHECKING:
-    from coterie.kernels.patch import Patch, Segment, Stack
+    from coterie.kernels.patch import Patch, PatchStack, Segment
 
 # words of a site: addresses of a, b, in_scale, out_scale, shift (0: none), rank, 1 if a and b are
 # fp32, bytes of a (low half) and b
@@ -33,7 +33,7 @@ _ALIGN = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Record:
+class StackRecord:
     """A stack's sites, by layer and part. Keeps none of the stack's memory."""
 
     # [layers * parts, WORDS] int64; None: something in it is beyond the kernels
@@ -46,19 +46,19 @@ class Record:
     inside: bool
 
 
-def record_of(stack: Stack, device: torch.device) -> Record:
+def stack_record(stack: PatchStack, device: torch.device) -> StackRecord:
     """Made once per stack, which lies on one device."""
-    found: Record | None = stack.tables.get("cuda")
+    found: StackRecord | None = stack.tables.get("cuda")
     if found is None:
         found = stack.tables["cuda"] = _record(stack, device)
     return found
 
 
-def _record(stack: Stack, device: torch.device) -> Record:
+def _record(stack: PatchStack, device: torch.device) -> StackRecord:
     inner = {site: patch for site, patch in stack.patches.items() if site[1] in PARTS}
     inside = len(inner) == len(stack.patches)
     if not all(_readable(site[1], patch) for site, patch in inner.items()):
-        return Record(None, 0, 0, 0, inside)
+        return StackRecord(None, 0, 0, 0, inside)
     layers = 1 + max((layer for layer, _ in inner), default=-1)
     words = [[0] * WORDS for _ in range(layers * len(PARTS))]
     for (layer, part), patch in inner.items():
@@ -67,7 +67,7 @@ def _record(stack: Stack, device: torch.device) -> Record:
     sites = torch.tensor(words, dtype=torch.int64).view(len(words), WORDS)
     wide = any(map(_more, inner.values()))
     kind = KINDS.index(WIDE if wide else DEEP if rank > FEW else NARROW)
-    return Record(sites.to(device), rank, layers, kind, inside)
+    return StackRecord(sites.to(device), rank, layers, kind, inside)
 
 
 def _readable(part: str, patch: Patch) -> bool:
@@ -95,7 +95,7 @@ def _words(patch: Patch) -> list[int]:
 
 
 # (first row, past the last, what they read)
-Places = tuple[tuple[int, int, Record], ...]
+Places = tuple[tuple[int, int, StackRecord], ...]
 
 
 class PatchRows:
@@ -119,7 +119,7 @@ class PatchRows:
         fills keeps the stacks until the step has been computed."""
         if places == self._filled:
             return
-        numbers: dict[Record, int] = {}
+        numbers: dict[StackRecord, int] = {}
         index = [0] * len(self.table)
         for first, last, record in places:
             number = numbers.setdefault(record, len(numbers) + 1)
@@ -133,10 +133,12 @@ class PatchRows:
 
 def places_of(segments: Sequence[Segment], device: torch.device) -> Places:
     """Stacks of soft tokens alone have nothing to read."""
-    return tuple([(first, last, record_of(s, device)) for first, last, s in segments if s.patches])
+    return tuple(
+        [(first, last, stack_record(s, device)) for first, last, s in segments if s.patches]
+    )
 
 
-def family(places: Places, layers: int) -> str:
+def graph_family(places: Places, layers: int) -> str:
     """Which captured steps serve these rows: "plain", one of KINDS, or "" where none does."""
     kind = -1
     for _, _, record in places:

@@ -31,20 +31,20 @@ from coterie.models.arch import (
     qwen3,
     qwen3_moe,
 )
-from coterie.models.build.assemble import Assembly, assemble
+from coterie.models.build.assemble import AssembledModel, assemble
 from coterie.models.build.cuda_graph import DecodeGraphs
 from coterie.models.build.layers import Progress
-from coterie.models.build.moe import Experts, MoeStack
-from coterie.models.build.reader import Placement, Reader
+from coterie.models.build.moe import MoeExperts, MoeStack
+from coterie.models.build.reader import TensorPlacement, TensorReader
 from coterie.models.config_fields import check_config, check_generation
-from coterie.models.experts import ExpertsFactory, ExpertsWanted, open_with
+from coterie.models.experts import MoeFactory, MoeRequirements, moe_factory
 from coterie.models.spec import ModelSpec, token_ids
 from coterie.moe.runtime.budget import free_host_bytes
 from coterie.weights.quantize import DTYPES
 
 if TYPE_CHECKING:
     from coterie.adapters.base import Targets
-    from coterie.core.dispatch import DispatchSettings, ExpertUsage
+    from coterie.core.dispatch import MoeSettings, MoeUsage
     from coterie.weights.checkpoint import Checkpoint
 
 __all__ = ["MODELS", "CausalLM", "ModelSpec", "load_model"]
@@ -82,7 +82,7 @@ class CausalLM:
     """Embedding, decoder stack, final norm and LM head of one loaded model."""
 
     def __init__(
-        self, spec: ModelSpec, dtype: str, parts: Assembly, moe: MoeStack | None = None
+        self, spec: ModelSpec, dtype: str, parts: AssembledModel, moe: MoeStack | None = None
     ) -> None:
         self.spec, self.dtype = spec, dtype
         self.device = parts.device
@@ -97,7 +97,7 @@ class CausalLM:
         self.graphs: DecodeGraphs | None = None
 
     @property
-    def experts(self) -> Experts | None:
+    def experts(self) -> MoeExperts | None:
         return self._moe.experts if self._moe else None
 
     @property
@@ -179,7 +179,7 @@ class CausalLM:
         if self.graphs is not None:
             self.graphs.prepare(kv, block_size, max_sequences, adapters)
 
-    def take_usage(self) -> tuple[ExpertUsage, list[ExpertUsage]] | None:
+    def take_usage(self) -> tuple[MoeUsage, list[MoeUsage]] | None:
         """What the experts of the last forward cost: in all, and by sequence. None when dense."""
         return self._moe.take_usage() if self._moe else None
 
@@ -196,8 +196,8 @@ def load_model(
     backend: str | None = None,
     max_context: int | None = None,
     progress: Progress | None = None,
-    dispatch: DispatchSettings | None = None,
-    experts: ExpertsFactory | None = None,
+    dispatch: MoeSettings | None = None,
+    experts: MoeFactory | None = None,
 ) -> CausalLM:
     """Read `checkpoint` at `dtype` for `device`; `progress` hears (layers done, layers).
 
@@ -209,8 +209,8 @@ def load_model(
     spec = _served_spec(checkpoint, kept, device, max_context)
     backend = backend or best_backend(device)
     products = "cpu" if backend == "cpu" else "reference"
-    placement = Placement(products, device, _hidden_dtype(kept, device))
-    reader, hear = Reader(checkpoint, spec, dtype, placement), progress or _silent
+    placement = TensorPlacement(products, device, _hidden_dtype(kept, device))
+    reader, hear = TensorReader(checkpoint, spec, dtype, placement), progress or _silent
     # without rotary positions it is DWR, which shares no tensor name with the others
     parts = (assemble if spec.rope else dwr.assemble)(reader, backend, hear)
     reader.finish()
@@ -221,7 +221,7 @@ def load_model(
         if backend == "triton" and model.device.type == "cuda":
             model.graphs = DecodeGraphs(model.compute, spec.max_positions, model.device)
         return model
-    wanted = ExpertsWanted(
+    wanted = MoeRequirements(
         checkpoint=checkpoint,
         moe=spec.moe,
         hidden=spec.hidden,
@@ -229,7 +229,7 @@ def load_model(
         device=device,
         kv_bytes=kv_bytes_per_token(spec, kept) * spec.max_positions,
     )
-    opened = (experts or open_with(dispatch))(wanted)
+    opened = (experts or moe_factory(dispatch))(wanted)
     try:
         moe = MoeStack(parts.backbone, parts.moe_layers, spec.num_layers, opened, parts.express)
     except WeightsError:

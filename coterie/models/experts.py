@@ -9,18 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coterie.moe.store.base import Geometry
+from coterie.moe.store.base import ExpertGeometry
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import DispatchSettings
-    from coterie.models.build.moe import Experts
+    from coterie.core.dispatch import MoeSettings
+    from coterie.models.build.moe import MoeExperts
     from coterie.models.spec import MoeSpec
-    from coterie.moe.store.base import Store
+    from coterie.moe.store.base import ExpertStore
     from coterie.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsWanted:
+class MoeRequirements:
     """What a model needs of its experts."""
 
     checkpoint: Checkpoint
@@ -32,38 +32,38 @@ class ExpertsWanted:
     # of one full context, reserved before experts
     kv_bytes: int
 
-    def geometry(self) -> Geometry:
+    def geometry(self) -> ExpertGeometry:
         return _geometry(self.moe)
 
 
-ExpertsFactory = Callable[[ExpertsWanted], "Experts"]
+MoeFactory = Callable[[MoeRequirements], "MoeExperts"]
 
 
-def _geometry(moe: MoeSpec) -> Geometry:
-    return Geometry(moe.layers, moe.num_experts, moe.routing.top_k)
+def _geometry(moe: MoeSpec) -> ExpertGeometry:
+    return ExpertGeometry(moe.layers, moe.num_experts, moe.routing.top_k)
 
 
-def open_with(dispatch: DispatchSettings | None) -> ExpertsFactory:
+def moe_factory(dispatch: MoeSettings | None) -> MoeFactory:
     """The ordinary way: a store over the checkpoint, and a runtime as `dispatch` wishes."""
 
-    def opened(wanted: ExpertsWanted) -> Experts:
-        from coterie.core.dispatch import DispatchSettings
+    def opened(wanted: MoeRequirements) -> MoeExperts:
+        from coterie.core.dispatch import MoeSettings
         from coterie.moe.runtime.runtime import open_experts
 
-        settings = dispatch or DispatchSettings()
+        settings = dispatch or MoeSettings()
         store = store_of(wanted, settings.reads)
         return open_experts(store, settings, device=wanted.device, kv_bytes=wanted.kv_bytes)
 
     return opened
 
 
-def store_of(wanted: ExpertsWanted, reads: str) -> Store:
-    return open_layers(wanted.checkpoint, wanted.moe, wanted.hidden, wanted.dtype, reads)
+def store_of(wanted: MoeRequirements, reads: str) -> ExpertStore:
+    return open_moe_store(wanted.checkpoint, wanted.moe, wanted.hidden, wanted.dtype, reads)
 
 
-def open_layers(
+def open_moe_store(
     checkpoint: Checkpoint, moe: MoeSpec, hidden: int, dtype: str, reads: str = "auto"
-) -> Store:
+) -> ExpertStore:
     """The experts of every MoE layer; reads none of them."""
     from coterie.moe.store.base import ExpertNames
     from coterie.moe.store.checkpoint import open_store

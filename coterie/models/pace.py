@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from coterie.core.dispatch import ExpertUsage
+from coterie.core.dispatch import MoeUsage
 from coterie.kernels.batch import AttentionBatch
 from coterie.models.base import load_model
-from coterie.moe.planner.machine import Curve, Pace
-from coterie.moe.planner.measure import Stock
-from coterie.moe.runtime.resident import demands
+from coterie.moe.planner.machine import BackboneTimes, CostCurve
+from coterie.moe.planner.measure import SyntheticResidents
+from coterie.moe.runtime.resident import count_demands
 
 if TYPE_CHECKING:
     from coterie.models.base import CausalLM
-    from coterie.models.experts import ExpertsWanted
-    from coterie.moe.runtime.resident import Resident
+    from coterie.models.experts import MoeRequirements
+    from coterie.moe.runtime.resident import ResidentExperts
     from coterie.moe.runtime.step import ExpertStep
-    from coterie.moe.store.base import Geometry, Store
+    from coterie.moe.store.base import ExpertGeometry, ExpertStore
     from coterie.weights.checkpoint import Checkpoint
 
 ROWS = (1, 16, 128)
@@ -42,7 +42,7 @@ class NoExperts:
 
     wants_hints = False
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: ExpertGeometry) -> None:
         self.geometry = geometry
         # bytes that experts would read per layer: they push the backbone out of caches
         self.layer_bytes = 0
@@ -51,7 +51,7 @@ class NoExperts:
         self._bank = torch.empty(0)
         self._next = 0
         # as if all experts were in memory, and what the last step asked of them
-        self.stock: Stock | None = None
+        self.stock: SyntheticResidents | None = None
         self.routed: Tensor | None = None
 
     def run(self, step: ExpertStep) -> Tensor:
@@ -69,10 +69,12 @@ class NoExperts:
         self._bank[self._next : self._next + count].sum()
         self._next += count
 
-    def resident(self, phase: str) -> Resident | None:
+    def resident(self, phase: str) -> ResidentExperts | None:
         return self.stock.resident if self.stock is not None else None
 
-    def ran(self, found: Resident, routed: Tensor, owners: Tensor | None, seconds: float) -> None:
+    def ran(
+        self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
+    ) -> None:
         self.routed = routed
 
     def groups(self, phase: str) -> tuple[tuple[int, ...], ...] | None:
@@ -84,8 +86,8 @@ class NoExperts:
     def hint(self, layer: int, predicted: Tensor) -> None:
         """There is nothing to prepare."""
 
-    def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
-        return ExpertUsage(), [ExpertUsage()]
+    def end_step(self) -> tuple[MoeUsage, list[MoeUsage]]:
+        return MoeUsage(), [MoeUsage()]
 
     def update(self) -> tuple[int, int]:
         """There is nothing to rearrange."""
@@ -98,7 +100,7 @@ class NoExperts:
         """There is nothing to give back."""
 
 
-class Solo:
+class SingleSequenceRun:
     """One sequence over its own cache, without an engine."""
 
     def __init__(self, model: CausalLM, max_tokens: int) -> None:
@@ -131,37 +133,39 @@ class Solo:
 def load_backbone(checkpoint: Checkpoint, dtype: str, device: str) -> CausalLM:
     """The model with nothing in its experts' place."""
 
-    def none(wanted: ExpertsWanted) -> NoExperts:
+    def none(wanted: MoeRequirements) -> NoExperts:
         return NoExperts(wanted.geometry())
 
     return load_model(checkpoint, dtype=dtype, device=device, experts=none)
 
 
-def measure_pace(model: CausalLM, store: Store, expert: Curve) -> Pace:
+def measure_backbone(model: CausalLM, store: ExpertStore, expert: CostCurve) -> BackboneTimes:
     """Steps by rows; the context is a few hundred tokens long. `expert`: seconds by its rows."""
     experts = model.experts
     assert isinstance(experts, NoExperts)
     # what a token's experts read per layer
     experts.layer_bytes = store.geometry.top_k * store.slot_bytes
     rows = tuple(count for count in ROWS if count <= model.spec.max_positions // 2)
-    walk = Curve(rows, tuple(_of_rows(model, count, _walk_s) for count in rows))
+    walk = CostCurve(rows, tuple(_of_rows(model, count, _walk_s) for count in rows))
     if model.device.type != "cpu":
-        return Pace(walk)
-    experts.stock = Stock(store)
+        return BackboneTimes(walk)
+    experts.stock = SyntheticResidents(store)
     ride_s = _of_rows(model, 1, partial(_ride_s, expert))
     if experts.routed is None:
         # never asked: the model has no such road
-        return Pace(walk)
+        return BackboneTimes(walk)
     # what is saved is the walk's own time, which does not grow with rows
     saved_s = walk.seconds[0] - ride_s
-    return Pace(walk, Curve(walk.rows, tuple(max(ride_s, s - saved_s) for s in walk.seconds)))
+    return BackboneTimes(
+        walk, CostCurve(walk.rows, tuple(max(ride_s, s - saved_s) for s in walk.seconds))
+    )
 
 
 def _of_rows(
-    model: CausalLM, rows: int, step_s: Callable[[Solo, Sequence[int], str], float]
+    model: CausalLM, rows: int, step_s: Callable[[SingleSequenceRun, Sequence[int], str], float]
 ) -> float:
     repeats = {1: 16, 16: 5}.get(rows, 2)
-    solo = Solo(model, max_tokens=rows * (repeats + 1) + 64)
+    solo = SingleSequenceRun(model, max_tokens=rows * (repeats + 1) + 64)
     phase = "decode" if rows == 1 else "prefill"
     draw = random.Random(rows)
     times = []
@@ -171,14 +175,14 @@ def _of_rows(
     return sorted(times[1:])[(repeats - 1) // 4]
 
 
-def _walk_s(solo: Solo, tokens: Sequence[int], phase: str) -> float:
+def _walk_s(solo: SingleSequenceRun, tokens: Sequence[int], phase: str) -> float:
     experts = solo.model.experts
     assert isinstance(experts, NoExperts)
     before = experts.away_s
     return solo.step(tokens, phase) - (experts.away_s - before)
 
 
-def _ride_s(expert: Curve, solo: Solo, tokens: Sequence[int], phase: str) -> float:
+def _ride_s(expert: CostCurve, solo: SingleSequenceRun, tokens: Sequence[int], phase: str) -> float:
     """What a step takes beside its experts, each of which is priced as a plan does."""
     experts = solo.model.experts
     assert isinstance(experts, NoExperts) and experts.stock is not None
@@ -186,5 +190,5 @@ def _ride_s(expert: Curve, solo: Solo, tokens: Sequence[int], phase: str) -> flo
     seconds = solo.step(tokens, phase)
     if experts.routed is None:
         return seconds
-    rows = demands(experts.routed.numpy(), experts.geometry.num_experts)
+    rows = count_demands(experts.routed.numpy(), experts.geometry.num_experts)
     return max(0.0, seconds - sum(expert.at(int(count)) for count in rows[rows > 0]))

@@ -12,23 +12,28 @@ import torch
 
 from coterie.core.errors import ConfigError
 from coterie.models.base import kv_bytes_per_token, read_spec, stored_dtype
-from coterie.models.experts import open_layers
-from coterie.models.pace import load_backbone, measure_pace
+from coterie.models.experts import open_moe_store
+from coterie.models.pace import load_backbone, measure_backbone
 from coterie.moe.planner import machine as kept
-from coterie.moe.planner.measure import Place, ensure, profile_name
-from coterie.moe.planner.plan import Case, Division, Subject, divisions
-from coterie.moe.planner.workload import Workload, assumed, from_heatmap, from_trace
-from coterie.moe.runtime.opening import Site, needs_of, sizes_of
+from coterie.moe.planner.measure import ComputeTarget, ensure_measured, profile_name
+from coterie.moe.planner.plan import MemoryDivision, PlanCase, PlannedModel, divisions
+from coterie.moe.planner.workload import (
+    Workload,
+    assumed_workload,
+    workload_from_heatmap,
+    workload_from_trace,
+)
+from coterie.moe.runtime.opening import PlacementContext, needs_of, sizes_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from coterie.core.dispatch import DispatchSettings
+    from coterie.core.dispatch import MoeSettings
     from coterie.models.spec import ModelSpec
-    from coterie.moe.planner.machine import Machine, Pace
+    from coterie.moe.planner.machine import BackboneTimes, Machine
     from coterie.moe.planner.measure import Say
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.moe.store.base import Store
+    from coterie.moe.store.base import ExpertStore
     from coterie.weights.checkpoint import Checkpoint
 
 # a larger backbone is not loaded for a plan: its pace is estimated from its bytes
@@ -38,22 +43,22 @@ LEAST_S, LOAD_BYTES_S = 2.0, 4e8
 
 
 @dataclass(frozen=True, slots=True)
-class Prospect:
+class PlanInputs:
     """`context` 0 = the model's own."""
 
     checkpoint: Checkpoint
     spec: ModelSpec
     dtype: str
     device: str
-    store: Store
+    store: ExpertStore
 
     @property
-    def place(self) -> Place:
-        return Place(self.device, torch.get_num_threads())
+    def place(self) -> ComputeTarget:
+        return ComputeTarget(self.device, torch.get_num_threads())
 
-    def subject(self, context: int = 0) -> Subject:
+    def subject(self, context: int = 0) -> PlannedModel:
         kept_as = stored_dtype(self.checkpoint) if self.dtype == "auto" else self.dtype
-        return Subject(
+        return PlannedModel(
             geometry=self.store.geometry,
             sizes=sizes_of(self.store),
             backbone_bytes=backbone_bytes(self.checkpoint, self.spec, self.store),
@@ -61,8 +66,8 @@ class Prospect:
             context=min(context or self.spec.max_positions, self.spec.max_positions),
         )
 
-    def ways(self, settings: DispatchSettings, kv_bytes: int) -> list[Division]:
-        site = Site(torch.device(self.device), kv_bytes)
+    def ways(self, settings: MoeSettings, kv_bytes: int) -> list[MemoryDivision]:
+        site = PlacementContext(torch.device(self.device), kv_bytes)
         return divisions(settings, needs_of(set(), site))
 
     def machine(self, *, again: bool = False, say: Say | None = None) -> Machine:
@@ -77,7 +82,7 @@ class Prospect:
             if say is not None and len(told) == 1:
                 say(text)
 
-        known = ensure(self.store, self.place, again=again, say=tell, more_s=more_s)
+        known = ensure_measured(self.store, self.place, again=again, say=tell, more_s=more_s)
         if not cheap or (self.profile_name in known.backbones and not again):
             return known
         tell(f"measuring this model's attention, once, about {more_s:.0f} s")
@@ -85,10 +90,10 @@ class Prospect:
         kept.save(known)
         return known
 
-    def _pace(self, machine: Machine) -> Pace:
+    def _pace(self, machine: Machine) -> BackboneTimes:
         model = load_backbone(self.checkpoint, self.dtype, self.device)
         try:
-            return measure_pace(model, self.store, machine.profiles[self.profile_name].host)
+            return measure_backbone(model, self.store, machine.profiles[self.profile_name].host)
         finally:
             model.close()
 
@@ -96,10 +101,10 @@ class Prospect:
     def profile_name(self) -> str:
         return profile_name(self.store, self.place)
 
-    def case(self, machine: Machine, load: Workload, context: int = 0) -> Case:
+    def case(self, machine: Machine, load: Workload, context: int = 0) -> PlanCase:
         pace = machine.backbones.get(self.profile_name)
         subject = replace(self.subject(context), backbone=pace)
-        return Case(subject, machine, self.profile_name, load)
+        return PlanCase(subject, machine, self.profile_name, load)
 
     def workload(self, trace: Path | None, heatmap: Heatmap | None) -> Workload:
         from coterie.moe.runtime.trace import Trace
@@ -107,22 +112,24 @@ class Prospect:
         geometry = self.store.geometry
         if trace is not None:
             recorded = Trace.load(trace, geometry, fingerprint=self.store.fingerprint)
-            return from_trace(recorded, f"recorded trace {trace.name}", heatmap)
+            return workload_from_trace(recorded, f"recorded trace {trace.name}", heatmap)
         if heatmap is not None and heatmap.total() > 0:
-            return from_heatmap(heatmap, "drawn from the recorded heatmap")
-        return assumed(geometry)
+            return workload_from_heatmap(heatmap, "drawn from the recorded heatmap")
+        return assumed_workload(geometry)
 
 
-def open_prospect(checkpoint: Checkpoint, dtype: str, device: str, reads: str = "auto") -> Prospect:
+def open_plan_inputs(
+    checkpoint: Checkpoint, dtype: str, device: str, reads: str = "auto"
+) -> PlanInputs:
     """Opens the store, reads no expert."""
     spec = read_spec(checkpoint)
     if spec.moe is None:
         raise ConfigError(f"{checkpoint.path}: {spec.architecture} has no experts to plan for")
-    store = open_layers(checkpoint, spec.moe, spec.hidden, dtype, reads)
-    return Prospect(checkpoint, spec, dtype, device, store)
+    store = open_moe_store(checkpoint, spec.moe, spec.hidden, dtype, reads)
+    return PlanInputs(checkpoint, spec, dtype, device, store)
 
 
-def backbone_bytes(checkpoint: Checkpoint, spec: ModelSpec, store: Store) -> int:
+def backbone_bytes(checkpoint: Checkpoint, spec: ModelSpec, store: ExpertStore) -> int:
     """As stored: every tensor but the routed experts and an embedding that is not also the head."""
     experts = store.tensors()
     return sum(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.kernels.expert_gate import Routing
+from coterie.kernels.expert_gate import GateRule
 from coterie.models.build.rope import Rope, read_rope, rope_kind
 from coterie.models.config_fields import shown
 
@@ -62,7 +62,7 @@ class ModelSpec:
     flat_qk_norm: bool = False
     clip_qkv: float | None = None
     # head_dim is then what the cache holds per token, num_kv_heads 1 (DeepSeek)
-    latent: Latent | None = None
+    latent: LatentSpec | None = None
     moe: MoeSpec | None = None
 
     @property
@@ -142,7 +142,7 @@ def refuse_unknown_meanings(config: dict[str, Any]) -> None:
             raise WeightsError(f"config: {key} {shown(value)} is not supported")
 
 
-__all__ = ["Latent", "MoeSpec", "Routing", "check_moe", "flag", "gated_parts"]
+__all__ = ["GateRule", "LatentSpec", "MoeSpec", "check_moe", "flag", "gated_parts"]
 
 GATED_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
@@ -154,7 +154,7 @@ class MoeSpec:
     num_experts: int
     # rows of an expert's gate
     intermediate: int
-    routing: Routing
+    routing: GateRule
     # tensor names: the router (without .weight) and part -> expert tensor, with {layer}, {expert}
     router: str
     parts: Mapping[str, str] = field(hash=False)
@@ -164,7 +164,7 @@ class MoeSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Latent:
+class LatentSpec:
     """Multi-head latent attention: what is cached is `kv_rank + rope` values per token."""
 
     q_rank: int | None

@@ -15,7 +15,7 @@ import time
 import traceback
 from types import TracebackType
 
-from coterie.obs.metrics import Registry
+from coterie.obs.metrics import MetricRegistry
 from coterie.obs.trace import log
 
 BEAT_S = 0.25
@@ -25,7 +25,7 @@ BLOCKED_S = 1.0
 class LoopWatch:
     """`with LoopWatch(registry):` on the event loop that is to be watched."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: MetricRegistry) -> None:
         self._lag = registry.histogram("coterie_event_loop_lag_seconds")
         self._blocks = registry.value("coterie_event_loop_blocks")
         self._beat_at = 0.0

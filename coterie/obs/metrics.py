@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from coterie.obs.tables import ENGINE_GAUGES, ENGINE_SERIES, METRICS, Metric
 
 
-class Value:
+class MetricValue:
     """One series of a counter or gauge; `set` on a counter is for totals counted elsewhere."""
 
     __slots__ = ("value",)
@@ -40,17 +40,17 @@ class Histogram:
         self.total += value * times
 
 
-class Registry:
+class MetricRegistry:
     """Every series that has been touched. Hold on to a series where it is hot."""
 
     def __init__(self, metrics: tuple[Metric, ...] = METRICS) -> None:
         self._metrics = {metric.name: metric for metric in metrics}
-        self._values: dict[str, dict[tuple[str, ...], Value]] = {}
+        self._values: dict[str, dict[tuple[str, ...], MetricValue]] = {}
         self._histograms: dict[str, dict[tuple[str, ...], Histogram]] = {}
 
-    def value(self, name: str, *labels: str) -> Value:
+    def value(self, name: str, *labels: str) -> MetricValue:
         self._check(name, labels, histogram=False)
-        return self._values.setdefault(name, {}).setdefault(labels, Value())
+        return self._values.setdefault(name, {}).setdefault(labels, MetricValue())
 
     def histogram(self, name: str, *labels: str) -> Histogram:
         metric = self._check(name, labels, histogram=True)

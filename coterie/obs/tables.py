@@ -174,7 +174,7 @@ ADAPTER_SERIES: dict[str, tuple[str, ...]] = {
 }
 
 
-class Load(Protocol):
+class AdapterLoadTimes(Protocol):
     """One adapter's loads, as a worker tells them."""
 
     @property
@@ -191,7 +191,9 @@ class Load(Protocol):
     def place_s(self) -> float: ...
 
 
-def own_series(replica: str, loads: Iterable[Load]) -> Iterator[tuple[str, tuple[str, ...], float]]:
+def adapter_series(
+    replica: str, loads: Iterable[AdapterLoadTimes]
+) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """(metric, labels, value) of every adapter that a worker tells."""
     resident, count, seconds = OWN_METRICS
     for load in loads:

@@ -29,7 +29,7 @@ FIELDS = frozenset(
 _LOGGER = logging.getLogger("coterie")
 
 
-class JsonLines(logging.Formatter):
+class JsonLogFormatter(logging.Formatter):
     """`{"time": ..., "level": ..., "event": ..., fields}` in that order."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -61,7 +61,7 @@ def _described(error: BaseException) -> dict[str, Any]:
 def configure(level: str = "info", stream: IO[str] | None = None) -> None:
     """Send every log line of this process, other libraries' included, to `stream` as JSON."""
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(JsonLogFormatter())
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)

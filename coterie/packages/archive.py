@@ -25,7 +25,7 @@ from coterie.packages.manifest import Manifest
 from coterie.packages.paths import MANIFEST, check_together, is_tensors
 from coterie.packages.safetensors_header import check_header, header_length
 from coterie.packages.strict_json import parse
-from coterie.packages.tar_stream import BLOCK, LIMITS, Limits, entries
+from coterie.packages.tar_stream import BLOCK, LIMITS, PackageLimits, entries
 
 # packages up to this are unpacked from memory
 _KEEP_BYTES = 64 << 20
@@ -37,21 +37,21 @@ Source = Path | bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class PackageFile:
     """One file of a package."""
 
     size: int
     sha256: str
 
     @classmethod
-    def of(cls, data: bytes) -> Facts:
+    def of(cls, data: bytes) -> PackageFile:
         return cls(len(data), hashlib.sha256(data).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
     manifest: Manifest
-    files: Mapping[str, Facts]
+    files: Mapping[str, PackageFile]
     config: ConfigFacts
     source: Source = field(repr=False)
     # contents of texts, and of tensors where the package is small
@@ -65,10 +65,10 @@ class Package:
         return self.kept[name].decode()
 
 
-def inspect(source: Source, limits: Limits = LIMITS, where: str = "") -> Package:
+def inspect(source: Source, limits: PackageLimits = LIMITS, where: str = "") -> Package:
     """Reads all of it and checks all of it. Writes nothing. `where`: what errors call it."""
     where = where or _where(source)
-    files: dict[str, Facts] = {}
+    files: dict[str, PackageFile] = {}
     kept: dict[str, bytes] = {}
     total = 0
     with _opened(source, where) as (raw, size):
@@ -79,19 +79,19 @@ def inspect(source: Source, limits: Limits = LIMITS, where: str = "") -> Package
             raise WeightsError(f"{where}: refused, larger than a package may be.")
         for entry in entries(raw, where, limits):
             total += entry.size
-            checker = Checker(entry.name, entry.size, where, keep=total <= _KEEP_BYTES)
+            checker = FileChecker(entry.name, entry.size, where, keep=total <= _KEEP_BYTES)
             check_together([*files, entry.name], where)
             for chunk in entry.chunks:
                 checker.feed(chunk)
             contents = checker.finish()
-            files[entry.name] = Facts(entry.size, checker.sha256)
+            files[entry.name] = PackageFile(entry.size, checker.sha256)
             if contents is not None:
                 kept[entry.name] = contents
     return assemble(files, kept, source, where)
 
 
 def assemble(
-    files: Mapping[str, Facts], kept: Mapping[str, bytes], source: Source, where: str
+    files: Mapping[str, PackageFile], kept: Mapping[str, bytes], source: Source, where: str
 ) -> Package:
     """The package that files make whose contents passed, each for itself."""
     for name in (MANIFEST, CONFIG, WEIGHTS):
@@ -163,7 +163,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _check_stated(manifest: Manifest, files: Mapping[str, Facts], where: str) -> None:
+def _check_stated(manifest: Manifest, files: Mapping[str, PackageFile], where: str) -> None:
     stated = manifest.stated_files()
     if stated is None:
         return
@@ -188,7 +188,7 @@ def _streams(source: Source) -> Iterator[tuple[str, Iterator[bytes]]]:
             yield entry.name, entry.chunks
 
 
-def _write(path: Path, chunks: Iterator[bytes], facts: Facts) -> None:
+def _write(path: Path, chunks: Iterator[bytes], facts: PackageFile) -> None:
     hasher = hashlib.sha256()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as file:
@@ -318,7 +318,7 @@ _CALLING = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "REDUCE
 _MAX_OPCODES = 10_000
 
 
-class Checker:
+class FileChecker:
     """Hashes one file and keeps what its checks need: all of a text, the header of tensors."""
 
     def __init__(self, name: str, size: int, where: str, *, keep: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from coterie.core.errors import WeightsError
 from coterie.packages import manifest as manifests
-from coterie.packages.archive import Checker, Facts, Package, assemble, read_config
+from coterie.packages.archive import FileChecker, Package, PackageFile, assemble, read_config
 from coterie.packages.digest import CONFIG, WEIGHTS, adapter_digest
 from coterie.packages.names import name_from, version_of
 from coterie.packages.paths import (
@@ -31,13 +31,13 @@ _MAX_FILES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class CollectedFiles:
     # package name -> file
     files: dict[str, Path]
     left_out: tuple[str, ...]
 
 
-def collect(directory: Path) -> Collected:
+def collect(directory: Path) -> CollectedFiles:
     """Every file of `directory` that a package may hold. Adapter files must be there."""
     if not directory.is_dir():
         raise WeightsError(f"{directory}: no such directory. Check the path.")
@@ -54,12 +54,12 @@ def collect(directory: Path) -> Collected:
         if name not in files:
             raise WeightsError(f"{directory}: {_why_not(directory, name)}")
     check_together(files, str(directory))
-    return Collected(files, tuple(sorted(left_out)))
+    return CollectedFiles(files, tuple(sorted(left_out)))
 
 
 def open_directory(directory: Path) -> Package:
     """Checks every file as `inspect` does, without copying any."""
-    files: dict[str, Facts] = {}
+    files: dict[str, PackageFile] = {}
     kept: dict[str, bytes] = {}
     texts = 0
     for name, path in collect(directory).files.items():
@@ -72,11 +72,11 @@ def open_directory(directory: Path) -> Package:
     if MANIFEST not in kept:
         made = _made_up(directory, files, kept[CONFIG])
         kept[MANIFEST] = manifests.write(manifests.from_document(made))
-        files[MANIFEST] = Facts.of(kept[MANIFEST])
+        files[MANIFEST] = PackageFile.of(kept[MANIFEST])
     return assemble(files, kept, directory, str(directory))
 
 
-def _made_up(directory: Path, files: dict[str, Facts], config: bytes) -> dict[str, Any]:
+def _made_up(directory: Path, files: dict[str, PackageFile], config: bytes) -> dict[str, Any]:
     base = read_config(config, f"{directory}: {CONFIG}").base_model
     digest = adapter_digest(files[CONFIG].sha256, files[WEIGHTS].sha256)
     return {
@@ -87,19 +87,19 @@ def _made_up(directory: Path, files: dict[str, Facts], config: bytes) -> dict[st
     }
 
 
-def _checked(name: str, path: Path) -> tuple[Facts, bytes | None]:
+def _checked(name: str, path: Path) -> tuple[PackageFile, bytes | None]:
     try:
         size = path.stat().st_size
         if size > (LIMITS.total_bytes if is_tensors(name) else LIMITS.text_bytes):
             raise WeightsError(f"{path}: refused, {size} bytes are too many for it.")
-        checker = Checker(name, size, str(path.parent), keep=False)
+        checker = FileChecker(name, size, str(path.parent), keep=False)
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 checker.feed(chunk)
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({error.strerror}). Check it.") from error
     contents = checker.finish()
-    return Facts(size, checker.sha256), contents
+    return PackageFile(size, checker.sha256), contents
 
 
 def _listed(directory: Path) -> list[Path]:

@@ -37,7 +37,7 @@ class EvalItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class EvalScore:
     """`low` and `high` bound the share of right answers with 95% (Wilson)."""
 
     right: int
@@ -47,10 +47,10 @@ class Score:
     high: float
 
 
-def score(verdicts: Sequence[bool]) -> Score:
+def score(verdicts: Sequence[bool]) -> EvalScore:
     right, n = sum(verdicts), len(verdicts)
     low, high = wilson(right, n)
-    return Score(right, n, right / n if n else 0.0, low, high)
+    return EvalScore(right, n, right / n if n else 0.0, low, high)
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:
@@ -226,7 +226,7 @@ TOLERANCE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class EvalComparison:
     """`base` and `expert`: whether the answer to each item was right, in the items' order."""
 
     metric: str
@@ -234,8 +234,8 @@ class Figures:
     expert: tuple[bool, ...]
     tolerance: float = TOLERANCE
 
-    def first(self, n: int) -> Figures:
-        return Figures(self.metric, self.base[:n], self.expert[:n], self.tolerance)
+    def first(self, n: int) -> EvalComparison:
+        return EvalComparison(self.metric, self.base[:n], self.expert[:n], self.tolerance)
 
     @property
     def is_better(self) -> bool:
@@ -252,7 +252,7 @@ class Figures:
             "expert": _side(self.expert),
         }
 
-    def reproduces(self, stated: Figures) -> bool:
+    def reproduces(self, stated: EvalComparison) -> bool:
         """Whether both scores are those of `stated`, but for its tolerance of the items."""
         allowed = math.ceil(stated.tolerance * len(stated.base))
         return all(
@@ -272,7 +272,7 @@ def _side(verdicts: Sequence[bool]) -> dict[str, Any]:
     }
 
 
-def read_figures(section: Mapping[str, Any], where: str) -> Figures:
+def read_figures(section: Mapping[str, Any], where: str) -> EvalComparison:
     """Raises WeightsError when the manifest states none, or none that make sense."""
     metric, tolerance = section.get("metric"), section.get("tolerance", TOLERANCE)
     if not isinstance(metric, str) or metric not in METRICS:
@@ -285,10 +285,10 @@ def read_figures(section: Mapping[str, Any], where: str) -> Figures:
     base, expert = (_verdicts(section.get(side), where) for side in ("base", "expert"))
     if len(base) != len(expert) or section.get("n") != len(base):
         raise WeightsError(f"{where}: evaluation.n is not the number of its verdicts.")
-    return Figures(metric, base, expert, float(tolerance))
+    return EvalComparison(metric, base, expert, float(tolerance))
 
 
-def read_languages(section: Mapping[str, Any], where: str) -> dict[str, Figures]:
+def read_languages(section: Mapping[str, Any], where: str) -> dict[str, EvalComparison]:
     """By language, of those that the `evaluation` section has figures of."""
     stated = section.get(LANGUAGES, {})
     if not isinstance(stated, dict):
@@ -310,6 +310,6 @@ def _verdicts(side: Any, where: str) -> tuple[bool, ...]:
     return verdicts
 
 
-def shown(found: Score) -> str:
+def shown(found: EvalScore) -> str:
     """`0.93 [0.88, 0.96]`."""
     return f"{found.share:.3f} [{found.low:.3f}, {found.high:.3f}]"

@@ -23,7 +23,7 @@ def connect(path: Path, private: bool = False) -> sqlite3.Connection:
             path.touch(0o600)
     except OSError as error:
         raise WeightsError(f"{path.parent}: cannot be made ({error.strerror}).") from error
-    with told(path):
+    with database_errors(path):
         while True:
             made = _open(path)
             try:
@@ -39,7 +39,7 @@ def connect(path: Path, private: bool = False) -> sqlite3.Connection:
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
+def database_errors(path: Path) -> Iterator[None]:
     """Faults of the database at `path`, as sentences."""
     try:
         yield
@@ -66,7 +66,7 @@ def only_writer(path: Path) -> Iterator[None]:
     """Holds the lock file `path` while the block runs."""
     connection = connect(path)
     try:
-        with told(path), transaction(connection):
+        with database_errors(path), transaction(connection):
             yield
     finally:
         connection.close()

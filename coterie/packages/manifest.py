@@ -28,7 +28,7 @@ _LISTS = ("capabilities", "limitations")
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class BaseModelRef:
     """A model that the expert was made for. One model has a fingerprint per file of it."""
 
     name: str
@@ -39,7 +39,7 @@ class Base:
 class Manifest:
     name: str
     version: str
-    base_models: tuple[Base, ...]
+    base_models: tuple[BaseModelRef, ...]
     # all of it, as JSON values; what is signed. Nobody changes it in place
     document: Mapping[str, Any]
 
@@ -122,14 +122,14 @@ def _check_types(document: Mapping[str, Any], where: str) -> None:
                 raise WeightsError(f"{where}: refused, {name} is not {called}.")
 
 
-def _bases(document: Mapping[str, Any], where: str) -> tuple[Base, ...]:
+def _bases(document: Mapping[str, Any], where: str) -> tuple[BaseModelRef, ...]:
     listed = document.get("base_models", [])
     if not isinstance(listed, list) or len(listed) > _MAX_BASES:
         raise WeightsError(f"{where}: refused, base_models is no list of models.")
     return tuple(_base(item, where) for item in listed)
 
 
-def _old_bases(document: Mapping[str, Any], where: str) -> tuple[Base, ...]:
+def _old_bases(document: Mapping[str, Any], where: str) -> tuple[BaseModelRef, ...]:
     """Schema 1.0: one model, and adapters of which exactly one can be in the package."""
     adapters = document.get("adapters", [])
     if not isinstance(adapters, list) or len(adapters) > 1:
@@ -146,16 +146,16 @@ def _old_bases(document: Mapping[str, Any], where: str) -> tuple[Base, ...]:
     return () if base is None else (_base(base, where),)
 
 
-def _base(item: Any, where: str) -> Base:
+def _base(item: Any, where: str) -> BaseModelRef:
     if isinstance(item, str):
-        return Base(item)
+        return BaseModelRef(item)
     name = item.get("name") if isinstance(item, dict) else None
     fingerprint = item.get("fingerprint", "") if isinstance(item, dict) else None
     if not isinstance(name, str) or not isinstance(fingerprint, str):
         raise WeightsError(f"{where}: refused, a base model without a name in it.")
     if fingerprint and not _SHA256.fullmatch(fingerprint):
         raise WeightsError(f"{where}: refused, the fingerprint of {name[:60]!r} is no sha256.")
-    return Base(name, fingerprint.removeprefix("sha256:"))
+    return BaseModelRef(name, fingerprint.removeprefix("sha256:"))
 
 
 def _stated(files: Any) -> dict[str, str] | None:

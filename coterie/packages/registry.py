@@ -24,25 +24,25 @@ from coterie.packages import manifest as manifests
 from coterie.packages.archive import Package, Source, inspect, unpack
 from coterie.packages.digest import CONFIG, WEIGHTS, digest_of
 from coterie.packages.directory import open_directory
-from coterie.packages.locked import connect, told, transaction
+from coterie.packages.locked import connect, database_errors, transaction
 from coterie.packages.manifest import Manifest
 from coterie.packages.names import check_name, check_version, near_names, version_order
 from coterie.packages.paths import MANIFEST
 from coterie.packages.signing import package_message
-from coterie.packages.tables import Tables
+from coterie.packages.tables import RegistryTables
 from coterie.packages.trust import TrustStore
 
 # imported and removed adapters stay this long: someone may still be running them
 GRACE_S = 24 * 3600.0
 
 
-class Registry:
+class AdapterRegistry:
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._shelf = Shelf(root)
+        self._shelf = RegistryFiles(root)
         self._path = root / "registry.db"
         self._connection = connect(self._path)
-        self._tables = Tables(self._connection)
+        self._tables = RegistryTables(self._connection)
         self._mutex = threading.RLock()
         with self._asking() as tables:
             if not tables.prepare():
@@ -123,7 +123,7 @@ class Registry:
             log("--allow-unsigned used", level="warning", model=what, reason=verdict.reason)
         return package, verdict.key_id if verdict.trusted else ""
 
-    def _refuse_other_bytes(self, tables: Tables, card: AdapterCard) -> None:
+    def _refuse_other_bytes(self, tables: RegistryTables, card: AdapterCard) -> None:
         known = tables.card(card.name, card.version)
         if known is not None and known.digest != card.digest:
             raise InvalidRequest(
@@ -268,7 +268,7 @@ class Registry:
                 self._shelf.take_adapter(digest)
         return gone
 
-    def _free(self, tables: Tables, digest: str, keep: Collection[str]) -> None:
+    def _free(self, tables: RegistryTables, digest: str, keep: Collection[str]) -> None:
         if tables.is_used(digest):
             return
         if digest in keep:
@@ -276,7 +276,7 @@ class Registry:
         elif not tables.is_loose(digest, time.time() - GRACE_S):
             self._shelf.take_adapter(digest)
 
-    def _point_again(self, tables: Tables, alias: str) -> None:
+    def _point_again(self, tables: RegistryTables, alias: str) -> None:
         """Back to what it meant before; a name, else to its newest version; an alias, else gone."""
         before = tables.step_back(alias)
         if before is not None:
@@ -287,12 +287,12 @@ class Registry:
             tables.point(alias, alias, left[-1].version)
 
     @contextmanager
-    def _asking(self) -> Iterator[Tables]:
-        with self._mutex, told(self._path):
+    def _asking(self) -> Iterator[RegistryTables]:
+        with self._mutex, database_errors(self._path):
             yield self._tables
 
     @contextmanager
-    def _change(self, *, announce: bool = True) -> Iterator[Tables]:
+    def _change(self, *, announce: bool = True) -> Iterator[RegistryTables]:
         with self._asking() as tables, transaction(self._connection):
             yield tables
             if announce:
@@ -359,7 +359,7 @@ def fitted(card: AdapterCard, bases: Sequence[str], names: Sequence[str]) -> Ada
 _ADAPTER = (CONFIG, WEIGHTS)
 
 
-class Shelf:
+class RegistryFiles:
     def __init__(self, root: Path) -> None:
         self.library = root / "library"
         self.packages = root / "packages"

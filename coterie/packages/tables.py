@@ -37,13 +37,13 @@ _MAX_HISTORY = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
+class AliasTarget:
     name: str
     version: str
     pinned: bool = False
 
 
-class Tables:
+class RegistryTables:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._sql = connection
 
@@ -99,11 +99,11 @@ class Tables:
             )
         return bereft
 
-    def meaning(self, alias: str) -> Meaning | None:
+    def meaning(self, alias: str) -> AliasTarget | None:
         row = self._sql.execute(
             "SELECT name, version, pinned FROM meanings WHERE alias = ?", (alias,)
         ).fetchone()
-        return None if row is None else Meaning(row[0], row[1], bool(row[2]))
+        return None if row is None else AliasTarget(row[0], row[1], bool(row[2]))
 
     def meanings(self) -> dict[str, AdapterCard]:
         """Names and aliases -> what each means, all at one moment."""
@@ -136,14 +136,14 @@ class Tables:
         for table in ("meanings", "history"):
             self._sql.execute(f"DELETE FROM {table} WHERE alias = ?", (alias,))
 
-    def step_back(self, alias: str) -> Meaning | None:
+    def step_back(self, alias: str) -> AliasTarget | None:
         """What `alias` meant before, taken from its history."""
         row = self._sql.execute(
             "DELETE FROM history WHERE id = (SELECT max(id) FROM history WHERE alias = ?) "
             "RETURNING name, version",
             (alias,),
         ).fetchone()
-        return None if row is None else Meaning(row[0], row[1])
+        return None if row is None else AliasTarget(row[0], row[1])
 
     def pin(self, alias: str, on: bool) -> None:
         self._sql.execute("UPDATE meanings SET pinned = ? WHERE alias = ?", (on, alias))

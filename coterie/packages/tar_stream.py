@@ -28,7 +28,7 @@ _TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PackageLimits:
     """What a package may measure. Bytes are uncompressed unless they say otherwise."""
 
     compressed_bytes: int = 2 << 30
@@ -42,17 +42,17 @@ class Limits:
     ratio: int = 20
 
 
-LIMITS = Limits()
+LIMITS = PackageLimits()
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TarEntry:
     name: str
     size: int
     chunks: Iterator[bytes]
 
 
-def entries(raw: BinaryIO, where: str, limits: Limits = LIMITS) -> Iterator[Entry]:
+def entries(raw: BinaryIO, where: str, limits: PackageLimits = LIMITS) -> Iterator[TarEntry]:
     """Each file's chunks must be used up before the next one is asked for."""
     stream, texts = _Inflated(raw, where, limits), 0
     for _ in range(limits.entries + 1):
@@ -63,7 +63,7 @@ def entries(raw: BinaryIO, where: str, limits: Limits = LIMITS) -> Iterator[Entr
         texts += 0 if is_tensors(name) else size
         if texts > limits.texts_bytes:
             raise WeightsError(f"{where}: refused, its texts are larger than an expert's are.")
-        yield Entry(name, size, stream.chunks(size))
+        yield TarEntry(name, size, stream.chunks(size))
         if any(stream.read(-size % BLOCK)):
             raise WeightsError(f"{where}: refused, bytes are hidden behind {name!r}.")
     else:
@@ -73,7 +73,7 @@ def entries(raw: BinaryIO, where: str, limits: Limits = LIMITS) -> Iterator[Entr
     stream.expect_end()
 
 
-def _header(block: bytes, where: str, limits: Limits) -> tuple[str, int]:
+def _header(block: bytes, where: str, limits: PackageLimits) -> tuple[str, int]:
     """Name and size of a regular file's header block."""
     if block[257:263] not in (b"ustar\0", b"ustar ") or not _sum_holds(block):
         raise WeightsError(f"{where}: refused, damaged or not a tar archive inside.")
@@ -116,7 +116,7 @@ def _octal(field: bytes) -> int | None:
 class _Inflated:
     """The bytes of one gzip member, and nothing behind it."""
 
-    def __init__(self, raw: BinaryIO, where: str, limits: Limits) -> None:
+    def __init__(self, raw: BinaryIO, where: str, limits: PackageLimits) -> None:
         self._raw, self._where, self._limits = raw, where, limits
         self._gzip = zlib.decompressobj(31)
         self._ready = b""

@@ -47,7 +47,7 @@ class TrustedKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TrustVerdict:
     """`state`: trusted, unsigned, untrusted (sound, but by a key nobody here trusts), revoked,
     expired, or broken."""
 
@@ -114,25 +114,25 @@ class TrustStore:
             known[key.id] = key
         return key
 
-    def verify(self, package: Package, now: float | None = None) -> Verdict:
+    def verify(self, package: Package, now: float | None = None) -> TrustVerdict:
         integrity = package.manifest.integrity
         if not integrity.get("signature"):
-            return Verdict("unsigned", reason="it is not signed")
+            return TrustVerdict("unsigned", reason="it is not signed")
         parts = _signature_parts(dict(integrity))
         if parts is None:
             reason = "its signature is not one that Coterie makes; sign it again"
-            return Verdict("broken", reason=reason)
+            return TrustVerdict("broken", reason=reason)
         public, signature = parts
         key_id = signing.key_id(public)
         if not signing.holds(public, signature, signing.package_message(package)):
             reason = f"the signature of key {key_id} does not match its contents"
-            return Verdict("broken", key_id, reason=reason)
+            return TrustVerdict("broken", key_id, reason=reason)
         key = self.find(key_id)
         if key is None:
-            return Verdict("untrusted", key_id, reason=f"signed by the unknown key {key_id}")
+            return TrustVerdict("untrusted", key_id, reason=f"signed by the unknown key {key_id}")
         state = key.state(time.time() if now is None else now)
         reason = "" if state == "trusted" else f"the key {key_id} that signed it is {state}"
-        return Verdict(state, key_id, key.comment, reason)
+        return TrustVerdict(state, key_id, key.comment, reason)
 
     @contextmanager
     def _changing(self) -> Iterator[dict[str, TrustedKey]]:

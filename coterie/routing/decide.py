@@ -15,15 +15,15 @@ from coterie.core.adapters import MAX_STACK, AdapterCard, AdapterProfile
 from coterie.core.plan import Candidate
 from coterie.core.settings import RoutingSettings
 from coterie.routing.classify.rules import compiled
-from coterie.routing.features.features import Features
+from coterie.routing.features.features import PromptFeatures
 from coterie.routing.features.instruction import parted
 from coterie.routing.features.language import UNKNOWN, detect
-from coterie.routing.protocols import Match, Outcomes
+from coterie.routing.protocols import AdapterMatch, OutcomeRates
 from coterie.routing.stack import (
     Lookup,
-    called,
     conflict,
     first_conflict,
+    full_name,
     means,
     same_purpose,
     too_long,
@@ -40,7 +40,7 @@ CHOSEN = "chosen"
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ChoiceLimits:
     """What settings and caller allow."""
 
     threshold: float
@@ -52,7 +52,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class House:
+class InstalledAdapters:
     """What is installed, and which specialists an adapter fits, the preferred one first."""
 
     # what every name means now, without aliases
@@ -62,7 +62,7 @@ class House:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _ScoredCandidate:
     """A candidate under judgement."""
 
     profile: AdapterProfile
@@ -76,7 +76,7 @@ class _Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class AdapterDecision:
     """`chosen` in order of composition; `primary` is the one that the prompt is for."""
 
     chosen: tuple[AdapterProfile, ...]
@@ -89,17 +89,21 @@ class Decision:
 
 
 def decide(
-    matches: Sequence[Match], features: Features, wish: Wish, house: House, scorer: Scorer
-) -> Decision:
-    seen: list[_Seen] = []
-    likely: list[_Seen] = []
+    matches: Sequence[AdapterMatch],
+    features: PromptFeatures,
+    wish: ChoiceLimits,
+    house: InstalledAdapters,
+    scorer: AdapterScorer,
+) -> AdapterDecision:
+    seen: list[_ScoredCandidate] = []
+    likely: list[_ScoredCandidate] = []
     best = 0.0
     for match in matches:
         # a matcher may be older than the catalog: what counts is what a name means now
         profile = house.current.get(match.profile.card.name)
         if profile is None:
             continue
-        item = _Seen(
+        item = _ScoredCandidate(
             profile,
             match.similarity,
             *scorer.worth(profile, match.similarity),
@@ -113,21 +117,23 @@ def decide(
         best = max(best, match.probability)
         if match.probability >= wish.threshold:
             likely.append(item)
-    stack = _Stack(wish, house, seen, scorer)
+    stack = _StackBuilder(wish, house, seen, scorer)
     close = CLOSE_ODDS * _odds(max((item.probability for item in likely), default=0.0))
     for item in sorted(likely, key=lambda item: (_odds(item.probability) < close, *_rank(item))):
         item.why = stack.offer(item)
     primary = stack.primary
-    return Decision(
+    return AdapterDecision(
         chosen=stack.ordered(),
         primary=None if primary is None else primary.profile,
         specialist=stack.specialist,
         confidence=1.0 - best if primary is None else primary.probability,
-        candidates=tuple(_told(item) for item in sorted(seen, key=_rank)),
+        candidates=tuple(_candidate_of(item) for item in sorted(seen, key=_rank)),
     )
 
 
-def _bar(profile: AdapterProfile, features: Features, wish: Wish, house: House) -> str:
+def _bar(
+    profile: AdapterProfile, features: PromptFeatures, wish: ChoiceLimits, house: InstalledAdapters
+) -> str:
     if wish.exclude and any(means(name, profile) for name in wish.exclude):
         return "excluded"
     if not house.fits(profile.card):
@@ -141,7 +147,7 @@ def _bar(profile: AdapterProfile, features: Features, wish: Wish, house: House) 
     return ""
 
 
-def _no_company(item: _Seen, first: _Seen) -> str:
+def _no_company(item: _ScoredCandidate, first: _ScoredCandidate) -> str:
     """Why a likely one is not composed with the first, "" if it is."""
     one, other = item.profile, first.profile
     alike = bool(one.examples) and same_purpose(one.examples, other.examples)
@@ -157,26 +163,26 @@ def _odds(probability: float) -> float:
     return probability / max(1.0 - probability, 1e-6)
 
 
-def _rank(item: _Seen) -> tuple[float, str]:
+def _rank(item: _ScoredCandidate) -> tuple[float, str]:
     return -item.score, item.profile.card.name
 
 
 @dataclass(slots=True)
-class _Stack:
+class _StackBuilder:
     """Takes candidates, the best first, while they get along."""
 
-    wish: Wish
-    house: House
+    wish: ChoiceLimits
+    house: InstalledAdapters
     # everyone that was looked at; what is pulled in joins them
-    seen: list[_Seen]
-    scorer: Scorer
-    primary: _Seen | None = None
+    seen: list[_ScoredCandidate]
+    scorer: AdapterScorer
+    primary: _ScoredCandidate | None = None
     specialist: str | None = None
-    members: list[_Seen] = field(default_factory=list)
+    members: list[_ScoredCandidate] = field(default_factory=list)
     # chosen for themselves
     count: int = 0
 
-    def offer(self, item: _Seen) -> str:
+    def offer(self, item: _ScoredCandidate) -> str:
         """Takes it, with what it requires, or says why not."""
         if item.chosen:
             # already there for another's sake, which it says
@@ -220,7 +226,9 @@ class _Stack:
                 return "", name
         return "what it requires was made for another base model", None
 
-    def _take(self, item: _Seen, needed: list[AdapterProfile], specialist: str | None) -> None:
+    def _take(
+        self, item: _ScoredCandidate, needed: list[AdapterProfile], specialist: str | None
+    ) -> None:
         self.primary = self.primary or item
         self.specialist = specialist
         self.count += 1
@@ -229,12 +237,12 @@ class _Stack:
         for profile in needed:
             other = known.get(profile.card.digest)
             if other is None:
-                other = _Seen(profile, 0.0, *self.scorer.worth(profile, 0.0), 0.0)
+                other = _ScoredCandidate(profile, 0.0, *self.scorer.worth(profile, 0.0), 0.0)
                 self.seen.append(other)
             other.why = f"required by {item.profile.card.name}"
             self._join(other)
 
-    def _join(self, item: _Seen) -> None:
+    def _join(self, item: _ScoredCandidate) -> None:
         item.chosen = True
         self.members.append(item)
 
@@ -243,10 +251,10 @@ class _Stack:
         return tuple(member.profile for member in members)
 
 
-def _told(item: _Seen) -> Candidate:
+def _candidate_of(item: _ScoredCandidate) -> Candidate:
     profile = item.profile
     return Candidate(
-        called(profile),
+        full_name(profile),
         profile.card.digest,
         item.similarity,
         item.success,
@@ -281,12 +289,16 @@ PRIOR_VERDICTS = 20
 PRIORITY_SPAN = 0.1
 
 
-class Scorer:
+class AdapterScorer:
     """Of one request: `budget_bytes` is the room for adapters, `usual_quality` stands for what a
     package without figures would reach."""
 
     def __init__(
-        self, settings: RoutingSettings, outcomes: Outcomes, usual_quality: float, budget_bytes: int
+        self,
+        settings: RoutingSettings,
+        outcomes: OutcomeRates,
+        usual_quality: float,
+        budget_bytes: int,
     ) -> None:
         self._settings, self._outcomes = settings, outcomes
         self._usual, self._budget = usual_quality, budget_bytes

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 from coterie.core.adapters import AdapterCard, AdapterProfile
 
 if TYPE_CHECKING:
-    from coterie.routing.features.features import Features
+    from coterie.routing.features.features import PromptFeatures
 
 
-class Match(Protocol):
+class AdapterMatch(Protocol):
     """One adapter that a text may be for."""
 
     @property
@@ -33,16 +33,18 @@ class Matcher(Protocol):
     def threshold(self) -> float:
         """The least probability at which an adapter should be chosen."""
 
-    def match(self, text: str, features: Features | None = None, k: int = 16) -> Sequence[Match]:
+    def match(
+        self, text: str, features: PromptFeatures | None = None, k: int = 16
+    ) -> Sequence[AdapterMatch]:
         """At most `k`, the likeliest first."""
 
 
-class Outcomes(Protocol):
+class OutcomeRates(Protocol):
     def rate(self, digest: str) -> tuple[int, int]:
         """Of an adapter's answers: (valid, judged)."""
 
 
-class Catalog(Protocol):
+class AdapterCatalog(Protocol):
     """Installed adapters, in memory."""
 
     def find(self, name: str, version: str) -> AdapterCard | None:

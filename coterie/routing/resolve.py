@@ -15,8 +15,8 @@ from coterie.core.adapters import DEFAULTS, MAX_STACK, MAX_WEIGHT, AdapterCard, 
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.plan import AdapterChoice
 from coterie.core.request import AUTO, AdapterHint, RouteHints
-from coterie.routing.protocols import Catalog
-from coterie.routing.stack import called, first_conflict, means, too_long, with_required
+from coterie.routing.protocols import AdapterCatalog
+from coterie.routing.stack import first_conflict, full_name, means, too_long, with_required
 
 # most names that a refusal lists
 MAX_LISTED = 12
@@ -38,17 +38,17 @@ class Specialist:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ResolvedRoute:
     """The names of a request, resolved: who answers, and with which adapters."""
 
     specialist: str
     adapters: tuple[AdapterChoice, ...] = ()
 
 
-class Names:
+class NameResolver:
     """The first specialist answers requests that name nobody."""
 
-    def __init__(self, specialists: Sequence[Specialist], catalog: Catalog) -> None:
+    def __init__(self, specialists: Sequence[Specialist], catalog: AdapterCatalog) -> None:
         self.specialists = {item.name: item for item in specialists}
         self.default = specialists[0].name
         self._catalog = catalog
@@ -58,14 +58,14 @@ class Names:
             made_for.setdefault(item.fingerprint, []).append(item.name)
         self._made_for = {base: tuple(names) for base, names in made_for.items()}
 
-    def read(self, hints: RouteHints) -> Asked:
+    def read(self, hints: RouteHints) -> RequestedNames:
         return read(hints, self.specialists)
 
-    def resolve(self, hints: RouteHints) -> Route:
+    def resolve(self, hints: RouteHints) -> ResolvedRoute:
         """Refuses names that do not exist, and adapters that do not fit or get along."""
         asked, barred = self.read(hints), self.excluded(hints.exclude)
         if not asked.adapters:
-            return Route(asked.base or self.default)
+            return ResolvedRoute(asked.base or self.default)
         num_in_model = len(asked.adapters) - len(hints.adapters)
         cards = [
             self._card(hint, "model" if index < num_in_model else "experts")
@@ -79,10 +79,10 @@ class Names:
         stack = self._completed([self._catalog.profile(card) for card in cards], barred)
         weights = [hint.weight for hint in asked.adapters] + [1.0] * (len(stack) - len(cards))
         chosen = tuple(
-            AdapterChoice(called(profile), profile.card.digest, weight)
+            AdapterChoice(full_name(profile), profile.card.digest, weight)
             for profile, weight in zip(stack, weights, strict=True)
         )
-        return Route(self._base_for([profile.card for profile in stack], asked), chosen)
+        return ResolvedRoute(self._base_for([profile.card for profile in stack], asked), chosen)
 
     def fits(self, card: AdapterCard) -> tuple[str, ...]:
         """The specialists that an adapter was made for; one that names no base fits every one."""
@@ -125,21 +125,21 @@ class Names:
         pair = first_conflict(stack)
         if pair is not None:
             raise InvalidRequest(
-                f"the experts `{called(pair[0])}` and `{called(pair[1])}` are incompatible; "
+                f"the experts `{full_name(pair[0])}` and `{full_name(pair[1])}` are incompatible; "
                 "leave one of them out",
                 param="experts",
             )
         short = too_long(stack)
         if short is not None:
             raise InvalidRequest(
-                f"the expert `{called(short)}` runs with at most {short.max_chain - 1} others, "
+                f"the expert `{full_name(short)}` runs with at most {short.max_chain - 1} others, "
                 f"and {len(stack) - 1} are asked for",
                 param="experts",
             )
         for profile in stack:
             if any(means(name, profile) for name in barred):
                 raise InvalidRequest(
-                    f"the expert `{called(profile)}` is both needed and excluded",
+                    f"the expert `{full_name(profile)}` is both needed and excluded",
                     param="exclude_experts",
                 )
         needed = sorted(stack[len(named) :], key=lambda p: (p.load_order, p.card.name))
@@ -166,7 +166,7 @@ class Names:
             )
         raise NotFound(message, param=param)
 
-    def _base_for(self, cards: Sequence[AdapterCard], asked: Asked) -> str:
+    def _base_for(self, cards: Sequence[AdapterCard], asked: RequestedNames) -> str:
         able = set(self.specialists).intersection(*(self.fits(card) for card in cards))
         if asked.base is None:
             for name in (self.default, *self.specialists):
@@ -224,14 +224,14 @@ MAX_CHARACTERS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedNames:
     """`base` is None when the caller leaves it open."""
 
     base: str | None
     adapters: tuple[AdapterHint, ...] = ()
 
 
-def read(hints: RouteHints, specialists: Container[str]) -> Asked:
+def read(hints: RouteHints, specialists: Container[str]) -> RequestedNames:
     """A specialist's whole name wins over an adapter's; the longest base name wins before a colon.
 
     Adapters of the model name come first, then those of the hints.
@@ -243,7 +243,7 @@ def read(hints: RouteHints, specialists: Container[str]) -> Asked:
     named = tuple(AdapterHint(part) for part in rest.split("+")) if rest is not None else ()
     if any(not hint.name for hint in named):
         raise InvalidRequest(f"an expert's name is missing in `{model}`", param="model")
-    asked = Asked(base, named + hints.adapters)
+    asked = RequestedNames(base, named + hints.adapters)
     if asked.adapters:
         _check(asked.adapters)
     return asked

@@ -12,26 +12,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
-from coterie.core.plan import AdapterChoice, RoutePlan, RouteTrace, Tuned
+from coterie.core.plan import AdapterChoice, RoutePlan, RouteTrace, TunedFields
 from coterie.core.request import Chat, InferenceRequest, Prompt, RouteHints, Sampling, Text
 from coterie.core.resolve import VENDOR_DEFAULTS, resolve_sampling
 from coterie.core.settings import RoutingSettings
-from coterie.routing.decide import Decision, House, Scorer, Wish, decide
-from coterie.routing.features.features import Features, extract, routed_text
-from coterie.routing.protocols import Catalog, Matcher, NoAdapters, NoOutcomes, Outcomes
-from coterie.routing.resolve import Asked, Names, Route, Specialist
-from coterie.routing.stack import called
+from coterie.routing.decide import (
+    AdapterDecision,
+    AdapterScorer,
+    ChoiceLimits,
+    InstalledAdapters,
+    decide,
+)
+from coterie.routing.features.features import PromptFeatures, extract, routed_text
+from coterie.routing.protocols import AdapterCatalog, Matcher, NoAdapters, NoOutcomes, OutcomeRates
+from coterie.routing.resolve import NameResolver, RequestedNames, ResolvedRoute, Specialist
+from coterie.routing.stack import full_name
 from coterie.routing.tune import filled, suited, tuned, values_for
 
-__all__ = ["Route", "Router", "Specialist"]
+__all__ = ["ResolvedRoute", "Router", "Specialist"]
 
 # adapters that are looked at for one request
 CANDIDATES = 16
-NOBODY = Asked(None)
+NOBODY = RequestedNames(None)
 
 
 @dataclass(slots=True)
-class _Deciding:
+class _PlanDraft:
     """What is known of one request while its plan is made."""
 
     specialist: str
@@ -40,8 +46,8 @@ class _Deciding:
     reasons: tuple[str, ...] = ()
     # of whom decoding, format and template are taken; alone = nobody else runs
     primary: AdapterProfile | None = None
-    features: Features | None = None
-    decision: Decision | None = None
+    features: PromptFeatures | None = None
+    decision: AdapterDecision | None = None
     threshold: float = 0.0
     degraded: tuple[str, ...] = ()
     timings_ms: dict[str, float] = field(default_factory=dict)
@@ -56,18 +62,18 @@ class Router:
     def __init__(
         self,
         specialists: Sequence[Specialist],
-        catalog: Catalog | None = None,
+        catalog: AdapterCatalog | None = None,
         settings: RoutingSettings | None = None,
-        outcomes: Outcomes | None = None,
+        outcomes: OutcomeRates | None = None,
         matcher: Matcher | None = None,
     ) -> None:
         self._catalog = catalog or NoAdapters()
-        self._names = Names(specialists, self._catalog)
+        self._names = NameResolver(specialists, self._catalog)
         self._settings = settings or RoutingSettings()
         self._outcomes = outcomes or NoOutcomes()
         self._matcher = matcher
 
-    def resolve(self, hints: RouteHints) -> Route:
+    def resolve(self, hints: RouteHints) -> ResolvedRoute:
         """By names alone. Refuses those that do not exist and adapters that do not fit."""
         return self._names.resolve(hints)
 
@@ -90,7 +96,7 @@ class Router:
             known = self._by_content(request.hints, request.prompt)
         else:
             known = self._by_name(request, asked)
-        sampling, changed = request.sampling, Tuned()
+        sampling, changed = request.sampling, TunedFields()
         if known.features is not None:
             marked = time.perf_counter()
             known.features = suited(known.features, known.primary)
@@ -115,12 +121,12 @@ class Router:
             trace=_trace(known),
         )
 
-    def _is_routed(self, asked: Asked, prompt: Prompt) -> bool:
+    def _is_routed(self, asked: RequestedNames, prompt: Prompt) -> bool:
         """Adapters are for what a user says; the calls of a loop with tools are the base's."""
         plain = isinstance(prompt, Chat) and not prompt.tools
         return self._settings.enabled and asked == NOBODY and plain
 
-    def _by_name(self, request: InferenceRequest, asked: Asked) -> _Deciding:
+    def _by_name(self, request: InferenceRequest, asked: RequestedNames) -> _PlanDraft:
         hints = request.hints
         route = self._names.resolve(hints)
         reason = "default specialist" if asked == NOBODY else "named by the caller"
@@ -128,15 +134,15 @@ class Router:
             reason = "default specialist: routing is off"
         elif asked == NOBODY and isinstance(request.prompt, Chat) and request.prompt.tools:
             reason = "default specialist: tools are given"
-        known = _Deciding(route.specialist, route.adapters, reasons=(reason,))
+        known = _PlanDraft(route.specialist, route.adapters, reasons=(reason,))
         if hints.tune:
             known.features = _features(hints, request.prompt, known.timings_ms)
             if route.adapters:
                 known.primary = self._names.find(route.adapters[0].name)
         return known
 
-    def _by_content(self, hints: RouteHints, prompt: Prompt) -> _Deciding:
-        known = _Deciding(self._names.default)
+    def _by_content(self, hints: RouteHints, prompt: Prompt) -> _PlanDraft:
+        known = _PlanDraft(self._names.default)
         exclude = self._names.excluded(hints.exclude)
         known.features = _features(hints, prompt, known.timings_ms)
         matcher = self._matcher or self._catalog.matcher()
@@ -153,20 +159,22 @@ class Router:
         known.timings_ms["decide"] = _ms_since(marked)
         return _decided(known, decision)
 
-    def _wish(self, hints: RouteHints, threshold: float, exclude: tuple[str, ...]) -> Wish:
+    def _wish(self, hints: RouteHints, threshold: float, exclude: tuple[str, ...]) -> ChoiceLimits:
         if hints.max_adapters is None:
-            return Wish(threshold, self._settings.max_experts, exclude=exclude)
-        return Wish(threshold, hints.max_adapters, hints.max_adapters, exclude)
+            return ChoiceLimits(threshold, self._settings.max_experts, exclude=exclude)
+        return ChoiceLimits(threshold, hints.max_adapters, hints.max_adapters, exclude)
 
-    def _house(self) -> House:
-        return House(self._catalog.current_profiles(), self._names.find, self._names.fits)
+    def _house(self) -> InstalledAdapters:
+        return InstalledAdapters(
+            self._catalog.current_profiles(), self._names.find, self._names.fits
+        )
 
-    def _scorer(self) -> Scorer:
+    def _scorer(self) -> AdapterScorer:
         room = self._names.specialists[self._names.default].adapter_bytes
-        return Scorer(self._settings, self._outcomes, self._catalog.usual_quality(), room)
+        return AdapterScorer(self._settings, self._outcomes, self._catalog.usual_quality(), room)
 
 
-def _features(hints: RouteHints, prompt: Prompt, timings_ms: dict[str, float]) -> Features:
+def _features(hints: RouteHints, prompt: Prompt, timings_ms: dict[str, float]) -> PromptFeatures:
     marked = time.perf_counter()
     features = extract(_instruction(hints, prompt), hints.document)
     timings_ms["features"] = _ms_since(marked)
@@ -183,7 +191,7 @@ def _last_words(prompt: Prompt) -> str:
     return prompt.text if isinstance(prompt, Text) else ""
 
 
-def _without_experts(known: _Deciding, installed: bool) -> _Deciding:
+def _without_experts(known: _PlanDraft, installed: bool) -> _PlanDraft:
     if installed:
         known.reasons = ("base model alone: the index of experts is not ready",)
         known.degraded = ("no experts: their index is not ready",)
@@ -193,7 +201,7 @@ def _without_experts(known: _Deciding, installed: bool) -> _Deciding:
     return known
 
 
-def _decided(known: _Deciding, decision: Decision) -> _Deciding:
+def _decided(known: _PlanDraft, decision: AdapterDecision) -> _PlanDraft:
     known.decision, known.primary = decision, decision.primary
     known.confidence = decision.confidence
     if decision.primary is None:
@@ -203,7 +211,7 @@ def _decided(known: _Deciding, decision: Decision) -> _Deciding:
         return known
     known.specialist = decision.specialist or known.specialist
     known.adapters = tuple(
-        AdapterChoice(called(profile), profile.card.digest) for profile in decision.chosen
+        AdapterChoice(full_name(profile), profile.card.digest) for profile in decision.chosen
     )
     whys = {candidate.digest: candidate for candidate in decision.candidates}
     known.reasons = tuple(
@@ -214,7 +222,7 @@ def _decided(known: _Deciding, decision: Decision) -> _Deciding:
     return known
 
 
-def _trace(known: _Deciding) -> RouteTrace | None:
+def _trace(known: _PlanDraft) -> RouteTrace | None:
     features = known.features
     if features is None:
         return None

@@ -12,13 +12,13 @@ from coterie.core.adapters import MAX_STACK, AdapterProfile
 Lookup = Callable[[str], AdapterProfile | None]
 
 
-def called(profile: AdapterProfile) -> str:
+def full_name(profile: AdapterProfile) -> str:
     return f"{profile.card.name}@{profile.card.version}"
 
 
 def means(name: str, profile: AdapterProfile) -> bool:
     """Whether `name` or `name@version` stands for this adapter."""
-    return name == profile.card.name or name == called(profile)
+    return name == profile.card.name or name == full_name(profile)
 
 
 def with_required(wanted: Sequence[AdapterProfile], find: Lookup) -> list[AdapterProfile] | str:
@@ -30,7 +30,7 @@ def with_required(wanted: Sequence[AdapterProfile], find: Lookup) -> list[Adapte
         for name in profile.requires:
             needed = find(name)
             if needed is None:
-                return f"{called(profile)} requires {name}, which is not installed"
+                return f"{full_name(profile)} requires {name}, which is not installed"
             if needed.card.digest in known:
                 continue
             if len(stack) == MAX_STACK:

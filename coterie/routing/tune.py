@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from coterie.core.adapters import AdapterProfile
-from coterie.core.plan import Tuned
+from coterie.core.plan import TunedFields
 from coterie.core.request import Chat, InferenceRequest, Prompt, Sampling
 from coterie.routing.features.code import LANGUAGES
-from coterie.routing.features.features import Features
+from coterie.routing.features.features import PromptFeatures
 
 # by task type, as seed 000 has them and in its spirit
 TASK_VALUES: dict[str, dict[str, float]] = {
@@ -48,7 +48,7 @@ _JUDGED = {"repetition_penalty": 1.0}
 _PLACE = re.compile(r"\{(prompt|body)\}")
 
 
-def suited(features: Features, adapter: AdapterProfile | None) -> Features:
+def suited(features: PromptFeatures, adapter: AdapterProfile | None) -> PromptFeatures:
     """What the chosen adapter is for is what is to be done: its `task:` and `tech:` capabilities
     over what the prompt looks like."""
     stated = (
@@ -82,13 +82,13 @@ def filled(asked: Sampling, values: Mapping[str, float]) -> Sampling:
 
 def tuned(
     request: InferenceRequest, values: Mapping[str, float], adapter: AdapterProfile | None
-) -> Tuned:
+) -> TunedFields:
     """`adapter` is the one that was chosen alone, if one was."""
     hints, tokens = request.hints, None
     if hints.tune and request.limits.max_tokens is None:
         tokens = int(values["max_tokens"])
     if adapter is None:
-        return Tuned(max_tokens=tokens)
+        return TunedFields(max_tokens=tokens)
     chat = request.prompt if isinstance(request.prompt, Chat) else None
     wanted, pattern = request.response_format, ""
     if wanted is None and not (chat is not None and chat.tools):
@@ -97,7 +97,7 @@ def tuned(
     if chat is not None and adapter.template:
         prompt = rewritten(chat, adapter.template, hints.instruction, hints.document)
     own = wanted if wanted is not request.response_format else None
-    return Tuned(prompt, tokens, own, pattern)
+    return TunedFields(prompt, tokens, own, pattern)
 
 
 def rewritten(chat: Chat, template: str, instruction: str, document: str) -> Prompt | None:

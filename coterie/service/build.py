@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coterie.core.config import Config
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
 from coterie.core.sections import EngineSettings, SpecialistSettings
 from coterie.service.adapters.admin import AdapterAdmin
-from coterie.service.adapters.catalog import Catalog
+from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.service.jobs.store import JobStore
-from coterie.service.pipeline import Parts, Pipeline
-from coterie.service.records.log import Records
-from coterie.service.roster import Group, Roster, Routing
-from coterie.service.validate.validators import Validators
+from coterie.service.pipeline import Pipeline, PipelineParts
+from coterie.service.records.log import InferenceRecords
+from coterie.service.roster import EngineGroup, Fleet, RoutingInputs
+from coterie.service.validate.validators import AnswerValidators
 from coterie.weights.home import state_dir
-from coterie.weights.sources.hub import parse
+from coterie.weights.sources.hub import parse as parse_hub
 from coterie.weights.sources.source import DEFAULT_MODEL, resolve
 from coterie.workers.base import LaneSpec, Replica, WorkerSpec
 from coterie.workers.inproc import InprocReplica
@@ -40,7 +40,7 @@ MakeReplica = Callable[[WorkerSpec], Replica]
 
 def build(config: Config, *, progress: Progress | None = None, inproc: bool = False) -> Pipeline:
     """The pipeline `config` asks for. `inproc` runs the engines as threads of this process."""
-    shared: dict[tuple[Path, str, DispatchSettings], list[tuple[str, SpecialistSettings]]] = {}
+    shared: dict[tuple[Path, str, MoeSettings], list[tuple[str, SpecialistSettings]]] = {}
     names: set[str] = set()
     for index, settings in enumerate(config.specialists):
         _check_strategy(settings.experts.strategy, f"specialists.{index}.experts.strategy")
@@ -59,19 +59,19 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
         _group(f"e{index}", path, members, config, threads, make)
         for index, ((path, *_), members) in enumerate(shared.items())
     ]
-    catalog = Catalog(registry_dir() if config.adapters.device_bytes else None)
-    records = Records(state_dir() / "records.db", config.jobs.max_records)
-    roster = Roster(
+    catalog = AdapterCatalog(registry_dir() if config.adapters.device_bytes else None)
+    records = InferenceRecords(state_dir() / "records.db", config.jobs.max_records)
+    roster = Fleet(
         groups,
         config.server.drain_s,
         catalog,
-        Routing(config.routing, records),
+        RoutingInputs(config.routing, records),
         config.server.clamp_max_tokens,
     )
     admin = AdapterAdmin(roster, state_dir() / "trust.json", config.server.allow_unsigned)
     jobs = JobStore(state_dir() / "jobs.db")
-    validators = Validators(config.validators)
-    return Pipeline(Parts(roster, admin, records, validators, jobs, config.jobs))
+    validators = AnswerValidators(config.validators)
+    return Pipeline(PipelineParts(roster, admin, records, validators, jobs, config.jobs))
 
 
 def registry_dir() -> Path:
@@ -83,10 +83,10 @@ def _check_strategy(text: str, param: str) -> None:
     """Before anything is fetched or loaded."""
     if text == "auto":
         return
-    from coterie.moe.dispatch.table import parse
+    from coterie.moe.dispatch.table import parse_strategy
 
     try:
-        parse(text)
+        parse_strategy(text)
     except ConfigError as error:
         raise ConfigError(f"{param}: {error.message}", param=param) from None
 
@@ -94,7 +94,7 @@ def _check_strategy(text: str, param: str) -> None:
 def model_name(model: str, path: Path) -> str:
     """`SmolLM2-135M-Instruct.Q4_1.gguf` is served as `smollm2-135m-instruct`."""
     if model.startswith("hf:"):
-        hub = parse(model[3:])
+        hub = parse_hub(model[3:])
         if hub.file is None:
             # a downloaded snapshot's folder is named by a hash
             return hub.repo.rpartition("/")[2].lower()
@@ -107,9 +107,9 @@ def model_name(model: str, path: Path) -> str:
 
 def _process_maker(engine: EngineSettings) -> MakeReplica:
     # not needed, and not imported, where engines run in this process
-    from coterie.workers.process import ProcessReplica, Restart
+    from coterie.workers.process import ProcessReplica, RestartPolicy
 
-    restart = Restart(
+    restart = RestartPolicy(
         engine.restart_backoff_s,
         engine.max_restart_backoff_s,
         engine.hang_s,
@@ -125,7 +125,7 @@ def _group(
     config: Config,
     threads: int,
     make: MakeReplica,
-) -> Group:
+) -> EngineGroup:
     engine = config.engine
     lanes = tuple(_lane(lane, settings, engine) for lane, settings in members)
     count = max(settings.replicas for _, settings in members)
@@ -146,7 +146,7 @@ def _group(
         for index in range(count)
     ]
     models = {lane: settings.model or DEFAULT_MODEL for lane, settings in members}
-    return Group(path, models, tuple(make(spec) for spec in specs))
+    return EngineGroup(path, models, tuple(make(spec) for spec in specs))
 
 
 def _lane(name: str, settings: SpecialistSettings, engine: EngineSettings) -> LaneSpec:

@@ -13,20 +13,20 @@ from coterie.core.events import Failed, Finished
 from coterie.core.outcome import InferenceMetrics, ValidationResult
 from coterie.core.request import Chat, own_tenant
 from coterie.service.answer import names_of
-from coterie.service.meter import Meter
-from coterie.service.records.log import Records
-from coterie.service.records.store import Record
-from coterie.service.run import Run
-from coterie.service.validate.base import Context
-from coterie.service.validate.generic import Generic
-from coterie.service.validate.validators import Validators
+from coterie.service.meter import RequestMeter
+from coterie.service.records.log import InferenceRecords
+from coterie.service.records.store import InferenceRecord
+from coterie.service.run import RequestRun
+from coterie.service.validate.base import AnswerContext
+from coterie.service.validate.generic import GenericValidator
+from coterie.service.validate.validators import AnswerValidators
 
 # answers that are being judged when the server ends are waited for so long
 SETTLE_S = 3.0
 
 
-class Ending:
-    def __init__(self, validators: Validators, records: Records) -> None:
+class Finisher:
+    def __init__(self, validators: AnswerValidators, records: InferenceRecords) -> None:
         self._validators, self._records = validators, records
         self._judging = 0
 
@@ -36,7 +36,7 @@ class Ending:
         while self._judging and time.monotonic() < give_up_at:
             await asyncio.sleep(0.01)
 
-    async def finished(self, run: Run, event: Finished) -> Finished:
+    async def finished(self, run: RequestRun, event: Finished) -> Finished:
         self._judging += 1
         try:
             validation = await self._validated(run, event)
@@ -48,7 +48,9 @@ class Ending:
         # before the answer leaves: whoever asks about it later finds it
         digests = tuple(adapter.digest for adapter in run.plan.adapters)
         outcome = _outcome(run, event, validation) if digests else None
-        self._records.log(Record(metrics, own_tenant(run.request.tenant), digests, outcome))
+        self._records.log(
+            InferenceRecord(metrics, own_tenant(run.request.tenant), digests, outcome)
+        )
         return Finished(
             event.request_id,
             event.choices,
@@ -63,18 +65,18 @@ class Ending:
             event.unfinished,
         )
 
-    def failed(self, run: Run, event: Failed, meter: Meter) -> None:
+    def failed(self, run: RequestRun, event: Failed, meter: RequestMeter) -> None:
         self._without_answer(
             run, metrics_of(run, meter.so_far(event.request_id, ""), failure=event.code)
         )
 
-    def left(self, run: Run, meter: Meter) -> InferenceMetrics:
+    def left(self, run: RequestRun, meter: RequestMeter) -> InferenceMetrics:
         """Nobody reads it any more: what it cost until then is written down all the same."""
         metrics = self.so_far(run, meter)
         self._without_answer(run, metrics)
         return metrics
 
-    def so_far(self, run: Run, meter: Meter) -> InferenceMetrics:
+    def so_far(self, run: RequestRun, meter: RequestMeter) -> InferenceMetrics:
         """The figures of a request that is left at this moment."""
         request = run.request
         timeout_s = request.limits.timeout_s
@@ -82,22 +84,22 @@ class Ending:
         reason = "timeout" if late else "abort"
         return metrics_of(run, meter.so_far(request.id, reason))
 
-    async def _validated(self, run: Run, event: Finished) -> ValidationResult | None:
+    async def _validated(self, run: RequestRun, event: Finished) -> ValidationResult | None:
         """Half an answer is not judged: nothing but the clock is to blame for it."""
         if event.choices[0] not in WHOLE or not run.may_be_judged:
             return None
         return await self._validators.validate("".join(run.texts), _context(run, event))
 
-    def _without_answer(self, run: Run, metrics: InferenceMetrics) -> None:
+    def _without_answer(self, run: RequestRun, metrics: InferenceMetrics) -> None:
         """No digests: nobody's verdict on what was never answered counts against an adapter."""
-        self._records.log(Record(metrics, own_tenant(run.request.tenant)))
+        self._records.log(InferenceRecord(metrics, own_tenant(run.request.tenant)))
 
 
-def _context(run: Run, event: Finished) -> Context:
+def _context(run: RequestRun, event: Finished) -> AnswerContext:
     prompt, trace = run.request.prompt, run.plan.trace
     # an answer that may call tools may have any form
     free = isinstance(prompt, Chat) and bool(prompt.tools)
-    return Context(
+    return AnswerContext(
         response_format=run.response_format,
         answer_pattern=run.plan.tuned.answer_pattern,
         task_type="" if free else run.task_type,
@@ -108,15 +110,15 @@ def _context(run: Run, event: Finished) -> Context:
     )
 
 
-def _is_whole(run: Run, event: Finished) -> bool:
+def _is_whole(run: RequestRun, event: Finished) -> bool:
     return run.response_format is not None and 0 not in event.unfinished
 
 
-def _outcome(run: Run, event: Finished, validation: ValidationResult | None) -> bool | None:
+def _outcome(run: RequestRun, event: Finished, validation: ValidationResult | None) -> bool | None:
     """Whether the answer speaks for its adapters. One that the caller's own limit cut short says
     nothing about them; nor does one of which only its being there could be checked, or adapters
     whose form nobody checks would pass for the best."""
-    if validation is None or validation.validator == Generic.name:
+    if validation is None or validation.validator == GenericValidator.name:
         return None
     cut = event.choices[0] == "length" and run.request.limits.max_tokens is not None
     return None if cut else validation.valid
@@ -127,7 +129,10 @@ WHOLE = ("stop", "length")
 
 
 def metrics_of(
-    run: Run, end: Finished, validation: ValidationResult | None = None, failure: str | None = None
+    run: RequestRun,
+    end: Finished,
+    validation: ValidationResult | None = None,
+    failure: str | None = None,
 ) -> InferenceMetrics:
     """`failure` is the code of what went wrong, if anything did. A job's times run from its
     acceptance: what it waited to be begun is a part of its queue."""
@@ -169,7 +174,7 @@ def metrics_of(
     )
 
 
-def _held_bytes(run: Run, end: Finished) -> int:
+def _held_bytes(run: RequestRun, end: Finished) -> int:
     """KV and adapters. Nothing of what it shared with everybody."""
     block_bytes = run.served.info.block_bytes.get(run.served.name, 0)
     return end.kv_blocks * block_bytes + end.adapter_bytes

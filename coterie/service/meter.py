@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from coterie.core.dispatch import ExpertUsage
+from coterie.core.dispatch import MoeUsage
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.core.plan import RoutePlan
-from coterie.obs.metrics import Histogram, Registry, Value
+from coterie.obs.metrics import Histogram, MetricRegistry, MetricValue
 from coterie.obs.trace import log
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 PHASES = ("grammar", "queue", "adapters", "prefill", "decode", "expert_stall", "expert_io")
 
 
-class Series:
+class SpecialistSeries:
     """The hot series of one specialist, looked up once."""
 
-    def __init__(self, registry: Registry, specialist: str) -> None:
+    def __init__(self, registry: MetricRegistry, specialist: str) -> None:
         self.registry, self.specialist = registry, specialist
         self.prompt_tokens = self._value("vllm:prompt_tokens")
         self.generation_tokens = self._value("vllm:generation_tokens")
@@ -52,7 +52,7 @@ class Series:
 
     def spent(self, end: Finished) -> None:
         """Where a request's time went."""
-        timings, experts = end.timings, end.experts or ExpertUsage()
+        timings, experts = end.timings, end.experts or MoeUsage()
         seconds = (
             timings.grammar_s,
             timings.queue_s,
@@ -65,14 +65,14 @@ class Series:
         for series, amount in zip(self._spent.values(), seconds, strict=True):
             series.add(amount)
 
-    def _value(self, name: str) -> Value:
+    def _value(self, name: str) -> MetricValue:
         return self.registry.value(name, self.specialist)
 
     def _histogram(self, name: str) -> Histogram:
         return self.registry.histogram(name, self.specialist)
 
 
-class Meter:
+class RequestMeter:
     """One request's."""
 
     __slots__ = (
@@ -80,7 +80,7 @@ class Meter:
         "first_token_s", "max_tokens",
     )  # fmt: skip
 
-    def __init__(self, series: Series, arrived_at: float, choices: int) -> None:
+    def __init__(self, series: SpecialistSeries, arrived_at: float, choices: int) -> None:
         self._series = series
         # most tokens of a choice, once the prompt was counted
         self.max_tokens: int | None = None
@@ -174,7 +174,7 @@ MAX_NAMED = 200
 
 
 class RouteMeter:
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: MetricRegistry) -> None:
         self._registry = registry
         self._router = registry.histogram("coterie_router_seconds")
         self._validation = registry.histogram("coterie_validation_seconds")
@@ -203,7 +203,7 @@ class RouteMeter:
             self._registry.value("coterie_validations", validation.validator, result).add()
             self._validation.observe(validation.duration_ms / 1000)
 
-    def _decision(self, name: str) -> Value:
+    def _decision(self, name: str) -> MetricValue:
         found = self._decisions.get(name)
         if found is None:
             if len(self._decisions) >= MAX_NAMED:

@@ -20,8 +20,8 @@ from coterie.core.plan import RoutePlan
 from coterie.core.request import (
     EVERY_RIGHT,
     InferenceRequest,
+    KeyRights,
     Prompt,
-    Rights,
     RouteHints,
     Sampling,
     own_tenant,
@@ -31,21 +31,21 @@ from coterie.core.settings import JobSettings
 from coterie.models.grammar.check import GrammarCheck
 from coterie.models.text.tokenizer import is_long
 from coterie.service.adapters.admin import AdapterAdmin
-from coterie.service.adapters.conversation import Conversations
-from coterie.service.adapters.degrade import Left
-from coterie.service.adapters.leases import Lease
-from coterie.service.ending import Ending
+from coterie.service.adapters.conversation import ConversationPredictor
+from coterie.service.adapters.degrade import LeftOutAdapter
+from coterie.service.adapters.leases import AdapterLease
+from coterie.service.ending import Finisher
 from coterie.service.jobs.service import JobService
 from coterie.service.jobs.store import JobStore
-from coterie.service.meter import Meter, RouteMeter
-from coterie.service.planner import Planner
-from coterie.service.records.log import Records
-from coterie.service.roster import Health, ModelCard, Roster
-from coterie.service.run import Run, lowered
+from coterie.service.meter import RequestMeter, RouteMeter
+from coterie.service.planner import RequestPlanner
+from coterie.service.records.log import InferenceRecords
+from coterie.service.roster import Fleet, ModelCard, ServiceHealth
+from coterie.service.run import RequestRun, lowered
 from coterie.service.submit.assign import assignment, tokenise
-from coterie.service.submit.handover import Handover
-from coterie.service.submit.mailbox import Mailbox
-from coterie.service.validate.validators import Validators
+from coterie.service.submit.handover import Submitter
+from coterie.service.submit.mailbox import EventQueue
+from coterie.service.validate.validators import AnswerValidators
 from coterie.workers.base import Replica
 
 if TYPE_CHECKING:
@@ -57,35 +57,35 @@ COUNTED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PipelineParts:
     """What a pipeline is put together from."""
 
-    roster: Roster
+    roster: Fleet
     adapters: AdapterAdmin
-    records: Records
-    validators: Validators
+    records: InferenceRecords
+    validators: AnswerValidators
     job_store: JobStore
     job_settings: JobSettings
 
 
 class Pipeline:
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: PipelineParts) -> None:
         self._roster = parts.roster
         self.registry = parts.roster.registry
         self.adapters, self.records = parts.adapters, parts.records
         self.jobs = JobService(self, parts.job_store, parts.job_settings)
         self._validators = parts.validators
         self._routes = RouteMeter(self.registry)
-        self._planner = Planner(parts.roster, self._routes)
+        self._planner = RequestPlanner(parts.roster, self._routes)
         self._grammars = GrammarCheck()
-        self._handover = Handover()
-        self._conversations = Conversations(self.registry)
-        self._ending = Ending(parts.validators, parts.records)
+        self._handover = Submitter()
+        self._conversations = ConversationPredictor(self.registry)
+        self._ending = Finisher(parts.validators, parts.records)
         self._counting = asyncio.Lock()
         self._draining = False
         self._open = 0
         # by tenant; whoever is not in it has every right
-        self.rights: Mapping[str, Rights] = {}
+        self.rights: Mapping[str, KeyRights] = {}
 
     async def start(self) -> None:
         await self.records.start()
@@ -140,8 +140,8 @@ class Pipeline:
 
     async def _whole_or_without(
         self,
-        run: Run,
-        lease: Lease,
+        run: RequestRun,
+        lease: AdapterLease,
         vendor: Sampling,
         tell: Callable[[RoutePlan], None],
         left: Callable[[InferenceMetrics], None],
@@ -168,7 +168,7 @@ class Pipeline:
             async for event in again:
                 yield event
 
-    async def _without_damaged(self, run: Run, vendor: Sampling) -> Run:
+    async def _without_damaged(self, run: RequestRun, vendor: Sampling) -> RequestRun:
         catalog, plan = self._roster.catalog, run.plan
         damaged = await catalog.look_over(plan.adapters)
         gone = damaged or list(plan.adapters)
@@ -177,7 +177,7 @@ class Pipeline:
         if plan.trace is None or self._roster.router.resolve(run.request.hints).adapters:
             raise Unavailable(f"{names}: {why} on this server; it has to be installed again")
         self.registry.value("coterie_recoveries", run.served.name, "expert_left_out").add()
-        return self._planner.again(run, vendor, [Left(item, why) for item in gone])
+        return self._planner.again(run, vendor, [LeftOutAdapter(item, why) for item in gone])
 
     def within_rights(self, request: InferenceRequest) -> InferenceRequest:
         """`request` as its key has a right to it."""
@@ -190,10 +190,12 @@ class Pipeline:
         return request if limits == request.limits else replace(request, limits=limits)
 
     async def _events(
-        self, run: Run, lease: Lease, left: Callable[[InferenceMetrics], None]
+        self, run: RequestRun, lease: AdapterLease, left: Callable[[InferenceMetrics], None]
     ) -> AsyncGenerator[Event, None]:
         with lease:
-            meter = Meter(run.served.series, run.request.arrived_at, run.plan.sampling.n or 1)
+            meter = RequestMeter(
+                run.served.series, run.request.arrived_at, run.plan.sampling.n or 1
+            )
             try:
                 replica, mailbox = await self._begin(run, lease.virtual_tokens)
             except asyncio.CancelledError:
@@ -226,7 +228,7 @@ class Pipeline:
                     left(self._ending.left(run, meter))
                     await replica.abort(run.request.id)
 
-    async def _begin(self, run: Run, virtual_tokens: int) -> tuple[Replica, Mailbox]:
+    async def _begin(self, run: RequestRun, virtual_tokens: int) -> tuple[Replica, EventQueue]:
         try:
             if run.plan.adapters:
                 self._handover.preload(run.served, run.plan.adapters)
@@ -239,7 +241,9 @@ class Pipeline:
             self._roster.registry.value("coterie_rejections", run.served.name, error.code).add()
             raise
 
-    async def _ended(self, run: Run, event: Finished | Failed, meter: Meter) -> Finished | Failed:
+    async def _ended(
+        self, run: RequestRun, event: Finished | Failed, meter: RequestMeter
+    ) -> Finished | Failed:
         if isinstance(event, Failed):
             self._ending.failed(run, event, meter)
             return event
@@ -288,7 +292,7 @@ class Pipeline:
         """Requests that are being answered or wait for it."""
         return self._open
 
-    def health(self) -> Health:
+    def health(self) -> ServiceHealth:
         return self._roster.health(draining=self._draining)
 
     def metrics_text(self) -> str:

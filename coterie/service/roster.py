@@ -16,18 +16,18 @@ from coterie.core.adapters import AdapterCard
 from coterie.core.errors import Unavailable
 from coterie.core.request import AUTO, RouteHints
 from coterie.core.settings import RoutingSettings
-from coterie.obs.metrics import Registry
-from coterie.obs.tables import OWN_METRICS, own_series
+from coterie.obs.metrics import MetricRegistry
+from coterie.obs.tables import OWN_METRICS, adapter_series
 from coterie.obs.trace import log
-from coterie.routing.protocols import Outcomes
+from coterie.routing.protocols import OutcomeRates
 from coterie.routing.router import Router, Specialist
-from coterie.service.adapters.catalog import Catalog
-from coterie.service.meter import Series
+from coterie.service.adapters.catalog import AdapterCatalog
+from coterie.service.meter import SpecialistSeries
 from coterie.service.submit.replicas import ReplicaSet
 from coterie.workers.base import AdapterInfo, Replica, ReplicaInfo
 
 if TYPE_CHECKING:
-    from coterie.service.adapters.catalog import Catalog
+    from coterie.service.adapters.catalog import AdapterCatalog
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class EngineGroup:
     """Specialists that share an engine's weights, and the replicas that run it."""
 
     path: Path
@@ -46,7 +46,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedSpecialist:
     """A specialist, ready."""
 
     name: str
@@ -56,22 +56,22 @@ class Served:
     max_sequences: int
     tokenizer: Tokenizer
     replicas: ReplicaSet
-    series: Series
+    series: SpecialistSeries
     info: ReplicaInfo
     # a max_tokens beyond the context becomes what is left of it, instead of a refusal
     clamp_max_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class RoutingInputs:
     """How requests find their adapters, and what is known of those that ran."""
 
     settings: RoutingSettings | None = None
-    outcomes: Outcomes | None = None
+    outcomes: OutcomeRates | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Bases:
+class BaseFingerprints:
     """Fingerprints: of every specialist, and of one that was named."""
 
     every: tuple[str, ...]
@@ -90,7 +90,7 @@ class ModelCard:
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
+class ServiceHealth:
     """`live`: the process works, and workers come. `ready`: every specialist can take a request."""
 
     live: bool
@@ -98,22 +98,22 @@ class Health:
     specialists: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-class Roster:
+class Fleet:
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[EngineGroup],
         drain_s: float = 30.0,
-        catalog: Catalog | None = None,
-        routing: Routing | None = None,
+        catalog: AdapterCatalog | None = None,
+        routing: RoutingInputs | None = None,
         clamp_max_tokens: bool = False,
     ) -> None:
-        self.registry = Registry()
-        self.catalog = catalog or Catalog(None)
-        self._routing = routing or Routing()
+        self.registry = MetricRegistry()
+        self.catalog = catalog or AdapterCatalog(None)
+        self._routing = routing or RoutingInputs()
         self._groups = tuple(groups)
         self._drain_s = drain_s
         self._clamp_max_tokens = clamp_max_tokens
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, ServedSpecialist] = {}
         self._router: Router | None = None
 
     @property
@@ -122,7 +122,7 @@ class Roster:
             raise Unavailable("the models are still loading", retry_after_s=5.0)
         return self._router
 
-    def find(self, model: str | None) -> Served:
+    def find(self, model: str | None) -> ServedSpecialist:
         if model in self._served:
             return self._served[model]
         return self._served[self.router.resolve(RouteHints(model)).specialist]
@@ -137,10 +137,12 @@ class Roster:
     def names(self) -> Collection[str]:
         return self._served.keys()
 
-    def fingerprints(self, specialist: str | None = None) -> Bases:
+    def fingerprints(self, specialist: str | None = None) -> BaseFingerprints:
         """Of the first specialist when none is named."""
         named = self.find(specialist).info.fingerprint
-        return Bases(tuple(item.info.fingerprint for item in self._served.values()), (named,))
+        return BaseFingerprints(
+            tuple(item.info.fingerprint for item in self._served.values()), (named,)
+        )
 
     def adapter_infos(self, fingerprints: Collection[str]) -> dict[str, AdapterInfo]:
         """Of the specialists with these models, by name."""
@@ -207,7 +209,7 @@ class Roster:
         package = f"{adapter.name}@{adapter.version}"
         return ModelCard(name, int(adapter.installed_at), base.context, package, base.name)
 
-    def health(self, *, draining: bool) -> Health:
+    def health(self, *, draining: bool) -> ServiceHealth:
         details = {name: _details(item) for name, item in self._served.items()}
         damaged = sorted(f"{card.name}@{card.version}" for card in self.catalog.damaged())
         if damaged:
@@ -215,7 +217,7 @@ class Roster:
         ready = bool(details) and not draining and all(item["ready"] for item in details.values())
         states = [replica.state() for replica in self._replicas()] if details else []
         live = not states or any(state != "failing" for state in states)
-        return Health(live=live, ready=ready, specialists=details)
+        return ServiceHealth(live=live, ready=ready, specialists=details)
 
     def measure(self) -> None:
         """Bring the gauges up to date."""
@@ -236,7 +238,7 @@ class Roster:
         self.registry.value("coterie_damaged_experts").set(len(self.catalog.damaged()))
         measure_adapters(self.registry, self.catalog, self._served.values())
 
-    async def _start_group(self, group: Group) -> list[Served]:
+    async def _start_group(self, group: EngineGroup) -> list[ServedSpecialist]:
         reading = asyncio.to_thread(_read_tokenizer, group.path)
         starting: list[Coroutine[Any, Any, Any]] = [replica.start() for replica in group.replicas]
         tokenizer, *infos = await all_or_none([reading, *starting])
@@ -245,7 +247,7 @@ class Roster:
             log("worker_ready", replica=item.name, pid=item.pid, dtype=item.dtype,
                 device=item.device, threads=item.threads)  # fmt: skip
         return [
-            Served(
+            ServedSpecialist(
                 name=name,
                 model=model,
                 created=int(time.time()),
@@ -253,7 +255,7 @@ class Roster:
                 max_sequences=info.max_sequences[name],
                 tokenizer=tokenizer,
                 replicas=ReplicaSet(name, group.replicas, info.max_sequences[name]),
-                series=Series(self.registry, name),
+                series=SpecialistSeries(self.registry, name),
                 info=info,
                 clamp_max_tokens=self._clamp_max_tokens,
             )
@@ -274,7 +276,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _specialist(item: Served) -> Specialist:
+def _specialist(item: ServedSpecialist) -> Specialist:
     room = item.info.adapters
     nbytes = 0 if room is None else room.device_bytes
     return Specialist(item.name, item.info.generation, item.info.fingerprint, nbytes)
@@ -292,7 +294,7 @@ async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         raise
 
 
-def _details(item: Served) -> dict[str, Any]:
+def _details(item: ServedSpecialist) -> dict[str, Any]:
     members = item.replicas.members
     extras = {
         name: asdict(facts)
@@ -317,7 +319,9 @@ def _details(item: Served) -> dict[str, Any]:
 REQUESTS, LOADED = "vllm:lora_requests_info", "vllm:lora_adapter_loaded"
 
 
-def measure_adapters(registry: Registry, catalog: Catalog, served: Collection[Served]) -> None:
+def measure_adapters(
+    registry: MetricRegistry, catalog: AdapterCatalog, served: Collection[ServedSpecialist]
+) -> None:
     registry.forget((*OWN_METRICS, REQUESTS, LOADED))
     rooms = [item.info.adapters for item in served if item.info.adapters is not None]
     if not rooms:
@@ -330,11 +334,11 @@ def measure_adapters(registry: Registry, catalog: Catalog, served: Collection[Se
     for item in served:
         _residency(registry, catalog, item)
         for replica in item.replicas.members:
-            for name, labels, value in own_series(replica.name, replica.adapter_loads()):
+            for name, labels, value in adapter_series(replica.name, replica.adapter_loads()):
                 registry.value(name, *labels).set(value)
 
 
-def _residency(registry: Registry, catalog: Catalog, item: Served) -> None:
+def _residency(registry: MetricRegistry, catalog: AdapterCatalog, item: ServedSpecialist) -> None:
     """By every name that means a resident digest, in use or not: routers ask who is warm."""
     resident = {d for state in item.replicas.states() for d in state.resident_adapters}
     for name, card in catalog.current().items():

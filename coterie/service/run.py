@@ -9,14 +9,14 @@ from coterie.core.plan import RoutePlan
 from coterie.core.request import InferenceRequest, ResponseFormat
 
 if TYPE_CHECKING:
-    from coterie.service.roster import Served
+    from coterie.service.roster import ServedSpecialist
 
 
 @dataclass(slots=True)
-class Run:
+class RequestRun:
     request: InferenceRequest
     plan: RoutePlan
-    served: Served
+    served: ServedSpecialist
     # time.monotonic() when the plan was there, and what deciding took
     routed_at: float
     router_s: float

@@ -24,7 +24,7 @@ from coterie.weights.formats.gguf_config import (
 )
 from coterie.weights.formats.gguf_tensors import map_file, read_tensor
 from coterie.weights.formats.safetensors import SafetensorsCheckpoint
-from coterie.weights.pages import Extent, release, samples
+from coterie.weights.pages import FileExtent, release, samples
 from coterie.weights.quantize import Weight, dense
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -52,7 +52,7 @@ class Checkpoint(Protocol):
         """The bytes of the tensor as stored, its rows in the order of `read`."""
         ...
 
-    def extent(self, name: str) -> Extent:
+    def extent(self, name: str) -> FileExtent:
         """Where `name` lies on disk, its rows in the file's order."""
         ...
 
@@ -114,9 +114,9 @@ class GGUFCheckpoint:
         order = self._row_order(info)
         return data if order is None else data.reshape(info.shape[0], -1)[order].reshape(-1)
 
-    def extent(self, name: str) -> Extent:
+    def extent(self, name: str) -> FileExtent:
         info = self._info(name)
-        return Extent(self.path, info.offset, info.nbytes)
+        return FileExtent(self.path, info.offset, info.nbytes)
 
     def release(self) -> None:
         release(self.path, self._data)

@@ -22,7 +22,7 @@ _EXPECT_RANDOM = getattr(mmap, "MADV_RANDOM", None)
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class FileExtent:
     """A range of bytes of one file."""
 
     path: Path

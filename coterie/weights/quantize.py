@@ -26,7 +26,7 @@ _REFINEMENTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class DenseWeight:
     """tensor: [N, K] or [K]; fp32, bf16 or fp16."""
 
     tensor: Tensor
@@ -41,7 +41,7 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
-class Int8:
+class Int8Weight:
     """w = q * scale. q: int8 [N, K]; scale: fp16 [N, K/32]."""
 
     q: Tensor
@@ -57,7 +57,7 @@ class Int8:
 
 
 @dataclass(frozen=True, slots=True)
-class Int4:
+class Int4Weight:
     """w = q * scale + minimum, q in 0..15. scale, minimum: fp16 [N, K/32].
 
     q: uint8 [N, K/2]. Byte j of a group's 16 holds element j in its low and element j + 16 in its
@@ -78,7 +78,7 @@ class Int4:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class GgufBlocks:
     """GGUF's K blocks as stored. kind: "q4_k" or "q6_k"; data: uint8 [N, bytes of a row]."""
 
     kind: str
@@ -94,20 +94,20 @@ class Blocks:
         return self.data.nbytes
 
 
-Weight = Dense | Int8 | Int4 | Blocks
+Weight = DenseWeight | Int8Weight | Int4Weight | GgufBlocks
 
 
 def dense(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values, computed in fp32 and then rounded to `dtype` (the stored tensor when it fits)."""
-    if isinstance(weight, Dense):
+    if isinstance(weight, DenseWeight):
         return weight.tensor.to(dtype)
     rows, columns = weight.shape
-    if isinstance(weight, Blocks):
+    if isinstance(weight, GgufBlocks):
         _, nbytes = BLOCK_SIZES[weight.kind.upper()]
         return expand(weight.data.view(rows, -1, nbytes), weight.kind.upper()).to(dtype)
     groups = columns // GROUP
     scale = weight.scale.float().unsqueeze(-1)
-    if isinstance(weight, Int8):
+    if isinstance(weight, Int8Weight):
         values = weight.q.view(rows, groups, GROUP).float() * scale
     else:
         values = _nibbles(weight.q, groups).float() * scale
@@ -125,28 +125,28 @@ def convert(weight: Weight, dtype: str) -> Weight:
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
     if dtype == "fp32":
-        return Dense(dense(weight))
+        return DenseWeight(dense(weight))
     if dtype == "bf16":
-        return Dense(dense(weight, torch.bfloat16))
-    if not isinstance(weight, Dense):
+        return DenseWeight(dense(weight, torch.bfloat16))
+    if not isinstance(weight, DenseWeight):
         return weight
     tensor = weight.tensor
     groupable = tensor.ndim == 2 and tensor.shape[1] % GROUP == 0 and tensor.numel() > 0
     if dtype == "auto" or not groupable:
-        return Dense(tensor.float()) if tensor.dtype == torch.float16 else weight
+        return DenseWeight(tensor.float()) if tensor.dtype == torch.float16 else weight
     return quantize_int8(tensor) if dtype == "int8" else quantize_int4(tensor)
 
 
-def quantize_int8(tensor: Tensor) -> Int8:
+def quantize_int8(tensor: Tensor) -> Int8Weight:
     """Symmetric: scale = absmax / 127 per group, rounded to fp16 before q is chosen."""
     parts = [_int8_rows(rows) for rows in _slices(tensor)]
-    return Int8(torch.cat([p.q for p in parts]), torch.cat([p.scale for p in parts]))
+    return Int8Weight(torch.cat([p.q for p in parts]), torch.cat([p.scale for p in parts]))
 
 
-def quantize_int4(tensor: Tensor) -> Int4:
+def quantize_int4(tensor: Tensor) -> Int4Weight:
     """Asymmetric: scale and minimum per group by least squares, started from the group's range."""
     parts = [_int4_rows(rows) for rows in _slices(tensor)]
-    return Int4(
+    return Int4Weight(
         torch.cat([p.q for p in parts]),
         torch.cat([p.scale for p in parts]),
         torch.cat([p.minimum for p in parts]),
@@ -154,7 +154,7 @@ def quantize_int4(tensor: Tensor) -> Int4:
 
 
 def pack_nibbles(q: Tensor) -> Tensor:
-    """[N, G, 32] values 0..15 -> uint8 [N, G * 16] in the order `Int4` documents."""
+    """[N, G, 32] values 0..15 -> uint8 [N, G * 16] in the order `Int4Weight` documents."""
     low, high = q[..., : GROUP // 2], q[..., GROUP // 2 :]
     return (low | (high << 4)).to(torch.uint8).flatten(1)
 
@@ -168,14 +168,14 @@ def _slices(tensor: Tensor) -> tuple[Tensor, ...]:
     return torch.split(tensor, max(1, _SLICE_ELEMENTS // tensor.shape[1]))
 
 
-def _int8_rows(tensor: Tensor) -> Int8:
+def _int8_rows(tensor: Tensor) -> Int8Weight:
     values = tensor.float().reshape(tensor.shape[0], -1, GROUP)
     scale = (values.abs().amax(-1) / 127).half()
     q = (values * _inverse(scale.float())).round_().clamp_(-127, 127)
-    return Int8(q.to(torch.int8).flatten(1), scale)
+    return Int8Weight(q.to(torch.int8).flatten(1), scale)
 
 
-def _int4_rows(tensor: Tensor) -> Int4:
+def _int4_rows(tensor: Tensor) -> Int4Weight:
     values = tensor.float().reshape(tensor.shape[0], -1, GROUP)
     low, high = values.aminmax(dim=-1)
     scale, minimum = ((high - low) / 15).half(), low.half()
@@ -190,7 +190,7 @@ def _int4_rows(tensor: Tensor) -> Int4:
         minimum = torch.where(better, new_minimum, minimum)
         q = torch.where(better.unsqueeze(-1), new_q, q)
         error = torch.where(better, new_error, error)
-    return Int4(pack_nibbles(q.to(torch.uint8)), scale, minimum)
+    return Int4Weight(pack_nibbles(q.to(torch.uint8)), scale, minimum)
 
 
 def _nearest(values: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from coterie.core.plan import AdapterChoice
 from coterie.weights.home import state_dir
 
 if TYPE_CHECKING:
-    from coterie.packages.registry import Registry
+    from coterie.packages.registry import AdapterRegistry
 
 PACKAGE = ".expert"
 
@@ -31,7 +31,7 @@ class AdapterNames:
     def __init__(self, root: Path | None = None, *, allow_unsigned: bool = False) -> None:
         self._root = root or state_dir() / "experts"
         self._allow_unsigned = allow_unsigned
-        self._registry: Registry | None = None
+        self._registry: AdapterRegistry | None = None
         # adapters this very process brought in: not installed, and nobody else's
         self.imported: dict[str, AdapterCard] = {}
 
@@ -84,11 +84,11 @@ class AdapterNames:
         self.imported[str(path)] = card
         return card
 
-    def _open(self) -> Registry:
+    def _open(self) -> AdapterRegistry:
         if self._registry is None:
-            from coterie.packages.registry import Registry
+            from coterie.packages.registry import AdapterRegistry
 
-            self._registry = Registry(self._root)
+            self._registry = AdapterRegistry(self._root)
         return self._registry
 
 

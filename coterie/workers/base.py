@@ -1,7 +1,8 @@
 """The contract every transport keeps between the service and an engine, and the values it carries.
 
-Knows no transport, no torch, no engine: a `WorkerSpec` says what to load, a `Command` what to do,
-a `Report` what came of it.
+Knows no transport, no torch, no engine: a `WorkerSpec` says what to load, a `WorkerCommand` what to
+do,
+a `WorkerReport` what came of it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from coterie.core.adapters import DEFAULTS, NO_MODULES, AdapterSettings, Modules
-from coterie.core.dispatch import AUTOMATIC, DispatchSettings
+from coterie.core.adapters import DEFAULTS, NO_MODULES, AdaptableModules, AdapterSettings
+from coterie.core.dispatch import AUTOMATIC, MoeSettings
 from coterie.core.events import Delta, Event, Failed, Finished, Started
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 
@@ -45,14 +46,14 @@ class WorkerSpec:
     threads: int = 0  # 0 = every core
     kv_bytes: int = 0  # 0 = by the machine's free memory
     log_level: str = "info"
-    dispatch: DispatchSettings = AUTOMATIC
+    dispatch: MoeSettings = AUTOMATIC
     adapters: AdapterSettings = DEFAULTS
     # folder of adapters by digest; empty = this worker runs none
     library: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertInfo:
+class MoeInfo:
     """Routed experts, as they were placed at start. `weight_bytes` leaves them out."""
 
     strategy: str
@@ -75,7 +76,7 @@ class AdapterInfo:
     host_bytes: int
     max_stacks: int
     # what of the model they may change
-    modules: Modules = NO_MODULES
+    modules: AdaptableModules = NO_MODULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class ReplicaInfo:
     # the bytes that the lanes divided; `kv_bytes` is what whole blocks of it came to
     kv_budget: int = 0
     # only of a model with routed experts
-    experts: ExpertInfo | None = None
+    experts: MoeInfo | None = None
     # None = this worker runs no adapters
     adapters: AdapterInfo | None = None
     # lane -> bytes of one KV block, keys and values of every layer
@@ -123,7 +124,7 @@ class ReplicaInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class WorkerCommand:
     """What a worker is told. `kind` is submit, abort, preload or stop; unread = a command of which
     nothing but the request could be read."""
 
@@ -135,7 +136,7 @@ class Command:
 
 
 @dataclass(slots=True)
-class Report:
+class WorkerReport:
     """Everything a worker has to say after a step, in one message.
 
     Of one request the order is verdict, started, deltas, finished or failed: readers take the lists

@@ -21,7 +21,7 @@ from coterie.core.errors import CoterieError, InternalError
 from coterie.core.plain import fault_of
 from coterie.obs.trace import configure, log
 from coterie.workers import wire
-from coterie.workers.base import Command, ReplicaInfo, Report
+from coterie.workers.base import ReplicaInfo, WorkerCommand, WorkerReport
 from coterie.workers.host import serve
 
 # standard input's descriptor
@@ -29,7 +29,7 @@ LIFELINE = 0
 BEAT_S = 0.5
 
 
-class Channel:
+class WorkerChannel:
     """The child's end of the socket."""
 
     def __init__(self, address: str) -> None:
@@ -38,13 +38,13 @@ class Channel:
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.connect(address)
 
-    def load(self, word: wire.Loaded) -> None:
+    def load(self, word: wire.LoadOutcome) -> None:
         self._socket.send(wire.encode(word))
 
-    def send(self, report: Report) -> None:
+    def send(self, report: WorkerReport) -> None:
         self._socket.send(wire.encode_report(report))
 
-    def receive(self, wait: bool) -> Sequence[Command]:
+    def receive(self, wait: bool) -> Sequence[WorkerCommand]:
         commands = [_read_command(self._socket.recv())] if wait else []
         while True:
             try:
@@ -64,7 +64,7 @@ def main(address: str) -> int:
     spec = wire.decode_spec(_read(length))
     configure(spec.log_level)
     threading.Thread(target=_watch, name="lifeline", daemon=True).start()
-    channel = Channel(address)
+    channel = WorkerChannel(address)
     try:
         # torch is imported here, after the lifeline is watched: loading takes seconds
         from coterie.workers.host import build_engine
@@ -73,12 +73,12 @@ def main(address: str) -> int:
         if (fault := fault_of(host.info, ReplicaInfo)) is not None:
             raise InternalError(f"what was loaded cannot be told: {fault}")
     except CoterieError as error:
-        channel.load(wire.Loaded(code=error.code, message=error.message))
+        channel.load(wire.LoadOutcome(code=error.code, message=error.message))
         channel.close()
         return 1
     threading.Thread(target=host.engine.warm_grammars, name="grammars", daemon=True).start()
-    channel.load(wire.Loaded(host.info))
-    channel.send(Report(lanes=host.engine.lane_states()))
+    channel.load(wire.LoadOutcome(host.info))
+    channel.send(WorkerReport(lanes=host.engine.lane_states()))
     try:
         serve(host, channel.receive, channel.send)
     except Exception as error:
@@ -89,7 +89,7 @@ def main(address: str) -> int:
     return 0
 
 
-def _read_command(message: bytes) -> Command:
+def _read_command(message: bytes) -> WorkerCommand:
     try:
         return wire.decode_command(message)
     except wire.Mistyped as error:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from coterie.core.adapters import DEFAULTS, AdapterSettings
 from coterie.core.config import dispatch
-from coterie.core.dispatch import ExpertUsage
+from coterie.core.dispatch import MoeUsage
 from coterie.core.errors import ConfigError, InvalidRequest, from_code
 from coterie.core.events import Delta, Event, Failed, Finished, Timings, TokenLogprob, Usage
 from coterie.core.plan import AdapterChoice, Assignment, Rejected
@@ -36,7 +36,7 @@ _LIMITS = frozenset(item.name for item in fields(Limits))
 PromptLike = str | Sequence[int]
 
 
-class Asked(NamedTuple):
+class CallOptions(NamedTuple):
     """One call's options, the same for all of its prompts."""
 
     sampling: Sampling
@@ -124,14 +124,16 @@ class LLM:
         next(stream)
         return collect(assignment, stream)
 
-    def stream(self, prompt: PromptLike | Sequence[Mapping[str, str]], **options: Any) -> Stream:
+    def stream(
+        self, prompt: PromptLike | Sequence[Mapping[str, str]], **options: Any
+    ) -> CompletionStream:
         """Deltas as they come, of a prompt or of a conversation. Closing the iterator aborts."""
         chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         value = _chat(prompt, None) if chat else _prompt(prompt)  # type: ignore[arg-type]
         assignment = self._assignment(value, self._asked(options))
         events = self._run(assignment)
         next(events)
-        return Stream(events)
+        return CompletionStream(events)
 
     def prepare(self, experts: Sequence[Named] | str) -> None:
         """Check adapters before they are used, and begin to load them."""
@@ -180,14 +182,14 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _asked(self, options: Mapping[str, Any]) -> Asked:
+    def _asked(self, options: Mapping[str, Any]) -> CallOptions:
         given = dict(options)
         named = given.pop("experts", None) or ()
         adapters, virtual_tokens = self.adapters.choose(named, self.info.fingerprint)
         sampling, limits = _split(given)
-        return Asked(sampling, limits, adapters, virtual_tokens)
+        return CallOptions(sampling, limits, adapters, virtual_tokens)
 
-    def _assignment(self, prompt: Prompt, asked: Asked) -> Assignment:
+    def _assignment(self, prompt: Prompt, asked: CallOptions) -> Assignment:
         ids = self.tokenizer.encode_prompt(prompt)
         sampling = resolve_sampling(asked.sampling, self.info.generation)
         check_tokens(ids, sampling, self.tokenizer.vocab_size)
@@ -286,7 +288,7 @@ Events = Generator[Event | None, None, None]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CompletionChoice:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
@@ -298,12 +300,12 @@ class Choice:
 class Completion:
     """One prompt's answer. `text` and `token_ids` are those of the first choice."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[CompletionChoice, ...]
     usage: Usage
     timings: Timings
     prompt_token_ids: tuple[int, ...]
     # only of a model with routed experts
-    experts: ExpertUsage | None = None
+    experts: MoeUsage | None = None
     # the caller's own, or the one that was drawn
     seed: int = 0
 
@@ -316,7 +318,7 @@ class Completion:
         return self.choices[0].token_ids
 
 
-class Stream(Iterator[Delta]):
+class CompletionStream(Iterator[Delta]):
     """Deltas as they come; `finished` is there when the last one was taken."""
 
     def __init__(self, events: Events) -> None:
@@ -341,7 +343,7 @@ class Stream(Iterator[Delta]):
 def collect(assignment: Assignment, events: Events) -> Completion:
     """Everything up to the end; a failure is raised as the error it stands for."""
     deltas: list[list[Delta]] = [[] for _ in range(assignment.sampling.n or 1)]
-    stream = Stream(events)
+    stream = CompletionStream(events)
     for delta in stream:
         deltas[delta.choice].append(delta)
     end = stream.finished
@@ -360,11 +362,11 @@ def collect(assignment: Assignment, events: Events) -> Completion:
     )
 
 
-def _choice(deltas: list[Delta], reason: str) -> Choice:
+def _choice(deltas: list[Delta], reason: str) -> CompletionChoice:
     logprobs = None
     if any(delta.logprobs is not None for delta in deltas):
         logprobs = tuple(item for delta in deltas for item in delta.logprobs or ())
-    return Choice(
+    return CompletionChoice(
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         finish_reason=reason,

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from coterie.adapters.library import Library
+from coterie.adapters.library import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
-from coterie.adapters.slab import Slab
-from coterie.core.dispatch import AUTOMATIC, DispatchSettings
+from coterie.adapters.slab import AdapterSlab
+from coterie.core.dispatch import AUTOMATIC, MoeSettings
 from coterie.core.errors import ConfigError, CoterieError
 from coterie.core.plain import fault_of
 from coterie.core.plan import Admitted, Assignment, Rejected
@@ -30,7 +30,7 @@ from coterie.models.base import (
     read_spec,
     stored_dtype,
 )
-from coterie.models.experts import ExpertsWanted, store_of
+from coterie.models.experts import MoeRequirements, store_of
 from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
 from coterie.moe.planner.auto import chooser, known_costs
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
@@ -42,24 +42,24 @@ from coterie.workers import memory
 from coterie.workers.base import (
     AdapterInfo,
     AdapterLoad,
-    Command,
-    ExpertInfo,
     LaneSpec,
+    MoeInfo,
     ReplicaInfo,
-    Report,
+    WorkerCommand,
+    WorkerReport,
     WorkerSpec,
 )
 from coterie.workers.warmup import HeatmapFile, heatmap_path, refine
 from coterie.workers.wire import TOLD, sift
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import DispatchSettings
+    from coterie.core.dispatch import MoeSettings
     from coterie.core.plan import AdapterChoice
     from coterie.engine.engine import Engine, LaneConfig
     from coterie.models.base import CausalLM
     from coterie.models.text.tokenizer import Tokenizer
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.moe.store.base import Geometry
+    from coterie.moe.store.base import ExpertGeometry
 
 # generation_config keys that mean something to a request; the rest never leaves the worker
 GENERATION_KEYS = (
@@ -76,11 +76,11 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class EngineHost:
     engine: Engine
     tokenizer: Tokenizer
     info: ReplicaInfo
-    experts: ExpertHost | None = None
+    experts: MoeHost | None = None
     adapters: AdapterHost | None = None
 
     def tend(self) -> None:
@@ -99,7 +99,7 @@ class Host:
             self.experts.close()
 
 
-def build_engine(spec: WorkerSpec, progress: Progress | None = None) -> Host:
+def build_engine(spec: WorkerSpec, progress: Progress | None = None) -> EngineHost:
     try:
         return _build(spec, progress)
     except Exception as problem:
@@ -112,7 +112,7 @@ def build_engine(spec: WorkerSpec, progress: Progress | None = None) -> Host:
         ) from problem
 
 
-def _build(spec: WorkerSpec, progress: Progress | None) -> Host:
+def _build(spec: WorkerSpec, progress: Progress | None) -> EngineHost:
     device = _device(spec.device)
     threads = spec.threads or memory.cores()
     torch.set_num_threads(threads)
@@ -122,12 +122,12 @@ def _build(spec: WorkerSpec, progress: Progress | None) -> Host:
     shape = read_spec(checkpoint, context)
     _refuse_dense(shape, spec.dispatch)
     kv_bytes = spec.kv_bytes
-    room = room_for(spec, device)
+    room = reserve_adapters(spec, device)
     experts = None
     if shape.moe is not None:
         # before the experts, which take what is left
         kv_bytes = kv_bytes or _moe_kv_bytes(spec, shape, checkpoint, device)
-        experts = ExpertHost(Path(spec.model), spec.dispatch, kv_bytes)
+        experts = MoeHost(Path(spec.model), spec.dispatch, kv_bytes)
     model = load_model(
         checkpoint,
         dtype=spec.dtype,
@@ -140,7 +140,7 @@ def _build(spec: WorkerSpec, progress: Progress | None) -> Host:
     try:
         adapters = None if room is None else room.open(model)
         kv_bytes = kv_bytes or _auto_kv_bytes(spec, model)
-        return _host(spec, checkpoint, model, kv_bytes, Parts(threads, experts, adapters))
+        return _host(spec, checkpoint, model, kv_bytes, EngineResources(threads, experts, adapters))
     except BaseException:
         if adapters is not None:
             adapters.close()
@@ -148,17 +148,17 @@ def _build(spec: WorkerSpec, progress: Progress | None) -> Host:
         raise
 
 
-class Parts(NamedTuple):
+class EngineResources(NamedTuple):
     """What an engine has beside its model."""
 
     threads: int
-    experts: ExpertHost | None
+    experts: MoeHost | None
     adapters: AdapterHost | None
 
 
 def _host(
-    spec: WorkerSpec, checkpoint: Checkpoint, model: CausalLM, kv_bytes: int, parts: Parts
-) -> Host:
+    spec: WorkerSpec, checkpoint: Checkpoint, model: CausalLM, kv_bytes: int, parts: EngineResources
+) -> EngineHost:
     threads, experts, adapters = parts
     whole_prompts = experts is not None and experts.walks_groups
     model.chunk_tokens = max(lane.max_step_tokens for lane in spec.lanes)
@@ -192,15 +192,15 @@ def _host(
         adapters=None if adapters is None else adapters.facts,
         block_bytes={lane.name: _block_bytes(lane, model) for lane in lanes},
     )
-    return Host(engine, tokenizer, info, experts, adapters)
+    return EngineHost(engine, tokenizer, info, experts, adapters)
 
 
-def _refuse_dense(spec: ModelSpec, settings: DispatchSettings) -> None:
+def _refuse_dense(spec: ModelSpec, settings: MoeSettings) -> None:
     """A setting that cannot do anything is a mistake."""
     if spec.moe is not None or settings == AUTOMATIC:
         return
     named = [
-        name for name in DispatchSettings.__slots__
+        name for name in MoeSettings.__slots__
         if getattr(settings, name) != getattr(AUTOMATIC, name)
     ]  # fmt: skip
     raise ConfigError(
@@ -293,15 +293,15 @@ def _generation(config: dict[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in GENERATION_KEYS if config.get(key) is not None}
 
 
-class AdapterRoom:
+class AdapterReservation:
     """Bytes on the device, taken before weights and KV are sized."""
 
     def __init__(self, spec: WorkerSpec, device: str) -> None:
         self._spec, self._device = spec, torch.device(device)
-        self._slab = Slab(spec.adapters.device_bytes, self._device)
+        self._slab = AdapterSlab(spec.adapters.device_bytes, self._device)
 
     def open(self, model: CausalLM) -> AdapterHost:
-        library = Library(Path(self._spec.library))
+        library = AdapterLibrary(Path(self._spec.library))
         settings = self._spec.adapters
         pool = AdapterPool(library, model.targets, settings, self._device, slab=self._slab)
         modules = model.targets.modules()
@@ -344,20 +344,20 @@ class AdapterHost:
         self.pool.close()
 
 
-def room_for(spec: WorkerSpec, device: str) -> AdapterRoom | None:
+def reserve_adapters(spec: WorkerSpec, device: str) -> AdapterReservation | None:
     """None where no adapters can be run: no library, or no room for one."""
-    return AdapterRoom(spec, device) if spec.library and spec.adapters.device_bytes else None
+    return AdapterReservation(spec, device) if spec.library and spec.adapters.device_bytes else None
 
 
-class ExpertHost:
+class MoeHost:
     """`open` is a `models.experts.ExpertsFactory`."""
 
-    def __init__(self, model: Path, settings: DispatchSettings, kv_bytes: int) -> None:
+    def __init__(self, model: Path, settings: MoeSettings, kv_bytes: int) -> None:
         self._model, self._settings, self._kv_bytes = model, settings, kv_bytes
         self._heatmap: HeatmapFile | None = None
         self.runtime: ExpertRuntime | None = None
 
-    def open(self, wanted: ExpertsWanted) -> ExpertRuntime:
+    def open(self, wanted: MoeRequirements) -> ExpertRuntime:
         settings = self._settings
         store = store_of(wanted, settings.reads)
         try:
@@ -379,7 +379,7 @@ class ExpertHost:
         self.runtime = runtime
         return runtime
 
-    def _known(self, geometry: Geometry, lineage: tuple[str, ...]) -> Heatmap | None:
+    def _known(self, geometry: ExpertGeometry, lineage: tuple[str, ...]) -> Heatmap | None:
         """Nothing is loaded or counted without a warm-up."""
         settings = self._settings
         if settings.warmup == "none":
@@ -408,13 +408,13 @@ class ExpertHost:
         if runtime is not None and runtime.trace is not None:
             runtime.trace.save(path, fingerprint=runtime.parts.store.fingerprint)
 
-    def facts(self) -> ExpertInfo | None:
+    def facts(self) -> MoeInfo | None:
         if self.runtime is None:
             return None
         parts = self.runtime.parts
         geometry, store = parts.store.geometry, parts.store
         active = len(geometry.layers) * geometry.top_k / max(1, geometry.total)
-        return ExpertInfo(
+        return MoeInfo(
             strategy=parts.strategy,
             count=geometry.total,
             device_slots=parts.device.num_slots,
@@ -437,16 +437,16 @@ class ExpertHost:
 
 
 # receive(wait): everything that is there; with wait=True it blocks until something is
-Receive = Callable[[bool], Sequence[Command]]
-Publish = Callable[[Report], None]
+Receive = Callable[[bool], Sequence[WorkerCommand]]
+Publish = Callable[[WorkerReport], None]
 
 
-def serve(host: Host, receive: Receive, publish: Publish) -> None:
+def serve(host: EngineHost, receive: Receive, publish: Publish) -> None:
     """Runs until a stop command. What the engine raises ends the loop: its state is unknown."""
     engine, told = host.engine, -1
     while True:
         commands = receive(not engine.has_work())
-        report = Report()
+        report = WorkerReport()
         if any(command.kind == "stop" for command in commands):
             return
         for command in commands:
@@ -464,7 +464,7 @@ def serve(host: Host, receive: Receive, publish: Publish) -> None:
         host.tend()
 
 
-def _apply(host: Host, command: Command, report: Report) -> None:
+def _apply(host: EngineHost, command: WorkerCommand, report: WorkerReport) -> None:
     engine = host.engine
     if command.kind == "abort":
         engine.abort(command.request_id)

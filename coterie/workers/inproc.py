@@ -13,9 +13,16 @@ from collections.abc import Sequence
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 from coterie.obs.trace import log
-from coterie.workers.base import AdapterLoad, Command, ReplicaInfo, Report, Sink, WorkerSpec
+from coterie.workers.base import (
+    AdapterLoad,
+    ReplicaInfo,
+    Sink,
+    WorkerCommand,
+    WorkerReport,
+    WorkerSpec,
+)
 from coterie.workers.host import serve
-from coterie.workers.ledger import Ledger
+from coterie.workers.ledger import InFlightRequests
 
 CLOSE_S = 30.0
 
@@ -24,8 +31,8 @@ class InprocReplica:
     def __init__(self, spec: WorkerSpec) -> None:
         self.name = spec.name
         self._spec = spec
-        self._ledger = Ledger()
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._ledger = InFlightRequests()
+        self._commands: queue.SimpleQueue[WorkerCommand] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lanes: dict[str, LaneState] = {}
         self._stats: dict[str, float] = {}
@@ -48,7 +55,7 @@ class InprocReplica:
         if not self.healthy():
             return Rejected("unavailable", f"replica {self.name} takes no requests", None)
         verdict = self._ledger.open(assignment, sink)
-        self._commands.put(Command("submit", assignment.request_id, assignment))
+        self._commands.put(WorkerCommand("submit", assignment.request_id, assignment))
         try:
             return await verdict
         except asyncio.CancelledError:
@@ -57,10 +64,10 @@ class InprocReplica:
 
     async def abort(self, request_id: str) -> None:
         if self._ledger.drop(request_id):
-            self._commands.put(Command("abort", request_id))
+            self._commands.put(WorkerCommand("abort", request_id))
 
     def preload(self, adapters: Sequence[AdapterChoice]) -> None:
-        self._commands.put(Command("preload", adapters=tuple(adapters)))
+        self._commands.put(WorkerCommand("preload", adapters=tuple(adapters)))
 
     def lane_states(self) -> dict[str, LaneState]:
         return self._lanes
@@ -96,13 +103,13 @@ class InprocReplica:
         self._draining = True
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._commands.put(Command("stop"))
+            self._commands.put(WorkerCommand("stop"))
             await asyncio.to_thread(thread.join, CLOSE_S)
         self._running = False
         self._ledger.fail_all("unavailable", "the server was shut down")
 
     def _run(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Future[ReplicaInfo]) -> None:
-        def publish(report: Report) -> None:
+        def publish(report: WorkerReport) -> None:
             loop.call_soon_threadsafe(self._take, report)
 
         try:
@@ -118,7 +125,7 @@ class InprocReplica:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._died, ready, error)
 
-    def _receive(self, wait: bool) -> Sequence[Command]:
+    def _receive(self, wait: bool) -> Sequence[WorkerCommand]:
         commands = [self._commands.get()] if wait else []
         while True:
             try:
@@ -133,13 +140,13 @@ class InprocReplica:
         if not ready.done():
             ready.set_result(info)
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: WorkerReport) -> None:
         self._lanes = self._lanes | {state.lane: state for state in report.lanes}
         self._stats = report.stats
         if report.adapters is not None:
             self._adapters = report.adapters
         for request_id in self._ledger.take(report):
-            self._commands.put(Command("abort", request_id))
+            self._commands.put(WorkerCommand("abort", request_id))
 
     def _died(self, ready: asyncio.Future[ReplicaInfo], error: Exception) -> None:
         self._running = False

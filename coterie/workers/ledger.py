@@ -17,7 +17,7 @@ from coterie.core.errors import InvalidRequest
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.core.plan import Admitted, Assignment, Rejected
 from coterie.obs.trace import log
-from coterie.workers.base import Report, Sink
+from coterie.workers.base import Sink, WorkerReport
 from coterie.workers.wire import TOLD
 
 # Present in this many crashes: suspect, and run alone. In one more: failed.
@@ -29,7 +29,7 @@ MAX_STANDING = 256
 
 
 @dataclass(slots=True)
-class Entry:
+class InFlightRequest:
     assignment: Assignment
     sink: Sink
     verdict: asyncio.Future[Admitted | Rejected]
@@ -55,9 +55,9 @@ class Entry:
         return replace(self.assignment, emitted=emitted, finished=tuple(sorted(self.finished)))
 
 
-class Ledger:
+class InFlightRequests:
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, InFlightRequest] = {}
         # entries that the running worker does not have
         self._waiting = 0
         # it let a deadline pass and has said nothing since
@@ -112,7 +112,7 @@ class Ledger:
         loop = asyncio.get_running_loop()
         verdict: asyncio.Future[Admitted | Rejected] = loop.create_future()
         emitted: list[list[int]] = [[] for _ in range(assignment.sampling.n or 1)]
-        entry = Entry(assignment, sink, verdict, emitted)
+        entry = InFlightRequest(assignment, sink, verdict, emitted)
         if assignment.deadline is not None:
             left_s = max(0.0, assignment.deadline - time.monotonic()) + LATE_S
             entry.alarm = loop.call_later(left_s, self._late, assignment.request_id)
@@ -133,7 +133,7 @@ class Ledger:
         """The hand-over did not reach a worker: it goes with the next one."""
         self._set_present(self._entries[request_id], False)
 
-    def take(self, report: Report) -> list[str]:
+    def take(self, report: WorkerReport) -> list[str]:
         """Settle verdicts and pass events on, in the order a report promises. Names the requests
         that a bad value ended: the worker still runs them."""
         self._is_late = False
@@ -161,7 +161,7 @@ class Ledger:
         self._faults += 1
         log("value_refused", level="error", request_id=request_id, reason=path)
 
-    def _told(self, report: Report) -> list[str]:
+    def _told(self, report: WorkerReport) -> list[str]:
         if not report.faults:
             return []
         failed = [event.request_id for event in report.failed]
@@ -259,7 +259,7 @@ class Ledger:
             entry.verdict.set_result(_verdict_of(event))
         entry.sink(_mended(entry, event))
 
-    def _remove(self, request_id: str) -> Entry | None:
+    def _remove(self, request_id: str) -> InFlightRequest | None:
         entry = self._entries.pop(request_id, None)
         if entry is not None and entry.alarm is not None:
             entry.alarm.cancel()
@@ -269,13 +269,13 @@ class Ledger:
             self._emptied.set()
         return entry
 
-    def _set_present(self, entry: Entry, present: bool) -> None:
+    def _set_present(self, entry: InFlightRequest, present: bool) -> None:
         if entry.present != present:
             self._waiting += -1 if present else 1
             entry.present = present
 
 
-def _take_delta(entry: Entry, delta: Delta) -> None:
+def _take_delta(entry: InFlightRequest, delta: Delta) -> None:
     emitted = entry.emitted[delta.choice]
     if delta.token_ids and not emitted and not entry.first_token_s:
         entry.first_token_s = _since_arrival_s(entry)
@@ -291,7 +291,7 @@ def _verdict_of(event: Finished | Failed) -> Admitted | Rejected:
     return Admitted("", 0.0)
 
 
-def _synthesised(entry: Entry) -> Finished:
+def _synthesised(entry: InFlightRequest) -> Finished:
     """Every choice had ended and only the last word was lost, or was never said."""
     started = entry.started
     usage = Usage(
@@ -310,7 +310,7 @@ def _synthesised(entry: Entry) -> Finished:
     return Finished(entry.assignment.request_id, choices, usage, timings)
 
 
-def _mended(entry: Entry, event: Finished | Failed) -> Event:
+def _mended(entry: InFlightRequest, event: Finished | Failed) -> Event:
     """A worker that took over counts from its own start: tell what the client saw."""
     if isinstance(event, Failed) or not entry.crashes or entry.started is None:
         return event
@@ -329,5 +329,5 @@ def _mended(entry: Entry, event: Finished | Failed) -> Event:
     return replace(event, usage=usage, timings=timings)
 
 
-def _since_arrival_s(entry: Entry) -> float:
+def _since_arrival_s(entry: InFlightRequest) -> float:
     return time.monotonic() - entry.assignment.arrived_at

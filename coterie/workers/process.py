@@ -16,9 +16,21 @@ from pathlib import Path
 from coterie.core.errors import CoterieError, InternalError, Unavailable
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 from coterie.obs.trace import log
-from coterie.workers.base import AdapterLoad, Command, ReplicaInfo, Report, Sink, WorkerSpec
-from coterie.workers.ledger import Ledger
-from coterie.workers.spawn import Child, is_own_directory, remove_directory, socket_directory
+from coterie.workers.base import (
+    AdapterLoad,
+    ReplicaInfo,
+    Sink,
+    WorkerCommand,
+    WorkerReport,
+    WorkerSpec,
+)
+from coterie.workers.ledger import InFlightRequests
+from coterie.workers.spawn import (
+    WorkerProcess,
+    is_own_directory,
+    remove_directory,
+    socket_directory,
+)
 
 # after this many starts in a row that failed, waiting requests are told
 MAX_FAILED_STARTS = 5
@@ -31,7 +43,7 @@ LOAD_BYTES_PER_S = 10e6
 
 
 @dataclass(frozen=True, slots=True)
-class Restart:
+class RestartPolicy:
     """How patient the supervisor is."""
 
     backoff_s: float = 0.5
@@ -50,12 +62,12 @@ class ModelChanged(Unavailable):
 
 
 class ProcessReplica:
-    def __init__(self, spec: WorkerSpec, restart: Restart | None = None) -> None:
+    def __init__(self, spec: WorkerSpec, restart: RestartPolicy | None = None) -> None:
         self.name = spec.name
         self._spec = spec
-        self._restart = restart or Restart()
-        self._ledger = Ledger()
-        self._child: Child | None = None
+        self._restart = restart or RestartPolicy()
+        self._ledger = InFlightRequests()
+        self._child: WorkerProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._directory: Path | None = None
         self._lanes: dict[str, LaneState] = {}
@@ -100,7 +112,7 @@ class ProcessReplica:
         self._mark_busy()
         verdict = self._ledger.open(assignment, sink)
         try:
-            if not self._send(Command("submit", assignment.request_id, assignment)):
+            if not self._send(WorkerCommand("submit", assignment.request_id, assignment)):
                 self._ledger.postpone(assignment.request_id)
         except InternalError as error:
             self._ledger.refused(assignment.request_id, str(error.__cause__))
@@ -114,11 +126,11 @@ class ProcessReplica:
 
     async def abort(self, request_id: str) -> None:
         if self._ledger.drop(request_id):
-            self._send(Command("abort", request_id))
+            self._send(WorkerCommand("abort", request_id))
         self._hand_over()
 
     def preload(self, adapters: Sequence[AdapterChoice]) -> None:
-        self._send(Command("preload", adapters=tuple(adapters)))
+        self._send(WorkerCommand("preload", adapters=tuple(adapters)))
 
     def lane_states(self) -> dict[str, LaneState]:
         return self._lanes
@@ -167,7 +179,7 @@ class ProcessReplica:
         self._ledger.fail_all("unavailable", "the server was shut down")
         self._remove_directory()
 
-    async def _supervise(self, child: Child) -> None:
+    async def _supervise(self, child: WorkerProcess) -> None:
         """Until close(): wait for the worker's end, pause, start the next one."""
         while True:
             born_at = time.monotonic()
@@ -182,7 +194,7 @@ class ProcessReplica:
             self._ledger.crashed()
             child = await self._start_again()
 
-    async def _start_again(self) -> Child:
+    async def _start_again(self) -> WorkerProcess:
         while True:
             pause_s = self._restart.pause_s(self._failures)
             self._next_start_at = time.monotonic() + pause_s
@@ -203,7 +215,7 @@ class ProcessReplica:
             self._hand_over()
             return child
 
-    async def _spawn(self) -> tuple[Child, ReplicaInfo]:
+    async def _spawn(self) -> tuple[WorkerProcess, ReplicaInfo]:
         if self._directory is None:
             raise Unavailable(f"replica {self.name} was closed")
         if not is_own_directory(self._directory):
@@ -217,7 +229,7 @@ class ProcessReplica:
         limit_s = self._restart.load_timeout_s
         try:
             async with asyncio.timeout(limit_s or None):
-                child, info = await Child.spawn(self._spec, path, self._take)
+                child, info = await WorkerProcess.spawn(self._spec, path, self._take)
         except TimeoutError as error:
             raise Unavailable(
                 f"worker {self.name} did not load its model in {limit_s:.0f} s and was killed; "
@@ -231,7 +243,7 @@ class ProcessReplica:
         self._load_s = self._reported_at - begun_at
         return child, info
 
-    async def _watch(self, child: Child) -> int:
+    async def _watch(self, child: WorkerProcess) -> int:
         """The exit status; kills a worker that is not heard of, or has work and reports nothing."""
         exited = asyncio.ensure_future(child.exited())
         hang_s = self._restart.hang_s
@@ -262,14 +274,14 @@ class ProcessReplica:
         elif was_silent and silent_s < SILENT_S:
             log("worker_heard_again", level="warning", replica=self.name, wait_s=round(before_s, 3))
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: WorkerReport) -> None:
         self._reported_at = time.monotonic()
         self._lanes = self._lanes | {state.lane: state for state in report.lanes}
         self._stats = report.stats
         if report.adapters is not None:
             self._adapters = report.adapters
         for request_id in self._ledger.take(report):
-            self._send(Command("abort", request_id))
+            self._send(WorkerCommand("abort", request_id))
         self._hand_over()
 
     def _hand_over(self) -> None:
@@ -278,7 +290,7 @@ class ProcessReplica:
             return
         self._mark_busy()
         for assignment in self._ledger.resume():
-            if not self._send(Command("submit", assignment.request_id, assignment)):
+            if not self._send(WorkerCommand("submit", assignment.request_id, assignment)):
                 self._ledger.postpone(assignment.request_id)
                 return
 
@@ -287,7 +299,7 @@ class ProcessReplica:
         if not self._ledger.working:
             self._reported_at = time.monotonic()
 
-    def _send(self, command: Command) -> bool:
+    def _send(self, command: WorkerCommand) -> bool:
         return self._child is not None and self._child.send(command)
 
     def _remove_directory(self) -> None:

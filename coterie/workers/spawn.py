@@ -1,6 +1,7 @@
 """The gateway's end of one worker process: its socket, its lifeline, its exit. No torch here.
 
-One incarnation only: a restart makes a new `Child` with a new socket, so nothing a dead process
+One incarnation only: a restart makes a new `WorkerProcess` with a new socket, so nothing a dead
+process
 left behind can be mistaken for its successor's word.
 """
 
@@ -19,18 +20,18 @@ from typing import Any
 import zmq
 
 from coterie.core.errors import InternalError, Unavailable, from_code
-from coterie.core.spawn import PIPE, Process, environment, start
+from coterie.core.spawn import PIPE, AsyncProcess, environment, start
 from coterie.obs.trace import log
 from coterie.weights.home import state_dir
 from coterie.workers import wire
-from coterie.workers.base import Command, ReplicaInfo, Report, WorkerSpec
+from coterie.workers.base import ReplicaInfo, WorkerCommand, WorkerReport, WorkerSpec
 
 # sockaddr_un holds 107 characters; the socket's own name takes up to 16
 MAX_DIRECTORY = 90
 EXIT_S = 3.0
 
 
-class Link:
+class WorkerSocket:
     """A PAIR socket on the event loop. ZeroMQ's descriptor is edge-triggered: read until dry, and
     look again after every send, which may have swallowed the edge."""
 
@@ -45,7 +46,7 @@ class Link:
         self._descriptor: int = self._socket.getsockopt(zmq.FD)
         self._loop.add_reader(self._descriptor, self.read)
 
-    def send(self, command: Command) -> bool:
+    def send(self, command: WorkerCommand) -> bool:
         """False when there is no worker at the other end (any more)."""
         if self._socket.closed:
             return False
@@ -74,10 +75,10 @@ class Link:
             self._socket.close()
 
 
-class Child:
+class WorkerProcess:
     """One worker process from spawn to exit."""
 
-    def __init__(self, process: Process, link: Link) -> None:
+    def __init__(self, process: AsyncProcess, link: WorkerSocket) -> None:
         self._process = process
         self._link = link
         self.pid = process.pid
@@ -88,11 +89,11 @@ class Child:
 
     @classmethod
     async def spawn(
-        cls, spec: WorkerSpec, path: Path, on_report: Callable[[Report], None]
-    ) -> tuple[Child, ReplicaInfo]:
+        cls, spec: WorkerSpec, path: Path, on_report: Callable[[WorkerReport], None]
+    ) -> tuple[WorkerProcess, ReplicaInfo]:
         """Start a process and wait until it has loaded; raises what kept it from loading."""
-        loaded: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
-        child: Child | None = None
+        loaded: asyncio.Future[wire.LoadOutcome] = asyncio.get_running_loop().create_future()
+        child: WorkerProcess | None = None
 
         def on_message(message: bytes) -> None:
             try:
@@ -107,7 +108,7 @@ class Child:
                     child._process.kill()
 
         address = f"ipc://{path}"
-        link = Link(address, on_message)
+        link = WorkerSocket(address, on_message)
         try:
             process = await _launch(address, spec)
             child = cls(process, link)
@@ -120,7 +121,7 @@ class Child:
         return child, info
 
     async def _until_loaded(
-        self, loaded: asyncio.Future[wire.Loaded], spec: WorkerSpec
+        self, loaded: asyncio.Future[wire.LoadOutcome], spec: WorkerSpec
     ) -> ReplicaInfo:
         exited = asyncio.ensure_future(self._process.wait())
         either: set[asyncio.Future[Any]] = {loaded, exited}
@@ -153,7 +154,7 @@ class Child:
 
     async def stop(self) -> None:
         """Ask, wait a little, then make sure."""
-        self._link.send(Command("stop"))
+        self._link.send(WorkerCommand("stop"))
         try:
             await asyncio.wait_for(self._process.wait(), EXIT_S)
         except TimeoutError:
@@ -170,7 +171,7 @@ class Child:
         self._process.close()
 
 
-async def _launch(address: str, spec: WorkerSpec) -> Process:
+async def _launch(address: str, spec: WorkerSpec) -> AsyncProcess:
     env = environment()
     if spec.threads:
         env["OMP_NUM_THREADS"] = str(spec.threads)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from coterie.engine.engine import Engine
     from coterie.models.text.tokenizer import Tokenizer
-    from coterie.moe.store.base import Geometry
+    from coterie.moe.store.base import ExpertGeometry
 
 SAVE_EVERY_S = 180.0
 PROMPTS = (
@@ -97,7 +97,7 @@ class HeatmapFile:
         # what is counted into, once `load` has said what it begins with
         self.live: Heatmap | None = None
 
-    def load(self, geometry: Geometry) -> Heatmap | None:
+    def load(self, geometry: ExpertGeometry) -> Heatmap | None:
         """What earlier runs counted; None when there is nothing that fits these experts."""
         known = self._read(geometry, self.path) or self._inherited(geometry)
         counts = None if known is None else known.counts.copy()
@@ -105,13 +105,13 @@ class HeatmapFile:
         self._saved = self.live.counts.copy()
         return known
 
-    def _inherited(self, geometry: Geometry) -> Heatmap | None:
+    def _inherited(self, geometry: ExpertGeometry) -> Heatmap | None:
         """What the state folder has of those that these experts were made from, nearest first."""
         paths = (_in_state(each, self._workload) for each in reversed(self._lineage))
         found = (self._read(geometry, path) for path in paths)
         return next((heatmap for heatmap in found if heatmap is not None), None)
 
-    def _read(self, geometry: Geometry, path: Path) -> Heatmap | None:
+    def _read(self, geometry: ExpertGeometry, path: Path) -> Heatmap | None:
         if not path.exists():
             return None
         try:

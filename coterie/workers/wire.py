@@ -1,6 +1,7 @@
 """Core values as msgpack. One message type per direction and phase, so no tags travel.
 
-Gateway to child: a `WorkerSpec`, then `Command`s. Child to gateway: a `Loaded`, then `Report`s.
+Gateway to child: a `WorkerSpec`, then `WorkerCommand`s. Child to gateway: a `LoadOutcome`, then
+`WorkerReport`s.
 msgspec reads a dataclass about twice as fast as Python builds one from a tuple (1.0 against 2.1
 microseconds per Delta), so values travel as maps under their own field names. A message is written
 and read whole; only where that fails, piece by piece (see sift.py).
@@ -18,11 +19,11 @@ import msgspec
 from coterie.core.events import Delta, Failed, Finished, Started
 from coterie.core.plain import fault_of
 from coterie.core.plan import Admitted, LaneState, Rejected
-from coterie.workers.base import AdapterLoad, Command, ReplicaInfo, Report, WorkerSpec
+from coterie.workers.base import AdapterLoad, ReplicaInfo, WorkerCommand, WorkerReport, WorkerSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadOutcome:
     """The child's first word: what it loaded, or the error that kept it from loading."""
 
     info: ReplicaInfo | None = None
@@ -34,19 +35,19 @@ class Loaded:
 LENGTH = struct.Struct("<Q")
 
 _ENCODER = msgspec.msgpack.Encoder()
-_REPORT = msgspec.msgpack.Decoder(Report)
-_HINTS = get_type_hints(Report)
+_REPORT = msgspec.msgpack.Decoder(WorkerReport)
+_HINTS = get_type_hints(WorkerReport)
 
 # what a message raises that is no msgpack at all, and one whose values are not of their types
 Unreadable, Mistyped = msgspec.DecodeError, msgspec.ValidationError
 
 encode = _ENCODER.encode
 decode_spec = msgspec.msgpack.Decoder(WorkerSpec).decode
-decode_command = msgspec.msgpack.Decoder(Command).decode
-decode_loaded = msgspec.msgpack.Decoder(Loaded).decode
+decode_command = msgspec.msgpack.Decoder(WorkerCommand).decode
+decode_loaded = msgspec.msgpack.Decoder(LoadOutcome).decode
 
 
-def encode_report(report: Report) -> bytes:
+def encode_report(report: WorkerReport) -> bytes:
     """Whatever is in it: what cannot be written is taken out of it."""
     try:
         return encode(report)
@@ -63,7 +64,7 @@ def _unwritable(value: Any, kind: Any) -> str | None:
     return None
 
 
-def decode_report(message: bytes) -> Report:
+def decode_report(message: bytes) -> WorkerReport:
     """Raises `Unreadable` only where nothing of it can be read."""
     try:
         return _REPORT.decode(message)
@@ -71,10 +72,10 @@ def decode_report(message: bytes) -> Report:
         return _piecewise(msgspec.msgpack.decode(message))
 
 
-def _piecewise(loose: Any) -> Report:
+def _piecewise(loose: Any) -> WorkerReport:
     if not isinstance(loose, dict):
         raise Unreadable("a report is a map")
-    report, lost = Report(), set[str]()
+    report, lost = WorkerReport(), set[str]()
     for name in ("faults", "stats", *COMMON):
         try:
             setattr(report, name, msgspec.convert(loose.get(name), _HINTS[name]))
@@ -101,9 +102,9 @@ def _owner(item: Any) -> str:
     return item[0] if isinstance(item, list | tuple) and item and isinstance(item[0], str) else ""
 
 
-def unread(message: bytes) -> Command:
+def unread(message: bytes) -> WorkerCommand:
     """What is left of a command that `decode_command` refuses: whose it is."""
-    return Command("unread", _owner(msgspec.msgpack.decode(message)))
+    return WorkerCommand("unread", _owner(msgspec.msgpack.decode(message)))
 
 
 # what a client is told; the value itself may be anybody's text
@@ -125,7 +126,7 @@ OWNED: dict[str, Any] = {
 COMMON: dict[str, Any] = {"lanes": LaneState, "adapters": AdapterLoad}
 
 
-def sift(report: Report, fault: Fault) -> None:
+def sift(report: WorkerReport, fault: Fault) -> None:
     """Leave in `report` only what `fault` finds nothing wrong with."""
     lost: set[str] = set()
     for name, kind in OWNED.items():
@@ -147,7 +148,7 @@ def sift(report: Report, fault: Fault) -> None:
         fail(report, lost)
 
 
-def fail(report: Report, lost: set[str]) -> None:
+def fail(report: WorkerReport, lost: set[str]) -> None:
     """Nothing else is told of a request that lost an event: half an answer would pass for whole."""
     for name in OWNED:
         kept = [item for item in getattr(report, name) if owner_of(item) not in lost]

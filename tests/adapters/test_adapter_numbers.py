@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 
 from coterie.adapters.files import parse_adapter
-from coterie.adapters.kinds.folding import is_finite, turned
+from coterie.adapters.kinds.folding import is_finite, transposed
 from coterie.core.errors import WeightsError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,7 +33,7 @@ def test_turned_is_the_transpose_in_memory_of_its_own(
     dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    before, made = matrix.clone(), turned(matrix)
+    before, made = matrix.clone(), transposed(matrix)
     assert made.is_contiguous() and torch.equal(made, matrix.T)
     made.zero_()
     assert torch.equal(matrix, before)

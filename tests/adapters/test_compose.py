@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coterie.adapters.base import Adapter, Change
+from coterie.adapters.base import Adapter, ModuleChange
 from coterie.adapters.compose import compose
-from coterie.adapters.image import Image
+from coterie.adapters.image import StackImage
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.kernels import patched
 from coterie.kernels.linear import ReferenceLinear
-from coterie.kernels.patch import Segment, Stack
-from coterie.models.build.adapt import Matrix
+from coterie.kernels.patch import PatchStack, Segment
+from coterie.models.build.adapt import TargetMatrix
 from coterie.models.build.reader import BiasedLinear
 from coterie.packages.device_size import DeviceSize, device_size
-from coterie.weights.quantize import Dense
+from coterie.weights.quantize import DenseWeight
 
 INNER, OUTER, PATH = 24, 40, "model.layers.0.self_attn.q_proj"
 Function = Callable[[Tensor], Tensor]
@@ -40,16 +40,16 @@ class OneMatrix:
         self.bias = torch.randn(OUTER, generator=generator) if biased else None
         order = torch.randperm(OUTER, generator=generator) if shuffled else None
         rows = self.weight if order is None else self.weight[order]
-        self.order, self.product = order, ReferenceLinear([Dense(rows)])
-        self.matrix = Matrix(
+        self.order, self.product = order, ReferenceLinear([DenseWeight(rows)])
+        self.matrix = TargetMatrix(
             (0, "q"), self.product, 0, OUTER, lambda: self.weight, self.bias, order
         )
 
-    def find(self, path: str) -> Matrix:
+    def find(self, path: str) -> TargetMatrix:
         assert path == PATH
         return self.matrix
 
-    def run(self, x: Tensor, stack: Stack) -> Tensor:
+    def run(self, x: Tensor, stack: PatchStack) -> Tensor:
         """Through the patch, back in the module's order."""
         product: ReferenceLinear | BiasedLinear = self.product
         if self.bias is not None:
@@ -72,10 +72,10 @@ def drawn(kind: str, generator: torch.Generator, dtype: torch.dtype = torch.floa
     scaling = float(torch.rand((), generator=generator)) + 0.5
     if kind in ("lora", "dora"):
         magnitude = (5 + normal(OUTER)).float() if kind == "dora" else None
-        change = Change(normal(rank, INNER), normal(OUTER, rank), scaling, magnitude)
+        change = ModuleChange(normal(rank, INNER), normal(OUTER, rank), scaling, magnitude)
     else:
         inner = kind == "ia3_inner"
-        change = Change(vector=1 + normal(INNER if inner else OUTER), feedforward=inner)
+        change = ModuleChange(vector=1 + normal(INNER if inner else OUTER), feedforward=inner)
     return Adapter("d", kind.removesuffix("_inner"), {PATH: change})
 
 
@@ -115,7 +115,7 @@ def test_random_stacks(seed: int) -> None:
     made = compose(parts, model)
     x = torch.randn(7, INNER, generator=generator)
     want = f(x.double())
-    got = model.run(x, Stack("k", 0, made.patches))
+    got = model.run(x, PatchStack("k", 0, made.patches))
     assert float((got - want).abs().max()) < 2e-5 * max(1.0, float(want.abs().max()))
     assert made.nbytes == sum(patch.nbytes for patch in made.patches.values())
 
@@ -143,7 +143,7 @@ def test_files_tell_the_most_that_a_stack_can_take(dtype: torch.dtype, tmp_path:
     for count in range(30):
         kinds = torch.randint(0, 4, (1 + count % 5,), generator=generator).tolist()
         stack = [drawn(("lora", "dora", "ia3", "ia3_inner")[k], generator, dtype) for k in kinds]
-        taken = Image(compose([(adapter, 0.7) for adapter in stack], model)).nbytes
+        taken = StackImage(compose([(adapter, 0.7) for adapter in stack], model)).nbytes
         sizes = [saved(adapter) for adapter in stack]
         most = sum(size.wide + size.shifts for size in sizes)
         assert most % 256 == 0 and taken <= most
@@ -152,7 +152,7 @@ def test_files_tell_the_most_that_a_stack_can_take(dtype: torch.dtype, tmp_path:
         # a strength that is a power of two, where nothing has a bias
         loras = [drawn("lora", generator, dtype) for _ in kinds]
         exact = [replace(a, changes={PATH: replace(a.changes[PATH], scaling=2.0)}) for a in loras]
-        taken = Image(compose([(adapter, 0.5) for adapter in exact], model)).nbytes
+        taken = StackImage(compose([(adapter, 0.5) for adapter in exact], model)).nbytes
         sizes = [saved(adapter) for adapter in exact]
         told = sum(size.narrow or size.wide for size in sizes)
         assert taken <= told < taken + 512 * len(kinds)
@@ -165,8 +165,10 @@ def test_bf16_stays_where_nothing_is_lost() -> None:
     lora = drawn("lora", generator, torch.bfloat16)
     (change,) = lora.changes.values()
     assert change.a is not None and change.b is not None
-    whole = Adapter("d", "lora", {PATH: Change(change.a, change.b, scaling=2.0)})
-    wide = Adapter("d", "lora", {PATH: Change(change.a.float(), change.b.float(), scaling=2.0)})
+    whole = Adapter("d", "lora", {PATH: ModuleChange(change.a, change.b, scaling=2.0)})
+    wide = Adapter(
+        "d", "lora", {PATH: ModuleChange(change.a.float(), change.b.float(), scaling=2.0)}
+    )
 
     def dtype(*parts: tuple[Adapter, float]) -> torch.dtype:
         patch = compose(parts, model).patches[0, "q"]
@@ -218,14 +220,14 @@ def test_weights_are_finite(weight: float) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        Change(torch.ones(2, INNER + 1), torch.ones(OUTER, 2)),
-        Change(torch.ones(2, INNER), torch.ones(OUTER - 1, 2)),
-        Change(torch.ones(2, INNER), torch.ones(OUTER, 2), magnitude=torch.ones(OUTER + 1)),
-        Change(vector=torch.ones(INNER)),
-        Change(vector=torch.ones(OUTER), feedforward=True),
+        ModuleChange(torch.ones(2, INNER + 1), torch.ones(OUTER, 2)),
+        ModuleChange(torch.ones(2, INNER), torch.ones(OUTER - 1, 2)),
+        ModuleChange(torch.ones(2, INNER), torch.ones(OUTER, 2), magnitude=torch.ones(OUTER + 1)),
+        ModuleChange(vector=torch.ones(INNER)),
+        ModuleChange(vector=torch.ones(OUTER), feedforward=True),
     ],
 )
-def test_shapes_of_another_model(change: Change) -> None:
+def test_shapes_of_another_model(change: ModuleChange) -> None:
     kind = (
         "ia3" if change.vector is not None else "dora" if change.magnitude is not None else "lora"
     )
@@ -245,6 +247,6 @@ def test_rows_that_vanish() -> None:
     model = OneMatrix(0, biased=False, shuffled=False)
     model.weight[3] = 0
     model.product.weight[3] = 0
-    change = Change(torch.zeros(1, INNER), torch.zeros(OUTER, 1), magnitude=torch.ones(OUTER))
+    change = ModuleChange(torch.zeros(1, INNER), torch.zeros(OUTER, 1), magnitude=torch.ones(OUTER))
     with pytest.raises(WeightsError, match="zero"):
         compose([(Adapter("d", "dora", {PATH: change}), 1.0)], model)

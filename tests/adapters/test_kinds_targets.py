@@ -13,21 +13,21 @@ from tiny import tiny_checkpoint
 
 from coterie.adapters.compose import compose
 from coterie.adapters.files import WEIGHTS, open_adapter
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import WeightsError
 from coterie.kernels.backend import best_backend
 from coterie.models.base import CausalLM, load_model
-from coterie.models.build.adapt import Matrix
+from coterie.models.build.adapt import TargetMatrix
 from coterie.weights.checkpoint import open_checkpoint
 
 
 def loaded(kind: str, dtype: str = "fp32", backend: str | None = None, **keys: Any) -> CausalLM:
-    settings = DispatchSettings(strategy="persistent", warmup="none", predict="off")
+    settings = MoeSettings(strategy="persistent", warmup="none", predict="off")
     path = tiny_checkpoint(kind, **keys)
     return load_model(open_checkpoint(path), dtype=dtype, backend=backend, dispatch=settings)
 
 
-def matrices(model: CausalLM) -> dict[str, Matrix]:
+def matrices(model: CausalLM) -> dict[str, TargetMatrix]:
     found = model.targets._matrices  # type: ignore[attr-defined]
     assert found
     return dict(found)
@@ -66,7 +66,7 @@ def test_refused(kind: str, path: str, words: str) -> None:
 
 def test_nothing_is_computed_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(Matrix, "_norms_squared", lambda self: asked.append(self))
+    monkeypatch.setattr(TargetMatrix, "_norms_squared", lambda self: asked.append(self))
     model = loaded("llama")
     assert model.targets is model.targets and model.targets.hidden == 64
     assert not asked and all(matrix._norms is None for matrix in matrices(model).values())
@@ -126,12 +126,12 @@ def test_soft_tokens_are_rows_of_their_own_stack() -> None:
 
     from models.paged import Paged
 
-    from coterie.kernels.patch import Segment, Stack
+    from coterie.kernels.patch import PatchStack, Segment
 
     model = loaded("dwr", backend="reference")
     try:
         words = model._embed(torch.tensor([7, 9, 11]))
-        stack = Stack("k", 0, {}, words[1:].clone())
+        stack = PatchStack("k", 0, {}, words[1:].clone())
 
         def run(tokens: list[int], patched: bool) -> torch.Tensor:
             paged = Paged(model, 1, 16)
@@ -156,7 +156,7 @@ def test_soft_tokens_are_rows_of_their_own_stack() -> None:
 def test_soft_tokens_never_reach_a_captured_step() -> None:
     """A prompt's last chunk may be one row per sequence, like a decode step."""
     from coterie.kernels.batch import AttentionBatch
-    from coterie.kernels.patch import Segment, Stack
+    from coterie.kernels.patch import PatchStack, Segment
 
     class Graphs:
         asked = 0
@@ -169,7 +169,7 @@ def test_soft_tokens_never_reach_a_captured_step() -> None:
     kv = [torch.zeros(model.kv_shape(1, 16)) for _ in range(model.spec.num_layers)]
     one = torch.ones(1, dtype=torch.int32)
     zero = torch.zeros(1, dtype=torch.int64)
-    soft, plain = Stack("s", 0, {}, torch.ones(1, 64)), Stack("p", 1, {})
+    soft, plain = PatchStack("s", 0, {}, torch.ones(1, 64)), PatchStack("p", 1, {})
     for stack, phase, token, asked in (
         (soft, "prefill", model.spec.vocab, 0),
         (soft, "decode", 3, 1),

@@ -11,7 +11,7 @@ from pool_rig import PATHS, choose, delta, fetch, open_pool, put_adapter, settle
 from safetensors.torch import load_file, save, save_file
 
 from coterie.adapters import pool as pools
-from coterie.adapters.library import Library
+from coterie.adapters.library import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
 from coterie.core.errors import CoterieError, NotFound, WeightsError
 from coterie.core.plan import stack_key
@@ -131,7 +131,7 @@ def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_nothing_of_an_adapter_points_into_its_file(tmp_path: Path) -> None:
     digest = write_lora(tmp_path, 1)
-    adapter = Library(tmp_path).load(digest)
+    adapter = AdapterLibrary(tmp_path).load(digest)
     before = {path: change.a.clone() for path, change in adapter.changes.items()}  # type: ignore[union-attr]
     path = tmp_path / digest / WEIGHTS
     save_file({name: tensor * 0 for name, tensor in load_file(path).items()}, tmp_path / "zero")

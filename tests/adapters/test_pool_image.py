@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.adapters.compose import Composed
-from coterie.adapters.image import ALIGN, FIELDS, Image
+from coterie.adapters.compose import ComposedStack
+from coterie.adapters.image import ALIGN, FIELDS, StackImage
 from coterie.kernels.patch import Patch, Site
 
 
-def composed(seed: int, sites: int, soft: int) -> Composed:
+def composed(seed: int, sites: int, soft: int) -> ComposedStack:
     draw = torch.Generator().manual_seed(seed)
 
     def maybe(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
@@ -32,14 +32,14 @@ def composed(seed: int, sites: int, soft: int) -> Composed:
             maybe(tall),
         )
     table = torch.randn(soft, 6, generator=draw) if soft else None
-    return Composed(patches, table, 0)
+    return ComposedStack(patches, table, 0)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 9), st.integers(0, 6), st.integers(0, 3), st.integers(1, 700))
 def test_what_is_written_is_read(seed: int, sites: int, soft: int, piece: int) -> None:
     given_stack = composed(seed, sites, soft)
-    image = Image(given_stack)
+    image = StackImage(given_stack)
     # room in the middle of a buffer, as in a slab
     buffer = torch.full((image.nbytes + 4 * ALIGN,), 255, dtype=torch.uint8)
     room = buffer[2 * ALIGN : 2 * ALIGN + image.nbytes]

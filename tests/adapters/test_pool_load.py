@@ -13,7 +13,7 @@ from pool_rig import PlainTargets, choose, delta, open_pool, stored_delta, write
 
 from coterie.adapters.pool import AdapterPool
 from coterie.core.plan import AdapterChoice, stack_key
-from coterie.kernels.patch import Stack
+from coterie.kernels.patch import PatchStack
 
 ONE = 4 * 4 * (48 + 64) * 4
 
@@ -26,7 +26,7 @@ class Crowd:
         self._draw = random.Random(seed)
         self._deltas = {digest: stored_delta(root, digest) for digest in digests}
         self._waiting: list[tuple[AdapterChoice, ...]] = []
-        self._running: list[tuple[tuple[AdapterChoice, ...], Stack, torch.Tensor]] = []
+        self._running: list[tuple[tuple[AdapterChoice, ...], PatchStack, torch.Tensor]] = []
         self.served = 0
 
     def step(self) -> None:
@@ -58,7 +58,7 @@ class Crowd:
         elif not self._running:
             self.pool.wait(0.01)
 
-    def _check(self, adapters: tuple[AdapterChoice, ...], stack: Stack) -> None:
+    def _check(self, adapters: tuple[AdapterChoice, ...], stack: PatchStack) -> None:
         wanted = sum(self._deltas[choice.digest] * choice.weight for choice in adapters)
         assert isinstance(wanted, torch.Tensor)
         assert (delta(stack) - wanted).abs().max() < 1e-4

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.adapters.slab import ALIGN, Block, Slab
+from coterie.adapters.slab import ALIGN, AdapterSlab, SlabBlock
 
 CPU = torch.device("cpu")
 
@@ -16,8 +16,8 @@ CPU = torch.device("cpu")
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6 * ALIGN)), max_size=60))
 def test_blocks_never_overlap_and_holes_join(steps: list[tuple[int, int]]) -> None:
-    slab = Slab(20 * ALIGN + 7, CPU)
-    held: dict[str, Block] = {}
+    slab = AdapterSlab(20 * ALIGN + 7, CPU)
+    held: dict[str, SlabBlock] = {}
     for number, (action, size) in enumerate(steps):
         if action == 0 and held:
             slab.free(held.pop(list(held)[size % len(held)]))
@@ -36,7 +36,7 @@ def test_blocks_never_overlap_and_holes_join(steps: list[tuple[int, int]]) -> No
 
 
 def test_the_first_hole_that_fits_is_taken() -> None:
-    slab = Slab(8 * ALIGN, CPU)
+    slab = AdapterSlab(8 * ALIGN, CPU)
     blocks = [slab.reserve(ALIGN * size, name) for name, size in (("a", 2), ("b", 1), ("c", 3))]
     assert all(blocks) and slab.reserve(3 * ALIGN, "d") is None
     assert blocks[0] is not None and blocks[2] is not None
@@ -49,7 +49,7 @@ def test_the_first_hole_that_fits_is_taken() -> None:
 
 
 def test_the_cheapest_run_of_neighbours_goes() -> None:
-    slab = Slab(6 * ALIGN, CPU)
+    slab = AdapterSlab(6 * ALIGN, CPU)
     costs: dict[str, tuple[float, ...] | None] = {}
     for name, cost in (("a", 9), ("b", 1), ("c", 5), ("d", 2), ("e", 3), ("f", 4)):
         slab.reserve(ALIGN, name)

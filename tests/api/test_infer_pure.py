@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coterie.api.native.infer_parse import Asked, Caller, Reception, read_body
+from coterie.api.native.infer_parse import CallerInfo, InferBodyReader, ParsedInfer, read_body
 from coterie.api.native.infer_types import FIELDS
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
@@ -21,11 +21,11 @@ from coterie.service.deadline import UserRate, until_deadline
 SECONDS = Histogram((0.001,))
 
 
-def receive(session: str = "", **body: Any) -> Asked:
-    return read_body(body, Caller("tenant", time.monotonic(), session))
+def receive(session: str = "", **body: Any) -> ParsedInfer:
+    return read_body(body, CallerInfo("tenant", time.monotonic(), session))
 
 
-def text_of(asked: Asked) -> str:
+def text_of(asked: ParsedInfer) -> str:
     assert isinstance(asked.request.prompt, Chat)
     (message,) = asked.request.prompt.messages
     return message.content
@@ -188,10 +188,10 @@ def test_the_table_of_users_is_bounded() -> None:
 
 
 def test_a_refused_body_costs_nothing_of_the_rate() -> None:
-    reception = Reception(UserRate(0.1), SECONDS)
+    reception = InferBodyReader(UserRate(0.1), SECONDS)
 
     def ask(prompt: str) -> None:
-        asyncio.run(reception.receive({"prompt": prompt}, Caller("t", 0.0), 0))
+        asyncio.run(reception.receive({"prompt": prompt}, CallerInfo("t", 0.0), 0))
 
     with pytest.raises(InvalidRequest):
         ask("")

@@ -25,8 +25,8 @@ from coterie.api.collect import MAX_WAITING, collect, merged
 from coterie.api.openai.chat import ChatShape, ChatStream
 from coterie.api.openai.render import LegacyLogprobs, chat_logprobs, finish_fields
 from coterie.api.openai.text import TextShape, TextStream
-from coterie.api.tools.read import Reading
-from coterie.api.tools.reasoning import Splitter
+from coterie.api.tools.read import AnswerSyntax
+from coterie.api.tools.reasoning import ReasoningSplitter
 from coterie.api.transport.sse import Events
 from coterie.core.errors import (
     ERRORS,
@@ -37,15 +37,15 @@ from coterie.core.errors import (
     Unavailable,
 )
 from coterie.core.events import Delta, Failed, Finished, Started, Timings, TokenLogprob, Usage
-from coterie.core.request import Rights, Text
-from coterie.engine.detokenize import Offsets, Pieces
+from coterie.core.request import KeyRights, Text
+from coterie.engine.detokenize import TextOffsets, TokenPieces
 from coterie.models.text.tokenizer import load_tokenizer
 
 MARKS = ("<think>", "</think>")
 
 
 def split(pieces: list[str], inside: bool = False) -> tuple[str, str]:
-    splitter = Splitter(MARKS, inside)
+    splitter = ReasoningSplitter(MARKS, inside)
     found = [piece for text in pieces for piece in splitter.feed(text)] + splitter.finish()
     return (
         "".join(text for kind, text in found if kind == "reasoning"),
@@ -146,7 +146,9 @@ def test_finish_reasons() -> None:
 def test_logprobs_of_impossible_tokens_are_numbers() -> None:
     token = TokenLogprob(3, "a", b"a", float("-inf"), ((3, "a", b"a", float("-inf")),))
     assert json.loads(json.dumps(chat_logprobs([token]), allow_nan=False))
-    legacy = LegacyLogprobs(Offsets(Pieces(load_tokenizer(tiny_checkpoint("llama")))), num_top=1)
+    legacy = LegacyLogprobs(
+        TextOffsets(TokenPieces(load_tokenizer(tiny_checkpoint("llama")))), num_top=1
+    )
     unscored = replace(token, logprob=math.nan)
     assert legacy.lists([unscored, token], [0, 3])["token_logprobs"] == [None, -9999.0]
 
@@ -238,7 +240,7 @@ def test_an_error_in_a_stream() -> None:
 
 
 def test_a_thinking_message_has_two_blocks() -> None:
-    stream = MessageStream(MessageShape("i", "m", "r", Reading((MARKS, False))))
+    stream = MessageStream(MessageShape("i", "m", "r", AnswerSyntax((MARKS, False))))
     parts = ["<thi", "nk>why", "</think>", "\nso", ""]
     raw = stream.render(Started("i", "r", 5, 0))
     for index, text in enumerate(parts):
@@ -310,7 +312,7 @@ def test_key_files(tmp_path: Path) -> None:
     assert len(tenants) == 2 and not any("one" in tenant for tenant in tenants)
     path.write_text("one priority=9 max_running=8\ntwo max_running=2\nthree\n")
     rights = [KeyRing.load(path).rights[tenant_of(key)] for key in (b"one", b"two", b"three")]
-    assert rights == [Rights(9, 8), Rights(5, 2), Rights()]
+    assert rights == [KeyRights(9, 8), KeyRights(5, 2), KeyRights()]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from conftest import KEYS
 from pydantic import BaseModel
 from served import Served, chat
 
-from coterie.api.anthropic.parse import toolbox_of
+from coterie.api.anthropic.parse import tool_set_of
 from coterie.api.anthropic.types import MessagesBody
 
 CHAT, TEXT, MESSAGES, COUNT = (
@@ -116,7 +116,7 @@ def test_a_forced_call_is_one_call(taught_server: Served, choice: Any) -> None:
     answer = taught_server.post(MESSAGES, ask).json
     assert [block["type"] for block in answer["content"]] == ["tool_use"]
     wanted = {"type": "any", "disable_parallel_tool_use": False}
-    found = toolbox_of(MessagesBody.model_validate(ask | {"tool_choice": wanted}))
+    found = tool_set_of(MessagesBody.model_validate(ask | {"tool_choice": wanted}))
     assert found is not None and found.parallel
 
 

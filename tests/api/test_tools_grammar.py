@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tiny import tiny_checkpoint
 
-from coterie.api.tools.base import Tool, Toolbox, tool_of
+from coterie.api.tools.base import Tool, ToolSet, tool_of
 from coterie.api.tools.grammar import (
     MAX_GRAMMAR,
     answer_behind_thought,
-    held_schema,
+    enforced_schema,
     tool_constraint,
 )
 from coterie.api.tools.read import blamed
@@ -52,8 +52,8 @@ def vocabulary() -> GrammarVocabulary:
     return GrammarVocabulary(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
 
 
-def toolbox(tools: tuple[Tool, ...] = TOOLS, **fields: Any) -> Toolbox:
-    return Toolbox(tools, frozenset(tool.name for tool in tools), **fields)
+def toolbox(tools: tuple[Tool, ...] = TOOLS, **fields: Any) -> ToolSet:
+    return ToolSet(tools, frozenset(tool.name for tool in tools), **fields)
 
 
 def follows(matcher: Any, tokenizer: Tokenizer, text: str) -> str:
@@ -196,11 +196,11 @@ def test_a_format_behind_a_thought(tokenizer: Tokenizer, vocabulary: GrammarVoca
 def test_unknown_properties_are_not_made_up() -> None:
     """Unless the schema speaks of them, or its parts could name each other's."""
     named = {"type": "object", "properties": {"a": {"title": "A", "type": "string"}}}
-    held = json.loads(held_schema(named, strict=False))
+    held = json.loads(enforced_schema(named, strict=False))
     assert held["additionalProperties"] is False
     assert held["properties"] == {"a": {"type": "string"}}
     deep = {"properties": {"properties": named, "items": {"type": "array", "items": named}}}
-    inner = json.loads(held_schema(deep, strict=False))["properties"]
+    inner = json.loads(enforced_schema(deep, strict=False))["properties"]
     assert set(inner) == {"properties", "items"}
     assert inner["properties"]["additionalProperties"] is False
     assert inner["items"]["items"]["additionalProperties"] is False
@@ -212,11 +212,11 @@ def test_unknown_properties_are_not_made_up() -> None:
         named | {"anyOf": [{"properties": {"b": {}}}]},
         {"type": "object"},
     ):
-        kept = json.loads(held_schema(open_, strict=False))
+        kept = json.loads(enforced_schema(open_, strict=False))
         assert kept.get("additionalProperties") != False  # noqa: E712
         jsonschema.Draft202012Validator.check_schema(kept)
     # not a schema at all: the engine says so
-    assert json.loads(held_schema(named | {"required": [{}]}, strict=False))["required"] == [{}]
+    assert json.loads(enforced_schema(named | {"required": [{}]}, strict=False))["required"] == [{}]
 
 
 def test_the_tool_at_fault_is_named(tokenizer: Tokenizer, vocabulary: GrammarVocabulary) -> None:

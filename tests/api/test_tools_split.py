@@ -12,7 +12,7 @@ from served import frames
 
 from coterie.api.anthropic.render import MessageShape, MessageStream
 from coterie.api.openai.chat import ChatShape, ChatStream
-from coterie.api.tools.read import Reading
+from coterie.api.tools.read import AnswerSyntax
 from coterie.api.tools.reasoning import CONTENT, REASONING
 from coterie.api.tools.split import ARGUMENTS, CALL, CallMarks
 from coterie.core.events import Delta, Finished, Started, Timings, Usage
@@ -32,7 +32,7 @@ def read(
     text: str, style: str, cuts: list[int], marks: tuple[tuple[str, str], bool] | None = None
 ) -> Said:
     """(thought, words, calls, whether it was cut) of `text` fed in pieces."""
-    reader = Reading(marks, CallMarks(FORMATS[style], NAMES)).reader()
+    reader = AnswerSyntax(marks, CallMarks(FORMATS[style], NAMES)).reader()
     assert reader is not None
     places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     pieces = []
@@ -109,7 +109,7 @@ def test_a_mark_at_the_end(style: str, text: str, words: str) -> None:
 def test_a_call_that_had_to_come_leaves_no_words_however_short(style: str, whole: str) -> None:
     opened = len('<tool_call>\n{"name": ') if style == "hermes" else len('{"name": ')
     for size in range(1, opened):
-        reader = Reading(None, CallMarks(FORMATS[style], NAMES, required=True)).reader()
+        reader = AnswerSyntax(None, CallMarks(FORMATS[style], NAMES, required=True)).reader()
         assert reader is not None
         assert reader.feed(whole[:size], (7,)) + reader.finish() == []
 
@@ -131,7 +131,7 @@ def test_a_mark_that_is_a_special_token(style: str) -> None:
         [("Well. ", (1,)), ("", (99,)), (call, (2,))],
         [("Well. " + call[:4], (1, 99, 2)), (call[4:], (3,))],
     ):
-        reader = Reading(None, CallMarks(FORMATS[style], NAMES, mark_id=99)).reader()
+        reader = AnswerSyntax(None, CallMarks(FORMATS[style], NAMES, mark_id=99)).reader()
         assert reader is not None
         pieces = [piece for text, ids in deltas for piece in reader.feed(text, ids)]
         pieces += reader.finish()
@@ -148,7 +148,7 @@ def events(text: str) -> list[Started | Delta | Finished]:
     return [Started("r", "x", 3, 0), *deltas, end, Finished("r", ("stop",), usage, Timings())]
 
 
-READING = Reading(None, CallMarks(FORMATS["hermes"], NAMES))
+READING = AnswerSyntax(None, CallMarks(FORMATS["hermes"], NAMES))
 
 
 def test_arguments_stream_as_they_are_written() -> None:

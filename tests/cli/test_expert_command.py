@@ -21,7 +21,7 @@ from coterie.cli.terminal import table
 from coterie.packages.archive import inspect
 from coterie.packages.digest import digest_of
 from coterie.routing.match import learn
-from coterie.service.adapters.catalog import Catalog
+from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.weights.checkpoint import open_checkpoint
 from tests.packages.made import lora_directory
 
@@ -213,7 +213,7 @@ def test_a_start_after_an_installation_learns_nothing(
     monkeypatch.setattr(learn, "_by_child", lambda profiles: pytest.fail("it learns again"))
 
     async def start() -> None:
-        catalog = Catalog(experts_dir())
+        catalog = AdapterCatalog(experts_dir())
         await catalog.start()
         await catalog.settled()
         found = catalog.matcher()

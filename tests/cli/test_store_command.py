@@ -17,7 +17,7 @@ from coterie.cli.main import main
 from coterie.models.base import load_model
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.base import Geometry
+from coterie.moe.store.base import ExpertGeometry
 from coterie.moe.store.packed import open_packed
 from coterie.weights.checkpoint import open_checkpoint
 
@@ -60,7 +60,7 @@ def heatmap_file(path: Path, fingerprint: str, used: dict[int, int]) -> Path:
     counts = np.zeros((3, 8))
     for expert, count in used.items():
         counts[:, expert] = count
-    heatmap = Heatmap(Geometry((0, 1, 2), 8, 2), counts)
+    heatmap = Heatmap(ExpertGeometry((0, 1, 2), 8, 2), counts)
     heatmap.save(path, fingerprint=fingerprint, workload="chat")
     return path
 

@@ -16,7 +16,7 @@ import pytest
 import uvloop
 from fork_probe import forks, watch
 
-from coterie.core.spawn import DEVNULL, PIPE, Process, environment, spawn, start
+from coterie.core.spawn import DEVNULL, PIPE, AsyncProcess, environment, spawn, start
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -38,7 +38,7 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-async def finish(process: Process) -> int:
+async def finish(process: AsyncProcess) -> int:
     process.kill()
     process.close()
     return await process.wait()
@@ -124,7 +124,7 @@ def test_a_program_that_is_not_there_is_an_error_and_leaves_nothing_open(run: Ru
 
 
 def test_a_start_that_is_cancelled_anywhere_leaves_nothing_open(run: Run) -> None:
-    async def begin() -> Process:
+    async def begin() -> AsyncProcess:
         return await start(["/bin/cat"], environment(), stdin=PIPE, stdout=PIPE, stderr=PIPE)
 
     async def cancelled_after(steps: int) -> bool:

@@ -14,19 +14,19 @@ from tiny import tiny_checkpoint
 from benchmarks.structured import response_format
 from benchmarks.structured_schemas import EMPLOYEE, MAIL, SCHEMAS
 from coterie.core.request import ResponseFormat
-from coterie.engine.closing import FEW, Closer
+from coterie.engine.closing import FEW, EndingFinder
 from coterie.engine.closing_hints import hints_of
-from coterie.engine.grammar import Compiled, Constraint, Grammars, allowed_tokens
+from coterie.engine.grammar import CompiledGrammar, Constraint, GrammarCache, allowed_tokens
 from coterie.models.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
+def grammars() -> GrammarCache:
     tokenizer = load_tokenizer(tiny_checkpoint("llama"))
-    return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    return GrammarCache(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
 
 
-def drawn(start: Compiled, max_tokens: int, seed: int) -> str:
+def drawn(start: CompiledGrammar, max_tokens: int, seed: int) -> str:
     """Tokens at random among those allowed: no model knows less about ending a text."""
     noise = random.Random(seed)
     constraint = Constraint(max_tokens)
@@ -54,7 +54,7 @@ def fault(wanted: dict[str, object] | str, text: str) -> str | None:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_every_shape_ends_in_time(grammars: Grammars, name: str) -> None:
+def test_every_shape_ends_in_time(grammars: GrammarCache, name: str) -> None:
     _, wanted = SCHEMAS[name]
     start = grammars._compile(response_format(wanted))
     assert start.shortest is not None
@@ -65,7 +65,7 @@ def test_every_shape_ends_in_time(grammars: Grammars, name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_every_shape_ends_in_time_for_many_seeds(grammars: Grammars, name: str) -> None:
+def test_every_shape_ends_in_time_for_many_seeds(grammars: GrammarCache, name: str) -> None:
     _, wanted = SCHEMAS[name]
     start = grammars._compile(response_format(wanted))
     assert start.shortest is not None
@@ -82,7 +82,7 @@ def test_every_shape_ends_in_time_for_many_seeds(grammars: Grammars, name: str) 
     ids=["digit", "mail", "employee", "regex"],
 )  # fmt: skip
 def test_what_used_to_be_cut_ends(
-    grammars: Grammars, wanted: dict[str, object] | str, seed: int
+    grammars: GrammarCache, wanted: dict[str, object] | str, seed: int
 ) -> None:
     text = drawn(grammars._compile(response_format(wanted)), 64, seed)
     assert fault(wanted, text) is None, text
@@ -92,24 +92,24 @@ def test_what_used_to_be_cut_ends(
     ("pattern", "least"),
     [("[ab]{3}", 3), ("(a[0-9]{3}b|c[0-9]{9}d)", 5), ("[0-9]{3}-[0-9]{4}|N/A", 3), ("a*b*", 0)],
 )
-def test_the_way_is_short(grammars: Grammars, pattern: str, least: int) -> None:
+def test_the_way_is_short(grammars: GrammarCache, pattern: str, least: int) -> None:
     start = grammars._compile(ResponseFormat("regex", pattern))
     assert start.shortest is not None and len(start.shortest) <= least
 
 
 def test_a_search_ends_by_its_own_count(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not by a clock: the same state has the same way on any machine."""
     looks = 0
-    sign = Closer.sign
+    sign = EndingFinder.sign
 
-    def counted(self: Closer, *args: object) -> bytes:
+    def counted(self: EndingFinder, *args: object) -> bytes:
         nonlocal looks
         looks += 1
         return sign(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Closer, "sign", counted)
+    monkeypatch.setattr(EndingFinder, "sign", counted)
     # no end within the limit: all of the effort is spent
     wanted = ResponseFormat("regex", "([a-y]{2}-){400}z")
     start = grammars._compile(wanted)
@@ -118,7 +118,7 @@ def test_a_search_ends_by_its_own_count(
     assert looks <= FEW + 64
 
 
-def test_where_nothing_fits_the_text_is_cut(grammars: Grammars) -> None:
+def test_where_nothing_fits_the_text_is_cut(grammars: GrammarCache) -> None:
     start = grammars._compile(ResponseFormat("regex", "[a-e]{50}X"))
     assert start.shortest is not None and len(start.shortest) > 9
     assert re.fullmatch("[a-e]+", drawn(start, 9, 0))

@@ -10,7 +10,7 @@ import pytest
 from tiny import tiny_checkpoint
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from coterie.engine.detokenize import Detokenizer, Offsets, Pieces, Stop, token_name
+from coterie.engine.detokenize import Detokenizer, StopMatch, TextOffsets, TokenPieces, token_name
 from coterie.models.text.tokenizer import Tokenizer as CoterieTokenizer
 from coterie.models.text.tokenizer import load_tokenizer
 
@@ -53,7 +53,7 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> CoterieTokenizer:
 
 
 def stream(tokenizer: CoterieTokenizer, ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(Pieces(tokenizer))
+    detokenizer = Detokenizer(TokenPieces(tokenizer))
     sent = [detokenizer.push(token) for token in ids]
     assert all(isinstance(text, str) for text in sent)
     return [*map(str, sent), detokenizer.flush()]
@@ -116,11 +116,11 @@ def test_half_a_character_is_held_then_replaced(byte_level: CoterieTokenizer) ->
 def run_stops(
     tokenizer: CoterieTokenizer, ids: list[int], stops: list[str], min_tokens: int = 0
 ) -> tuple[str, str | None, int]:
-    detokenizer = Detokenizer(Pieces(tokenizer), stops)
+    detokenizer = Detokenizer(TokenPieces(tokenizer), stops)
     text = ""
     for count, token in enumerate(ids, 1):
         pushed = detokenizer.push(token, may_stop=count > min_tokens)
-        if isinstance(pushed, Stop):
+        if isinstance(pushed, StopMatch):
             return text + pushed.text, pushed.match, count
         text += pushed
         # nothing sent so far may contain a stop, nor end where one begins and is completed later
@@ -186,10 +186,10 @@ def test_offsets_are_where_the_text_before_ends(
     kind: str, skip_special: bool, request: pytest.FixtureRequest
 ) -> None:
     tokenizer = request.getfixturevalue(kind)
-    rng, pieces = random.Random(5), Pieces(tokenizer, skip_special)
+    rng, pieces = random.Random(5), TokenPieces(tokenizer, skip_special)
     for _ in range(200):
         ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(1, 12))]
-        offsets, whole = Offsets(pieces, start=3), pieces.text(ids)
+        offsets, whole = TextOffsets(pieces, start=3), pieces.text(ids)
         places = [offsets.push(token) - 3 for token in ids]
         assert places[0] == 0 and places == sorted(places) and places[-1] <= len(whole)
         for index, at in enumerate(places):
@@ -206,12 +206,12 @@ def test_tokens_have_names_of_their_own(byte_level: CoterieTokenizer) -> None:
 
 def test_a_stop_string_may_be_kept() -> None:
     """Wherever it lies in a token's text, nothing behind it is sent."""
-    detokenizer = Detokenizer(Pieces(load_tokenizer(tiny_checkpoint("llama"))), ["o w"], True)
+    detokenizer = Detokenizer(TokenPieces(load_tokenizer(tiny_checkpoint("llama"))), ["o w"], True)
     tokenizer = load_tokenizer(tiny_checkpoint("llama"))
     sent = []
     for token in tokenizer.encode("Hello world", special=False):
         pushed = detokenizer.push(token)
-        if isinstance(pushed, Stop):
+        if isinstance(pushed, StopMatch):
             sent.append(pushed.text)
             break
         sent.append(pushed)

@@ -35,8 +35,8 @@ from coterie.core.request import ResponseFormat
 from coterie.engine import grammar
 from coterie.engine.draw import uniform
 from coterie.engine.engine import Engine
-from coterie.engine.grammar import Grammars, allowed_tokens
-from coterie.engine.sampler import Batch, Sampler, mask_rows
+from coterie.engine.grammar import GrammarCache, allowed_tokens
+from coterie.engine.sampler import SampleBatch, Sampler, mask_rows
 
 # over the toy's alphabet: "B" to "n"
 PATTERN = "(CUB|[D-H]{2,5}k)(_[a-e]{1,3}){0,4}[XY]"
@@ -166,7 +166,9 @@ def test_masking_whole_rows_draws_the_same(
     ]
     among_few = outputs(run(*work))
 
-    def whole_rows(self: Sampler, logits: Tensor, batch: Batch) -> tuple[Tensor, dict[int, int]]:
+    def whole_rows(
+        self: Sampler, logits: Tensor, batch: SampleBatch
+    ) -> tuple[Tensor, dict[int, int]]:
         nothing = [()] * len(batch.constrained)
         allowed = allowed_tokens(batch.constraints, nothing, logits.shape[1])
         return mask_rows(logits, batch.constrained, allowed), {}
@@ -284,7 +286,7 @@ def test_beams_and_a_grammar_are_refused_together() -> None:
 def test_compiled_grammars_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "MAX_COMPILED", 3)
     compiled = list[str]()
-    grammars = Grammars(ToyTokenizer(), VOCAB, [EOS])  # type: ignore[arg-type]
+    grammars = GrammarCache(ToyTokenizer(), VOCAB, [EOS])  # type: ignore[arg-type]
     whole = grammar.GrammarVocabulary.compile
 
     def counted(self: Any, wanted: ResponseFormat) -> Any:

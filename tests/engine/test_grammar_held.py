@@ -19,8 +19,8 @@ from coterie.core.plan import Admitted
 from coterie.core.request import ResponseFormat
 from coterie.engine import grammar_work
 from coterie.engine.engine import Engine
-from coterie.engine.grammar import Constraint, Grammars
-from coterie.engine.grammar_work import Job
+from coterie.engine.grammar import Constraint, GrammarCache
+from coterie.engine.grammar_work import GrammarTask
 from coterie.engine.scheduler import Scheduler
 
 
@@ -194,7 +194,7 @@ def test_one_that_breaks_takes_nobody_along(
     assert outputs(events)["good", 0] == outputs(run(good))["good", 0]
 
 
-class JustDone(Job):
+class JustDone(GrammarTask):
     """Ends between the first time that somebody asks and the second."""
 
     asked = 0
@@ -212,12 +212,12 @@ class JustDone(Job):
 def test_what_goes_wrong_the_moment_it_is_looked_at_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def begin(self: Grammars, *args: Any) -> Job:
+    def begin(self: GrammarCache, *args: Any) -> GrammarTask:
         job = JustDone("t", lambda: 0)
         job.error = InvalidRequest("the pattern cannot be enforced")
         return job
 
-    monkeypatch.setattr(Grammars, "begin", begin)
+    monkeypatch.setattr(GrammarCache, "begin", begin)
     engine = make_engine()
     neighbour = make_assignment("free", range(1, 9))
     assert isinstance(engine.add(constrained("r", REGEX)), Admitted)

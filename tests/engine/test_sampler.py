@@ -49,7 +49,7 @@ def support(logits: torch.Tensor, one: Sequence) -> set[int]:
     params = filters_module.make_filters([one.draw], logits.device)
     grid = torch.linspace(0, 1 - 1e-9, 600, dtype=torch.float64).unsqueeze(1)
     rows = logits.expand(len(grid), -1)
-    many = filters_module.Filters(*(values.expand(len(grid), 1) for values in params))
+    many = filters_module.SampleFilters(*(values.expand(len(grid), 1) for values in params))
     found.update(filters_module.draw_filtered(rows, many, grid).tolist())
     return found
 

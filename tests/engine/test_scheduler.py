@@ -10,20 +10,20 @@ from toy import ToyAdapters, make_lane
 
 from coterie.core.errors import ConfigError
 from coterie.core.plan import AdapterChoice, stack_key
-from coterie.engine.draw import Draw
-from coterie.engine.engine import FIRST_GUESS_S, Pace
+from coterie.engine.draw import DrawState
+from coterie.engine.engine import FIRST_GUESS_S, LaneThroughput
 from coterie.engine.lane import MAX_PASSED_OVER, AdapterTurns, DeficitRoundRobin, LaneConfig
 from coterie.engine.scheduler import Scheduler
-from coterie.engine.seats import Seats
-from coterie.engine.sequence import BASE, Front, Sequence, Status
+from coterie.engine.seats import AdapterHolds
+from coterie.engine.sequence import BASE, Sequence, SequenceAdapters, SequenceStatus
 from coterie.engine.step import StepPlan
 
 order = itertools.count()
 
 
-def front_of(name: str) -> Front:
+def front_of(name: str) -> SequenceAdapters:
     adapters = (AdapterChoice(name, name),)
-    return Front(stack_key(adapters), adapters)
+    return SequenceAdapters(stack_key(adapters), adapters)
 
 
 def make_sequence(
@@ -40,7 +40,7 @@ def make_sequence(
         front=front_of(key) if key else BASE,
         root=b"root",
         rank=(-priority, float(number), number, 0),
-        draw=Draw(seed=0, choice=0),
+        draw=DrawState(seed=0, choice=0),
         **rest,
     )
 
@@ -73,7 +73,7 @@ def test_priority_then_arrival() -> None:
     for sequence in (late, early, urgent):
         scheduler.add(sequence)
     assert members(advance(scheduler)) == [urgent, early]
-    assert late.status is Status.WAITING
+    assert late.status is SequenceStatus.WAITING
 
 
 def test_one_plan_mixes_chunks_and_decode() -> None:
@@ -102,7 +102,7 @@ def test_admission_needs_prompt_and_one_step() -> None:
     scheduler.add(second := make_sequence(4, max_total=16))
     # 3 blocks for the first, 2 for the second: it waits until the first has ended
     assert len(members(advance(scheduler))) == 1
-    while second.status is Status.WAITING:
+    while second.status is SequenceStatus.WAITING:
         assert advance(scheduler) is not None
     assert len(scheduler.running) == 1
 
@@ -115,11 +115,11 @@ def test_only_a_strictly_higher_priority_preempts() -> None:
     advance(scheduler)
     scheduler.add(equal := make_sequence(4, priority=3))
     advance(scheduler)
-    assert equal.status is Status.WAITING and scheduler.num_preemptions == 0
+    assert equal.status is SequenceStatus.WAITING and scheduler.num_preemptions == 0
     scheduler.add(urgent := make_sequence(12, priority=4))
     advance(scheduler)
-    assert urgent.status is old.status is Status.RUNNING
-    assert young.status is Status.WAITING and young.num_preemptions == 1
+    assert urgent.status is old.status is SequenceStatus.RUNNING
+    assert young.status is SequenceStatus.WAITING and young.num_preemptions == 1
     assert scheduler.waiting[0] is young
 
 
@@ -131,7 +131,7 @@ def test_nobody_is_preempted_in_vain() -> None:
     advance(scheduler)
     scheduler.add(urgent := make_sequence(16, priority=5))
     advance(scheduler)
-    assert low.status is Status.RUNNING and urgent.status is Status.WAITING
+    assert low.status is SequenceStatus.RUNNING and urgent.status is SequenceStatus.WAITING
     assert scheduler.num_preemptions == 0
 
 
@@ -145,7 +145,7 @@ def test_growth_takes_from_the_youngest_and_everyone_ends() -> None:
         if not scheduler.has_work:
             break
         assert advance(scheduler) is not None
-        finished += [s for s in work if s.status is Status.ENDED and s not in finished]
+        finished += [s for s in work if s.status is SequenceStatus.ENDED and s not in finished]
     assert finished == work and scheduler.num_preemptions > 0
     assert work[0].num_preemptions == 0
     assert scheduler.space.cache.num_available == 9
@@ -165,7 +165,7 @@ def test_preempted_sequences_find_their_blocks_again() -> None:
 def test_copy_on_write() -> None:
     scheduler = Scheduler(make_lane(block_size=4))
     leader = make_sequence([1, 2, 3, 4, 5, 6])
-    follower = make_sequence([1, 2, 3, 4, 5, 6], status=Status.FOLLOWING)
+    follower = make_sequence([1, 2, 3, 4, 5, 6], status=SequenceStatus.FOLLOWING)
     leader.followers.append(follower)
     scheduler.add(leader)
     plan = advance(scheduler)
@@ -195,7 +195,7 @@ def test_an_ended_sequence_becomes_its_sessions_entry() -> None:
 
 def test_a_cold_adapter_key_never_starves() -> None:
     config = make_lane(num_blocks=400, max_context=900, max_sequences=8)
-    scheduler = Scheduler(config, Seats(ToyAdapters(4)), grouped=True)
+    scheduler = Scheduler(config, AdapterHolds(ToyAdapters(4)), grouped=True)
     hot = [make_sequence(4, priority=6, key="hot", max_total=500) for _ in range(5)]
     cold = [make_sequence(4, key=f"cold{i}", max_total=500) for i in range(3)]
     for sequence in (*hot, *cold):
@@ -218,7 +218,7 @@ def test_a_cold_adapter_key_never_starves() -> None:
 def test_one_step_serves_every_stack_in_segments() -> None:
     """Rows are chosen by rank within the step's budget and then sorted, those without first."""
     config = make_lane(num_blocks=200, max_sequences=8, max_step_tokens=20)
-    scheduler = Scheduler(config, Seats(ToyAdapters(4)))
+    scheduler = Scheduler(config, AdapterHolds(ToyAdapters(4)))
     work = [make_sequence(3, key=key) for key in ("a", "", "b", "a", "")]
     for sequence in work:
         scheduler.add(sequence)
@@ -280,7 +280,7 @@ def test_an_idle_lane_saves_nothing_up() -> None:
 
 
 def test_pace_follows_the_measured_rate() -> None:
-    pace = Pace()
+    pace = LaneThroughput()
     assert pace.retry_after_s(256, 1000) == FIRST_GUESS_S
     for step in range(400):
         pace.record(0.1, 64, num_ended=step % 5 == 0)

@@ -31,13 +31,13 @@ class Adapted:
         return self._model.forward(ids, replace(batch, patches=self._segments), kv, rows)
 
 
-def composed(model: CausalLM, stack: Stack, slot: int = 0) -> patch.Stack:
+def composed(model: CausalLM, stack: Stack, slot: int = 0) -> patch.PatchStack:
     parts = [(open_adapter(path, path.name), weight) for path, weight in stack]
     made = compose(parts, model.targets)
-    return patch.Stack(str(stack), slot, made.patches, made.soft)
+    return patch.PatchStack(str(stack), slot, made.patches, made.soft)
 
 
-def virtual(model: CausalLM, stack: patch.Stack) -> list[int]:
+def virtual(model: CausalLM, stack: patch.PatchStack) -> list[int]:
     count = 0 if stack.soft is None else len(stack.soft)
     return [model.spec.vocab + place for place in range(count)]
 
@@ -62,7 +62,7 @@ def our_greedy(model: CausalLM, ids: Sequence[int], stack: Stack, count: int) ->
 class _Run:
     """One sequence under one stack: tokens in, their logits out."""
 
-    def __init__(self, model: CausalLM, stack: patch.Stack, length: int) -> None:
+    def __init__(self, model: CausalLM, stack: patch.PatchStack, length: int) -> None:
         self.virtual = virtual(model, stack)
         self._model, self._stack = model, stack
         self._paged = Paged(model, 1, len(self.virtual) + length)

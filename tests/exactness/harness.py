@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.core.events import Delta, Failed, Finished
 from coterie.core.plan import Admitted, Assignment
 from coterie.core.request import Limits, Sampling
@@ -84,7 +84,7 @@ def model_at(path: Path, backend: str, dtype: str = "fp32") -> CausalLM:
     """`backend` "cpu" is the native path, "reference" what runs with COTERIE_NATIVE=0."""
     if backend == "cpu" and native() is None:
         pytest.skip("no compiler on this machine")
-    settings = DispatchSettings(strategy="persistent", warmup="none", predict="off")
+    settings = MoeSettings(strategy="persistent", warmup="none", predict="off")
     return load_model(open_checkpoint(path), dtype=dtype, backend=backend, dispatch=settings)
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import save
 from tiny import tiny_checkpoint
 from toy import make_assignment
 
-from coterie.adapters.library import Library
+from coterie.adapters.library import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
 from coterie.core.adapters import AdapterSettings
 from coterie.core.events import Delta, Failed
@@ -97,7 +97,7 @@ class Bench:
     @contextmanager
     def pool(self, device_bytes: int) -> Iterator[AdapterPool]:
         settings = AdapterSettings(device_bytes=device_bytes, host_bytes=10**8)
-        library = Library(self.root)
+        library = AdapterLibrary(self.root)
         pool = AdapterPool(library, self.model.targets, settings, torch.device("cpu"))
         try:
             yield pool

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import WeightsError
 from coterie.models.base import load_model
-from coterie.models.experts import ExpertsWanted, store_of
-from coterie.moe.runtime.load_workers import Arrival
+from coterie.models.experts import MoeRequirements, store_of
+from coterie.moe.runtime.load_workers import ExpertLoad
 from coterie.moe.runtime.runtime import open_experts
 from coterie.moe.runtime.tiers import HostTier
 from coterie.moe.store.export import export
@@ -31,7 +31,7 @@ def broken_start_is_a_typed_error(device: str) -> str:
     )
 
     class Broken(Stage):
-        def _open(self, wanted: ExpertsWanted):  # type: ignore[no-untyped-def]
+        def _open(self, wanted: MoeRequirements):  # type: ignore[no-untyped-def]
             self.disk.reads_until_fault = 5
             return super()._open(wanted)
 
@@ -48,10 +48,10 @@ def damaged_record_is_a_typed_error(device: str) -> str:
         source = checkpoint_of("mixtral")
         store = {}
 
-        def keep(wanted: ExpertsWanted):  # type: ignore[no-untyped-def]
+        def keep(wanted: MoeRequirements):  # type: ignore[no-untyped-def]
             store["source"] = store_of(wanted, "auto")
             export(open_checkpoint(source), store["source"], packed)
-            return open_experts(store["source"], DispatchSettings(strategy="cpu_only"))
+            return open_experts(store["source"], MoeSettings(strategy="cpu_only"))
 
         load_model(open_checkpoint(source), dtype="fp32", experts=keep).close()
         whole = (packed / "experts.bin").read_bytes()
@@ -83,7 +83,7 @@ def host_tier_holds_its_budget_under_threads(device: str) -> str:
             order = random.Random(seed)
             for _ in range(60):
                 key = order.choice(keys)
-                mine = Arrival(key)
+                mine = ExpertLoad(key)
                 entry = host.acquire(key, mine, block=True)
                 assert entry is not None
                 try:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.runtime.usage import Span, covered
+from coterie.moe.runtime.usage import LayerSpan, merged_intervals
 from tests.experts.stage import PROMPTS, Setting, Stage, Talk
 from tests.experts.tiny_moe import EXPERTS, LAYERS, checkpoint_of
 from tests.experts.traffic import GEOMETRY
@@ -21,8 +21,8 @@ LIMIT = 1.15
 ATTEMPTS = 5
 
 
-def spent(spans: Sequence[Span], *what: str) -> float:
-    union = covered((s.begin_s, s.end_s) for s in spans if s.what in what)
+def spent(spans: Sequence[LayerSpan], *what: str) -> float:
+    union = merged_intervals((s.begin_s, s.end_s) for s in spans if s.what in what)
     return sum(end - begin for begin, end in union)
 
 
@@ -39,7 +39,7 @@ def slowed(stage: Stage, seconds: Callable[[bool, int], float]) -> None:
     stage.runtime.executor.kernel = kernel
 
 
-def layers_of(stage: Stage, run: Callable[[], object]) -> dict[int, list[Span]]:
+def layers_of(stage: Stage, run: Callable[[], object]) -> dict[int, list[LayerSpan]]:
     stage.runtime.spans = []
     run()
     spans, stage.runtime.spans = stage.runtime.spans, None

@@ -6,29 +6,36 @@ import time
 
 import numpy as np
 
-from coterie.moe.planner.machine import Curve, Identity, Machine, Move, Pace, Profile
-from coterie.moe.planner.plan import Case, Subject
-from coterie.moe.planner.workload import Workload, from_heatmap
-from coterie.moe.runtime.budget import ExpertSizes, Needs
+from coterie.moe.planner.machine import (
+    BackboneTimes,
+    CostCurve,
+    Machine,
+    MachineIdentity,
+    RecordProfile,
+    TransferCost,
+)
+from coterie.moe.planner.plan import PlanCase, PlannedModel
+from coterie.moe.planner.workload import Workload, workload_from_heatmap
+from coterie.moe.runtime.budget import ExpertSizes, TierNeeds
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.base import Geometry
+from coterie.moe.store.base import ExpertGeometry
 
 MB = 10**6
-GEOMETRY = Geometry((0, 1, 2, 3), 16, 2)
+GEOMETRY = ExpertGeometry((0, 1, 2, 3), 16, 2)
 
 
 def machine(device: str = "cpu", **changes: object) -> Machine:
     """Reads 10 ms, copies 1 ms, runs 2 ms (1 ms on a device of its own) per expert of 10 MB."""
     fast = 1e-3 if device != "cpu" else 2e-3
-    profile = Profile(
+    profile = RecordProfile(
         record_bytes=10 * MB,
-        read=Move(each_s=10e-3, alone_s=12e-3),
-        link=Move(each_s=1e-3, alone_s=2e-3),
-        host=Curve((1, 4), (2e-3, 5e-3)),
-        device=Curve((1, 4), (fast, fast * 2)),
+        read=TransferCost(each_s=10e-3, alone_s=12e-3),
+        link=TransferCost(each_s=1e-3, alone_s=2e-3),
+        host=CostCurve((1, 4), (2e-3, 5e-3)),
+        device=CostCurve((1, 4), (fast, fast * 2)),
     )
     facts: dict[str, object] = {
-        "identity": Identity("cpu", 2, device, "2.0", "native"),
+        "identity": MachineIdentity("cpu", 2, device, "2.0", "native"),
         "measured_at": time.time(),
         "dram_bytes_s": 10e9,
         "device_bytes_s": 10e9 if device == "cpu" else 100e9,
@@ -38,18 +45,20 @@ def machine(device: str = "cpu", **changes: object) -> Machine:
     return Machine(**{**facts, **changes})  # type: ignore[arg-type]
 
 
-def skewed(geometry: Geometry = GEOMETRY, power: float = 1.2) -> Workload:
+def skewed(geometry: ExpertGeometry = GEOMETRY, power: float = 1.2) -> Workload:
     shares = (1.0 + np.arange(geometry.num_experts)) ** -power
     counts = np.stack([np.roll(shares, 3 * row) for row in range(len(geometry.layers))])
-    return from_heatmap(Heatmap(geometry, counts), "a test", prompt_tokens=64).shortened(360)
+    return workload_from_heatmap(Heatmap(geometry, counts), "a test", prompt_tokens=64).shortened(
+        360
+    )
 
 
-def case(device: str = "cpu", load: Workload | None = None, **changes: object) -> Case:
+def case(device: str = "cpu", load: Workload | None = None, **changes: object) -> PlanCase:
     sizes = ExpertSizes(GEOMETRY.total, 10 * MB, 10 * MB * GEOMETRY.total)
-    backbone = Pace(Curve((1, 64), (5e-3, 20e-3)))
-    subject = Subject(GEOMETRY, sizes, 20 * MB, 1000, context=1000, backbone=backbone)
-    return Case(subject, machine(device, **changes), "p", load or skewed())
+    backbone = BackboneTimes(CostCurve((1, 64), (5e-3, 20e-3)))
+    subject = PlannedModel(GEOMETRY, sizes, 20 * MB, 1000, context=1000, backbone=backbone)
+    return PlanCase(subject, machine(device, **changes), "p", load or skewed())
 
 
-def needs(free: int = 4000 * MB, *, one_memory: bool = True, kv_bytes: int = MB) -> Needs:
-    return Needs(True, True, free, free, kv_bytes, one_memory)
+def needs(free: int = 4000 * MB, *, one_memory: bool = True, kv_bytes: int = MB) -> TierNeeds:
+    return TierNeeds(True, True, free, free, kv_bytes, one_memory)

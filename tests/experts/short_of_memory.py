@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from coterie.models.experts import ExpertsWanted
+from coterie.models.experts import MoeRequirements
 from coterie.moe.runtime.runtime import ExpertRuntime
 from tests.experts.stage import PROMPTS, Setting, Stage
 from tests.experts.tiny_moe import checkpoint_of
@@ -29,7 +29,7 @@ class Cramped(Stage):
 
     growth: int
 
-    def _open(self, wanted: ExpertsWanted) -> ExpertRuntime:
+    def _open(self, wanted: MoeRequirements) -> ExpertRuntime:
         status = Path("/proc/self/status").read_text()
         limit = (int(status.split("VmSize:")[1].split()[0]) << 10) + self.growth
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

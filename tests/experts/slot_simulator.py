@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from coterie.moe.dispatch.base import Costs, Demand, Scene, Strategy
-from coterie.moe.dispatch.table import build
+from coterie.moe.dispatch.base import Demand, ExpertCosts, Strategy, StrategyContext
+from coterie.moe.dispatch.table import build_strategies
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.runtime.slot_map import Residency
-from coterie.moe.store.base import Geometry, Key
+from coterie.moe.runtime.slot_map import SlotMap
+from coterie.moe.store.base import ExpertGeometry, Key
 
-COSTS = Costs(upload_s=2e-3, device_run_s=1e-4, host_run_s=1e-3)
+COSTS = ExpertCosts(upload_s=2e-3, device_run_s=1e-4, host_run_s=1e-3)
 
 
 @dataclass
 class Simulator:
-    geometry: Geometry
+    geometry: ExpertGeometry
     text: str
     num_slots: int
     heatmap: Heatmap | None = None
     options: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.slots = Residency(self.num_slots)
-        scene = Scene(self.geometry, self.slots, self.heatmap, COSTS, **self.options)
-        self.prefill, self.decode = build(self.text, scene)
+        self.slots = SlotMap(self.num_slots)
+        scene = StrategyContext(self.geometry, self.slots, self.heatmap, COSTS, **self.options)
+        self.prefill, self.decode = build_strategies(self.text, scene)
         self.content: dict[int, Key] = {}
         # every expert moved after the start, and every expert run on the host
         self.moved: list[Key] = []

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import WeightsError
 from coterie.kernels.batch import AttentionBatch
 from coterie.models.base import load_model
-from coterie.models.experts import ExpertsWanted, store_of
+from coterie.models.experts import MoeRequirements, store_of
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
 from coterie.moe.runtime.step import ExpertStep
-from coterie.moe.store.disk import Disk
+from coterie.moe.store.disk import DiskReader
 from coterie.weights.checkpoint import open_checkpoint
 
 BLOCK = 16
@@ -37,7 +37,7 @@ PROMPTS = (
 NEW_TOKENS = 6
 
 
-class FaultyDisk(Disk):
+class FaultyDisk(DiskReader):
     """Real reads, late or broken when told to."""
 
     def __init__(self) -> None:
@@ -74,8 +74,8 @@ class Setting:
     device: str = "cpu"
     predict: str = "auto"
 
-    def dispatch(self) -> DispatchSettings:
-        return DispatchSettings(
+    def dispatch(self) -> MoeSettings:
+        return MoeSettings(
             strategy=self.strategy,
             cache_capacity=self.capacity,
             host_budget=self.host,
@@ -105,7 +105,7 @@ class Stage:
             experts=self._open,
         )
 
-    def _open(self, wanted: ExpertsWanted) -> ExpertRuntime:
+    def _open(self, wanted: MoeRequirements) -> ExpertRuntime:
         store: Any = store_of(wanted, "auto")
         store.disk = self.disk
         self.runtime = open_experts(

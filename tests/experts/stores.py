@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coterie.kernels.cpu.expert_record import rounded, unpack_record
-from coterie.moe.store.base import ExpertNames, Geometry, Key, Store
+from coterie.moe.store.base import ExpertGeometry, ExpertNames, ExpertStore, Key
 from coterie.moe.store.checkpoint import open_store
 from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint, open_checkpoint
 from coterie.weights.formats.gguf import read_gguf
 from coterie.weights.formats.gguf_tensors import map_file
-from coterie.weights.quantize import Dense, dense
+from coterie.weights.quantize import DenseWeight, dense
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "weights"))
 from gguf_files import add_tensor, finish
@@ -34,7 +34,7 @@ PLAIN_NAMES = ExpertNames(
         "fc2_bias": f"{STEM}fc2.bias",
     }
 )
-GEOMETRY = Geometry(LAYERS, EXPERTS, TOP_K)
+GEOMETRY = ExpertGeometry(LAYERS, EXPERTS, TOP_K)
 
 Weights = dict[Key, dict[str, Tensor]]
 
@@ -94,7 +94,7 @@ def write(path: Path, tensors: dict[str, Tensor]) -> Path:
 
 def opened(
     checkpoint: Checkpoint | Path, dtype: str = "auto", reads: str = "auto", *, gated: bool = True
-) -> Store:
+) -> ExpertStore:
     if isinstance(checkpoint, Path):
         checkpoint = open_checkpoint(checkpoint)
     names = NAMES if gated else PLAIN_NAMES
@@ -102,7 +102,7 @@ def opened(
     return open_store(checkpoint, GEOMETRY, names, dtype, reads, **shape)
 
 
-def parts_of(store: Store, key: Key) -> dict[str, Tensor]:
+def parts_of(store: ExpertStore, key: Key) -> dict[str, Tensor]:
     """An expert's parts, dense, as a kernel would see them."""
     out = torch.empty(store.slot_bytes + 4096, dtype=torch.uint8)
     # slots lie at page boundaries
@@ -115,12 +115,14 @@ def parts_of(store: Store, key: Key) -> dict[str, Tensor]:
     }
 
 
-def expect(store: Store, weights: Weights, dtype: str = "auto") -> None:
+def expect(store: ExpertStore, weights: Weights, dtype: str = "auto") -> None:
     """Every expert is exactly what `convert` makes of the weights."""
     for key in store.geometry.keys():  # noqa: SIM118
         found = parts_of(store, key)
         for part, tensor in weights[key].items():
-            wanted = tensor.float() if tensor.ndim == 1 else dense(rounded(Dense(tensor), dtype))
+            wanted = (
+                tensor.float() if tensor.ndim == 1 else dense(rounded(DenseWeight(tensor), dtype))
+            )
             assert torch.equal(found[part], wanted), (key, part)
 
 
@@ -169,7 +171,7 @@ def _add_stack(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
     writer.add_tensor(name, raw, raw_dtype=number)
 
 
-def open_gguf(checkpoint: PlainGGUF, dtype: str = "auto", reads: str = "auto") -> Store:
-    geometry = Geometry((0,), GGUF_EXPERTS, 2)
+def open_gguf(checkpoint: PlainGGUF, dtype: str = "auto", reads: str = "auto") -> ExpertStore:
+    geometry = ExpertGeometry((0,), GGUF_EXPERTS, 2)
     shape = {"hidden": GGUF_HIDDEN, "intermediate": GGUF_INNER, "gated": True}
     return open_store(checkpoint, geometry, GGUF_NAMES, dtype, reads, **shape)

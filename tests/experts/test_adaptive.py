@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from coterie.moe.dispatch.adaptive.election import POLICIES, Contest
-from coterie.moe.dispatch.adaptive.scores import Memory, Policy, Ranking
-from coterie.moe.dispatch.base import Costs, Demand, Scene
+from coterie.moe.dispatch.adaptive.election import POLICIES, PolicyElection
+from coterie.moe.dispatch.adaptive.scores import DecayedScores, DecayPolicy, ScoreRanking
+from coterie.moe.dispatch.base import Demand, ExpertCosts, StrategyContext
 from coterie.moe.dispatch.pace import MAX_BUDGET
-from coterie.moe.dispatch.table import STRATEGIES, build
-from coterie.moe.planner.simulate import Stage, belady, replay
-from coterie.moe.runtime.slot_map import Residency
-from coterie.moe.store.base import Geometry
+from coterie.moe.dispatch.table import STRATEGIES, build_strategies
+from coterie.moe.planner.simulate import ReplaySetup, belady, replay
+from coterie.moe.runtime.slot_map import SlotMap
+from coterie.moe.store.base import ExpertGeometry
 from tests.experts.slot_simulator import Simulator
 from tests.experts.traces import TASTES, make
 
-GEOMETRY = Geometry(tuple(range(6)), 16, 2)
+GEOMETRY = ExpertGeometry(tuple(range(6)), 16, 2)
 SHARES = (0.01, 0.1, 0.25, 0.5, 0.95)
 # the others are among these, or never hit
 RIVALS = [
@@ -32,7 +32,7 @@ def worst_gap(kind: str, rivals: list[str], **stage: bool) -> float:
     heat = trace.heatmap()
     gaps = []
     for share in SHARES:
-        scene = Stage(max(1, int(GEOMETRY.total * share)), heatmap=heat, **stage)
+        scene = ReplaySetup(max(1, int(GEOMETRY.total * share)), heatmap=heat, **stage)
         rates = [replay(text, trace, scene).total.hit_rate for text in rivals]
         gaps.append(max(rates) - replay("adaptive", trace, scene).total.hit_rate)
     return 100 * max(gaps)
@@ -52,13 +52,13 @@ def test_also_where_everything_runs_on_the_device(kind: str) -> None:
 def test_it_is_near_the_optimum_on_skewed_traffic() -> None:
     trace = make("skewed", GEOMETRY, 300)
     slots = GEOMETRY.total // 4
-    got = replay("adaptive", trace, Stage(slots, heatmap=trace.heatmap()))
+    got = replay("adaptive", trace, ReplaySetup(slots, heatmap=trace.heatmap()))
     assert belady(trace, slots).hit_rate - got.total.hit_rate <= 0.10
 
 
 def test_another_workloads_heatmap_is_unlearnt() -> None:
     trace, other = make("skewed", GEOMETRY, 300), make("skewed", GEOMETRY, 50, seed=9)
-    stage = Stage(24, heatmap=other.heatmap())
+    stage = ReplaySetup(24, heatmap=other.heatmap())
     fixed = replay("hot_cached_static", trace, replace(stage, deterministic=True)).total.hit_rate
     for text in ("adaptive", "hot_cached_static"):
         assert replay(text, trace, stage).total.hit_rate > fixed + 0.2
@@ -66,22 +66,22 @@ def test_another_workloads_heatmap_is_unlearnt() -> None:
 
 def test_deterministic_means_one_device_for_every_expert() -> None:
     trace = make("mixed", GEOMETRY, 60, prompts=20)
-    result = replay("adaptive", trace, Stage(8, heatmap=trace.heatmap(), deterministic=True))
+    result = replay("adaptive", trace, ReplaySetup(8, heatmap=trace.heatmap(), deterministic=True))
     assert result.total.host_runs == 0
 
 
 def test_nothing_moves_when_the_device_saves_nothing() -> None:
     trace = make("mixed", GEOMETRY, 60, prompts=20)
-    costs = Costs(upload_s=1e-3, device_run_s=1e-3, host_run_s=1e-3)
-    result = replay("adaptive", trace, Stage(8, heatmap=trace.heatmap(), costs=costs))
+    costs = ExpertCosts(upload_s=1e-3, device_run_s=1e-3, host_run_s=1e-3)
+    result = replay("adaptive", trace, ReplaySetup(8, heatmap=trace.heatmap(), costs=costs))
     assert result.moves == 0 and result.total.host_runs > 0
 
 
 @pytest.mark.parametrize(("upload_s", "most"), [(1e-2, 0.3), (1e-4, 1.0)])
 def test_misses_are_shared_out_by_cost(upload_s: float, most: float) -> None:
     trace = make("uniform", GEOMETRY, 100)
-    costs = Costs(upload_s=upload_s, device_run_s=1e-4, host_run_s=1e-3)
-    total = replay("adaptive", trace, Stage(24, costs=costs)).total
+    costs = ExpertCosts(upload_s=upload_s, device_run_s=1e-4, host_run_s=1e-3)
+    total = replay("adaptive", trace, ReplaySetup(24, costs=costs)).total
     share = total.misses / (total.misses + total.host_runs)
     assert share <= most
     if upload_s < 1e-3:
@@ -117,12 +117,12 @@ def test_updates_are_bounded() -> None:
 
 
 def test_a_decision_is_cheap() -> None:
-    geometry = Geometry(tuple(range(48)), 128, 8)
+    geometry = ExpertGeometry(tuple(range(48)), 128, 8)
     trace = make("skewed", geometry, 12)
-    scene = Scene(
-        geometry, Residency(geometry.total // 4), trace.heatmap(), Costs(2e-3, 1e-4, 1e-3)
+    scene = StrategyContext(
+        geometry, SlotMap(geometry.total // 4), trace.heatmap(), ExpertCosts(2e-3, 1e-4, 1e-3)
     )
-    strategy, _ = build("adaptive", scene)
+    strategy, _ = build_strategies("adaptive", scene)
     strategy.start()
     spent = []
     for step in trace.steps:
@@ -136,8 +136,8 @@ def test_a_decision_is_cheap() -> None:
 
 
 def test_a_ranking_finds_the_lowest_as_scores_grow() -> None:
-    memory = Memory(Policy(half_life=4.0, margin=1.0), 6, [0.0] * 6)
-    ranking = Ranking(memory)
+    memory = DecayedScores(DecayPolicy(half_life=4.0, margin=1.0), 6, [0.0] * 6)
+    ranking = ScoreRanking(memory)
     for expert in range(5):
         memory.saw(0, [expert])
         ranking.add(expert)
@@ -156,8 +156,8 @@ def test_a_ranking_finds_the_lowest_as_scores_grow() -> None:
 
 
 def test_age_is_counted_in_visits_of_the_own_layer() -> None:
-    memory = Memory(Policy(half_life=2.0, margin=0.0), 4, [0.0] * 8)
-    ranking = Ranking(memory)
+    memory = DecayedScores(DecayPolicy(half_life=2.0, margin=0.0), 4, [0.0] * 8)
+    ranking = ScoreRanking(memory)
     for layer, expert in ((0, 1), (1, 6)):
         memory.saw(layer, [expert])
         ranking.add(expert)
@@ -170,8 +170,8 @@ def test_age_is_counted_in_visits_of_the_own_layer() -> None:
 
 @pytest.mark.parametrize("half_life", [1.5, 16.0, 1e9])
 def test_a_prompts_rows_count_as_visits(half_life: float) -> None:
-    policy = Policy(half_life, margin=0.0)
-    by_rows, at_once = Memory(policy, 4, [0.0] * 4), Memory(policy, 4, [0.0] * 4)
+    policy = DecayPolicy(half_life, margin=0.0)
+    by_rows, at_once = DecayedScores(policy, 4, [0.0] * 4), DecayedScores(policy, 4, [0.0] * 4)
     for memory in (by_rows, at_once):
         memory.saw(0, [2, 3])
     for _ in range(30):
@@ -183,13 +183,13 @@ def test_a_prompts_rows_count_as_visits(half_life: float) -> None:
 
 def test_deterministic_with_hardly_a_slot_stays_put() -> None:
     trace = make("skewed", GEOMETRY, 60, prompts=20)
-    stage = Stage(GEOMETRY.top_k, heatmap=trace.heatmap(), deterministic=True)
+    stage = ReplaySetup(GEOMETRY.top_k, heatmap=trace.heatmap(), deterministic=True)
     ours, static = replay("adaptive", trace, stage), replay("hot_cached_static", trace, stage)
     assert ours.moves == 0 and ours.total == static.total
 
 
 def test_the_contest_follows_the_traffic() -> None:
-    contest = Contest(4, 8, 12, [0.0] * 32)
+    contest = PolicyElection(4, 8, 12, [0.0] * 32)
     # all-time favourites 0..2 in every layer, met at random: long memory does not lose
     for token in range(400):
         for layer in range(4):

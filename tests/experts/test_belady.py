@@ -10,9 +10,9 @@ import pytest
 
 from coterie.moe.dispatch.base import Demand
 from coterie.moe.dispatch.table import STRATEGIES
-from coterie.moe.planner.simulate import Stage, belady, replay
+from coterie.moe.planner.simulate import ReplaySetup, belady, replay
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.base import Geometry, Key
+from coterie.moe.store.base import ExpertGeometry, Key
 from tests.experts.traces import TASTES, make
 
 
@@ -35,7 +35,7 @@ def by_search(sets: list[frozenset[Key]], slots: int) -> int:
 @pytest.mark.parametrize("seed", range(12))
 def test_it_is_the_best_of_all_choices(seed: int) -> None:
     rng = random.Random(seed)
-    trace = Trace(Geometry((0, 1), 3, 2))
+    trace = Trace(ExpertGeometry((0, 1), 3, 2))
     sets = []
     for _ in range(4):
         for layer in (0, 1):
@@ -49,13 +49,13 @@ def test_it_is_the_best_of_all_choices(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", TASTES)
 def test_no_strategy_beats_it(kind: str) -> None:
-    geometry = Geometry((0, 1, 2, 3), 8, 2)
+    geometry = ExpertGeometry((0, 1, 2, 3), 8, 2)
     trace = make(kind, geometry, 40, prompts=20)
     for slots in (1, 5, 16, 30):
         bound = belady(trace, slots)
         for text in STRATEGIES:
             for heat in (None, trace.heatmap()):
-                result = replay(text, trace, Stage(slots, heatmap=heat))
+                result = replay(text, trace, ReplaySetup(slots, heatmap=heat))
                 assert result.total.hits <= bound.hits, f"{text} at {slots}"
                 assert result.total.demands == bound.demands
     assert belady(trace, geometry.total).misses == 0

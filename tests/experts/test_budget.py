@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
-from coterie.moe.runtime.budget import ExpertSizes, Needs, TierSlots, size_tiers
+from coterie.moe.runtime.budget import ExpertSizes, TierNeeds, TierSlots, size_tiers
 
 SLOT = 1_000_000
 SIZES = ExpertSizes(total=64, slot_bytes=SLOT, expert_bytes=60 * SLOT)
-NEEDS = Needs(
+NEEDS = TierNeeds(
     device=True, host=False, free_device_bytes=20 * SLOT, free_host_bytes=200 * SLOT, kv_bytes=SLOT
 )
 
 
-def slots(needs: Needs = NEEDS, **settings: object) -> TierSlots:
-    return size_tiers(DispatchSettings(strategy="lru", **settings), SIZES, needs)  # type: ignore[arg-type]
+def slots(needs: TierNeeds = NEEDS, **settings: object) -> TierSlots:
+    return size_tiers(MoeSettings(strategy="lru", **settings), SIZES, needs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_nothing_is_kept_twice_when_the_device_holds_all() -> None:
 
 
 def test_ram_is_shared_where_the_device_is_ram() -> None:
-    needs = Needs(
+    needs = TierNeeds(
         device=True, host=True, free_device_bytes=50 * SLOT, free_host_bytes=50 * SLOT, kv_bytes=0
     )
     found = slots(needs)
@@ -72,7 +72,7 @@ def test_what_cannot_hold_an_expert_is_refused(settings: dict[str, object], para
 
 
 def test_computing_on_the_host_needs_a_place_there() -> None:
-    needs = Needs(device=False, host=True, free_device_bytes=0, free_host_bytes=200 * SLOT)
+    needs = TierNeeds(device=False, host=True, free_device_bytes=0, free_host_bytes=200 * SLOT)
     assert slots(needs, host_budget="1MB") == TierSlots(0, 1)
     with pytest.raises(ConfigError, match="computes on the host"):
         slots(needs, host_budget="0")

@@ -9,43 +9,49 @@ from plan_cases import GEOMETRY, case, machine, skewed
 
 from coterie.moe.dispatch.base import Demand, Wave
 from coterie.moe.dispatch.table import STRATEGIES
-from coterie.moe.planner.cost import HostShelf, Outcome, Prices, Turn, turn_of
-from coterie.moe.planner.machine import Curve, Machine, Move, Pace
-from coterie.moe.planner.simulate import Stage, forecast, optimum, replay
+from coterie.moe.planner.cost import (
+    CostModel,
+    PhaseForecast,
+    SimulatedHostTier,
+    WaveCounts,
+    wave_counts,
+)
+from coterie.moe.planner.machine import BackboneTimes, CostCurve, Machine, TransferCost
+from coterie.moe.planner.simulate import ReplaySetup, forecast, optimum, replay
 from coterie.moe.planner.workload import Workload
 from coterie.moe.runtime.budget import TierSlots
 from coterie.moe.runtime.trace import Trace
 
 
-def prices(device: str = "cpu", *, host_tier: bool = True, **changes: object) -> Prices:
+def prices(device: str = "cpu", *, host_tier: bool = True, **changes: object) -> CostModel:
     known = machine(device, **changes)
-    return Prices(known, known.profiles["p"], host_tier)
+    return CostModel(known, known.profiles["p"], host_tier)
 
 
 @pytest.mark.parametrize(
     ("device", "turn", "seconds"),
     [
         # 4 residents of 1 row, 2 ms each
-        ("cpu", Turn(resident=(1, 1, 1, 1)), 8e-3),
+        ("cpu", WaveCounts(resident=(1, 1, 1, 1)), 8e-3),
         # a row curve: 4 rows take 5 ms on the host
-        ("cpu", Turn(host=(4, 1)), 7e-3),
+        ("cpu", WaveCounts(host=(4, 1)), 7e-3),
         # on a CPU both sides share the cores; a device of its own hides the shorter side
-        ("cpu", Turn(resident=(1,), host=(1,)), 4e-3),
-        ("gpu", Turn(resident=(1,), host=(1,)), 2e-3),
+        ("cpu", WaveCounts(resident=(1,), host=(1,)), 4e-3),
+        ("gpu", WaveCounts(resident=(1,), host=(1,)), 2e-3),
         # copies hide behind computing, then computing behind copies: 20 of them, and the last runs
-        ("cpu", Turn(resident=(1,) * 4, arriving=(1,), from_host=1), 10e-3),
-        ("gpu", Turn(resident=(1,), arriving=(1,) * 20, from_host=20), 21e-3),
+        ("cpu", WaveCounts(resident=(1,) * 4, arriving=(1,), from_host=1), 10e-3),
+        ("gpu", WaveCounts(resident=(1,), arriving=(1,) * 20, from_host=20), 21e-3),
         # the disk is the longest chain: 3 reads, the last one's copy, its run
-        ("cpu", Turn(resident=(1,), arriving=(1, 1, 1), from_disk=3), 34e-3),
-        ("cpu", Turn(host=(1, 1), host_reads=2), 20e-3),
+        ("cpu", WaveCounts(resident=(1,), arriving=(1, 1, 1), from_disk=3), 34e-3),
+        ("cpu", WaveCounts(host=(1, 1), host_reads=2), 20e-3),
     ],
 )
-def test_a_turn_takes_its_longest_chain(device: str, turn: Turn, seconds: float) -> None:
+def test_a_turn_takes_its_longest_chain(device: str, turn: WaveCounts, seconds: float) -> None:
     assert prices(device).turn_s(turn) == pytest.approx(seconds)
 
 
 def test_without_a_host_tier_nothing_is_copied_twice() -> None:
-    turn = Turn(arriving=(1, 1), from_disk=2)
+    turn = WaveCounts(arriving=(1, 1), from_disk=2)
     assert prices(host_tier=True).turn_s(turn) == pytest.approx(24e-3)
     assert prices(host_tier=False).turn_s(turn) == pytest.approx(22e-3)
 
@@ -53,8 +59,10 @@ def test_without_a_host_tier_nothing_is_copied_twice() -> None:
 def test_processor_time_of_copies_is_taken_from_computing() -> None:
     known = machine()
     profile = known.profiles["p"]
-    moved = {"p": _with_link(known, Move(profile.link.each_s, profile.link.alone_s, core_s=4e-3))}
-    turn = Turn(resident=(1,) * 8, arriving=(1,), from_host=1)
+    moved = {
+        "p": _with_link(known, TransferCost(profile.link.each_s, profile.link.alone_s, core_s=4e-3))
+    }
+    turn = WaveCounts(resident=(1,) * 8, arriving=(1,), from_host=1)
     # 9 runs of 2 ms, and 4 ms of one core of two
     assert prices(profiles=moved).turn_s(turn) == pytest.approx(20e-3)
 
@@ -62,7 +70,7 @@ def test_processor_time_of_copies_is_taken_from_computing() -> None:
 def test_a_load_that_nobody_waits_for_costs_less() -> None:
     known = prices(load_s=3e-3, beside_s=1e-3)
     # 2 ms of running, then 3 ms for the one that is asked for and 1 ms for each other
-    turn = Turn(arriving=(1,), from_host=3)
+    turn = WaveCounts(arriving=(1,), from_host=3)
     assert known.turn_s(turn) == pytest.approx(7e-3)
     record = replace(known.profile, load_s=4e-3)
     assert replace(known, profile=record).turn_s(turn) == pytest.approx(8e-3)
@@ -70,33 +78,35 @@ def test_a_load_that_nobody_waits_for_costs_less() -> None:
 
 def test_a_layer_with_two_sides_costs_the_runtime_more() -> None:
     known = prices(layer_s=1e-4, both_s=2e-4)
-    assert known.layer_s([Turn(host=(1,))]) == known.layer_s([Turn(resident=(1,))]) == 1e-4
-    assert known.layer_s([Turn(resident=(1,)), Turn(host=(1,))]) == pytest.approx(3e-4)
+    assert (
+        known.layer_s([WaveCounts(host=(1,))]) == known.layer_s([WaveCounts(resident=(1,))]) == 1e-4
+    )
+    assert known.layer_s([WaveCounts(resident=(1,)), WaveCounts(host=(1,))]) == pytest.approx(3e-4)
 
 
 def test_the_limit_counts_bytes_only() -> None:
-    turn = Turn(resident=(1, 1), arriving=(1,), host=(1,), from_host=1)
+    turn = WaveCounts(resident=(1, 1), arriving=(1,), host=(1,), from_host=1)
     # 30 MB of slots and 10 MB of host memory through 10 GB/s
     assert prices().limit_s(turn) == pytest.approx(4e-3)
     # a device reads its own memory ten times faster; the host's 20 MB (one is sent) are longer
     assert prices("gpu").limit_s(turn) == pytest.approx(2e-3)
-    assert prices().limit_s(Turn(arriving=(1,), from_disk=1)) == pytest.approx(10e-3)
+    assert prices().limit_s(WaveCounts(arriving=(1,), from_disk=1)) == pytest.approx(10e-3)
 
 
 def test_a_shelf_keeps_what_was_asked_last() -> None:
-    shelf = HostShelf(2)
+    shelf = SimulatedHostTier(2)
     asked = [(0, 1), (0, 2), (0, 1), (0, 3), (0, 2), (0, 3)]
     assert [shelf.take(key) for key in asked] == [False, False, True, False, False, True]
-    assert not any(HostShelf(0).take((0, 1)) for _ in range(2))
+    assert not any(SimulatedHostTier(0).take((0, 1)) for _ in range(2))
 
 
 def test_a_wave_becomes_numbers() -> None:
-    shelf = HostShelf(1)
+    shelf = SimulatedHostTier(1)
     shelf.fill([(3, 7)])
     wave = Wave(load=(((3, 7), 0), ((3, 8), 1)), device=(6, 7, 8), host=(9,))
     demand = Demand(3, "prefill", (6, 7, 8, 9), (1, 2, 3, 4))
-    expected = Turn((1,), (2, 3), (4,), from_host=1, from_disk=1, host_reads=1)
-    assert turn_of(wave, demand, shelf) == expected
+    expected = WaveCounts((1,), (2, 3), (4,), from_host=1, from_disk=1, host_reads=1)
+    assert wave_counts(wave, demand, shelf) == expected
 
 
 @pytest.mark.parametrize("name", list(STRATEGIES))
@@ -107,7 +117,7 @@ def test_a_forecast_counts_what_a_replay_counts(name: str) -> None:
     trace = Trace(GEOMETRY)
     trace.steps.extend(load.steps)
     costs = machine().profiles["p"].costs().with_host(1.0)
-    stage = Stage(16, load.heatmap, costs, deterministic=False)
+    stage = ReplaySetup(16, load.heatmap, costs, deterministic=False)
     replayed = replay(name, trace, stage)
     for phase, outcome in (("prefill", everything.prefill), ("decode", everything.decode)):
         counts = replayed.phases[phase]
@@ -131,7 +141,9 @@ def test_a_step_is_its_layers_and_the_backbone() -> None:
 
 def test_a_step_with_nothing_left_to_decide_is_priced_as_one_call() -> None:
     """Everything in RAM and at rest: no runtime between layers, 3 ms beside 16 ms of experts."""
-    subject = replace(case().subject, backbone=Pace(Curve((1,), (5e-3,)), Curve((1,), (3e-3,))))
+    subject = replace(
+        case().subject, backbone=BackboneTimes(CostCurve((1,), (5e-3,)), CostCurve((1,), (3e-3,)))
+    )
     known = replace(case(layer_s=1e-3, both_s=1e-3), subject=subject)
     whole, half = TierSlots(16, GEOMETRY.total), TierSlots(16, GEOMETRY.total // 2)
 
@@ -170,10 +182,15 @@ def test_less_host_memory_means_more_reads_and_less_speed() -> None:
 
 
 def test_an_empty_outcome_divides_by_nothing() -> None:
-    assert Outcome().tokens_s == Outcome().limit_tokens_s == Outcome().hit_rate == 0.0
+    assert (
+        PhaseForecast().tokens_s
+        == PhaseForecast().limit_tokens_s
+        == PhaseForecast().hit_rate
+        == 0.0
+    )
 
 
-def _with_link(known: Machine, link: Move) -> object:
+def _with_link(known: Machine, link: TransferCost) -> object:
     return replace(known.profiles["p"], link=link)
 
 

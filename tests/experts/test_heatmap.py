@@ -10,9 +10,9 @@ import pytest
 
 from coterie.core.errors import WeightsError
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.base import Geometry
+from coterie.moe.store.base import ExpertGeometry
 
-GEOMETRY = Geometry((0, 3), 4, 2, frozenset({(3, 3)}))
+GEOMETRY = ExpertGeometry((0, 3), 4, 2, frozenset({(3, 3)}))
 
 
 def example() -> Heatmap:
@@ -48,12 +48,12 @@ def test_a_saved_heatmap_comes_back(tmp_path: Path) -> None:
     [
         ("g", "code", GEOMETRY, "fingerprint"),
         ("f", "chat", GEOMETRY, "workload"),
-        ("f", "code", Geometry((0, 1), 4, 2), "layers"),
-        ("f", "code", Geometry((0, 3), 8, 2), "num_experts"),
+        ("f", "code", ExpertGeometry((0, 1), 4, 2), "layers"),
+        ("f", "code", ExpertGeometry((0, 3), 8, 2), "num_experts"),
     ],
 )
 def test_a_foreign_heatmap_is_refused(
-    tmp_path: Path, fingerprint: str, workload: str, geometry: Geometry, word: str
+    tmp_path: Path, fingerprint: str, workload: str, geometry: ExpertGeometry, word: str
 ) -> None:
     example().save(tmp_path / "h", fingerprint="f", workload="code")
     with pytest.raises(WeightsError, match=word):

@@ -13,8 +13,8 @@ from plan_cases import machine
 
 from coterie.moe.planner import machine as kept
 from coterie.moe.planner import measure
-from coterie.moe.planner.machine import Curve, Machine, Pace
-from coterie.moe.planner.measure import FeatherStore, measure_overhead
+from coterie.moe.planner.machine import BackboneTimes, CostCurve, Machine
+from coterie.moe.planner.measure import ZeroExpertStore, measure_overhead
 
 
 @pytest.fixture
@@ -25,14 +25,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_curve_is_straight_between_points_and_goes_on_beyond() -> None:
-    curve = Curve((1, 5, 9), (1.0, 3.0, 11.0))
+    curve = CostCurve((1, 5, 9), (1.0, 3.0, 11.0))
     assert [curve.at(rows) for rows in (0, 1, 3, 5, 7, 9, 10)] == [1, 1, 2, 3, 7, 11, 13]
-    assert Curve((4,), (2.0,)).at(100) == 2.0
+    assert CostCurve((4,), (2.0,)).at(100) == 2.0
 
 
 def test_a_kept_machine_is_the_same_after_a_round_trip(home: Path) -> None:
-    curve = Curve((1,), (0.5,))
-    known = machine().with_backbone("walks", Pace(curve)).with_backbone("p", Pace(curve, curve))
+    curve = CostCurve((1,), (0.5,))
+    known = (
+        machine()
+        .with_backbone("walks", BackboneTimes(curve))
+        .with_backbone("p", BackboneTimes(curve, curve))
+    )
     path = kept.save(known)
     assert path.is_relative_to(home)
     assert kept.load(known.identity) == known
@@ -63,18 +67,22 @@ def test_measuring_happens_once_and_again_when_asked(
 ) -> None:
     monkeypatch.setattr(measure, "COLD_BYTES", 1 << 20)
     monkeypatch.setattr(measure, "_DRAM_BYTES", 1 << 22)
-    store, place, said = FeatherStore(), measure.Place("cpu", torch.get_num_threads()), []
-    first = measure.ensure(store, place, say=said.append)
+    store, place, said = (
+        ZeroExpertStore(),
+        measure.ComputeTarget("cpu", torch.get_num_threads()),
+        [],
+    )
+    first = measure.ensure_measured(store, place, say=said.append)
     assert len(said) == 1 and "measuring this machine, once, about" in said[0]
-    assert measure.ensure(store, place, say=said.append) == first and len(said) == 1
-    again = measure.ensure(store, place, again=True, say=said.append)
+    assert measure.ensure_measured(store, place, say=said.append) == first and len(said) == 1
+    again = measure.ensure_measured(store, place, again=True, say=said.append)
     assert len(said) == 2 and again.measured_at > first.measured_at
     profile = first.profiles[measure.profile_name(store, place)]
     assert profile.record_bytes == store.slot_bytes
     assert profile.host.rows == measure.ROWS and min(profile.host.seconds) > 0
     assert profile.read.each_s > 0 and profile.link.each_s > 0
     assert 1e8 < first.dram_bytes_s < 1e13
-    assert measure.low([4.0, 1.0, 3.0, 2.0, 9.0]) == 2.0
+    assert measure.lower_quartile([4.0, 1.0, 3.0, 2.0, 9.0]) == 2.0
 
 
 def test_a_new_kind_of_record_is_measured_beside_the_old(
@@ -82,10 +90,10 @@ def test_a_new_kind_of_record_is_measured_beside_the_old(
 ) -> None:
     monkeypatch.setattr(measure, "measure_machine", lambda who, place: _named(who))
     monkeypatch.setattr(measure, "measure_profile", lambda store, place: machine().profiles["p"])
-    small, large, place = FeatherStore(), FeatherStore(), measure.Place("cpu", 2)
+    small, large, place = ZeroExpertStore(), ZeroExpertStore(), measure.ComputeTarget("cpu", 2)
     large.fingerprint = "another"
-    measure.ensure(small, place)
-    both = measure.ensure(large, place)
+    measure.ensure_measured(small, place)
+    both = measure.ensure_measured(large, place)
     assert len(both.profiles) == 2
 
 
@@ -103,13 +111,13 @@ def test_costs_say_where_a_miss_comes_from() -> None:
     assert (all_of_them.upload_s, all_of_them.read_s) == (profile.link.each_s, 0.0)
 
 
-def _named(who: kept.Identity) -> Machine:
+def _named(who: kept.MachineIdentity) -> Machine:
     return replace(machine(), identity=who, profiles={})
 
 
 def test_more_rows_never_take_less_than_none() -> None:
     """Measured beside other work, the last point may lie below the one before it."""
-    curve = Curve((1, 64, 128), (1.0, 5.0, 3.0))
+    curve = CostCurve((1, 64, 128), (1.0, 5.0, 3.0))
     assert curve.at(96) == 4.0
     assert curve.at(128) == curve.at(10_000) == 3.0
-    assert Curve((1, 2), (1.0, 3.0)).at(4) == 7.0
+    assert CostCurve((1, 2), (1.0, 3.0)).at(4) == 7.0

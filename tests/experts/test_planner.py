@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 from plan_cases import GEOMETRY, MB, case, needs, skewed
 
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
 from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner import workload
 from coterie.moe.planner.plan import (
-    Division,
+    MemoryDivision,
     PlanRow,
     as_json,
     choose,
@@ -26,7 +26,7 @@ from coterie.moe.planner.plan import (
 from coterie.moe.planner.simulate import BELADY
 from coterie.moe.runtime.budget import ExpertSizes
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.base import Geometry
+from coterie.moe.store.base import ExpertGeometry
 from tests.experts.traces import make
 
 
@@ -74,7 +74,7 @@ def test_budgets_that_hold_nothing_are_told() -> None:
     ],
 )
 def test_every_row_keeps_to_its_budget(settings: dict[str, object], slots: int) -> None:
-    given = DispatchSettings(host_budget="50%", **settings)  # type: ignore[arg-type]
+    given = MoeSettings(host_budget="50%", **settings)  # type: ignore[arg-type]
     rows = plan(case(), divisions(given, needs()))
     assert {r.strategy for r in rows} >= {*STRATEGIES, BELADY}
     for each in rows:
@@ -91,13 +91,13 @@ def test_every_row_keeps_to_its_budget(settings: dict[str, object], slots: int) 
 
 
 def test_a_strategy_that_would_be_refused_has_no_row() -> None:
-    given = DispatchSettings(device_budget="25%", host_budget="0B")
+    given = MoeSettings(device_budget="25%", host_budget="0B")
     names = {each.strategy for each in plan(case(), divisions(given, needs()))}
     assert "cpu_only" not in names and "hot_cached_static" not in names and "lru" in names
 
 
 def test_one_memory_is_divided_both_ways_unless_told_otherwise() -> None:
-    ways = divisions(DispatchSettings(), needs(400 * MB))
+    ways = divisions(MoeSettings(), needs(400 * MB))
     assert len(ways) == 2
     rows = plan(case(), ways)
     split = [each for each in rows if each.strategy == "lru"]
@@ -105,12 +105,12 @@ def test_one_memory_is_divided_both_ways_unless_told_otherwise() -> None:
     assert all(each.device_bytes + each.host_bytes <= 0.8 * 400 * MB for each in split)
     # nothing is held twice, so more is held
     assert split[1].device_slots > split[0].device_slots
-    assert len(divisions(DispatchSettings(device_budget="25%"), needs())) == 1
-    assert len(divisions(DispatchSettings(), needs(one_memory=False))) == 1
+    assert len(divisions(MoeSettings(device_budget="25%"), needs())) == 1
+    assert len(divisions(MoeSettings(), needs(one_memory=False))) == 1
 
 
 def test_the_choice_carries_the_budgets_it_was_made_for() -> None:
-    rows = plan(case(), divisions(DispatchSettings(), needs(400 * MB)))
+    rows = plan(case(), divisions(MoeSettings(), needs(400 * MB)))
     choice = pick(rows)
     best = [
         each
@@ -124,28 +124,28 @@ def test_the_choice_carries_the_budgets_it_was_made_for() -> None:
 
 
 def test_auto_on_a_device_of_its_own_runs_experts_there() -> None:
-    way = Division(DispatchSettings(device_budget="100%"), needs(one_memory=False))
+    way = MemoryDivision(MoeSettings(device_budget="100%"), needs(one_memory=False))
     assert choose(case("gpu"), [way]).strategy != "cpu_only"
 
 
 def test_choosing_takes_well_under_a_second() -> None:
-    geometry = Geometry(tuple(range(48)), 128, 8)
-    wide = case(load=workload.assumed(geometry))
+    geometry = ExpertGeometry(tuple(range(48)), 128, 8)
+    wide = case(load=workload.assumed_workload(geometry))
     subject = replace(wide.subject, geometry=geometry, sizes=_sizes(geometry))
     began = time.process_time()
     choice = choose(
-        replace(wide, subject=subject), [Division(DispatchSettings(cache_capacity=1536), needs())]
+        replace(wide, subject=subject), [MemoryDivision(MoeSettings(cache_capacity=1536), needs())]
     )
     assert time.process_time() - began < 1.5 and choice.reason
 
 
 def test_fewer_layers_foretell_nearly_the_same() -> None:
-    geometry = Geometry(tuple(range(24)), 16, 2)
+    geometry = ExpertGeometry(tuple(range(24)), 16, 2)
     whole = case(load=skewed(geometry))
     whole = replace(
         whole, subject=replace(whole.subject, geometry=geometry, sizes=_sizes(geometry))
     )
-    way = Division(DispatchSettings(cache_capacity=96), needs())
+    way = MemoryDivision(MoeSettings(cache_capacity=96), needs())
     exact = forecast_row(whole, way, "lru")
     quick = forecast_row(whole.quick(1200), way, "lru")
     assert exact is not None and quick is not None
@@ -155,7 +155,7 @@ def test_fewer_layers_foretell_nearly_the_same() -> None:
 
 
 def test_what_is_assumed_is_said() -> None:
-    load = workload.assumed(GEOMETRY)
+    load = workload.assumed_workload(GEOMETRY)
     assert "assumed" in load.source and "Zipf" in load.source
     top = [max(visit.demand.counts) for visit in load.steps[0].chunks[0]]
     assert min(top) > 2 * 512 * GEOMETRY.top_k / GEOMETRY.num_experts / 2
@@ -164,15 +164,15 @@ def test_what_is_assumed_is_said() -> None:
 def test_a_trace_is_judged_on_steps_its_heatmap_has_not_seen() -> None:
     trace = Trace(GEOMETRY)
     trace.steps.extend(skewed().steps)
-    load = workload.from_trace(trace, "recorded")
+    load = workload.workload_from_trace(trace, "recorded")
     assert 0 < load.warm <= len(trace.steps) // 2
     assert "prefill" in {step.phase for step in load.steps[load.warm :]}
     assert load.heatmap.total() < trace.heatmap().total()
 
 
 def test_draws_follow_the_heatmap_and_never_pick_the_absent() -> None:
-    pruned = Geometry((0, 1), 8, 2, absent=frozenset({(1, 0), (1, 1)}))
-    load = workload.assumed(pruned)
+    pruned = ExpertGeometry((0, 1), 8, 2, absent=frozenset({(1, 0), (1, 1)}))
+    load = workload.assumed_workload(pruned)
     for step in load.steps:
         for _, visit in step.walk():
             demand = visit.demand
@@ -183,30 +183,30 @@ def test_draws_follow_the_heatmap_and_never_pick_the_absent() -> None:
 
 
 def test_json_holds_every_row_and_the_choice() -> None:
-    rows = plan(case(), divisions(DispatchSettings(cache_capacity=8), needs()))
+    rows = plan(case(), divisions(MoeSettings(cache_capacity=8), needs()))
     document = json.loads(json.dumps(as_json(rows, pick(rows))))
     assert set(document) == {"rows", "choice"}
     assert set(document["rows"][0]) == set(PlanRow.__slots__)
     assert set(document["choice"]) == {"strategy", "reason", "device_budget", "host_budget"}
 
 
-def _sizes(geometry: Geometry) -> ExpertSizes:
+def _sizes(geometry: ExpertGeometry) -> ExpertSizes:
     return ExpertSizes(geometry.total, 10 * MB, 10 * MB * geometry.total)
 
 
 def test_a_trace_of_one_request_predicts_its_prompt() -> None:
     trace = make("skewed", GEOMETRY, 12, prompts=12)
     assert [step.phase for step in trace.steps].count("prefill") == 1
-    load = workload.from_trace(trace, "recorded trace x")
+    load = workload.workload_from_trace(trace, "recorded trace x")
     assert "cold start" in load.source
-    rows = plan(case(load=load), divisions(DispatchSettings(device_budget="25%"), needs()))
+    rows = plan(case(load=load), divisions(MoeSettings(device_budget="25%"), needs()))
     assert all(each.prefill_tokens_s > 0 and each.decode_tokens_s > 0 for each in rows)
     # longer ones still warm up with their first half
     trace = make("skewed", GEOMETRY, 40, prompts=10)
-    assert workload.from_trace(trace, "x").warm == len(trace.steps) // 2
+    assert workload.workload_from_trace(trace, "x").warm == len(trace.steps) // 2
 
 
 def test_a_trace_without_a_prompt_is_told() -> None:
-    load = workload.from_trace(make("skewed", GEOMETRY, 20), "x")
-    rows = plan(case(load=load), divisions(DispatchSettings(device_budget="25%"), needs()))
+    load = workload.workload_from_trace(make("skewed", GEOMETRY, 20), "x")
+    rows = plan(case(load=load), divisions(MoeSettings(device_budget="25%"), needs()))
     assert "no prompt" in pick(rows).reason

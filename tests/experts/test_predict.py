@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from coterie.core.errors import ConfigError
-from coterie.moe.runtime.predict import Predictor
+from coterie.moe.runtime.predict import PredictionTracker
 
 
-def play(predictor: Predictor, right: int, of: int, times: int) -> None:
+def play(predictor: PredictionTracker, right: int, of: int, times: int) -> None:
     for _ in range(times):
         predictor.predict(3, range(of))
         predictor.ask(3, range(of - right, 2 * of - right))
 
 
 def test_overlap_and_exact_match_are_told_apart() -> None:
-    predictor = Predictor()
+    predictor = PredictionTracker()
     play(predictor, 4, 4, 1)
     play(predictor, 2, 4, 1)
     predictor.ask(5, (1, 2))
@@ -25,7 +25,7 @@ def test_overlap_and_exact_match_are_told_apart() -> None:
 
 
 def test_useless_prefetches_switch_themselves_off_and_say_why() -> None:
-    predictor = Predictor("auto")
+    predictor = PredictionTracker("auto")
     play(predictor, 4, 4, 200)
     for _ in range(100):
         predictor.fetch(4, 400)
@@ -40,7 +40,7 @@ def test_useless_prefetches_switch_themselves_off_and_say_why() -> None:
 
 
 def test_useful_prefetches_stay_on() -> None:
-    predictor = Predictor("auto")
+    predictor = PredictionTracker("auto")
     play(predictor, 4, 4, 200)
     for _ in range(200):
         predictor.fetch(4, 400)
@@ -49,7 +49,7 @@ def test_useful_prefetches_stay_on() -> None:
 
 
 def test_blind_guesses_are_not_even_used_to_protect() -> None:
-    predictor = Predictor("auto")
+    predictor = PredictionTracker("auto")
     play(predictor, 1, 8, 100)
     assert not predictor.protects and not predictor.prefetches
     assert "slot overlap" in str(predictor.report()["why_off"])
@@ -60,18 +60,18 @@ def test_blind_guesses_are_not_even_used_to_protect() -> None:
     [("off", False, False), ("protect", True, False), ("prefetch", True, True)],
 )
 def test_a_fixed_mode_is_kept(mode: str, protects: bool, prefetches: bool) -> None:
-    predictor = Predictor(mode)
+    predictor = PredictionTracker(mode)
     play(predictor, 1, 8, 100)
     assert (predictor.protects, predictor.prefetches) == (protects, prefetches)
 
 
 def test_unknown_modes_are_refused() -> None:
     with pytest.raises(ConfigError):
-        Predictor("perhaps")
+        PredictionTracker("perhaps")
 
 
 def test_a_link_that_is_never_idle_ends_prefetches() -> None:
-    predictor = Predictor("auto")
+    predictor = PredictionTracker("auto")
     play(predictor, 4, 4, 200)
     for _ in range(300):
         predictor.link(idle=False)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from coterie.moe.dispatch.table import STRATEGIES
-from coterie.moe.planner.simulate import Counts, Stage, replay
+from coterie.moe.planner.simulate import ReplayCounts, ReplaySetup, replay
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.base import Geometry
+from coterie.moe.store.base import ExpertGeometry
 from tests.experts.traces import make
 
-GEOMETRY = Geometry((0, 2, 3, 5), 8, 2)
+GEOMETRY = ExpertGeometry((0, 2, 3, 5), 8, 2)
 SLOTS = 12
 
 
@@ -21,7 +21,7 @@ def trace() -> Trace:
 
 @pytest.mark.parametrize("text", [*STRATEGIES, "layer_grouped:4+lru"])
 def test_the_same_twice_and_nothing_lost(trace: Trace, text: str) -> None:
-    stage = Stage(SLOTS, heatmap=trace.heatmap())
+    stage = ReplaySetup(SLOTS, heatmap=trace.heatmap())
     once, again = replay(text, trace, stage), replay(text, trace, stage)
     assert once == again
     asked = sum(len(v.demand.experts) for step in trace.steps for _, v in step.walk())
@@ -35,7 +35,7 @@ def test_the_same_twice_and_nothing_lost(trace: Trace, text: str) -> None:
 
 def test_each_name_moves_what_it_says(trace: Trace) -> None:
     heat = trace.heatmap()
-    got = {text: replay(text, trace, Stage(SLOTS, heatmap=heat)) for text in STRATEGIES}
+    got = {text: replay(text, trace, ReplaySetup(SLOTS, heatmap=heat)) for text in STRATEGIES}
     assert got["cpu_only"].moves == got["cpu_only"].start_moves == 0
     static = got["hot_cached_static"]
     assert static.moves == static.update_moves and static.start_moves == SLOTS
@@ -45,12 +45,12 @@ def test_each_name_moves_what_it_says(trace: Trace) -> None:
     assert got["static_pin"].total != got["weighted_pin"].total
     assert got["persistent"] == got["layer_grouped"]
     assert len({str(result) for result in got.values()}) == len(got) - 1
-    whole = replay("persistent", trace, Stage(GEOMETRY.total))
+    whole = replay("persistent", trace, ReplaySetup(GEOMETRY.total))
     assert whole.moves == 0 and whole.total.hit_rate == 1.0
 
 
 def test_loads_before_the_demand_are_counted_apart(trace: Trace) -> None:
-    result = replay("layer_grouped:2", trace, Stage(16))
+    result = replay("layer_grouped:2", trace, ReplaySetup(16))
     prefill = result.phases["prefill"]
     assert prefill.misses == 0 and prefill.prefetch_hits > 0
     # the second chunk finds what the first one used
@@ -66,8 +66,8 @@ def test_a_perfect_prediction_helps(predict: str) -> None:
             guessed.hint(visit.demand.layer, visit.demand.experts)
             guessed.record(visit.demand)
         guessed.end_step()
-    without = replay("adaptive", guessed, Stage(24, host_can_run=False))
-    helped = replay("adaptive", guessed, Stage(24, host_can_run=False, predict=predict))
+    without = replay("adaptive", guessed, ReplaySetup(24, host_can_run=False))
+    helped = replay("adaptive", guessed, ReplaySetup(24, host_can_run=False, predict=predict))
     met = helped.total.hits + helped.total.prefetch_hits
     assert met > without.total.hits
     assert (helped.prefetch_moves > 0) == (predict == "prefetch")
@@ -75,5 +75,5 @@ def test_a_perfect_prediction_helps(predict: str) -> None:
 
 
 def test_an_empty_trace_is_no_error() -> None:
-    assert replay("adaptive", Trace(GEOMETRY), Stage(4)).total == Counts()
-    assert Counts().hit_rate == 0.0
+    assert replay("adaptive", Trace(GEOMETRY), ReplaySetup(4)).total == ReplayCounts()
+    assert ReplayCounts().hit_rate == 0.0

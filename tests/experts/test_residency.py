@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.errors import InternalError
-from coterie.moe.runtime.slot_map import Residency
+from coterie.moe.runtime.slot_map import SlotMap
 
 KEYS = [(layer, expert) for layer in range(2) for expert in range(4)]
 OPS = st.lists(
@@ -22,7 +22,7 @@ OPS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(OPS, st.integers(0, 6))
 def test_it_follows_a_list_in_order_of_use(ops: list[tuple[str, tuple[int, int]]], n: int) -> None:
-    slots, order, pins = Residency(n), [], set()
+    slots, order, pins = SlotMap(n), [], set()
     for op, key in ops:
         here = key in order
         allowed = {
@@ -57,7 +57,7 @@ def test_it_follows_a_list_in_order_of_use(ops: list[tuple[str, tuple[int, int]]
 
 
 def test_age_counts_uses() -> None:
-    slots = Residency(3)
+    slots = SlotMap(3)
     for key in KEYS[:3]:
         slots.place(key)
     assert slots.use([KEYS[0], KEYS[5], KEYS[0]]) == [KEYS[5]]
@@ -65,7 +65,7 @@ def test_age_counts_uses() -> None:
 
 
 def test_an_early_expert_is_early_until_it_leaves() -> None:
-    slots = Residency(1)
+    slots = SlotMap(1)
     slots.place(KEYS[0], early=True)
     assert slots.prefetched == {KEYS[0]}
     slots.evict(KEYS[0])
@@ -73,7 +73,7 @@ def test_an_early_expert_is_early_until_it_leaves() -> None:
 
 
 def test_what_never_arrived_is_forgotten_even_when_pinned() -> None:
-    slots = Residency(1)
+    slots = SlotMap(1)
     slots.place(KEYS[0])
     slots.pin(KEYS[0])
     slots.forget(KEYS[0])

@@ -10,10 +10,10 @@ import pytest
 from coterie.core.errors import WeightsError
 from coterie.moe.dispatch.base import Demand
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.base import Geometry
+from coterie.moe.store.base import ExpertGeometry
 from tests.experts.traces import make
 
-GEOMETRY = Geometry((1, 2), 8, 2)
+GEOMETRY = ExpertGeometry((1, 2), 8, 2)
 
 
 def visits(
@@ -67,8 +67,8 @@ def test_foreign_and_broken_files_are_refused(tmp_path: Path) -> None:
     make("uniform", GEOMETRY, 3).save(path, fingerprint="f")
     for geometry, fingerprint in (
         (GEOMETRY, "g"),
-        (Geometry((1, 3), 8, 2), "f"),
-        (Geometry((1, 2), 2, 2), "f"),
+        (ExpertGeometry((1, 3), 8, 2), "f"),
+        (ExpertGeometry((1, 2), 2, 2), "f"),
     ):
         with pytest.raises(WeightsError):
             Trace.load(path, geometry, fingerprint=fingerprint)

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
-from coterie.engine.expert_tier import standing
-from coterie.moe.runtime.budget import ExpertSizes, Needs, TierSlots, size_tiers
-from coterie.moe.runtime.opening import Room
-from coterie.moe.store.base import Geometry
+from coterie.engine.expert_tier import report_stats
+from coterie.moe.runtime.budget import ExpertSizes, TierNeeds, TierSlots, size_tiers
+from coterie.moe.runtime.opening import TierAllocation
+from coterie.moe.store.base import ExpertGeometry
 from coterie.obs.tables import EXPERT_SERIES
 from coterie.weights.shortage import MemoryShortage, is_shortage
 from tests.experts.stage import PROMPTS, Setting, Stage
 from tests.experts.tiny_moe import checkpoint_of
 
 TESTS = Path(__file__).parents[1]
-GEOMETRY = Geometry((0, 1, 2, 3), 8, 2)
-CPU = Needs(device=True, host=False, free_device_bytes=0, free_host_bytes=0)
+GEOMETRY = ExpertGeometry((0, 1, 2, 3), 8, 2)
+CPU = TierNeeds(device=True, host=False, free_device_bytes=0, free_host_bytes=0)
 NO_ROOM = OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
@@ -63,15 +63,17 @@ def test_a_host_tier_that_is_refused_is_halved() -> None:
 
 
 def test_what_is_given_up_and_in_which_order() -> None:
-    room = Room(TierSlots(32, 0), CPU).less(GEOMETRY, NO_ROOM)
+    room = TierAllocation(TierSlots(32, 0), CPU).less(GEOMETRY, NO_ROOM)
     assert room.tiers == TierSlots(16, 0)
     assert room.less(GEOMETRY, NO_ROOM).tiers == TierSlots(8, 0)
-    cuda = Needs(True, True, 0, 0, one_memory=False)
+    cuda = TierNeeds(True, True, 0, 0, one_memory=False)
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    assert Room(TierSlots(32, 32), cuda).less(GEOMETRY, full).tiers == TierSlots(16, 32)
-    assert Room(TierSlots(16, 32), cuda).less(GEOMETRY, NO_ROOM).tiers == TierSlots(16, 16)
+    assert TierAllocation(TierSlots(32, 32), cuda).less(GEOMETRY, full).tiers == TierSlots(16, 32)
+    assert TierAllocation(TierSlots(16, 32), cuda).less(GEOMETRY, NO_ROOM).tiers == TierSlots(
+        16, 16
+    )
     with pytest.raises(ConfigError, match="not even 1 device and 0 host slots"):
-        Room(TierSlots(1, 0), CPU).less(GEOMETRY, NO_ROOM)
+        TierAllocation(TierSlots(1, 0), CPU).less(GEOMETRY, NO_ROOM)
 
 
 @pytest.mark.parametrize(
@@ -96,15 +98,15 @@ def test_every_allocators_refusal_is_known(error: Exception) -> None:
 def test_one_memory_holds_no_expert_twice() -> None:
     sizes, total = ExpertSizes(24, 1000, 24_000), 24
     for device, host in (("25%", "100%"), ("50%", "75%"), ("100%", "50%")):
-        settings = DispatchSettings(strategy="lru", device_budget=device, host_budget=host)
+        settings = MoeSettings(strategy="lru", device_budget=device, host_budget=host)
         slots = size_tiers(settings, sizes, CPU)
         assert (slots.host, slots.shared) == (total, True), (device, host)
     # less than everything in all: as asked for
-    settings = DispatchSettings(strategy="lru", device_budget="25%", host_budget="50%")
+    settings = MoeSettings(strategy="lru", device_budget="25%", host_budget="50%")
     assert size_tiers(settings, sizes, CPU) == TierSlots(6, 12)
     # two memories: each as asked for
-    settings = DispatchSettings(strategy="lru", device_budget="25%", host_budget="100%")
-    two = Needs(True, False, 0, 0, one_memory=False)
+    settings = MoeSettings(strategy="lru", device_budget="25%", host_budget="100%")
+    two = TierNeeds(True, False, 0, 0, one_memory=False)
     assert size_tiers(settings, sizes, two) == TierSlots(6, 24)
 
 
@@ -125,7 +127,7 @@ def test_shared_slots_compute_the_same_in_the_memory_of_one_copy(strategy: str) 
 
 def test_a_fallback_is_counted() -> None:
     with Stage(Setting(checkpoint_of("qwen3_moe"), "persistent", 12, "0")) as stage:
-        stats = standing(stage.runtime.report())
+        stats = report_stats(stage.runtime.report())
     assert stats["expert_fallbacks"] == 1
     assert stats["expert_shortages"] == 0
     assert {"expert_fallbacks", "expert_shortages"} <= set(EXPERT_SERIES)

@@ -19,7 +19,7 @@ import torch
 from coterie.core.errors import WeightsError
 from coterie.moe.store.base import ExpertShape
 from coterie.moe.store.checkpoint import CheckpointStore
-from coterie.moe.store.disk import PAGE, Disk, aligned_buffer, covering
+from coterie.moe.store.disk import PAGE, DiskReader, aligned_buffer, covering_pages
 from coterie.weights.checkpoint import open_checkpoint
 
 SIZE = 40 * PAGE + 123
@@ -63,16 +63,16 @@ RANGES = [(0, 1), (5, PAGE), (PAGE, PAGE), (3 * PAGE - 1, 2), (7, 20 * PAGE), (S
 @pytest.mark.parametrize("reads", ["auto", "buffered"])
 @pytest.mark.parametrize(("offset", "nbytes"), RANGES)
 def test_any_range(file: Path, reads: str, offset: int, nbytes: int) -> None:
-    disk, buffer = Disk(reads), aligned_buffer(32 * PAGE)
+    disk, buffer = DiskReader(reads), aligned_buffer(32 * PAGE)
     found = disk.read(file, offset, nbytes, buffer)
     assert found.numpy().tobytes() == file.read_bytes()[offset : offset + nbytes]
-    assert disk.read_bytes == covering(offset, nbytes).nbytes
+    assert disk.read_bytes == covering_pages(offset, nbytes).nbytes
     disk.close()
 
 
 @pytest.mark.parametrize("reads", ["auto", "buffered"])
 def test_nothing_stays_in_the_page_cache(file: Path, reads: str) -> None:
-    disk, buffer = Disk(reads), aligned_buffer(64 * PAGE)
+    disk, buffer = DiskReader(reads), aligned_buffer(64 * PAGE)
     assert cached_pages(file) == 0
     for offset, nbytes in RANGES:
         disk.read(file, offset, nbytes, buffer)
@@ -102,7 +102,7 @@ def test_counted_bytes_are_what_the_kernel_read(tmp_path: Path, reads: str) -> N
 
 
 def test_truncated_and_missing_files(file: Path) -> None:
-    disk, buffer = Disk(), aligned_buffer(64 * PAGE)
+    disk, buffer = DiskReader(), aligned_buffer(64 * PAGE)
     with pytest.raises(WeightsError, match="truncated"):
         disk.read(file, SIZE - 10, 20, buffer)
     with pytest.raises(WeightsError, match="truncated"):
@@ -113,7 +113,7 @@ def test_truncated_and_missing_files(file: Path) -> None:
         disk.read(file, 0, 20, buffer[1:])
 
 
-class Faulty(Disk):
+class Faulty(DiskReader):
     """Fails, hands out little, or waits until several threads are inside, as told."""
 
     error = 0
@@ -150,7 +150,7 @@ def test_a_read_error_is_typed_and_the_next_read_works(tmp_path: Path) -> None:
 
 
 def test_memory_without_direct_reads_falls_back(file: Path) -> None:
-    class Refuses(Disk):
+    class Refuses(DiskReader):
         def pread(self, number: int, view: memoryview, offset: int) -> int:
             if self.is_direct(file):
                 raise OSError(errno.EINVAL, "no direct reads here")

@@ -11,14 +11,14 @@ import torch
 
 from coterie.core.errors import WeightsError
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.base import Geometry
-from coterie.moe.store.edit import Groups, named_parts, prune, replace_expert
+from coterie.moe.store.base import ExpertGeometry
+from coterie.moe.store.edit import ExpertGroups, named_parts, prune, replace_expert
 from coterie.moe.store.export import export
 from coterie.moe.store.index import EXPERTS_FILE, read_index
-from coterie.moe.store.inspect import inspect, profile, verify
+from coterie.moe.store.inspect import inspect, profile_reads, verify
 from coterie.moe.store.packed import open_packed
 from coterie.weights.checkpoint import open_checkpoint
-from coterie.weights.quantize import Dense, convert, dense
+from coterie.weights.quantize import DenseWeight, convert, dense
 
 
 @pytest.fixture
@@ -80,15 +80,15 @@ def test_prune_into_a_compact_copy(packed: Path, tmp_path: Path, weights: stores
 
 def test_groups_keep_enough_for_any_choice_of_groups(packed: Path) -> None:
     """3 groups of 2, one of which is picked: both of each group must stay."""
-    done = prune(packed, counted(*HEAT), Groups(3, 1))
+    done = prune(packed, counted(*HEAT), ExpertGroups(3, 1))
     assert not any(done.dropped.values())
-    done = prune(packed, counted(*HEAT), Groups(3, 2))
+    done = prune(packed, counted(*HEAT), ExpertGroups(3, 2))
     assert done.dropped == {0: (1, 2, 5), 2: (1, 3, 4)}
 
 
 def test_a_heatmap_that_says_nothing_prunes_nothing(packed: Path) -> None:
     old = read_index(packed)
-    for heatmap in (counted(), Heatmap(Geometry((0, 1), stores.EXPERTS, 2), np.ones((2, 6)))):
+    for heatmap in (counted(), Heatmap(ExpertGeometry((0, 1), stores.EXPERTS, 2), np.ones((2, 6)))):
         with pytest.raises(WeightsError, match="heatmap"):
             prune(packed, heatmap)
     assert read_index(packed) == old
@@ -97,7 +97,9 @@ def test_a_heatmap_that_says_nothing_prunes_nothing(packed: Path) -> None:
 def test_replace(packed: Path, weights: stores.Weights) -> None:
     other = stores.draw(seed=1)[2, 3]
     before = open_packed(packed)
-    parts = named_parts({f"{p}_proj.weight": Dense(t) for p, t in other.items()}, before.layout(2))
+    parts = named_parts(
+        {f"{p}_proj.weight": DenseWeight(t) for p, t in other.items()}, before.layout(2)
+    )
     edited = replace_expert(packed, (2, 3), parts)
     store = stores.opened(packed)
     assert store.fingerprint == edited.fingerprint != before.fingerprint
@@ -109,16 +111,18 @@ def test_replace(packed: Path, weights: stores.Weights) -> None:
     stores.expect(stores.opened(packed), weights, "int8")
 
 
-def weighed(parts: dict[str, torch.Tensor]) -> dict[str, Dense]:
-    return {part: Dense(tensor) for part, tensor in parts.items()}
+def weighed(parts: dict[str, torch.Tensor]) -> dict[str, DenseWeight]:
+    return {part: DenseWeight(tensor) for part, tensor in parts.items()}
 
 
 def test_replace_takes_any_precision(packed: Path, weights: stores.Weights) -> None:
-    quantised = {part: convert(Dense(t), "int4") for part, t in stores.draw(seed=2)[0, 0].items()}
+    quantised = {
+        part: convert(DenseWeight(t), "int4") for part, t in stores.draw(seed=2)[0, 0].items()
+    }
     replace_expert(packed, (0, 0), quantised)
     found = stores.parts_of(open_packed(packed), (0, 0))
     for part, weight in quantised.items():
-        wanted = dense(convert(Dense(dense(weight)), "int8"))
+        wanted = dense(convert(DenseWeight(dense(weight)), "int8"))
         assert torch.equal(found[part], wanted)
 
 
@@ -152,7 +156,7 @@ def test_inspect_tells_norms_and_counts(packed: Path) -> None:
 
 
 def test_profile_reads_what_it_says(packed: Path) -> None:
-    samples = profile(lambda reads: stores.opened(packed, reads=reads), 1 << 30, (1, 3))
+    samples = profile_reads(lambda reads: stores.opened(packed, reads=reads), 1 << 30, (1, 3))
     assert {sample.depth for sample in samples} == {1, 3}
     assert "buffered" in {sample.reads for sample in samples}
     for sample in samples:

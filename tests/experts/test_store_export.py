@@ -13,8 +13,8 @@ import pytest
 import stores
 
 from coterie.core.errors import WeightsError
-from coterie.moe.store.disk import Disk
-from coterie.moe.store.export import Journal, export
+from coterie.moe.store.disk import DiskReader
+from coterie.moe.store.export import ExportJournal, export
 from coterie.moe.store.index import EXPERTS_FILE, INDEX_FILE
 from coterie.weights.checkpoint import open_checkpoint
 
@@ -54,7 +54,7 @@ def killed(model: Path, target: Path, records: int) -> Path:
     """An export ended by SIGKILL after it had finished that many records."""
     code = SLOW_EXPORT.format(root=str(ROOT))
     child = subprocess.Popen([sys.executable, "-c", code, str(model), str(target)])
-    journal = target.with_name(f"{target.name}.partial") / Journal.NAME
+    journal = target.with_name(f"{target.name}.partial") / ExportJournal.NAME
     until = time.monotonic() + 60
     while not journal.exists() or len(journal.read_text().splitlines()) <= records:
         assert child.poll() is None and time.monotonic() < until
@@ -85,9 +85,9 @@ def test_a_killed_export_continues(model: Path, tmp_path: Path, whole: dict[str,
     # one finished record is spoilt, and the last line is torn
     with (partial / EXPERTS_FILE).open("r+b") as file:
         file.write(b"spoilt")
-    with (partial / Journal.NAME).open("a") as journal:
+    with (partial / ExportJournal.NAME).open("a") as journal:
         journal.write("2 5 0123")
-    finished = len((partial / Journal.NAME).read_text().splitlines()) - 2
+    finished = len((partial / ExportJournal.NAME).read_text().splitlines()) - 2
     resumed, written, read_bytes = run(model, tmp_path / "p")
     assert resumed == finished - 1 >= 2 and written == 12 - resumed
     assert read_bytes < sum(stores.opened(model).read_bytes(key) for key in stores.GEOMETRY.keys())  # noqa: SIM118
@@ -101,7 +101,7 @@ def test_a_partial_of_other_weights_is_begun_anew(
     partial = tmp_path / "p.partial"
     partial.mkdir()
     journal = [f"{layer} {expert} {'0' * 64}" for layer in (0, 2) for expert in range(6)]
-    (partial / Journal.NAME).write_text("\n".join(['{"source": "other"}', *journal, ""]))
+    (partial / ExportJournal.NAME).write_text("\n".join(['{"source": "other"}', *journal, ""]))
     (partial / EXPERTS_FILE).write_bytes(bytes(1 << 20))
     assert run(model, tmp_path / "p")[:2] == (0, 12)
     assert content(tmp_path / "p") == whole
@@ -110,7 +110,7 @@ def test_a_partial_of_other_weights_is_begun_anew(
 def test_one_export_at_a_time(model: Path, tmp_path: Path) -> None:
     (tmp_path / "p.partial").mkdir()
     with (
-        Journal(tmp_path / "p.partial", {}),
+        ExportJournal(tmp_path / "p.partial", {}),
         pytest.raises(WeightsError, match="another export"),
     ):
         run(model, tmp_path / "p")
@@ -126,7 +126,7 @@ def test_what_exists_is_not_touched(model: Path, tmp_path: Path) -> None:
 def test_a_read_error_names_the_expert_and_keeps_what_is_done(
     model: Path, tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
-    class Fails(Disk):
+    class Fails(DiskReader):
         left = 5
 
         def pread(self, number: int, view: memoryview, offset: int) -> int:

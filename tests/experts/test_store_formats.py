@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.moe.store.base import Geometry
+from coterie.moe.store.base import ExpertGeometry
 from coterie.moe.store.checkpoint import open_store
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.formats.gguf_tensors import decode
@@ -50,7 +50,7 @@ def test_square_stacks_lie_as_the_others_do(tmp_path: Path) -> None:
     tensors = {f"{stem}.gate_up_proj": both, f"{stem}.down_proj": down}
     checkpoint = open_checkpoint(stores.write(tmp_path / "m", tensors))
     store = open_store(
-        checkpoint, Geometry((0,), stores.EXPERTS, 2), stores.NAMES, "auto",
+        checkpoint, ExpertGeometry((0,), stores.EXPERTS, 2), stores.NAMES, "auto",
         hidden=stores.HIDDEN, intermediate=inner, gated=True,
     )  # fmt: skip
     found = stores.parts_of(store, (0, 1))

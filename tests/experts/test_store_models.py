@@ -13,7 +13,7 @@ from tiny import tiny_checkpoint
 from torch import Tensor
 
 from coterie.cli.main import main
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.models.base import load_model
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.edit import prune
@@ -27,7 +27,7 @@ IDS = torch.randint(4, 384, (20,), generator=torch.Generator().manual_seed(1)).t
 
 
 def logits(path: Path, dtype: str = "auto") -> Tensor:
-    settings = DispatchSettings(strategy="lru", cache_capacity=3, warmup="none", predict="off")
+    settings = MoeSettings(strategy="lru", cache_capacity=3, warmup="none", predict="off")
     model = load_model(open_checkpoint(path), dtype=dtype, dispatch=settings)
     try:
         return prompt_logits(model, IDS, 8)

@@ -119,7 +119,7 @@ def test_a_record_of_another_machines_offset_is_turned(packed: Path, tmp_path: P
         digests[key] = hashlib.sha256(data.numpy()).hexdigest()
     (path / EXPERTS_FILE).write_bytes(content)
     records = {
-        key: store_index.Record(record.offset, record.nbytes, digests[key])
+        key: store_index.RecordLocation(record.offset, record.nbytes, digests[key])
         for key, record in store.index.records.items()
     }
     edit(path, lambda index: {"records": records, "weight_offset": foreign})

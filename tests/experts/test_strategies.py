@@ -10,19 +10,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.errors import ConfigError
-from coterie.moe.dispatch.base import Scene
-from coterie.moe.dispatch.pace import MAX_BUDGET, MAX_INTERVAL, MIN_BUDGET, MIN_INTERVAL, choose
+from coterie.moe.dispatch.base import StrategyContext
+from coterie.moe.dispatch.pace import (
+    MAX_BUDGET,
+    MAX_INTERVAL,
+    MIN_BUDGET,
+    MIN_INTERVAL,
+    choose_schedule,
+)
 from coterie.moe.dispatch.persistent import fallback
 from coterie.moe.dispatch.pins import spare_slots
-from coterie.moe.dispatch.table import STRATEGIES, Choice, build, parse, resolve
+from coterie.moe.dispatch.table import (
+    STRATEGIES,
+    StrategyChoice,
+    build_strategies,
+    parse_strategy,
+    resolve_strategy,
+)
 from coterie.moe.dispatch.weighted_pin import pin_budgets
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.runtime.slot_map import Residency
-from coterie.moe.store.base import Geometry
+from coterie.moe.runtime.slot_map import SlotMap
+from coterie.moe.store.base import ExpertGeometry
 from tests.experts.slot_simulator import COSTS, Simulator
 
 # layer 3 is dense, one expert was pruned
-GEOMETRY = Geometry((1, 2, 4, 5), 6, 2, frozenset({(2, 5)}))
+GEOMETRY = ExpertGeometry((1, 2, 4, 5), 6, 2, frozenset({(2, 5)}))
 NAMES = [
     *STRATEGIES,
     "layer_grouped:4",
@@ -229,19 +241,19 @@ def test_pin_budgets_use_up_every_slot() -> None:
     ],
 )
 def test_names_and_krasis_spellings(text: str, prefill: str, decode: str) -> None:
-    assert tuple(map(str, parse(text))) == (prefill, decode)
+    assert tuple(map(str, parse_strategy(text))) == (prefill, decode)
 
 
 @pytest.mark.parametrize("text", ["lrv", "a+b+c", "lru:3", "layer_grouped:0", "", "auto+"])
 def test_unknown_names_are_refused(text: str) -> None:
     with pytest.raises(ConfigError) as error:
-        parse(text)
+        parse_strategy(text)
     assert error.value.param == "strategy"
 
 
 def test_a_typo_is_answered_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean weighted_pin"):
-        parse("weigted_pin")
+        parse_strategy("weigted_pin")
 
 
 def test_names_are_file_names() -> None:
@@ -252,10 +264,13 @@ def test_names_are_file_names() -> None:
 
 
 def test_one_object_serves_both_phases_of_one_name() -> None:
-    scene = Scene(GEOMETRY, Residency(4), None, COSTS)
-    prefill, decode = build("lru", scene)
+    scene = StrategyContext(GEOMETRY, SlotMap(4), None, COSTS)
+    prefill, decode = build_strategies("lru", scene)
     assert prefill is decode
-    assert parse("layer_grouped") == (Choice("layer_grouped", 2), Choice("active_only"))
+    assert parse_strategy("layer_grouped") == (
+        StrategyChoice("layer_grouped", 2),
+        StrategyChoice("active_only"),
+    )
 
 
 def test_persistent_falls_back_step_by_step() -> None:
@@ -268,19 +283,19 @@ def test_persistent_falls_back_step_by_step() -> None:
     }
     for slots, text in expected.items():
         assert fallback(GEOMETRY, slots) == text
-    assert fallback(Geometry(tuple(range(6)), 4, 2), 8) == "layer_grouped:3"
-    assert resolve("persistent", GEOMETRY, 12) == "layer_grouped:2+active_only"
-    assert resolve("persistent+lru", GEOMETRY, 6) == "layer_grouped:4+lru"
-    assert resolve("persistent", GEOMETRY, 23) == "persistent"
+    assert fallback(ExpertGeometry(tuple(range(6)), 4, 2), 8) == "layer_grouped:3"
+    assert resolve_strategy("persistent", GEOMETRY, 12) == "layer_grouped:2+active_only"
+    assert resolve_strategy("persistent+lru", GEOMETRY, 6) == "layer_grouped:4+lru"
+    assert resolve_strategy("persistent", GEOMETRY, 23) == "persistent"
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(-9, 9))
 def test_updates_follow_misses_and_streaks_within_bounds(low: float, high: float, s: int) -> None:
     low, high = sorted((low, high))
-    calm, hot = choose(low, s), choose(high, s)
-    for pace in (calm, hot, choose(high, s + 1)):
+    calm, hot = choose_schedule(low, s), choose_schedule(high, s)
+    for pace in (calm, hot, choose_schedule(high, s + 1)):
         assert MIN_INTERVAL <= pace.interval <= MAX_INTERVAL
         assert MIN_BUDGET <= pace.budget <= MAX_BUDGET
     assert hot.interval <= calm.interval and hot.budget >= calm.budget
-    idle = choose(high, s + 1)
+    idle = choose_schedule(high, s + 1)
     assert idle.interval >= hot.interval and idle.budget <= hot.budget

@@ -12,20 +12,20 @@ from tiny import tiny_checkpoint
 
 from coterie import LLM
 from coterie.cli.main import main
-from coterie.moe.dispatch.base import Costs
-from coterie.moe.planner.simulate import Stage, replay
+from coterie.moe.dispatch.base import ExpertCosts
+from coterie.moe.planner.simulate import ReplaySetup, replay
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.base import Geometry
+from coterie.moe.store.base import ExpertGeometry
 from coterie.workers.warmup import HeatmapFile
 from tests.experts.traces import make
 
-GEOMETRY = Geometry(tuple(range(6)), 16, 2)
+GEOMETRY = ExpertGeometry(tuple(range(6)), 16, 2)
 SLOTS = 24
 # seconds of upload, a run from a slot, a run on the host, a read
 PLACES = {
-    "all in RAM": Costs(0.0, 1e-3, 1e-3),
-    "accelerator": Costs(2e-3, 1e-4, 1e-3),
-    "disk": Costs(2e-3, 1e-3, 1e-3, 5e-3),
+    "all in RAM": ExpertCosts(0.0, 1e-3, 1e-3),
+    "accelerator": ExpertCosts(2e-3, 1e-4, 1e-3),
+    "disk": ExpertCosts(2e-3, 1e-3, 1e-3, 5e-3),
 }
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
 
@@ -33,12 +33,12 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": Tr
 @pytest.mark.parametrize("costs", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("text", ["hot_cached_static", "adaptive"])
 @pytest.mark.parametrize("known", [False, True], ids=["no heatmap", "another workload's"])
-def test_skewed_traffic_changes_who_is_in(text: str, costs: Costs, known: bool) -> None:
+def test_skewed_traffic_changes_who_is_in(text: str, costs: ExpertCosts, known: bool) -> None:
     """Whoever was in at first makes way, and hits come near those of a heatmap of this traffic."""
     trace = make("skewed", GEOMETRY, 300, prompts=75)
     other = make("skewed", GEOMETRY, 50, seed=9).heatmap() if known else None
-    told = replay(text, trace, Stage(SLOTS, heatmap=trace.heatmap(), costs=costs)).total
-    live = replay(text, trace, Stage(SLOTS, heatmap=other, costs=costs))
+    told = replay(text, trace, ReplaySetup(SLOTS, heatmap=trace.heatmap(), costs=costs)).total
+    live = replay(text, trace, ReplaySetup(SLOTS, heatmap=other, costs=costs))
     assert live.total.moves + live.update_moves > 0
     hits = live.total.hits + live.total.prefetch_hits
     assert hits / live.total.demands > told.hit_rate - 0.12
@@ -47,7 +47,7 @@ def test_skewed_traffic_changes_who_is_in(text: str, costs: Costs, known: bool) 
 @pytest.mark.parametrize("text", ["hot_cached_static", "adaptive"])
 def test_even_traffic_moves_little(text: str) -> None:
     trace = make("uniform", GEOMETRY, 300)
-    stage = Stage(SLOTS, heatmap=trace.heatmap(), costs=PLACES["all in RAM"])
+    stage = ReplaySetup(SLOTS, heatmap=trace.heatmap(), costs=PLACES["all in RAM"])
     assert replay(text, trace, stage).update_moves < 0.02 * 300 * 6 * 2
 
 
@@ -129,7 +129,7 @@ def test_a_store_inherits_the_counts_of_what_it_was_made_from(
     assert parent.live is not None
     parent.live.add(0, [1, 2], [3, 4])
     parent.save()
-    pruned = Geometry(GEOMETRY.layers, 16, 2, frozenset({(0, 2)}))
+    pruned = ExpertGeometry(GEOMETRY.layers, 16, 2, frozenset({(0, 2)}))
     found = HeatmapFile(path, ("model", "packed", "pruned"), "w").load(pruned)
     assert found is not None
     assert [found.count((0, e)) for e in (1, 2)] == [3, 0]

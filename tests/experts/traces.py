@@ -8,20 +8,20 @@ import numpy as np
 
 from coterie.moe.dispatch.base import Demand
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.base import Geometry
+from coterie.moe.store.base import ExpertGeometry
 
 # (step, layer index) -> a preference per expert, in logits
 Taste = Callable[[int, int], np.ndarray]
 
 
-def skewed(geometry: Geometry, rng: np.random.Generator) -> Taste:
+def skewed(geometry: ExpertGeometry, rng: np.random.Generator) -> Taste:
     """A few favourites, more so in later layers."""
     layers, experts = len(geometry.layers), geometry.num_experts
     heat = np.linspace(0.5, 2.0, layers)[:, None] * rng.normal(size=(layers, experts)) * 1.5
     return lambda step, layer: heat[layer]
 
 
-def drifting(geometry: Geometry, rng: np.random.Generator) -> Taste:
+def drifting(geometry: ExpertGeometry, rng: np.random.Generator) -> Taste:
     """Favourites that wander off over some two hundred tokens."""
     shape = (len(geometry.layers), geometry.num_experts)
     stations = rng.normal(size=(64, *shape)) * 2.0
@@ -34,7 +34,7 @@ def drifting(geometry: Geometry, rng: np.random.Generator) -> Taste:
     return taste
 
 
-def mixed(geometry: Geometry, rng: np.random.Generator) -> Taste:
+def mixed(geometry: ExpertGeometry, rng: np.random.Generator) -> Taste:
     """Four domains; every forty tokens another one speaks."""
     shape = (len(geometry.layers), geometry.num_experts)
     domains = rng.normal(size=(4, *shape)) * 2.5
@@ -42,11 +42,11 @@ def mixed(geometry: Geometry, rng: np.random.Generator) -> Taste:
     return lambda step, layer: domains[turns[step // 40], layer]
 
 
-def uniform(geometry: Geometry, rng: np.random.Generator) -> Taste:
+def uniform(geometry: ExpertGeometry, rng: np.random.Generator) -> Taste:
     return lambda step, layer: np.zeros(geometry.num_experts)
 
 
-def cyclic(geometry: Geometry, rng: np.random.Generator) -> Taste:
+def cyclic(geometry: ExpertGeometry, rng: np.random.Generator) -> Taste:
     """Every token asks for the next experts in turn: the worst case of least recent use."""
 
     def taste(step: int, layer: int) -> np.ndarray:
@@ -68,7 +68,9 @@ TASTES = {
 }
 
 
-def make(kind: str, geometry: Geometry, tokens: int, seed: int = 0, prompts: int = 0) -> Trace:
+def make(
+    kind: str, geometry: ExpertGeometry, tokens: int, seed: int = 0, prompts: int = 0
+) -> Trace:
     """`tokens` decode steps; with `prompts`, one prefill of two chunks each so many tokens."""
     rng = np.random.default_rng(seed)
     taste = TASTES[kind](geometry, rng)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.base import Geometry, Key
+from coterie.moe.store.base import ExpertGeometry, Key
 from tests.experts.stage import NEW_TOKENS, PROMPTS, Setting, Stage
 from tests.experts.tiny_moe import EXPERTS, LAYERS, TOP_K, checkpoint_of
 
 TOTAL = LAYERS * EXPERTS
-GEOMETRY = Geometry(tuple(range(LAYERS)), EXPERTS, TOP_K)
+GEOMETRY = ExpertGeometry(tuple(range(LAYERS)), EXPERTS, TOP_K)
 
 
 def stage_of(

@@ -13,7 +13,7 @@ from torch import Tensor
 from coterie.kernels.backend import make_linear
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
-from coterie.weights.quantize import Dense, Int4, Int8, Weight
+from coterie.weights.quantize import DenseWeight, Int4Weight, Int8Weight, Weight
 
 KINDS = ("fp32", "bf16", "int8", "int4")
 
@@ -24,13 +24,13 @@ def weight(kind: str, rows: int, width: int) -> Weight:
     groups = width // 32
     if kind == "int8":
         q = torch.randint(-128, 128, (rows, width), dtype=torch.int8)
-        return Int8(q, (torch.rand(rows, groups) * unit / 70).half())
+        return Int8Weight(q, (torch.rand(rows, groups) * unit / 70).half())
     if kind == "int4":
         q = torch.randint(0, 256, (rows, width // 2), dtype=torch.uint8)
         scale = (torch.rand(rows, groups) - 0.3) * unit / 4
-        return Int4(q, scale.half(), (-7.5 * scale).half())
+        return Int4Weight(q, scale.half(), (-7.5 * scale).half())
     dense = torch.randn(rows, width) * unit
-    return Dense(dense.bfloat16() if kind == "bf16" else dense)
+    return DenseWeight(dense.bfloat16() if kind == "bf16" else dense)
 
 
 def paged_batch(spec: Sequence[tuple[int, int]], block_size: int = 16) -> AttentionBatch:

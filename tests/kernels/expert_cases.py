@@ -7,13 +7,13 @@ from torch import Tensor
 
 from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout
-from coterie.weights.quantize import Blocks, Weight
+from coterie.weights.quantize import GgufBlocks, Weight
 from tests.kernels.cases import weight
 
 BLOCK_BYTES = {"q4_k": 144, "q6_k": 210}
 
 
-def blocks(kind: str, rows: int, width: int) -> Blocks:
+def blocks(kind: str, rows: int, width: int) -> GgufBlocks:
     """Every bit random but the fp16 factors, which stay finite; values near 1/sqrt(width)."""
     data = torch.randint(0, 256, (rows, width // 256, BLOCK_BYTES[kind]), dtype=torch.uint8)
     unit = width**-0.5 * (1 / 300 if kind == "q4_k" else 1 / 1500)
@@ -22,7 +22,7 @@ def blocks(kind: str, rows: int, width: int) -> Blocks:
         data[..., :4] = factors
     else:
         data[..., 208:] = factors[..., :2]
-    return Blocks(kind, data.flatten(1))
+    return GgufBlocks(kind, data.flatten(1))
 
 
 def any_weight(kind: str, rows: int, width: int) -> Weight:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coterie.kernels.decoder import DecoderShape
-from coterie.kernels.patch import PARTS, Patch, Segment, Site, Stack
+from coterie.kernels.patch import PARTS, Patch, PatchStack, Segment, Site
 
 FIELDS = ("low_rank", "in_scale", "out_scale", "shift")
 
@@ -65,15 +65,15 @@ def random_stack(
     dtype: torch.dtype = torch.float32,
     fields: Sequence[str] = FIELDS,
     parts: Sequence[str] = PARTS,
-) -> Stack:
+) -> PatchStack:
     shapes = sizes(shape)
     patches: Mapping[Site, Patch] = {
         (layer, part): random_patch(*shapes[part], rank, dtype, fields)
         for layer in layers
         for part in parts
     }
-    return Stack(f"stack-{rank}", 0, patches)
+    return PatchStack(f"stack-{rank}", 0, patches)
 
 
-def segments(*rows: tuple[int, int, Stack]) -> tuple[Segment, ...]:
+def segments(*rows: tuple[int, int, PatchStack]) -> tuple[Segment, ...]:
     return tuple(Segment(*row) for row in rows)

@@ -9,7 +9,7 @@ from coterie.core.errors import InternalError
 from coterie.kernels.cpu import layers as cpu
 from coterie.kernels.cpu.build import find_compiler, native
 from coterie.kernels.reference import layers as reference
-from coterie.weights.quantize import Dense, dense
+from coterie.weights.quantize import DenseWeight, dense
 from tests.kernels.cases import KINDS, weight
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -110,4 +110,4 @@ def test_fp16_is_widened_exactly() -> None:
     torch.manual_seed(6)
     stored = torch.randn(16, 32).half()
     x = torch.eye(32)
-    assert torch.equal(cpu.PackedLinear([Dense(stored)])(x), stored.float().T)
+    assert torch.equal(cpu.PackedLinear([DenseWeight(stored)])(x), stored.float().T)

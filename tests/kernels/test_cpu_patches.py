@@ -16,7 +16,7 @@ from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.cpu import layers as cpu
 from coterie.kernels.cpu.build import find_compiler, native
 from coterie.kernels.decoder import DecoderShape
-from coterie.kernels.patch import PARTS, Patch, Segment, Stack
+from coterie.kernels.patch import PARTS, Patch, PatchStack, Segment
 from coterie.kernels.reference import layers as reference
 from tests.kernels.cases import KINDS, cache_for, decoder_layers, paged_batch, rope_tables, weight
 from tests.kernels.patch_cases import FIELDS, random_patch, random_stack
@@ -111,8 +111,10 @@ def test_ranks(rank: int, dtype: torch.dtype) -> None:
     torch.manual_seed(34 + rank)
     stored = [weight("fp32", 103, 70), weight("fp32", 900, 70)]
     mine, theirs = (make_linear(stored, backend) for backend in ("cpu", "reference"))
-    one = Stack("one", 0, {(0, "gate"): random_patch(70, 103, rank, dtype)})
-    two = Stack("two", 1, {(0, "up"): random_patch(70, 900, rank, dtype, ("low_rank", "shift"))})
+    one = PatchStack("one", 0, {(0, "gate"): random_patch(70, 103, rank, dtype)})
+    two = PatchStack(
+        "two", 1, {(0, "up"): random_patch(70, 900, rank, dtype, ("low_rank", "shift"))}
+    )
     patches = (Segment(1, 80, one), Segment(80, 81, two), Segment(83, 86, two))
     x, parts = torch.randn(90, 70), (("gate", 103), ("up", 900))
     got = patched.linear(mine, x, 0, parts, patches)
@@ -124,7 +126,11 @@ def test_ranks(rank: int, dtype: torch.dtype) -> None:
 
 
 def _generate(
-    decoder: cpu.NativeDecoder, stack: Stack, x: Tensor, chunks: list[int], crowd: Stack | None
+    decoder: cpu.NativeDecoder,
+    stack: PatchStack,
+    x: Tensor,
+    chunks: list[int],
+    crowd: PatchStack | None,
 ) -> Tensor:
     """Rows of one sequence under `stack`, fed in chunks; between others' rows where there is a
     crowd."""
@@ -211,10 +217,10 @@ def test_what_c_trusts_is_checked(patch: Patch, message: str) -> None:
     decoder = cpu.NativeDecoder(SMALL, layers, *rope_tables(10, SMALL.head_dim))
     batch = paged_batch([(0, 1)])
     cache = cache_for(batch, SMALL.num_kv_heads, SMALL.head_dim, torch.float32)
-    step = replace(batch, patches=(Segment(0, 1, Stack("bad", 0, {(0, "q"): patch})),))
+    step = replace(batch, patches=(Segment(0, 1, PatchStack("bad", 0, {(0, "q"): patch})),))
     with pytest.raises(InternalError, match=message):
         decoder.forward(torch.zeros(1, SMALL.hidden), [cache], step)
-    far = Stack("far", 0, {(1, "q"): random_patch(96, 192, 1)})
+    far = PatchStack("far", 0, {(1, "q"): random_patch(96, 192, 1)})
     with pytest.raises(InternalError, match="layer 1 of 1"):
         decoder.forward(
             torch.zeros(1, SMALL.hidden), [cache], replace(batch, patches=(Segment(0, 1, far),))

@@ -12,7 +12,7 @@ from coterie.kernels.cpu.build import find_compiler
 from coterie.kernels.cpu.expert_record import pack_record, rebias, unpack_record, weight_offset
 from coterie.kernels.expert_layout import KINDS, PAGE, ExpertLayout, PartPlace
 from coterie.weights.formats.gguf_tensors import decode
-from coterie.weights.quantize import Blocks, Dense, Int8, Weight, dense
+from coterie.weights.quantize import DenseWeight, GgufBlocks, Int8Weight, Weight, dense
 from tests.kernels.expert_cases import any_weight, blocks, expert_parts, record_of
 
 CASES = [
@@ -28,11 +28,11 @@ CASES = [
 def fields(weight: Weight | Tensor) -> list[Tensor]:
     if isinstance(weight, Tensor):
         return [weight]
-    if isinstance(weight, Dense):
+    if isinstance(weight, DenseWeight):
         return [weight.tensor]
-    if isinstance(weight, Blocks):
+    if isinstance(weight, GgufBlocks):
         return [weight.data]
-    return [weight.q, weight.scale, *([] if isinstance(weight, Int8) else [weight.minimum])]
+    return [weight.q, weight.scale, *([] if isinstance(weight, Int8Weight) else [weight.minimum])]
 
 
 @pytest.mark.parametrize("kind,gated,hidden,inner", CASES)
@@ -93,7 +93,7 @@ def test_weights_are_brought_to_the_layout() -> None:
     }
     back = unpack_record(layout, record_of(layout, stored))
     assert torch.equal(fields(back["gate"])[0], dense(stored["gate"], torch.bfloat16))
-    assert isinstance(back["up"], Int8)
+    assert isinstance(back["up"], Int8Weight)
     assert torch.equal(fields(back["down"])[0], dense(stored["down"]))
 
 
@@ -120,9 +120,9 @@ def test_blocks_have_the_values_of_the_gguf_package(kind: str) -> None:
     want = quants.dequantize(stored.data.numpy(), GGMLQuantizationType[kind.upper()])
     assert torch.equal(dense(stored), torch.from_numpy(want).float())
     kept = decode(stored.data.flatten(), kind.upper(), (48, 512), keep_blocks=True)
-    assert isinstance(kept, Blocks) and torch.equal(kept.data, stored.data)
+    assert isinstance(kept, GgufBlocks) and torch.equal(kept.data, stored.data)
     wide = decode(stored.data.flatten(), kind.upper(), (48, 512))
-    assert isinstance(wide, Dense) and torch.equal(wide.tensor, dense(stored))
+    assert isinstance(wide, DenseWeight) and torch.equal(wide.tensor, dense(stored))
 
 
 def test_layout_sizes_are_the_packed_sizes() -> None:

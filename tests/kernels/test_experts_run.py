@@ -11,7 +11,7 @@ from coterie.core.errors import InternalError
 from coterie.kernels.cpu.build import find_compiler, native
 from coterie.kernels.cpu.expert_mlp import RecordTable, combine, run_experts, run_experts_torch
 from coterie.kernels.expert_layout import KINDS, ExpertLayout
-from coterie.weights.quantize import Dense, dense
+from coterie.weights.quantize import DenseWeight, dense
 from tests.kernels.expert_cases import choices, expert_parts, record_of, records_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -112,7 +112,7 @@ def test_blocks_equal_their_values_in_fp32(kind: str) -> None:
     layout = ExpertLayout(512, 40, True, (kind, kind, "fp32"))
     wide = layout_of("fp32", 512, 40)
     parts = expert_parts(layout)
-    values = {k: v if isinstance(v, Tensor) else Dense(dense(v)) for k, v in parts.items()}
+    values = {k: v if isinstance(v, Tensor) else DenseWeight(dense(v)) for k, v in parts.items()}
     x, ids = torch.randn(9, 512), torch.zeros(9, 1, dtype=torch.int32)
     stored = run(layout, x, ids, [(0, record_of(layout, parts))])
     assert torch.equal(stored, run(wide, x, ids, [(0, record_of(wide, values))]))

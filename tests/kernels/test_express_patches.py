@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_checkpoint
 from torch import Tensor
 
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.cpu.build import find_compiler
 from coterie.kernels.patch import Segment
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 
 
 def opened(kind: str) -> tuple[CausalLM, ExpertRuntime]:
-    dispatch = DispatchSettings(strategy="persistent", device_budget="100%")
+    dispatch = MoeSettings(strategy="persistent", device_budget="100%")
     model = load_model(open_checkpoint(tiny_checkpoint(kind)), dtype="int8", dispatch=dispatch)
     assert isinstance(model.experts, ExpertRuntime)
     return model, model.experts

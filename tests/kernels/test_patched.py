@@ -11,9 +11,9 @@ from torch import Tensor
 from coterie.kernels import patched
 from coterie.kernels.decoder import DecoderShape
 from coterie.kernels.linear import Linear, ReferenceLinear
-from coterie.kernels.patch import Patch, Segment, Stack
+from coterie.kernels.patch import Patch, PatchStack, Segment
 from coterie.kernels.reference import layers as reference
-from coterie.weights.quantize import Dense
+from coterie.weights.quantize import DenseWeight
 from tests.kernels.cases import cache_for, decoder_layers, paged_batch, rope_tables
 from tests.kernels.patch_cases import FIELDS, random_patch, random_stack
 
@@ -48,14 +48,14 @@ def by_hand(weight: Tensor, patch: Patch, x: Tensor) -> Tensor:
 def test_equals_the_changed_matrix(missing: str | None, biased: bool) -> None:
     torch.manual_seed(21)
     weights = torch.randn(40, 24), torch.randn(16, 24)
-    product: Linear = ReferenceLinear([Dense(w) for w in weights])
+    product: Linear = ReferenceLinear([DenseWeight(w) for w in weights])
     bias = torch.randn(56) if biased else torch.zeros(56)
     if biased:
         product = Biased(product, bias)
     fields = [name for name in FIELDS if name != missing]
     patches = [random_patch(24, height, 5, fields=fields) for height in (40, 16)]
-    both = Stack("both", 0, {(3, "gate"): patches[0], (3, "up"): patches[1]})
-    one = Stack("one", 1, {(3, "up"): patches[1], (2, "gate"): patches[0]})
+    both = PatchStack("both", 0, {(3, "gate"): patches[0], (3, "up"): patches[1]})
+    one = PatchStack("one", 1, {(3, "up"): patches[1], (2, "gate"): patches[0]})
     x = torch.randn(9, 24)
     parts = (("gate", 40), ("up", 16))
     where = (Segment(1, 4, both), Segment(6, 9, one))
@@ -69,15 +69,15 @@ def test_equals_the_changed_matrix(missing: str | None, biased: bool) -> None:
 
 def test_without_patches_it_is_the_product() -> None:
     torch.manual_seed(22)
-    product = ReferenceLinear([Dense(torch.randn(8, 4))])
+    product = ReferenceLinear([DenseWeight(torch.randn(8, 4))])
     x = torch.randn(3, 4)
-    other = Stack("other", 0, {(1, "o"): random_patch(4, 8, 2)})
+    other = PatchStack("other", 0, {(1, "o"): random_patch(4, 8, 2)})
     for patches in ((), (Segment(0, 2, other),)):
         assert torch.equal(patched.linear(product, x, 0, (("o", 8),), patches), product(x))
 
 
 def test_pick_follows_rows() -> None:
-    one, two = Stack("one", 0, {}), Stack("two", 1, {})
+    one, two = PatchStack("one", 0, {}), PatchStack("two", 1, {})
     patches = (Segment(2, 5, one), Segment(6, 8, two))
     picked = patched.pick(patches, torch.tensor([0, 3, 4, 5, 7, 6, 2]))
     assert picked == (Segment(1, 3, one), Segment(4, 6, two), Segment(6, 7, one))

@@ -7,7 +7,7 @@ import torch
 
 from coterie.kernels.cpu.build import find_compiler
 from coterie.kernels.cpu.expert_record import rounded
-from coterie.weights.quantize import Dense, Int4, Int8, convert, dense
+from coterie.weights.quantize import DenseWeight, Int4Weight, Int8Weight, convert, dense
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
@@ -24,18 +24,18 @@ def matrices() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("index", range(7))
 def test_int8_has_the_same_bits(index: int) -> None:
-    weight = Dense(matrices()[index])
+    weight = DenseWeight(matrices()[index])
     got, expected = rounded(weight, "int8"), convert(weight, "int8")
-    assert isinstance(got, Int8) and isinstance(expected, Int8)
+    assert isinstance(got, Int8Weight) and isinstance(expected, Int8Weight)
     assert torch.equal(got.scale, expected.scale)
     assert torch.equal(got.q, expected.q)
 
 
 @pytest.mark.parametrize("index", range(7))
 def test_int4_is_as_near(index: int) -> None:
-    weight = Dense(matrices()[index])
+    weight = DenseWeight(matrices()[index])
     got, expected = rounded(weight, "int4"), convert(weight, "int4")
-    assert isinstance(got, Int4) and isinstance(expected, Int4)
+    assert isinstance(got, Int4Weight) and isinstance(expected, Int4Weight)
     values = weight.tensor.float()
     error, twin = ((dense(each) - values).square().sum() for each in (got, expected))
     assert error <= twin * 1.001 + 1e-12
@@ -44,8 +44,8 @@ def test_int4_is_as_near(index: int) -> None:
 
 
 def test_threads_change_nothing_and_odd_rows_stay_dense() -> None:
-    weight = Dense(torch.randn(300, 512))
+    weight = DenseWeight(torch.randn(300, 512))
     one, two = rounded(weight, "int4", 1), rounded(weight, "int4", 2)
-    assert isinstance(one, Int4) and isinstance(two, Int4)
+    assert isinstance(one, Int4Weight) and isinstance(two, Int4Weight)
     assert torch.equal(one.q, two.q) and torch.equal(one.minimum, two.minimum)
-    assert isinstance(rounded(Dense(torch.randn(4, 40)), "int4"), Dense)
+    assert isinstance(rounded(DenseWeight(torch.randn(4, 40)), "int4"), DenseWeight)

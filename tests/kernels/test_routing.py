@@ -7,26 +7,26 @@ import torch
 
 from coterie.kernels.backend import make_linear
 from coterie.kernels.cpu.build import find_compiler
-from coterie.kernels.expert_gate import Router, Routing
-from coterie.weights.quantize import Dense
+from coterie.kernels.expert_gate import ExpertGate, GateRule
+from coterie.weights.quantize import DenseWeight
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
 RULES = [
-    Routing(8, normalise=True),
-    Routing(2, normalise=False, scale=2.5),
-    Routing(4, normalise=True, scale=0.5),
-    Routing(3, normalise=False, equal=True),
+    GateRule(8, normalise=True),
+    GateRule(2, normalise=False, scale=2.5),
+    GateRule(4, normalise=True, scale=0.5),
+    GateRule(3, normalise=False, equal=True),
 ]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("experts", [12, 17, 64, 130])
-def test_equals_twin(rule: Routing, experts: int) -> None:
+def test_equals_twin(rule: GateRule, experts: int) -> None:
     torch.manual_seed(experts)
     weight, bias = torch.randn(experts, 96), torch.randn(experts)
-    native = Router(rule, make_linear([Dense(weight)], "cpu"), bias)
-    twin = Router(rule, make_linear([Dense(weight)], "reference"), bias)
+    native = ExpertGate(rule, make_linear([DenseWeight(weight)], "cpu"), bias)
+    twin = ExpertGate(rule, make_linear([DenseWeight(weight)], "reference"), bias)
     assert native.route is not None
     assert twin.route is None
     absent = [1, experts - 2]
@@ -45,7 +45,7 @@ def test_equals_twin(rule: Routing, experts: int) -> None:
 
 def test_a_row_alone_has_the_same_bits() -> None:
     torch.manual_seed(3)
-    router = Router(RULES[0], make_linear([Dense(torch.randn(64, 160))], "cpu"))
+    router = ExpertGate(RULES[0], make_linear([DenseWeight(torch.randn(64, 160))], "cpu"))
     hidden = torch.randn(40, 160)
     ids, weights = router(hidden)
     for row in range(0, 40, 7):

@@ -122,7 +122,7 @@ def attention_error(name: str, generator: Any) -> float:
 def random_stack(kind: str, generator: Any) -> tuple[Any, list[Any], Any, Any]:
     from coterie.kernels.decoder import DecoderLayer, DecoderShape
     from coterie.kernels.linear import ReferenceLinear
-    from coterie.weights.quantize import Dense
+    from coterie.weights.quantize import DenseWeight
 
     shape = DecoderShape(6, 2, 24, 96, 144, 1e-6, 24**-0.5)
     total = shape.q_size + 2 * shape.kv_size
@@ -131,7 +131,7 @@ def random_stack(kind: str, generator: Any) -> tuple[Any, list[Any], Any, Any]:
         return torch.randn(size, generator=generator) * std
 
     def product(rows: int, columns: int) -> Any:
-        return ReferenceLinear([Dense(draw(rows, columns))])
+        return ReferenceLinear([DenseWeight(draw(rows, columns))])
 
     special, whole = kind != "plain", kind == "olmoe"
     norms = (shape.q_size, shape.kv_size) if whole else (shape.head_dim,) * 2

@@ -75,8 +75,8 @@ def test_long_segments_and_large_ranks_are_left_to_torch() -> None:
     from coterie.kernels.batch import AttentionBatch
     from coterie.kernels.decoder import DecoderShape
     from coterie.kernels.patch import PARTS, Segment
-    from coterie.kernels.patch_rows import LONG_ROWS, MAX_RANK, family, places_of
-    from coterie.kernels.triton.patched import rows_of
+    from coterie.kernels.patch_rows import LONG_ROWS, MAX_RANK, graph_family, places_of
+    from coterie.kernels.triton.patched import patch_rows_of
     from tests.kernels.patch_cases import random_stack
 
     shape = DecoderShape(2, 1, 8, 16, 32, 1e-6, 0.25)
@@ -85,7 +85,7 @@ def test_long_segments_and_large_ranks_are_left_to_torch() -> None:
     none = torch.zeros(LONG_ROWS + 4, dtype=torch.int64)
     cut = Segment(0, 2, small), Segment(2, 3, large), Segment(4, LONG_ROWS + 4, small)
     batch = AttentionBatch(none, none, none, none, none[None], 8, patches=cut)
-    rows, rest = rows_of(batch, 3)
+    rows, rest = patch_rows_of(batch, 3)
     assert rest == cut[1:]
     assert rows is not None
     found = rows.table[:, len(PARTS)]
@@ -97,25 +97,25 @@ def test_long_segments_and_large_ranks_are_left_to_torch() -> None:
     assert rows.table.count_nonzero() == 2 * 4
     device = torch.device("cpu")
     places = places_of(cut, device)
-    assert [family(places[i : i + 1], 2) for i in (0, 1)] == ["narrow", ""]
+    assert [graph_family(places[i : i + 1], 2) for i in (0, 1)] == ["narrow", ""]
     for rank, dtype, kind in ((17, torch.bfloat16, "deep"), (3, torch.float32, "wide")):
         other = random_stack(shape, [0], rank, dtype, ("low_rank",), ("q",))
         pair = Segment(0, 1, small), Segment(1, 2, other)
-        assert family(places_of(pair, device), 2) == kind
-    assert [family(places[:1], 1), family((), 1)] == ["", "plain"]
+        assert graph_family(places_of(pair, device), 2) == kind
+    assert [graph_family(places[:1], 1), graph_family((), 1)] == ["", "plain"]
 
 
 def small_model(kind: str) -> tuple[Any, list[Any], Any, Any]:
     """Two layers; as few programs as show every index."""
     from coterie.kernels.decoder import DecoderLayer, DecoderShape
     from coterie.kernels.linear import ReferenceLinear
-    from coterie.weights.quantize import Dense
+    from coterie.weights.quantize import DenseWeight
 
     shape = DecoderShape(2, 1, 16, 40, 144, 1e-6, 0.25)
     special, whole = kind != "plain", kind == "olmoe"
 
     def product(height: int, width: int) -> Any:
-        return ReferenceLinear([Dense(torch.randn(height, width) * width**-0.5)])
+        return ReferenceLinear([DenseWeight(torch.randn(height, width) * width**-0.5)])
 
     layers = [
         DecoderLayer(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coterie.core.dispatch import ExpertUsage
+from coterie.core.dispatch import MoeUsage
 from coterie.kernels.cpu.expert_mlp import RecordTable, combine, run_experts
 from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout
-from coterie.models.experts import ExpertsWanted
+from coterie.models.experts import MoeRequirements
 from coterie.moe.runtime.step import ExpertStep
 from coterie.weights.quantize import dense
 
@@ -17,7 +17,7 @@ from coterie.weights.quantize import dense
 class Resident:
     """Remembers what it was asked: steps by (layer, phase), hints, groups loaded."""
 
-    def __init__(self, wanted: ExpertsWanted) -> None:
+    def __init__(self, wanted: MoeRequirements) -> None:
         moe, self.geometry = wanted.moe, wanted.geometry()
         kind = "fp32" if wanted.dtype == "auto" else wanted.dtype
         matrices = 3 if moe.gated else 2
@@ -52,14 +52,14 @@ class Resident:
     def hint(self, layer: int, predicted: Tensor) -> None:
         self.hints.append((layer, predicted))
 
-    def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
-        return ExpertUsage(device_hits=len(self.steps)), []
+    def end_step(self) -> tuple[MoeUsage, list[MoeUsage]]:
+        return MoeUsage(device_hits=len(self.steps)), []
 
     def close(self) -> None:
         self.closed = True
 
 
-def parts_of(wanted: ExpertsWanted, layer: int, expert: int) -> dict:
+def parts_of(wanted: MoeRequirements, layer: int, expert: int) -> dict:
     checkpoint, parts = wanted.checkpoint, {}
     for part, template in wanted.moe.parts.items():
         weight = checkpoint.read(template.format(layer=layer, expert=expert))

@@ -11,17 +11,17 @@ from paged import prompt_logits
 from tiny import tiny_checkpoint
 
 from coterie.cli.main import main
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.models.base import CausalLM, load_model, read_spec
-from coterie.models.carve.carve import Cut, balanced_groups, cut_layer, plan_carving
-from coterie.models.carve.walk import Walk
+from coterie.models.carve.carve import LayerCut, balanced_groups, cut_layer, plan_carving
+from coterie.models.carve.walk import LayerCarver
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.formats.safetensors import INDEX
 
 TEXT = "A model answers a question; another model checks the answer. Numbers such as 10 and 42."
-ALL = DispatchSettings(strategy="cpu_only", predict="off")
+ALL = MoeSettings(strategy="cpu_only", predict="off")
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -133,8 +133,8 @@ def test_the_router_finds_the_active_group() -> None:
     assert kept > blind
 
 
-def shuffled(cut: Cut) -> Cut:
-    return Cut(cut.shared, cut.experts, cut.router.roll(1, dims=0))
+def shuffled(cut: LayerCut) -> LayerCut:
+    return LayerCut(cut.shared, cut.experts, cut.router.roll(1, dims=0))
 
 
 def test_grouping_is_balanced_and_depends_on_the_seed_alone() -> None:
@@ -181,7 +181,7 @@ def test_a_refusal_names_numbers_that_would_do() -> None:
 def test_only_dense_models_are_carved(carved: Path) -> None:
     checkpoint = open_checkpoint(carved)
     with pytest.raises(WeightsError, match="can be carved"):
-        Walk(checkpoint, read_spec(checkpoint))
+        LayerCarver(checkpoint, read_spec(checkpoint))
 
 
 def test_an_existing_directory_is_not_touched(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.patch import PARTS, Patch, Segment, Stack
-from coterie.kernels.patch_rows import family, places_of
+from coterie.kernels.patch import PARTS, Patch, PatchStack, Segment
+from coterie.kernels.patch_rows import graph_family, places_of
 from coterie.models.build.cuda_graph import DecodeGraphs, DecodeInputs
 
 
@@ -50,9 +50,9 @@ def test_a_smaller_step_leaves_no_live_row_behind() -> None:
 CPU = torch.device("cpu")
 
 
-def stack_of(rank: int, part: str = "q", layer: int = 0) -> Stack:
+def stack_of(rank: int, part: str = "q", layer: int = 0) -> PatchStack:
     low = Patch(torch.ones(rank, 4), torch.ones(rank, 4))
-    return Stack(f"{part}-{rank}", 0, {(layer, part): low})
+    return PatchStack(f"{part}-{rank}", 0, {(layer, part): low})
 
 
 def test_rows_find_their_patches_at_a_fixed_address() -> None:
@@ -76,10 +76,13 @@ def test_rows_find_their_patches_at_a_fixed_address() -> None:
 
 def test_a_stack_of_soft_tokens_alone_decodes_as_the_base() -> None:
     device = torch.device("cpu")
-    soft = Segment(0, 2, Stack("soft", 0, {}, torch.ones(3, 4)))
+    soft = Segment(0, 2, PatchStack("soft", 0, {}, torch.ones(3, 4)))
     assert places_of((soft,), device) == ()
-    head = Segment(0, 2, Stack("head", 0, {(-1, "head"): Patch(out_scale=torch.ones(4))}))
-    assert [family(places_of(cut, device), 2) for cut in ((soft,), (soft, head))] == ["plain", ""]
+    head = Segment(0, 2, PatchStack("head", 0, {(-1, "head"): Patch(out_scale=torch.ones(4))}))
+    assert [graph_family(places_of(cut, device), 2) for cut in ((soft,), (soft, head))] == [
+        "plain",
+        "",
+    ]
 
 
 def test_another_stack_at_the_same_place_is_seen() -> None:
@@ -102,10 +105,10 @@ def test_steps_beyond_the_kernels_run_eagerly() -> None:
     graphs = DecodeGraphs(lambda *step: torch.zeros(1), 64, device)
     ids, batch, wanted = step([5, 6], 4)
     kv = [torch.zeros(2, 9, 1, 8, 4)]
-    scaled = Stack("scaled", 0, {(0, "q"): Patch(in_scale=torch.ones(4))})
-    head = Stack("head", 0, {(-1, "head"): Patch(out_scale=torch.ones(4))})
+    scaled = PatchStack("scaled", 0, {(0, "q"): Patch(in_scale=torch.ones(4))})
+    head = PatchStack("head", 0, {(-1, "head"): Patch(out_scale=torch.ones(4))})
     # a prompt's last row may be a soft token
-    soft = Stack("soft", 0, {}, torch.ones(3, 4))
+    soft = PatchStack("soft", 0, {}, torch.ones(3, 4))
     for stack in (scaled, head, soft, stack_of(3, layer=1), stack_of(300)):
         given = replace(batch, patches=(Segment(1, 2, stack),))
         assert graphs.forward(ids, given, kv, wanted) is None

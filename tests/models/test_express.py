@@ -10,7 +10,7 @@ import torch
 from paged import Paged, prompt_logits
 from tiny import tiny_checkpoint
 
-from coterie.core.dispatch import DispatchSettings, ExpertUsage
+from coterie.core.dispatch import MoeSettings, MoeUsage
 from coterie.kernels.cpu.build import find_compiler
 from coterie.models.base import CausalLM, load_model
 from coterie.moe.runtime.runtime import FILL_AFTER, ExpertRuntime
@@ -23,7 +23,7 @@ PROMPT = [(7 * i * i + 3) % 380 for i in range(40)]
 
 def opened(kind: str, dtype: str, **settings: object) -> CausalLM:
     checkpoint = open_checkpoint(tiny_checkpoint(kind))
-    dispatch = DispatchSettings(warmup="none", **settings)  # type: ignore[arg-type]
+    dispatch = MoeSettings(warmup="none", **settings)  # type: ignore[arg-type]
     return load_model(checkpoint, dtype=dtype, dispatch=dispatch)
 
 
@@ -73,7 +73,7 @@ def test_same_bits_as_the_walk(kind: str, dtype: str) -> None:
     slow.close()
 
 
-def counts(usage: ExpertUsage) -> tuple[int, ...]:
+def counts(usage: MoeUsage) -> tuple[int, ...]:
     return usage.device_hits, usage.device_misses, usage.host_runs, usage.host_hits
 
 

@@ -11,7 +11,7 @@ from gguf_twin import write_twins
 from paged import Paged, prompt_logits
 from tiny import tiny_checkpoint
 
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.models.base import CausalLM, load_model
 from coterie.weights.checkpoint import open_checkpoint
 
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
 
 
 def loaded(path: Path, dtype: str) -> CausalLM:
-    settings = DispatchSettings(strategy="persistent", warmup="none", predict="off")
+    settings = MoeSettings(strategy="persistent", warmup="none", predict="off")
     return load_model(open_checkpoint(path), dtype=dtype, dispatch=settings)
 
 
@@ -77,7 +77,7 @@ def test_k_quants_run_as_they_are_stored(tmp_path: Path) -> None:
     widths = {"hidden_size": 256, "moe_intermediate_size": 256}
     source = tiny_checkpoint("qwen3_moe", norm_topk_prob=True, **widths)
     path, twin = write_twins(source, tmp_path, "Q4_K_M")
-    settings = DispatchSettings("lru", cache_capacity=5, host_budget="0", predict="off")
+    settings = MoeSettings("lru", cache_capacity=5, host_budget="0", predict="off")
     stored = load_model(open_checkpoint(path), dispatch=settings)
     assert stored.experts is not None
     assert stored.experts.parts.store.layout(1).kinds == ("q4_k", "q4_k", "q6_k")

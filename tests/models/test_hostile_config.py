@@ -17,7 +17,7 @@ from tiny import tiny_checkpoint
 from coterie.core.errors import CoterieError, WeightsError
 from coterie.models.base import load_model, read_spec
 from coterie.models.config_fields import CONFIG
-from coterie.models.text.gguf_tokenizer import rebuild
+from coterie.models.text.gguf_tokenizer import rebuild_tokenizer
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import Checkpoint, open_checkpoint
 from coterie.weights.formats.gguf import read_gguf
@@ -171,7 +171,7 @@ def test_every_key_of_gguf_metadata(tmp_path: Path) -> None:
                 found.config, found.generation = hf_config(sound), hf_generation(sound)
                 tensor_names(sound)
                 read_spec(found)
-                rebuild(sound)
+                rebuild_tokenizer(sound)
             except CoterieError as error:
                 assert len(error.message) < 2000
         sound.metadata[key] = kept
@@ -184,9 +184,9 @@ def nested(levels: int) -> str:
 def test_deep_nesting_in_any_file_is_a_typed_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coterie.moe.planner.machine import Identity, load, path_of
+    from coterie.moe.planner.machine import MachineIdentity, load, path_of
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.moe.store.base import Geometry
+    from coterie.moe.store.base import ExpertGeometry
     from coterie.moe.store.index import INDEX_FILE, read_index
 
     text = f'{{"a": {nested(100_000)}}}'
@@ -196,12 +196,12 @@ def test_deep_nesting_in_any_file_is_a_typed_refusal(
         read_index(tmp_path)
     (tmp_path / "h.json").write_text(text)
     with pytest.raises(WeightsError, match=r"h\.json"):
-        Heatmap.load(tmp_path / "h.json", Geometry((0,), 4, 2), lineage=("f",), workload="w")
+        Heatmap.load(tmp_path / "h.json", ExpertGeometry((0,), 4, 2), lineage=("f",), workload="w")
     deep = {"counts": [[[[[1]]]]], "fingerprint": [["f"]], "version": 1}
     (tmp_path / "h.json").write_text(json.dumps(deep))
     with pytest.raises(WeightsError):
-        Heatmap.load(tmp_path / "h.json", Geometry((0,), 4, 2), lineage=("f",), workload="w")
-    here = Identity(**dict.fromkeys(Identity.__slots__, "x"))  # type: ignore[arg-type]
+        Heatmap.load(tmp_path / "h.json", ExpertGeometry((0,), 4, 2), lineage=("f",), workload="w")
+    here = MachineIdentity(**dict.fromkeys(MachineIdentity.__slots__, "x"))  # type: ignore[arg-type]
     path_of(here).parent.mkdir(parents=True)
     path_of(here).write_text(text)
     assert load(here) is None

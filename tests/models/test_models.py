@@ -15,7 +15,7 @@ from tiny import tiny_checkpoint
 from coterie.kernels.cpu.build import native
 from coterie.models.base import CausalLM, load_model
 from coterie.weights.checkpoint import open_checkpoint
-from coterie.weights.quantize import Dense, Int8, dense
+from coterie.weights.quantize import DenseWeight, Int8Weight, dense
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -130,7 +130,9 @@ def test_lower_precision_is_its_own_weights(dtype: str, backend: str) -> None:
     for name, parameter in rounded.named_parameters():
         if parameter.ndim == 2:
             ends = "embed" in name or "lm_head" in name
-            kept = convert(Dense(parameter.data), "int8" if ends and dtype == "int4" else dtype)
+            kept = convert(
+                DenseWeight(parameter.data), "int8" if ends and dtype == "int4" else dtype
+            )
             parameter.data = dense(kept)
     with torch.no_grad():
         want = rounded(torch.tensor([ids])).logits[0]
@@ -175,12 +177,12 @@ def test_auto_keeps_what_the_file_stores(default_model_path: Any) -> None:
 
 
 def test_quantised_embedding_is_widened_by_row() -> None:
-    from coterie.models.build.layers import Embedding
+    from coterie.models.build.layers import TokenEmbedding
     from coterie.weights.quantize import quantize_int8
 
     table = quantize_int8(torch.randn(40, 64, generator=torch.Generator().manual_seed(0)))
-    embedding = Embedding(table, torch.device("cpu"), torch.float32)
-    assert isinstance(embedding.weight, Int8)
+    embedding = TokenEmbedding(table, torch.device("cpu"), torch.float32)
+    assert isinstance(embedding.weight, Int8Weight)
     ids = torch.tensor([3, 39, 3])
     assert torch.equal(embedding(ids), dense(table)[ids])
 

@@ -12,7 +12,7 @@ from dwr_static import SEED_SHAPE, StaticDWR, load_static
 from paged import Paged, prompt_logits
 from tiny import tiny_checkpoint
 
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.kernels.cpu.build import native
 from coterie.models.arch import dwr
 from coterie.models.base import CausalLM, load_model
@@ -64,7 +64,7 @@ def model_for(case: str, backend: str) -> CausalLM:
         pytest.skip("no compiler on this machine")
     kind, overrides = CASES[case]
     checkpoint = open_checkpoint(tiny_checkpoint(kind, **overrides))
-    settings = DispatchSettings(strategy="persistent", warmup="none", predict="off")
+    settings = MoeSettings(strategy="persistent", warmup="none", predict="off")
     return load_model(checkpoint, dtype="fp32", backend=backend, dispatch=settings)
 
 
@@ -106,7 +106,7 @@ def test_prefill_and_decode_logits(case: str, backend: str) -> None:
 def test_native_bits_do_not_depend_on_the_chunk(kind: str, dtype: str) -> None:
     if native() is None:
         pytest.skip("no compiler on this machine")
-    ids, settings = prompt(4, 24), DispatchSettings(strategy="persistent", predict="off")
+    ids, settings = prompt(4, 24), MoeSettings(strategy="persistent", predict="off")
     checkpoint = open_checkpoint(tiny_checkpoint(kind))
     model = load_model(checkpoint, dtype=dtype, backend="cpu", dispatch=settings)
     want = prompt_logits(model, ids, 24)

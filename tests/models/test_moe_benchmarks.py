@@ -11,7 +11,7 @@ from benchmarks.dense_cpu import System, table
 from benchmarks.limits import disk_bandwidth
 from coterie.moe.dispatch.base import Demand
 from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.base import Geometry
+from coterie.moe.store.base import ExpertGeometry
 
 
 def test_one_token_reads_what_was_published() -> None:
@@ -56,7 +56,7 @@ def test_dwr_table_stands_beside_the_published_figures() -> None:
 
 
 def test_sweep_replays_every_strategy_beside_the_optimum() -> None:
-    geometry = Geometry(layers=(0, 1), num_experts=8, top_k=2)
+    geometry = ExpertGeometry(layers=(0, 1), num_experts=8, top_k=2)
     trace = Trace(geometry)
     for step in range(40):
         for layer in geometry.layers:

@@ -16,12 +16,12 @@ from tiny import tiny_checkpoint
 
 from coterie.core.errors import WeightsError
 from coterie.kernels.batch import AttentionBatch, split_batch
-from coterie.kernels.expert_gate import Router, Routing
+from coterie.kernels.expert_gate import ExpertGate, GateRule
 from coterie.kernels.linear import ReferenceLinear
 from coterie.models.base import CausalLM, load_model, read_spec
-from coterie.moe.store.base import Geometry
+from coterie.moe.store.base import ExpertGeometry
 from coterie.weights.checkpoint import open_checkpoint
-from coterie.weights.quantize import Dense
+from coterie.weights.quantize import DenseWeight
 
 
 def loaded(kind: str = "qwen3_moe", **overrides: Any) -> tuple[CausalLM, Resident]:
@@ -125,10 +125,10 @@ def test_hints_are_the_next_router_over_this_layers_rows() -> None:
         assert set(predicted[0].tolist()) == set(logits.topk(2).indices[0].tolist())
 
 
-def router(groups: int = 1, normalise: bool = False) -> Router:
+def router(groups: int = 1, normalise: bool = False) -> ExpertGate:
     weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
-    routing = Routing(top_k=2, normalise=normalise, groups=groups, top_groups=max(1, groups // 2))
-    return Router(routing, ReferenceLinear([Dense(weight)]))
+    routing = GateRule(top_k=2, normalise=normalise, groups=groups, top_groups=max(1, groups // 2))
+    return ExpertGate(routing, ReferenceLinear([DenseWeight(weight)]))
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -169,7 +169,7 @@ class AlmostEmpty(Resident):
     def __init__(self, wanted: Any) -> None:
         super().__init__(wanted)
         absent = frozenset((1, expert) for expert in range(7))
-        self.geometry = Geometry(self.geometry.layers, 8, 2, absent)
+        self.geometry = ExpertGeometry(self.geometry.layers, 8, 2, absent)
 
 
 def test_too_few_experts_left_is_refused() -> None:

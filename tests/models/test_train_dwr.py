@@ -8,7 +8,7 @@ import pytest
 import torch
 from paged import prompt_logits
 
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.models.base import load_model
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
@@ -49,7 +49,7 @@ def test_coterie_runs_the_checkpoint(trained: tuple[DWR, Path, dict[str, float]]
     ids = load_tokenizer(path).encode("def add(left, right):\n    return left + right\n")[:24]
     with torch.no_grad():
         expected = module(torch.tensor([ids]))[0][0]
-    settings = DispatchSettings(strategy="lru", cache_capacity=3, host_budget="0")
+    settings = MoeSettings(strategy="lru", cache_capacity=3, host_budget="0")
     model = load_model(open_checkpoint(path), dtype="fp32", dispatch=settings)
     try:
         for chunk in (len(ids), 1):

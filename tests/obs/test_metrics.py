@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coterie.obs.metrics import Registry, reference
+from coterie.obs.metrics import MetricRegistry, reference
 from coterie.obs.tables import METRICS
 
 
-def parsed(registry: Registry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def parsed(registry: MetricRegistry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(registry.render())
@@ -21,7 +21,7 @@ def parsed(registry: Registry) -> dict[tuple[str, tuple[tuple[str, str], ...]], 
 
 
 def test_counters_gauges_and_odd_labels() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     name = 'a "quoted"\\ name\nwith a line'
     registry.value("vllm:prompt_tokens", name).add(3)
     registry.value("vllm:prompt_tokens", name).add(4)
@@ -34,7 +34,7 @@ def test_counters_gauges_and_odd_labels() -> None:
 
 
 def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     series = registry.histogram("vllm:inter_token_latency_seconds", "m")
     for value in (0.001, 0.01, 0.011, 1e9):
         series.observe(value)
@@ -53,7 +53,7 @@ def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
 
 
 def test_engine_stats_are_split_by_phase() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     registry.engine_stats("r0", {"run_s": 2.0, "steps": 7.0})
     registry.engine_stats("r0", {"run_s": 3.0, "steps": 9.0, "running": 2})
     samples = parsed(registry)
@@ -63,7 +63,7 @@ def test_engine_stats_are_split_by_phase() -> None:
 
 
 def test_wrong_use_is_refused() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     with pytest.raises(ValueError, match="labels"):
         registry.value("vllm:prompt_tokens")
     with pytest.raises(ValueError, match="histogram"):
@@ -73,7 +73,7 @@ def test_wrong_use_is_refused() -> None:
 
 
 def test_every_metric_is_rendered_and_documented() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     for metric in METRICS:
         labels = ["x"] * len(metric.labels)
         if metric.kind == "histogram":

@@ -21,7 +21,7 @@ from typing import Any
 
 from coterie.core.errors import CoterieError
 from coterie.packages.archive import inspect
-from coterie.packages.registry import Registry
+from coterie.packages.registry import AdapterRegistry
 from coterie.packages.signing import package_message, public_of
 from coterie.packages.trust import TrustStore
 from tests.packages import hostile
@@ -184,7 +184,7 @@ class Fuzzer:
         self.trust = TrustStore(root / "trust.json")
         self.trust.trust(public_of(key.read_bytes()))
         self.store = root / "a" / "b" / "store"
-        self.registry = Registry(self.store)
+        self.registry = AdapterRegistry(self.store)
         self.figures = Figures()
 
     def run(self, cases: int, first: int = 0) -> Figures:

@@ -10,7 +10,7 @@ import pytest
 from coterie.core.errors import WeightsError
 from coterie.packages.evaluate import (
     METRICS,
-    Figures,
+    EvalComparison,
     judge,
     read_figures,
     read_items,
@@ -123,12 +123,12 @@ def test_items_that_are_none_are_refused(line: bytes) -> None:
 def test_figures_survive_the_manifest_and_tell_what_differs() -> None:
     base = (False,) * 80 + (True,) * 20
     expert = (True,) * 90 + (False,) * 10
-    figures = Figures("exact", base, expert)
+    figures = EvalComparison("exact", base, expert)
     assert read_figures(json.loads(json.dumps(figures.section())), "x") == figures
     assert figures.is_better
-    assert not Figures("exact", expert, expert).is_better
-    near = Figures("exact", base, expert[3:] + (False,) * 3)
-    far = Figures("exact", base, expert[4:] + (False,) * 4)
+    assert not EvalComparison("exact", expert, expert).is_better
+    near = EvalComparison("exact", base, expert[3:] + (False,) * 3)
+    far = EvalComparison("exact", base, expert[4:] + (False,) * 4)
     assert near.reproduces(figures) and not far.reproduces(figures)
     assert not figures.first(50).reproduces(figures)
     assert figures.first(50).reproduces(figures.first(50))
@@ -139,6 +139,6 @@ def test_figures_survive_the_manifest_and_tell_what_differs() -> None:
     [{"metric": "vibes"}, {"n": 3}, {"tolerance": 0.9}, {"base": {"right": 2, "verdicts": "1000"}}],
 )
 def test_figures_that_make_no_sense_are_refused(change: dict[str, Any]) -> None:
-    section = Figures("exact", (True, False, False, False), (True,) * 4).section()
+    section = EvalComparison("exact", (True, False, False, False), (True,) * 4).section()
     with pytest.raises(WeightsError):
         read_figures({**section, **change}, "x")

@@ -8,7 +8,7 @@ import pytest
 
 from coterie.core.errors import WeightsError
 from coterie.packages.archive import inspect
-from coterie.packages.registry import Registry
+from coterie.packages.registry import AdapterRegistry
 from coterie.packages.trust import TrustStore
 from tests.packages import hostile
 
@@ -24,14 +24,16 @@ def test_the_good_package_is_good() -> None:
 
 
 @pytest.fixture(scope="module")
-def sandbox(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Registry]:
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, AdapterRegistry]:
     root = tmp_path_factory.mktemp("sandbox")
-    registry = Registry(root / "deep" / "inside" / "experts")
+    registry = AdapterRegistry(root / "deep" / "inside" / "experts")
     return root, registry
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_refused_before_anything_is_written(case: str, sandbox: tuple[Path, Registry]) -> None:
+def test_refused_before_anything_is_written(
+    case: str, sandbox: tuple[Path, AdapterRegistry]
+) -> None:
     root, registry = sandbox
     data, words = CASES[case]
     before = tree(root)

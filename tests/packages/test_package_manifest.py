@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.errors import CoterieError, InvalidRequest, WeightsError
-from coterie.packages.manifest import Base, read, write
+from coterie.packages.manifest import BaseModelRef, read, write
 from coterie.packages.names import check_name, check_version, name_from, version_order
 from coterie.packages.strict_json import canonical, parse
 from tests.packages.made import FINGERPRINT, document
@@ -19,7 +19,7 @@ def test_schema_2() -> None:
     more = {"evaluation": {"metric": "exact", "items": 100}, "capabilities": ["task:sql"]}
     found = read(json.dumps(document(description="Writes SQL", unknown=[1], **more)).encode())
     assert (found.name, found.version, found.description) == ("sql", "1.0.0", "Writes SQL")
-    assert found.base_models == (Base("tiny", FINGERPRINT),)
+    assert found.base_models == (BaseModelRef("tiny", FINGERPRINT),)
     assert found.fingerprints == (FINGERPRINT,)
     assert found.section("evaluation")["items"] == 100
     assert found.capabilities == ("task:sql",)
@@ -37,7 +37,7 @@ def test_schema_1() -> None:
         "integrity": {"files": [{"path": "manifest.json", "sha256": "0" * 64}]},
     }
     found = read(json.dumps(old).encode())
-    assert found.base_models == (Base("Qwen3-0.6B"),)
+    assert found.base_models == (BaseModelRef("Qwen3-0.6B"),)
     assert found.fingerprints == ()
     # a digest of itself says nothing
     assert found.stated_files() == {}

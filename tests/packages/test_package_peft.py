@@ -13,7 +13,7 @@ from coterie.packages.archive import pack, repack
 from coterie.packages.digest import digest_of
 from coterie.packages.directory import collect
 from coterie.packages.manifest import from_document
-from coterie.packages.registry import Registry
+from coterie.packages.registry import AdapterRegistry
 from coterie.packages.signing import new_key, public_of, read_key, signed
 from coterie.packages.trust import TrustStore
 from tests.packages.made import document
@@ -29,7 +29,7 @@ def test_every_kind(kind: str, tmp_path: Path) -> None:
     trust = TrustStore(tmp_path / "trust.json")
     trust.trust(public)
     assert public == public_of(read_key(key))
-    registry = Registry(tmp_path / "experts")
+    registry = AdapterRegistry(tmp_path / "experts")
     card = registry.install(out, trust=trust)
     assert card.kind == kind
     assert card.digest == digest_of(directory)

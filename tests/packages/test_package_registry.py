@@ -13,7 +13,7 @@ import pytest
 
 from coterie.core.errors import Forbidden, InvalidRequest, NotFound, Unavailable, WeightsError
 from coterie.packages.digest import digest_of
-from coterie.packages.registry import GRACE_S, Registry
+from coterie.packages.registry import GRACE_S, AdapterRegistry
 from coterie.packages.signing import new_key, public_of, read_key
 from coterie.packages.trust import TrustStore
 from tests.packages.made import FINGERPRINT, lora_directory, package, signed_file
@@ -33,12 +33,12 @@ def trust(tmp_path: Path, key: Path) -> TrustStore:
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Registry:
-    return Registry(tmp_path / "state" / "experts")
+def registry(tmp_path: Path) -> AdapterRegistry:
+    return AdapterRegistry(tmp_path / "state" / "experts")
 
 
 @pytest.fixture
-def install(tmp_path: Path, key: Path, trust: TrustStore, registry: Registry) -> Any:
+def install(tmp_path: Path, key: Path, trust: TrustStore, registry: AdapterRegistry) -> Any:
     def one(version: str = "1.0.0", seed: int = 0, **more: Any) -> Any:
         path = signed_file(tmp_path / f"{version}-{seed}", key, version=version, seed=seed, **more)
         return registry.install(path, trust=trust)
@@ -46,13 +46,15 @@ def install(tmp_path: Path, key: Path, trust: TrustStore, registry: Registry) ->
     return one
 
 
-def on_disk(registry: Registry) -> set[str]:
+def on_disk(registry: AdapterRegistry) -> set[str]:
     return (
         {path.name for path in registry.library.iterdir()} if registry.library.exists() else set()
     )
 
 
-def test_install_makes_it_the_version_that_its_name_means(install: Any, registry: Registry) -> None:
+def test_install_makes_it_the_version_that_its_name_means(
+    install: Any, registry: AdapterRegistry
+) -> None:
     one = install("1.0.0", description="Writes SQL")
     assert registry.find("sql") == one
     assert digest_of(registry.library / one.digest) == one.digest
@@ -68,7 +70,7 @@ def test_install_makes_it_the_version_that_its_name_means(install: Any, registry
     assert list((registry.root / "staging").iterdir()) == []
 
 
-def test_rollback_goes_back_step_by_step(install: Any, registry: Registry) -> None:
+def test_rollback_goes_back_step_by_step(install: Any, registry: AdapterRegistry) -> None:
     one, two, three = (install(f"1.{n}.0", seed=n) for n in range(3))
     assert registry.rollback("sql") == two
     assert registry.rollback("sql") == one
@@ -80,7 +82,7 @@ def test_rollback_goes_back_step_by_step(install: Any, registry: Registry) -> No
     assert registry.rollback("sql") == one
 
 
-def test_aliases(install: Any, registry: Registry) -> None:
+def test_aliases(install: Any, registry: AdapterRegistry) -> None:
     one, two = install("1.0.0", seed=1), install("2.0.0", seed=2)
     registry.alias("prod", "sql", "1.0.0")
     assert registry.find("prod") == one
@@ -102,7 +104,7 @@ def test_aliases(install: Any, registry: Registry) -> None:
     assert registry.find("other") == other
 
 
-def test_a_pinned_name_stays(install: Any, registry: Registry) -> None:
+def test_a_pinned_name_stays(install: Any, registry: AdapterRegistry) -> None:
     one = install("1.0.0", seed=1)
     assert registry.pin("sql").pinned
     two = install("2.0.0", seed=2)
@@ -127,7 +129,7 @@ def test_a_pinned_name_stays(install: Any, registry: Registry) -> None:
         registry.pin("sql")
 
 
-def test_removal_frees_what_nobody_has(install: Any, registry: Registry) -> None:
+def test_removal_frees_what_nobody_has(install: Any, registry: AdapterRegistry) -> None:
     one, two = install("1.0.0", seed=1), install("2.0.0", seed=2)
     copy = install("1.0.0", seed=1, name="copy")
     assert copy.digest == one.digest
@@ -149,7 +151,9 @@ def test_removal_frees_what_nobody_has(install: Any, registry: Registry) -> None
     assert two.digest not in on_disk(registry)
 
 
-def test_aliases_of_a_removed_version_go_back_or_go(install: Any, registry: Registry) -> None:
+def test_aliases_of_a_removed_version_go_back_or_go(
+    install: Any, registry: AdapterRegistry
+) -> None:
     one = install("1.0.0", seed=1)
     install("2.0.0", seed=2)
     registry.alias("prod", "sql", "1.0.0")
@@ -159,7 +163,7 @@ def test_aliases_of_a_removed_version_go_back_or_go(install: Any, registry: Regi
     assert registry.meanings() == {"prod": one, "sql": one}
 
 
-def test_versions_do_not_change(install: Any, registry: Registry) -> None:
+def test_versions_do_not_change(install: Any, registry: AdapterRegistry) -> None:
     one = install("1.0.0", seed=1)
     assert install("1.0.0", seed=1).digest == one.digest
     before = registry.generation()
@@ -169,7 +173,9 @@ def test_versions_do_not_change(install: Any, registry: Registry) -> None:
     assert on_disk(registry) == {one.digest}
 
 
-def test_a_damaged_file_is_mended_by_installing_again(install: Any, registry: Registry) -> None:
+def test_a_damaged_file_is_mended_by_installing_again(
+    install: Any, registry: AdapterRegistry
+) -> None:
     one = install("1.0.0", seed=1)
     weights = registry.library / one.digest / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
@@ -178,7 +184,7 @@ def test_a_damaged_file_is_mended_by_installing_again(install: Any, registry: Re
 
 
 def test_unsigned_needs_permission_and_is_logged(
-    tmp_path: Path, registry: Registry, trust: TrustStore, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, registry: AdapterRegistry, trust: TrustStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = package(tmp_path).source
     directory = lora_directory(tmp_path / "plain")
@@ -195,7 +201,7 @@ def test_unsigned_needs_permission_and_is_logged(
 
 
 def test_a_reload_of_a_directory_is_another_version(
-    tmp_path: Path, registry: Registry, trust: TrustStore
+    tmp_path: Path, registry: AdapterRegistry, trust: TrustStore
 ) -> None:
     """vLLM's way: the same name again and again, with other weights."""
     cards = [
@@ -213,7 +219,7 @@ def test_a_reload_of_a_directory_is_another_version(
 
 
 def test_a_package_for_another_base_is_refused(
-    tmp_path: Path, registry: Registry, trust: TrustStore, key: Path
+    tmp_path: Path, registry: AdapterRegistry, trust: TrustStore, key: Path
 ) -> None:
     path = signed_file(tmp_path, key)
     with pytest.raises(InvalidRequest, match=r"another base model: for tiny .*abababababab"):
@@ -227,7 +233,7 @@ def test_a_package_for_another_base_is_refused(
 
 
 def test_imports_run_but_are_not_listed(
-    tmp_path: Path, registry: Registry, trust: TrustStore, install: Any
+    tmp_path: Path, registry: AdapterRegistry, trust: TrustStore, install: Any
 ) -> None:
     directory = lora_directory(tmp_path / "mine", seed=1)
     before = registry.generation()
@@ -243,7 +249,7 @@ def test_imports_run_but_are_not_listed(
 
 
 def test_a_package_can_be_imported_too(
-    tmp_path: Path, registry: Registry, trust: TrustStore, key: Path
+    tmp_path: Path, registry: AdapterRegistry, trust: TrustStore, key: Path
 ) -> None:
     card = registry.import_package(signed_file(tmp_path, key), trust=trust)
     assert (card.name, card.bases) == ("sql", (FINGERPRINT,)) and card.signer
@@ -254,7 +260,7 @@ def test_a_package_can_be_imported_too(
         registry.import_package(unsigned, trust=trust)
 
 
-def test_what_is_not_there_is_told_with_what_is(install: Any, registry: Registry) -> None:
+def test_what_is_not_there_is_told_with_what_is(install: Any, registry: AdapterRegistry) -> None:
     install("1.0.0", seed=1)
     install("2.0.0", seed=2)
     with pytest.raises(NotFound, match="Did you mean sql"):
@@ -265,7 +271,7 @@ def test_what_is_not_there_is_told_with_what_is(install: Any, registry: Registry
         registry.versions("zzz")
 
 
-def test_what_a_crash_left_is_swept(install: Any, registry: Registry) -> None:
+def test_what_a_crash_left_is_swept(install: Any, registry: AdapterRegistry) -> None:
     """Files without rows: an adapter, what came along with one, and a staging folder."""
     one = install("1.0.0", seed=1)
     lost = registry.library / ("f" * 64)
@@ -286,9 +292,9 @@ def test_what_a_crash_left_is_swept(install: Any, registry: Registry) -> None:
 
 
 def test_the_generation_tells_other_processes(
-    tmp_path: Path, registry: Registry, install: Any
+    tmp_path: Path, registry: AdapterRegistry, install: Any
 ) -> None:
-    other = Registry(registry.root)
+    other = AdapterRegistry(registry.root)
     before = other.generation()
     install("1.0.0")
     assert other.generation() == before + 1
@@ -298,7 +304,7 @@ def test_the_generation_tells_other_processes(
 
 
 def test_a_failed_change_changes_nothing(
-    install: Any, registry: Registry, monkeypatch: pytest.MonkeyPatch
+    install: Any, registry: AdapterRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = install("1.0.0", seed=1)
     before = registry.generation()
@@ -313,7 +319,7 @@ def test_a_failed_change_changes_nothing(
     assert list((registry.root / "staging").iterdir()) == []
 
 
-def test_a_database_that_breaks_later_is_told(install: Any, registry: Registry) -> None:
+def test_a_database_that_breaks_later_is_told(install: Any, registry: AdapterRegistry) -> None:
     install("1.0.0")
     registry._connection.execute("DROP TABLE meanings")
     for question in (registry.meanings, lambda: registry.find("sql"), registry.cards):
@@ -323,13 +329,13 @@ def test_a_database_that_breaks_later_is_told(install: Any, registry: Registry) 
         registry.pin("sql")
     registry._connection.execute("PRAGMA user_version = 99")
     with pytest.raises(WeightsError, match="newer Coterie"):
-        Registry(registry.root)
+        AdapterRegistry(registry.root)
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WeightsError, match="cannot be made"):
-        Registry(tmp_path / "file" / "experts")
+        AdapterRegistry(tmp_path / "file" / "experts")
 
 
 def test_a_damaged_database_is_told(tmp_path: Path) -> None:
@@ -337,12 +343,12 @@ def test_a_damaged_database_is_told(tmp_path: Path) -> None:
     root.mkdir()
     (root / "registry.db").write_bytes(b"not a database, but long enough to look like one" * 50)
     with pytest.raises(WeightsError, match="not a database"):
-        Registry(root)
+        AdapterRegistry(root)
 
 
 def _work(root: Path, folder: Path, key: Path, number: int, barrier: Any) -> None:
     trust = TrustStore(folder / "trust.json")
-    registry = Registry(root)
+    registry = AdapterRegistry(root)
     barrier.wait()
     for turn in range(6):
         path = signed_file(
@@ -355,7 +361,7 @@ def _work(root: Path, folder: Path, key: Path, number: int, barrier: Any) -> Non
 
 
 def test_two_processes_at_once(
-    tmp_path: Path, registry: Registry, trust: TrustStore, key: Path
+    tmp_path: Path, registry: AdapterRegistry, trust: TrustStore, key: Path
 ) -> None:
     """The same weights come and go in both; each digest must be there while a version has it."""
     context = multiprocessing.get_context("spawn")
@@ -375,7 +381,7 @@ def test_two_processes_at_once(
     assert registry.generation() == 2 * (6 + 6 + 3)
 
 
-def test_threads_share_one_registry(install: Any, registry: Registry) -> None:
+def test_threads_share_one_registry(install: Any, registry: AdapterRegistry) -> None:
     install("1.0.0", seed=1)
     install("2.0.0", seed=2)
     seen: set[str] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from coterie.packages.registry import Registry
+from coterie.packages.registry import AdapterRegistry
 from coterie.packages.signing import public_of, read_key
 from coterie.packages.trust import TrustStore
 from tests.packages.made import signed_file
@@ -20,7 +20,7 @@ def test_five_megabytes_are_ready_within_their_share(tmp_path: Path) -> None:
     assert path.stat().st_size > 5_000_000
     trust = TrustStore(tmp_path / "trust.json")
     trust.trust(public_of(read_key(key)))
-    registry = Registry(tmp_path / "experts")
+    registry = AdapterRegistry(tmp_path / "experts")
     spent = []
     for _ in range(5):
         began = time.process_time()
@@ -32,7 +32,7 @@ def test_five_megabytes_are_ready_within_their_share(tmp_path: Path) -> None:
 
 def test_asking_for_the_generation_is_cheap(tmp_path: Path) -> None:
     """The gateway does it all the time."""
-    registry = Registry(tmp_path / "experts")
+    registry = AdapterRegistry(tmp_path / "experts")
     began = time.process_time()
     for _ in range(1000):
         registry.generation()

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from toy import ToyAdapters, make_lane
 
 from coterie.core.plan import AdapterChoice, stack_key
-from coterie.engine.draw import Draw
+from coterie.engine.draw import DrawState
 from coterie.engine.scheduler import Scheduler
-from coterie.engine.seats import PATIENCE_STEPS, Seats
-from coterie.engine.sequence import Front, Sequence, Status
+from coterie.engine.seats import PATIENCE_STEPS, AdapterHolds
+from coterie.engine.sequence import Sequence, SequenceAdapters, SequenceStatus
 
 
 class Crowd:
@@ -21,7 +21,7 @@ class Crowd:
     def __init__(self, num_seats: int, num_hot: int, longest: int, *, grouped: bool) -> None:
         self.pool = ToyAdapters(num_seats, load_ticks=1)
         lane = make_lane(num_blocks=400, max_sequences=32, max_step_tokens=64)
-        self.scheduler = Scheduler(lane, Seats(self.pool), grouped=grouped)
+        self.scheduler = Scheduler(lane, AdapterHolds(self.pool), grouped=grouped)
         self.longest, self.half, self.numbers = longest, longest // 2, count()
         self.hot: dict[str, list[Sequence]] = {f"hot{i}": [] for i in range(num_hot)}
 
@@ -34,17 +34,17 @@ class Crowd:
             tokens=[1, 2],
             num_prompt=2,
             max_total=2 + num_output,
-            front=Front(stack_key(adapters), adapters),
+            front=SequenceAdapters(stack_key(adapters), adapters),
             root=b"",
             rank=(0, float(number), number, 0),
-            draw=Draw(seed=0, choice=0),
+            draw=DrawState(seed=0, choice=0),
         )
         self.scheduler.add(sequence)
         return sequence
 
     def step(self) -> None:
         for name, work in self.hot.items():
-            work[:] = [one for one in work if one.status is not Status.ENDED]
+            work[:] = [one for one in work if one.status is not SequenceStatus.ENDED]
             if max((one.max_total - len(one.tokens) for one in work), default=0) <= self.half:
                 work.append(self.add(name, self.longest))
         self.pool.tick()
@@ -80,6 +80,6 @@ def test_every_stack_is_served_in_bounded_time(
     bound = (num_hot + num_cold) * (PATIENCE_STEPS + crowd.pool.HOLD + 2 + drain)
     for _ in range(bound):
         crowd.step()
-        if all(one.status is not Status.WAITING for one in cold):
+        if all(one.status is not SequenceStatus.WAITING for one in cold):
             return
     raise AssertionError(f"a stack still waits after {bound} steps")

@@ -9,7 +9,7 @@ from typing import Any
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.request import Chat, InferenceRequest, Limits, Message, RouteHints, Sampling
-from coterie.routing.features.features import Features
+from coterie.routing.features.features import PromptFeatures
 from coterie.routing.protocols import Matcher
 
 BASE, OTHER = "ab" * 32, "cd" * 32
@@ -44,9 +44,11 @@ class Answers:
 
     def __init__(self, matches: Sequence[Matched], threshold: float = 0.5) -> None:
         self.matches, self.threshold = matches, threshold
-        self.asked: list[tuple[str, Features | None, int]] = []
+        self.asked: list[tuple[str, PromptFeatures | None, int]] = []
 
-    def match(self, text: str, features: Features | None = None, k: int = 30) -> list[Matched]:
+    def match(
+        self, text: str, features: PromptFeatures | None = None, k: int = 30
+    ) -> list[Matched]:
         self.asked.append((text, features, k))
         return list(self.matches)[:k]
 

@@ -15,8 +15,8 @@ from coterie.core.plan import Candidate, RoutePlan
 from coterie.core.request import AdapterHint, Chat, RouteHints
 from coterie.core.settings import RoutingSettings
 from coterie.routing.classify.rules import compiled
-from coterie.routing.decide import Scorer
-from coterie.routing.features.features import Features
+from coterie.routing.decide import AdapterScorer
+from coterie.routing.features.features import PromptFeatures
 from coterie.routing.protocols import NoOutcomes
 from coterie.routing.router import CANDIDATES, Router, Specialist
 from tests.routing.fleet import BASE, OTHER, Answers, Fleet, Matched, asking, profile
@@ -372,7 +372,7 @@ def _check_candidates(
 ) -> None:
     known = {p.card.digest: p for p in made.profiles}
     found = {m.profile.card.digest: m for m in made.matches}
-    scorer = Scorer(made.settings, NoOutcomes(), 0.4, SPECIALISTS[0].adapter_bytes)
+    scorer = AdapterScorer(made.settings, NoOutcomes(), 0.4, SPECIALISTS[0].adapter_bytes)
     scores = {c.digest: c.score for c in candidates}
     assert list(scores.values()) == sorted(scores.values(), reverse=True)
     order = [(p.load_order, -scores[p.card.digest], p.card.name) for p in chosen]
@@ -389,7 +389,7 @@ def _check_candidates(
             alone += 1
             assert c.probability >= made.settings.threshold
             rule = compiled(p.router_hint)
-            assert rule is None or rule(Features())
+            assert rule is None or rule(PromptFeatures())
         if c.why == "below threshold":
             assert c.probability < made.settings.threshold
     limit = made.hints.max_adapters or made.settings.max_experts

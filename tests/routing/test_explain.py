@@ -13,7 +13,7 @@ import pytest
 from coterie.cli.main import main
 from coterie.cli.router import candidates_table
 from coterie.core.plan import Candidate
-from coterie.packages.registry import Registry
+from coterie.packages.registry import AdapterRegistry
 from coterie.packages.trust import TrustStore
 from tests.packages.made import package
 
@@ -32,7 +32,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def stocked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("explain")
-    registry = Registry(home / "state" / "experts")
+    registry = AdapterRegistry(home / "state" / "experts")
     for seed, (name, sections) in enumerate(EXPERTS.items()):
         made = package(home, name=name, seed=seed, **sections)
         registry.install(made.source, trust=TrustStore(home / "trust"), allow_unsigned=True)

@@ -14,8 +14,8 @@ from coterie.core.adapters import AdapterProfile
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
 from coterie.routing.match.lessons import FRAMES, near_misses, probes
 from coterie.routing.match.matcher import Matcher
-from coterie.routing.match.probe import AGAINST, FOR, Background, Lesson
-from coterie.routing.match.sketch import Rows, sketch
+from coterie.routing.match.probe import AGAINST, FOR, BackgroundPrompts, ProbeExamples
+from coterie.routing.match.sketch import SketchRows, sketch
 from tests.routing.fleet import brief, profile
 
 EMBEDDER = EMBEDDERS[DEFAULT]()
@@ -133,11 +133,11 @@ def test_a_probe_is_the_ridge_regression_over_all_rows() -> None:
     ordinary = [f"Tell me about {x} and {y}" for x in ("cats", "war", "tea") for y in ("art", "me")]
     pro = [sketch(f"Slug for {x}", EMBEDDER) for x in ("A Day Out", "Two Men", "New Roads")]
     con = [sketch("What is a slug?", EMBEDDER)]
-    probe = Background(ordinary, EMBEDDER).fit(Lesson(pro, con))
+    probe = BackgroundPrompts(ordinary, EMBEDDER).fit(ProbeExamples(pro, con))
     rows = [*pro, *con, *(sketch(text, EMBEDDER) for text in ordinary)]
     worth = np.array([FOR] * 3 + [AGAINST] + [1.0] * len(ordinary))
     wanted = np.array([1.0] * 3 + [-1.0] * (1 + len(ordinary)))
-    table = Rows(rows)
+    table = SketchRows(rows)
     shares = np.linalg.solve(table.alike(rows) + 1.0 + np.diag(0.1 / worth), wanted)
     for text in ("Slug for Old Men", "Tell me about slugs", "What?"):
         asked = sketch(text, EMBEDDER)

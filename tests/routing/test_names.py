@@ -14,11 +14,11 @@ import pytest
 from coterie.core.adapters import AdapterCard
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.request import AdapterHint, InferenceRequest, Limits, RouteHints, Sampling, Text
-from coterie.packages.registry import Registry
+from coterie.packages.registry import AdapterRegistry
 from coterie.packages.trust import TrustStore
-from coterie.routing.resolve import Asked, read
+from coterie.routing.resolve import RequestedNames, read
 from coterie.routing.router import Router, Specialist
-from coterie.service.adapters.catalog import Catalog
+from coterie.service.adapters.catalog import AdapterCatalog
 from tests.packages.made import lora_directory
 
 BASE, OTHER = "ab" * 32, "cd" * 32
@@ -49,17 +49,17 @@ SPECIALISTS = [
 )
 def test_spellings(model: str | None, base: str | None, names: tuple[str, ...]) -> None:
     known = {item.name for item in SPECIALISTS}
-    wanted = Asked(base, tuple(AdapterHint(name) for name in names))
+    wanted = RequestedNames(base, tuple(AdapterHint(name) for name in names))
     assert read(RouteHints(model), known) == wanted
     more = AdapterHint("z", 0.5)
-    assert read(RouteHints(model, (more,)), known) == Asked(base, (*wanted.adapters, more))
+    assert read(RouteHints(model, (more,)), known) == RequestedNames(base, (*wanted.adapters, more))
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Registry:
+def registry(tmp_path_factory: pytest.TempPathFactory) -> AdapterRegistry:
     """sql in two versions and with an alias, other for another base, loose for any, soft."""
     folder = tmp_path_factory.mktemp("names")
-    registry = Registry(folder / "experts")
+    registry = AdapterRegistry(folder / "experts")
 
     def install(name: str, version: str, seed: int, bases: list[str]) -> AdapterCard:
         return registry.install(
@@ -78,9 +78,9 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Registry:
 
 
 @pytest.fixture(scope="module")
-def router(registry: Registry) -> Iterator[Router]:
+def router(registry: AdapterRegistry) -> Iterator[Router]:
     with asyncio.Runner() as runner:
-        catalog = Catalog(registry.root)
+        catalog = AdapterCatalog(registry.root)
         runner.run(catalog.start())
         yield Router(SPECIALISTS, catalog)
         runner.run(catalog.close())
@@ -109,7 +109,7 @@ def chosen(router: Router, model: str | None, *hints: AdapterHint) -> tuple[str,
     ],
 )
 def test_names_become_digests(
-    router: Router, registry: Registry, model: str, specialist: str, adapters: list[str]
+    router: Router, registry: AdapterRegistry, model: str, specialist: str, adapters: list[str]
 ) -> None:
     assert chosen(router, model) == (specialist, adapters)
     route = router.resolve(RouteHints(model))
@@ -229,7 +229,7 @@ def test_a_name_costs_the_event_loop_little() -> None:
 @pytest.mark.full
 def test_a_lookup_takes_microseconds(tmp_path: Path) -> None:
     """500 experts: the middle of many lookups stays below 50 us (with the slack of a busy core)."""
-    registry = Registry(tmp_path / "experts")
+    registry = AdapterRegistry(tmp_path / "experts")
     for index in range(500):
         registry.install(
             lora_directory(tmp_path / f"d{index}", index), trust=TrustStore(tmp_path / "t"),
@@ -237,7 +237,7 @@ def test_a_lookup_takes_microseconds(tmp_path: Path) -> None:
         )  # fmt: skip
 
     async def timed() -> list[float]:
-        catalog = Catalog(registry.root)
+        catalog = AdapterCatalog(registry.root)
         await catalog.start()
         router, times = Router(SPECIALISTS, catalog), []
         for index in range(5_000):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.routing.classify.rules import MAX_DEPTH, MAX_TOKENS, HintError, compiled, parse
-from coterie.routing.features.features import Features, extract
+from coterie.routing.features.features import PromptFeatures, extract
 
 PROMPT = extract('Extract the name and the date of birth as JSON from: {"a": 1}')
 
@@ -110,4 +110,4 @@ def test_random_expressions_mean_what_python_means() -> None:
         hint, python = made(3)
         said = frozenset(word for word in words if rng.random() < 0.5)
         expected = eval(python, {"said": said})
-        assert parse(hint)(Features(words=said, text=" ".join(said))) is expected, hint
+        assert parse(hint)(PromptFeatures(words=said, text=" ".join(said))) is expected, hint

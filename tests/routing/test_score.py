@@ -7,7 +7,7 @@ import random
 import pytest
 
 from coterie.core.settings import RoutingSettings
-from coterie.routing.decide import PRIOR_VERDICTS, Scorer, room_left, smoothed
+from coterie.routing.decide import PRIOR_VERDICTS, AdapterScorer, room_left, smoothed
 from tests.routing.fleet import profile
 
 
@@ -22,7 +22,7 @@ class Judged:
 def test_a_score_by_hand() -> None:
     """0.5 * 0.8 + 0.3 * (15 + 20 * 0.6) / (30 + 20) + 0.2 * (1 - 25/100) + 0.1 * (0.9 - 0.5)"""
     one = profile("a", quality=0.6, priority=0.9, nbytes=25)
-    scorer = Scorer(RoutingSettings(), Judged({one.card.digest: (15, 30)}), 0.5, 100)
+    scorer = AdapterScorer(RoutingSettings(), Judged({one.card.digest: (15, 30)}), 0.5, 100)
     success, memory, score = scorer.worth(one, 0.8)
     assert success == pytest.approx(0.54) and memory == pytest.approx(0.75)
     assert score == pytest.approx(0.4 + 0.162 + 0.15 + 0.04)
@@ -37,7 +37,7 @@ def test_weights_are_the_settings_own() -> None:
         valid = rng.randint(0, 9)
         rates = Judged({one.card.digest: (valid, 9)})
         similarity = rng.random()
-        success, memory, score = Scorer(settings, rates, 0.5, 100).worth(one, similarity)
+        success, memory, score = AdapterScorer(settings, rates, 0.5, 100).worth(one, similarity)
         terms = (similarity, success, memory)
         assert score == pytest.approx(sum(a * b for a, b in zip(w, terms, strict=True)))
         assert all(0.0 <= term <= 1.0 for term in terms)
@@ -51,7 +51,7 @@ def test_memory_never_goes_below_nothing() -> None:
 
 def test_a_new_adapter_is_neither_buried_nor_favoured() -> None:
     usual = 0.7
-    scorer = Scorer(RoutingSettings(), Judged({}), usual, 100)
+    scorer = AdapterScorer(RoutingSettings(), Judged({}), usual, 100)
     # without figures of its own it stands where the fleet does
     assert scorer.worth(profile("new"), 0.0)[0] == pytest.approx(usual)
     assert scorer.worth(profile("new", quality=0.9), 0.0)[0] == pytest.approx(0.9)

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from coterie.core.adapters import AdapterCard
-from coterie.core.errors import Unavailable, Unsupported
+from coterie.core.errors import Unavailable, UnsupportedFeature
 from coterie.core.plan import AdapterChoice
-from coterie.packages.registry import Registry
+from coterie.packages.registry import AdapterRegistry
 from coterie.packages.trust import TrustStore
-from coterie.service.adapters.catalog import POLL_S, SETTLE_S, Catalog
+from coterie.service.adapters.catalog import POLL_S, SETTLE_S, AdapterCatalog
 from tests.packages.made import lora_directory
 
 
-def install(registry: Registry, folder: Path, name: str, seed: int) -> AdapterCard:
+def install(registry: AdapterRegistry, folder: Path, name: str, seed: int) -> AdapterCard:
     source = folder / f"source-{name}-{seed}"
     if not source.exists():
         lora_directory(source, seed)
@@ -37,9 +37,9 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.01)
 
 
-def run(folder: Path, test: Callable[[Catalog], Awaitable[None]]) -> None:
+def run(folder: Path, test: Callable[[AdapterCatalog], Awaitable[None]]) -> None:
     async def main() -> None:
-        catalog = Catalog(folder / "experts")
+        catalog = AdapterCatalog(folder / "experts")
         await catalog.start()
         try:
             await test(catalog)
@@ -52,9 +52,9 @@ def run(folder: Path, test: Callable[[Catalog], Awaitable[None]]) -> None:
 
 
 def test_a_change_elsewhere_shows_up(tmp_path: Path) -> None:
-    elsewhere = Registry(tmp_path / "experts")
+    elsewhere = AdapterRegistry(tmp_path / "experts")
 
-    async def test(catalog: Catalog) -> None:
+    async def test(catalog: AdapterCatalog) -> None:
         assert list(catalog.names()) == []
         first = await asyncio.to_thread(install, elsewhere, tmp_path, "sql", 1)
         await until(lambda: catalog.find("sql", "") == first)
@@ -68,7 +68,7 @@ def test_a_change_elsewhere_shows_up(tmp_path: Path) -> None:
 
 
 def test_files_stay_while_somebody_runs_on_them(tmp_path: Path) -> None:
-    async def test(catalog: Catalog) -> None:
+    async def test(catalog: AdapterCatalog) -> None:
         card = await catalog.change(lambda registry: install(registry, tmp_path, "sql", 1))
         library = tmp_path / "experts" / "library"
         one, two = catalog.hold([choice(card)]), catalog.hold([choice(card, 0.5)])
@@ -89,7 +89,7 @@ def test_files_stay_while_somebody_runs_on_them(tmp_path: Path) -> None:
 
 
 def test_what_is_installed_again_is_not_taken_away(tmp_path: Path) -> None:
-    async def test(catalog: Catalog) -> None:
+    async def test(catalog: AdapterCatalog) -> None:
         card = await catalog.change(lambda registry: install(registry, tmp_path, "sql", 1))
         lease = catalog.hold([choice(card)])
         await catalog.change(lambda registry: registry.remove("sql", keep=[card.digest]))
@@ -102,7 +102,7 @@ def test_what_is_installed_again_is_not_taken_away(tmp_path: Path) -> None:
 
 
 def test_nothing_that_is_removed_while_others_go_stays(tmp_path: Path) -> None:
-    async def test(catalog: Catalog) -> None:
+    async def test(catalog: AdapterCatalog) -> None:
         library = tmp_path / "experts" / "library"
         cards = [
             await catalog.change(lambda registry, i=i: install(registry, tmp_path, f"e{i}", i))
@@ -120,7 +120,7 @@ def test_nothing_that_is_removed_while_others_go_stays(tmp_path: Path) -> None:
 def test_only_removed_files_go(tmp_path: Path) -> None:
     """A directory that another process imported for itself is not ours to free."""
 
-    async def test(catalog: Catalog) -> None:
+    async def test(catalog: AdapterCatalog) -> None:
         mine = await catalog.change(lambda registry: install(registry, tmp_path, "sql", 1))
         source = lora_directory(tmp_path / "imported", 7)
         other = await catalog.ask(lambda registry: registry.import_directory(source))
@@ -135,8 +135,8 @@ def test_only_removed_files_go(tmp_path: Path) -> None:
 def test_what_another_server_removed_is_not_ours_to_free(tmp_path: Path) -> None:
     """Two servers on one home: the one that removes knows its own requests, and nobody else's."""
 
-    async def test(catalog: Catalog) -> None:
-        other = Catalog(tmp_path / "experts")
+    async def test(catalog: AdapterCatalog) -> None:
+        other = AdapterCatalog(tmp_path / "experts")
         await other.start()
         card = await other.change(lambda registry: install(registry, tmp_path, "sql", 1))
         await until(lambda: catalog.find("sql", "") is not None)
@@ -154,7 +154,7 @@ def test_what_another_server_removed_is_not_ours_to_free(tmp_path: Path) -> None
 
 
 def test_a_lease_that_is_dropped_ends(tmp_path: Path) -> None:
-    async def test(catalog: Catalog) -> None:
+    async def test(catalog: AdapterCatalog) -> None:
         card = await catalog.change(lambda registry: install(registry, tmp_path, "sql", 1))
         lease = catalog.hold([choice(card)])
         assert catalog.leases.waiting == {"sql": 1} and catalog.leases.held() == {card.digest}
@@ -170,15 +170,15 @@ def test_a_lease_that_is_dropped_ends(tmp_path: Path) -> None:
 
 def test_a_server_without_adapters_says_so(tmp_path: Path) -> None:
     async def main() -> None:
-        catalog = Catalog(None)
+        catalog = AdapterCatalog(None)
         await catalog.start()
         assert catalog.find("sql", "") is None
-        with pytest.raises(Unsupported, match="device_bytes is 0"):
+        with pytest.raises(UnsupportedFeature, match="device_bytes is 0"):
             await catalog.ask(lambda registry: registry.cards())
         await catalog.close()
         # a registry that cannot be opened keeps nobody from serving the base
         (tmp_path / "experts").write_text("a file where a folder should be")
-        broken = Catalog(tmp_path / "experts")
+        broken = AdapterCatalog(tmp_path / "experts")
         await broken.start()
         with pytest.raises(Unavailable, match="cannot be opened"):
             await broken.ask(lambda registry: registry.cards())
@@ -188,11 +188,11 @@ def test_a_server_without_adapters_says_so(tmp_path: Path) -> None:
 
 
 def test_a_damaged_row_costs_the_experts_and_not_the_server(tmp_path: Path) -> None:
-    registry = Registry(tmp_path / "experts")
+    registry = AdapterRegistry(tmp_path / "experts")
     install(registry, tmp_path, "sql", 1)
     database = sqlite3.connect(tmp_path / "experts" / "registry.db", isolation_level=None)
 
-    async def late(catalog: Catalog) -> None:
+    async def late(catalog: AdapterCatalog) -> None:
         database.execute("UPDATE versions SET bases = '['")
         database.execute("UPDATE counter SET generation = generation + 1")
         await asyncio.sleep(1.5 * POLL_S)
@@ -203,7 +203,7 @@ def test_a_damaged_row_costs_the_experts_and_not_the_server(tmp_path: Path) -> N
         await until(lambda: catalog.find("mended", "") is not None)
         database.execute("UPDATE versions SET bases = '['")
 
-    async def early(catalog: Catalog) -> None:
+    async def early(catalog: AdapterCatalog) -> None:
         assert not list(catalog.names())
         with pytest.raises(Unavailable, match="cannot be opened"):
             await catalog.ask(len)

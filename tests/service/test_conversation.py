@@ -9,9 +9,9 @@ import pytest
 
 from coterie.core.plan import AdapterChoice
 from coterie.core.request import InferenceRequest
-from coterie.obs.metrics import Registry
+from coterie.obs.metrics import MetricRegistry
 from coterie.service.adapters import conversation as module
-from coterie.service.adapters.conversation import Conversations
+from coterie.service.adapters.conversation import ConversationPredictor
 from coterie.service.pipeline import Pipeline
 from tests.api.served import own_home
 from tests.service.routed import PROMPTS, answer, ask, install, serving
@@ -23,14 +23,14 @@ def turn(session: str | None, tenant: str = "t") -> InferenceRequest:
     return ask("hello", session=session, tenant=tenant)
 
 
-def counts(registry: Registry) -> tuple[float, float]:
+def counts(registry: MetricRegistry) -> tuple[float, float]:
     hit, miss = (registry.value("coterie_conversation_turns", r).value for r in ("hit", "miss"))
     return hit, miss
 
 
 def test_what_was_used_is_likely_again() -> None:
-    registry = Registry()
-    known = Conversations(registry)
+    registry = MetricRegistry()
+    known = ConversationPredictor(registry)
     assert known.ahead(turn("s")) == []
     known.turn(turn("s"), A)
     assert known.ahead(turn("s")) == [A]
@@ -48,8 +48,8 @@ def test_what_was_used_is_likely_again() -> None:
 
 
 def test_what_used_to_follow_is_likely_next() -> None:
-    registry = Registry()
-    known = Conversations(registry)
+    registry = MetricRegistry()
+    known = ConversationPredictor(registry)
     for session in ("one", "two"):
         known.turn(turn(session), A)
         assert known.ahead(turn(session)) == [A]
@@ -69,8 +69,8 @@ def test_what_used_to_follow_is_likely_next() -> None:
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_CONVERSATIONS", 10)
     monkeypatch.setattr(module, "MAX_KNOWN", 10)
-    registry = Registry()
-    known = Conversations(registry)
+    registry = MetricRegistry()
+    known = ConversationPredictor(registry)
     for i in range(200):
         stack = (AdapterChoice(f"x{i}", f"digest-{i}"),)
         known.turn(turn(f"s{i % 40}"), stack)

@@ -11,7 +11,7 @@ from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.errors import CoterieError
 from coterie.core.plan import AdapterChoice, Candidate, RoutePlan, RouteTrace
 from coterie.core.request import AdapterHint, Sampling
-from coterie.service.adapters.degrade import Left, Room, left_out, told
+from coterie.service.adapters.degrade import AdapterLimits, LeftOutAdapter, left_out, with_left_out
 from coterie.service.pipeline import Pipeline
 from tests.api.served import own_home
 from tests.service.routed import PROMPTS, answer, ask, install, serving
@@ -45,7 +45,7 @@ def plan_of(*chosen: tuple[AdapterProfile, float]) -> RoutePlan:
     )
 
 
-def dropped(room: Room, *chosen: tuple[AdapterProfile, float]) -> list[str]:
+def dropped(room: AdapterLimits, *chosen: tuple[AdapterProfile, float]) -> list[str]:
     known = {item.card.digest: item for item, _ in chosen}
     left = left_out(plan_of(*chosen), room, known.get)
     return [item.adapter.name.partition("@")[0] for item in left]
@@ -53,42 +53,45 @@ def dropped(room: Room, *chosen: tuple[AdapterProfile, float]) -> list[str]:
 
 def test_the_lowest_scored_go_first() -> None:
     a, b, c = profile("a", 40), profile("b", 40), profile("c", 40)
-    assert dropped(Room(120, 100), (a, 0.9), (b, 0.2), (c, 0.5)) == []
-    assert dropped(Room(119, 100), (a, 0.9), (b, 0.2), (c, 0.5)) == ["b"]
-    assert dropped(Room(79, 100), (a, 0.2), (b, 0.3), (c, 0.5)) == ["a", "b"]
-    assert dropped(Room(39, 100), (a, 0.2), (b, 0.3), (c, 0.5)) == ["a", "b", "c"]
+    assert dropped(AdapterLimits(120, 100), (a, 0.9), (b, 0.2), (c, 0.5)) == []
+    assert dropped(AdapterLimits(119, 100), (a, 0.9), (b, 0.2), (c, 0.5)) == ["b"]
+    assert dropped(AdapterLimits(79, 100), (a, 0.2), (b, 0.3), (c, 0.5)) == ["a", "b"]
+    assert dropped(AdapterLimits(39, 100), (a, 0.2), (b, 0.3), (c, 0.5)) == ["a", "b", "c"]
     # nobody was scored: who was named first stays
-    assert dropped(Room(80, 100), (a, 0), (b, 0), (c, 0)) == ["c"]
+    assert dropped(AdapterLimits(80, 100), (a, 0), (b, 0), (c, 0)) == ["c"]
 
 
 def test_one_that_is_too_large_takes_nobody_with_it() -> None:
     small, huge = profile("small", 10), profile("huge", 1000)
-    assert dropped(Room(100, 100), (small, 0.1), (huge, 0.9)) == ["huge"]
+    assert dropped(AdapterLimits(100, 100), (small, 0.1), (huge, 0.9)) == ["huge"]
 
 
 def test_what_is_required_stays_with_who_requires_it() -> None:
     needs, base = profile("needs", 40, requires=("base@1.0.0",)), profile("base", 40)
     other = profile("other", 40)
-    assert dropped(Room(80, 100), (base, 0.0), (needs, 0.9), (other, 0.5)) == ["other"]
-    assert dropped(Room(79, 100), (base, 0.0), (needs, 0.9), (other, 0.5)) == ["base", "needs"]
+    assert dropped(AdapterLimits(80, 100), (base, 0.0), (needs, 0.9), (other, 0.5)) == ["other"]
+    assert dropped(AdapterLimits(79, 100), (base, 0.0), (needs, 0.9), (other, 0.5)) == [
+        "base",
+        "needs",
+    ]
 
 
 def test_soft_prompts_leave_room_to_answer() -> None:
     soft, plain = profile("soft", 10, soft=30), profile("plain", 10)
-    assert dropped(Room(100, 32), (soft, 0.9), (plain, 0.5)) == []
-    assert dropped(Room(100, 31), (soft, 0.9), (plain, 0.5)) == ["soft"]
+    assert dropped(AdapterLimits(100, 32), (soft, 0.9), (plain, 0.5)) == []
+    assert dropped(AdapterLimits(100, 31), (soft, 0.9), (plain, 0.5)) == ["soft"]
 
 
 def test_a_plan_says_what_was_left_out() -> None:
     a, b = profile("a", 40), profile("b", 40)
     plan = plan_of((a, 0.9), (b, 0.5))
-    said = told(plan, [Left(plan.adapters[1], "its 9 MB do not fit")])
+    said = with_left_out(plan, [LeftOutAdapter(plan.adapters[1], "its 9 MB do not fit")])
     assert said.trace is not None and said.trace.degraded == (
         "dropped b@1.0.0: its 9 MB do not fit",
     )
     kept, gone = said.trace.candidates
     assert kept.chosen and not gone.chosen and gone.why == "does not fit: its 9 MB do not fit"
-    assert told(plan, []) is plan
+    assert with_left_out(plan, []) is plan
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from coterie.core.settings import JobSettings
 from coterie.service.build import build
 from coterie.service.jobs import dispatch, store
 from coterie.service.jobs import service as module
-from coterie.service.jobs.run import Answers
+from coterie.service.jobs.run import JobPipeline
 from coterie.service.jobs.service import JobService
 from coterie.service.jobs.store import JobStore
 from coterie.service.pipeline import Pipeline
@@ -89,7 +89,7 @@ def on_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
 
 
 @asynccontextmanager
-async def service(answers: Answers, folder: Path, **settings: Any) -> AsyncIterator[JobService]:
+async def service(answers: JobPipeline, folder: Path, **settings: Any) -> AsyncIterator[JobService]:
     jobs = JobService(answers, JobStore(folder / "jobs.db"), JobSettings(**settings))
     await jobs.start()
     try:
@@ -115,7 +115,7 @@ async def running(jobs: JobService, job_id: str) -> Job:
     return job
 
 
-async def text_of(pipeline: Answers, asked: JobSpec, folder: Path) -> str:
+async def text_of(pipeline: JobPipeline, asked: JobSpec, folder: Path) -> str:
     """What a job gives when nothing happens to it."""
     async with service(pipeline, folder / uuid.uuid4().hex) as jobs:
         fresh = replace(asked, request=replace(asked.request, id=str(uuid.uuid4())))

@@ -30,14 +30,14 @@ from hypothesis.stateful import (
 
 from coterie.core.errors import InvalidRequest, Unavailable
 from coterie.core.job import CANCELLED, FAILED, SUCCEEDED, JobError, JobQuery
-from coterie.service.jobs.store import JobStore, Owner
-from coterie.service.jobs.tables import Ending, Entry
+from coterie.service.jobs.store import JobOwner, JobStore
+from coterie.service.jobs.tables import JobEnd, NewJob
 
 TENANTS = ("t", "u")
 
 
-def entry(job_id: str, tenant: str = "t", priority: int = 5, at: float = 1.0) -> Entry:
-    return Entry(job_id, tenant, "ann", "tiny", priority, at, b'{"request": 1}')
+def entry(job_id: str, tenant: str = "t", priority: int = 5, at: float = 1.0) -> NewJob:
+    return NewJob(job_id, tenant, "ann", "tiny", priority, at, b'{"request": 1}')
 
 
 class Server:
@@ -101,7 +101,7 @@ class Jobs(RuleBasedStateMachine):
         server = self.servers[which]
         ours = self.is_open(job_id) and self.owner[job_id] is server
         error = JobError("internal_error", "x") if how == FAILED else None
-        assert self.do(server.store.end(job_id, Ending(how, 3.0, error=error))) == ours
+        assert self.do(server.store.end(job_id, JobEnd(how, 3.0, error=error))) == ours
         if ours:
             self.status[job_id] = how
             self.ends[job_id] += 1
@@ -348,7 +348,7 @@ def test_ended_jobs_go_by_age_number_and_size(tmp_path: Path) -> None:
         await store.open()
         for index in range(10):
             await store.add(entry(f"j{index}", at=float(index)))
-            await store.end(f"j{index}", Ending(CANCELLED, 100.0 + index, "x" * 1000))
+            await store.end(f"j{index}", JobEnd(CANCELLED, 100.0 + index, "x" * 1000))
         await store.add(entry("open", at=0.0))
 
         async def left() -> list[str]:
@@ -370,7 +370,7 @@ def test_ended_jobs_go_by_age_number_and_size(tmp_path: Path) -> None:
 def test_a_folder_among_the_locks_does_not_stop_a_start(tmp_path: Path) -> None:
     owners = tmp_path / "jobs.owners"
     (owners / "somebody.lock").mkdir(parents=True)
-    owner = Owner(owners)
+    owner = JobOwner(owners)
     try:
         owner.clean()
     finally:

@@ -12,11 +12,11 @@ import pytest
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.errors import InternalError
-from coterie.packages.registry import Registry
+from coterie.packages.registry import AdapterRegistry
 from coterie.packages.trust import TrustStore
 from coterie.routing.router import Router, Specialist
-from coterie.service.adapters.catalog import Catalog
-from coterie.service.adapters.matching import Matching
+from coterie.service.adapters.catalog import AdapterCatalog
+from coterie.service.adapters.matching import MatcherBuilder
 from tests.packages.made import FINGERPRINT, package
 from tests.routing.fleet import Answers, asking, profile
 
@@ -45,7 +45,7 @@ def test_the_last_catalog_wins_and_nobody_waits() -> None:
     shop = Workshop()
 
     async def main() -> None:
-        matching = Matching(shop.build)
+        matching = MatcherBuilder(shop.build)
         assert matching.matcher is None
         begun = time.perf_counter()
         matching.follow([profile("a")])
@@ -83,7 +83,7 @@ def test_a_catalog_that_came_while_a_build_failed_gets_its_own() -> None:
     shop.fail = True
 
     async def main() -> None:
-        matching = Matching(shop.build)
+        matching = MatcherBuilder(shop.build)
         matching.follow([profile("broken")])
         await asyncio.to_thread(shop.begun.wait, 10)
         matching.follow([profile("a")])
@@ -103,7 +103,7 @@ def test_closing_while_one_is_being_built() -> None:
     shop = Workshop()
 
     async def main() -> None:
-        matching = Matching(shop.build)
+        matching = MatcherBuilder(shop.build)
         matching.follow([profile("a")])
         await asyncio.to_thread(shop.begun.wait, 10)
         await matching.close()
@@ -114,7 +114,7 @@ def test_closing_while_one_is_being_built() -> None:
 
 
 def install(
-    registry: Registry, folder: Path, name: str, seed: int, **sections: object
+    registry: AdapterRegistry, folder: Path, name: str, seed: int, **sections: object
 ) -> AdapterCard:
     made = package(folder, name=name, seed=seed, version=f"{seed}.0.0", **sections)
     assert isinstance(made.source, Path)
@@ -129,13 +129,13 @@ SLUG = {"keywords": ["slug"], "examples": ["Make a URL slug: Hello World"]}
 
 def test_from_package_to_plan(tmp_path: Path) -> None:
     """Installed, matched, replaced, damaged and removed, as requests see it."""
-    registry = Registry(tmp_path / "experts")
+    registry = AdapterRegistry(tmp_path / "experts")
     install(registry, tmp_path, "sql", 1, routing=SQL, constraints={"requires": ["slug"]})
     install(registry, tmp_path, "slug", 2, routing=SLUG, evaluation={"expert": {"score": 0.8}})
     registry.alias("db", "sql")
 
     async def main() -> None:
-        catalog = Catalog(registry.root)
+        catalog = AdapterCatalog(registry.root)
         await catalog.start()
         router = Router([Specialist("tiny", fingerprint=FINGERPRINT)], catalog)
 
@@ -171,13 +171,13 @@ def test_from_package_to_plan(tmp_path: Path) -> None:
 
 
 def test_a_damaged_manifest_takes_nothing_with_it(tmp_path: Path) -> None:
-    registry = Registry(tmp_path / "experts")
+    registry = AdapterRegistry(tmp_path / "experts")
     broken = install(registry, tmp_path, "sql", 1, routing=SQL)
     install(registry, tmp_path, "slug", 2, routing=SLUG)
     (registry.files(broken) / "manifest.json").write_bytes(b"\xff{")
 
     async def main() -> None:
-        catalog = Catalog(registry.root)
+        catalog = AdapterCatalog(registry.root)
         await catalog.start()
         try:
             assert catalog.profile(broken) == AdapterProfile(broken)

@@ -17,8 +17,8 @@ from coterie.core.plan import AdapterChoice, Assignment, LaneState
 from coterie.core.request import Limits, Sampling
 from coterie.service.build import build, model_name
 from coterie.service.submit.admission import MAX_RETRY_AFTER_S, Admission
-from coterie.service.submit.mailbox import MAX_WAITING, Mailbox
-from coterie.service.submit.replicas import Line, ReplicaSet, Ticket
+from coterie.service.submit.mailbox import MAX_WAITING, EventQueue
+from coterie.service.submit.replicas import ReplicaQueue, ReplicaRequest, ReplicaSet
 
 
 def lane(*, preempting: bool = False) -> LaneState:
@@ -41,11 +41,11 @@ class Stood:
         return {"a": 7.0, "b": 3.0}[self.name]
 
 
-def ticket(priority: int = 5, tenant: str = "t", max_tokens: int = 100) -> Ticket:
-    return Ticket(priority, tenant, 10, max_tokens)
+def ticket(priority: int = 5, tenant: str = "t", max_tokens: int = 100) -> ReplicaRequest:
+    return ReplicaRequest(priority, tenant, 10, max_tokens)
 
 
-def fill(line: Line, waiting: int = 0, running: int = 0, **more: Any) -> Line:
+def fill(line: ReplicaQueue, waiting: int = 0, running: int = 0, **more: Any) -> ReplicaQueue:
     for index in range(waiting + running):
         made = ticket(**more)
         line.took(made)
@@ -97,7 +97,7 @@ def test_a_replica_that_has_the_adapters_is_preferred() -> None:
 
 
 def test_what_started_waits_no_longer_and_what_ended_is_gone() -> None:
-    line = Line()
+    line = ReplicaQueue()
     one = ticket()
     line.took(one)
     assert (len(line.waiting), len(line.running)) == (1, 0)
@@ -129,7 +129,7 @@ def asked(
     return Assignment(*given, **more)
 
 
-def refused(admission: Admission, line: Line, work: Assignment) -> float | None:
+def refused(admission: Admission, line: ReplicaQueue, work: Assignment) -> float | None:
     """The seconds that it is told to wait; None where it was let in."""
     try:
         admission.check("s", work, line, lane())
@@ -140,8 +140,8 @@ def refused(admission: Admission, line: Line, work: Assignment) -> float | None:
 
 def test_admission_refuses_at_the_bound_of_each_priority() -> None:
     admission = Admission(clock=lambda: 0.0)
-    assert refused(admission, fill(Line(), 3), asked()) is None
-    line = fill(Line(), 4, priority=1)
+    assert refused(admission, fill(ReplicaQueue(), 3), asked()) is None
+    line = fill(ReplicaQueue(), 4, priority=1)
     assert refused(admission, line, asked(priority=1)) is not None
     # those that wait below take no place from it
     assert refused(admission, line, asked(priority=9)) is None
@@ -153,13 +153,13 @@ def test_admission_refuses_at_the_bound_of_each_priority() -> None:
         fill(line, 1, priority=9, tenant=tenant)
     assert refused(admission, line, asked(priority=9, tenant="v")) is not None
     # what runs does not wait
-    assert refused(admission, fill(Line(), 0, running=50), asked()) is None
+    assert refused(admission, fill(ReplicaQueue(), 0, running=50), asked()) is None
 
 
 def test_retry_after_is_a_place_in_line_at_the_measured_speed() -> None:
     now = [time.monotonic()]
     admission = Admission(clock=lambda: now[0])
-    line = fill(Line(), 4, running=1)
+    line = fill(ReplicaQueue(), 4, running=1)
     one = next(iter(line.running))
     for _ in range(60):
         # a hundred tokens in ten seconds
@@ -180,7 +180,7 @@ def test_retry_after_is_a_place_in_line_at_the_measured_speed() -> None:
 def test_a_promised_place_is_kept_for_whom_it_was_promised() -> None:
     now = [time.monotonic()]
     admission = Admission(clock=lambda: now[0])
-    line = fill(Line(), 4, running=1)
+    line = fill(ReplicaQueue(), 4, running=1)
     wait_s = refused(admission, line, asked(7))
     # who comes too early is no better off
     assert wait_s is not None and refused(admission, line, asked(7)) is not None
@@ -198,7 +198,7 @@ def test_a_promised_place_is_kept_for_whom_it_was_promised() -> None:
 def test_what_one_tenant_was_promised_keeps_no_other_out() -> None:
     now = [time.monotonic()]
     admission = Admission(clock=lambda: now[0])
-    line = fill(Line(), 4, running=2)
+    line = fill(ReplicaQueue(), 4, running=2)
     waits = [refused(admission, line, asked(prompt)) or 0.0 for prompt in range(6)]
     now[0] += max(waits)
     # places are kept for those who were told to come
@@ -214,7 +214,7 @@ def test_what_one_tenant_was_promised_keeps_no_other_out() -> None:
 def test_a_deadline_that_cannot_be_kept_is_refused_at_once() -> None:
     now = time.monotonic()
     admission = Admission(clock=lambda: now)
-    line = fill(Line(), 4, running=1, max_tokens=1000)
+    line = fill(ReplicaQueue(), 4, running=1, max_tokens=1000)
     admission.check_deadline("s", asked(), line, lane())
     # four times a thousand tokens are ahead, at 10 ms each
     with pytest.raises(Overloaded) as caught:
@@ -225,12 +225,12 @@ def test_a_deadline_that_cannot_be_kept_is_refused_at_once() -> None:
     admission.check_deadline("s", asked(deadline=now + 2.0, priority=9), line, lane())
     admission.check_deadline("s", asked(deadline=now + 2.0, tenant="u"), line, lane())
     # nobody is ahead: one millisecond is tried
-    admission.check_deadline("s", asked(deadline=now + 0.001), Line(), lane())
+    admission.check_deadline("s", asked(deadline=now + 0.001), ReplicaQueue(), lane())
 
 
 def test_a_mailbox_keeps_order_and_wakes_its_reader() -> None:
     async def test() -> None:
-        box = Mailbox()
+        box = EventQueue()
         box.put(Started("r", "r0", 1, 0))
         box.put(Delta("r", 0, "a", (1,)))
         assert [type(event) for event in await box.take()] == [Started, Delta]
@@ -244,7 +244,7 @@ def test_a_mailbox_keeps_order_and_wakes_its_reader() -> None:
 
 def test_a_slow_reader_loses_nothing_and_holds_few_events() -> None:
     async def test() -> None:
-        box, sent = Mailbox(), 5000
+        box, sent = EventQueue(), 5000
         for index in range(sent):
             box.put(Delta("r", index % 3, chr(97 + index % 26), (index,)))
         for choice in range(3):
@@ -266,14 +266,14 @@ def test_a_slow_reader_loses_nothing_and_holds_few_events() -> None:
 def test_a_mailbox_says_once_that_the_last_event_came() -> None:
     async def test() -> None:
         ends: list[int] = []
-        box = Mailbox(lambda _: ends.append(1))
+        box = EventQueue(lambda _: ends.append(1))
         box.put(Delta("r", 0, "a", (1,)))
         assert not ends
         # nobody has read anything yet
         box.put(Finished("r", ("stop",), Usage(1, 1), Timings()))
         box.end()
         assert ends == [1] and not box.disarm()
-        gone = Mailbox(lambda _: ends.append(2))
+        gone = EventQueue(lambda _: ends.append(2))
         assert gone.disarm()
         gone.end()
         assert ends == [1]

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coterie.adapters.library import Library
+from coterie.adapters.library import AdapterLibrary
 from coterie.core.errors import InvalidRequest, Unavailable
 from coterie.core.events import Delta, Finished
 from coterie.core.outcome import InferenceMetrics, ValidationResult
 from coterie.core.request import AdapterHint, ResponseFormat
 from coterie.service.pipeline import Pipeline
-from coterie.service.records.store import Question, RecordStore
+from coterie.service.records.store import RecordQuery, RecordStore
 from tests.api.served import own_home
 from tests.service.routed import PROMPTS, UNRELATED, answer, ask, install, serving
 
@@ -61,7 +61,7 @@ def digest_of(pipeline: Pipeline, name: str) -> str:
 
 
 async def logged(pipeline: Pipeline, job_id: str, tenant: str = "t") -> InferenceMetrics:
-    page = await pipeline.records.query(Question(tenant, 1000))
+    page = await pipeline.records.query(RecordQuery(tenant, 1000))
     (row,) = [row for row in page.rows if row.job_id == job_id]
     return row
 
@@ -118,14 +118,14 @@ def test_choices_share_the_blocks_of_their_prompt(on_road: Road) -> None:
 
 
 def test_waiting_for_an_adapter_is_told(on_road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = Library.load
+    load = AdapterLibrary.load
 
-    def slowly(self: Library, *args: object) -> object:
+    def slowly(self: AdapterLibrary, *args: object) -> object:
         time.sleep(0.15)
         return load(self, *args)  # type: ignore[arg-type]
 
     async def test(pipeline: Pipeline) -> None:
-        monkeypatch.setattr(Library, "load", slowly)
+        monkeypatch.setattr(AdapterLibrary, "load", slowly)
         hints = named("dates")
         cold, warm = [(await answer(pipeline, ask(hints=hints))).end.metrics for _ in range(2)]
         assert cold is not None and warm is not None
@@ -366,7 +366,7 @@ def test_a_server_that_ends_writes_down_whom_it_judges(
     found = asyncio.run(test())
     assert found is not None and found.validation_passed is False
     store = RecordStore(tmp_path / "home" / "state" / "records.db", 10)
-    assert store.query(Question("t")).rows == (found,)
+    assert store.query(RecordQuery("t")).rows == (found,)
     store.close()
 
 
@@ -375,7 +375,7 @@ def test_what_was_refused_is_not_in_the_log(on_road: Road) -> None:
         request = ask(limits={"max_tokens": 10**6})
         with pytest.raises(InvalidRequest):
             await answer(pipeline, request)
-        page = await pipeline.records.query(Question("t", 1000))
+        page = await pipeline.records.query(RecordQuery("t", 1000))
         assert page.rows and request.id not in {row.job_id for row in page.rows}
 
     on_road(test)

@@ -15,8 +15,8 @@ from coterie.core.errors import Conflict, NotFound, Unavailable
 from coterie.core.outcome import InferenceMetrics
 from coterie.packages import locked
 from coterie.service.records import log as module
-from coterie.service.records.log import Records
-from coterie.service.records.store import SLACK, Question, Record
+from coterie.service.records.log import InferenceRecords
+from coterie.service.records.store import SLACK, InferenceRecord, RecordQuery
 
 BASE = InferenceMetrics(
     job_id="",
@@ -43,16 +43,16 @@ def record(
     *,
     digests: tuple[str, ...] = ("d1",),
     **fields: object,
-) -> Record:
+) -> InferenceRecord:
     tenant = str(fields.pop("tenant", "t"))
-    return Record(replace(BASE, job_id=job_id, **fields), tenant, digests, outcome)  # type: ignore[arg-type]
+    return InferenceRecord(replace(BASE, job_id=job_id, **fields), tenant, digests, outcome)  # type: ignore[arg-type]
 
 
 def run(
-    path: Path, test: Callable[[Records], Awaitable[None]], max_records: int = 100_000
-) -> Records:
-    async def main() -> Records:
-        records = Records(path / "records.db", max_records)
+    path: Path, test: Callable[[InferenceRecords], Awaitable[None]], max_records: int = 100_000
+) -> InferenceRecords:
+    async def main() -> InferenceRecords:
+        records = InferenceRecords(path / "records.db", max_records)
         await records.start()
         try:
             await test(records)
@@ -63,29 +63,29 @@ def run(
     return asyncio.run(main())
 
 
-async def rows(records: Records, **asked: object) -> list[str]:
-    page = await records.query(Question(**({"tenant": "t", "limit": 1000} | asked)))  # type: ignore[arg-type]
+async def rows(records: InferenceRecords, **asked: object) -> list[str]:
+    page = await records.query(RecordQuery(**({"tenant": "t", "limit": 1000} | asked)))  # type: ignore[arg-type]
     return [row.job_id for row in page.rows]
 
 
-async def settled(records: Records) -> None:
+async def settled(records: InferenceRecords) -> None:
     """Whatever was logged so far counts."""
     await rows(records)
     await asyncio.sleep(0)
 
 
 def test_a_job_counts_once_however_often_it_runs(tmp_path: Path) -> None:
-    async def first(records: Records) -> None:
+    async def first(records: InferenceRecords) -> None:
         records.log(record("a", None, success=False, error="unavailable"))
         records.log(record("a", True))
         records.log(record("a", False, output_tokens=99))
         await settled(records)
         assert records.rate("d1") == (1, 1)
-        (row,) = (await records.query(Question("t"))).rows
+        (row,) = (await records.query(RecordQuery("t"))).rows
         # the figures are those of the last run
         assert row.output_tokens == 99 and row.success
 
-    async def after_a_restart(records: Records) -> None:
+    async def after_a_restart(records: InferenceRecords) -> None:
         assert records.rate("d1") == (1, 1)
         records.log(record("a", True))
         records.log(record("b", False, digests=("d1", "d2")))
@@ -98,7 +98,7 @@ def test_a_job_counts_once_however_often_it_runs(tmp_path: Path) -> None:
 
 
 def test_a_verdict_is_given_once_by_whose_job_it_is(tmp_path: Path) -> None:
-    async def test(records: Records) -> None:
+    async def test(records: InferenceRecords) -> None:
         records.log(record("judged", True))
         # the row was only just told: a caller that has its answer may speak at once
         await records.feedback("judged", "t", False, "wrong column")
@@ -129,7 +129,7 @@ def test_rates_are_those_of_a_plain_count(tmp_path: Path) -> None:
     verdicts: dict[str, bool] = {}
     stacks = {f"j{i}": rng.choice([("d1",), ("d2",), ("d1", "d2"), ()]) for i in range(40)}
 
-    async def test(records: Records) -> None:
+    async def test(records: InferenceRecords) -> None:
         for _ in range(400):
             job = rng.choice(list(stacks))
             if rng.random() < 0.3 and job in outcomes:
@@ -160,7 +160,7 @@ def test_rates_are_those_of_a_plain_count(tmp_path: Path) -> None:
 
 
 def test_the_log_is_asked_by_tenant_expert_time_and_page(tmp_path: Path) -> None:
-    async def test(records: Records) -> None:
+    async def test(records: InferenceRecords) -> None:
         for i in range(6):
             used = ("sql@1.0.0",) if i % 2 else ("sql-plus@1.0.0", "json@2.0.0")
             records.log(record(f"j{i}", experts_used=used, submitted_at=1000.0 + i))
@@ -171,9 +171,9 @@ def test_the_log_is_asked_by_tenant_expert_time_and_page(tmp_path: Path) -> None
         assert await rows(records, expert="json@2.0.0") == ["j4", "j2", "j0"]
         assert await rows(records, expert="json@2.0") == []
         assert await rows(records, since=1003.0) == ["j5", "j4", "j3"]
-        first = await records.query(Question("t", limit=4))
+        first = await records.query(RecordQuery("t", limit=4))
         assert first.has_more and [row.job_id for row in first.rows] == ["j5", "j4", "j3", "j2"]
-        rest = await records.query(Question("t", limit=4, after="j2"))
+        rest = await records.query(RecordQuery("t", limit=4, after="j2"))
         assert not rest.has_more and [row.job_id for row in rest.rows] == ["j1", "j0"]
         # another tenant's job is no place to go on from
         assert await rows(records, after="foreign") == []
@@ -185,7 +185,7 @@ def test_the_log_is_asked_by_tenant_expert_time_and_page(tmp_path: Path) -> None
 
 
 def test_the_oldest_rows_go_and_their_outcomes_stay(tmp_path: Path) -> None:
-    async def test(records: Records) -> None:
+    async def test(records: InferenceRecords) -> None:
         for i in range(2 * SLACK):
             records.log(record(f"j{i}", True))
         await settled(records)
@@ -198,8 +198,8 @@ def test_the_oldest_rows_go_and_their_outcomes_stay(tmp_path: Path) -> None:
 
 
 def test_two_servers_of_one_home_add_up(tmp_path: Path) -> None:
-    async def test(records: Records) -> None:
-        other = Records(tmp_path / "records.db")
+    async def test(records: InferenceRecords) -> None:
+        other = InferenceRecords(tmp_path / "records.db")
         await other.start()
         try:
             for i in range(20):
@@ -219,7 +219,7 @@ def test_two_servers_of_one_home_add_up(tmp_path: Path) -> None:
 def test_a_broken_file_costs_the_log_not_the_server(tmp_path: Path) -> None:
     (tmp_path / "records.db").write_bytes(b"not a database " * 1000)
 
-    async def test(records: Records) -> None:
+    async def test(records: InferenceRecords) -> None:
         records.log(record("a", True))
         assert records.rate("d1") == (0, 0)
         with pytest.raises(Unavailable):
@@ -231,7 +231,7 @@ def test_a_broken_file_costs_the_log_not_the_server(tmp_path: Path) -> None:
 def test_rows_that_cannot_be_written_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(records: Records) -> None:
+    async def test(records: InferenceRecords) -> None:
         records.log(record("a", True))
         await settled(records)
         other = sqlite3.connect(tmp_path / "records.db")
@@ -252,7 +252,7 @@ def test_a_locked_file_keeps_rows_waiting(
 ) -> None:
     monkeypatch.setattr(locked, "WAIT_S", 0.05)
 
-    async def test(records: Records) -> None:
+    async def test(records: InferenceRecords) -> None:
         other = sqlite3.connect(tmp_path / "records.db", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         records.log(record("a", True))
@@ -273,7 +273,7 @@ def test_a_locked_file_keeps_rows_waiting(
 
 
 def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
-    async def test(records: Records) -> None:
+    async def test(records: InferenceRecords) -> None:
         records.log(record("a", True))
         await settled(records)
         # SQLite says so when its limit of pages is reached
@@ -290,11 +290,11 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
 
 
 def test_what_was_logged_is_on_disk_after_close(tmp_path: Path) -> None:
-    async def log_some(records: Records) -> None:
+    async def log_some(records: InferenceRecords) -> None:
         for i in range(50):
             records.log(record(f"j{i}", True))
 
-    async def look(records: Records) -> None:
+    async def look(records: InferenceRecords) -> None:
         assert len(await rows(records)) == 50 and records.rate("d1") == (50, 50)
 
     run(tmp_path, log_some)

@@ -15,26 +15,26 @@ from hypothesis import strategies as st
 
 from coterie.core.outcome import ValidationResult
 from coterie.core.request import ResponseFormat
-from coterie.service.validate.base import MAX_CHARACTERS, MAX_ERROR, Context, blocks
-from coterie.service.validate.json_text import JsonText
-from coterie.service.validate.validators import Validators
+from coterie.service.validate.base import MAX_CHARACTERS, MAX_ERROR, AnswerContext, blocks
+from coterie.service.validate.json_text import JsonValidator
+from coterie.service.validate.validators import AnswerValidators
 
-Check = Callable[[str, Context], ValidationResult | None]
-CODE = Context(task_type="code_generation")
-PYTHON = Context(task_type="code_generation", code_language="python")
+Check = Callable[[str, AnswerContext], ValidationResult | None]
+CODE = AnswerContext(task_type="code_generation")
+PYTHON = AnswerContext(task_type="code_generation", code_language="python")
 
 
 @pytest.fixture(scope="module")
 def check() -> Iterator[Check]:
     with asyncio.Runner() as runner:
-        validators = Validators()
+        validators = AnswerValidators()
         yield lambda text, context: runner.run(validators.validate(text, context))
         runner.run(validators.close())
     assert not [c for c in psutil.Process().children() if "validate.child" in " ".join(c.cmdline())]
 
 
-def schema(value: Any) -> Context:
-    return Context(ResponseFormat("json_schema", json.dumps(value)))
+def schema(value: Any) -> AnswerContext:
+    return AnswerContext(ResponseFormat("json_schema", json.dumps(value)))
 
 
 FENCED = "Here it is:\n```{}\n{}\n```\nDone."
@@ -42,14 +42,26 @@ POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required":
 
 CASES = [
     # (text, context, validator, whether it is valid, part of the error)
-    ('{"a": [1, 2]}', Context(task_type="json_parsing"), "json", True, ""),
-    (FENCED.format("json", '{"a": 1}'), Context(task_type="json_parsing"), "json", True, ""),
-    (FENCED.format("json", '{"a": 1'), Context(task_type="json_parsing"), "json", False, "trunc"),
-    ("a: 1", Context(task_type="json_parsing"), "json", False, "malformed"),
-    ("NaN", Context(task_type="json_parsing"), "json", False, "malformed"),
-    ('{"a": 1}', Context(ResponseFormat("json_object")), "json", True, ""),
-    ("[1]", Context(ResponseFormat("json_object")), "json", False, "not a JSON object"),
-    (FENCED.format("", "{}"), Context(ResponseFormat("json_object")), "json", False, "malformed"),
+    ('{"a": [1, 2]}', AnswerContext(task_type="json_parsing"), "json", True, ""),
+    (FENCED.format("json", '{"a": 1}'), AnswerContext(task_type="json_parsing"), "json", True, ""),
+    (
+        FENCED.format("json", '{"a": 1'),
+        AnswerContext(task_type="json_parsing"),
+        "json",
+        False,
+        "trunc",
+    ),
+    ("a: 1", AnswerContext(task_type="json_parsing"), "json", False, "malformed"),
+    ("NaN", AnswerContext(task_type="json_parsing"), "json", False, "malformed"),
+    ('{"a": 1}', AnswerContext(ResponseFormat("json_object")), "json", True, ""),
+    ("[1]", AnswerContext(ResponseFormat("json_object")), "json", False, "not a JSON object"),
+    (
+        FENCED.format("", "{}"),
+        AnswerContext(ResponseFormat("json_object")),
+        "json",
+        False,
+        "malformed",
+    ),
     ('{"x": 3}', schema(POINT), "json_schema", True, ""),
     ('{"x": "3"}', schema(POINT), "json_schema", False, "$.x: '3' is not of type 'integer'"),
     ("{}", schema(POINT), "json_schema", False, "'x' is a required property"),
@@ -71,18 +83,30 @@ CASES = [
     (FENCED.format("java", "class A { void f( { }"), CODE, "java", False, "java"),
     (FENCED.format("sh", "for f in *; do echo $f; done"), CODE, "bash", True, ""),
     (FENCED.format("sql", "SELECT a FROM t WHERE b = 1;"), CODE, "sql", True, ""),
-    ("SELEC a FROM", Context(None, "code_generation", "sql"), "sql", False, "sql"),
+    ("SELEC a FROM", AnswerContext(None, "code_generation", "sql"), "sql", False, "sql"),
     ("```rust\nfn a() {}\n```\n```python\nx = (\n```", CODE, "rust", False, "never closed"),
-    ("some cobol", Context(None, "code_generation", "cobol"), "generic", True, ""),
-    ("hello", Context(task_type="conversation"), "generic", True, ""),
-    (" \n", Context(task_type="conversation"), "generic", False, "empty"),
-    ("abc", Context(ResponseFormat("regex", "[a-c]+")), "grammar", True, ""),
-    (" a-b\n", Context(None, "transformation", answer_pattern="[a-z-]+"), "pattern", True, ""),
-    ("a b", Context(None, "transformation", answer_pattern="[a-z-]+"), "pattern", False, "form"),
-    ("a" * 40 + "b", Context(answer_pattern="(a+)+"), "pattern", False, "longer than"),
+    ("some cobol", AnswerContext(None, "code_generation", "cobol"), "generic", True, ""),
+    ("hello", AnswerContext(task_type="conversation"), "generic", True, ""),
+    (" \n", AnswerContext(task_type="conversation"), "generic", False, "empty"),
+    ("abc", AnswerContext(ResponseFormat("regex", "[a-c]+")), "grammar", True, ""),
+    (
+        " a-b\n",
+        AnswerContext(None, "transformation", answer_pattern="[a-z-]+"),
+        "pattern",
+        True,
+        "",
+    ),
+    (
+        "a b",
+        AnswerContext(None, "transformation", answer_pattern="[a-z-]+"),
+        "pattern",
+        False,
+        "form",
+    ),
+    ("a" * 40 + "b", AnswerContext(answer_pattern="(a+)+"), "pattern", False, "longer than"),
     (
         "ab",
-        Context(ResponseFormat("lark", "start: /abc/"), finish_reason="length"),
+        AnswerContext(ResponseFormat("lark", "start: /abc/"), finish_reason="length"),
         "grammar",
         False,
         "length",
@@ -92,7 +116,7 @@ CASES = [
 
 @pytest.mark.parametrize(("text", "context", "validator", "valid", "error"), CASES)
 def test_an_answer_is_judged_by_what_it_should_be(
-    check: Check, text: str, context: Context, validator: str, valid: bool, error: str
+    check: Check, text: str, context: AnswerContext, validator: str, valid: bool, error: str
 ) -> None:
     result = check(text, context)
     assert result is not None
@@ -101,7 +125,7 @@ def test_an_answer_is_judged_by_what_it_should_be(
 
 
 def test_what_nobody_knows_is_not_judged(check: Check) -> None:
-    assert check("hello", Context()) is None
+    assert check("hello", AnswerContext()) is None
     assert check("x" * (MAX_CHARACTERS + 1), PYTHON) is None
 
 
@@ -126,7 +150,7 @@ def test_deep_python_is_refused_and_breaks_nothing(check: Check, name: str) -> N
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 100_000, '"' + "x" * 900_000 + '"'])
 def test_deep_and_huge_json_breaks_nothing(check: Check, text: str) -> None:
-    for context in (Context(task_type="json_parsing"), schema({"type": "array"})):
+    for context in (AnswerContext(task_type="json_parsing"), schema({"type": "array"})):
         result = check(text, context)
         assert result is not None and len(result.error or "") <= MAX_ERROR
         assert result.valid == (text[0] == '"' and context.task_type == "json_parsing")
@@ -139,7 +163,7 @@ def test_a_pattern_that_never_ends_is_cut_off_beside_the_event_loop() -> None:
     evil = json.dumps("a" * 60 + "!")
 
     async def main() -> list[float]:
-        validators = Validators()
+        validators = AnswerValidators()
         await validators.validate('"a"', EVIL)
         validators._judge._check_s = 0.3
         gaps: list[float] = []
@@ -180,7 +204,7 @@ def test_a_judge_that_dies_is_replaced(check: Check) -> None:
 def test_any_text_is_judged_without_an_exception(text: str) -> None:
     for block in blocks(text):
         assert "\n```\n" not in f"\n{block.code}" or "~~~" in text or "````" in text
-    result = JsonText().check(text)
+    result = JsonValidator().check(text)
     try:
         json.loads(text)
     except ValueError:

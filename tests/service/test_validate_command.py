@@ -20,9 +20,9 @@ from coterie.core.errors import ConfigError
 from coterie.core.outcome import ValidationResult
 from coterie.core.settings import ValidatorSettings
 from coterie.service.validate import sandbox
-from coterie.service.validate.base import Context
-from coterie.service.validate.sandbox import Bounds, Ran, run
-from coterie.service.validate.validators import Validators
+from coterie.service.validate.base import AnswerContext
+from coterie.service.validate.sandbox import CommandLimits, CommandResult, run
+from coterie.service.validate.validators import AnswerValidators
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the walls are Linux's")
 # one that any user can run: as root, commands run as nobody in particular
@@ -30,11 +30,11 @@ PYTHON = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.execut
 TIMEOUT_S, MEMORY = 0.4, 100_000_000
 
 
-def ran(code: str, text: str = "the answer", timeout_s: float = TIMEOUT_S) -> Ran:
-    return asyncio.run(run([PYTHON, "-c", code], text, Bounds(timeout_s, MEMORY)))
+def ran(code: str, text: str = "the answer", timeout_s: float = TIMEOUT_S) -> CommandResult:
+    return asyncio.run(run([PYTHON, "-c", code], text, CommandLimits(timeout_s, MEMORY)))
 
 
-def patient(code: str) -> Ran:
+def patient(code: str) -> CommandResult:
     """For a command that ends by itself, on a machine that may be slow."""
     return ran(code, timeout_s=30.0)
 
@@ -283,7 +283,7 @@ def test_the_walls_stand_without_privileges_and_without_namespaces(system: str) 
 
 
 def judged(
-    text: str, context: Context, *commands: tuple[str, Sequence[str]], **options: float
+    text: str, context: AnswerContext, *commands: tuple[str, Sequence[str]], **options: float
 ) -> ValidationResult | None:
     listed = [
         ValidatorSettings(
@@ -294,7 +294,7 @@ def judged(
     ]  # fmt: skip
 
     async def main() -> ValidationResult | None:
-        validators = Validators(listed)
+        validators = AnswerValidators(listed)
         try:
             return await validators.validate(text, context)
         finally:
@@ -306,7 +306,7 @@ def judged(
 GOOD = ("good", ["/bin/sh", "-c", 'read line; test "$line" = yes'])
 BAD = ("bad", ["/bin/sh", "-c", "echo this is wrong; exit 3"])
 SILENT = ("silent", ["/bin/sh", "-c", "exit 3"])
-SQL, CLASS = Context(experts=("sql",)), Context(task_type="classification")
+SQL, CLASS = AnswerContext(experts=("sql",)), AnswerContext(task_type="classification")
 
 
 def test_commands_judge_the_experts_and_tasks_they_are_for() -> None:
@@ -317,12 +317,12 @@ def test_commands_judge_the_experts_and_tasks_they_are_for() -> None:
     assert found.validator == "bad"
     found = judged("no", CLASS, GOOD)
     assert found is not None and found.error == "the validator's exit status is 1"
-    assert judged("yes", Context(experts=("other",)), BAD) is None
-    found = judged("{}", Context(task_type="json_parsing", experts=("sql",)), SILENT)
+    assert judged("yes", AnswerContext(experts=("other",)), BAD) is None
+    found = judged("{}", AnswerContext(task_type="json_parsing", experts=("sql",)), SILENT)
     assert found is not None and found.validator == "silent" and not found.valid
-    found = judged("{", Context(task_type="json_parsing", experts=("sql",)), SILENT)
+    found = judged("{", AnswerContext(task_type="json_parsing", experts=("sql",)), SILENT)
     assert found is not None and found.validator == "json", "what is no JSON needs no command"
-    found = judged("yes", Context(task_type="code_generation", experts=("sql",)), GOOD)
+    found = judged("yes", AnswerContext(task_type="code_generation", experts=("sql",)), GOOD)
     assert found is not None and found.validator == "good"
 
 
@@ -342,4 +342,4 @@ def test_a_command_that_is_killed_says_so_and_one_that_cannot_start_says_nothing
 
 def test_a_command_that_does_not_exist_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="no program '/nowhere/check'"):
-        Validators([ValidatorSettings("gone", ("/nowhere/check",), experts=("sql",))])
+        AnswerValidators([ValidatorSettings("gone", ("/nowhere/check",), experts=("sql",))])

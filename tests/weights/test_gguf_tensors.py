@@ -13,7 +13,7 @@ from gguf_files import write_model
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.formats.gguf import TENSOR_TYPES, TensorInfo, read_gguf
 from coterie.weights.formats.gguf_tensors import expand, read_tensor
-from coterie.weights.quantize import Dense, Int4, Int8, dense
+from coterie.weights.quantize import DenseWeight, Int4Weight, Int8Weight, dense
 
 BLOCK_TYPES = {name: (block, size) for name, block, size in TENSOR_TYPES.values() if block > 1}
 
@@ -48,7 +48,7 @@ def test_kept_types_hold_the_same_values(kind: str) -> None:
     raw = gguf.quants.quantize(values, number)
     info = TensorInfo("t", (64, 256), kind, 0, raw.nbytes)
     weight = read_tensor(raw.reshape(-1).copy(), info, None)
-    assert isinstance(weight, Int8 if kind == "Q8_0" else Int4)
+    assert isinstance(weight, Int8Weight if kind == "Q8_0" else Int4Weight)
     assert np.array_equal(dense(weight).numpy(), gguf.quants.dequantize(raw, number))
 
 
@@ -56,7 +56,7 @@ def test_a_scale_too_large_for_fp16_falls_back_to_fp32() -> None:
     block = np.concatenate([np.array([20_000], np.float16).view(np.uint8), np.full(16, 0x0F)])
     raw = np.ascontiguousarray(block.astype(np.uint8))
     weight = read_tensor(raw, TensorInfo("t", (1, 32), "Q4_0", 0, 18), None)
-    assert isinstance(weight, Dense)
+    assert isinstance(weight, DenseWeight)
     expected = gguf.quants.dequantize(raw.reshape(1, -1), gguf.GGMLQuantizationType.Q4_0)
     assert np.array_equal(weight.tensor.numpy(), expected)
 
@@ -120,7 +120,7 @@ def test_default_model_equals_transformers(default_model_path: Path) -> None:
         weight = checkpoint.read(name)
         kinds.add(type(weight))
         assert torch.equal(dense(weight), oracle[name]), name
-    assert kinds == {Dense, Int8, Int4}
+    assert kinds == {DenseWeight, Int8Weight, Int4Weight}
     assert set(oracle) - set(checkpoint.names()) == {"lm_head.weight"}
     assert checkpoint.config["tie_word_embeddings"]
 
@@ -131,8 +131,8 @@ def test_dense_tensors_are_views_of_the_file(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(path)
     first = checkpoint.read("model.norm.weight")
     again = checkpoint.read("model.norm.weight")
-    assert isinstance(first, Dense)
-    assert isinstance(again, Dense)
+    assert isinstance(first, DenseWeight)
+    assert isinstance(again, DenseWeight)
     assert first.tensor.data_ptr() == again.tensor.data_ptr()
     before = path.read_bytes()
     first.tensor.zero_()

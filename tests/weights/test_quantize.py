@@ -9,9 +9,9 @@ import torch
 
 from coterie.weights.quantize import (
     DTYPES,
-    Dense,
-    Int4,
-    Int8,
+    DenseWeight,
+    Int4Weight,
+    Int8Weight,
     convert,
     dense,
     pack_nibbles,
@@ -30,7 +30,7 @@ def test_int4_nibble_order_is_low_half_then_high_half() -> None:
     q[0, 0, 16:] = 15 - q[0, 0, 16:]
     packed = pack_nibbles(q)
     assert packed.tolist() == [[j | ((15 - j) << 4) for j in range(16)]]
-    weight = Int4(packed, torch.ones(1, 1).half(), torch.zeros(1, 1).half())
+    weight = Int4Weight(packed, torch.ones(1, 1).half(), torch.zeros(1, 1).half())
     assert dense(weight).tolist() == [q.flatten().tolist()]
 
 
@@ -79,10 +79,10 @@ def test_slicing_rows_changes_nothing(
 
 
 def test_auto_keeps_what_is_stored(matrix: torch.Tensor) -> None:
-    for stored in (Dense(matrix), Dense(matrix.bfloat16()), quantize_int8(matrix)):
+    for stored in (DenseWeight(matrix), DenseWeight(matrix.bfloat16()), quantize_int8(matrix)):
         assert convert(stored, "auto") is stored
-    half = convert(Dense(matrix.half()), "auto")
-    assert isinstance(half, Dense)
+    half = convert(DenseWeight(matrix.half()), "auto")
+    assert isinstance(half, DenseWeight)
     assert half.tensor.dtype == torch.float32
     assert torch.equal(half.tensor, matrix.half().float())
 
@@ -94,12 +94,12 @@ def test_nothing_is_rounded_twice(matrix: torch.Tensor, dtype: str) -> None:
 
 
 def test_conversions_have_the_asked_type(matrix: torch.Tensor) -> None:
-    assert isinstance(convert(Dense(matrix), "int8"), Int8)
-    assert isinstance(convert(Dense(matrix), "int4"), Int4)
+    assert isinstance(convert(DenseWeight(matrix), "int8"), Int8Weight)
+    assert isinstance(convert(DenseWeight(matrix), "int4"), Int4Weight)
     for dtype, expected in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        for stored in (Dense(matrix), quantize_int8(matrix), quantize_int4(matrix)):
+        for stored in (DenseWeight(matrix), quantize_int8(matrix), quantize_int4(matrix)):
             got = convert(stored, dtype)
-            assert isinstance(got, Dense)
+            assert isinstance(got, DenseWeight)
             assert got.tensor.dtype == expected
             assert torch.equal(got.tensor, dense(stored).to(expected))
 
@@ -107,7 +107,7 @@ def test_conversions_have_the_asked_type(matrix: torch.Tensor) -> None:
 @pytest.mark.parametrize("shape", [(7,), (5, 40), (0, 32)])
 def test_what_has_no_groups_stays_dense(shape: tuple[int, ...]) -> None:
     for dtype in ("int8", "int4"):
-        assert isinstance(convert(Dense(torch.ones(shape)), dtype), Dense)
+        assert isinstance(convert(DenseWeight(torch.ones(shape)), dtype), DenseWeight)
 
 
 def test_sizes_are_those_of_the_format(matrix: torch.Tensor) -> None:
@@ -118,7 +118,7 @@ def test_sizes_are_those_of_the_format(matrix: torch.Tensor) -> None:
 
 def test_unknown_dtype_is_named() -> None:
     with pytest.raises(ValueError, match="fp8"):
-        convert(Dense(torch.ones(1)), "fp8")
+        convert(DenseWeight(torch.ones(1)), "fp8")
     assert set(DTYPES) == {"auto", "fp32", "bf16", "int8", "int4"}
 
 

@@ -17,14 +17,14 @@ from tiny import tiny_checkpoint
 
 from coterie.core.errors import WeightsError
 from coterie.weights.checkpoint import open_checkpoint
-from coterie.weights.quantize import Dense
+from coterie.weights.quantize import DenseWeight
 
 INDEX = "model.safetensors.index.json"
 
 
 def tensor_of(path: Path, name: str) -> torch.Tensor:
     weight = open_checkpoint(path).read(name)
-    assert isinstance(weight, Dense)
+    assert isinstance(weight, DenseWeight)
     return weight.tensor
 
 
@@ -76,8 +76,8 @@ def test_a_sharded_model_equals_transformers() -> None:
 def test_tensors_are_views_and_the_file_is_never_changed(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     first, again = checkpoint.read("w1.0"), checkpoint.read("w1.0")
-    assert isinstance(first, Dense)
-    assert isinstance(again, Dense)
+    assert isinstance(first, DenseWeight)
+    assert isinstance(again, DenseWeight)
     assert first.tensor.data_ptr() == again.tensor.data_ptr()
     before = (folder / "model-00001-of-00002.safetensors").read_bytes()
     first.tensor.fill_(7)

@@ -21,9 +21,16 @@ from coterie.core.events import Failed, Finished
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
 from coterie.packages.digest import digest_of
 from coterie.workers import wire
-from coterie.workers.base import AdapterLoad, Command, Replica, ReplicaInfo, Report, WorkerSpec
+from coterie.workers.base import (
+    AdapterLoad,
+    Replica,
+    ReplicaInfo,
+    WorkerCommand,
+    WorkerReport,
+    WorkerSpec,
+)
 from coterie.workers.inproc import InprocReplica
-from coterie.workers.process import ProcessReplica, Restart
+from coterie.workers.process import ProcessReplica, RestartPolicy
 
 TRANSPORTS: dict[str, Callable[[WorkerSpec], Replica]] = {
     "inproc": InprocReplica,
@@ -113,7 +120,7 @@ def test_a_crash_is_a_pause_and_keeps_the_digest(library: Library) -> None:
         spec = replace(
             tiny_spec(), library=str(root), adapters=AdapterSettings(device_bytes=4_000_000)
         )
-        replica = ProcessReplica(spec, Restart(backoff_s=0.05))
+        replica = ProcessReplica(spec, RestartPolicy(backoff_s=0.05))
         await replica.start()
         try:
             listener = await begin(replica, asked("long", choices[1], max_tokens=200))
@@ -151,10 +158,10 @@ def test_a_worker_without_a_library_runs_no_adapters(library: Library) -> None:
 
 
 def test_the_new_words_cross_the_wire() -> None:
-    command = Command("preload", adapters=(AdapterChoice("x", "d", -0.5),))
+    command = WorkerCommand("preload", adapters=(AdapterChoice("x", "d", -0.5),))
     assert wire.decode_command(wire.encode(command)) == command
     for adapters in (None, (), (AdapterLoad("d", True, 2, 0.1, 0.2, 0.3),)):
-        report = Report(adapters=adapters)
+        report = WorkerReport(adapters=adapters)
         assert wire.decode_report(wire.encode(report)) == report
     spec = replace(tiny_spec(), library="/l", adapters=AdapterSettings(1, 2, "grouped"))
     assert wire.decode_spec(wire.encode(spec)) == spec

@@ -14,7 +14,7 @@ from coterie.core.errors import CoterieError, Forbidden, InvalidRequest, NotFoun
 from coterie.packages.archive import inspect, pack, repack
 from coterie.packages.digest import CONFIG, WEIGHTS, digest_of
 from coterie.packages.manifest import from_document
-from coterie.packages.registry import Registry
+from coterie.packages.registry import AdapterRegistry
 from coterie.packages.signing import new_key, public_of, read_key, signed
 from coterie.packages.trust import TrustStore
 from coterie.workers.adapter_names import AdapterNames
@@ -106,7 +106,7 @@ def test_an_installed_name_goes_before_a_folder_beside_us(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     other = lora_directory(tmp_path / "poet", seed=5)
-    registry = Registry(tmp_path / "experts")
+    registry = AdapterRegistry(tmp_path / "experts")
     trust = TrustStore(tmp_path / "trust.json")
     registry.install(source, trust=trust, allow_unsigned=True, name="poet", version="1.0.0")
     registry.close()

@@ -19,7 +19,7 @@ from coterie.core.events import Delta, Failed, Finished, Started, Timings, Token
 from coterie.core.plain import fault_of
 from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
 from coterie.workers import wire
-from coterie.workers.base import AdapterLoad, Command, Report
+from coterie.workers.base import AdapterLoad, WorkerCommand, WorkerReport
 from coterie.workers.process import ProcessReplica
 
 # by request: a word of the path that the log must tell
@@ -107,7 +107,7 @@ def test_a_command_that_cannot_be_sent_or_read_fails_its_request() -> None:
 
 
 def test_a_report_is_read_piece_by_piece() -> None:
-    report = Report(
+    report = WorkerReport(
         admitted=[("a", Admitted("r", 0.5))],
         started=[Started("a", "r", 1, 0), Started("b", "r", "one", 0)],  # type: ignore[arg-type]
         deltas=[Delta("b", 0, "x", (1,)), Delta("a", 0, "y", (2,))],
@@ -151,5 +151,5 @@ def test_paths_name_what_is_wrong() -> None:
     # an int may stand for a float, as everywhere
     assert fault_of(Timings(1, 0), Timings) is None
     assert fault_of({"a": np.int64(1)}, dict[str, float]) == "['a']: int64"
-    for kind in (Report, Command, LaneState, AdapterLoad):
+    for kind in (WorkerReport, WorkerCommand, LaneState, AdapterLoad):
         assert fault_of(object(), kind) == ": object"

@@ -18,7 +18,7 @@ from storm import QUICK, eight, kill, said, until_died
 
 from coterie.core.events import Failed, Finished
 from coterie.core.plan import Assignment
-from coterie.workers.process import ProcessReplica, Restart
+from coterie.workers.process import ProcessReplica, RestartPolicy
 
 
 async def until_healthy(replica: ProcessReplica, timeout_s: float = 60) -> None:
@@ -100,10 +100,18 @@ def test_two_crashes_then_alone_then_a_typed_failure() -> None:
 
 @pytest.mark.full
 def test_restarts_back_off() -> None:
-    assert [Restart(0.5, 30).pause_s(n) for n in (1, 2, 3, 7, 40)] == [0.5, 1.0, 2.0, 30.0, 30.0]
+    assert [RestartPolicy(0.5, 30).pause_s(n) for n in (1, 2, 3, 7, 40)] == [
+        0.5,
+        1.0,
+        2.0,
+        30.0,
+        30.0,
+    ]
 
     async def test() -> None:
-        replica = ProcessReplica(tiny_spec(), Restart(backoff_s=0.3, max_backoff_s=60, hang_s=0))
+        replica = ProcessReplica(
+            tiny_spec(), RestartPolicy(backoff_s=0.3, max_backoff_s=60, hang_s=0)
+        )
         await replica.start()
         gaps = []
         try:
@@ -125,7 +133,7 @@ def test_restarts_back_off() -> None:
 
 def test_a_silent_worker_is_killed_and_replaced() -> None:
     async def test() -> None:
-        replica = ProcessReplica(tiny_spec(), Restart(0.05, 0.2, hang_s=1.0))
+        replica = ProcessReplica(tiny_spec(), RestartPolicy(0.05, 0.2, hang_s=1.0))
         await replica.start()
         try:
             undisturbed = (await run(replica, assign("u", max_tokens=400))).tokens()
@@ -150,7 +158,7 @@ def test_a_silent_worker_is_replaced_though_its_requests_have_ended() -> None:
     """Deadlines end requests without the worker: that must not hide that it is hung."""
 
     async def test() -> None:
-        replica = ProcessReplica(tiny_spec(), Restart(0.05, 0.2, hang_s=1.2))
+        replica = ProcessReplica(tiny_spec(), RestartPolicy(0.05, 0.2, hang_s=1.2))
         await replica.start()
         try:
             hung = replica.pid

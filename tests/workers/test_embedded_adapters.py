@@ -11,7 +11,7 @@ from tiny import tiny_checkpoint
 
 from coterie import LLM
 from coterie.core.errors import ContextLengthExceeded, InvalidRequest, NotFound
-from coterie.packages.registry import Registry
+from coterie.packages.registry import AdapterRegistry
 from coterie.packages.trust import TrustStore
 from coterie.workers.adapter_names import parse
 
@@ -58,7 +58,7 @@ def test_weights_stacks_and_streams(llm: LLM) -> None:
 
 
 def test_installed_names_and_versions(llm: LLM, home: Path) -> None:
-    registry, trust = Registry(home), TrustStore(home / "trust.json")
+    registry, trust = AdapterRegistry(home), TrustStore(home / "trust.json")
     for version, seed in (("1.0.0", 3), ("2.0.0", 4)):
         registry.install(
             adapter("lora", seed), trust=trust, allow_unsigned=True, name="poet", version=version

@@ -15,8 +15,8 @@ from coterie.core.errors import InvalidRequest
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.core.plan import Admitted, Rejected
 from coterie.core.request import Sampling
-from coterie.workers.base import Report
-from coterie.workers.ledger import LATE_S, Ledger
+from coterie.workers.base import WorkerReport
+from coterie.workers.ledger import LATE_S, InFlightRequests
 
 FULL = Rejected("overloaded", "full", 1.0)
 
@@ -29,32 +29,34 @@ def on_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
     return runner
 
 
-def accepted(ledger: Ledger, name: str, sampling: Sampling = GREEDY) -> list[Event]:
+def accepted(ledger: InFlightRequests, name: str, sampling: Sampling = GREEDY) -> list[Event]:
     events: list[Event] = []
     verdict = ledger.open(assign(name, sampling=sampling), events.append)
-    ledger.take(Report(admitted=[(name, Admitted("r0", 0.1))], started=[Started(name, "r0", 4, 0)]))
+    ledger.take(
+        WorkerReport(admitted=[(name, Admitted("r0", 0.1))], started=[Started(name, "r0", 4, 0)])
+    )
     assert isinstance(verdict.result(), Admitted)
     return events
 
 
-def delta(name: str, *tokens: int, choice: int = 0, end: str | None = None) -> Report:
-    return Report(deltas=[Delta(name, choice, "", tokens, finish_reason=end)])
+def delta(name: str, *tokens: int, choice: int = 0, end: str | None = None) -> WorkerReport:
+    return WorkerReport(deltas=[Delta(name, choice, "", tokens, finish_reason=end)])
 
 
 NINE = Timings(total_s=9.0)
 
 
-def finished(name: str, timings: Timings = NINE) -> Report:
-    return Report(finished=[Finished(name, ("stop",), Usage(4, 1, 3), timings)])
+def finished(name: str, timings: Timings = NINE) -> WorkerReport:
+    return WorkerReport(finished=[Finished(name, ("stop",), Usage(4, 1, 3), timings)])
 
 
-def resumed(ledger: Ledger) -> dict[str, Any]:
+def resumed(ledger: InFlightRequests) -> dict[str, Any]:
     return {item.request_id: item for item in ledger.resume()}
 
 
 @on_loop
 async def test_a_crash_resumes_behind_what_the_client_has() -> None:
-    ledger = Ledger()
+    ledger = InFlightRequests()
     two = Sampling(temperature=0.0, top_p=1.0, n=2, num_beams=1, seed=1)
     events = accepted(ledger, "a", two)
     ledger.take(delta("a", 1, 2))
@@ -64,7 +66,9 @@ async def test_a_crash_resumes_behind_what_the_client_has() -> None:
     again = resumed(ledger)["a"]
     assert again.emitted == ((1, 2), (3,)) and again.finished == (1,)
     # the second worker begins again: its verdict and Started are not news
-    ledger.take(Report(admitted=[("a", Admitted("r0", 0.1))], started=[Started("a", "r0", 4, 9)]))
+    ledger.take(
+        WorkerReport(admitted=[("a", Admitted("r0", 0.1))], started=[Started("a", "r0", 4, 9)])
+    )
     ledger.take(delta("a", 4, end="length"))
     ledger.take(finished("a"))
     kinds = [type(event).__name__ for event in events]
@@ -76,10 +80,10 @@ async def test_a_crash_resumes_behind_what_the_client_has() -> None:
 
 @on_loop
 async def test_a_takeover_did_not_wait_in_the_queue_while_it_ran() -> None:
-    ledger = Ledger()
+    ledger = InFlightRequests()
     events: list[Event] = []
     ledger.open(replace(assign("a"), arrived_at=time.monotonic() - 1.0), events.append)
-    ledger.take(Report(started=[Started("a", "r0", 4, 0)]))
+    ledger.take(WorkerReport(started=[Started("a", "r0", 4, 0)]))
     ledger.take(delta("a", 1, 2))
     ledger.crashed()
     resumed(ledger)
@@ -94,7 +98,7 @@ async def test_a_takeover_did_not_wait_in_the_queue_while_it_ran() -> None:
 
 @on_loop
 async def test_a_lost_last_word_is_made_up() -> None:
-    ledger = Ledger()
+    ledger = InFlightRequests()
     events = accepted(ledger, "a")
     ledger.take(delta("a", 1, 2, 3, end="stop"))
     ledger.crashed()
@@ -106,7 +110,7 @@ async def test_a_lost_last_word_is_made_up() -> None:
 
 @on_loop
 async def test_two_crashes_then_alone_then_failed() -> None:
-    ledger = Ledger()
+    ledger = InFlightRequests()
     events = {name: accepted(ledger, name) for name in ("a", "b")}
     ledger.crashed()
     assert set(resumed(ledger)) == {"a", "b"} and not ledger.quarantined
@@ -130,32 +134,32 @@ async def test_two_crashes_then_alone_then_failed() -> None:
 
 @on_loop
 async def test_an_accepted_request_waits_when_the_new_worker_is_full() -> None:
-    ledger = Ledger()
+    ledger = InFlightRequests()
     accepted(ledger, "a")
     events = accepted(ledger, "b")
     ledger.crashed()
     assert set(resumed(ledger)) == {"a", "b"}
-    ledger.take(Report(rejected=[("b", FULL)]))
+    ledger.take(WorkerReport(rejected=[("b", FULL)]))
     assert ledger.waiting == 1 and not isinstance(events[-1], Failed)
     ledger.take(finished("a"))
     assert set(resumed(ledger)) == {"b"}
     # also by a worker that runs nothing we know of: aborted requests may still fill its queue
-    ledger.take(Report(rejected=[("b", FULL)]))
+    ledger.take(WorkerReport(rejected=[("b", FULL)]))
     assert set(resumed(ledger)) == {"b"} and not isinstance(events[-1], Failed)
     # a refusal without a time to come back is final
-    ledger.take(Report(rejected=[("b", Rejected("invalid_request", "never", None))]))
+    ledger.take(WorkerReport(rejected=[("b", Rejected("invalid_request", "never", None))]))
     assert isinstance(events[-1], Failed) and events[-1].code == "invalid_request"
     assert len(ledger) == 0
 
 
 @on_loop
 async def test_refusals_drops_and_late_words() -> None:
-    ledger = Ledger()
+    ledger = InFlightRequests()
     events: list[Event] = []
     verdict = ledger.open(assign("a"), events.append)
     with pytest.raises(InvalidRequest):
         ledger.open(assign("a"), events.append)
-    ledger.take(Report(rejected=[("a", FULL)]))
+    ledger.take(WorkerReport(rejected=[("a", FULL)]))
     assert verdict.result() == FULL and len(ledger) == 0 and events == []
     events = accepted(ledger, "b")
     assert ledger.drop("b") and not ledger.drop("b")
@@ -167,7 +171,7 @@ async def test_refusals_drops_and_late_words() -> None:
 
 @on_loop
 async def test_a_request_without_verdict_survives_a_crash() -> None:
-    ledger = Ledger()
+    ledger = InFlightRequests()
     events: list[Event] = []
     verdict = ledger.open(assign("a"), events.append)
     ledger.crashed()
@@ -178,7 +182,7 @@ async def test_a_request_without_verdict_survives_a_crash() -> None:
 
 @on_loop
 async def test_a_deadline_holds_when_the_worker_is_silent() -> None:
-    ledger = Ledger()
+    ledger = InFlightRequests()
     two = Sampling(temperature=0.0, top_p=1.0, n=2, num_beams=1, seed=1)
     events: list[Event] = []
     unheard: list[Event] = []
@@ -187,7 +191,7 @@ async def test_a_deadline_holds_when_the_worker_is_silent() -> None:
     ledger.open(begun, events.append)
     verdict = ledger.open(replace(assign("unheard"), deadline=soon), unheard.append)
     ended = accepted(ledger, "plain")
-    ledger.take(Report(started=[Started("begun", "r0", 4, 0)]))
+    ledger.take(WorkerReport(started=[Started("begun", "r0", 4, 0)]))
     ledger.take(delta("begun", 1, 2))
     ledger.take(delta("begun", 3, choice=1, end="stop"))
     # dead or alive
@@ -208,7 +212,7 @@ async def test_a_deadline_holds_when_the_worker_is_silent() -> None:
 
 @on_loop
 async def test_a_deadline_that_was_kept_says_nothing_more() -> None:
-    ledger = Ledger()
+    ledger = InFlightRequests()
     events: list[Event] = []
     ledger.open(replace(assign("a"), deadline=time.monotonic() + 60), events.append)
     ledger.take(finished("a"))
@@ -219,8 +223,8 @@ async def test_a_deadline_that_was_kept_says_nothing_more() -> None:
 
 @on_loop
 async def test_a_worker_owes_a_word_for_the_deadline_it_missed() -> None:
-    ledger = Ledger()
-    for heard in (lambda: ledger.take(Report()), ledger.crashed):
+    ledger = InFlightRequests()
+    for heard in (lambda: ledger.take(WorkerReport()), ledger.crashed):
         ledger.open(replace(assign("a"), deadline=time.monotonic()), lambda event: None)
         await asyncio.sleep(LATE_S + 0.05)
         assert len(ledger) == 0 and ledger.working

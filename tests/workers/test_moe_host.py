@@ -13,12 +13,12 @@ import pytest
 from tiny import tiny_checkpoint
 
 from coterie import LLM
-from coterie.core.dispatch import DispatchSettings, ExpertUsage
+from coterie.core.dispatch import MoeSettings, MoeUsage
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.moe.dispatch.pace import MIN_INTERVAL
-from coterie.moe.runtime.budget import ExpertSizes, Needs, size_tiers
+from coterie.moe.runtime.budget import ExpertSizes, TierNeeds, size_tiers
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.base import Geometry
+from coterie.moe.store.base import ExpertGeometry
 from coterie.workers.warmup import SAVE_EVERY_S, HeatmapFile, heatmap_path
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
@@ -114,8 +114,8 @@ def test_a_budget_in_bytes_holds_the_context_first(moe: Path) -> None:
 def test_what_is_taken_unasked_fits_what_is_free(strategy: str, kv_bytes: int) -> None:
     sizes = ExpertSizes(total=1000, slot_bytes=10, expert_bytes=10_000)
     on_host = strategy != "lru"
-    needs = Needs(strategy != "cpu_only", on_host, 2000, 2000, kv_bytes)
-    tiers = size_tiers(DispatchSettings(strategy=strategy), sizes, needs)
+    needs = TierNeeds(strategy != "cpu_only", on_host, 2000, 2000, kv_bytes)
+    tiers = size_tiers(MoeSettings(strategy=strategy), sizes, needs)
     assert (tiers.device + tiers.host) * 10 + kv_bytes <= 2000
     assert tiers.host > 0
 
@@ -262,7 +262,7 @@ def test_hybrid_is_paid_before_the_first_request(moe: Path) -> None:
 
 def test_heatmap_files_are_saved_rarely_and_read_with_distrust(tmp_path: Path) -> None:
     now = [0.0]
-    geometry = Geometry((0, 1), 4, 2)
+    geometry = ExpertGeometry((0, 1), 4, 2)
     path = tmp_path / "heatmaps" / "w.json"
 
     def make(fingerprint: str = "f") -> HeatmapFile:
@@ -284,7 +284,7 @@ def test_heatmap_files_are_saved_rarely_and_read_with_distrust(tmp_path: Path) -
     path.write_text('{"version": 1')
     assert make().load(geometry) is None
     path.write_bytes(written)
-    assert make().load(Geometry((0,), 4, 2)) is None
+    assert make().load(ExpertGeometry((0,), 4, 2)) is None
 
 
 def test_where_heatmaps_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +344,7 @@ def test_a_dense_model_takes_no_expert_settings() -> None:
 
 
 def test_usages_add() -> None:
-    one = ExpertUsage(device_hits=1, device_misses=2, host_runs=1, read_bytes=5, stall_s=0.5)
+    one = MoeUsage(device_hits=1, device_misses=2, host_runs=1, read_bytes=5, stall_s=0.5)
     both = one + one
     assert (both.device_hits, both.read_bytes, both.stall_s) == (2, 10, 1.0)
-    assert both.demands == 8 and one.fallback_rate == 0.75 and ExpertUsage().fallback_rate == 0
+    assert both.demands == 8 and one.fallback_rate == 0.75 and MoeUsage().fallback_rate == 0

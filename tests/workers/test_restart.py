@@ -13,12 +13,12 @@ import pytest
 from rig import assign, begin, own_workers, tiny_spec
 
 from coterie.core.events import Failed, Finished
-from coterie.workers.base import ReplicaInfo, Report, WorkerSpec
-from coterie.workers.process import ProcessReplica, Restart
-from coterie.workers.spawn import Child
+from coterie.workers.base import ReplicaInfo, WorkerReport, WorkerSpec
+from coterie.workers.process import ProcessReplica, RestartPolicy
+from coterie.workers.spawn import WorkerProcess
 
-QUICK = Restart(backoff_s=0.05, max_backoff_s=0.2, hang_s=0)
-Spawned = tuple[Child, ReplicaInfo]
+QUICK = RestartPolicy(backoff_s=0.05, max_backoff_s=0.2, hang_s=0)
+Spawned = tuple[WorkerProcess, ReplicaInfo]
 
 
 def kill(replica: ProcessReplica) -> None:
@@ -27,9 +27,9 @@ def kill(replica: ProcessReplica) -> None:
 
 
 def test_a_start_that_the_system_refuses_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, refusals = Child.spawn, [OSError("no more processes")]
+    real, refusals = WorkerProcess.spawn, [OSError("no more processes")]
 
-    async def spawn(spec: WorkerSpec, path: Path, take: Callable[[Report], None]) -> Spawned:
+    async def spawn(spec: WorkerSpec, path: Path, take: Callable[[WorkerReport], None]) -> Spawned:
         if refusals:
             raise refusals.pop()
         return await real(spec, path, take)
@@ -40,7 +40,7 @@ def test_a_start_that_the_system_refuses_is_tried_again(monkeypatch: pytest.Monk
         try:
             listener = await begin(replica, assign("a", max_tokens=200))
             await listener.until(lambda seen: len(seen.tokens()) >= 5)
-            monkeypatch.setattr(Child, "spawn", spawn)
+            monkeypatch.setattr(WorkerProcess, "spawn", spawn)
             kill(replica)
             assert isinstance(await listener.ended(), Finished) and not refusals
             assert len(listener.tokens()) == 200
@@ -51,10 +51,10 @@ def test_a_start_that_the_system_refuses_is_tried_again(monkeypatch: pytest.Monk
 
 
 def test_a_changed_model_ends_what_ran_and_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Child.spawn
+    real = WorkerProcess.spawn
     specs: list[WorkerSpec] = []
 
-    async def spawn(spec: WorkerSpec, path: Path, take: Callable[[Report], None]) -> Spawned:
+    async def spawn(spec: WorkerSpec, path: Path, take: Callable[[WorkerReport], None]) -> Spawned:
         specs.append(spec)
         child, info = await real(spec, path, take)
         return child, replace(info, fingerprint="other") if len(specs) == 1 else info
@@ -65,7 +65,7 @@ def test_a_changed_model_ends_what_ran_and_takes_nothing(monkeypatch: pytest.Mon
         info = await replica.start()
         try:
             listener = await begin(replica, assign("a", max_tokens=200))
-            monkeypatch.setattr(Child, "spawn", spawn)
+            monkeypatch.setattr(WorkerProcess, "spawn", spawn)
             kill(replica)
             end = await listener.ended()
             assert isinstance(end, Failed) and end.code == "unavailable"
@@ -84,7 +84,7 @@ def test_a_changed_model_ends_what_ran_and_takes_nothing(monkeypatch: pytest.Mon
 def test_close_ends_requests_also_when_the_supervisor_broke(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def broken() -> Child:
+    async def broken() -> WorkerProcess:
         raise RuntimeError("a bug")
 
     async def test() -> None:

@@ -22,11 +22,11 @@ from coterie.workers.process import (
     LOAD_BASE_S,
     LOAD_BYTES_PER_S,
     ProcessReplica,
-    Restart,
+    RestartPolicy,
 )
 from coterie.workers.spawn import is_own_directory, remove_directory, socket_directory
 
-QUICK = Restart(backoff_s=0.05, max_backoff_s=0.2, hang_s=0)
+QUICK = RestartPolicy(backoff_s=0.05, max_backoff_s=0.2, hang_s=0)
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 90) -> None:
@@ -131,7 +131,7 @@ def test_a_gateway_that_was_held_up_does_not_blame_its_worker(
 @pytest.mark.full
 def test_a_worker_that_stays_stopped_is_replaced_though_it_has_no_work() -> None:
     async def test() -> None:
-        replica = ProcessReplica(tiny_spec(), Restart(0.05, 0.2, hang_s=1.0))
+        replica = ProcessReplica(tiny_spec(), RestartPolicy(0.05, 0.2, hang_s=1.0))
         await replica.start()
         try:
             old = signalled(replica, signal.SIGSTOP)

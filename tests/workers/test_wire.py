@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from coterie.core.dispatch import DispatchSettings, ExpertUsage
+from coterie.core.dispatch import MoeSettings, MoeUsage
 from coterie.core.events import Delta, Failed, Finished, Started, Timings, TokenLogprob, Usage
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 from coterie.core.request import Limits, Sampling
 from coterie.workers import wire
-from coterie.workers.base import Command, LaneSpec, ReplicaInfo, Report, WorkerSpec
+from coterie.workers.base import LaneSpec, ReplicaInfo, WorkerCommand, WorkerReport, WorkerSpec
 
 
 def test_commands() -> None:
@@ -27,13 +27,17 @@ def test_commands() -> None:
         emitted=((1, 2), ()),
         finished=(0,),
     )
-    for command in (Command("submit", "r", assignment), Command("abort", "r"), Command("stop")):
+    for command in (
+        WorkerCommand("submit", "r", assignment),
+        WorkerCommand("abort", "r"),
+        WorkerCommand("stop"),
+    ):
         assert wire.decode_command(wire.encode(command)) == command
 
 
 def test_reports() -> None:
     logprob = TokenLogprob(5, "\ufffd", b"\xff\x00", -math.inf, ((5, "a", b"a", -0.1),))
-    report = Report(
+    report = WorkerReport(
         admitted=[("a", Admitted("r0", 0.25))],
         rejected=[("b", Rejected("overloaded", "full", None))],
         started=[Started("a", "r0", 3, 2, (None, logprob))],
@@ -49,7 +53,7 @@ def test_reports() -> None:
                 ("stop",),
                 Usage(1, 2),
                 Timings(),
-                ExpertUsage(device_misses=3, read_bytes=2**40, stall_s=0.5),
+                MoeUsage(device_misses=3, read_bytes=2**40, stall_s=0.5),
             ),
         ],
         failed=[Failed("c", "worker_crashed", "twice", 1.0)],
@@ -63,7 +67,7 @@ def test_reports() -> None:
 
 
 def test_loading() -> None:
-    dispatch = DispatchSettings("lru+active_only", "6GB", "25%", 3, deterministic=True)
+    dispatch = MoeSettings("lru+active_only", "6GB", "25%", 3, deterministic=True)
     lanes = (LaneSpec("a", context=64, share=0.5),)
     spec = WorkerSpec("r0", "/models/a", lanes, kv_bytes=7, dispatch=dispatch)
     assert wire.decode_spec(wire.encode(spec)) == spec
@@ -72,5 +76,8 @@ def test_loading() -> None:
         weight_bytes=1, kv_bytes=2, fingerprint="f", contexts={"a": 64}, max_sequences={"a": 4},
         generation={"eos_token_id": [1, 2], "temperature": 0.6},
     )  # fmt: skip
-    for loaded in (wire.Loaded(info), wire.Loaded(code="weights_error", message="broken")):
+    for loaded in (
+        wire.LoadOutcome(info),
+        wire.LoadOutcome(code="weights_error", message="broken"),
+    ):
         assert wire.decode_loaded(wire.encode(loaded)) == loaded

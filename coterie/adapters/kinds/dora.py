@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from coterie.adapters.kinds.folding import turned
+from coterie.adapters.kinds.folding import transposed
 from coterie.adapters.kinds.lora import read
 from coterie.core.errors import WeightsError
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from coterie.adapters.base import Change, Target
-    from coterie.adapters.kinds.folding import Folding
+    from coterie.adapters.base import ModuleChange, Target
+    from coterie.adapters.kinds.folding import ModulePatchBuilder
 
 __all__ = ["apply", "read"]
 
 
-def apply(folding: Folding, change: Change, weight: float) -> None:
+def apply(folding: ModulePatchBuilder, change: ModuleChange, weight: float) -> None:
     if change.a is None or change.b is None or change.magnitude is None:
         return
     strength = weight * change.scaling
-    b = turned(change.b.float())
+    b = transposed(change.b.float())
     squared = _norms_squared(folding.target, change.a.float(), b, strength)
     if not squared.min() > 0:
         raise WeightsError(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from coterie.adapters.base import Target
 
 
-class Folding:
+class ModulePatchBuilder:
     def __init__(self, target: Target) -> None:
         self.target = target
         self._inner: Tensor | None = None  # [in] fp32
@@ -36,7 +36,7 @@ class Folding:
         """f(x) + strength * (x a^T) b^T, both factors as stored: a [r, in], b [out, r]."""
         # a power of two changes no digit of bf16; everything else is worked out in fp32
         exact = b.dtype == torch.bfloat16 and abs(math.frexp(strength)[0]) == 0.5
-        rows = turned(b if exact else b.float())
+        rows = transposed(b if exact else b.float())
         self.join(a, rows if strength == 1 else rows.mul_(strength))
 
     def join(self, a: Tensor, b: Tensor) -> None:
@@ -106,7 +106,7 @@ def is_finite(tensor: Tensor) -> bool:
     return finite.is_finite(words, _NAMES[tensor.dtype])
 
 
-def turned(matrix: Tensor) -> Tensor:
+def transposed(matrix: Tensor) -> Tensor:
     """The transpose, row by row in memory of its own."""
     kind = _WORDS[matrix.dtype]
     columns = matrix.view(kind).numpy().T

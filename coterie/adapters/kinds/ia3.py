@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from coterie.adapters.base import Change
+from coterie.adapters.base import ModuleChange
 from coterie.adapters.kinds import options
 from coterie.adapters.kinds.lora import PREFIX
 from coterie.core.errors import WeightsError
@@ -16,7 +16,7 @@ from coterie.core.errors import WeightsError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from coterie.adapters.kinds.folding import Folding
+    from coterie.adapters.kinds.folding import ModulePatchBuilder
 
 PEFT_TYPE = "IA3"
 
@@ -29,7 +29,7 @@ _REFUSED = {"modules_to_save": "it replaces whole modules of the base model"}
 _SUFFIX = ".ia3_l"
 
 
-def read(config: options.Config, tensors: Mapping[str, Tensor]) -> dict[str, Change]:
+def read(config: options.PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, ModuleChange]:
     options.check(config, _UNDERSTOOD, _REFUSED)
     is_target = options.targeting(options.names(config, "target_modules"))
     inner = options.names(config, "feedforward_modules")
@@ -46,11 +46,11 @@ def read(config: options.Config, tensors: Mapping[str, Tensor]) -> dict[str, Cha
         if tensor.dim() != 2 or tensor.shape[0 if feedforward else 1] != 1:
             form = "[1, in]: feedforward_modules names it" if feedforward else "[out, 1]"
             raise WeightsError(f"{name!r} has shape {list(tensor.shape)}, not {form}")
-        changes[path] = Change(vector=tensor.flatten(), feedforward=feedforward)
+        changes[path] = ModuleChange(vector=tensor.flatten(), feedforward=feedforward)
     return changes
 
 
-def apply(folding: Folding, change: Change, weight: float) -> None:
+def apply(folding: ModulePatchBuilder, change: ModuleChange, weight: float) -> None:
     if change.vector is None or not weight:
         return
     vector = change.vector.float()

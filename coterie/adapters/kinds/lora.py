@@ -10,14 +10,14 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from coterie.adapters.base import Change
+from coterie.adapters.base import ModuleChange
 from coterie.adapters.kinds import options
 from coterie.core.errors import WeightsError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from coterie.adapters.kinds.folding import Folding
+    from coterie.adapters.kinds.folding import ModulePatchBuilder
 
 PEFT_TYPE = "LORA"
 MAX_RANK = 4096
@@ -54,7 +54,7 @@ _SUFFIXES = {".lora_A.weight": "a", ".lora_B.weight": "b", ".lora_magnitude_vect
 PREFIX = "base_model.model."
 
 
-def read(config: options.Config, tensors: Mapping[str, Tensor]) -> dict[str, Change]:
+def read(config: options.PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, ModuleChange]:
     """By module path. Every tensor must belong, and every module must be whole."""
     _check(config)
     ranks, alphas = options.table(config, "rank_pattern"), options.table(config, "alpha_pattern")
@@ -69,18 +69,18 @@ def read(config: options.Config, tensors: Mapping[str, Tensor]) -> dict[str, Cha
         strength = options.number(options.pick(alphas, path, alpha), "alpha_pattern")
         scaling = strength / (math.sqrt(own) if rooted else own)
         _check_module(path, parts, own, dora)
-        changes[path] = Change(
+        changes[path] = ModuleChange(
             a=parts["a"], b=parts["b"], scaling=scaling, magnitude=parts.get("magnitude")
         )
     return changes
 
 
-def apply(folding: Folding, change: Change, weight: float) -> None:
+def apply(folding: ModulePatchBuilder, change: ModuleChange, weight: float) -> None:
     if change.a is not None and change.b is not None and weight:
         folding.add(change.a, change.b, weight * change.scaling)
 
 
-def _check(config: options.Config) -> None:
+def _check(config: options.PeftConfig) -> None:
     options.check(config, _UNDERSTOOD, _REFUSED)
     if config.get("bias", "none") != "none":
         raise WeightsError(
@@ -96,7 +96,9 @@ def _check(config: options.Config) -> None:
         )
 
 
-def _modules(config: options.Config, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def _modules(
+    config: options.PeftConfig, tensors: Mapping[str, Tensor]
+) -> dict[str, dict[str, Tensor]]:
     is_target = options.targeting(options.names(config, "target_modules"))
     tied = options.flag(config, "ensure_weight_tying")
     found: dict[str, dict[str, Tensor]] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from coterie.core.errors import WeightsError
 
-Config = Mapping[str, Any]
+PeftConfig = Mapping[str, Any]
 
 
 def keys(*lines: str) -> frozenset[str]:
@@ -32,7 +32,7 @@ _PLAIN = re.compile(r"[\w.\-]*")
 _SAFE = re.compile(r"[\w.\-\\()|\[\]^$*+?{},:=!]*")
 
 
-def check(config: Config, understood: frozenset[str], refused: Mapping[str, str]) -> None:
+def check(config: PeftConfig, understood: frozenset[str], refused: Mapping[str, str]) -> None:
     """Refuses by name every option that is set and not `understood`; `refused` has the reasons."""
     if config.get("task_type") not in (None, "CAUSAL_LM"):
         raise WeightsError(
@@ -50,14 +50,14 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def flag(config: Config, key: str) -> bool:
+def flag(config: PeftConfig, key: str) -> bool:
     value = config.get(key)
     if value not in (None, True, False):
         raise WeightsError(f"adapter_config.json: {key} must be true or false, not {_short(value)}")
     return bool(value)
 
 
-def whole(config: Config, key: str, low: int, high: int) -> int:
+def whole(config: PeftConfig, key: str, low: int, high: int) -> int:
     value = config.get(key)
     if type(value) is not int or not low <= value <= high:
         raise WeightsError(
@@ -74,7 +74,7 @@ def number(value: object, key: str) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-def table(config: Config, key: str) -> Mapping[str, Any]:
+def table(config: PeftConfig, key: str) -> Mapping[str, Any]:
     """rank_pattern and the like: an object, or nothing."""
     value = config.get(key) or {}
     if not isinstance(value, dict) or len(value) > 100_000:
@@ -82,7 +82,7 @@ def table(config: Config, key: str) -> Mapping[str, Any]:
     return value
 
 
-def names(config: Config, key: str) -> list[str] | str | None:
+def names(config: PeftConfig, key: str) -> list[str] | str | None:
     """A list of module names, one regular expression, or nothing."""
     value = config.get(key)
     if value is None or isinstance(value, str):

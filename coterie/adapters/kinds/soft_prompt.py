@@ -27,7 +27,7 @@ _UNDERSTOOD = options.keys(
 _REFUSED = {"modules_to_save": "it replaces whole modules of the base model"}
 
 
-def read(config: options.Config, tensors: Mapping[str, Tensor]) -> Tensor:
+def read(config: options.PeftConfig, tensors: Mapping[str, Tensor]) -> Tensor:
     """[tokens, hidden]."""
     options.check(config, _UNDERSTOOD, _REFUSED)
     if config.get("num_transformer_submodules") not in (None, 1):
@@ -48,5 +48,5 @@ def read(config: options.Config, tensors: Mapping[str, Tensor]) -> Tensor:
     return soft
 
 
-def tokens_of(config: options.Config) -> int:
+def tokens_of(config: options.PeftConfig) -> int:
     return options.whole(config, "num_virtual_tokens", 1, MAX_TOKENS)

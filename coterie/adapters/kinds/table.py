@@ -12,27 +12,27 @@ from coterie.core.errors import WeightsError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from coterie.adapters.base import Change
-    from coterie.adapters.kinds.folding import Folding
-    from coterie.adapters.kinds.options import Config
+    from coterie.adapters.base import ModuleChange
+    from coterie.adapters.kinds.folding import ModulePatchBuilder
+    from coterie.adapters.kinds.options import PeftConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class AdapterKind:
     """A kind changes modules (`changes`, `apply`) or brings tokens (`soft`)."""
 
     name: str
-    changes: Callable[[Config, Mapping[str, Tensor]], dict[str, Change]] | None = None
+    changes: Callable[[PeftConfig, Mapping[str, Tensor]], dict[str, ModuleChange]] | None = None
     # wraps the module's running meaning, at a weight
-    apply: Callable[[Folding, Change, float], None] | None = None
-    soft: Callable[[Config, Mapping[str, Tensor]], Tensor] | None = None
+    apply: Callable[[ModulePatchBuilder, ModuleChange, float], None] | None = None
+    soft: Callable[[PeftConfig, Mapping[str, Tensor]], Tensor] | None = None
 
 
-ADAPTERS: dict[str, Kind] = {
-    "lora": Kind("lora", lora.read, lora.apply),
-    "dora": Kind("dora", dora.read, dora.apply),
-    "ia3": Kind("ia3", ia3.read, ia3.apply),
-    "soft_prompt": Kind("soft_prompt", soft=soft_prompt.read),
+ADAPTERS: dict[str, AdapterKind] = {
+    "lora": AdapterKind("lora", lora.read, lora.apply),
+    "dora": AdapterKind("dora", dora.read, dora.apply),
+    "ia3": AdapterKind("ia3", ia3.read, ia3.apply),
+    "soft_prompt": AdapterKind("soft_prompt", soft=soft_prompt.read),
 }
 
 _BY_TYPE = {
@@ -42,7 +42,7 @@ _BY_TYPE = {
 }
 
 
-def kind_of(config: Config) -> str:
+def kind_of(config: PeftConfig) -> str:
     """The name in ADAPTERS."""
     found = _BY_TYPE.get(str(config.get("peft_type")))
     if found is None:

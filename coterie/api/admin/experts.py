@@ -14,14 +14,14 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from coterie.api.body import Body, parse, read
+from coterie.api.body import RequestBody, parse, read
 from coterie.api.errors import encode
 from coterie.api.exchange import exchange_of
 from coterie.core.adapters import MAX_STACK, MAX_WEIGHT, AdapterCard
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.request import AdapterHint
 from coterie.obs.trace import log
-from coterie.service.adapters.admin import AdapterAdmin, Wish
+from coterie.service.adapters.admin import AdapterAdmin, InstallName
 
 JSON = "application/json"
 # each holds one package in memory while it comes in
@@ -51,7 +51,7 @@ class ExpertEndpoints:
         if kind == JSON:
             body = await parse(request, InstallBody, self.max_body_bytes)
             path = absolute(body.path, "path")
-            card = await self.admin.install(path, Wish(body.name, body.version), body.base)
+            card = await self.admin.install(path, InstallName(body.name, body.version), body.base)
         else:
             async with self._uploads:
                 data = await read(request, self.max_upload_bytes)
@@ -181,7 +181,7 @@ Name = Annotated[str, Field(min_length=1, max_length=128)]
 FilePath = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-class ExpertItem(Body):
+class ExpertItem(RequestBody):
     """One expert of a request, `name` or `name@version`, and how strongly it applies."""
 
     name: Name
@@ -196,7 +196,7 @@ def adapter_hints(experts: list[ExpertItem] | None) -> tuple[AdapterHint, ...]:
     return tuple(AdapterHint(item.name, item.weight) for item in experts or ())
 
 
-class InstallBody(Body):
+class InstallBody(RequestBody):
     """A `.expert` file or a PEFT directory on the server's machine."""
 
     path: FilePath
@@ -206,14 +206,14 @@ class InstallBody(Body):
     base: Name | None = None
 
 
-class ExpertPatch(Body):
+class ExpertPatch(RequestBody):
     """`version` makes an installed version the current one; `alias` gives it another name too."""
 
     version: Name | None = None
     alias: Name | None = None
 
 
-class LoadLoraBody(Body):
+class LoadLoraBody(RequestBody):
     """vLLM's."""
 
     lora_name: str | None = Field(None, max_length=128)
@@ -222,7 +222,7 @@ class LoadLoraBody(Body):
     base_model_name: str | None = None
 
 
-class UnloadLoraBody(Body):
+class UnloadLoraBody(RequestBody):
     """vLLM's."""
 
     lora_name: str | None = Field(None, max_length=128)

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.api.anthropic import render
-from coterie.api.anthropic.parse import hints_of, messages_ask, prompt_of, told_to_think
+from coterie.api.anthropic.parse import hints_of, parse_messages, prompt_of, with_thinking_flag
 from coterie.api.anthropic.render import MessageShape, MessageStream
 from coterie.api.anthropic.types import CountBody, MessagesBody
 from coterie.api.body import parse
@@ -17,45 +17,45 @@ from coterie.api.collect import collect
 from coterie.api.errors import encode
 from coterie.api.exchange import new_id
 from coterie.api.inference import (
+    DialectPipeline,
     ModelCard,
-    Service,
-    account,
-    answerer,
-    steering_of,
+    answering_model,
+    note_usage,
+    request_headers,
 )
-from coterie.api.tools.read import held, reading_of, tool_events
+from coterie.api.tools.read import answer_syntax_of, tool_events, with_answer_grammar
 from coterie.api.transport.sse import EventStream, while_connected
 
 JSON = "application/json"
 
 
 class AnthropicDialect:
-    def __init__(self, service: Service, max_body_bytes: int) -> None:
+    def __init__(self, service: DialectPipeline, max_body_bytes: int) -> None:
         self.service = service
         self.max_body_bytes = max_body_bytes
 
     async def messages(self, request: Request) -> Response:
         """Create a message, whole or as a stream of events."""
         body = await parse(request, MessagesBody, self.max_body_bytes)
-        steering = steering_of(request)
+        steering = request_headers(request)
         if body.thread is not None:
             refusal = render.thread_refusal(steering.exchange.request_id)
             return Response(refusal, status_code=400, media_type=JSON)
         chat = prompt_of(body)
-        who = answerer(self.service, hints_of(body), chat, steering)
-        ask = messages_ask(body, steering, told_to_think(chat, body, who.tokenizer))
+        who = answering_model(self.service, hints_of(body), chat, steering)
+        ask = parse_messages(body, steering, with_thinking_flag(chat, body, who.tokenizer))
         shape = MessageShape(
             id=new_id("msg_"),
             model=who.name,
             request_id=steering.exchange.request_id,
-            reading=await reading_of(ask, who.tokenizer),
+            reading=await answer_syntax_of(ask, who.tokenizer),
         )
-        ask = await held(ask, who.tokenizer, shape.reading)
+        ask = await with_answer_grammar(ask, who.tokenizer, shape.reading)
         events = tool_events(self.service, ask, steering, shape.id)
         if body.stream:
             return EventStream(events, MessageStream(shape), steering.exchange)
         answer = await while_connected(request.receive, collect(events, 1))
-        account(steering.exchange, answer.finished)
+        note_usage(steering.exchange, answer.finished)
         return Response(render.whole(shape, answer), media_type=JSON)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -63,7 +63,7 @@ class AnthropicDialect:
         body = await parse(request, CountBody, self.max_body_bytes)
         chat = prompt_of(body)
         specialist = self.service.resolve(hints_of(body), chat)
-        chat = told_to_think(chat, body, self.service.tokenizer(specialist))
+        chat = with_thinking_flag(chat, body, self.service.tokenizer(specialist))
         ids = await self.service.tokenise(specialist, chat)
         return Response(encode({"input_tokens": len(ids)}), media_type=JSON)
 

@@ -1,4 +1,4 @@
-"""Anthropic bodies into `Ask` values."""
+"""Anthropic bodies into `ParsedRequest` values."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 
 from coterie.api.admin.experts import adapter_hints
 from coterie.api.anthropic.types import (
-    Block,
+    AnthropicToolSpec,
     CountBody,
+    InputBlock,
+    InputMessage,
     MessagesBody,
     ResultBlock,
     TextBlock,
-    ToolSpec,
-    Turn,
 )
-from coterie.api.inference import Ask, Steering, positive_top_p, seed_of
+from coterie.api.inference import ParsedRequest, RequestHeaders, positive_top_p, seed_of
 from coterie.api.response_format import response_format_of
-from coterie.api.tools.base import Tool, Toolbox, check_results, check_tools, known_names, tool_of
+from coterie.api.tools.base import Tool, ToolSet, check_results, check_tools, known_names, tool_of
 from coterie.api.vendor_fields import refuse_openai_fields
-from coterie.core.errors import InvalidRequest, Unsupported
+from coterie.core.errors import InvalidRequest, UnsupportedFeature
 from coterie.core.nesting import is_deeper
 from coterie.core.request import (
     Chat,
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
 
 
-def messages_ask(body: MessagesBody, steering: Steering, prompt: Chat) -> Ask:
+def parse_messages(body: MessagesBody, steering: RequestHeaders, prompt: Chat) -> ParsedRequest:
     refuse_openai_fields(body.model_extra)
     metadata = body.metadata
     wanted, field = _format(body)
-    return Ask(
+    return ParsedRequest(
         hints=hints_of(body),
         prompt=prompt,
         sampling=Sampling(
@@ -61,7 +61,7 @@ def messages_ask(body: MessagesBody, steering: Steering, prompt: Chat) -> Ask:
         sessions=(body.cache_key, None if metadata is None else metadata.user_id),
         response_format=wanted,
         format_field=field,
-        tools=toolbox_of(body),
+        tools=tool_set_of(body),
     )
 
 
@@ -94,7 +94,7 @@ def prompt_of(body: CountBody) -> Chat:
     if system:
         turns.insert(0, Message("system", "\n\n".join(system)))
     continues = turns[-1].role == "assistant"
-    tools = toolbox_of(body)
+    tools = tool_set_of(body)
     told = () if tools is None else tools.fields()
     return Chat(tuple(turns), add_generation_prompt=not continues, tools=told)
 
@@ -113,7 +113,7 @@ def _joined(messages: list[Message]) -> list[Message]:
     return turns
 
 
-def told_to_think(chat: Chat, body: CountBody, tokenizer: Tokenizer) -> Chat:
+def with_thinking_flag(chat: Chat, body: CountBody, tokenizer: Tokenizer) -> Chat:
     """Templates of thinking models read a flag; the vendor's default is not to think."""
     if tokenizer.reasoning is None:
         return chat
@@ -131,7 +131,7 @@ def _system_text(system: str | list[TextBlock]) -> str:
 _UNREAD = ("thinking", "redacted_thinking")
 
 
-def toolbox_of(body: CountBody) -> Toolbox | None:
+def tool_set_of(body: CountBody) -> ToolSet | None:
     """None when the model is not to call anything."""
     choice = body.tool_choice
     if not body.tools:
@@ -142,7 +142,7 @@ def toolbox_of(body: CountBody) -> Toolbox | None:
     check_tools(tools)
     names = frozenset(tool.name for tool in tools)
     if choice is None:
-        return Toolbox(tools, names)
+        return ToolSet(tools, names)
     if choice.type == "none":
         return None
     if choice.type == "tool":
@@ -152,19 +152,19 @@ def toolbox_of(body: CountBody) -> Toolbox | None:
     required = choice.type in ("any", "tool")
     # a call that is forced is one call, unless more are asked for
     single = choice.disable_parallel_tool_use
-    return Toolbox(tools, names, required, not (required if single is None else single))
+    return ToolSet(tools, names, required, not (required if single is None else single))
 
 
-def _tool(spec: ToolSpec, where: str) -> Tool:
+def _tool(spec: AnthropicToolSpec, where: str) -> Tool:
     if spec.type not in (None, "custom"):
-        raise Unsupported(f"{where}.type: this server runs no tools of its own", param=where)
+        raise UnsupportedFeature(f"{where}.type: this server runs no tools of its own", param=where)
     if spec.input_schema is None:
         raise InvalidRequest(f"{where}.input_schema: is required", param=f"{where}.input_schema")
     path = f"{where}.input_schema"
     return tool_of(spec.name, spec.description, spec.input_schema, bool(spec.strict), path)
 
 
-def turns_in(turn: Turn, where: str) -> list[Message]:
+def turns_in(turn: InputMessage, where: str) -> list[Message]:
     """One turn as messages: results of tools stand for themselves."""
     if isinstance(turn.content, str):
         return [Message(turn.role, turn.content)]
@@ -185,7 +185,7 @@ def turns_in(turn: Turn, where: str) -> list[Message]:
         elif block.type in ("tool_use", "tool_result"):
             raise InvalidRequest(f"{param}: not in a turn of the {turn.role}", param=param)
         elif block.type not in _UNREAD:
-            raise Unsupported(f"{param}: only text and tools can be read here", param=param)
+            raise UnsupportedFeature(f"{param}: only text and tools can be read here", param=param)
     if texts or calls or not found:
         found.append(Message(turn.role, "\n".join(texts), tuple(calls)))
     return found
@@ -197,7 +197,7 @@ def _text(block: ResultBlock, param: str) -> str:
     return block.text
 
 
-def _call(block: Block, param: str) -> ToolCall:
+def _call(block: InputBlock, param: str) -> ToolCall:
     if block.id is None or block.name is None or block.input is None:
         raise InvalidRequest(f"{param}: needs id, name and input", param=param)
     if is_deeper(block.input, MAX_DEPTH):
@@ -205,7 +205,7 @@ def _call(block: Block, param: str) -> ToolCall:
     return ToolCall(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
 
 
-def _result(block: Block, param: str) -> Message:
+def _result(block: InputBlock, param: str) -> Message:
     if block.tool_use_id is None:
         raise InvalidRequest(f"{param}.tool_use_id: is required", param=param)
     content = block.content or ""
@@ -219,6 +219,6 @@ def _spoken(parts: Iterable[ResultBlock], where: str) -> str:
     for index, part in enumerate(parts):
         param = f"{where}.content.{index}"
         if part.type != "text":
-            raise Unsupported(f"{param}: only text can be read here", param=param)
+            raise UnsupportedFeature(f"{param}: only text can be read here", param=param)
         texts.append(_text(part, param))
     return "\n".join(texts)

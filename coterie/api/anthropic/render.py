@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from coterie.api import errors
-from coterie.api.collect import Answer
+from coterie.api.collect import CollectedAnswer
 from coterie.api.errors import encode
 from coterie.api.exchange import new_id
-from coterie.api.tools.read import WORDS, Parts, Reading
+from coterie.api.tools.read import WORDS, AnswerSyntax, ChoiceParts
 from coterie.api.tools.reasoning import CONTENT, REASONING, Piece
 from coterie.api.tools.split import ARGUMENTS, CALL
 from coterie.core.errors import CoterieError
@@ -28,7 +28,7 @@ class MessageShape:
     id: str
     model: str
     request_id: str
-    reading: Reading = WORDS
+    reading: AnswerSyntax = WORDS
 
     def message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -60,7 +60,7 @@ def usage_fields(usage: Usage) -> dict[str, int]:
     }
 
 
-def whole(shape: MessageShape, answer: Answer) -> bytes:
+def whole(shape: MessageShape, answer: CollectedAnswer) -> bytes:
     choice = answer.choices[0]
     parts = shape.reading.read(choice)
     payload = shape.message(_blocks(parts))
@@ -68,7 +68,7 @@ def whole(shape: MessageShape, answer: Answer) -> bytes:
     return encode(payload | {"usage": usage_fields(answer.usage)} | answer.metadata)
 
 
-def _blocks(parts: Parts) -> list[dict[str, Any]]:
+def _blocks(parts: ChoiceParts) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if parts.thought:
         blocks.append({"type": "thinking", "thinking": parts.thought, "signature": ""})

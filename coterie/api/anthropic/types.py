@@ -8,21 +8,21 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from coterie.api.admin.experts import Experts
-from coterie.api.body import Body
+from coterie.api.body import RequestBody
 from coterie.api.openai.types import MAX_MESSAGES, Urgency
 from coterie.api.tools.base import MAX_TOOLS
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class ResultBlock(Body):
+class ResultBlock(RequestBody):
     """A part of a tool's result."""
 
     type: str
     text: str | None = None
 
 
-class Block(ResultBlock):
+class InputBlock(ResultBlock):
     """A content block; words, calls of tools and their results are what a model here can read."""
 
     # tool_use
@@ -35,29 +35,29 @@ class Block(ResultBlock):
     is_error: bool | None = None
 
 
-class TextBlock(Body):
+class TextBlock(RequestBody):
     type: Literal["text"]
     text: str
 
 
-class Turn(Body):
+class InputMessage(RequestBody):
     # `system` between the turns is what Claude Code sends
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[InputBlock]
 
 
-class Metadata(Body):
+class MessageMetadata(RequestBody):
     user_id: str | None = None
 
 
-class Thinking(Body):
+class ThinkingConfig(RequestBody):
     type: str
 
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
-class ToolSpec(Body):
+class AnthropicToolSpec(RequestBody):
     # left out for a tool of the caller's own
     type: str | None = None
     name: ToolName
@@ -66,25 +66,25 @@ class ToolSpec(Body):
     strict: bool | None = None
 
 
-class ToolChoice(Body):
+class AnthropicToolChoice(RequestBody):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputConfig(Body):
+class OutputConfig(RequestBody):
     format: dict[str, Any] | None = None
 
 
-class CountBody(Body):
+class CountBody(RequestBody):
     model_config = ConfigDict(extra="allow")
 
     model: str = Field(min_length=1, max_length=512)
-    messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: str | list[TextBlock] | None = None
-    tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    tools: Annotated[list[AnthropicToolSpec], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: ThinkingConfig | None = None
     # ours: the same meaning as in the OpenAI dialect
     experts: Experts | None = None
 
@@ -96,7 +96,7 @@ class MessagesBody(CountBody):
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, le=2**31 - 1)
     stop_sequences: Annotated[list[StopSequence], Field(max_length=32)] | None = None
-    metadata: Metadata | None = None
+    metadata: MessageMetadata | None = None
     cache_key: str | None = None
     # conversations that the server keeps
     thread: dict[str, Any] | None = None

@@ -80,7 +80,7 @@ class FeedbackAnswer(BaseModel):
     verdict: Literal["good", "bad"]
 
 
-class Tokenized(BaseModel):
+class TokenizeAnswer(BaseModel):
     count: int
     max_model_len: int
     tokens: list[int]
@@ -88,7 +88,7 @@ class Tokenized(BaseModel):
     token_strs: list[str] | None
 
 
-class Detokenized(BaseModel):
+class DetokenizeAnswer(BaseModel):
     prompt: str
 
 
@@ -114,15 +114,15 @@ class HealthAnswer(BaseModel):
     specialists: dict[str, dict[str, Any]]
 
 
-class Liveness(BaseModel):
+class LivenessAnswer(BaseModel):
     live: bool
 
 
-class Readiness(BaseModel):
+class ReadinessAnswer(BaseModel):
     ready: bool
 
 
-class About(BaseModel):
+class AboutAnswer(BaseModel):
     """What this server is; a page for who accepts one."""
 
     name: str
@@ -135,7 +135,7 @@ class About(BaseModel):
     models: str
 
 
-class Version(BaseModel):
+class VersionAnswer(BaseModel):
     version: str
 
 

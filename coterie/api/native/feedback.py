@@ -8,12 +8,12 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coterie.api.body import Body, parse
+from coterie.api.body import RequestBody, parse
 from coterie.api.errors import encode
 from coterie.api.exchange import exchange_of
-from coterie.api.query import Query, query_of
-from coterie.service.records.log import Records
-from coterie.service.records.store import Question
+from coterie.api.query import QueryParameters, query_of
+from coterie.service.records.log import InferenceRecords
+from coterie.service.records.store import RecordQuery
 
 JSON = "application/json"
 MAX_PAGE = 100
@@ -24,7 +24,7 @@ def _word(value: Any) -> Any:
     return _VERDICTS[value] if isinstance(value, bool) else value
 
 
-class FeedbackBody(Body):
+class FeedbackBody(RequestBody):
     """Whether the answer of one of your jobs was good. One verdict per job."""
 
     model_config = ConfigDict(extra="forbid")
@@ -37,7 +37,7 @@ class FeedbackBody(Body):
     comment: str | None = Field(None, max_length=2000)
 
 
-class InferenceQuery(Query):
+class InferenceQuery(QueryParameters):
     limit: int = Field(20, ge=1, le=MAX_PAGE)
     after: str | None = Field(None, max_length=64, description="A page's `next`.")
     expert: str | None = Field(None, max_length=256, description="`name` or `name@version`.")
@@ -45,7 +45,7 @@ class InferenceQuery(Query):
 
 
 class FeedbackEndpoints:
-    def __init__(self, records: Records, max_body_bytes: int) -> None:
+    def __init__(self, records: InferenceRecords, max_body_bytes: int) -> None:
         self.records = records
         self.max_body_bytes = max_body_bytes
 
@@ -54,7 +54,7 @@ class FeedbackEndpoints:
         asked = query_of(request, InferenceQuery)
         tenant = exchange_of(request.scope).tenant
         page = await self.records.query(
-            Question(tenant, asked.limit, asked.after, asked.expert, asked.since)
+            RecordQuery(tenant, asked.limit, asked.after, asked.expert, asked.since)
         )
         following = page.rows[-1].job_id if page.has_more else None
         body = {"object": "list", "data": page.rows, "has_more": page.has_more, "next": following}

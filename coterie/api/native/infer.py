@@ -8,11 +8,16 @@ from starlette.responses import Response
 from coterie.api.body import read_json
 from coterie.api.errors import encode
 from coterie.api.exchange import exchange_of, receipt
-from coterie.api.inference import account, steering_of
-from coterie.api.native.infer_answer import Inference, InferStream, Service, answer_fields
-from coterie.api.native.infer_parse import Asked, Caller, Reception
+from coterie.api.inference import note_usage, request_headers
+from coterie.api.native.infer_answer import (
+    InferencePipeline,
+    InferStream,
+    RunningInference,
+    answer_fields,
+)
+from coterie.api.native.infer_parse import CallerInfo, InferBodyReader, ParsedInfer
 from coterie.api.native.jobs import accepted
-from coterie.api.response_format import FORMAT, named
+from coterie.api.response_format import FORMAT, with_param_name
 from coterie.api.transport.sse import EventStream, while_connected
 from coterie.core.errors import CoterieError
 from coterie.core.job import JobSpec
@@ -24,7 +29,11 @@ MAX_SESSION = 512
 
 class InferEndpoints:
     def __init__(
-        self, service: Service, jobs: JobService, reception: Reception, max_body_bytes: int
+        self,
+        service: InferencePipeline,
+        jobs: JobService,
+        reception: InferBodyReader,
+        max_body_bytes: int,
     ) -> None:
         self.service = service
         self.jobs = jobs
@@ -37,32 +46,32 @@ class InferEndpoints:
         if prefers_job(request):
             return await submit(self.jobs, asked)
         exchange = exchange_of(request.scope)
-        inference = Inference(self.service, asked)
+        inference = RunningInference(self.service, asked)
         receipt(exchange, inference.plan)
         if asked.stream:
             return EventStream(inference.events, InferStream(inference), exchange)
         result = await while_connected(request.receive, inference.result())
         receipt(exchange, inference.plan)
         assert inference.answer.finished is not None
-        account(exchange, inference.answer.finished)
+        note_usage(exchange, inference.answer.finished)
         return Response(encode(answer_fields(result)), media_type=JSON)
 
-    async def _receive(self, request: Request, raw: bytes) -> Asked:
-        steering = steering_of(request)
+    async def _receive(self, request: Request, raw: bytes) -> ParsedInfer:
+        steering = request_headers(request)
         exchange = steering.exchange
         session = (steering.session or "")[:MAX_SESSION]
-        caller = Caller(exchange.tenant, exchange.arrived_at, session, steering.timeout_s)
+        caller = CallerInfo(exchange.tenant, exchange.arrived_at, session, steering.timeout_s)
         return await self.reception.receive(raw, caller, len(raw))
 
 
-async def submit(jobs: JobService, asked: Asked) -> Response:
+async def submit(jobs: JobService, asked: ParsedInfer) -> Response:
     """Accepted as a job, or refused in the words of this API."""
     spec = JobSpec(asked.request, asked.user_id or "", asked.explain)
     try:
         return accepted(await jobs.submit(spec))
     except CoterieError as error:
-        renamed = named(error, "experts", "force_experts")
-        raise named(renamed, FORMAT, asked.format_field) from None
+        renamed = with_param_name(error, "experts", "force_experts")
+        raise with_param_name(renamed, FORMAT, asked.format_field) from None
 
 
 def prefers_job(request: Request) -> bool:

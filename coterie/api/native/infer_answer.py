@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import msgspec
 
 from coterie.api.errors import OPENAI, body_of, encode
-from coterie.api.native.infer_parse import Asked
-from coterie.api.response_format import format_named, named
+from coterie.api.native.infer_parse import ParsedInfer
+from coterie.api.response_format import format_named, with_param_name
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.core.outcome import InferenceMetrics, InferenceResult
@@ -27,7 +27,7 @@ STARTED, DELTA, FINISHED, ERROR = "started", "delta", "finished", "error"
 Frame = tuple[str, dict[str, Any]]
 
 
-class Service(Protocol):
+class InferencePipeline(Protocol):
     """The part of `service.pipeline.Pipeline` that an inference needs."""
 
     def handle(
@@ -39,10 +39,10 @@ class Service(Protocol):
     ) -> AsyncGenerator[Event, None]: ...
 
 
-class Inference:
+class RunningInference:
     """Planned when it is made; refusals by name are raised there. Closing `events` aborts it."""
 
-    def __init__(self, service: Service, asked: Asked) -> None:
+    def __init__(self, service: InferencePipeline, asked: ParsedInfer) -> None:
         # the last counts: one is made again where an expert turns out to be damaged
         self._plans: list[RoutePlan] = []
         # the figures, where it was closed before its end
@@ -50,7 +50,7 @@ class Inference:
         try:
             events = service.handle(asked.request, tell=self._plans.append, left=self._left.append)
         except CoterieError as error:
-            raise named(error, "experts", "force_experts") from None
+            raise with_param_name(error, "experts", "force_experts") from None
         self.job_id = asked.request.id
         self.answer = AnswerBuilder(self.job_id, self._plans, explain=asked.explain)
         self.events: Events = until_deadline(events, asked.request, self._left)
@@ -141,7 +141,7 @@ class InferStream:
 
     keepalive = b": keepalive\n\n"
 
-    def __init__(self, inference: Inference) -> None:
+    def __init__(self, inference: RunningInference) -> None:
         self._inference = inference
 
     def render(self, event: Event) -> bytes:

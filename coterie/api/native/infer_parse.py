@@ -38,7 +38,7 @@ MAX_TEXT = MAX_PROMPT + MAX_BODY
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class CallerInfo:
     """Who sends a body, and when it came."""
 
     tenant: str
@@ -50,7 +50,7 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedInfer:
     """A body, translated."""
 
     request: InferenceRequest
@@ -61,7 +61,7 @@ class Asked:
     format_field: str = "response_format"
 
 
-class Reception:
+class InferBodyReader:
     """Parses, checks, normalises, and counts the request against its user's rate."""
 
     def __init__(self, rate: UserRate, seconds: Histogram) -> None:
@@ -69,7 +69,9 @@ class Reception:
         self.rate = rate
         self.seconds = seconds
 
-    async def receive(self, raw: bytes | dict[str, Any], caller: Caller, size: int) -> Asked:
+    async def receive(
+        self, raw: bytes | dict[str, Any], caller: CallerInfo, size: int
+    ) -> ParsedInfer:
         """`size`: how many bytes it was on the wire."""
         begun = time.perf_counter()
         asked = await aside(size, read_body, raw, caller)
@@ -78,13 +80,13 @@ class Reception:
         return asked
 
 
-def read_body(raw: bytes | dict[str, Any], caller: Caller) -> Asked:
-    body = checked(decode(raw) if isinstance(raw, bytes) else raw)
+def read_body(raw: bytes | dict[str, Any], caller: CallerInfo) -> ParsedInfer:
+    body = checked_body(decode(raw) if isinstance(raw, bytes) else raw)
     request = _request(body, caller)
-    return Asked(request, body.user_id, body.stream, body.explain, _format_field(body))
+    return ParsedInfer(request, body.user_id, body.stream, body.explain, _format_field(body))
 
 
-def checked(payload: Any) -> InferBody:
+def checked_body(payload: Any) -> InferBody:
     if isinstance(payload, dict):
         for name in payload:
             if name not in InferBody.model_fields:
@@ -142,7 +144,7 @@ def full_text(body: InferBody) -> str:
     return _HOLES.sub(lambda hole: body.prompt if hole[1] == "prompt" else document, template)
 
 
-def _request(body: InferBody, caller: Caller) -> InferenceRequest:
+def _request(body: InferBody, caller: CallerInfo) -> InferenceRequest:
     timeout_s = None if body.timeout_ms is None else body.timeout_ms / 1000
     grammar = body.grammar
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []

@@ -13,7 +13,7 @@ from unicodedata import combining, is_normalized, normalize
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from coterie.api.admin.experts import Name
-from coterie.api.body import Body
+from coterie.api.body import RequestBody
 from coterie.api.openai.types import StopString, StopStrings
 from coterie.core.adapters import MAX_STACK
 
@@ -54,7 +54,7 @@ Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]
 Key = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class GrammarItem(Body):
+class GrammarItem(RequestBody):
     """A grammar's text and the language it is written in."""
 
     model_config = ConfigDict(extra="forbid")
@@ -63,7 +63,7 @@ class GrammarItem(Body):
     text: Grammar
 
 
-class InferBody(Body):
+class InferBody(RequestBody):
     """A prompt, perhaps a document beside it; everything else may be left to the router."""
 
     model_config = ConfigDict(extra="forbid")

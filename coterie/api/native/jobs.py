@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coterie.api.errors import encode, row_of, told
+from coterie.api.errors import encode, public_message, row_of
 from coterie.api.exchange import Exchange, exchange_of, log_fault
 from coterie.api.native.infer_answer import (
     DELTA,
@@ -30,7 +30,7 @@ from coterie.api.native.infer_answer import (
     sse,
     started_fields,
 )
-from coterie.api.query import Query, query_of
+from coterie.api.query import QueryParameters, query_of
 from coterie.api.transport.sse import KEEPALIVE_S, while_connected
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest, from_code
 from coterie.core.job import CANCELLED, MAX_PAGE, Job, JobError, JobQuery
@@ -103,7 +103,7 @@ def job_error_fields(error: JobError) -> dict[str, Any]:
     fault = from_code(error.code, error.message)
     row = row_of(fault)
     return {
-        "message": told(fault),
+        "message": public_message(fault),
         "type": row.openai_type,
         "param": None,
         "code": row.openai_code or error.code,
@@ -193,7 +193,7 @@ async def _write(send: Send, body: bytes) -> None:
 Status = Literal["queued", "processing", "succeeded", "failed", "cancelled"]
 
 
-class JobParameters(Query):
+class JobParameters(QueryParameters):
     """Filters of the list."""
 
     status: Status | None = None

@@ -17,10 +17,10 @@ from coterie.api.body import parse
 from coterie.api.errors import ANTHROPIC, encode
 from coterie.api.exchange import exchange_of
 from coterie.api.inference import ModelCard
-from coterie.api.openai.parse import chat_prompt, told_tools
+from coterie.api.openai.parse import chat_prompt, tool_fields
 from coterie.api.openai.render import model_card
 from coterie.api.openai.types import DetokenizeBody, TokenizeBody, TokenizerQuery
-from coterie.api.query import Query, query_of
+from coterie.api.query import QueryParameters, query_of
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import Text
 
@@ -123,7 +123,7 @@ class NativeEndpoints:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if body.messages is not None:
-            prompt = replace(chat_prompt(body), tools=told_tools(body.tools or ()))
+            prompt = replace(chat_prompt(body), tools=tool_fields(body.tools or ()))
             return await self.pipeline.tokenise(body.model, prompt)
         special = body.add_special_tokens is not False
         return await self.pipeline.tokenise(body.model, Text(body.prompt or "", special))
@@ -162,7 +162,7 @@ class NativeEndpoints:
         return answer({"version": __version__})
 
 
-class ModelQuery(Query):
+class ModelQuery(QueryParameters):
     """Anthropic's; OpenAI's list is whole, whatever they say."""
 
     # the vendor's own names may grow

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coterie import __version__
-from coterie.api.collect import Answer, Choice
+from coterie.api.collect import CollectedAnswer, CollectedChoice
 from coterie.api.errors import encode
 from coterie.api.exchange import new_id
 from coterie.api.openai.render import (
@@ -25,7 +25,7 @@ from coterie.api.openai.render import (
     prompt_logprobs,
     usage_fields,
 )
-from coterie.api.tools.read import WORDS, Reader, Reading
+from coterie.api.tools.read import WORDS, AnswerSyntax, ChoiceReader
 from coterie.api.tools.reasoning import CONTENT, REASONING, Piece
 from coterie.api.tools.split import ARGUMENTS, CALL
 from coterie.core.errors import CoterieError
@@ -54,7 +54,7 @@ class ChatShape:
     names_ids: bool = False
     # the turn that is gone on with, where the answer repeats it
     echo: str = ""
-    reading: Reading = WORDS
+    reading: AnswerSyntax = WORDS
 
     def head(self, kind: str) -> dict[str, Any]:
         return {
@@ -66,7 +66,7 @@ class ChatShape:
         }
 
 
-def whole(shape: ChatShape, answer: Answer) -> bytes:
+def whole(shape: ChatShape, answer: CollectedAnswer) -> bytes:
     """The body of an answer that is not streamed."""
     choices, reasoning_tokens = [], 0
     for index, choice in enumerate(answer.choices):
@@ -84,7 +84,7 @@ def whole(shape: ChatShape, answer: Answer) -> bytes:
     return encode(payload | answer.metadata)
 
 
-def _choice(shape: ChatShape, index: int, choice: Choice) -> tuple[dict[str, Any], int]:
+def _choice(shape: ChatShape, index: int, choice: CollectedChoice) -> tuple[dict[str, Any], int]:
     parts = shape.reading.read(choice)
     words = shape.echo + parts.words
     message: dict[str, Any] = {"role": "assistant", "content": words, "refusal": None}
@@ -201,7 +201,7 @@ class ChatStream:
         ended = event.finish_reason is not None and event.choice not in self.answered
         return ended and self.shape.reading.calls is not None
 
-    def _pieces(self, event: Delta, reader: Reader | None) -> list[Piece]:
+    def _pieces(self, event: Delta, reader: ChoiceReader | None) -> list[Piece]:
         if reader is None:
             return [(CONTENT, event.text)] if event.text else []
         pieces = reader.feed(event.text, event.token_ids)
@@ -237,7 +237,7 @@ class ChatStream:
         return frame(payload | metadata_of(event)) + DONE
 
 
-def _finish(event: Delta, reason: str, reader: Reader | None) -> dict[str, Any]:
+def _finish(event: Delta, reason: str, reader: ChoiceReader | None) -> dict[str, Any]:
     if reader is None:
         return finish_fields(reason, event.stop_match)
     return finish_fields(reader.ending(reason), event.stop_match, reader.called)

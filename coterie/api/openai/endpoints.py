@@ -12,64 +12,66 @@ from coterie.api.body import parse
 from coterie.api.collect import collect, merged
 from coterie.api.exchange import new_id
 from coterie.api.inference import (
-    Answerer,
-    Ask,
-    Service,
-    Steering,
-    account,
-    answerer,
+    AnsweringModel,
+    DialectPipeline,
+    ParsedRequest,
+    RequestHeaders,
+    answering_model,
     events_of,
     inference_request,
-    steering_of,
+    note_usage,
+    request_headers,
 )
 from coterie.api.openai import chat, text
 from coterie.api.openai.chat import ChatShape, ChatStream
-from coterie.api.openai.parse import chat_ask, completion_asks, echoed, scores_prompt
+from coterie.api.openai.parse import echoed, parse_chat, parse_completion, scores_prompt
 from coterie.api.openai.text import TextShape, TextStream
-from coterie.api.openai.types import ChatBody, Common, CompletionBody
+from coterie.api.openai.types import ChatBody, CompletionBody, CompletionFields
 from coterie.api.response_format import format_named
-from coterie.api.tools.read import held, reading_of, tool_events
+from coterie.api.tools.read import answer_syntax_of, tool_events, with_answer_grammar
 from coterie.api.transport.sse import Events, EventStream, while_connected
 
 JSON = "application/json"
 
 
 class OpenAIDialect:
-    def __init__(self, service: Service, max_body_bytes: int) -> None:
+    def __init__(self, service: DialectPipeline, max_body_bytes: int) -> None:
         self.service = service
         self.max_body_bytes = max_body_bytes
 
     async def chat(self, request: Request) -> Response:
         """Create a chat completion, whole or as a stream of chunks."""
         body = await parse(request, ChatBody, self.max_body_bytes)
-        steering = steering_of(request)
-        ask = chat_ask(body, steering)
-        who = answerer(self.service, ask.hints, ask.prompt, steering)
+        steering = request_headers(request)
+        ask = parse_chat(body, steering)
+        who = answering_model(self.service, ask.hints, ask.prompt, steering)
         shape = await self._chat_shape(body, ask, who)
-        ask = await held(ask, who.tokenizer, shape.reading)
+        ask = await with_answer_grammar(ask, who.tokenizer, shape.reading)
         events = tool_events(self.service, ask, steering, shape.id)
         if body.stream:
             return EventStream(events, ChatStream(shape), steering.exchange)
         answer = await while_connected(request.receive, collect(events, shape.num_choices))
-        account(steering.exchange, answer.finished)
+        note_usage(steering.exchange, answer.finished)
         return Response(chat.whole(shape, answer), media_type=JSON)
 
     async def completions(self, request: Request) -> Response:
         """Complete text or token ids, whole or as a stream of chunks."""
         body = await parse(request, CompletionBody, self.max_body_bytes)
-        steering = steering_of(request)
-        asks = completion_asks(body, steering)
-        who = answerer(self.service, asks[0].hints, asks[0].prompt, steering)
+        steering = request_headers(request)
+        asks = parse_completion(body, steering)
+        who = answering_model(self.service, asks[0].hints, asks[0].prompt, steering)
         shape = self._text_shape(body, asks, who)
         events = self._text_events(shape, asks, steering)
         if body.stream:
             return EventStream(events, TextStream(shape), steering.exchange)
         total = shape.num_choices * shape.num_prompts
         answer = await while_connected(request.receive, collect(events, total))
-        account(steering.exchange, answer.finished)
+        note_usage(steering.exchange, answer.finished)
         return Response(text.whole(shape, answer), media_type=JSON)
 
-    async def _chat_shape(self, body: ChatBody, ask: Ask, who: Answerer) -> ChatShape:
+    async def _chat_shape(
+        self, body: ChatBody, ask: ParsedRequest, who: AnsweringModel
+    ) -> ChatShape:
         return ChatShape(
             id=new_id("chatcmpl-"),
             created=int(time.time()),
@@ -82,10 +84,12 @@ class OpenAIDialect:
             token_ids=bool(body.return_token_ids),
             names_ids=bool(body.return_tokens_as_token_ids),
             echo=echoed(body),
-            reading=await reading_of(ask, who.tokenizer),
+            reading=await answer_syntax_of(ask, who.tokenizer),
         )
 
-    def _text_shape(self, body: CompletionBody, asks: Sequence[Ask], who: Answerer) -> TextShape:
+    def _text_shape(
+        self, body: CompletionBody, asks: Sequence[ParsedRequest], who: AnsweringModel
+    ) -> TextShape:
         return TextShape(
             id=new_id("cmpl-"),
             created=int(time.time()),
@@ -104,7 +108,9 @@ class OpenAIDialect:
             echo=bool(body.echo),
         )
 
-    def _text_events(self, shape: TextShape, asks: Sequence[Ask], steering: Steering) -> Events:
+    def _text_events(
+        self, shape: TextShape, asks: Sequence[ParsedRequest], steering: RequestHeaders
+    ) -> Events:
         # planned in one go: no name can change its meaning between two prompts
         sources = [
             format_named(events_of(self.service, asked, steering.exchange), asks[0].format_field)
@@ -116,11 +122,11 @@ class OpenAIDialect:
         return sources[0] if len(sources) == 1 else merged(sources, shape.num_choices)
 
 
-def includes_usage(body: Common) -> bool:
+def includes_usage(body: CompletionFields) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
-def tells_usage(body: Common) -> bool:
+def tells_usage(body: CompletionFields) -> bool:
     """In every chunk."""
     options = body.stream_options
     return options is not None and bool(options.include_usage and options.continuous_usage_stats)

@@ -1,4 +1,4 @@
-"""OpenAI bodies into `Ask` values: what each field means, and which ones are refused and why."""
+"""OpenAI bodies into `ParsedRequest` values: what each field means, which are refused and why."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from dataclasses import replace
 from typing import Any
 
 from coterie.api.admin.experts import adapter_hints
-from coterie.api.inference import Ask, Steering, positive_top_p, seed_of
+from coterie.api.inference import ParsedRequest, RequestHeaders, positive_top_p, seed_of
 from coterie.api.openai.types import (
     MAX_PROMPTS,
     ChatBody,
     ChatMessage,
     ChosenTool,
-    Common,
     CompletionBody,
-    Part,
+    CompletionFields,
+    ContentPart,
     TokenizeBody,
     ToolSpec,
 )
 from coterie.api.response_format import vendor_format_of
-from coterie.api.tools.base import Tool, Toolbox, check_results, check_tools, known_names, tool_of
+from coterie.api.tools.base import Tool, ToolSet, check_results, check_tools, known_names, tool_of
 from coterie.api.vendor_fields import refuse_fields
-from coterie.core.errors import InvalidRequest, Unsupported
+from coterie.core.errors import InvalidRequest, UnsupportedFeature
 from coterie.core.request import (
     Chat,
     Limits,
     Message,
     Prompt,
+    PromptTruncation,
     RouteHints,
     Sampling,
     Text,
@@ -35,7 +36,6 @@ from coterie.core.request import (
     TokenRules,
     Tokens,
     ToolCall,
-    Truncation,
 )
 
 # the vendor's default for /v1/completions; a chat may fill the context
@@ -43,14 +43,14 @@ COMPLETION_TOKENS = 16
 _SPOKEN = ("text", "input_text", "output_text")
 
 
-def chat_ask(body: ChatBody, steering: Steering) -> Ask:
+def parse_chat(body: ChatBody, steering: RequestHeaders) -> ParsedRequest:
     _refuse_chat(body)
     _refuse_common(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    tools = toolbox_of(body)
+    tools = tool_set_of(body)
     prompt = chat_prompt(body)
     wanted, field = vendor_format_of(body)
-    return Ask(
+    return ParsedRequest(
         hints=_hints(body),
         prompt=prompt if tools is None else replace(prompt, tools=tools.fields()),
         sampling=_sampling(body, logprobs, body.prompt_logprobs),
@@ -63,7 +63,7 @@ def chat_ask(body: ChatBody, steering: Steering) -> Ask:
     )
 
 
-def completion_asks(body: CompletionBody, steering: Steering) -> list[Ask]:
+def parse_completion(body: CompletionBody, steering: RequestHeaders) -> list[ParsedRequest]:
     """One per prompt."""
     _refuse_completion(body)
     _refuse_common(body)
@@ -72,7 +72,7 @@ def completion_asks(body: CompletionBody, steering: Steering) -> list[Ask]:
     scored = [count for count in asked if count is not None]
     wanted, field = vendor_format_of(body)
     # an engine always makes one token; `scores_prompt` drops it from the answer
-    first = Ask(
+    first = ParsedRequest(
         hints=_hints(body),
         prompt=Text(""),
         sampling=_sampling(body, body.logprobs, max(scored, default=None)),
@@ -140,7 +140,7 @@ def echoed(body: ChatBody) -> str:
 def message_of(message: ChatMessage, index: int) -> Message:
     where = f"messages.{index}"
     if message.role == "function" or message.function_call:
-        raise Unsupported(f"{where}: functions are called as tools here", param=where)
+        raise UnsupportedFeature(f"{where}: functions are called as tools here", param=where)
     calls = calls_of(message, where)
     if message.role == "tool" and message.tool_call_id is None:
         raise InvalidRequest(f"{where}.tool_call_id: is required", param=f"{where}.tool_call_id")
@@ -155,7 +155,7 @@ def message_of(message: ChatMessage, index: int) -> Message:
     return Message(role, text, calls, message.tool_call_id if role == "tool" else None)
 
 
-def _spoken(parts: Iterable[Part], where: str) -> str:
+def _spoken(parts: Iterable[ContentPart], where: str) -> str:
     texts: list[str] = []
     for index, part in enumerate(parts):
         param = f"{where}.content.{index}"
@@ -166,29 +166,31 @@ def _spoken(parts: Iterable[Part], where: str) -> str:
         elif part.type in _SPOKEN or part.type == "refusal":
             raise InvalidRequest(f"{param}: its text is missing", param=param)
         else:
-            raise Unsupported(f"{param}: only text parts can be read here", param=param)
+            raise UnsupportedFeature(f"{param}: only text parts can be read here", param=param)
     return "\n".join(texts)
 
 
 def _refuse_chat(body: ChatBody) -> None:
     if body.functions:
-        raise Unsupported("functions: give them as tools", param="functions")
+        raise UnsupportedFeature("functions: give them as tools", param="functions")
     if body.modalities and body.modalities != ["text"]:
-        raise Unsupported("modalities: only text can be made here", param="modalities")
+        raise UnsupportedFeature("modalities: only text can be made here", param="modalities")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
 
 
 def _refuse_completion(body: CompletionBody) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise Unsupported("best_of: is not available; use n", param="best_of")
+        raise UnsupportedFeature("best_of: is not available; use n", param="best_of")
     if body.suffix:
-        raise Unsupported("suffix: the models here do not fill in the middle", param="suffix")
+        raise UnsupportedFeature(
+            "suffix: the models here do not fill in the middle", param="suffix"
+        )
     if scores_prompt(body) and not body.echo:
         raise InvalidRequest("max_tokens: 0 is only allowed with echo", param="max_tokens")
 
 
-def _refuse_common(body: Common) -> None:
+def _refuse_common(body: CompletionFields) -> None:
     refuse_fields(body.model_extra)
     if body.allowed_token_ids is not None and not body.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids: names no token", param="allowed_token_ids")
@@ -204,7 +206,9 @@ def _refuse_common(body: Common) -> None:
         raise InvalidRequest("stream_options: needs stream to be true", param="stream_options")
 
 
-def _sampling(body: Common, logprobs: int | None, prompt_logprobs: int | None) -> Sampling:
+def _sampling(
+    body: CompletionFields, logprobs: int | None, prompt_logprobs: int | None
+) -> Sampling:
     beams = (body.n or 1) if body.use_beam_search else None
     return Sampling(
         temperature=body.temperature,
@@ -227,18 +231,18 @@ def _sampling(body: Common, logprobs: int | None, prompt_logprobs: int | None) -
     )
 
 
-def _rules(body: Common) -> TokenRules | None:
+def _rules(body: CompletionFields) -> TokenRules | None:
     if body.allowed_token_ids is None and not body.bad_words:
         return None
     allowed = body.allowed_token_ids
     return TokenRules(None if allowed is None else tuple(allowed), tuple(body.bad_words or ()))
 
 
-def _truncation(body: Common) -> Truncation | None:
+def _truncation(body: CompletionFields) -> PromptTruncation | None:
     most = body.truncate_prompt_tokens
     if most is None:
         return None
-    return Truncation(None if most < 0 else most, keeps_start=body.truncation_side == "right")
+    return PromptTruncation(None if most < 0 else most, keeps_start=body.truncation_side == "right")
 
 
 def _logit_bias(given: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
@@ -250,7 +254,7 @@ def _logit_bias(given: dict[str, float] | None) -> tuple[tuple[int, float], ...]
     return tuple(sorted((int(key), bias) for key, bias in pairs.items()))
 
 
-def _limits(body: Common, max_tokens: int | None, steering: Steering) -> Limits:
+def _limits(body: CompletionFields, max_tokens: int | None, steering: RequestHeaders) -> Limits:
     stop = body.stop
     return Limits(
         max_tokens=max_tokens,
@@ -268,17 +272,17 @@ def _limits(body: Common, max_tokens: int | None, steering: Steering) -> Limits:
     )
 
 
-def _hints(body: Common) -> RouteHints:
+def _hints(body: CompletionFields) -> RouteHints:
     return RouteHints(body.model, adapter_hints(body.experts))
 
 
-def _sessions(body: Common) -> tuple[str | None, ...]:
+def _sessions(body: CompletionFields) -> tuple[str | None, ...]:
     user_id = (body.metadata or {}).get("user_id")
     known = user_id if isinstance(user_id, str) else None
     return (body.cache_key or body.prompt_cache_key, known, body.user)
 
 
-def toolbox_of(body: ChatBody) -> Toolbox | None:
+def tool_set_of(body: ChatBody) -> ToolSet | None:
     """None when the model is not to call anything."""
     choice = body.tool_choice
     if not body.tools:
@@ -299,19 +303,19 @@ def toolbox_of(body: ChatBody) -> Toolbox | None:
             required, names = True, _named([choice], tools)
     # a call that is forced is one call, unless more are asked for
     parallel = body.parallel_tool_calls
-    return Toolbox(tools, names, required, not required if parallel is None else parallel)
+    return ToolSet(tools, names, required, not required if parallel is None else parallel)
 
 
-def told_tools(specs: Sequence[ToolSpec]) -> tuple[dict[str, Any], ...]:
+def tool_fields(specs: Sequence[ToolSpec]) -> tuple[dict[str, Any], ...]:
     """As a prompt tells of them."""
     tools = tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(specs))
     check_tools(tools)
-    return Toolbox(tools, frozenset(tool.name for tool in tools)).fields() if tools else ()
+    return ToolSet(tools, frozenset(tool.name for tool in tools)).fields() if tools else ()
 
 
 def _tool(spec: ToolSpec, where: str) -> Tool:
     if spec.type != "function":
-        raise Unsupported(f"{where}.type: only functions can be called here", param=where)
+        raise UnsupportedFeature(f"{where}.type: only functions can be called here", param=where)
     if spec.function is None:
         raise InvalidRequest(f"{where}.function: is required", param=f"{where}.function")
     given = spec.function

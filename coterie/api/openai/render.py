@@ -13,7 +13,7 @@ from coterie.api import errors
 from coterie.api.errors import encode
 from coterie.core.errors import CoterieError
 from coterie.core.events import Delta, Event, Finished, Started, TokenLogprob, Usage, metadata
-from coterie.engine.detokenize import Offsets
+from coterie.engine.detokenize import TextOffsets
 
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keepalive\n\n"
@@ -109,7 +109,7 @@ def _rank(name: str, logprob: float, rank: int) -> dict[str, Any]:
 class LegacyLogprobs:
     """The four parallel lists of /v1/completions, with offsets that run on through a stream."""
 
-    def __init__(self, offsets: Offsets, num_top: int, as_ids: bool = False) -> None:
+    def __init__(self, offsets: TextOffsets, num_top: int, as_ids: bool = False) -> None:
         self._offsets, self._num_top, self._as_ids = offsets, num_top, as_ids
 
     def fields(self, tokens: Sequence[TokenLogprob], end: int | None = None) -> dict[str, Any]:

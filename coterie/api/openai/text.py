@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from coterie.api.collect import Answer, Choice
+from coterie.api.collect import CollectedAnswer, CollectedChoice
 from coterie.api.errors import encode
 from coterie.api.openai.chat import FINGERPRINT
 from coterie.api.openai.render import (
@@ -25,14 +25,14 @@ from coterie.api.openai.render import (
 from coterie.core.errors import CoterieError
 from coterie.core.events import Delta, Event, Finished, Started, TokenLogprob, Usage
 from coterie.core.request import Prompt, Text
-from coterie.engine.detokenize import Offsets, pieces_of, token_name
+from coterie.engine.detokenize import TextOffsets, pieces_of, token_name
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Echo:
+class EchoedPrompt:
     """One prompt as the answer repeats it: what its tokens read."""
 
     text: str
@@ -41,7 +41,7 @@ class Echo:
     offsets: list[int]
 
 
-def echo_of(prompt: Prompt, ids: tuple[int, ...], tokenizer: Tokenizer) -> Echo:
+def echo_of(prompt: Prompt, ids: tuple[int, ...], tokenizer: Tokenizer) -> EchoedPrompt:
     """Special tokens are part of it where the caller wrote them: those that the tokenizer put in
     front of a text are not."""
     lead = 0
@@ -49,9 +49,9 @@ def echo_of(prompt: Prompt, ids: tuple[int, ...], tokenizer: Tokenizer) -> Echo:
         while lead < len(ids) and _is_added(prompt.text, ids[lead], tokenizer):
             lead += 1
     pieces = pieces_of(tokenizer, skip_special=False)
-    offsets = Offsets(pieces)
+    offsets = TextOffsets(pieces)
     places = [0] * lead + [offsets.push(token) for token in ids[lead:]]
-    return Echo(pieces.text(ids[lead:]), ids, places)
+    return EchoedPrompt(pieces.text(ids[lead:]), ids, places)
 
 
 def _is_added(text: str, token: int, tokenizer: Tokenizer) -> bool:
@@ -100,19 +100,19 @@ class TextShape:
         """The id under which one prompt of the request runs."""
         return self.id if self.num_prompts == 1 else f"{self.id}-{prompt}"
 
-    def echoed(self, prompt: int, started: Started) -> Echo:
+    def echoed(self, prompt: int, started: Started) -> EchoedPrompt:
         return echo_of(self.prompts[prompt], started.prompt_ids, self.tokenizer)
 
     def listed(self, start: int = 0) -> LegacyLogprobs:
         """For the logprobs of one choice, whose text begins behind `start` characters."""
-        offsets = Offsets(pieces_of(self.tokenizer, self.skip_special), start)
+        offsets = TextOffsets(pieces_of(self.tokenizer, self.skip_special), start)
         return LegacyLogprobs(offsets, self.logprobs or 0, self.names_ids)
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         return usage_fields(replace(usage, completion_tokens=0) if self.scores_prompt else usage)
 
 
-def whole(shape: TextShape, answer: Answer) -> bytes:
+def whole(shape: TextShape, answer: CollectedAnswer) -> bytes:
     started = {event.request_id: event for event in answer.started}
     choices = [
         _choice(shape, index, choice, started.get(shape.part_id(index // shape.num_choices)))
@@ -123,7 +123,7 @@ def whole(shape: TextShape, answer: Answer) -> bytes:
 
 
 def _choice(
-    shape: TextShape, index: int, choice: Choice, started: Started | None
+    shape: TextShape, index: int, choice: CollectedChoice, started: Started | None
 ) -> dict[str, Any]:
     prompt = index // shape.num_choices
     echo = shape.echoed(prompt, started) if shape.echo and started is not None else None
@@ -156,7 +156,7 @@ def _scores(started: Started | None) -> Sequence[TokenLogprob | None]:
     return () if started is None else started.prompt_logprobs or ()
 
 
-def _echo_logprobs(shape: TextShape, echo: Echo, started: Started | None) -> dict[str, Any]:
+def _echo_logprobs(shape: TextShape, echo: EchoedPrompt, started: Started | None) -> dict[str, Any]:
     """The prompt's part of the lists; its first token has no probability."""
     tokens = [
         TokenLogprob(token, *token_name(shape.tokenizer, token), math.nan) if one is None else one

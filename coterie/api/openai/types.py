@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from coterie.api.admin.experts import Experts
-from coterie.api.body import Body
-from coterie.api.query import Query
+from coterie.api.body import RequestBody
+from coterie.api.query import QueryParameters
 from coterie.api.tools.base import MAX_TOOLS
 from coterie.core.nesting import is_deeper
 from coterie.models.text.chat_template import MAX_REQUEST_TEMPLATE
@@ -49,12 +49,12 @@ Documents = Annotated[list[TemplateKwargs], Field(max_length=MAX_DOCUMENTS)]
 ChatTemplateText = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_TEMPLATE)]
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Part(Body):
+class ContentPart(RequestBody):
     """One part of a message; only text parts are understood."""
 
     type: str
@@ -62,20 +62,20 @@ class Part(Body):
     refusal: str | None = None
 
 
-class CalledFunction(Body):
+class CalledFunction(RequestBody):
     name: str = Field(max_length=256)
     arguments: str = ""
 
 
-class CalledTool(Body):
+class CalledTool(RequestBody):
     id: str = Field(min_length=1, max_length=256)
     type: str = "function"
     function: CalledFunction | None = None
 
 
-class ChatMessage(Body):
+class ChatMessage(RequestBody):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
@@ -84,28 +84,28 @@ class ChatMessage(Body):
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class FunctionSpec(Body):
+class FunctionSpec(RequestBody):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ToolSpec(Body):
+class ToolSpec(RequestBody):
     type: str
     function: FunctionSpec | None = None
 
 
-class FunctionName(Body):
+class FunctionName(RequestBody):
     name: str
 
 
-class ChosenTool(Body):
+class ChosenTool(RequestBody):
     type: str
     function: FunctionName | None = None
 
 
-class AllowedTools(Body):
+class AllowedTools(RequestBody):
     mode: Literal["auto", "required"]
     tools: list[ChosenTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
@@ -114,7 +114,7 @@ class ToolChoice(ChosenTool):
     allowed_tools: AllowedTools | None = None
 
 
-class Shaped(Body):
+class ConstraintFields(RequestBody):
     """What holds an answer to a shape, as vLLM, SGLang and llama.cpp name it."""
 
     guided_json: Any = None
@@ -128,7 +128,7 @@ class Shaped(Body):
     ebnf: str | None = None
 
 
-class Common(Shaped):
+class CompletionFields(ConstraintFields):
     """Fields of both completion endpoints."""
 
     model_config = ConfigDict(extra="allow")
@@ -180,7 +180,7 @@ class Common(Shaped):
     experts: Experts | None = None
 
 
-class ChatBody(Common):
+class ChatBody(CompletionFields):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT64)
     logprobs: bool | None = None
@@ -202,7 +202,7 @@ class ChatBody(Common):
 Ids = Annotated[list[TokenId], Field(min_length=1)]
 
 
-class CompletionBody(Common):
+class CompletionBody(CompletionFields):
     prompt: (
         str
         | Ids
@@ -217,7 +217,7 @@ class CompletionBody(Common):
     suffix: str | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(RequestBody):
     """Either `prompt` or `messages`. Without `model` the default one answers."""
 
     model: str | None = None
@@ -234,12 +234,12 @@ class TokenizeBody(Body):
     tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(RequestBody):
     model: str | None = None
     tokens: list[TokenId]
 
 
-class TokenizerQuery(Query):
+class TokenizerQuery(QueryParameters):
     """Without `model` the default one is told of."""
 
     model: str | None = None

@@ -39,7 +39,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class Toolbox:
+class ToolSet:
     """`tools` are told to the model; it may call `callable_names` of them."""
 
     tools: tuple[Tool, ...]

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from coterie.api.tools.base import Tool, Toolbox
+from coterie.api.tools.base import Tool, ToolSet
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import ResponseFormat
 from coterie.models.grammar.grammar import lark_of
@@ -30,7 +30,7 @@ _ANY = r"ANY: ~/[^\x00-\x{10FFFF}]/"
 
 
 def tool_constraint(
-    toolbox: Toolbox, tokenizer: Tokenizer, thought: bool | None, answer: ResponseFormat | None
+    toolbox: ToolSet, tokenizer: Tokenizer, thought: bool | None, answer: ResponseFormat | None
 ) -> ResponseFormat:
     """`thought`: the prompt has opened one (True), the model may (False), or never thinks (None).
     `answer` is what an answer that calls nothing has to look like."""
@@ -54,7 +54,7 @@ def answer_behind_thought(
 class _Lark:
     def __init__(
         self,
-        toolbox: Toolbox | None,
+        toolbox: ToolSet | None,
         tokenizer: Tokenizer,
         thought: bool | None,
         answer: ResponseFormat | None,
@@ -126,7 +126,7 @@ class _Lark:
             head = _literal(f'{{"name": "{tool.name}", "{form.key}": ')
             rules.append(f"tool_{index}: {head} arguments_{index}")
             rules.append(
-                f'arguments_{index}: %json {held_schema(tool.parameters, tool.strict)} "}}"'
+                f'arguments_{index}: %json {enforced_schema(tool.parameters, tool.strict)} "}}"'
             )
         return rules
 
@@ -188,7 +188,7 @@ _JOINING = ("allOf", "if", "not", "dependentSchemas", "unevaluatedProperties")
 _NOTES = ("title", "description", "default", "examples", "example", "$comment", "deprecated")
 
 
-def held_schema(schema: dict[str, Any], strict: bool | None) -> str:
+def enforced_schema(schema: dict[str, Any], strict: bool | None) -> str:
     """With `strict`, every keyword must be enforced; else those that cannot be are passed over.
 
     A schema that says nothing of further properties is held to those it names.

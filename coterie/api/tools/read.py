@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from coterie.api.collect import Choice
-from coterie.api.inference import Ask, Service, Steering, events_of, inference_request
-from coterie.api.response_format import FORMAT, format_named, named
-from coterie.api.tools.base import Toolbox
+from coterie.api.collect import CollectedChoice
+from coterie.api.inference import (
+    DialectPipeline,
+    ParsedRequest,
+    RequestHeaders,
+    events_of,
+    inference_request,
+)
+from coterie.api.response_format import FORMAT, format_named, with_param_name
+from coterie.api.tools.base import ToolSet
 from coterie.api.tools.grammar import ANSWER, answer_behind_thought, tool_constraint
-from coterie.api.tools.reasoning import CONTENT, REASONING, Piece, Splitter, opened_thought
+from coterie.api.tools.reasoning import CONTENT, REASONING, Piece, ReasoningSplitter, opened_thought
 from coterie.api.tools.split import ARGUMENTS, CALL, CallMarks
 from coterie.api.transport.sse import Events
 from coterie.core.errors import InvalidRequest
@@ -33,7 +39,7 @@ MAX_INLINE_BYTES = 8_000
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class AnswerSyntax:
     """How the answers to one request are to be read."""
 
     # marks, and whether the prompt already opened them; None = the model does not think
@@ -43,21 +49,21 @@ class Reading:
     # the prompt has opened a thought, or the model may; None = neither
     thought: bool | None = None
 
-    def reader(self) -> Reader | None:
+    def reader(self) -> ChoiceReader | None:
         """None where all of an answer is words."""
-        return None if self.reasoning is None and self.calls is None else Reader(self)
+        return None if self.reasoning is None and self.calls is None else ChoiceReader(self)
 
-    def read(self, choice: Choice) -> Parts:
+    def read(self, choice: CollectedChoice) -> ChoiceParts:
         """A whole choice."""
         reader = self.reader()
         if reader is None:
-            return Parts("".join(choice.text), finish_reason=choice.finish_reason)
+            return ChoiceParts("".join(choice.text), finish_reason=choice.finish_reason)
         pieces, at = list[Piece](), 0
         for text, size in zip(choice.text, choice.sizes, strict=True):
             pieces += reader.feed(text, tuple(choice.token_ids[at : at + size]))
             at += size
         pieces += reader.finish()
-        return Parts(
+        return ChoiceParts(
             _joined(pieces, CONTENT),
             _joined(pieces, REASONING),
             _calls(pieces),
@@ -67,11 +73,11 @@ class Reading:
 
 
 # all of an answer is words
-WORDS = Reading()
+WORDS = AnswerSyntax()
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ChoiceParts:
     """What a choice says, thinks and calls: names with their arguments."""
 
     words: str
@@ -95,11 +101,13 @@ def _calls(pieces: list[Piece]) -> tuple[tuple[str, str], ...]:
     return tuple(calls)
 
 
-class Reader:
+class ChoiceReader:
     """Feed every delta of one choice."""
 
-    def __init__(self, reading: Reading) -> None:
-        self._thoughts = None if reading.reasoning is None else Splitter(*reading.reasoning)
+    def __init__(self, reading: AnswerSyntax) -> None:
+        self._thoughts = (
+            None if reading.reasoning is None else ReasoningSplitter(*reading.reasoning)
+        )
         self._calls = None if reading.calls is None else reading.calls.splitter()
 
     @property
@@ -136,7 +144,7 @@ class Reader:
         return found
 
 
-async def reading_of(ask: Ask, tokenizer: Tokenizer) -> Reading:
+async def answer_syntax_of(ask: ParsedRequest, tokenizer: Tokenizer) -> AnswerSyntax:
     assert isinstance(ask.prompt, Chat)
     marks = None
     if ask.tools is not None:
@@ -149,19 +157,21 @@ async def reading_of(ask: Ask, tokenizer: Tokenizer) -> Reading:
         )
     thought = await opened_thought(tokenizer, ask.prompt)
     reasoning = None if tokenizer.reasoning is None else (tokenizer.reasoning, bool(thought))
-    return Reading(reasoning, marks, thought)
+    return AnswerSyntax(reasoning, marks, thought)
 
 
-async def held(ask: Ask, tokenizer: Tokenizer, reading: Reading) -> Ask:
+async def with_answer_grammar(
+    ask: ParsedRequest, tokenizer: Tokenizer, reading: AnswerSyntax
+) -> ParsedRequest:
     """The same with the one grammar that holds its thoughts, tools and format together."""
     try:
         return replace(ask, response_format=await _whole_format(ask, tokenizer, reading.thought))
     except InvalidRequest as error:
-        raise named(error, FORMAT, ask.format_field) from None
+        raise with_param_name(error, FORMAT, ask.format_field) from None
 
 
 async def _whole_format(
-    ask: Ask, tokenizer: Tokenizer, thought: bool | None
+    ask: ParsedRequest, tokenizer: Tokenizer, thought: bool | None
 ) -> ResponseFormat | None:
     answer = ask.response_format
     if ask.tools is not None:
@@ -181,7 +191,9 @@ _FAULT = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?)
 _RULE = re.compile(r"arguments_(\d+): ")
 
 
-def tool_events(service: Service, ask: Ask, steering: Steering, request_id: str) -> Events:
+def tool_events(
+    service: DialectPipeline, ask: ParsedRequest, steering: RequestHeaders, request_id: str
+) -> Events:
     """The events of `ask`, whose format is already its tools' grammar."""
     asked = inference_request(ask, steering, request_id)
     events = events_of(service, asked, steering.exchange)
@@ -190,7 +202,7 @@ def tool_events(service: Service, ask: Ask, steering: Steering, request_id: str)
     return _blaming(events, ask.tools, ask)
 
 
-async def _blaming(events: Events, toolbox: Toolbox, ask: Ask) -> Events:
+async def _blaming(events: Events, toolbox: ToolSet, ask: ParsedRequest) -> Events:
     """The same events; a complaint about the grammar becomes one about a tool, or about what an
     answer that calls none has to look like."""
     async with aclosing(events):
@@ -204,7 +216,7 @@ async def _blaming(events: Events, toolbox: Toolbox, ask: Ask) -> Events:
 
 
 def blamed(
-    message: str, toolbox: Toolbox, grammar: ResponseFormat, format_field: str = FORMAT
+    message: str, toolbox: ToolSet, grammar: ResponseFormat, format_field: str = FORMAT
 ) -> InvalidRequest:
     fault = _FAULT.search(message)
     if fault is not None:

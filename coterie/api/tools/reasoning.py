@@ -19,7 +19,7 @@ REASONING, CONTENT = "reasoning", "content"
 Piece = tuple[str, str]
 
 
-class Splitter:
+class ReasoningSplitter:
     """Feeds on deltas of one choice and gives back (kind, text) pieces.
 
     Holds back what may still become a mark, and white space that may stand before one.

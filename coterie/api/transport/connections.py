@@ -18,8 +18,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from coterie.api.errors import openai_body
-from coterie.core.sections import Server
-from coterie.obs.metrics import Registry
+from coterie.core.sections import ServerSettings
+from coterie.obs.metrics import MetricRegistry
 from coterie.obs.trace import log
 
 # how often connections are looked at that have run out of time
@@ -34,7 +34,7 @@ RETRY_S = 1
 
 
 @dataclass(slots=True, eq=False)
-class Watched:
+class WatchedConnection:
     """One connection. `deadline`, in the loop's time, is None while nothing is waited for."""
 
     transport: asyncio.Transport
@@ -45,22 +45,24 @@ class Watched:
     stalled_at: float | None = None
 
 
-class Connections:
+class OpenConnections:
     """Every connection of this server; ends those that ran out of time."""
 
-    def __init__(self, settings: Server, registry: Registry, max_connections: int) -> None:
+    def __init__(
+        self, settings: ServerSettings, registry: MetricRegistry, max_connections: int
+    ) -> None:
         self.settings = settings
         self.max_connections = max_connections
         self._registry = registry
-        self._open: set[Watched] = set()
+        self._open: set[WatchedConnection] = set()
         self._by_address: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._logged_at: dict[str, float] = {}
         self._sweeping: asyncio.TimerHandle | None = None
         # what a WebSocket's protocol takes over from HTTP's
-        self.handed_over: dict[asyncio.Transport, Watched] = {}
+        self.handed_over: dict[asyncio.Transport, WatchedConnection] = {}
 
-    def enter(self, transport: asyncio.Transport) -> Watched | None:
+    def enter(self, transport: asyncio.Transport) -> WatchedConnection | None:
         """None where there are too many already."""
         address = _address(transport)
         if len(self._open) >= self.max_connections:
@@ -71,7 +73,7 @@ class Connections:
             return None
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.settings.header_timeout_s
-        watched = Watched(transport, address, deadline, "first_byte")
+        watched = WatchedConnection(transport, address, deadline, "first_byte")
         self._open.add(watched)
         self._by_address[address] += 1
         self._count()
@@ -79,7 +81,7 @@ class Connections:
             self._sweeping = loop.call_later(SWEEP_S, self._sweep, loop)
         return watched
 
-    def leave(self, watched: Watched) -> None:
+    def leave(self, watched: WatchedConnection) -> None:
         if watched not in self._open:
             return
         self._open.remove(watched)
@@ -127,7 +129,7 @@ class Connections:
         self._sweeping = loop.call_later(SWEEP_S, self._sweep, loop) if self._open else None
 
 
-def _end(watched: Watched) -> None:
+def _end(watched: WatchedConnection) -> None:
     transport = watched.transport
     if watched.phase == "header" and not transport.is_closing():
         transport.write(plain_answer(408, "the headers did not arrive in time", "timeout"))
@@ -169,13 +171,13 @@ def plain_answer(status: int, message: str, code: str, retry_after_s: int | None
     )
 
 
-class _Known(asyncio.Protocol):
+class _WatchedProtocol(asyncio.Protocol):
     """In front of uvicorn's protocols: what both tell of a connection that is watched. `watching`
     is set on a class made for one server: see `protocols`."""
 
-    watching: Connections
+    watching: OpenConnections
     loop: asyncio.AbstractEventLoop
-    _watched: Watched | None = None
+    _watched: WatchedConnection | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._watched is not None:
@@ -193,7 +195,7 @@ class _Known(asyncio.Protocol):
             self._watched.stalled_at = None
 
 
-class HttpConnection(_Known, HttpToolsProtocol):
+class HttpConnection(_WatchedProtocol, HttpToolsProtocol):
     # bytes since headers or a body began, whole chunks of the stream; those of a body
     _received = 0
     _chunk_bytes = 0
@@ -345,7 +347,7 @@ class _TooLarge(Exception):
     """Headers beyond the limit."""
 
 
-class SocketConnection(_Known, WebSocketsSansIOProtocol):
+class SocketConnection(_WatchedProtocol, WebSocketsSansIOProtocol):
     """A WebSocket: pings end it when the peer is gone; until it is accepted it has a deadline."""
 
     def connection_made(self, transport: Any) -> None:
@@ -360,16 +362,16 @@ class SocketConnection(_Known, WebSocketsSansIOProtocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Protocols:
+class ServerProtocols:
     """The two classes for one server."""
 
     http: type[HttpConnection]
     websocket: type[SocketConnection]
 
 
-def protocols(connections: Connections) -> Protocols:
+def protocols(connections: OpenConnections) -> ServerProtocols:
     known = {"watching": connections}
-    return Protocols(
+    return ServerProtocols(
         type("HttpConnection", (HttpConnection,), known),
         type("SocketConnection", (SocketConnection,), known),
     )

@@ -15,17 +15,22 @@ from coterie.api.body import aside, check
 from coterie.api.errors import encode
 from coterie.api.native.feedback import FeedbackBody
 from coterie.api.native.infer import submit
-from coterie.api.native.infer_answer import Frame, Inference, Service, answer_fields
-from coterie.api.native.infer_parse import Asked, Reception
+from coterie.api.native.infer_answer import (
+    Frame,
+    InferencePipeline,
+    RunningInference,
+    answer_fields,
+)
+from coterie.api.native.infer_parse import InferBodyReader, ParsedInfer
 from coterie.api.native.infer_types import MAX_TIMEOUT_MS
 from coterie.api.native.jobs import JobParameters, frame_of, view
 from coterie.api.proto.coterie.v1 import inference_pb2 as pb
-from coterie.api.transport.grpc_door import Call, GrpcDoor, handler
+from coterie.api.transport.grpc_door import GrpcCall, GrpcDoor, handler
 from coterie.core.errors import InvalidRequest
 from coterie.core.events import Failed, Finished
 from coterie.core.job import JobQuery
 from coterie.service.jobs.service import JobService
-from coterie.service.records.log import Records
+from coterie.service.records.log import InferenceRecords
 
 Events = AsyncGenerator[pb.InferEvent, None]
 # name -> who answers it, and what it takes
@@ -33,27 +38,27 @@ Methods = dict[str, tuple[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class GrpcServices:
     """Who does the work."""
 
-    service: Service
+    service: InferencePipeline
     jobs: JobService
-    records: Records
-    reception: Reception
+    records: InferenceRecords
+    reception: InferBodyReader
 
 
 class InferenceCalls:
-    def __init__(self, behind: Behind) -> None:
+    def __init__(self, behind: GrpcServices) -> None:
         self._behind = behind
 
-    async def infer(self, request: pb.InferRequest, call: Call) -> pb.InferenceResult:
-        inference = Inference(self._behind.service, await self._receive(request, call))
+    async def infer(self, request: pb.InferRequest, call: GrpcCall) -> pb.InferenceResult:
+        inference = RunningInference(self._behind.service, await self._receive(request, call))
         result = await inference.result()
         call.exchange.prompt_tokens, call.exchange.completion_tokens = inference.tokens()
         return message_of(pb.InferenceResult, answer_fields(result))
 
-    async def infer_stream(self, request: pb.InferRequest, call: Call) -> Events:
-        inference = Inference(self._behind.service, await self._receive(request, call))
+    async def infer_stream(self, request: pb.InferRequest, call: GrpcCall) -> Events:
+        inference = RunningInference(self._behind.service, await self._receive(request, call))
         async with aclosing(inference.events) as events:
             async for event in events:
                 frame = inference.frame(event)
@@ -63,16 +68,16 @@ class InferenceCalls:
                     break
         call.exchange.prompt_tokens, call.exchange.completion_tokens = inference.tokens()
 
-    async def submit_job(self, request: pb.InferRequest, call: Call) -> pb.JobSubmission:
+    async def submit_job(self, request: pb.InferRequest, call: GrpcCall) -> pb.JobSubmission:
         # the deadline is the call's, not the job's
         asked = await self._asked(request, call)
         answer = await submit(self._behind.jobs, asked)
         return message_of(pb.JobSubmission, bytes(answer.body))
 
-    async def get_job(self, request: pb.JobRequest, call: Call) -> pb.Job:
+    async def get_job(self, request: pb.JobRequest, call: GrpcCall) -> pb.Job:
         return message_of(pb.Job, view(await self._behind.jobs.get(request.job_id, call.tenant)))
 
-    async def list_jobs(self, request: pb.ListJobsRequest, call: Call) -> pb.JobList:
+    async def list_jobs(self, request: pb.ListJobsRequest, call: GrpcCall) -> pb.JobList:
         asked = check(JobParameters, fields_of(request))
         page = await self._behind.jobs.page(
             JobQuery(call.tenant, asked.status, asked.user_id, asked.limit, asked.after)
@@ -80,31 +85,31 @@ class InferenceCalls:
         jobs = [message_of(pb.Job, view(job)) for job in page.jobs]
         return pb.JobList(data=jobs, has_more=page.next is not None, next=page.next)
 
-    async def cancel_job(self, request: pb.JobRequest, call: Call) -> pb.CancelledJob:
+    async def cancel_job(self, request: pb.JobRequest, call: GrpcCall) -> pb.CancelledJob:
         jobs = self._behind.jobs
         job, deleted = await jobs.delete(request.job_id, call.tenant)
         return pb.CancelledJob(job=message_of(pb.Job, view(job)), deleted=deleted)
 
-    async def watch_job(self, request: pb.JobRequest, call: Call) -> Events:
+    async def watch_job(self, request: pb.JobRequest, call: GrpcCall) -> Events:
         following = self._behind.jobs.follow(request.job_id, call.tenant)
         async with aclosing(following) as progress:
             async for item in progress:
                 yield event_of(frame_of(request.job_id, item))
 
-    async def feedback(self, request: pb.FeedbackRequest, call: Call) -> pb.FeedbackAnswer:
+    async def feedback(self, request: pb.FeedbackRequest, call: GrpcCall) -> pb.FeedbackAnswer:
         body = check(FeedbackBody, fields_of(request))
         good = body.verdict == "good"
         await self._behind.records.feedback(body.job_id, call.tenant, good, body.comment or "")
         return pb.FeedbackAnswer(job_id=body.job_id, verdict=body.verdict)
 
-    async def _receive(self, request: pb.InferRequest, call: Call) -> Asked:
+    async def _receive(self, request: pb.InferRequest, call: GrpcCall) -> ParsedInfer:
         if call.deadline_s is not None:
             left_ms = max(1, int(call.deadline_s * 1000))
             given = request.timeout_ms if request.HasField("timeout_ms") else left_ms
             request.timeout_ms = min(given, left_ms, MAX_TIMEOUT_MS)
         return await self._asked(request, call)
 
-    async def _asked(self, request: pb.InferRequest, call: Call) -> Asked:
+    async def _asked(self, request: pb.InferRequest, call: GrpcCall) -> ParsedInfer:
         size = request.ByteSize()
         fields = await aside(size, fields_of, request)
         return await self._behind.reception.receive(fields, call.caller(), size)

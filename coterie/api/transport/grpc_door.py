@@ -14,10 +14,10 @@ from typing import Any
 
 import grpc
 
-from coterie.api.auth import Keys
-from coterie.api.errors import OPENAI, status_of, told
+from coterie.api.auth import AccessKeys
+from coterie.api.errors import OPENAI, public_message, status_of
 from coterie.api.exchange import CLIENT_CLOSED, Exchange, log_fault, new_id, reason_of
-from coterie.api.native.infer_parse import Caller
+from coterie.api.native.infer_parse import CallerInfo
 from coterie.core.errors import CoterieError, InternalError
 from coterie.obs.trace import log
 
@@ -25,11 +25,11 @@ SERVICE = "coterie.v1.Inference"
 # of what is left of a deadline, kept for the way back
 _WAY_BACK, MAX_WAY_BACK_S = 0.1, 0.1
 
-Unary = Callable[[Any, "Call"], Awaitable[Any]]
-Stream = Callable[[Any, "Call"], AsyncGenerator[Any, None]]
+Unary = Callable[[Any, "GrpcCall"], Awaitable[Any]]
+Stream = Callable[[Any, "GrpcCall"], AsyncGenerator[Any, None]]
 
 
-class Call:
+class GrpcCall:
     """What is known about one call while it runs."""
 
     def __init__(self, exchange: Exchange, deadline_s: float | None, session: str) -> None:
@@ -39,17 +39,17 @@ class Call:
     def tenant(self) -> str:
         return self.exchange.tenant
 
-    def caller(self) -> Caller:
-        return Caller(self.exchange.tenant, self.exchange.arrived_at, self.session)
+    def caller(self) -> CallerInfo:
+        return CallerInfo(self.exchange.tenant, self.exchange.arrived_at, self.session)
 
 
 class GrpcDoor:
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: AccessKeys) -> None:
         self._keys = keys
 
     def unary(self, name: str, handle: Unary) -> Any:
         async def called(request: Any, context: Any) -> Any:
-            visit = _Visit(name, context)
+            visit = _CallRecord(name, context)
             try:
                 return await handle(request, visit.enter(self._keys))
             except BaseException as error:
@@ -62,7 +62,7 @@ class GrpcDoor:
 
     def stream(self, name: str, handle: Stream) -> Any:
         async def called(request: Any, context: Any) -> AsyncIterator[Any]:
-            visit = _Visit(name, context)
+            visit = _CallRecord(name, context)
             try:
                 async with aclosing(handle(request, visit.enter(self._keys))) as messages:
                     async for message in messages:
@@ -76,13 +76,13 @@ class GrpcDoor:
         return called
 
 
-class _Visit:
+class _CallRecord:
     def __init__(self, name: str, context: Any) -> None:
         self._name, self._context = name, context
         self.exchange = Exchange(new_id("req_"), OPENAI, time.monotonic())
         self.exchange.status = 200
 
-    def enter(self, keys: Keys) -> Call:
+    def enter(self, keys: AccessKeys) -> GrpcCall:
         """Raises where the key does not fit."""
         metadata = [_header(*item[:2]) for item in self._context.invocation_metadata() or ()]
         self.exchange.tenant = keys.tenant(f"/{SERVICE}", metadata)
@@ -90,7 +90,7 @@ class _Visit:
         left_s = self._context.time_remaining()
         if left_s is not None:
             left_s = max(left_s - min(left_s * _WAY_BACK, MAX_WAY_BACK_S), 0.001)
-        return Call(self.exchange, left_s, session.decode("latin-1")[:512])
+        return GrpcCall(self.exchange, left_s, session.decode("latin-1")[:512])
 
     async def failed(self, error: BaseException) -> None:
         """Ends the call with what `error` stands for; returns where it ends by itself."""
@@ -104,7 +104,7 @@ class _Visit:
             error = InternalError("the server failed to answer; the log has the request id")
         self.exchange.status, self.exchange.reason = status_of(error, OPENAI), reason_of(error)
         details = details_of(error, self.exchange.request_id)
-        await self._context.abort(grpc_status_of(error), told(error), details)
+        await self._context.abort(grpc_status_of(error), public_message(error), details)
 
     def log(self) -> None:
         exchange = self.exchange

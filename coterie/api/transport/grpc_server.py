@@ -13,12 +13,12 @@ import grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_reflection.v1alpha import reflection
 
-from coterie.api.auth import Keys
-from coterie.api.native.infer_parse import Reception
-from coterie.api.transport.grpc_calls import Behind, InferenceCalls, methods
+from coterie.api.auth import AccessKeys
+from coterie.api.native.infer_parse import InferBodyReader
+from coterie.api.transport.grpc_calls import GrpcServices, InferenceCalls, methods
 from coterie.api.transport.grpc_door import SERVICE, GrpcDoor, handler
 from coterie.core.errors import ConfigError
-from coterie.core.sections import Server
+from coterie.core.sections import ServerSettings
 
 if TYPE_CHECKING:
     from coterie.service.pipeline import Pipeline
@@ -33,7 +33,11 @@ class GrpcServer:
     """`port` is the one that it got."""
 
     def __init__(
-        self, settings: Server, pipeline: Pipeline, reception: Reception, keys: Keys
+        self,
+        settings: ServerSettings,
+        pipeline: Pipeline,
+        reception: InferBodyReader,
+        keys: AccessKeys,
     ) -> None:
         self._server = grpc.aio.server(
             options=(
@@ -53,7 +57,7 @@ class GrpcServer:
             ),
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        calls = InferenceCalls(Behind(pipeline, pipeline.jobs, pipeline.records, reception))
+        calls = InferenceCalls(GrpcServices(pipeline, pipeline.jobs, pipeline.records, reception))
         health = HealthCalls(lambda: pipeline.health().ready)
         generic = grpc.method_handlers_generic_handler
         self._server.add_generic_rpc_handlers(

@@ -1,7 +1,7 @@
 """Streams of pre-encoded frames, and answers that end when their client does.
 
 A refusal before the first event keeps its own HTTP status; a failure after it becomes a frame.
-Knows neither dialect: a `Renderer` turns events into bytes.
+Knows neither dialect: a `StreamRenderer` turns events into bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 Events = AsyncGenerator[Event, None]
 
 
-class Renderer(Protocol):
+class StreamRenderer(Protocol):
     """One dialect's frames for one request. Pure: events in, bytes out."""
 
     keepalive: bytes
@@ -69,7 +69,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, renderer: Renderer, exchange: Exchange) -> None:
+    def __init__(self, events: Events, renderer: StreamRenderer, exchange: Exchange) -> None:
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
             media_type=self.media_type,

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from coterie.api.auth import Keys, Origins
+from coterie.api.auth import AccessKeys, OriginCheck
 from coterie.api.body import aside, decode
 from coterie.api.errors import OPENAI, encode, status_of
 from coterie.api.exchange import (
@@ -26,8 +26,8 @@ from coterie.api.exchange import (
     new_id,
     reason_of,
 )
-from coterie.api.native.infer_answer import ERROR, Inference, Service, error_fields
-from coterie.api.native.infer_parse import Caller, Reception
+from coterie.api.native.infer_answer import ERROR, InferencePipeline, RunningInference, error_fields
+from coterie.api.native.infer_parse import CallerInfo, InferBodyReader
 from coterie.core.errors import (
     CoterieError,
     InternalError,
@@ -46,10 +46,10 @@ RETRY_S = 5.0
 class InferSocket:
     def __init__(
         self,
-        service: Service,
-        reception: Reception,
-        keys: Keys,
-        origins: Origins,
+        service: InferencePipeline,
+        reception: InferBodyReader,
+        keys: AccessKeys,
+        origins: OriginCheck,
         idle_timeout_s: float,
     ) -> None:
         self.service = service
@@ -74,7 +74,7 @@ class InferSocket:
         await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
         self._num_open += 1
         try:
-            await Talk(
+            await SocketHandler(
                 websocket, self.service, self.reception, exchange.tenant, self.idle_timeout_s
             ).run()
         finally:
@@ -111,12 +111,12 @@ MAX_TAG = 128
 GOING_AWAY = 1001
 
 
-class Talk:
+class SocketHandler:
     def __init__(
         self,
         websocket: WebSocket,
-        service: Service,
-        reception: Reception,
+        service: InferencePipeline,
+        reception: InferBodyReader,
         tenant: str,
         idle_timeout_s: float,
     ) -> None:
@@ -173,9 +173,9 @@ class Talk:
                 raise Overloaded(
                     f"{MAX_OVERLAP} requests run on this connection already", retry_after_s=1.0
                 )
-            caller = Caller(self._tenant, arrived_at)
+            caller = CallerInfo(self._tenant, arrived_at)
             asked = await self._reception.receive(payload, caller, len(raw))
-            inference = Inference(self._service, asked)
+            inference = RunningInference(self._service, asked)
         except Exception as error:
             typed = _typed(error, "")
             self._log_refusal(typed, arrived_at)
@@ -202,7 +202,9 @@ class Talk:
             raise NotFound("no such job runs on this connection", param="job_id")
         task.cancel()
 
-    async def _answer(self, inference: Inference, exchange: Exchange, tag: str | None) -> None:
+    async def _answer(
+        self, inference: RunningInference, exchange: Exchange, tag: str | None
+    ) -> None:
         marks = {"job_id": inference.job_id} | ({"request_id": tag} if tag else {})
         exchange.status = 200
         try:

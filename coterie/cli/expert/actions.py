@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from coterie.cli.expert.state import bases, modules, open_registry, open_trust
 from coterie.cli.terminal import facts, narrate, nbytes, note, show, table
 from coterie.core.errors import ConfigError, CoterieError, InternalError, WeightsError
-from coterie.packages.manifest import Base, Manifest
+from coterie.packages.manifest import BaseModelRef, Manifest
 
 if TYPE_CHECKING:
     from coterie.core.adapters import AdapterCard
-    from coterie.packages.registry import Registry
+    from coterie.packages.registry import AdapterRegistry
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -98,12 +98,12 @@ def install(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _learn(registry: Registry) -> None:
+def _learn(registry: AdapterRegistry) -> None:
     """When to use whom, as the next server will ask for it: so it need not learn at its start."""
-    from coterie.service.adapters.catalog import Profiles, current_profiles
+    from coterie.service.adapters.catalog import ProfileCache, current_profiles
     from coterie.service.adapters.matching import build_matcher, is_learnt
 
-    known = Profiles().read(registry, registry.cards())
+    known = ProfileCache().read(registry, registry.cards())
     found = tuple(current_profiles(registry.meanings(), known).values())
     if not found or is_learnt(found):
         return
@@ -246,15 +246,15 @@ def _signer(card: AdapterCard, states: Mapping[str, str]) -> str:
     return card.signer if state == "trusted" else f"{card.signer} {state}".strip()
 
 
-def _bases(card: AdapterCard, manifest: Manifest) -> Sequence[Base]:
+def _bases(card: AdapterCard, manifest: Manifest) -> Sequence[BaseModelRef]:
     """As the manifest has them, or as `--base` said when it was installed."""
     if set(card.bases) <= set(manifest.fingerprints):
         return manifest.base_models
     name = manifest.base_models[0].name if manifest.base_models else "a base model"
-    return [Base(name, fingerprint) for fingerprint in card.bases]
+    return [BaseModelRef(name, fingerprint) for fingerprint in card.bases]
 
 
-def _for(base_models: Sequence[Base]) -> str:
+def _for(base_models: Sequence[BaseModelRef]) -> str:
     shown = [f"{base.name} ({base.fingerprint[:12] or 'any file'})" for base in base_models]
     return ", ".join(shown) or "any base model"
 

@@ -8,7 +8,7 @@ from coterie.cli.expert import actions
 from coterie.cli.expert import actions as packing
 from coterie.cli.expert import evaluate as testing
 from coterie.cli.options import size
-from coterie.cli.terminal import Menu, choose
+from coterie.cli.terminal import ActionMenu, choose
 from coterie.core.adapters import DEFAULTS
 
 HELP = "pack, sign, verify and install experts: adapters for a base model"
@@ -87,7 +87,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    menu = Menu(parser)
+    menu = ActionMenu(parser)
     _configure_pack(menu)
     made = menu.add("sign", packing.sign, "sign a package with a private key", _SIGN)
     made.add_argument("file", metavar="FILE", help="an .expert file; it is rewritten")
@@ -118,7 +118,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 execute = choose
 
 
-def _configure_pack(menu: Menu) -> None:
+def _configure_pack(menu: ActionMenu) -> None:
     made = menu.add("pack", packing.pack, "make an .expert file of a PEFT directory", _PACK)
     made.add_argument("directory", metavar="DIR", help="as PEFT's save_pretrained writes it")
     made.add_argument("--out", metavar="FILE", help="(default: NAME-VERSION.expert)")
@@ -136,7 +136,7 @@ def _configure_pack(menu: Menu) -> None:
     _add_json(made)
 
 
-def _configure_install(menu: Menu) -> None:
+def _configure_install(menu: ActionMenu) -> None:
     made = menu.add("install", actions.install, "install a package or a PEFT directory", _INSTALL)
     made.add_argument(
         "source", nargs="+", metavar="FILE_OR_DIR", help="an .expert file or a PEFT directory"

@@ -18,7 +18,7 @@ from coterie.cli.terminal import facts, narrate, note, show, table
 from coterie.core.errors import NotFound
 
 if TYPE_CHECKING:
-    from coterie.packages.evaluate import EvalItem, Figures
+    from coterie.packages.evaluate import EvalComparison, EvalItem
     from coterie.workers.embedded import LLM
 
 HELP = "run an expert's held-out items: does it do what its manifest says?"
@@ -38,13 +38,13 @@ is better there than the base: say so with language:CODE in its capabilities.
 ALL = "all"
 
 
-class Stated(NamedTuple):
+class StatedEvaluation(NamedTuple):
     """Items to try, and what a package says of itself about them: None = nothing."""
 
     name: str
     metric: str
     items: list[EvalItem]
-    figures: Figures | None
+    figures: EvalComparison | None
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def execute(args: argparse.Namespace) -> int:
     return 0 if all(report["reproduced"] is not False for report in reports.values()) else 1
 
 
-def _tried(llm: LLM, args: argparse.Namespace, stated: Stated) -> dict[str, Any]:
+def _tried(llm: LLM, args: argparse.Namespace, stated: StatedEvaluation) -> dict[str, Any]:
     items = stated.items[: args.items or None]
     began = time.perf_counter()
     texts = (answers(llm, items), answers(llm, items, args.expert))
@@ -114,7 +114,7 @@ def _open(args: argparse.Namespace) -> LLM:
 
 def read_stated(
     reference: str, language: str | None = None, source: str | None = None
-) -> dict[str, Stated]:
+) -> dict[str, StatedEvaluation]:
     """By language, from a package or what came along with an installed expert, or from a file."""
     from coterie.packages.evaluate import (
         ITEMS,
@@ -135,14 +135,14 @@ def read_stated(
         raise NotFound(f"{name}: has no {file}, so there is nothing to test")
     items = read_items(data, file)
     if language is None:
-        return {"": Stated(name, whole.metric, items, figures.get(""))}
+        return {"": StatedEvaluation(name, whole.metric, items, figures.get(""))}
     written = list(dict.fromkeys(item.language for item in items))
     wanted = written if language == ALL else [language]
     if missing := set(wanted) - set(written):
         there = ", ".join(filter(None, written)) or "none"
         raise NotFound(f"{name}: no items in {', '.join(missing)}; there are {there}")
     return {
-        code: Stated(
+        code: StatedEvaluation(
             name, whole.metric, [item for item in items if item.language == code], figures.get(code)
         )
         for code in wanted
@@ -188,17 +188,19 @@ def answers(llm: LLM, items: Sequence[EvalItem], expert: str | None = None) -> l
 
 def judged(
     metric: str, items: Sequence[EvalItem], base: Sequence[str], expert: Sequence[str]
-) -> Figures:
-    from coterie.packages.evaluate import Figures, judge
+) -> EvalComparison:
+    from coterie.packages.evaluate import EvalComparison, judge
 
     def verdicts(texts: Sequence[str]) -> tuple[bool, ...]:
         pairs = zip(texts, items, strict=True)
         return tuple(judge(metric, text, item.expected) for text, item in pairs)
 
-    return Figures(metric, verdicts(base), verdicts(expert))
+    return EvalComparison(metric, verdicts(base), verdicts(expert))
 
 
-def _wrong(items: Sequence[EvalItem], texts: Sequence[str], found: Figures) -> list[dict[str, Any]]:
+def _wrong(
+    items: Sequence[EvalItem], texts: Sequence[str], found: EvalComparison
+) -> list[dict[str, Any]]:
     return [
         {"prompt": item.messages[-1]["content"], "expected": item.expected, "answer": text}
         for item, text, right in zip(items, texts, found.expert, strict=True)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from coterie.cli.options import fetch
 
 if TYPE_CHECKING:
-    from coterie.core.adapters import Modules
-    from coterie.packages.manifest import Base
-    from coterie.packages.registry import Registry
+    from coterie.core.adapters import AdaptableModules
+    from coterie.packages.manifest import BaseModelRef
+    from coterie.packages.registry import AdapterRegistry
     from coterie.packages.trust import TrustStore
 
 
@@ -21,10 +21,10 @@ def experts_dir() -> Path:
     return state_dir() / "experts"
 
 
-def open_registry() -> Registry:
-    from coterie.packages.registry import Registry
+def open_registry() -> AdapterRegistry:
+    from coterie.packages.registry import AdapterRegistry
 
-    return Registry(experts_dir())
+    return AdapterRegistry(experts_dir())
 
 
 def open_trust() -> TrustStore:
@@ -40,21 +40,21 @@ def keys_dir() -> Path:
     return state_dir() / "keys"
 
 
-def bases(models: Sequence[str] | None) -> list[Base]:
+def bases(models: Sequence[str] | None) -> list[BaseModelRef]:
     """Each model with its fingerprint, fetched when it is not here."""
-    from coterie.packages.manifest import Base
+    from coterie.packages.manifest import BaseModelRef
     from coterie.weights.checkpoint import open_checkpoint
 
-    return [Base(_called(m), open_checkpoint(fetch(m)).fingerprint()) for m in models or ()]
+    return [BaseModelRef(_called(m), open_checkpoint(fetch(m)).fingerprint()) for m in models or ()]
 
 
-def modules(models: Sequence[str] | None) -> dict[str, Modules]:
+def modules(models: Sequence[str] | None) -> dict[str, AdaptableModules]:
     """What of each model adapters may change, told from its file alone."""
-    from coterie.core.adapters import Modules
+    from coterie.core.adapters import AdaptableModules
     from coterie.models.build.adapt import site_of
     from coterie.weights.checkpoint import open_checkpoint
 
-    found: dict[str, Modules] = {}
+    found: dict[str, AdaptableModules] = {}
     for model in models or ():
         checkpoint = open_checkpoint(fetch(model))
         shapes = {
@@ -67,7 +67,7 @@ def modules(models: Sequence[str] | None) -> dict[str, Modules]:
             shapes.setdefault("lm_head", checkpoint.shape(tied))
             hidden = checkpoint.shape(tied)[1]
             pairs = {path: (shape[1], shape[0]) for path, shape in shapes.items()}
-            found[_called(model)] = Modules(hidden, pairs)
+            found[_called(model)] = AdaptableModules(hidden, pairs)
     return found
 
 

@@ -15,9 +15,9 @@ from coterie.core.errors import ConfigError, WeightsError
 if TYPE_CHECKING:
     from coterie.models.spec import ModelSpec
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.moe.store.base import Store
-    from coterie.moe.store.edit import Groups, Pruned
-    from coterie.moe.store.inspect import Sample
+    from coterie.moe.store.base import ExpertStore
+    from coterie.moe.store.edit import ExpertGroups, PruneResult
+    from coterie.moe.store.inspect import ReadSample
     from coterie.weights.checkpoint import Checkpoint
 
 
@@ -130,7 +130,7 @@ def prune(args: argparse.Namespace) -> int:
     return _show(args, report, _pruned(done, total, in_place=args.out is None))
 
 
-def _pruned(done: Pruned, total: int, in_place: bool) -> str:
+def _pruned(done: PruneResult, total: int, in_place: bool) -> str:
     rows = [
         (str(layer), " ".join(map(str, done.dropped[layer])), " ".join(map(str, spared)) or "-")
         for layer, spared in done.spared.items()
@@ -175,7 +175,7 @@ def replace(args: argparse.Namespace) -> int:
 
 def profile(args: argparse.Namespace) -> int:
     from coterie.moe.store.inspect import DEPTHS
-    from coterie.moe.store.inspect import profile as measure
+    from coterie.moe.store.inspect import profile_reads as measure
     from coterie.weights.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(fetch(args.model))
@@ -190,7 +190,7 @@ def profile(args: argparse.Namespace) -> int:
     return _show(args, {"samples": report}, _profiled(samples))
 
 
-def _profiled(samples: list[Sample]) -> str:
+def _profiled(samples: list[ReadSample]) -> str:
     rows = []
     for s in samples:
         spent = max(s.read_s + s.checksum_s + s.pack_s, 1e-9)
@@ -206,7 +206,7 @@ def _show(args: argparse.Namespace, report: dict[str, Any], text: str) -> int:
     return 0
 
 
-def _any_store(model: str) -> Store:
+def _any_store(model: str) -> ExpertStore:
     """A packed store by its index alone; another model through its config."""
     from coterie.moe.store.index import INDEX_FILE
     from coterie.moe.store.packed import open_packed
@@ -229,13 +229,13 @@ def _packed(name: str) -> Path:
     return path
 
 
-def _store_of(checkpoint: Checkpoint, dtype: str, reads: str = "auto") -> Store:
-    from coterie.models.experts import open_layers
+def _store_of(checkpoint: Checkpoint, dtype: str, reads: str = "auto") -> ExpertStore:
+    from coterie.models.experts import open_moe_store
 
     spec = _spec(checkpoint)
     if spec.moe is None:
         raise WeightsError(f"{checkpoint.path}: a dense model, which has no experts.")
-    return open_layers(checkpoint, spec.moe, spec.hidden, dtype, reads)
+    return open_moe_store(checkpoint, spec.moe, spec.hidden, dtype, reads)
 
 
 def _spec(checkpoint: Checkpoint) -> ModelSpec:
@@ -244,16 +244,16 @@ def _spec(checkpoint: Checkpoint) -> ModelSpec:
     return read_spec(checkpoint)
 
 
-def _groups(path: Path) -> Groups:
+def _groups(path: Path) -> ExpertGroups:
     """How the store's router groups experts."""
-    from coterie.moe.store.edit import Groups
+    from coterie.moe.store.edit import ExpertGroups
     from coterie.weights.checkpoint import open_checkpoint
 
     moe = _spec(open_checkpoint(path)).moe
-    return Groups(moe.routing.groups, moe.routing.top_groups) if moe else Groups()
+    return ExpertGroups(moe.routing.groups, moe.routing.top_groups) if moe else ExpertGroups()
 
 
-def _counts(given: str | None, store: Store, model: Path) -> Heatmap | None:
+def _counts(given: str | None, store: ExpertStore, model: Path) -> Heatmap | None:
     """The heatmap that was named, else the default workload's beside the model, if it fits."""
     if given:
         return _heatmap(given, store)
@@ -267,7 +267,7 @@ def _counts(given: str | None, store: Store, model: Path) -> Heatmap | None:
         return None
 
 
-def _heatmap(path: str, store: Store) -> Heatmap:
+def _heatmap(path: str, store: ExpertStore) -> Heatmap:
     """Accepted when it was counted on these experts, or on those they came from."""
     from coterie.moe.runtime.heatmap import Heatmap
     from coterie.weights.formats.json_file import read_json

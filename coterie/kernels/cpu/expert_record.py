@@ -20,10 +20,10 @@ from coterie.kernels.cpu.build import native
 from coterie.kernels.expert_layout import GROUP, PANEL, ExpertLayout, PartPlace
 from coterie.weights.quantize import (
     DTYPES,
-    Blocks,
-    Dense,
-    Int4,
-    Int8,
+    DenseWeight,
+    GgufBlocks,
+    Int4Weight,
+    Int8Weight,
     Weight,
     convert,
     dense,
@@ -85,7 +85,7 @@ def _write(place: PartPlace, value: Weight | Tensor, out: Tensor) -> None:
     _expect(place, value.shape == (place.rows, place.columns))
     weight = rounded(value, place.kind) if place.kind in DTYPES else value
     _expect(place, _kind(weight) == place.kind)
-    if isinstance(weight, Blocks):
+    if isinstance(weight, GgufBlocks):
         out.copy_(weight.data.reshape(-1))
     elif not _write_native(place, weight, out):
         write_panels(place, weight, out)
@@ -93,11 +93,11 @@ def _write(place: PartPlace, value: Weight | Tensor, out: Tensor) -> None:
 
 def _kind(weight: Weight) -> str:
     match weight:
-        case Int8():
+        case Int8Weight():
             return "int8"
-        case Int4():
+        case Int4Weight():
             return "int4"
-        case Blocks(kind):
+        case GgufBlocks(kind):
             return kind
     return "bf16" if weight.tensor.dtype == torch.bfloat16 else "fp32"
 
@@ -126,24 +126,24 @@ def _write_native(place: PartPlace, weight: Weight, out: Tensor) -> bool:
 
 def write_panels(place: PartPlace, weight: Weight, out: Tensor) -> None:
     """The torch twin of `ct_pack`."""
-    if isinstance(weight, Dense):
+    if isinstance(weight, DenseWeight):
         dtype, step = _DENSE[place.kind]
         values = _padded(weight.tensor.to(dtype), step)
         inner = 2 if place.kind == "bf16" else 1
         panels = values.view(-1, PANEL, values.shape[1] // inner, inner).transpose(1, 2)
         out.view(dtype).view(panels.shape).copy_(panels)
         return
-    if isinstance(weight, Blocks):
+    if isinstance(weight, GgufBlocks):
         raise InternalError("blocks are copied, not packed")
     groups = place.columns // GROUP
     records = out.view(-1, groups, _GROUP_BYTES[place.kind])
     size = _Q_BYTES[place.kind]
     q = _padded(weight.q, 1).view(torch.uint8)
-    if isinstance(weight, Int8):
+    if isinstance(weight, Int8Weight):
         q = q + weight_offset()
     q = q.view(-1, PANEL, groups, size // 64, 4).permute(0, 2, 3, 1, 4)
     records[..., :size].view(q.shape).copy_(q)
-    tails = (weight.scale,) if isinstance(weight, Int8) else (weight.scale, weight.minimum)
+    tails = (weight.scale,) if isinstance(weight, Int8Weight) else (weight.scale, weight.minimum)
     for index, tail in enumerate(tails):
         at = size + 2 * PANEL * index
         halves = _padded(tail.half(), 1).view(-1, PANEL, groups).transpose(1, 2)
@@ -161,17 +161,17 @@ def read_part(place: PartPlace, raw: Tensor) -> Weight | Tensor:
     if place.columns == 0:
         return raw.view(torch.float32)
     if place.kind in _DENSE:
-        return Dense(_read_dense(place, raw))
+        return DenseWeight(_read_dense(place, raw))
     if place.kind not in _Q_BYTES:
-        return Blocks(place.kind, raw.view(place.rows, -1))
+        return GgufBlocks(place.kind, raw.view(place.rows, -1))
     groups, size = place.columns // GROUP, _Q_BYTES[place.kind]
     records = raw.view(-1, groups, _GROUP_BYTES[place.kind])
     q = records[..., :size].reshape(-1, groups, size // 64, PANEL, 4).permute(0, 3, 1, 2, 4)
     q = q.reshape(-1, place.columns * size // 512)[: place.rows]
     scale = _read_halves(place, records, size)
     if place.kind == "int8":
-        return Int8((q - weight_offset()).view(torch.int8), scale)
-    return Int4(q, scale, _read_halves(place, records, size + 2 * PANEL))
+        return Int8Weight((q - weight_offset()).view(torch.int8), scale)
+    return Int4Weight(q, scale, _read_halves(place, records, size + 2 * PANEL))
 
 
 def _read_dense(place: PartPlace, raw: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ _KINDS = {"int8": abi.KIND_INT8, "int4": abi.KIND_INT4}
 def rounded(weight: Weight, dtype: str, threads: int = 1) -> Weight:
     """`convert(weight, dtype)`, fast for dense matrices on the CPU."""
     kind, library = _KINDS.get(dtype), native()
-    if kind is None or library is None or not isinstance(weight, Dense):
+    if kind is None or library is None or not isinstance(weight, DenseWeight):
         return convert(weight, dtype)
     tensor = weight.tensor
     groupable = tensor.ndim == 2 and tensor.shape[1] % GROUP == 0 and tensor.numel() > 0
@@ -224,4 +224,6 @@ def rounded(weight: Weight, dtype: str, threads: int = 1) -> Weight:
         minimum.data_ptr(),
         threads,
     )
-    return Int4(q, scale, minimum) if dtype == "int4" else Int8(q.view(torch.int8), scale)
+    return (
+        Int4Weight(q, scale, minimum) if dtype == "int4" else Int8Weight(q.view(torch.int8), scale)
+    )

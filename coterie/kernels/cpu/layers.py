@@ -17,9 +17,9 @@ from torch import Tensor
 from coterie.core.errors import ConfigError, InternalError
 from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.build import NativeLibrary, native
-from coterie.kernels.cpu.patches import SegmentArray, Sites
+from coterie.kernels.cpu.patches import PatchSites, SegmentArray
 from coterie.kernels.linear import Linear
-from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight, dense
+from coterie.weights.quantize import DenseWeight, GgufBlocks, Int4Weight, Int8Weight, Weight, dense
 
 if TYPE_CHECKING:
     from coterie.kernels.batch import AttentionBatch
@@ -102,14 +102,14 @@ class PackedLinear:
 def stored(weight: Weight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
     """Kind, and contiguous tensors in the types that packing reads."""
     match weight:
-        case Int8(q, scale):
+        case Int8Weight(q, scale):
             return abi.KIND_INT8, q.contiguous(), scale.half().contiguous(), None
-        case Int4(q, scale, minimum):
+        case Int4Weight(q, scale, minimum):
             halves = scale.half().contiguous(), minimum.half().contiguous()
             return abi.KIND_INT4, q.contiguous(), *halves
-        case Dense(tensor) if tensor.dtype == torch.bfloat16:
+        case DenseWeight(tensor) if tensor.dtype == torch.bfloat16:
             return abi.KIND_BF16, tensor.contiguous(), None, None
-        case Blocks():
+        case GgufBlocks():
             return abi.KIND_F32, dense(weight), None, None
     return abi.KIND_F32, weight.tensor.float().contiguous(), None, None
 
@@ -205,7 +205,7 @@ class NativeDecoder:
         self._caches = (abi.Cache * len(layers))()
         self._placed: list[object] = [None] * len(layers)
         self._batch: tuple[AttentionBatch, _BatchView] | None = None
-        self._sites = Sites(shape, len(layers))
+        self._sites = PatchSites(shape, len(layers))
 
     def attach(self, index: int, part: abi.MoePart | None) -> None:
         """From now on layer `index` ends in these experts (None: before its experts)."""

@@ -19,7 +19,7 @@ from coterie.kernels.patch import PARTS
 
 if TYPE_CHECKING:
     from coterie.kernels.decoder import DecoderShape
-    from coterie.kernels.patch import Patch, Segment, Stack
+    from coterie.kernels.patch import Patch, PatchStack, Segment
 
 SegmentArray = ctypes.Array[abi.Segment]
 
@@ -33,7 +33,7 @@ class _Table(NamedTuple):
     most_ranks: int
 
 
-class Sites:
+class PatchSites:
     """The matrices of one decoder that stacks can be for."""
 
     def __init__(self, shape: DecoderShape, num_layers: int) -> None:
@@ -60,7 +60,7 @@ class Sites:
             row.patches, row.most_ranks = table.address, table.most_ranks
         return rows
 
-    def _table(self, stack: Stack) -> _Table:
+    def _table(self, stack: PatchStack) -> _Table:
         rows = (abi.Patch * (self._num_layers * len(PARTS)))()
         places = {part: (at, *self._sizes[at]) for at, part in enumerate(PARTS)}
         most = 0

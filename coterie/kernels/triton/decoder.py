@@ -41,9 +41,11 @@ def decoder(
     if batch.patches or batch.patch_rows is not None:
         from coterie.kernels.triton import patched as triton_patched
 
-        reads = triton_patched.reads(shape, layers, batch, first)
+        reads = triton_patched.find_patch_reads(shape, layers, batch, first)
         if reads is not None:
-            return triton_patched.decoder(shape, layers, (cos, sin), hidden, kv, batch, reads)
+            return triton_patched.patched_decoder(
+                shape, layers, (cos, sin), hidden, kv, batch, reads
+            )
     patches = batch.patches
     delta: Tensor | None = None
     heads = (("q", shape.q_size), ("k", shape.kv_size), ("v", shape.kv_size))

@@ -17,7 +17,7 @@ from torch import Tensor
 from coterie.kernels import patched
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
-from coterie.kernels.patch_rows import FEW, KINDS, LONG_ROWS, PatchRows, Places, record_of
+from coterie.kernels.patch_rows import FEW, KINDS, LONG_ROWS, PatchRows, Places, stack_record
 from coterie.kernels.triton.attention import paged_attention
 from coterie.kernels.triton.layers import HeadPatches, place_heads
 from coterie.kernels.triton.patches import RANKS, _norm_rows, _silu_rows, site_of
@@ -34,7 +34,7 @@ WIDE = KINDS.index("wide")
 _TILE, _TILE_WIDE = 32768, 16384
 
 
-class Sizes(NamedTuple):
+class ProgramSizes(NamedTuple):
     """How the programs are cut, as measured."""
 
     # of one warp of a program with whole rows: a thread has all ranks of columns / 32 columns
@@ -49,10 +49,10 @@ class Sizes(NamedTuple):
 
 # measured at 576 and at 2048 columns: see docs/kernels.md
 SLIM_WIDTH = 1024
-SLIM, BROAD = Sizes(128, 2, 64, 7), Sizes(256, 1, 128, 0)
+SLIM, BROAD = ProgramSizes(128, 2, 64, 7), ProgramSizes(256, 1, 128, 0)
 
 
-def sizes_of(rows: PatchRows, width: int) -> Sizes:
+def sizes_of(rows: PatchRows, width: int) -> ProgramSizes:
     sizes = SLIM if width <= SLIM_WIDTH else BROAD
     if triton.knobs.runtime.interpret:
         # which knows no instruction that fetches
@@ -61,7 +61,7 @@ def sizes_of(rows: PatchRows, width: int) -> Sizes:
     return sizes._replace(columns=128, shares=1) if rows.kind == WIDE else sizes
 
 
-class Reads(NamedTuple):
+class PatchReads(NamedTuple):
     """What the rows of a step read besides the model."""
 
     rows: PatchRows
@@ -71,7 +71,7 @@ class Reads(NamedTuple):
     first: int
 
 
-class Product(NamedTuple):
+class PatchedProduct(NamedTuple):
     """What `o` or `down` of a layer gave, and what its low-rank terms are made of."""
 
     y: Tensor
@@ -82,7 +82,7 @@ class Product(NamedTuple):
     terms: Tensor | None = None
 
 
-class Norm(NamedTuple):
+class NormStep(NamedTuple):
     """What follows a norm: the parts of a layer that read it."""
 
     weight: Tensor
@@ -92,7 +92,7 @@ class Norm(NamedTuple):
 
 
 def norm_rows(
-    rows: PatchRows, hidden: Tensor, product: Product | None, norm: Norm | None
+    rows: PatchRows, hidden: Tensor, product: PatchedProduct | None, norm: NormStep | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """hidden + patched product; that, normed; and the terms of the parts that read it."""
     count, width = hidden.shape
@@ -170,57 +170,59 @@ def _room(rows: PatchRows, count: int, pieces: int) -> Tensor:
     return torch.empty((count, pieces, room), device=rows.table.device)
 
 
-def reads(
+def find_patch_reads(
     shape: DecoderShape, layers: Sequence[DecoderLayer], batch: AttentionBatch, first: int
-) -> Reads | None:
+) -> PatchReads | None:
     """None where all of it is left to torch. Patches come before biases and norms: where torch adds
     those, it must add patches too."""
     products = [(layer.qkv, layer.o, layer.gate_up, layer.down) for layer in layers]
     biased = any(hasattr(product, "bias") for four in products for product in four)
     if biased or any(layer.norms_whole(shape) for layer in layers):
         return None
-    rows, rest = rows_of(batch, first + len(layers))
+    rows, rest = patch_rows_of(batch, first + len(layers))
     if rows is None:
         return None
     rows.read = True
-    return Reads(rows, rest, first)
+    return PatchReads(rows, rest, first)
 
 
-def decoder(
+def patched_decoder(
     shape: DecoderShape,
     layers: Sequence[DecoderLayer],
     turn: tuple[Tensor, Tensor],
     hidden: Tensor,
     kv: Sequence[Tensor],
     batch: AttentionBatch,
-    given: Reads,
+    given: PatchReads,
 ) -> Tensor:
     rows, rest, first = given
     sizes = sizes_of(rows, shape.hidden)
-    before: Product | None = None
+    before: PatchedProduct | None = None
     heads = (("q", shape.q_size), ("k", shape.kv_size), ("v", shape.kv_size))
     inner = (("gate", shape.intermediate), ("up", shape.intermediate))
     for index, (layer, kv_layer) in enumerate(zip(layers, kv, strict=True), first):
-        norm = Norm(layer.input_norm, shape.eps, index, ("q", "k", "v"))
+        norm = NormStep(layer.input_norm, shape.eps, index, ("q", "k", "v"))
         hidden, normed, terms = norm_rows(rows, hidden, before, norm)
         qkv = patched.linear(layer.qkv, normed, index, heads, rest)
         patches = HeadPatches(rows, index, terms, sizes.fetched)
         q = place_heads(shape, layer, qkv, turn, kv_layer, batch, patches)
         mixed = paged_attention(q, kv_layer, batch, shape.attention_scale).view(len(hidden), -1)
         y = patched.linear(layer.o, mixed, index, (("o", shape.hidden),), rest)
-        before = Product(y, index, "o", source=mixed)
+        before = PatchedProduct(y, index, "o", source=mixed)
         if layer.post_norm is None or layer.gate_up is None or layer.down is None:
             continue
-        norm = Norm(layer.post_norm, shape.eps, index, ("gate", "up"))
+        norm = NormStep(layer.post_norm, shape.eps, index, ("gate", "up"))
         hidden, normed, terms = norm_rows(rows, hidden, before, norm)
         gate_up = patched.linear(layer.gate_up, normed, index, inner, rest)
         acts, pieces = silu_rows(rows, gate_up, index, terms, sizes.chunk)
         y = patched.linear(layer.down, acts, index, (("down", shape.hidden),), rest)
-        before = Product(y, index, "down", terms=pieces)
+        before = PatchedProduct(y, index, "down", terms=pieces)
     return hidden if before is None else norm_rows(rows, hidden, before, None)[0]
 
 
-def rows_of(batch: AttentionBatch, layers: int) -> tuple[PatchRows | None, tuple[Segment, ...]]:
+def patch_rows_of(
+    batch: AttentionBatch, layers: int
+) -> tuple[PatchRows | None, tuple[Segment, ...]]:
     """What the row kernels read, and the segments that are left to torch: long ones, and those
     that the kernels cannot. `layers` counts up to the last one of this call."""
     if batch.patch_rows is not None:
@@ -230,7 +232,7 @@ def rows_of(batch: AttentionBatch, layers: int) -> tuple[PatchRows | None, tuple
     for part in batch.patches:
         if not part.stack.patches:
             continue
-        record = record_of(part.stack, device)
+        record = stack_record(part.stack, device)
         if record.sites is None or part.last - part.first >= LONG_ROWS:
             rest.append(part)
             continue

@@ -11,7 +11,7 @@ from typing import Any
 
 from coterie.core.errors import WeightsError
 from coterie.models.arch import llama, mistral, qwen3
-from coterie.models.spec import ModelSpec, MoeSpec, Routing, check_moe, gated_parts, whole
+from coterie.models.spec import GateRule, ModelSpec, MoeSpec, check_moe, gated_parts, whole
 
 ARCHITECTURE = "CarvedForCausalLM"
 
@@ -34,7 +34,7 @@ def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
         layers=tuple(range(whole(config, "num_hidden_layers"))),
         num_experts=whole(config, "num_experts"),
         intermediate=whole(config, "moe_intermediate_size"),
-        routing=Routing(whole(config, "num_experts_per_tok"), normalise=False, equal=True),
+        routing=GateRule(whole(config, "num_experts_per_tok"), normalise=False, equal=True),
         router="model.layers.{layer}.mlp.gate",
         parts=gated_parts("mlp"),
         shared=shared,

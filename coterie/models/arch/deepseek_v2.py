@@ -8,10 +8,10 @@ from typing import Any
 from coterie.core.errors import WeightsError
 from coterie.models.config_fields import shown
 from coterie.models.spec import (
-    Latent,
+    GateRule,
+    LatentSpec,
     ModelSpec,
     MoeSpec,
-    Routing,
     check_moe,
     flag,
     gated_parts,
@@ -36,7 +36,7 @@ def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
     heads = whole(config, "num_attention_heads")
     if config.get("num_key_value_heads") not in (heads, None):
         raise WeightsError("config: num_key_value_heads must be num_attention_heads")
-    latent = Latent(
+    latent = LatentSpec(
         q_rank=None if config.get("q_lora_rank") is None else whole(config, "q_lora_rank"),
         kv_rank=whole(config, "kv_lora_rank"),
         nope=whole(config, "qk_nope_head_dim"),
@@ -66,7 +66,7 @@ def _experts(config: dict[str, Any]) -> MoeSpec:
             layers=tuple(range(first, whole(config, "num_hidden_layers"))),
             num_experts=whole(config, "n_routed_experts", config.get("num_experts")),
             intermediate=width,
-            routing=Routing(
+            routing=GateRule(
                 top_k=whole(config, "num_experts_per_tok"),
                 normalise=False,
                 scale=float(config.get("routed_scaling_factor") or 1.0),

@@ -16,19 +16,19 @@ from torch.nn import functional
 
 from coterie.core.errors import WeightsError
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.expert_gate import Router
+from coterie.kernels.expert_gate import ExpertGate
 from coterie.kernels.linear import Linear
 from coterie.kernels.reference import layers as reference
 from coterie.models.build.adapt import ModelTargets
-from coterie.models.build.assemble import Assembly
-from coterie.models.build.blocks import Ops, ops_for
-from coterie.models.build.layers import Progress, read_ends
+from coterie.models.build.assemble import AssembledModel
+from coterie.models.build.blocks import BackendOps, ops_for
+from coterie.models.build.layers import Progress, read_embedding_and_head
 from coterie.models.build.moe import MoeLayer
 from coterie.models.config_fields import shown
 from coterie.models.spec import (
+    GateRule,
     ModelSpec,
     MoeSpec,
-    Routing,
     check_moe,
     refuse_unknown_meanings,
     served_positions,
@@ -38,7 +38,7 @@ from coterie.models.spec import (
 from coterie.weights.quantize import dense
 
 if TYPE_CHECKING:
-    from coterie.models.build.reader import Reader
+    from coterie.models.build.reader import TensorReader
 
 _PARTS = {"fc1": "fc1.weight", "fc1_bias": "fc1.bias", "fc2": "fc2.weight", "fc2_bias": "fc2.bias"}
 
@@ -56,7 +56,7 @@ def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
         layers=tuple(range(layers)),
         num_experts=whole(config, "num_experts"),
         intermediate=whole(config, "intermediate_size"),
-        routing=Routing(top_k=whole(config, "num_experts_per_tok", 2), normalise=True),
+        routing=GateRule(top_k=whole(config, "num_experts_per_tok", 2), normalise=True),
         router="blocks.{layer}.router",
         parts={part: stem + name for part, name in _PARTS.items()},
         gated=False,
@@ -97,11 +97,11 @@ class AttentionHalf:
     norm: LayerNorm
 
 
-class Backbone:
+class DwrBackbone:
     """Everything of the blocks but routers and experts."""
 
     def __init__(
-        self, positions: Tensor, halves: Sequence[AttentionHalf], num_heads: int, ops: Ops
+        self, positions: Tensor, halves: Sequence[AttentionHalf], num_heads: int, ops: BackendOps
     ) -> None:
         self._positions, self._halves, self._num_heads = positions, halves, num_heads
         self._attention = ops.attention
@@ -126,9 +126,9 @@ class Backbone:
         return half.out(mixed.reshape(hidden.shape))
 
 
-def assemble(reader: Reader, backend: str, progress: Progress) -> Assembly:
+def assemble(reader: TensorReader, backend: str, progress: Progress) -> AssembledModel:
     spec, ops = reader.spec, ops_for(backend)
-    ends = read_ends(reader, "embeddings.weight", "output.weight")
+    ends = read_embedding_and_head(reader, "embeddings.weight", "output.weight")
     # the served context may be shorter than the table
     limit = reader.rows("positions.weight")
     table = dense(reader.take("positions.weight", (limit, spec.hidden)))
@@ -138,9 +138,9 @@ def assemble(reader: Reader, backend: str, progress: Progress) -> Assembly:
         progress(index + 1, spec.num_layers + 1)
         halves.append(_read_half(reader, f"blocks.{index}."))
         layers.append(_read_experts(reader, index))
-    return Assembly(
+    return AssembledModel(
         ends,
-        Backbone(positions, halves, spec.num_heads, ops).forward,
+        DwrBackbone(positions, halves, spec.num_heads, ops).forward,
         _read_norm(reader, "norm"),
         tuple(layers),
         reader.device,
@@ -149,7 +149,7 @@ def assemble(reader: Reader, backend: str, progress: Progress) -> Assembly:
     )
 
 
-def _read_half(reader: Reader, stem: str) -> AttentionHalf:
+def _read_half(reader: TensorReader, stem: str) -> AttentionHalf:
     hidden = reader.spec.hidden
     return AttentionHalf(
         qkv=reader.linear([stem + "attn.qkv"], [3 * hidden], hidden, biased=True),
@@ -158,18 +158,20 @@ def _read_half(reader: Reader, stem: str) -> AttentionHalf:
     )
 
 
-def _read_experts(reader: Reader, index: int) -> MoeLayer:
+def _read_experts(reader: TensorReader, index: int) -> MoeLayer:
     spec, moe = reader.spec, reader.spec.moe
     if moe is None:
         raise TypeError("a DWR model has experts")
     name = moe.router.format(layer=index)
     product = reader.exact(f"{name}.weight", moe.num_experts, spec.hidden)
-    router = Router(moe.routing, product, reader.vector(f"{name}.bias", moe.num_experts).float())
+    router = ExpertGate(
+        moe.routing, product, reader.vector(f"{name}.bias", moe.num_experts).float()
+    )
     joined = partial(_joined, _read_norm(reader, f"blocks.{index}.norm2"))
     return MoeLayer(index, router, before=_unchanged, after=joined)
 
 
-def _read_norm(reader: Reader, name: str) -> LayerNorm:
+def _read_norm(reader: TensorReader, name: str) -> LayerNorm:
     size = reader.spec.hidden
     weight = reader.vector(f"{name}.weight", size)
     return LayerNorm(weight, reader.vector(f"{name}.bias", size), reader.spec.eps)

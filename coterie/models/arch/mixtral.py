@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coterie.models.spec import ModelSpec, MoeSpec, Routing, check_moe, read_dense, whole
+from coterie.models.spec import GateRule, ModelSpec, MoeSpec, check_moe, read_dense, whole
 
 _PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
@@ -22,7 +22,7 @@ def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
         layers=tuple(range(whole(config, "num_hidden_layers"))),
         num_experts=whole(config, "num_local_experts", 8),
         intermediate=whole(config, "intermediate_size"),
-        routing=Routing(top_k=whole(config, "num_experts_per_tok", 2), normalise=True),
+        routing=GateRule(top_k=whole(config, "num_experts_per_tok", 2), normalise=True),
         router=stem + "gate",
         parts={part: f"{stem}experts.{{expert}}.{name}.weight" for part, name in _PARTS.items()},
     )

@@ -6,9 +6,9 @@ from typing import Any
 
 from coterie.core.errors import WeightsError
 from coterie.models.spec import (
+    GateRule,
     ModelSpec,
     MoeSpec,
-    Routing,
     check_moe,
     flag,
     gated_parts,
@@ -22,7 +22,7 @@ def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
         layers=tuple(range(whole(config, "num_hidden_layers"))),
         num_experts=whole(config, "num_experts", config.get("num_local_experts")),
         intermediate=whole(config, "intermediate_size"),
-        routing=Routing(
+        routing=GateRule(
             top_k=whole(config, "num_experts_per_tok"),
             normalise=flag(config, "norm_topk_prob", False),
         ),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from coterie.models.spec import (
+    GateRule,
     ModelSpec,
     MoeSpec,
-    Routing,
     check_moe,
     flag,
     gated_parts,
@@ -40,7 +40,7 @@ def _experts(config: dict[str, Any]) -> MoeSpec:
             # newer files say num_local_experts
             num_experts=whole(config, "num_experts", config.get("num_local_experts")),
             intermediate=whole(config, "moe_intermediate_size"),
-            routing=Routing(
+            routing=GateRule(
                 top_k=whole(config, "num_experts_per_tok"),
                 normalise=flag(config, "norm_topk_prob", False),
             ),

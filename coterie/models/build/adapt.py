@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coterie.core.adapters import Modules
+from coterie.core.adapters import AdaptableModules
 from coterie.core.errors import WeightsError
 from coterie.kernels.cpu.layers import PackedLinear
 from coterie.kernels.linear import ReferenceLinear
@@ -53,7 +53,7 @@ _REASONS = (
 
 
 @dataclass(slots=True)
-class Matrix:
+class TargetMatrix:
     """One module's rows within a product. A `Target` of adapters/base.py."""
 
     site: Site
@@ -125,21 +125,21 @@ def _squares(weight: Tensor) -> Tensor:
 class ModelTargets:
     """`Targets` of adapters/base.py over what a reader noted."""
 
-    def __init__(self, spec: ModelSpec, matrices: Mapping[str, Matrix]) -> None:
+    def __init__(self, spec: ModelSpec, matrices: Mapping[str, TargetMatrix]) -> None:
         self.hidden = spec.hidden
         self._spec, self._matrices = spec, matrices
 
-    def find(self, path: str) -> Matrix:
+    def find(self, path: str) -> TargetMatrix:
         found = self._matrices.get(path)
         if found is None:
             raise WeightsError(f"{path}: {self._reason(path)}")
         return found
 
-    def modules(self) -> Modules:
+    def modules(self) -> AdaptableModules:
         """What there is to change, for checks that see no weights."""
         found = self._matrices.items()
         shapes = {path: (matrix.in_features, matrix.out_features) for path, matrix in found}
-        return Modules(self.hidden, shapes, any(m.bias is not None for _, m in found))
+        return AdaptableModules(self.hidden, shapes, any(m.bias is not None for _, m in found))
 
     def _reason(self, path: str) -> str:
         spec = self._spec

@@ -18,34 +18,34 @@ from torch import Tensor
 from coterie.kernels.reference import layers as reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
-from coterie.kernels.expert_gate import Router
+from coterie.kernels.expert_gate import ExpertGate
 from coterie.models.build import mla
 from coterie.models.build.adapt import ModelTargets
-from coterie.models.build.blocks import Block, BlockDecoder, HeadAttention, Ops, Turns, ops_for
-from coterie.models.build.moe import Express
+from coterie.models.build.blocks import DecoderBlock, BlockDecoder, HeadAttention, BackendOps, RotaryCache, ops_for
+from coterie.models.build.moe import FusedMoeStack
 from coterie.models.build.layers import (
-    Ends,
+    EmbeddingAndHead,
     GatedMlp,
     Progress,
     post_norm,
-    read_ends,
+    read_embedding_and_head,
     read_layer,
     read_mlp,
 )
 from coterie.models.build.moe import Backbone, MoeLayer
 
 if TYPE_CHECKING:
-    from coterie.models.build.reader import Reader
+    from coterie.models.build.reader import TensorReader
     from coterie.models.spec import ModelSpec
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Assembly:
+class AssembledModel:
     """A model's backbone, ready to run, and its layers with experts."""
 
-    ends: Ends
+    ends: EmbeddingAndHead
     backbone: Backbone
     norm: Callable[[Tensor], Tensor]
     moe_layers: tuple[MoeLayer, ...]
@@ -54,16 +54,16 @@ class Assembly:
     # what adapters may change
     targets: ModelTargets
     # all layers in one call, where the backbone is the native decoder and knows the experts' layers
-    express: Express | None = None
+    express: FusedMoeStack | None = None
 
 
-def assemble(reader: Reader, backend: str, progress: Progress) -> Assembly:
+def assemble(reader: TensorReader, backend: str, progress: Progress) -> AssembledModel:
     spec, ops = reader.spec, ops_for(backend)
-    ends = read_ends(reader)
+    ends = read_embedding_and_head(reader)
     backbone = _read_backbone(reader, backend, progress)
     norm = reader.vector("model.norm.weight", spec.hidden)
     moe_layers = read_moe(reader, ops)
-    return Assembly(
+    return AssembledModel(
         ends,
         backbone,
         _bound(ops, norm, spec.eps),
@@ -71,22 +71,22 @@ def assemble(reader: Reader, backend: str, progress: Progress) -> Assembly:
         reader.device,
         reader.product_bytes + ends.own_bytes,
         ModelTargets(spec, reader.noted),
-        _express(backbone, moe_layers, spec.num_layers),
+        _fused_moe_stack(backbone, moe_layers, spec.num_layers),
     )
 
 
-def _express(backbone: Backbone, layers: tuple[MoeLayer, ...], num_layers: int) -> Express | None:
+def _fused_moe_stack(backbone: Backbone, layers: tuple[MoeLayer, ...], num_layers: int) -> FusedMoeStack | None:
     decoder = getattr(getattr(backbone, "func", None), "__self__", None)
-    if decoder is None or not layers or not Express.fits(layers):
+    if decoder is None or not layers or not FusedMoeStack.fits(layers):
         return None
-    return Express(decoder, layers, num_layers)
+    return FusedMoeStack(decoder, layers, num_layers)
 
 
-def _bound(ops: Ops, weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+def _bound(ops: BackendOps, weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
     return lambda hidden: ops.norm(hidden, weight, eps)
 
 
-def read_moe(reader: Reader, ops: Ops) -> tuple[MoeLayer, ...]:
+def read_moe(reader: TensorReader, ops: BackendOps) -> tuple[MoeLayer, ...]:
     """Routers, and what else of the layers with experts is not the store's."""
     spec, moe = reader.spec, reader.spec.moe
     if moe is None:
@@ -94,7 +94,7 @@ def read_moe(reader: Reader, ops: Ops) -> tuple[MoeLayer, ...]:
     layers = []
     for index in moe.layers:
         name = moe.router.format(layer=index)
-        router = Router(moe.routing, reader.exact(f"{name}.weight", moe.num_experts, spec.hidden))
+        router = ExpertGate(moe.routing, reader.exact(f"{name}.weight", moe.num_experts, spec.hidden))
         norm = reader.vector(post_norm(index), spec.hidden)
         shared = None
         if moe.shared:
@@ -116,13 +116,13 @@ def decoder_shape(spec: ModelSpec) -> DecoderShape:
     )
 
 
-def _read_backbone(reader: Reader, backend: str, progress: Progress) -> Backbone:
+def _read_backbone(reader: TensorReader, backend: str, progress: Progress) -> Backbone:
     """The fused decoders where they know the attention, else block by block."""
     spec = reader.spec
     if spec.rope is None:
         raise TypeError(f"{spec.architecture} has no rotary positions")
     cos, sin = (table.to(reader.device) for table in spec.rope.tables())
-    shape, ops, turns = decoder_shape(spec), ops_for(backend), Turns(cos, sin)
+    shape, ops, turns = decoder_shape(spec), ops_for(backend), RotaryCache(cos, sin)
 
     def each(read: Callable[[int], _T]) -> list[_T]:
         layers = []
@@ -168,10 +168,10 @@ def _decoder(backend: str) -> Callable[..., Tensor]:
 
 
 def _block(
-    shape: DecoderShape, layer: DecoderLayer, ops: Ops, turns: Turns, clip: float | None, index: int
-) -> Block:
+    shape: DecoderShape, layer: DecoderLayer, ops: BackendOps, turns: RotaryCache, clip: float | None, index: int
+) -> DecoderBlock:
     attend = HeadAttention(shape, layer, ops, turns, clip, index)
     if layer.gate_up is None or layer.down is None:
-        return Block(layer.input_norm, attend)
+        return DecoderBlock(layer.input_norm, attend)
     mlp = GatedMlp(layer.gate_up, layer.down, index)
-    return Block(layer.input_norm, attend, layer.post_norm, mlp)
+    return DecoderBlock(layer.input_norm, attend, layer.post_norm, mlp)

@@ -27,7 +27,7 @@ Attend = Callable[[Tensor, Tensor, AttentionBatch], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Ops:
+class BackendOps:
     """The backend's kernels, by the signatures of `kernels.reference`."""
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -36,20 +36,20 @@ class Ops:
     latent: Callable[[Tensor, Tensor, AttentionBatch, float], Tensor] = latent_attention
 
 
-def ops_for(backend: str) -> Ops:
+def ops_for(backend: str) -> BackendOps:
     if backend == "triton":
         from coterie.kernels.triton import attention as triton_attention, layers as triton_layers
 
-        return Ops(triton_layers.rms_norm, triton_attention.paged_attention)
+        return BackendOps(triton_layers.rms_norm, triton_attention.paged_attention)
     if backend == "cpu":
         from coterie.kernels.cpu import layers as cpu
 
-        return Ops(cpu.rms_norm, cpu.paged_attention, cpu.paged_attention)
-    return Ops(reference.rms_norm, reference.paged_attention)
+        return BackendOps(cpu.rms_norm, cpu.paged_attention, cpu.paged_attention)
+    return BackendOps(reference.rms_norm, reference.paged_attention)
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class DecoderBlock:
     input_norm: Tensor
     attend: Attend
     # None where experts follow
@@ -60,7 +60,7 @@ class Block:
 class BlockDecoder:
     """Pre-norm blocks one after another."""
 
-    def __init__(self, blocks: Sequence[Block], ops: Ops, eps: float) -> None:
+    def __init__(self, blocks: Sequence[DecoderBlock], ops: BackendOps, eps: float) -> None:
         self._blocks, self._norm, self._eps = blocks, ops.norm, eps
 
     def forward(
@@ -76,7 +76,7 @@ class BlockDecoder:
         return hidden
 
 
-class Turns:
+class RotaryCache:
     """The rows of the rotary tables for a batch, gathered once for all its layers."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
@@ -97,8 +97,8 @@ class HeadAttention:
 
     shape: DecoderShape
     layer: DecoderLayer
-    ops: Ops
-    turns: Turns
+    ops: BackendOps
+    turns: RotaryCache
     clip: float | None
     # the layer's number: adapters are told apart by it
     index: int

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.patch_rows import KINDS, PatchRows, Places, family, places_of
+from coterie.kernels.patch_rows import KINDS, PatchRows, Places, graph_family, places_of
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -105,7 +105,7 @@ class DecodeGraphs:
         if not (decode and covered and live <= SIZES[-1]) or _may_be_soft(batch):
             return None
         places = places_of(batch.patches, self._device)
-        kind = family(places, len(kv))
+        kind = graph_family(places, len(kv))
         if not kind or (kind != "plain" and not self.adapts):
             return None
         size = next(size for size in SIZES if size >= live)

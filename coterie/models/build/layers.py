@@ -17,17 +17,17 @@ from coterie.kernels import patched
 from coterie.kernels.reference import layers as reference
 from coterie.kernels.decoder import DecoderLayer
 from coterie.kernels.linear import Linear, ReferenceLinear
-from coterie.models.build.adapt import Matrix
-from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight, convert, dense
+from coterie.models.build.adapt import TargetMatrix
+from coterie.weights.quantize import GgufBlocks, DenseWeight, Int4Weight, Int8Weight, Weight, convert, dense
 
 if TYPE_CHECKING:
     from coterie.kernels.patch import Segment
-    from coterie.models.build.reader import Reader
+    from coterie.models.build.reader import TensorReader
 
 Progress = Callable[[int, int], None]
 
 
-class Embedding:
+class TokenEmbedding:
     """Rows of a stored matrix; a quantised one is widened row by row, only where it is read."""
 
     def __init__(self, weight: Weight, device: torch.device, dtype: torch.dtype) -> None:
@@ -44,33 +44,33 @@ class Embedding:
 
 def _moved(weight: Weight, device: torch.device) -> Weight:
     match weight:
-        case Dense(tensor):
-            return Dense(tensor.to(device))
-        case Int8(q, scale):
-            return Int8(q.to(device), scale.to(device))
-        case Int4(q, scale, minimum):
-            return Int4(q.to(device), scale.to(device), minimum.to(device))
-        case Blocks(kind, data):
-            return Blocks(kind, data.to(device))
+        case DenseWeight(tensor):
+            return DenseWeight(tensor.to(device))
+        case Int8Weight(q, scale):
+            return Int8Weight(q.to(device), scale.to(device))
+        case Int4Weight(q, scale, minimum):
+            return Int4Weight(q.to(device), scale.to(device), minimum.to(device))
+        case GgufBlocks(kind, data):
+            return GgufBlocks(kind, data.to(device))
 
 
 def rows_of(weight: Weight, index: Tensor) -> Weight:
     match weight:
-        case Dense(tensor):
-            return Dense(tensor[index])
-        case Int8(q, scale):
-            return Int8(q[index], scale[index])
-        case Int4(q, scale, minimum):
-            return Int4(q[index], scale[index], minimum[index])
-        case Blocks(kind, data):
-            return Blocks(kind, data[index])
+        case DenseWeight(tensor):
+            return DenseWeight(tensor[index])
+        case Int8Weight(q, scale):
+            return Int8Weight(q[index], scale[index])
+        case Int4Weight(q, scale, minimum):
+            return Int4Weight(q[index], scale[index], minimum[index])
+        case GgufBlocks(kind, data):
+            return GgufBlocks(kind, data[index])
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class EmbeddingAndHead:
     """The two tables of words around a decoder stack."""
 
-    embedding: Embedding
+    embedding: TokenEmbedding
     head: Linear
 
     @property
@@ -79,7 +79,7 @@ class Ends:
         table, head = self.embedding.weight, self.head
         shared = (
             isinstance(head, ReferenceLinear)
-            and isinstance(table, Dense)
+            and isinstance(table, DenseWeight)
             and table.tensor.data_ptr() == head.weight.data_ptr()
         )
         return 0 if shared else self.embedding.nbytes
@@ -100,9 +100,9 @@ class GatedMlp:
         return patched.linear(self.down, acts, self._layer, self._outer, patches)
 
 
-def read_ends(
-    reader: Reader, first: str = "model.embed_tokens.weight", last: str = "lm_head.weight"
-) -> Ends:
+def read_embedding_and_head(
+    reader: TensorReader, first: str = "model.embed_tokens.weight", last: str = "lm_head.weight"
+) -> EmbeddingAndHead:
     """Embedding and LM head. At int4 both stay at int8, as GGUF files keep them: they decide
     the token directly and are read once per step."""
     spec = reader.spec
@@ -117,17 +117,17 @@ def read_ends(
     head = reader.product([rows])
     if spec.rope is not None:
         read = reader.reread(first if spec.tied else last, dtype)
-        reader.noted["lm_head"] = Matrix((-1, "head"), head, 0, spec.vocab, read)
+        reader.noted["lm_head"] = TargetMatrix((-1, "head"), head, 0, spec.vocab, read)
     if spec.tied and isinstance(head, ReferenceLinear):
         # one copy in memory: the rows of the head are the embedding
-        table = Dense(head.weight)
+        table = DenseWeight(head.weight)
     elif dtype == "fp32":
         # as stored is smaller and widens to the same values
         table = stored
-    return Ends(Embedding(table, reader.device, reader.placement.hidden_dtype), head)
+    return EmbeddingAndHead(TokenEmbedding(table, reader.device, reader.placement.hidden_dtype), head)
 
 
-def read_mlp(reader: Reader, layer: int, width: int, shared: bool = False) -> GatedMlp:
+def read_mlp(reader: TensorReader, layer: int, width: int, shared: bool = False) -> GatedMlp:
     """A layer's own MLP, or the expert that every token passes."""
     hidden, biased = reader.spec.hidden, reader.spec.mlp_bias
     stem = f"model.layers.{layer}.mlp." + ("shared_experts." if shared else "")
@@ -136,7 +136,7 @@ def read_mlp(reader: Reader, layer: int, width: int, shared: bool = False) -> Ga
     return GatedMlp(gate_up, down, layer, "shared_" if shared else "")
 
 
-def read_layer(reader: Reader, index: int) -> DecoderLayer:
+def read_layer(reader: TensorReader, index: int) -> DecoderLayer:
     """One block; where the layer has experts, its attention half."""
     spec, base = reader.spec, f"model.layers.{index}."
     attention = base + "self_attn."
@@ -169,7 +169,7 @@ def post_norm(index: int) -> str:
 
 
 def _qk_norms(
-    reader: Reader, attention: str, q_size: int, kv_size: int
+    reader: TensorReader, attention: str, q_size: int, kv_size: int
 ) -> tuple[Tensor | None, Tensor | None]:
     spec = reader.spec
     if not spec.qk_norm:
@@ -179,6 +179,6 @@ def _qk_norms(
     return q_norm, reader.vector(attention + "k_norm.weight", sizes[1])
 
 
-def _biases(reader: Reader, names: list[str], sizes: list[int]) -> list[Tensor]:
+def _biases(reader: TensorReader, names: list[str], sizes: list[int]) -> list[Tensor]:
     pairs = zip(names, sizes, strict=True)
     return [reader.vector(f"{name}.bias", size) for name, size in pairs]

@@ -18,21 +18,21 @@ from coterie.kernels.reference import layers as reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.reference.latent import HeadLinear, write_latent
 from coterie.kernels.linear import Linear
-from coterie.models.build.blocks import Block, Ops, Turns
+from coterie.models.build.blocks import DecoderBlock, BackendOps, RotaryCache
 from coterie.models.build.layers import post_norm, read_mlp, rows_of
-from coterie.models.spec import Latent
+from coterie.models.spec import LatentSpec
 from coterie.models.build.reader import BiasedLinear
-from coterie.weights.quantize import Dense, Weight, dense
+from coterie.weights.quantize import DenseWeight, Weight, dense
 
 if TYPE_CHECKING:
-    from coterie.models.build.reader import Reader
+    from coterie.models.build.reader import TensorReader
 
 # transformers gives the two inner norms this, whatever the config says of the others
 _INNER_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Queries:
+class LatentQueries:
     """One product, or two with a norm between them."""
 
     last: Linear
@@ -42,7 +42,7 @@ class Queries:
 
 @dataclass(frozen=True, slots=True)
 class LatentParts:
-    queries: Queries
+    queries: LatentQueries
     kv_a: Linear  # rows: the latent, then the key that is turned
     kv_norm: Tensor  # [kv_rank]
     key_up: HeadLinear  # nope -> kv_rank
@@ -53,10 +53,10 @@ class LatentParts:
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
     parts: LatentParts
-    latent: Latent
+    latent: LatentSpec
     scale: float
-    ops: Ops
-    turns: Turns
+    ops: BackendOps
+    turns: RotaryCache
     # the layer's number: adapters are told apart by it
     index: int
 
@@ -86,7 +86,7 @@ class LatentAttention:
         return patched.linear(product, x, self.index, parts, batch.patches)
 
 
-def read_block(reader: Reader, index: int, ops: Ops, turns: Turns) -> Block:
+def read_block(reader: TensorReader, index: int, ops: BackendOps, turns: RotaryCache) -> DecoderBlock:
     """One layer; where it has experts, its attention half."""
     spec, base = reader.spec, f"model.layers.{index}."
     latent = spec.latent
@@ -96,12 +96,12 @@ def read_block(reader: Reader, index: int, ops: Ops, turns: Turns) -> Block:
     attend = LatentAttention(parts, latent, spec.attention_scale, ops, turns, index)
     input_norm = reader.vector(base + "input_layernorm.weight", spec.hidden)
     if spec.moe is not None and index in spec.moe.layers:
-        return Block(input_norm, attend)
+        return DecoderBlock(input_norm, attend)
     mlp = read_mlp(reader, index, spec.intermediate)
-    return Block(input_norm, attend, reader.vector(post_norm(index), spec.hidden), mlp)
+    return DecoderBlock(input_norm, attend, reader.vector(post_norm(index), spec.hidden), mlp)
 
 
-def _read_parts(reader: Reader, stem: str, latent: Latent) -> LatentParts:
+def _read_parts(reader: TensorReader, stem: str, latent: LatentSpec) -> LatentParts:
     spec = reader.spec
     order = _halves(1, latent.kv_rank, latent.rope)
     name = stem + "kv_a_proj_with_mqa"
@@ -119,12 +119,12 @@ def _read_parts(reader: Reader, stem: str, latent: Latent) -> LatentParts:
     )
 
 
-def _read_queries(reader: Reader, stem: str, latent: Latent) -> Queries:
+def _read_queries(reader: TensorReader, stem: str, latent: LatentSpec) -> LatentQueries:
     spec, rank = reader.spec, latent.q_rank
     order = _halves(spec.num_heads, latent.nope, latent.rope)
     if rank is None:
-        return Queries(_reordered(reader, stem + "q_proj", spec.hidden, order))
-    return Queries(
+        return LatentQueries(_reordered(reader, stem + "q_proj", spec.hidden, order))
+    return LatentQueries(
         last=_reordered(reader, stem + "q_b_proj", rank, order),
         first=reader.linear([stem + "q_a_proj"], [rank], spec.hidden, spec.qkv_bias),
         norm=reader.vector(stem + "q_a_layernorm.weight", rank),
@@ -132,7 +132,7 @@ def _read_queries(reader: Reader, stem: str, latent: Latent) -> Queries:
 
 
 def _reordered(
-    reader: Reader, name: str, columns: int, order: Tensor, biased: bool = False
+    reader: TensorReader, name: str, columns: int, order: Tensor, biased: bool = False
 ) -> Linear:
     """One product whose row i is row order[i] of the stored matrix."""
     rows = len(order)
@@ -152,7 +152,7 @@ def _halves(heads: int, plain: int, turned: int) -> Tensor:
     return (torch.arange(heads)[:, None] * (plain + turned) + one).reshape(-1)
 
 
-def _ups(reader: Reader, stem: str, latent: Latent) -> tuple[HeadLinear, HeadLinear]:
+def _ups(reader: TensorReader, stem: str, latent: LatentSpec) -> tuple[HeadLinear, HeadLinear]:
     """kv_b_proj, head by head: [nope rows of keys, value rows] x kv_rank."""
     heads, size = reader.spec.num_heads, latent.nope + latent.value
     if reader.has(stem + "k_b_proj.weight"):
@@ -164,7 +164,7 @@ def _ups(reader: Reader, stem: str, latent: Latent) -> tuple[HeadLinear, HeadLin
     return reader.per_head(keys), reader.per_head(values)
 
 
-def _split_ups(reader: Reader, stem: str, latent: Latent) -> tuple[HeadLinear, HeadLinear]:
+def _split_ups(reader: TensorReader, stem: str, latent: LatentSpec) -> tuple[HeadLinear, HeadLinear]:
     """As GGUF files keep them: a stack of heads each, the keys' already turned."""
     heads, rank = reader.spec.num_heads, latent.kv_rank
     keys = dense(reader.take(stem + "k_b_proj.weight", (heads, rank, latent.nope)))
@@ -172,13 +172,13 @@ def _split_ups(reader: Reader, stem: str, latent: Latent) -> tuple[HeadLinear, H
     # stacks come widened: they are rounded no further than to the model's own type
     kept = torch.bfloat16 if reader.dtype == "bf16" else torch.float32
     return (
-        reader.per_head([Dense(head.to(kept)) for head in keys]),
-        reader.per_head([Dense(head.to(kept)) for head in values]),
+        reader.per_head([DenseWeight(head.to(kept)) for head in keys]),
+        reader.per_head([DenseWeight(head.to(kept)) for head in values]),
     )
 
 
 def _transposed(weight: Weight) -> Weight:
     """Quantised groups run along a row, so that a turned matrix is kept dense."""
-    if isinstance(weight, Dense):
-        return Dense(weight.tensor.T.contiguous())
-    return Dense(dense(weight).T.contiguous())
+    if isinstance(weight, DenseWeight):
+        return DenseWeight(weight.tensor.T.contiguous())
+    return DenseWeight(dense(weight).T.contiguous())

@@ -1,6 +1,6 @@
 """Layers with experts: the block around the experts, and the walk over the stack.
 
-Whatever places and computes experts stands behind `Experts`; everything else of a layer (attention,
+Whatever places and computes experts stands behind `MoeExperts`; everything else of a layer (attention,
 dense layers, the expert every token passes) is the backbone's. Knows no strategy and no tier.
 """
 
@@ -29,13 +29,13 @@ from coterie.kernels.batch import AttentionBatch, split_batch
 from coterie.kernels.cpu.expert_mlp import expert_shape
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import ExpertUsage
+    from coterie.core.dispatch import MoeUsage
     from coterie.kernels.patch import Segment
-    from coterie.kernels.expert_gate import Router
-    from coterie.moe.runtime.resident import Resident
-    from coterie.moe.store.base import Geometry
+    from coterie.kernels.expert_gate import ExpertGate
+    from coterie.moe.runtime.resident import ResidentExperts
+    from coterie.moe.store.base import ExpertGeometry
     from coterie.kernels.cpu.layers import NativeDecoder
-    from coterie.moe.runtime.resident import Resident
+    from coterie.moe.runtime.resident import ResidentExperts
 
 # (hidden [T, D], caches, batch, first, last) -> hidden behind those layers: dense ones whole, ones
 # with experts up to their experts
@@ -45,24 +45,24 @@ Backbone = Callable[[Tensor, Sequence[Tensor], AttentionBatch, int, int], Tensor
 CHUNK_TOKENS = 512
 
 
-class Experts(Protocol):
+class MoeExperts(Protocol):
     """What a stack asks of `experts.runtime.ExpertRuntime`."""
 
-    geometry: Geometry
+    geometry: ExpertGeometry
 
     @property
     def wants_hints(self) -> bool:
         """Whether `hint` is of any use now."""
 
-    def resident(self, phase: str) -> Resident | None: ...
+    def resident(self, phase: str) -> ResidentExperts | None: ...
     def ran(
-        self, found: Resident, routed: Tensor, owners: Tensor | None, seconds: float
+        self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
     ) -> None: ...
     def run(self, step: ExpertStep) -> Tensor: ...
     def groups(self, phase: str) -> tuple[tuple[int, ...], ...] | None: ...
     def load_group(self, index: int) -> None: ...
     def hint(self, layer: int, predicted: Tensor) -> None: ...
-    def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]: ...
+    def end_step(self) -> tuple[MoeUsage, list[MoeUsage]]: ...
     def update(self) -> tuple[int, int]: ...
     def report(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
@@ -71,7 +71,7 @@ class Experts(Protocol):
 @dataclass(frozen=True, slots=True)
 class MoeLayer:
     index: int
-    router: Router
+    router: ExpertGate
     # what the experts read, and how their sum joins the residual
     before: Callable[[Tensor], Tensor]
     after: Callable[[Tensor, Tensor], Tensor] = operator.add
@@ -89,8 +89,8 @@ class MoeStack:
         backbone: Backbone,
         layers: Sequence[MoeLayer],
         num_layers: int,
-        experts: Experts,
-        express: Express | None = None,
+        experts: MoeExperts,
+        express: FusedMoeStack | None = None,
     ) -> None:
         self._express = express
         self._backbone, self._layers, self._num_layers = backbone, layers, num_layers
@@ -106,7 +106,7 @@ class MoeStack:
         owners = _owners(batch)
         if self._express is not None:
             step = hidden, kv, batch
-            whole = ride(self._express, self.experts, step, owners, self.chunk_tokens)
+            whole = run_fused(self._express, self.experts, step, owners, self.chunk_tokens)
             if whole is not None:
                 return whole
         groups = self.experts.groups(batch.phase) if batch.phase == "prefill" else None
@@ -159,14 +159,14 @@ class MoeStack:
             out = out + layer.shared(rows, batch.patches)
         return layer.after(hidden, out)
 
-    def take_usage(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
+    def take_usage(self) -> tuple[MoeUsage, list[MoeUsage]]:
         """What the steps since the last call cost: in all, and by sequence."""
         total, by_sequence = self.experts.end_step()
         spent, self._routing_s = self._routing_s, 0.0
         return replace(total, routing_s=total.routing_s + spent), by_sequence
 
 
-def _mask(layer: MoeLayer, geometry: Geometry) -> None:
+def _mask(layer: MoeLayer, geometry: ExpertGeometry) -> None:
     """Keep a router to the experts that its store has."""
     present = geometry.present(layer.index)
     if len(present) < geometry.top_k:
@@ -190,13 +190,13 @@ def _owners(batch: AttentionBatch) -> Tensor | None:
     return sequences.repeat_interleave(batch.query_starts.cpu().diff().long())
 
 
-class Express:
+class FusedMoeStack:
     def __init__(self, decoder: NativeDecoder, layers: Sequence[MoeLayer], num_layers: int) -> None:
         self._decoder, self._layers, self._num_layers = decoder, layers, num_layers
         self._norms = [_floats(layer.norm) for layer in layers]
         self._top_k = layers[0].router.routing.top_k
         # what the decoder's layers point at now
-        self._attached: Resident | None = None
+        self._attached: ResidentExperts | None = None
         self._parts: list[abi.MoePart] = []
 
     @staticmethod
@@ -215,7 +215,7 @@ class Express:
         hidden: Tensor,
         kv: Sequence[Tensor],
         batches: Sequence[AttentionBatch],
-        found: Resident,
+        found: ResidentExperts,
     ) -> tuple[Tensor, Tensor]:
         """hidden [T, D] behind the stack, and what the routers chose: int32 [layers, T, K]."""
         self._attach(found)
@@ -232,7 +232,7 @@ class Express:
             return outs[0], chosen[0]
         return torch.cat(outs), torch.cat(chosen, 1)
 
-    def _attach(self, found: Resident) -> None:
+    def _attach(self, found: ResidentExperts) -> None:
         if self._attached is not found:
             self._parts = [
                 abi.MoePart(
@@ -257,9 +257,9 @@ def _floats(norm: Tensor | None) -> Tensor:
     return norm.float().contiguous()
 
 
-def ride(
-    express: Express,
-    experts: Experts,
+def run_fused(
+    express: FusedMoeStack,
+    experts: MoeExperts,
     step: tuple[Tensor, Sequence[Tensor], AttentionBatch],
     owners: Tensor | None,
     chunk_tokens: int,

@@ -17,8 +17,8 @@ from coterie.core.errors import WeightsError
 from coterie.kernels.reference.latent import HeadLinear
 from coterie.kernels.linear import Linear
 from coterie.kernels.backend import make_linear
-from coterie.models.build.adapt import Matrix, site_of
-from coterie.weights.quantize import Dense, Weight, convert, dense
+from coterie.models.build.adapt import TargetMatrix, site_of
+from coterie.weights.quantize import DenseWeight, Weight, convert, dense
 
 if TYPE_CHECKING:
     from coterie.models.spec import ModelSpec
@@ -44,7 +44,7 @@ class BiasedLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class TensorPlacement:
     """Where the parts live: the products' backend, the device, the type of activations."""
 
     backend: str
@@ -52,16 +52,16 @@ class Placement:
     hidden_dtype: torch.dtype
 
 
-class Reader:
+class TensorReader:
     def __init__(
-        self, checkpoint: Checkpoint, spec: ModelSpec, dtype: str, placement: Placement
+        self, checkpoint: Checkpoint, spec: ModelSpec, dtype: str, placement: TensorPlacement
     ) -> None:
         self.spec, self.dtype, self.placement = spec, dtype, placement
         self.device = torch.device(placement.device)
         # of every product handed out
         self.product_bytes = 0
         # what adapters may change, by module path
-        self.noted: dict[str, Matrix] = {}
+        self.noted: dict[str, TargetMatrix] = {}
         self._checkpoint = checkpoint
         self._left = {name for name in checkpoint.names() if not name.endswith(_COMPUTED)}
         self._left -= _expert_names(spec, self._left)
@@ -103,7 +103,7 @@ class Reader:
             if site is not None:
                 bias = biases[place] if biases else None
                 read = self.reread(name + ".weight", self.dtype)
-                self.noted[name] = Matrix(site, product, first, count, read, bias, order)
+                self.noted[name] = TargetMatrix(site, product, first, count, read, bias, order)
             first += count
 
     def reread(self, name: str, dtype: str) -> Callable[[], Tensor]:
@@ -126,7 +126,7 @@ class Reader:
 
     def exact(self, name: str, rows: int, columns: int) -> Linear:
         """A product that is kept in fp32 whatever the model is: a rounded router picks others."""
-        return self.product([Dense(dense(self.take(name, (rows, columns))))])
+        return self.product([DenseWeight(dense(self.take(name, (rows, columns))))])
 
     def vector(self, name: str, size: int) -> Tensor:
         return dense(self.take(name, (size,)), self.placement.hidden_dtype).to(self.device)

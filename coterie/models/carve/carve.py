@@ -30,7 +30,7 @@ _TOP_LOGIT = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Carving:
+class CarvingPlan:
     """How a layer is cut: `experts` groups of `width` neurons, `active` of them run per token,
     `shared` neurons always."""
 
@@ -47,7 +47,7 @@ class Carving:
 
 def plan_carving(
     intermediate: int, experts: int, active: int, shared: int | None = None, seed: int = 0
-) -> Carving:
+) -> CarvingPlan:
     """Checks the numbers; `shared` None takes about a third of the neurons."""
     if experts < 2 or experts > intermediate:
         raise ConfigError(
@@ -57,7 +57,7 @@ def plan_carving(
         raise ConfigError(f"{active} of {experts} experts cannot be active", param="active")
     if shared is None:
         width = _even(int(intermediate * (1 - _SHARED_SHARE)) // experts)
-        return Carving(experts, active, intermediate - experts * width, width, seed)
+        return CarvingPlan(experts, active, intermediate - experts * width, width, seed)
     left = intermediate - shared
     if shared < 0 or left < experts:
         raise ConfigError(
@@ -72,7 +72,7 @@ def plan_carving(
             "would",
             param="shared",
         )
-    return Carving(experts, active, shared, left // experts, seed)
+    return CarvingPlan(experts, active, shared, left // experts, seed)
 
 
 def _even(width: int) -> int:
@@ -84,7 +84,7 @@ def _even(width: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LayerCut:
     """One layer's carving: neuron numbers of the dense MLP, and the router."""
 
     shared: Tensor  # [S] int64, ascending
@@ -103,7 +103,7 @@ class Cut:
         return mask.scatter_(1, self.experts[picked].flatten(1), 1.0)
 
 
-def cut_layer(rows: Tensor, activations: Tensor, down: Tensor, carving: Carving) -> Cut:
+def cut_layer(rows: Tensor, activations: Tensor, down: Tensor, carving: CarvingPlan) -> LayerCut:
     """rows [T, D] went into the MLP, activations [T, I] into its `down` [D, I], all fp32."""
     # what a neuron adds to the output, by size
     weight = activations.abs() * down.norm(dim=0)
@@ -114,7 +114,7 @@ def cut_layer(rows: Tensor, activations: Tensor, down: Tensor, carving: Carving)
     labels = balanced_groups(_sketch(weight, carving.seed), carving.experts, carving.seed)
     members = torch.argsort(labels, stable=True).view(carving.experts, carving.width)
     energy = torch.stack([weight[:, group].square().sum(1) for group in members], dim=1).sqrt()
-    return Cut(shared, rest[members], _fit(rows, energy))
+    return LayerCut(shared, rest[members], _fit(rows, energy))
 
 
 def _sketch(weight: Tensor, seed: int) -> Tensor:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from coterie.core.errors import ConfigError
 from coterie.models.arch import carved
-from coterie.models.carve.carve import Carving, Cut
-from coterie.models.text.gguf_tokenizer import rebuild
+from coterie.models.carve.carve import CarvingPlan, LayerCut
+from coterie.models.text.gguf_tokenizer import rebuild_tokenizer
 from coterie.weights.formats.gguf import read_gguf
 from coterie.weights.formats.safetensors import INDEX
-from coterie.weights.quantize import Dense, dense
+from coterie.weights.quantize import DenseWeight, dense
 
 if TYPE_CHECKING:
     from coterie.weights.checkpoint import Checkpoint
@@ -37,7 +37,7 @@ _PARTS = ("gate_proj", "up_proj", "down_proj")
 class CarvedDirectory:
     """Filled layer by layer, then finished; leaving it unfinished leaves nothing."""
 
-    def __init__(self, checkpoint: Checkpoint, carving: Carving, out: Path) -> None:
+    def __init__(self, checkpoint: Checkpoint, carving: CarvingPlan, out: Path) -> None:
         if out.exists():
             raise ConfigError(f"{out}: is there already; choose another --out", param="out")
         self._checkpoint, self._carving, self._out = checkpoint, carving, out
@@ -56,7 +56,7 @@ class CarvedDirectory:
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self._draft, ignore_errors=True)
 
-    def add(self, layer: int, cut: Cut) -> int:
+    def add(self, layer: int, cut: LayerCut) -> int:
         """Bytes of what was written."""
         stem = f"model.layers.{layer}."
         tensors = dict(self._cut(f"{stem}mlp.", cut))
@@ -76,7 +76,7 @@ class CarvedDirectory:
         _write_tokenizer(self._checkpoint, self._draft)
         self._draft.rename(self._out)
 
-    def _cut(self, stem: str, cut: Cut) -> Iterator[tuple[str, Tensor]]:
+    def _cut(self, stem: str, cut: LayerCut) -> Iterator[tuple[str, Tensor]]:
         yield f"{stem}gate.weight", cut.router
         gate, up, down = (self._take(f"{stem}{part}.weight") for part in _PARTS)
         groups = [("shared_experts", cut.shared)] if len(cut.shared) else []
@@ -89,7 +89,7 @@ class CarvedDirectory:
     def _take(self, name: str) -> Tensor:
         self._left.discard(name)
         weight = self._checkpoint.read(name)
-        return weight.tensor if isinstance(weight, Dense) else dense(weight)
+        return weight.tensor if isinstance(weight, DenseWeight) else dense(weight)
 
     def _write(self, file: str, tensors: dict[str, Tensor]) -> None:
         self._where |= dict.fromkeys(tensors, file)
@@ -123,7 +123,7 @@ def _write_tokenizer(checkpoint: Checkpoint, target: Path) -> None:
             if (source / name).exists():
                 shutil.copyfile(source / name, target / name)
         return
-    rebuilt = rebuild(read_gguf(source))
+    rebuilt = rebuild_tokenizer(read_gguf(source))
     rebuilt.backend.save(str(target / "tokenizer.json"))
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **rebuilt.specials}
     if rebuilt.chat_template is not None:

@@ -21,9 +21,9 @@ from coterie.kernels.linear import ReferenceLinear
 from coterie.kernels.reference import layers as reference
 from coterie.models.arch.carved import DENSE
 from coterie.models.build.assemble import decoder_shape
-from coterie.models.build.layers import read_ends, read_layer
-from coterie.models.build.reader import Placement, Reader
-from coterie.models.carve.carve import Carving, Cut, cut_layer
+from coterie.models.build.layers import read_embedding_and_head, read_layer
+from coterie.models.build.reader import TensorPlacement, TensorReader
+from coterie.models.carve.carve import CarvingPlan, LayerCut, cut_layer
 
 if TYPE_CHECKING:
     from coterie.models.spec import ModelSpec
@@ -36,7 +36,7 @@ Change = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredPerplexity:
     """Perplexity on one held-out text; active None is the dense model."""
 
     text: str
@@ -44,7 +44,7 @@ class Measured:
     perplexity: float
 
 
-class Walk:
+class LayerCarver:
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
         if spec.architecture not in DENSE or spec.rope is None or spec.mlp_bias:
             raise WeightsError(
@@ -52,21 +52,21 @@ class Walk:
                 f"carved, not {spec.architecture}. Use another model."
             )
         self._spec, self._shape = spec, decoder_shape(spec)
-        self._reader = Reader(
-            checkpoint, spec, "fp32", Placement("reference", "cpu", torch.float32)
+        self._reader = TensorReader(
+            checkpoint, spec, "fp32", TensorPlacement("reference", "cpu", torch.float32)
         )
         self._cos, self._sin = spec.rope.tables()
-        self._ends = read_ends(self._reader)
-        self.measured: list[Measured] = []
+        self._ends = read_embedding_and_head(self._reader)
+        self.measured: list[MeasuredPerplexity] = []
 
     @torch.inference_mode()
     def cuts(
         self,
-        carving: Carving,
+        carving: CarvingPlan,
         calibration: Tensor,
         held_out: dict[str, Tensor],
         actives: Sequence[int],
-    ) -> Iterator[Cut]:
+    ) -> Iterator[LayerCut]:
         """One cut per layer. Texts are windows of token ids [windows, tokens]; perplexities of
         `held_out` with each number of active experts are in `measured` at the end."""
         main = _Stream(calibration, self._ends.embedding)
@@ -87,9 +87,9 @@ class Walk:
         for name, active, stream in tried:
             rows = reference.rms_norm(stream.hidden, norm, self._spec.eps)
             value = _perplexity(rows, stream.ids, self._ends.head)
-            self.measured.append(Measured(name, active, value))
+            self.measured.append(MeasuredPerplexity(name, active, value))
 
-    def _cut(self, stream: _Stream, layer: DecoderLayer, carving: Carving) -> Cut:
+    def _cut(self, stream: _Stream, layer: DecoderLayer, carving: CarvingPlan) -> LayerCut:
         seen: list[tuple[Tensor, Tensor]] = []
 
         def look(rows: Tensor, activations: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class _Stream:
         )
 
 
-def _change(cut: Cut, active: int | None) -> Change:
+def _change(cut: LayerCut, active: int | None) -> Change:
     if active is None:
         return lambda rows, activations: activations
     return lambda rows, activations: activations * cut.mask(rows, active)

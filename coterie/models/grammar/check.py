@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from coterie.core.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 from coterie.core.request import ResponseFormat
-from coterie.core.spawn import DEVNULL, PIPE, Child, environment, spawn
-from coterie.models.grammar.child import Words, receive, send
+from coterie.core.spawn import DEVNULL, PIPE, ChildProcess, environment, spawn
+from coterie.models.grammar.child import VocabularyWords, receive, send
 from coterie.models.grammar.grammar import NAMES, check_size
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class GrammarCheck:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "grammar-check")
         # of one tokenizer; only the thread touches it
-        self._child: tuple[Tokenizer, Child] | None = None
+        self._child: tuple[Tokenizer, ChildProcess] | None = None
         # what is wrong; empty = nothing
         self._verdicts: OrderedDict[Key, str] = OrderedDict()
         self._waiting = 0
@@ -102,9 +102,9 @@ class GrammarCheck:
         _end(child)
 
 
-def _start(tokenizer: Tokenizer) -> Child:
+def _start(tokenizer: Tokenizer) -> ChildProcess:
     known = range(tokenizer.vocab_size)
-    words = Words(
+    words = VocabularyWords(
         tuple(tokenizer.token_bytes(token) for token in known),
         frozenset(filter(tokenizer.is_special, known)),
         tokenizer.eos_ids,
@@ -119,13 +119,13 @@ def _start(tokenizer: Tokenizer) -> Child:
     return child
 
 
-def _end(child: Child) -> None:
+def _end(child: ChildProcess) -> None:
     child.kill()
     child.wait()
     child.close()
 
 
-def _ask(child: Child, question: ResponseFormat | Words) -> str | None:
+def _ask(child: ChildProcess, question: ResponseFormat | VocabularyWords) -> str | None:
     """Its answer; None when it died of the question."""
     assert child.stdin is not None and child.stdout is not None
     watch = Timer(MAX_WALL_S, child.kill)

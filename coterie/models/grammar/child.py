@@ -27,7 +27,7 @@ LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class VocabularyWords:
     """As much of a tokenizer as a `GrammarVocabulary` asks for."""
 
     words: tuple[bytes, ...]
@@ -68,7 +68,7 @@ def receive(stream: IO[bytes], kind: type[Any]) -> Any:
 def main() -> int:
     _limit_memory()
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    words: Words | None = receive(stdin, Words)
+    words: VocabularyWords | None = receive(stdin, VocabularyWords)
     if words is None:
         return 0
     vocabulary = GrammarVocabulary(words, words.vocab_size, words.eos_ids)

@@ -14,8 +14,8 @@ import jinja2
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
 from coterie.core.errors import CoterieError, InvalidRequest, WeightsError
-from coterie.models.text.template_budget import MAX_TEXT_CHARS, Budget, current
-from coterie.models.text.template_sandbox import Sandbox, TemplateRefusal
+from coterie.models.text.template_budget import MAX_TEXT_CHARS, TemplateBudget, current_budget
+from coterie.models.text.template_sandbox import TemplateRefusal, TemplateSandbox
 
 # what transformers puts behind a message that is to be continued, to find its end again
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -46,7 +46,7 @@ class ChatTemplate:
         template = self._template()
         values = {"tools": None, "documents": None, **self._tokens, **_plain(options)}
         values["messages"] = [_plain(message) for message in messages]
-        token = current.set(Budget())
+        token = current_budget.set(TemplateBudget())
         try:
             return _joined(template.generate(**values))
         except TemplateRefusal as error:
@@ -61,7 +61,7 @@ class ChatTemplate:
                 param="messages",
             ) from error
         finally:
-            current.reset(token)
+            current_budget.reset(token)
 
     def render_open(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> str:
         """Up to the end of the last message, without what the template writes behind it."""
@@ -81,7 +81,7 @@ class ChatTemplate:
     def _template(self) -> jinja2.Template:
         if self._compiled is None:
             try:
-                self._compiled = Sandbox().from_string(self.source)
+                self._compiled = TemplateSandbox().from_string(self.source)
             except _UNREADABLE as error:
                 raise self.broken(f"is not valid Jinja ({error})") from error
         return self._compiled

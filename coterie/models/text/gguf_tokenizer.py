@@ -57,14 +57,14 @@ _LLAMA3_FAMILY = frozenset(name for name, split in SPLITS.items() if split == _L
 
 
 @dataclass(frozen=True, slots=True)
-class Rebuilt:
+class RebuiltTokenizer:
     backend: tokenizers.Tokenizer
     # bos_token, eos_token ... -> their text
     specials: dict[str, str]
     chat_template: str | None
 
 
-def rebuild(file: GGUFFile) -> Rebuilt:
+def rebuild_tokenizer(file: GGUFFile) -> RebuiltTokenizer:
     facts = _Facts(file)
     kind = file.metadata.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
@@ -84,7 +84,9 @@ def rebuild(file: GGUFFile) -> Rebuilt:
     except BaseException as error:  # a panic of the Rust library is not an Exception
         raise facts.broken(f"the tokenizer cannot be built ({error})") from error
     template = file.metadata.get("tokenizer.chat_template")
-    return Rebuilt(backend, facts.specials, template if isinstance(template, str) else None)
+    return RebuiltTokenizer(
+        backend, facts.specials, template if isinstance(template, str) else None
+    )
 
 
 class _Facts:

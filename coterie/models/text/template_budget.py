@@ -32,7 +32,7 @@ _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill"})
 _WILD_FORMAT = re.compile(r"\d{5}|%[^a-zA-Z%]*\*|\{[^{}]*\{")
 
 
-class Budget:
+class TemplateBudget:
     """What one rendering has left."""
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class Budget:
             raise SecurityError("it runs too long")
 
 
-current: ContextVar[Budget] = ContextVar("current")
+current_budget: ContextVar[TemplateBudget] = ContextVar("current")
 
 
 def charge(steps: int) -> None:
-    current.get().charge(steps)
+    current_budget.get().charge(steps)
 
 
 def pay_for(size: int) -> None:

@@ -44,7 +44,7 @@ class TemplateRefusal(TemplateError):
     """The template called raise_exception."""
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
+class TemplateSandbox(ImmutableSandboxedEnvironment):
     """Render only while `template_budget.current` is set."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])

@@ -23,7 +23,7 @@ from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.core.request import Chat, Prompt, Text, Tokens
 from coterie.models.config_fields import shown
 from coterie.models.text.chat_template import ChatTemplate, request_template
-from coterie.models.text.gguf_tokenizer import rebuild
+from coterie.models.text.gguf_tokenizer import rebuild_tokenizer
 from coterie.models.text.tool_format import ToolSupport, tool_support, turns_of
 from coterie.weights.formats.gguf import read_gguf
 from coterie.weights.formats.gguf_config import hf_generation
@@ -225,7 +225,7 @@ class Tokenizer:
 
 def _from_gguf(path: Path) -> _Parts:
     file = read_gguf(path)
-    rebuilt = rebuild(file)
+    rebuilt = rebuild_tokenizer(file)
     ends = hf_generation(file).get("eos_token_id", [])
     return _Parts(rebuilt.backend, rebuilt.specials, rebuilt.chat_template, tuple(ends))
 

@@ -8,28 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave, fill, oldest_leaves
-from coterie.moe.runtime.slot_map import Residency
-from coterie.moe.store.base import Geometry, Key
+from coterie.moe.dispatch.base import (
+    Demand,
+    Strategy,
+    StrategyContext,
+    Wave,
+    evict_oldest,
+    place_in_waves,
+)
+from coterie.moe.runtime.slot_map import SlotMap
+from coterie.moe.store.base import ExpertGeometry, Key
 
 
 class ActiveOnly(Strategy):
     name = "active_only"
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: StrategyContext) -> None:
         super().__init__(scene)
-        self._buffers = Buffers(scene.geometry, scene.slots)
-        self._anywhere = oldest_leaves(scene.slots)
+        self._buffers = LayerBuffers(scene.geometry, scene.slots)
+        self._anywhere = evict_oldest(scene.slots)
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
         room = self._buffers.room if demand.phase == "decode" else self._anywhere
-        return fill(self.scene.slots, demand, room)
+        return place_in_waves(self.scene.slots, demand, room)
 
 
-class Buffers:
+class LayerBuffers:
     """Least recent use inside each buffer; the shares add up to the slots that are not pinned."""
 
-    def __init__(self, geometry: Geometry, slots: Residency) -> None:
+    def __init__(self, geometry: ExpertGeometry, slots: SlotMap) -> None:
         self._geometry = geometry
         self._slots = slots
         self._split = -1

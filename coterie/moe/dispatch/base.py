@@ -2,7 +2,7 @@
 
 The runtime carries a decision out, the planner replays it against a recorded trace: both call the
 same `decide`. A strategy owns its choice of victims and nothing else; which expert lies in which
-slot is `Residency`'s.
+slot is `SlotMap`'s.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from coterie.moe.runtime.slot_map import Residency
+from coterie.moe.runtime.slot_map import SlotMap
 from coterie.moe.store.base import Key
 
 if TYPE_CHECKING:
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.moe.runtime.slot_map import Residency
-    from coterie.moe.store.base import Geometry, Key
+    from coterie.moe.runtime.slot_map import SlotMap
+    from coterie.moe.store.base import ExpertGeometry, Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Wave:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class ExpertCosts:
     """Seconds, measured on this machine (machine.py); what a pay-back test needs."""
 
     # one expert from host memory (or, with no host tier, from disk) to a device slot
@@ -58,7 +58,7 @@ class Costs:
     # one expert from disk to host memory
     read_s: float = 0.0
 
-    def with_host(self, share: float, shared: bool = False) -> Costs:
+    def with_host(self, share: float, shared: bool = False) -> ExpertCosts:
         """The same where host memory holds this share of all experts: with none of them a miss
         comes from disk, with all nothing is ever read again, and where slots refer to host memory
         (`shared`) nothing is copied."""
@@ -68,15 +68,15 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class StrategyContext:
     """What a strategy is given for life."""
 
-    geometry: Geometry
+    geometry: ExpertGeometry
     # shared by the prefill and the decode strategy of one engine
-    slots: Residency
+    slots: SlotMap
     # counts known at start; None when there is no heatmap yet
     heatmap: Heatmap | None
-    costs: Costs
+    costs: ExpertCosts
     # False when the host tier holds nothing (a device miss then reads the disk directly), or when
     # computing on the host is not wanted
     host_can_run: bool = True
@@ -91,7 +91,7 @@ class Strategy:
     # what lies in a slot is computed from there
     uses_slots: ClassVar[bool] = True
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: StrategyContext) -> None:
         self.scene = scene
 
     def start(self) -> tuple[tuple[Key, int], ...]:
@@ -143,10 +143,10 @@ class Strategy:
 
 # Make sure that a slot is free for `key` without taking one from the busy experts; False when
 # that cannot be.
-Room = Callable[[Key, Collection[Key]], bool]
+MakeRoom = Callable[[Key, Collection[Key]], bool]
 
 
-def fill(slots: Residency, demand: Demand, room: Room) -> list[Wave]:
+def place_in_waves(slots: SlotMap, demand: Demand, room: MakeRoom) -> list[Wave]:
     """Residents and as many misses as fit run in the first wave; then what has run may leave.
 
     An expert for which there is no room even then (every slot pinned) runs on the host.
@@ -178,7 +178,7 @@ def fill(slots: Residency, demand: Demand, room: Room) -> list[Wave]:
     return waves
 
 
-def oldest_leaves(slots: Residency) -> Room:
+def evict_oldest(slots: SlotMap) -> MakeRoom:
     """Room by least recent use over all layers."""
 
     def room(_: Key, busy: Collection[Key]) -> bool:
@@ -192,7 +192,7 @@ def oldest_leaves(slots: Residency) -> Room:
     return room
 
 
-def load_early(slots: Residency, keys: Collection[Key], room: Room) -> list[tuple[Key, int]]:
+def load_early(slots: SlotMap, keys: Collection[Key], room: MakeRoom) -> list[tuple[Key, int]]:
     """Load the absent ones of `keys` before they are asked for, as far as there is room."""
     wanted = set(keys)
     return [

@@ -11,20 +11,20 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave
-from coterie.moe.dispatch.repin import Repin
-from coterie.moe.runtime.slot_map import Residency
-from coterie.moe.store.base import Geometry, Key
+from coterie.moe.dispatch.base import Demand, Strategy, StrategyContext, Wave
+from coterie.moe.dispatch.repin import LiveRepin
+from coterie.moe.runtime.slot_map import SlotMap
+from coterie.moe.store.base import ExpertGeometry, Key
 
 
 class HotCachedStatic(Strategy):
     name = "hot_cached_static"
 
-    def __init__(self, scene: Scene, spare: int = 0) -> None:
+    def __init__(self, scene: StrategyContext, spare: int = 0) -> None:
         """`spare` slots are left to the partner of another phase."""
         super().__init__(scene)
         self._limit = max(0, scene.slots.num_slots - spare)
-        self._repin = Repin(scene, self._limit, pin=True)
+        self._repin = LiveRepin(scene, self._limit, pin=True)
 
     def start(self) -> tuple[tuple[Key, int], ...]:
         scene, slots = self.scene, self.scene.slots
@@ -53,10 +53,10 @@ class HotCachedStatic(Strategy):
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
         self._repin.saw(demand)
-        return as_they_lie(self.scene.slots, demand)
+        return run_in_place(self.scene.slots, demand)
 
 
-def as_they_lie(slots: Residency, demand: Demand) -> tuple[Wave]:
+def run_in_place(slots: SlotMap, demand: Demand) -> tuple[Wave]:
     """From slots what is there, on the host what is not."""
     layer = demand.layer
     device = tuple(e for e in demand.experts if (layer, e) in slots)
@@ -66,7 +66,7 @@ def as_they_lie(slots: Residency, demand: Demand) -> tuple[Wave]:
     return (Wave(device=device, host=tuple(e for e in demand.experts if e not in here)),)
 
 
-def spread_evenly(geometry: Geometry, limit: int) -> list[Key]:
+def spread_evenly(geometry: ExpertGeometry, limit: int) -> list[Key]:
     """The first experts of every layer, one each in turn."""
     ranked = [
         (rank, (layer, expert))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coterie.moe.dispatch.active_only import ActiveOnly
-from coterie.moe.dispatch.base import Scene, load_early
+from coterie.moe.dispatch.base import StrategyContext, load_early
 from coterie.moe.dispatch.persistent import groups_that_fit, split_layers
 from coterie.moe.store.base import Key
 
@@ -17,7 +17,7 @@ from coterie.moe.store.base import Key
 class LayerGrouped(ActiveOnly):
     name = "layer_grouped"
 
-    def __init__(self, scene: Scene, groups: int = 2) -> None:
+    def __init__(self, scene: StrategyContext, groups: int = 2) -> None:
         super().__init__(scene)
         count = groups_that_fit(scene.geometry, scene.slots.movable, groups)
         self._groups = split_layers(scene.geometry, count)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave, fill, oldest_leaves
+from coterie.moe.dispatch.base import (
+    Demand,
+    Strategy,
+    StrategyContext,
+    Wave,
+    evict_oldest,
+    place_in_waves,
+)
 
 
 class Lru(Strategy):
     name = "lru"
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: StrategyContext) -> None:
         super().__init__(scene)
-        self._room = oldest_leaves(scene.slots)
+        self._room = evict_oldest(scene.slots)
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
-        return fill(self.scene.slots, demand, self._room)
+        return place_in_waves(self.scene.slots, demand, self._room)

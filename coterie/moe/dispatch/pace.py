@@ -13,31 +13,31 @@ MIN_BUDGET, MAX_BUDGET = 2, 48
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class UpdateSchedule:
     # tokens until the next update
     interval: int
     # swaps it may make
     budget: int
 
 
-def choose(miss_rate: float, idle_streak: int) -> Pace:
+def choose_schedule(miss_rate: float, idle_streak: int) -> UpdateSchedule:
     """`miss_rate` since the last update; `idle_streak` updates in a row swapped nothing, or (when
     negative) that many swapped all they were allowed to."""
     heat = min(max(miss_rate, 0.0), 1.0)
     interval = 32.0 * (1.0 - heat) + MIN_INTERVAL
     budget = MAX_BUDGET * heat
     factor = 2.0 ** min(max(idle_streak, -3), 5)
-    return Pace(
+    return UpdateSchedule(
         interval=round(min(max(interval * factor, MIN_INTERVAL), MAX_INTERVAL)),
         budget=round(min(max(budget / factor, MIN_BUDGET), MAX_BUDGET)),
     )
 
 
-class Clock:
-    """Counts tokens and demands between updates and asks `choose` for the next pace."""
+class UpdateTimer:
+    """Counts tokens and demands between updates and asks `choose_schedule` for the next pace."""
 
     def __init__(self) -> None:
-        self.pace = choose(1.0, 0)
+        self.pace = choose_schedule(1.0, 0)
         self._tokens = self._demands = self._misses = self._streak = 0
         # updates made
         self.rounds = 0
@@ -59,5 +59,5 @@ class Clock:
         else:
             self._streak = min(self._streak, 0) - 1 if swaps >= self.pace.budget else 0
         rate = self._misses / self._demands if self._demands else 0.0
-        self.pace = choose(rate, self._streak)
+        self.pace = choose_schedule(rate, self._streak)
         self._tokens = self._demands = self._misses = 0

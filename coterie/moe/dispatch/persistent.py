@@ -8,17 +8,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave, fill, oldest_leaves
-from coterie.moe.store.base import Geometry, Key
+from coterie.moe.dispatch.base import (
+    Demand,
+    Strategy,
+    StrategyContext,
+    Wave,
+    evict_oldest,
+    place_in_waves,
+)
+from coterie.moe.store.base import ExpertGeometry, Key
 
 
 class Persistent(Strategy):
     name = "persistent"
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: StrategyContext) -> None:
         super().__init__(scene)
         # takes back what a failed read left out
-        self._room = oldest_leaves(scene.slots)
+        self._room = evict_oldest(scene.slots)
 
     def start(self) -> tuple[tuple[Key, int], ...]:
         slots, keys = self.scene.slots, self.scene.geometry.keys()
@@ -26,10 +33,10 @@ class Persistent(Strategy):
         return tuple((key, slots.place(key)) for key in wanted[: slots.free()])
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
-        return fill(self.scene.slots, demand, self._room)
+        return place_in_waves(self.scene.slots, demand, self._room)
 
 
-def split_layers(geometry: Geometry, count: int) -> tuple[tuple[int, ...], ...]:
+def split_layers(geometry: ExpertGeometry, count: int) -> tuple[tuple[int, ...], ...]:
     """`count` runs of neighbouring layers whose lengths differ by at most one."""
     layers = geometry.layers
     count = max(1, min(count, len(layers)))
@@ -37,7 +44,7 @@ def split_layers(geometry: Geometry, count: int) -> tuple[tuple[int, ...], ...]:
     return tuple(layers[a:b] for a, b in pairwise(bounds))
 
 
-def groups_that_fit(geometry: Geometry, slots: int, least: int) -> int:
+def groups_that_fit(geometry: ExpertGeometry, slots: int, least: int) -> int:
     """The smallest number of groups, `least` or more, of which each fits the slots; the number of
     layers when a single layer does not fit (it then runs in waves)."""
     for count in range(max(1, least), len(geometry.layers)):
@@ -50,7 +57,7 @@ def groups_that_fit(geometry: Geometry, slots: int, least: int) -> int:
     return max(1, least, len(geometry.layers)) if geometry.layers else 1
 
 
-def fallback(geometry: Geometry, slots: int) -> str:
+def fallback(geometry: ExpertGeometry, slots: int) -> str:
     """The strategy to run when `persistent` is asked for: itself, or the fewest groups that fit."""
     if slots >= geometry.total:
         return "persistent"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from coterie.moe.dispatch.active_only import ActiveOnly
-from coterie.moe.dispatch.base import Demand, Scene, Wave
-from coterie.moe.dispatch.pace import Clock
+from coterie.moe.dispatch.base import Demand, StrategyContext, Wave
+from coterie.moe.dispatch.pace import UpdateTimer
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.base import Geometry, Key
+from coterie.moe.store.base import ExpertGeometry, Key
 
 # steps to watch before pinning without a heatmap
 _WATCH_STEPS = 16
@@ -20,24 +20,24 @@ _WATCH_STEPS = 16
 _KEEP = 0.9
 
 
-def spare_slots(geometry: Geometry, num_slots: int) -> int:
+def spare_slots(geometry: ExpertGeometry, num_slots: int) -> int:
     """Slots left unpinned so that misses can run: a compact buffer for every layer where there is
     room for that, never more than a quarter, at least one."""
     buffers = len(geometry.layers) * (geometry.top_k + 1)
     return max(1, min(buffers, num_slots // 4))
 
 
-class Pinned(ActiveOnly):
+class PinnedStrategy(ActiveOnly):
     """Base of static_pin and weighted_pin."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: StrategyContext) -> None:
         super().__init__(scene)
         self._heat = Heatmap(scene.geometry)
         if scene.heatmap is not None:
             self._heat.counts += scene.heatmap.counts
         self._watched = 0
         self._mine: set[Key] = set()
-        self._clock = Clock()
+        self._clock = UpdateTimer()
         self._limit = scene.slots.num_slots - spare_slots(scene.geometry, scene.slots.num_slots)
 
     def choose(self, heat: Heatmap, limit: int) -> Collection[Key]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from coterie.moe.dispatch.base import Demand, Scene
-from coterie.moe.dispatch.pace import Clock
+from coterie.moe.dispatch.base import Demand, StrategyContext
+from coterie.moe.dispatch.pace import UpdateTimer
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.base import Key
 
@@ -22,14 +22,14 @@ _KEEP = 0.9
 _LEAD, _LEAD_USES = 1.25, 2.0
 
 
-class Repin:
+class LiveRepin:
     """`limit` slots are its own to fill; `pin`: who is in is pinned."""
 
-    def __init__(self, scene: Scene, limit: int, *, pin: bool) -> None:
+    def __init__(self, scene: StrategyContext, limit: int, *, pin: bool) -> None:
         self._scene, self._limit, self._pins = scene, limit, pin
         self._heat = Heatmap(scene.geometry, _prior(scene))
         self._mine: set[Key] = set()
-        self._clock = Clock()
+        self._clock = UpdateTimer()
         self._demands = 0
         self._here, self._here_at = np.zeros(0, dtype=bool), -1
 
@@ -104,7 +104,7 @@ def _leads(newcomer: float, member: float) -> bool:
     return newcomer > _LEAD * member + _LEAD_USES
 
 
-def _prior(scene: Scene) -> npt.NDArray[np.float64] | None:
+def _prior(scene: StrategyContext) -> npt.NDArray[np.float64] | None:
     if scene.heatmap is None:
         return None
     counts = scene.heatmap.counts

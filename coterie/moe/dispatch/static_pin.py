@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from coterie.moe.dispatch.pins import Pinned
+from coterie.moe.dispatch.pins import PinnedStrategy
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.base import Key
 
 
-class StaticPin(Pinned):
+class StaticPin(PinnedStrategy):
     name = "static_pin"
 
     def choose(self, heat: Heatmap, limit: int) -> Collection[Key]:

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from coterie.core.errors import ConfigError
 from coterie.moe.dispatch.active_only import ActiveOnly
 from coterie.moe.dispatch.adaptive.adaptive import Adaptive
-from coterie.moe.dispatch.base import Scene, Strategy
+from coterie.moe.dispatch.base import Strategy, StrategyContext
 from coterie.moe.dispatch.chunked import Chunked
 from coterie.moe.dispatch.cpu_only import CpuOnly
 from coterie.moe.dispatch.hot_cached_static import HotCachedStatic
@@ -21,7 +21,7 @@ from coterie.moe.dispatch.persistent import Persistent, fallback
 from coterie.moe.dispatch.pins import spare_slots
 from coterie.moe.dispatch.static_pin import StaticPin
 from coterie.moe.dispatch.weighted_pin import WeightedPin
-from coterie.moe.store.base import Geometry
+from coterie.moe.store.base import ExpertGeometry
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "cpu_only": CpuOnly,
@@ -48,7 +48,7 @@ _KRASIS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class StrategyChoice:
     """A strategy by name, and its number where it takes one (`layer_grouped:4`)."""
 
     name: str
@@ -58,7 +58,7 @@ class Choice:
         return self.name if self.number is None else f"{self.name}:{self.number}"
 
 
-def parse(text: str) -> tuple[Choice, Choice]:
+def parse_strategy(text: str) -> tuple[StrategyChoice, StrategyChoice]:
     """What serves prefill, and what serves decode."""
     parts = _from_krasis(text).split("+")
     if len(parts) > 2:
@@ -67,12 +67,12 @@ def parse(text: str) -> tuple[Choice, Choice]:
     if len(parts) == 2:
         return prefill, _choice(parts[1])
     alone = _DECODE.get(prefill.name)
-    return prefill, prefill if alone is None else Choice(alone)
+    return prefill, prefill if alone is None else StrategyChoice(alone)
 
 
-def resolve(text: str, geometry: Geometry, num_slots: int) -> str:
+def resolve_strategy(text: str, geometry: ExpertGeometry, num_slots: int) -> str:
     """The same choice, with `persistent` replaced where the slots do not hold all experts."""
-    prefill, decode = map(str, parse(text))
+    prefill, decode = map(str, parse_strategy(text))
     instead = fallback(geometry, num_slots)
     if instead != "persistent":
         prefill = instead if prefill == "persistent" else prefill
@@ -80,14 +80,14 @@ def resolve(text: str, geometry: Geometry, num_slots: int) -> str:
     return prefill if prefill == decode else f"{prefill}+{decode}"
 
 
-def build(text: str, scene: Scene) -> tuple[Strategy, Strategy]:
+def build_strategies(text: str, scene: StrategyContext) -> tuple[Strategy, Strategy]:
     """Both strategies over one pool of slots; one object when both phases share one."""
-    prefill, decode = parse(text)
+    prefill, decode = parse_strategy(text)
     first = _make(prefill, scene, alone=prefill == decode)
     return first, first if decode == prefill else _make(decode, scene, alone=False)
 
 
-def _make(choice: Choice, scene: Scene, alone: bool) -> Strategy:
+def _make(choice: StrategyChoice, scene: StrategyContext, alone: bool) -> Strategy:
     if choice.name == "layer_grouped":
         return LayerGrouped(scene, choice.number or 2)
     if choice.name == "hot_cached_static" and not alone:
@@ -107,14 +107,14 @@ def _from_krasis(text: str) -> str:
     return spelling
 
 
-def _choice(text: str) -> Choice:
+def _choice(text: str) -> StrategyChoice:
     name, colon, number = text.strip().partition(":")
     if name not in STRATEGIES:
         near = get_close_matches(name, STRATEGIES, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(STRATEGIES)}"
         raise ConfigError(f"no strategy {name!r}; {hint}", param="strategy")
     if not colon:
-        return Choice(name, 2 if name == "layer_grouped" else None)
+        return StrategyChoice(name, 2 if name == "layer_grouped" else None)
     if name != "layer_grouped" or not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"{text!r}: only layer_grouped:N takes a number", param="strategy")
-    return Choice(name, int(number))
+    return StrategyChoice(name, int(number))

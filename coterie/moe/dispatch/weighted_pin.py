@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from coterie.moe.dispatch.pins import Pinned
+from coterie.moe.dispatch.pins import PinnedStrategy
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.base import Key
 
 
-class WeightedPin(Pinned):
+class WeightedPin(PinnedStrategy):
     name = "weighted_pin"
 
     def choose(self, heat: Heatmap, limit: int) -> Collection[Key]:

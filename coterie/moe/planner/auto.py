@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from coterie.moe.planner.machine import load
-from coterie.moe.planner.measure import Place, ensure, identity, profile_name
-from coterie.moe.planner.plan import Case, Choice, Subject, choose, divisions
-from coterie.moe.planner.workload import assumed, from_heatmap
+from coterie.moe.planner.measure import ComputeTarget, ensure_measured, identity, profile_name
+from coterie.moe.planner.plan import PlanCase, PlanChoice, PlannedModel, choose, divisions
+from coterie.moe.planner.workload import assumed_workload, workload_from_heatmap
 from coterie.moe.runtime.budget import AUTO_SHARE
 from coterie.moe.runtime.opening import needs_of, sizes_of
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import DispatchSettings
-    from coterie.moe.dispatch.base import Costs
-    from coterie.moe.runtime.opening import Site
-    from coterie.moe.store.base import Store
+    from coterie.core.dispatch import MoeSettings
+    from coterie.moe.dispatch.base import ExpertCosts
+    from coterie.moe.runtime.opening import PlacementContext
+    from coterie.moe.store.base import ExpertStore
 
 _log = logging.getLogger(__name__)
 
 
-def chooser(store: Store, settings: DispatchSettings, site: Site) -> DispatchSettings:
+def chooser(store: ExpertStore, settings: MoeSettings, site: PlacementContext) -> MoeSettings:
     """The settings with a strategy, and with the division of memory it was chosen for. Measures the
     machine when it never was (a few seconds), unless nothing has to move anyway."""
     resting = resting_place(store, settings, site)
@@ -39,7 +39,7 @@ def chooser(store: Store, settings: DispatchSettings, site: Site) -> DispatchSet
     )
 
 
-def resting_place(store: Store, settings: DispatchSettings, site: Site) -> str | None:
+def resting_place(store: ExpertStore, settings: MoeSettings, site: PlacementContext) -> str | None:
     """What runs when no budget is set and memory holds every expert: all stay where they are."""
     if settings.device_budget or settings.host_budget or settings.cache_capacity:
         return None
@@ -50,29 +50,31 @@ def resting_place(store: Store, settings: DispatchSettings, site: Site) -> str |
     return "cpu_only" if needs.one_memory else "persistent"
 
 
-def choice(store: Store, settings: DispatchSettings, site: Site) -> Choice:
+def choice(store: ExpertStore, settings: MoeSettings, site: PlacementContext) -> PlanChoice:
     place = _place(site)
-    machine = ensure(store, place, say=_log.info)
+    machine = ensure_measured(store, place, say=_log.info)
     known = site.heatmap
     if known is not None and known.total() > 0:
-        work = from_heatmap(known, "drawn from the recorded heatmap")
+        work = workload_from_heatmap(known, "drawn from the recorded heatmap")
     else:
-        work = assumed(store.geometry)
+        work = assumed_workload(store.geometry)
     name = profile_name(store, place)
     pace = machine.backbones.get(name)
-    case = Case(Subject(store.geometry, sizes_of(store), backbone=pace), machine, name, work)
+    case = PlanCase(
+        PlannedModel(store.geometry, sizes_of(store), backbone=pace), machine, name, work
+    )
     best = choose(case, divisions(settings, needs_of(set(), site)))
     _log.info("strategy %s%s", best.reason, "" if pace else " (experts alone, without attention)")
     return best
 
 
-def known_costs(store: Store, device: str) -> Costs | None:
+def known_costs(store: ExpertStore, device: str) -> ExpertCosts | None:
     """What strategies weigh a move against, if this machine was measured. Never measures."""
-    place = Place(device, torch.get_num_threads())
+    place = ComputeTarget(device, torch.get_num_threads())
     machine = load(identity(place))
     profile = machine.profiles.get(profile_name(store, place)) if machine else None
     return profile.costs() if profile else None
 
 
-def _place(site: Site) -> Place:
-    return Place(str(site.device), torch.get_num_threads())
+def _place(site: PlacementContext) -> ComputeTarget:
+    return ComputeTarget(str(site.device), torch.get_num_threads())

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from coterie.moe.dispatch.base import Demand, Wave
-from coterie.moe.planner.machine import Curve, Machine, Profile
+from coterie.moe.planner.machine import CostCurve, Machine, RecordProfile
 from coterie.moe.store.base import Key
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class WaveCounts:
     """One wave as numbers: rows of each expert that runs, and where the moved records come from."""
 
     resident: tuple[int, ...] = ()
@@ -35,7 +35,7 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Outcome:
+class PhaseForecast:
     """What a phase came to. Seconds and counts of experts; `limit_s` is what its bytes need at best
     when every path runs at its full rate at once."""
 
@@ -70,20 +70,20 @@ class Outcome:
     def limit_tokens_s(self) -> float:
         return self.tokens / self.limit_s if self.limit_s else 0.0
 
-    def add(self, turns: Iterable[Turn], prices: Prices) -> None:
+    def add(self, turns: Iterable[WaveCounts], prices: CostModel) -> None:
         for turn in turns:
             self.seconds += prices.turn_s(turn)
             self.limit_s += prices.limit_s(turn)
             self.moved += turn.loads
             self.read += turn.from_disk + turn.host_reads
 
-    def add_resident(self, turns: Iterable[Turn], prices: Prices) -> None:
+    def add_resident(self, turns: Iterable[WaveCounts], prices: CostModel) -> None:
         """A layer of a step that runs in one call: nobody is asked, nothing moves."""
         for turn in turns:
             self.seconds += prices.resident_s(turn)
             self.limit_s += prices.limit_s(turn)
 
-    def add_beside(self, turn: Turn, prices: Prices) -> float:
+    def add_beside(self, turn: WaveCounts, prices: CostModel) -> float:
         """Loads in the background: they take cores from whatever runs. Answers their own time."""
         self.seconds += prices.handling_s(turn)
         self.moved += turn.loads
@@ -92,16 +92,16 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class CostModel:
     """A machine's rates for one kind of record. `host_tier`: records pass through host memory;
     `shared`: device slots refer to it, so that nothing is copied."""
 
     machine: Machine
-    profile: Profile
+    profile: RecordProfile
     host_tier: bool = True
     shared: bool = False
 
-    def turn_s(self, turn: Turn) -> float:
+    def turn_s(self, turn: WaveCounts) -> float:
         """One wave. Loads and the last arrival's run are a chain; so is all the computing; the
         longer chain is the wave's time."""
         device = self._device_s(turn.resident + turn.arriving)
@@ -117,7 +117,7 @@ class Prices:
     def load_s(self) -> float:
         return max(self.machine.load_s, self.profile.load_s)
 
-    def resident_s(self, turn: Turn) -> float:
+    def resident_s(self, turn: WaveCounts) -> float:
         """Experts inside a call that is under way anyway."""
         return sum(map(self.profile.host.at, turn.resident + turn.host))
 
@@ -128,7 +128,7 @@ class Prices:
             return sum(1.0 / (1.0 / device.at(n) + 1.0 / host.at(n)) for n in rows)
         return sum(min(device.at(n), host.at(n)) for n in rows)
 
-    def layer_s(self, turns: Sequence[Turn]) -> float:
+    def layer_s(self, turns: Sequence[WaveCounts]) -> float:
         """The runtime's own time for a layer of these turns."""
         host = any(turn.host for turn in turns)
         device = any(turn.resident or turn.loads for turn in turns)
@@ -147,7 +147,7 @@ class Prices:
         first = read.alone_s if from_disk else link.alone_s
         return max(reading + tail, linking, first + tail)
 
-    def limit_s(self, turn: Turn) -> float:
+    def limit_s(self, turn: WaveCounts) -> float:
         """What the bytes of this turn need when every path runs at its full rate at once."""
         size = self.profile.record_bytes
         read = (turn.from_disk + turn.host_reads) * self.profile.read.each_s
@@ -164,7 +164,7 @@ class Prices:
     def _host_s(self, rows: Sequence[int]) -> float:
         return _runs_s(self.profile.host, self.profile.host_call_s, rows)
 
-    def handling_s(self, turn: Turn) -> float:
+    def handling_s(self, turn: WaveCounts) -> float:
         """Time that copies and reads take from computing: the interpreter's, and on a CPU their
         processor time, spread over the cores that also compute."""
         copied = self.host_tier and not self.shared
@@ -179,12 +179,12 @@ class Prices:
         return spent + cores / self.machine.identity.cores
 
 
-def _runs_s(curve: Curve, call_s: float, rows: Sequence[int]) -> float:
+def _runs_s(curve: CostCurve, call_s: float, rows: Sequence[int]) -> float:
     return call_s + sum(map(curve.at, rows)) if rows else 0.0
 
 
 @dataclass(slots=True)
-class HostShelf:
+class SimulatedHostTier:
     """The host tier in a replay: the last `slots` experts asked of it."""
 
     slots: int
@@ -211,13 +211,13 @@ class HostShelf:
         self.held.pop(key, None)
 
 
-def turn_of(wave: Wave, demand: Demand, shelf: HostShelf) -> Turn:
+def wave_counts(wave: Wave, demand: Demand, shelf: SimulatedHostTier) -> WaveCounts:
     """A strategy's wave as numbers; asks the host tier for what is moved or run there."""
     rows = dict(zip(demand.experts, demand.counts, strict=True))
     loaded = {key for key, _ in wave.load}
     from_disk = sum(not shelf.take(key) for key in loaded)
     arriving = {expert for layer, expert in loaded if layer == demand.layer}
-    return Turn(
+    return WaveCounts(
         resident=tuple(rows[e] for e in wave.device if e not in arriving),
         arriving=tuple(rows[e] for e in wave.device if e in arriving),
         host=tuple(rows[e] for e in wave.host),

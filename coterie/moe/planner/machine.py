@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from coterie.moe.dispatch.base import Costs
+from coterie.moe.dispatch.base import ExpertCosts
 from coterie.weights.home import state_dir
 
 # a file of another version is measured again
@@ -27,7 +27,7 @@ STALE_AFTER_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class MachineIdentity:
     """What a measurement holds for. Any change makes it stale."""
 
     cpu: str
@@ -43,7 +43,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class CostCurve:
     """Seconds by number of rows: straight between points, the last slope beyond them (which is not
     downwards, whatever a busy machine measured)."""
 
@@ -61,7 +61,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class TransferCost:
     """One record from one tier to the next, many under way at once."""
 
     # wall time per record when the queue is full, and of one record alone
@@ -72,39 +72,39 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class RecordProfile:
     """What one kind of expert record costs: of this layout, from this store, on this disk."""
 
     record_bytes: int
-    read: Move
-    link: Move
+    read: TransferCost
+    link: TransferCost
     # seconds per expert by rows, with all threads; and the fixed cost of one call
-    host: Curve
-    device: Curve
+    host: CostCurve
+    device: CostCurve
     host_call_s: float = 0.0
     device_call_s: float = 0.0
     # what the runtime takes per awaited load, beside the copy's processor time
     load_s: float = 0.0
 
-    def costs(self) -> Costs:
+    def costs(self) -> ExpertCosts:
         """What a strategy's pay-back test reads."""
         link, read = self.link.each_s, self.read.each_s
-        return Costs(link, self.device.at(1), self.host.at(1), read)
+        return ExpertCosts(link, self.device.at(1), self.host.at(1), read)
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class BackboneTimes:
     """Seconds of a model's step without its experts, by rows."""
 
     # layer by layer, the runtime asked at each
-    walk: Curve
+    walk: CostCurve
     # all layers in one native call, as while nothing moves; None: this model cannot
-    express: Curve | None = None
+    express: CostCurve | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    identity: Identity
+    identity: MachineIdentity
     measured_at: float
     # reading with all threads; the device's own memory (the same on a CPU)
     dram_bytes_s: float
@@ -115,22 +115,22 @@ class Machine:
     load_s: float = 0.0
     both_s: float = 0.0
     beside_s: float = 0.0
-    profiles: Mapping[str, Profile] = field(default_factory=dict)
+    profiles: Mapping[str, RecordProfile] = field(default_factory=dict)
     # by the names of `profiles`
-    backbones: Mapping[str, Pace] = field(default_factory=dict)
+    backbones: Mapping[str, BackboneTimes] = field(default_factory=dict)
 
     @property
     def is_cuda(self) -> bool:
         return self.identity.device != "cpu"
 
-    def with_profile(self, name: str, profile: Profile) -> Machine:
+    def with_profile(self, name: str, profile: RecordProfile) -> Machine:
         return replace(self, profiles={**self.profiles, name: profile})
 
-    def with_backbone(self, name: str, pace: Pace) -> Machine:
+    def with_backbone(self, name: str, pace: BackboneTimes) -> Machine:
         return replace(self, backbones={**self.backbones, name: pace})
 
 
-def stale(machine: Machine, now: Identity) -> str:
+def stale(machine: Machine, now: MachineIdentity) -> str:
     """Why a measurement does not hold any more; "" when it does."""
     for name, value in asdict(now).items():
         if getattr(machine.identity, name) != value:
@@ -140,11 +140,11 @@ def stale(machine: Machine, now: Identity) -> str:
     return ""
 
 
-def path_of(identity: Identity) -> Path:
+def path_of(identity: MachineIdentity) -> Path:
     return state_dir() / "machine" / f"{identity.digest}.json"
 
 
-def load(identity: Identity) -> Machine | None:
+def load(identity: MachineIdentity) -> Machine | None:
     """What was kept for this machine, unless it is stale or cannot be read."""
     try:
         machine = from_json(json.loads(path_of(identity).read_text()))
@@ -170,21 +170,21 @@ def from_json(data: Mapping[str, Any]) -> Machine:
     if data["version"] != VERSION:
         raise ValueError(f"version {data['version']}")
     fields = {name: value for name, value in data.items() if name != "version"}
-    fields["identity"] = Identity(**data["identity"])
+    fields["identity"] = MachineIdentity(**data["identity"])
     fields["profiles"] = {name: _profile(value) for name, value in data["profiles"].items()}
     fields["backbones"] = {name: _pace(value) for name, value in data["backbones"].items()}
     return Machine(**fields)
 
 
-def _profile(data: Mapping[str, Any]) -> Profile:
-    moves = {name: Move(**data[name]) for name in ("read", "link")}
+def _profile(data: Mapping[str, Any]) -> RecordProfile:
+    moves = {name: TransferCost(**data[name]) for name in ("read", "link")}
     curves = {name: _curve(data[name]) for name in ("host", "device")}
-    return Profile(**{**data, **moves, **curves})
+    return RecordProfile(**{**data, **moves, **curves})
 
 
-def _pace(data: Mapping[str, Any]) -> Pace:
-    return Pace(_curve(data["walk"]), _curve(data["express"]) if data["express"] else None)
+def _pace(data: Mapping[str, Any]) -> BackboneTimes:
+    return BackboneTimes(_curve(data["walk"]), _curve(data["express"]) if data["express"] else None)
 
 
-def _curve(data: Mapping[str, Any]) -> Curve:
-    return Curve(tuple(data["rows"]), tuple(data["seconds"]))
+def _curve(data: Mapping[str, Any]) -> CostCurve:
+    return CostCurve(tuple(data["rows"]), tuple(data["seconds"]))

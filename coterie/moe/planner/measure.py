@@ -20,24 +20,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.expert_mlp import RecordTable, run_experts
 from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout, matrix_bytes
 from coterie.moe.planner import machine as kept
-from coterie.moe.planner.machine import Curve, Identity, Machine, Move, Profile
+from coterie.moe.planner.machine import (
+    CostCurve,
+    Machine,
+    MachineIdentity,
+    RecordProfile,
+    TransferCost,
+)
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.runtime.resident import Resident
+from coterie.moe.runtime.resident import ResidentExperts
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
 from coterie.moe.runtime.step import ExpertStep
 from coterie.moe.runtime.transfer import DEPTH
-from coterie.moe.store.base import Geometry, Key, Spent
-from coterie.moe.store.disk import Disk
-from coterie.weights.quantize import Blocks, Dense, Weight, convert
+from coterie.moe.store.base import ExpertGeometry, Key, StoreTimings
+from coterie.moe.store.disk import DiskReader
+from coterie.weights.quantize import DenseWeight, GgufBlocks, Weight, convert
 
 if TYPE_CHECKING:
-    from coterie.moe.store.base import Store
+    from coterie.moe.store.base import ExpertStore
 
 Say = Callable[[str], None]
 
@@ -49,7 +55,7 @@ _EXPERTS_PER_CALL = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ComputeTarget:
     """Where experts are computed, and by how many host threads."""
 
     device: str
@@ -64,9 +70,9 @@ class Place:
             torch.cuda.synchronize(self.device)
 
 
-def ensure(
-    store: Store,
-    place: Place,
+def ensure_measured(
+    store: ExpertStore,
+    place: ComputeTarget,
     *,
     again: bool = False,
     say: Say | None = None,
@@ -88,14 +94,14 @@ def ensure(
     return known
 
 
-def identity(place: Place) -> Identity:
+def identity(place: ComputeTarget) -> MachineIdentity:
     library = native()
     device = torch.cuda.get_device_name(place.device) if place.is_cuda else "cpu"
     kernels = "torch" if library is None else f"{library.isa} {library.path.stem}"
-    return Identity(_cpu_name(), place.threads, device, str(torch.__version__), kernels)
+    return MachineIdentity(_cpu_name(), place.threads, device, str(torch.__version__), kernels)
 
 
-def profile_name(store: Store, place: Place) -> str:
+def profile_name(store: ExpertStore, place: ComputeTarget) -> str:
     """Layout, device and the store itself, since it lies on a disk of its own: what a record's cost
     depends on."""
     layout = store.layout(store.geometry.layers[0])
@@ -104,14 +110,14 @@ def profile_name(store: Store, place: Place) -> str:
     return f"{shape} {type(store).__name__} {store.fingerprint[:16]} {place.device} {bank}"
 
 
-def measure_machine(who: Identity, place: Place) -> Machine:
+def measure_machine(who: MachineIdentity, place: ComputeTarget) -> Machine:
     dram = read_bandwidth("cpu", place)
     device = read_bandwidth(place.device, place) if place.is_cuda else dram
     spent = measure_overhead(place.device)
     return Machine(who, time.time(), dram, device, **asdict(spent))
 
 
-def measure_profile(store: Store, place: Place) -> Profile:
+def measure_profile(store: ExpertStore, place: ComputeTarget) -> RecordProfile:
     layout = store.layout(store.geometry.layers[0])
     size = store.slot_bytes
     count = max(2, min(COLD_BYTES // size, store.geometry.total))
@@ -120,17 +126,17 @@ def measure_profile(store: Store, place: Place) -> Profile:
     read = measure_reads(store, bank)
     for slot in bank:
         slot.copy_(record)
-    host, host_call = measure_runs(layout, bank, Place("cpu", place.threads))
+    host, host_call = measure_runs(layout, bank, ComputeTarget("cpu", place.threads))
     link = measure_link(bank, place)
     on_device = (host, host_call)
     if place.is_cuda:
         on_device = measure_runs(layout, [r.to(place.device) for r in bank], place)
     del bank
     load_s = _load_s(layout, place, link)
-    return Profile(size, read, link, host, on_device[0], host_call, on_device[1], load_s)
+    return RecordProfile(size, read, link, host, on_device[0], host_call, on_device[1], load_s)
 
 
-def _load_s(layout: ExpertLayout, place: Place, link: Move) -> float:
+def _load_s(layout: ExpertLayout, place: ComputeTarget, link: TransferCost) -> float:
     """Records too large for this take long enough to hide it."""
     experts = min(COLD_BYTES // layout.nbytes, 64) // 8 * 8
     if not experts:
@@ -139,13 +145,13 @@ def _load_s(layout: ExpertLayout, place: Place, link: Move) -> float:
     return max(0.0, measure_load(place.device, layout, experts) - copying)
 
 
-def read_bandwidth(device: str, place: Place) -> float:
+def read_bandwidth(device: str, place: ComputeTarget) -> float:
     """Bytes per second of reading an array past every cache: the best of five."""
     data = torch.ones(_DRAM_BYTES // 4, dtype=torch.float32, device=device)
     return _DRAM_BYTES / min(_times(data.sum, place, 5))
 
 
-def measure_reads(store: Store, bank: Sequence[Tensor]) -> Move:
+def measure_reads(store: ExpertStore, bank: Sequence[Tensor]) -> TransferCost:
     """Random experts into slots, at the runtime's queue depth and one at a time."""
     keys = store.geometry.keys()
     stride = max(1, len(keys) // 48)
@@ -163,10 +169,10 @@ def measure_reads(store: Store, bank: Sequence[Tensor]) -> Move:
             pass
         wall, core = time.perf_counter() - began, time.process_time() - spent
     alone = [_timed(partial(store.read, key, bank[0])) for key in picked[:8]]
-    return Move(wall / len(picked), low(alone), core / len(picked))
+    return TransferCost(wall / len(picked), lower_quartile(alone), core / len(picked))
 
 
-def measure_link(bank: Sequence[Tensor], place: Place) -> Move:
+def measure_link(bank: Sequence[Tensor], place: ComputeTarget) -> TransferCost:
     """Host memory to device slots: a copy by the pool on a CPU, a pinned copy on CUDA."""
     half = len(bank) // 2
     source, target = list(bank[:half]), list(bank[half : 2 * half])
@@ -185,7 +191,7 @@ def measure_link(bank: Sequence[Tensor], place: Place) -> Move:
         wall = _times(all_of_them, place, 3)
         core = 0.0 if place.is_cuda else (time.process_time() - spent) / 4
     alone = _times(partial(copy, target[0], source[1]), place, 5)
-    return Move(low(wall) / half, low(alone), core / half)
+    return TransferCost(lower_quartile(wall) / half, lower_quartile(alone), core / half)
 
 
 def _copy_in_ram(target: Tensor, source: Tensor) -> None:
@@ -197,7 +203,9 @@ def _copy_to_cuda(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def measure_runs(layout: ExpertLayout, bank: Sequence[Tensor], place: Place) -> tuple[Curve, float]:
+def measure_runs(
+    layout: ExpertLayout, bank: Sequence[Tensor], place: ComputeTarget
+) -> tuple[CostCurve, float]:
     """Seconds per expert by rows, and the fixed seconds of a call. Every call takes the next
     experts of the bank, so that their bytes come from memory as they do in a model."""
     taken = _Cycle(bank)
@@ -213,7 +221,7 @@ def measure_runs(layout: ExpertLayout, bank: Sequence[Tensor], place: Place) -> 
             # a disturbed take must not make the rest negative
             call_s = min(max(0.0, single - each), several / 2)
         seconds.append((several - call_s) / many)
-    return Curve(ROWS, tuple(seconds)), call_s
+    return CostCurve(ROWS, tuple(seconds)), call_s
 
 
 class _Cycle:
@@ -226,7 +234,7 @@ class _Cycle:
 
 
 def _run_s(
-    layout: ExpertLayout, taken: _Cycle, experts: int, rows: int, place: Place, repeats: int
+    layout: ExpertLayout, taken: _Cycle, experts: int, rows: int, place: ComputeTarget, repeats: int
 ) -> float:
     dtype = torch.bfloat16 if place.is_cuda else torch.float32
     # a decoded token goes to all of them, a prompt's tokens to two each
@@ -240,10 +248,10 @@ def _run_s(
         threads = None if place.is_cuda else place.threads
         run_experts(layout, hidden, ids, taken.take(experts), out, threads)
 
-    return low(_times(run, place, repeats))
+    return lower_quartile(_times(run, place, repeats))
 
 
-def _times(run: Callable[[], object], place: Place, repeats: int) -> list[float]:
+def _times(run: Callable[[], object], place: ComputeTarget, repeats: int) -> list[float]:
     run()
     place.wait()
 
@@ -254,7 +262,7 @@ def _times(run: Callable[[], object], place: Place, repeats: int) -> list[float]
     return [_timed(once) for _ in range(repeats)]
 
 
-def low(times: Sequence[float]) -> float:
+def lower_quartile(times: Sequence[float]) -> float:
     """The lower quartile: a neighbour's work is not this machine's speed."""
     return sorted(times)[(len(times) - 1) // 4]
 
@@ -299,26 +307,28 @@ def sample_record(layout: ExpertLayout, size: int) -> Tensor:
     for part in layout.parts():
         if part.kind in _BLOCKS:
             width = matrix_bytes(part.kind, 1, part.columns)
-            parts[part.name] = Blocks(part.kind, torch.zeros(part.rows, width, dtype=torch.uint8))
+            parts[part.name] = GgufBlocks(
+                part.kind, torch.zeros(part.rows, width, dtype=torch.uint8)
+            )
             continue
         shape = (part.rows, part.columns) if part.columns else (part.rows,)
         values = torch.randn(shape, generator=drawn) * 0.02
-        parts[part.name] = values if not part.columns else convert(Dense(values), part.kind)
+        parts[part.name] = values if not part.columns else convert(DenseWeight(values), part.kind)
     pack_record(layout, parts, record)
     return record
 
 
-class Stock:
+class SyntheticResidents:
     """As if every expert of `store` were in memory."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ExpertStore) -> None:
         geometry = store.geometry
         self._keys = geometry.keys()
         layouts = {layer: store.layout(layer) for layer in geometry.layers}
         self._banks = _banks(layouts, len(self._keys))
         tables = {layer: RecordTable(geometry.num_experts) for layer in layouts}
         nowhere = np.zeros((len(layouts), geometry.num_experts), dtype=bool)
-        self.resident = Resident(tables, layouts, nowhere)
+        self.resident = ResidentExperts(tables, layouts, nowhere)
         self._first = 0
         self.turn()
 
@@ -347,7 +357,7 @@ _REPEATS = 48
 _WASH_BYTES = 4 << 20
 
 
-class FeatherStore:
+class ZeroExpertStore:
     """Experts that are all zeros, and are read from nowhere; tiny unless told otherwise."""
 
     fingerprint = "feather"
@@ -355,11 +365,11 @@ class FeatherStore:
     staging_bytes = 0
 
     def __init__(self, layout: ExpertLayout = _FEATHER, experts: int = _EXPERTS) -> None:
-        self.geometry = Geometry((0,), experts, _TOP_K)
+        self.geometry = ExpertGeometry((0,), experts, _TOP_K)
         self._layout = layout
         self.slot_bytes = layout.nbytes
         self.expert_bytes = self.slot_bytes * experts
-        self.disk, self.spent = Disk("buffered"), Spent()
+        self.disk, self.spent = DiskReader("buffered"), StoreTimings()
 
     def layout(self, layer: int) -> ExpertLayout:
         return self._layout
@@ -382,7 +392,7 @@ class FeatherStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Overhead:
+class RuntimeOverhead:
     """Seconds per MoE layer when all is resident; what each load adds that the layer waits for,
     what it adds that host and device both have experts to run, and what a load beside it adds."""
 
@@ -392,28 +402,28 @@ class Overhead:
     beside_s: float
 
 
-def measure_overhead(device: str) -> Overhead:
-    resident = _layer_s(device, FeatherStore(), "lru", slots=_EXPERTS)
-    shared = _layer_s(device, FeatherStore(), "hot_cached_static", slots=_EXPERTS // 2)
+def measure_overhead(device: str) -> RuntimeOverhead:
+    resident = _layer_s(device, ZeroExpertStore(), "lru", slots=_EXPERTS)
+    shared = _layer_s(device, ZeroExpertStore(), "hot_cached_static", slots=_EXPERTS // 2)
     # all experts are loaded, few of them asked for
-    through = _layer_s(device, FeatherStore(), "chunked", slots=_EXPERTS)
+    through = _layer_s(device, ZeroExpertStore(), "chunked", slots=_EXPERTS)
     load_s = measure_load(device)
     beside_s = (through - resident - _TOP_K * load_s) / (_EXPERTS - _TOP_K)
     shared_s = max(0.0, shared - resident)
-    return Overhead(resident, load_s, shared_s, min(max(0.0, beside_s), load_s))
+    return RuntimeOverhead(resident, load_s, shared_s, min(max(0.0, beside_s), load_s))
 
 
 def measure_load(device: str, layout: ExpertLayout = _FEATHER, experts: int = _EXPERTS) -> float:
     """What a load out of host memory adds to a layer that waits for it."""
-    resident = _layer_s(device, FeatherStore(layout, experts), "lru", slots=experts)
-    missing = _layer_s(device, FeatherStore(layout, experts), "lru", slots=_TOP_K)
+    resident = _layer_s(device, ZeroExpertStore(layout, experts), "lru", slots=experts)
+    missing = _layer_s(device, ZeroExpertStore(layout, experts), "lru", slots=_TOP_K)
     return max(0.0, missing - resident) / _TOP_K
 
 
-def _layer_s(device: str, store: FeatherStore, strategy: str, slots: int) -> float:
+def _layer_s(device: str, store: ZeroExpertStore, strategy: str, slots: int) -> float:
     """Neighbouring steps ask for different experts: with few slots every one is a miss. Half of
     every step's experts are hot."""
-    settings = DispatchSettings(strategy, cache_capacity=slots, host_budget="100%", predict="off")
+    settings = MoeSettings(strategy, cache_capacity=slots, host_budget="100%", predict="off")
     experts = store.geometry.num_experts
     hot = np.tile([1.0, 0.0], experts // 2)[None]
     heatmap = Heatmap(store.geometry, hot)

@@ -11,16 +11,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from coterie.core.dispatch import DispatchSettings
+from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
 from coterie.core.settings import parse_bytes
-from coterie.moe.dispatch.table import STRATEGIES, parse
-from coterie.moe.planner.cost import Outcome, Prices
-from coterie.moe.planner.machine import Curve, Machine, Pace
-from coterie.moe.planner.simulate import BELADY, Forecast, Outlook, forecast, optimum
+from coterie.moe.dispatch.table import STRATEGIES, parse_strategy
+from coterie.moe.planner.cost import CostModel, PhaseForecast
+from coterie.moe.planner.machine import BackboneTimes, CostCurve, Machine
+from coterie.moe.planner.simulate import (
+    BELADY,
+    SimulationSetup,
+    StrategyForecast,
+    forecast,
+    optimum,
+)
 from coterie.moe.planner.workload import Workload
-from coterie.moe.runtime.budget import AUTO_SHARE, ExpertSizes, Needs, TierSlots, size_tiers
-from coterie.moe.store.base import Geometry
+from coterie.moe.runtime.budget import AUTO_SHARE, ExpertSizes, TierNeeds, TierSlots, size_tiers
+from coterie.moe.store.base import ExpertGeometry
 
 # predictions closer than this are the same speed
 SAME = 0.03
@@ -33,10 +39,10 @@ _NO_DEVICE = frozenset({"cpu_only"})
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class PlannedModel:
     """A model as a planner sees it."""
 
-    geometry: Geometry
+    geometry: ExpertGeometry
     sizes: ExpertSizes
     # read once per step: all weights but the routed experts
     backbone_bytes: int = 0
@@ -44,7 +50,7 @@ class Subject:
     # tokens of one context, whose KV is reserved before any expert
     context: int = 0
     # a step without experts; None = estimated from its bytes
-    backbone: Pace | None = None
+    backbone: BackboneTimes | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -52,16 +58,16 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class MemoryDivision:
     """One way to divide the memory: the budgets as a user would write them."""
 
-    settings: DispatchSettings
+    settings: MoeSettings
     # what is free; which tiers are needed depends on the strategy
-    needs: Needs
+    needs: TierNeeds
 
     def tiers(self, text: str, sizes: ExpertSizes) -> TierSlots | None:
         """The slots the runtime would give `text`; None where it would refuse."""
-        names = {choice.name for choice in parse(text)}
+        names = {choice.name for choice in parse_strategy(text)}
         needs = replace(self.needs, device=not names <= _NO_DEVICE, host=bool(names & _HOST))
         try:
             return size_tiers(self.settings, sizes, needs)
@@ -79,14 +85,14 @@ class Division:
         return max(0, int(self.needs.free_device_bytes * AUTO_SHARE) - taken)
 
 
-def divisions(settings: DispatchSettings, needs: Needs) -> list[Division]:
+def divisions(settings: MoeSettings, needs: TierNeeds) -> list[MemoryDivision]:
     """The budgets as given. Where nothing is given and both tiers lie in one memory, also all of
     it for device slots: nothing is then held twice."""
-    ways = [Division(settings, needs)]
+    ways = [MemoryDivision(settings, needs)]
     given = settings.device_budget or settings.host_budget or settings.cache_capacity
     if needs.one_memory and not given:
         whole = f"{int(needs.free_device_bytes * AUTO_SHARE)}B"
-        ways.append(Division(replace(settings, device_budget=whole, host_budget="0B"), needs))
+        ways.append(MemoryDivision(replace(settings, device_budget=whole, host_budget="0B"), needs))
     return ways
 
 
@@ -123,7 +129,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PlanChoice:
     """`device_budget` and `host_budget` are "" where the given ones (or the automatic) hold."""
 
     strategy: str
@@ -133,10 +139,10 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PlanCase:
     """All that a plan is made from."""
 
-    subject: Subject
+    subject: PlannedModel
     machine: Machine
     # the key of the record's profile in the machine
     profile: str
@@ -145,28 +151,28 @@ class Case:
     # replay one layer in so many, with as much smaller tiers: faster, nearly the same
     every: int = 1
 
-    def outlook(self, tiers: TierSlots) -> Outlook:
+    def outlook(self, tiers: TierSlots) -> SimulationSetup:
         subject, machine, part = self.subject, self.machine, self.every
         profile = machine.profiles[self.profile]
-        prices = Prices(machine, profile, tiers.host > 0, tiers.shared)
+        prices = CostModel(machine, profile, tiers.host > 0, tiers.shared)
         least_s = subject.backbone_bytes / machine.device_bytes_s
         pace = backbone_pace(subject, machine)
-        pace = Pace(_part(pace.walk, part), pace.express and _part(pace.express, part))
+        pace = BackboneTimes(_part(pace.walk, part), pace.express and _part(pace.express, part))
         slots = TierSlots(self._slots(tiers.device), self._slots(tiers.host), tiers.shared)
-        return Outlook(self.load.geometry, slots, prices, pace, least_s / part)
+        return SimulationSetup(self.load.geometry, slots, prices, pace, least_s / part)
 
     def _slots(self, count: int) -> int:
         """The same share of the layers that are replayed; all of them when it is all."""
         return -(-count * self.load.geometry.total // self.subject.geometry.total)
 
-    def quick(self, demands: int) -> Case:
+    def quick(self, demands: int) -> PlanCase:
         """The same on fewer layers and a part of the workload."""
         every = max(1, len(self.subject.geometry.layers) // QUICK_LAYERS)
         load = self.load.thinned(every).shortened(demands)
         return replace(self, load=load, every=every)
 
 
-def plan(case: Case, ways: Sequence[Division]) -> list[PlanRow]:
+def plan(case: PlanCase, ways: Sequence[MemoryDivision]) -> list[PlanRow]:
     """A row per strategy and sensible pair for every division, and one for Belady's optimum."""
     rows = []
     for division in ways:
@@ -194,13 +200,13 @@ def _bound(best: PlanRow, rows: Sequence[PlanRow]) -> PlanRow:
     )
 
 
-def forecast_row(case: Case, division: Division, text: str) -> PlanRow | None:
+def forecast_row(case: PlanCase, division: MemoryDivision, text: str) -> PlanRow | None:
     """One strategy alone; None where it would be refused."""
     each = _forecast(case, division, text)
     return _row(case, division, each) if each else None
 
 
-def choose(case: Case, ways: Sequence[Division]) -> Choice:
+def choose(case: PlanCase, ways: Sequence[MemoryDivision]) -> PlanChoice:
     """What `--strategy auto` runs. Well under a second: a part of the workload, no optimum."""
     short = case.quick(QUICK // len(ways))
     return pick(
@@ -208,7 +214,7 @@ def choose(case: Case, ways: Sequence[Division]) -> Choice:
     )
 
 
-def pick(rows: Iterable[PlanRow]) -> Choice:
+def pick(rows: Iterable[PlanRow]) -> PlanChoice:
     """Prefill first; then decode, among the rows whose prefill is as fast."""
     real = [row for row in rows if row.strategy != BELADY]
     if not real:
@@ -229,7 +235,7 @@ def pick(rows: Iterable[PlanRow]) -> Choice:
             -row.decode_tokens_s,
         ),
     )
-    return Choice(best.strategy, _reason(best, real), best.device_budget, best.host_budget)
+    return PlanChoice(best.strategy, _reason(best, real), best.device_budget, best.host_budget)
 
 
 def _reason(best: PlanRow, rows: Sequence[PlanRow]) -> str:
@@ -252,24 +258,24 @@ def _reason(best: PlanRow, rows: Sequence[PlanRow]) -> str:
     return text
 
 
-def as_json(rows: Sequence[PlanRow], choice: Choice) -> dict[str, Any]:
+def as_json(rows: Sequence[PlanRow], choice: PlanChoice) -> dict[str, Any]:
     return {"rows": [asdict(row) for row in rows], "choice": asdict(choice)}
 
 
-def _part(curve: Curve, part: int) -> Curve:
-    return Curve(curve.rows, tuple(seconds / part for seconds in curve.seconds))
+def _part(curve: CostCurve, part: int) -> CostCurve:
+    return CostCurve(curve.rows, tuple(seconds / part for seconds in curve.seconds))
 
 
-def backbone_pace(subject: Subject, machine: Machine) -> Pace:
+def backbone_pace(subject: PlannedModel, machine: Machine) -> BackboneTimes:
     """Measured through the model, else its bytes at the device's rate (rows cost alike: the
     estimate is of the reading alone)."""
     if subject.backbone is not None:
         return subject.backbone
     seconds = subject.backbone_bytes / machine.device_bytes_s
-    return Pace(Curve((1, 64), (seconds, seconds * 4)))
+    return BackboneTimes(CostCurve((1, 64), (seconds, seconds * 4)))
 
 
-def _forecasts(case: Case, division: Division, best: int) -> list[Forecast]:
+def _forecasts(case: PlanCase, division: MemoryDivision, best: int) -> list[StrategyForecast]:
     """All strategies alone, then the best at prefill paired with the best at decode."""
     singles = [each for name in STRATEGIES if (each := _forecast(case, division, name))]
     # a name that falls back to another's flow is no partner of its own
@@ -285,12 +291,12 @@ def _forecasts(case: Case, division: Division, best: int) -> list[Forecast]:
     return singles + [each for each in pairs if each]
 
 
-def _forecast(case: Case, division: Division, text: str) -> Forecast | None:
+def _forecast(case: PlanCase, division: MemoryDivision, text: str) -> StrategyForecast | None:
     tiers = division.tiers(text, case.subject.sizes)
     return forecast(text, case.outlook(tiers), case.load, tiers) if tiers else None
 
 
-def _row(case: Case, division: Division, outcome: Forecast) -> PlanRow:
+def _row(case: PlanCase, division: MemoryDivision, outcome: StrategyForecast) -> PlanRow:
     subject, part = case.subject, case.every
     sizes = subject.sizes
     tiers = outcome.tiers
@@ -319,9 +325,9 @@ def _row(case: Case, division: Division, outcome: Forecast) -> PlanRow:
     )
 
 
-def _share(outcome: Outcome) -> float:
+def _share(outcome: PhaseForecast) -> float:
     return outcome.tokens_s / outcome.limit_tokens_s if outcome.limit_s else 0.0
 
 
-def _per_token(records: int, outcome: Outcome, sizes: ExpertSizes) -> float:
+def _per_token(records: int, outcome: PhaseForecast, sizes: ExpertSizes) -> float:
     return records * sizes.slot_bytes / max(1, outcome.tokens)

@@ -10,68 +10,77 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from coterie.moe.dispatch.base import Costs, Demand, Scene, Strategy, Wave
-from coterie.moe.dispatch.table import build, resolve
-from coterie.moe.planner.cost import HostShelf, Outcome, Prices, Turn, turn_of
-from coterie.moe.planner.machine import Pace
+from coterie.moe.dispatch.base import Demand, ExpertCosts, Strategy, StrategyContext, Wave
+from coterie.moe.dispatch.table import build_strategies, resolve_strategy
+from coterie.moe.planner.cost import (
+    CostModel,
+    PhaseForecast,
+    SimulatedHostTier,
+    WaveCounts,
+    wave_counts,
+)
+from coterie.moe.planner.machine import BackboneTimes
 from coterie.moe.planner.workload import Workload, tokens_of
 from coterie.moe.runtime.budget import TierSlots
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.runtime.slot_map import Residency
-from coterie.moe.runtime.step import Classes, classify, first_uses
+from coterie.moe.runtime.slot_map import SlotMap
+from coterie.moe.runtime.step import DemandClasses, classify, first_uses
 from coterie.moe.runtime.trace import Trace, TraceStep
-from coterie.moe.store.base import Geometry, Key
+from coterie.moe.store.base import ExpertGeometry, Key
 
 BELADY = "belady"
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class SimulationSetup:
     """A machine, a model and a division of the memory."""
 
-    geometry: Geometry
+    geometry: ExpertGeometry
     tiers: TierSlots
-    prices: Prices
+    prices: CostModel
     # a step without experts; and what its bytes need at best
-    backbone: Pace
+    backbone: BackboneTimes
     backbone_limit_s: float = 0.0
 
 
 @dataclass(slots=True)
-class Forecast:
+class StrategyForecast:
     strategy: str
     tiers: TierSlots
     # what it comes to with these slots: fallbacks applied
     runs: str
-    prefill: Outcome = field(default_factory=Outcome)
-    decode: Outcome = field(default_factory=Outcome)
+    prefill: PhaseForecast = field(default_factory=PhaseForecast)
+    decode: PhaseForecast = field(default_factory=PhaseForecast)
 
 
 def forecast(
-    text: str, outlook: Outlook, load: Workload, tiers: TierSlots | None = None
-) -> Forecast:
+    text: str, outlook: SimulationSetup, load: Workload, tiers: TierSlots | None = None
+) -> StrategyForecast:
     """`load` under the strategies of `text`. `tiers`: what to call the outlook's, if it stands for
     larger ones."""
-    runs = resolve(text, outlook.geometry, outlook.tiers.device)
-    result = Forecast(text, tiers or outlook.tiers, runs)
-    walk = _Walk(runs, outlook, load)
+    runs = resolve_strategy(text, outlook.geometry, outlook.tiers.device)
+    result = StrategyForecast(text, tiers or outlook.tiers, runs)
+    walk = _Simulation(runs, outlook, load)
     for index, step in enumerate(load.steps):
         outcome = result.prefill if step.phase == "prefill" else result.decode
-        walk.step(step, outcome if index >= load.warm else Outcome())
+        walk.step(step, outcome if index >= load.warm else PhaseForecast())
     return result
 
 
-class _Walk:
+class _Simulation:
     """One engine's life: strategies, slots and host tier, step after step."""
 
-    def __init__(self, text: str, outlook: Outlook, load: Workload) -> None:
+    def __init__(self, text: str, outlook: SimulationSetup, load: Workload) -> None:
         self.outlook, self.prices = outlook, outlook.prices
-        self.slots, self.shelf = Residency(outlook.tiers.device), HostShelf(outlook.tiers.host)
+        self.slots, self.shelf = (
+            SlotMap(outlook.tiers.device),
+            SimulatedHostTier(outlook.tiers.host),
+        )
         can_run = outlook.tiers.host > 0
         share = outlook.tiers.host / outlook.geometry.total
         costs = self.prices.profile.costs().with_host(share, outlook.tiers.shared)
-        scene = Scene(outlook.geometry, self.slots, load.heatmap, costs, can_run)
-        self.prefill, self.decode = build(text, scene)
+        scene = StrategyContext(outlook.geometry, self.slots, load.heatmap, costs, can_run)
+        self.prefill, self.decode = build_strategies(text, scene)
         self.both = tuple(dict.fromkeys((self.prefill, self.decode)))
         for strategy in self.both:
             strategy.start()
@@ -79,7 +88,7 @@ class _Walk:
         hot, shared = load.heatmap.hottest(outlook.geometry.total), outlook.tiers.shared
         self.shelf.fill(key for key in hot if shared or not self.slots.is_pinned(key))
 
-    def step(self, step: TraceStep, outcome: Outcome) -> None:
+    def step(self, step: TraceStep, outcome: PhaseForecast) -> None:
         strategy = self.prefill if step.phase == "prefill" else self.decode
         rides = self._rides(strategy)
         groups = strategy.groups() if step.phase == "prefill" and not rides else None
@@ -110,10 +119,12 @@ class _Walk:
         pinned = tiers.device >= total or any(map(self.slots.is_pinned, self.slots.keys()))
         return tiers.host >= total and not pinned
 
-    def _layer(self, strategy: Strategy, demand: Demand, outcome: Outcome, rides: bool) -> None:
+    def _layer(
+        self, strategy: Strategy, demand: Demand, outcome: PhaseForecast, rides: bool
+    ) -> None:
         first = first_uses(self.slots, demand)
         waves = strategy.decide(demand)
-        turns = [turn_of(wave, demand, self.shelf) for wave in waves]
+        turns = [wave_counts(wave, demand, self.shelf) for wave in waves]
         if rides:
             outcome.add_resident(turns, self.prices)
         else:
@@ -125,17 +136,19 @@ class _Walk:
         outcome.misses += len(classes.misses)
         outcome.host_runs += len(classes.host)
 
-    def _load(self, loads: Sequence[tuple[Key, int]], outcome: Outcome) -> float:
+    def _load(self, loads: Sequence[tuple[Key, int]], outcome: PhaseForecast) -> float:
         """Loads that run beside computing; seconds until the last has arrived."""
         from_disk = sum(not self.shelf.take(key) for key, _ in loads)
-        return outcome.add_beside(Turn((), (), (), len(loads) - from_disk, from_disk), self.prices)
+        return outcome.add_beside(
+            WaveCounts((), (), (), len(loads) - from_disk, from_disk), self.prices
+        )
 
 
-def optimum(outlook: Outlook, load: Workload) -> Forecast:
+def optimum(outlook: SimulationSetup, load: Workload) -> StrategyForecast:
     """A bound, no strategy: nobody hits more than Belady's choice of victims, which knows the
     future, and nobody is faster than every expert on the side that runs it sooner, without a call's
     own cost, beside the reads that even both tiers together cannot avoid."""
-    result = Forecast(BELADY, outlook.tiers, BELADY)
+    result = StrategyForecast(BELADY, outlook.tiers, BELADY)
     both = min(outlook.geometry.total, outlook.tiers.device + outlook.tiers.host)
     for phase, outcome in (("prefill", result.prefill), ("decode", result.decode)):
         steps = [step for step in load.steps if step.phase == phase]
@@ -147,7 +160,9 @@ def optimum(outlook: Outlook, load: Workload) -> Forecast:
     return result
 
 
-def _belady(outlook: Outlook, steps: Sequence[TraceStep], warm: int, slots: int) -> tuple[int, int]:
+def _belady(
+    outlook: SimulationSetup, steps: Sequence[TraceStep], warm: int, slots: int
+) -> tuple[int, int]:
     """Hits and misses of the steps behind the first `warm`."""
     found = []
     for part in (steps, steps[:warm]):
@@ -160,13 +175,15 @@ def _belady(outlook: Outlook, steps: Sequence[TraceStep], warm: int, slots: int)
     return hits, demands - hits
 
 
-def _price_best(outlook: Outlook, steps: Sequence[TraceStep], outcome: Outcome) -> None:
+def _price_best(
+    outlook: SimulationSetup, steps: Sequence[TraceStep], outcome: PhaseForecast
+) -> None:
     prices, pace = outlook.prices, outlook.backbone
     running = 0.0
     for step in steps:
         for _, visit in step.walk():
             running += prices.best_s(visit.demand.counts)
-            outcome.limit_s += prices.limit_s(Turn(resident=visit.demand.counts))
+            outcome.limit_s += prices.limit_s(WaveCounts(resident=visit.demand.counts))
         curves = [pace.walk, *([pace.express] if pace.express else [])]
         outcome.steps += 1
         for chunk in step.chunks:
@@ -178,7 +195,9 @@ def _price_best(outlook: Outlook, steps: Sequence[TraceStep], outcome: Outcome) 
     outcome.limit_s = min(outcome.limit_s, outcome.seconds)
 
 
-def _end_step(step: TraceStep, outlook: Outlook, outcome: Outcome, rides: bool = False) -> None:
+def _end_step(
+    step: TraceStep, outlook: SimulationSetup, outcome: PhaseForecast, rides: bool = False
+) -> None:
     outcome.steps += 1
     outcome.rides += rides
     pace = outlook.backbone
@@ -191,16 +210,16 @@ def _end_step(step: TraceStep, outlook: Outlook, outcome: Outcome, rides: bool =
 
 
 # an upload costs as much as computing two rows on the host
-NEUTRAL = Costs(upload_s=2e-3, device_run_s=1e-4, host_run_s=1e-3)
+NEUTRAL = ExpertCosts(upload_s=2e-3, device_run_s=1e-4, host_run_s=1e-3)
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class ReplaySetup:
     """The machine that a replay pretends to have."""
 
     num_slots: int
     heatmap: Heatmap | None = None
-    costs: Costs = NEUTRAL
+    costs: ExpertCosts = NEUTRAL
     host_can_run: bool = True
     deterministic: bool = False
     # off, protect or prefetch: what is done with the predictions in the trace
@@ -208,7 +227,7 @@ class Stage:
 
 
 @dataclass(slots=True)
-class Counts:
+class ReplayCounts:
     """Demands by outcome; `moves` and `waves` are experts and turns."""
 
     hits: int = 0
@@ -218,7 +237,7 @@ class Counts:
     moves: int = 0
     waves: int = 0
 
-    def add(self, classes: Classes, waves: Sequence[Wave]) -> None:
+    def add(self, classes: DemandClasses, waves: Sequence[Wave]) -> None:
         self.hits += len(classes.hits)
         self.prefetch_hits += len(classes.early)
         self.misses += len(classes.misses)
@@ -240,9 +259,9 @@ class Counts:
 class ReplayResult:
     """`total.moves` are the moves of demands; the others are counted where they were made."""
 
-    total: Counts = field(default_factory=Counts)
-    phases: dict[str, Counts] = field(default_factory=dict)
-    layers: dict[int, Counts] = field(default_factory=dict)
+    total: ReplayCounts = field(default_factory=ReplayCounts)
+    phases: dict[str, ReplayCounts] = field(default_factory=dict)
+    layers: dict[int, ReplayCounts] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     start_moves: int = 0
     group_moves: int = 0
@@ -259,13 +278,15 @@ class ReplayResult:
         return self.moves * expert_bytes
 
 
-def replay(text: str, trace: Trace, stage: Stage) -> ReplayResult:
+def replay(text: str, trace: Trace, stage: ReplaySetup) -> ReplayResult:
     """Strategy `text` (names as the CLI takes them) over the whole trace, from empty slots."""
-    slots = Residency(stage.num_slots)
-    scene = Scene(
+    slots = SlotMap(stage.num_slots)
+    scene = StrategyContext(
         trace.geometry, slots, stage.heatmap, stage.costs, stage.host_can_run, stage.deterministic
     )
-    prefill, decode = build(resolve(text, trace.geometry, stage.num_slots), scene)
+    prefill, decode = build_strategies(
+        resolve_strategy(text, trace.geometry, stage.num_slots), scene
+    )
     both = tuple(dict.fromkeys((prefill, decode)))
     result = ReplayResult()
     result.start_moves = sum(len(strategy.start()) for strategy in both)
@@ -278,7 +299,7 @@ def replay(text: str, trace: Trace, stage: Stage) -> ReplayResult:
     return result
 
 
-def _walk(strategy: Strategy, step: TraceStep, stage: Stage, result: ReplayResult) -> None:
+def _walk(strategy: Strategy, step: TraceStep, stage: ReplaySetup, result: ReplayResult) -> None:
     groups = strategy.groups() if step.phase == "prefill" else None
     visits = list(step.walk(groups))
     for index, (group, visit) in enumerate(visits):
@@ -296,13 +317,13 @@ def _walk(strategy: Strategy, step: TraceStep, stage: Stage, result: ReplayResul
         layer, phase = visit.demand.layer, step.phase
         for counts in (
             result.total,
-            result.phases.setdefault(phase, Counts()),
-            result.layers.setdefault(layer, Counts()),
+            result.phases.setdefault(phase, ReplayCounts()),
+            result.layers.setdefault(layer, ReplayCounts()),
         ):
             counts.add(classes, waves)
 
 
-def belady(trace: Trace, num_slots: int) -> Counts:
+def belady(trace: Trace, num_slots: int) -> ReplayCounts:
     """Hits and misses of the optimum. A prompt in chunks may walk chunk by chunk or layer by layer;
     the better of the two counts."""
     orders = [_sets(trace, by_layer=False)]
@@ -322,9 +343,9 @@ def _sets(trace: Trace, by_layer: bool) -> list[list[Key]]:
     return sets
 
 
-def _optimum(sets: Sequence[Sequence[Key]], num_slots: int) -> Counts:
+def _optimum(sets: Sequence[Sequence[Key]], num_slots: int) -> ReplayCounts:
     following = _next_uses(sets)
-    counts = Counts()
+    counts = ReplayCounts()
     # the valid next use of every resident; the heap (farthest first) may hold outdated entries
     resident = _first_asked(sets, num_slots)
     farthest = [(-use, key) for key, use in resident.items()]

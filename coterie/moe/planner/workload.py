@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from coterie.moe.dispatch.base import Demand
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.runtime.trace import Trace, TraceStep, Visit
-from coterie.moe.store.base import Geometry
+from coterie.moe.runtime.trace import LayerVisit, Trace, TraceStep
+from coterie.moe.store.base import ExpertGeometry
 
 ZIPF = 0.6
 PROMPT_TOKENS = 512
@@ -25,7 +25,7 @@ DEMANDS = 1200
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    geometry: Geometry
+    geometry: ExpertGeometry
     steps: tuple[TraceStep, ...]
     # steps that only bring the tiers into their usual state, and are not counted
     warm: int
@@ -46,7 +46,7 @@ class Workload:
         """One layer in `every`."""
         layers = self.geometry.layers[::every]
         absent = frozenset(key for key in self.geometry.absent if key[0] in layers)
-        geometry = Geometry(layers, self.geometry.num_experts, self.geometry.top_k, absent)
+        geometry = ExpertGeometry(layers, self.geometry.num_experts, self.geometry.top_k, absent)
         steps = tuple(
             TraceStep(step.phase, tuple(_of(layers, chunk) for chunk in step.chunks))
             for step in self.steps
@@ -55,16 +55,16 @@ class Workload:
         return Workload(geometry, steps, self.warm, self.source, heatmap)
 
 
-def _of(layers: Sequence[int], chunk: Sequence[Visit]) -> tuple[Visit, ...]:
+def _of(layers: Sequence[int], chunk: Sequence[LayerVisit]) -> tuple[LayerVisit, ...]:
     return tuple(visit for visit in chunk if visit.demand.layer in layers)
 
 
-def tokens_of(chunk: Sequence[Visit], top_k: int) -> int:
+def tokens_of(chunk: Sequence[LayerVisit], top_k: int) -> int:
     """Rows of one pass through the layers."""
     return max((sum(visit.demand.counts) for visit in chunk), default=0) // top_k
 
 
-def from_trace(trace: Trace, source: str, heatmap: Heatmap | None = None) -> Workload:
+def workload_from_trace(trace: Trace, source: str, heatmap: Heatmap | None = None) -> Workload:
     """The first half warms up, and is all that a start knows unless `heatmap` is given: counts
     that hold the steps to be predicted would flatter every pin. A prompt has to be among them:
     where the second half has none, the last prompt's request counts; of a single request all."""
@@ -80,7 +80,9 @@ def from_trace(trace: Trace, source: str, heatmap: Heatmap | None = None) -> Wor
     return Workload(trace.geometry, steps, warm, source, heatmap or seen.heatmap())
 
 
-def from_heatmap(heatmap: Heatmap, source: str, prompt_tokens: int = PROMPT_TOKENS) -> Workload:
+def workload_from_heatmap(
+    heatmap: Heatmap, source: str, prompt_tokens: int = PROMPT_TOKENS
+) -> Workload:
     """Two requests drawn from the heatmap's shares; the first is for warming up."""
     geometry = heatmap.geometry
     draw = _Draws(geometry, heatmap.counts)
@@ -90,19 +92,19 @@ def from_heatmap(heatmap: Heatmap, source: str, prompt_tokens: int = PROMPT_TOKE
     return Workload(geometry, tuple(steps), len(warm), source, heatmap)
 
 
-def assumed(geometry: Geometry, prompt_tokens: int = PROMPT_TOKENS) -> Workload:
+def assumed_workload(geometry: ExpertGeometry, prompt_tokens: int = PROMPT_TOKENS) -> Workload:
     """Nothing is known: the e-th favourite of a layer is asked for in proportion to e^-0.6."""
     shares = (1.0 + np.arange(geometry.num_experts)) ** -ZIPF
     order = np.random.default_rng(0)
     counts = np.stack([order.permutation(shares) for _ in geometry.layers])
     source = f"no trace or heatmap: experts assumed to follow Zipf's law with exponent {ZIPF}"
-    return from_heatmap(Heatmap(geometry, counts), source, prompt_tokens)
+    return workload_from_heatmap(Heatmap(geometry, counts), source, prompt_tokens)
 
 
 class _Draws:
     """Experts without repetition inside a token, in proportion to `counts` [layers, experts]."""
 
-    def __init__(self, geometry: Geometry, counts: npt.NDArray[np.float64]) -> None:
+    def __init__(self, geometry: ExpertGeometry, counts: npt.NDArray[np.float64]) -> None:
         self.geometry = geometry
         self.random = np.random.default_rng(1)
         weights = counts + max(float(counts.max()), 1.0) * 1e-6
@@ -133,7 +135,7 @@ class _Draws:
         self, phase: str, asked: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
     ) -> TraceStep:
         pairs = zip(self.geometry.layers, asked, strict=True)
-        visits = [Visit(Demand(layer, phase, *experts)) for layer, experts in pairs]
+        visits = [LayerVisit(Demand(layer, phase, *experts)) for layer, experts in pairs]
         return TraceStep(phase, (tuple(visits),))
 
 

@@ -14,7 +14,7 @@ from coterie.core.errors import ConfigError
 from coterie.core.settings import parse_bytes
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import DispatchSettings
+    from coterie.core.dispatch import MoeSettings
 
 # of what is free now, when no budget was given: the rest is for activations and other processes
 AUTO_SHARE = 0.8
@@ -30,7 +30,7 @@ class ExpertSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class TierNeeds:
     """Which tiers the strategies use, and what is free on each."""
 
     device: bool
@@ -51,7 +51,7 @@ class TierSlots:
     shared: bool = False
 
 
-def size_tiers(settings: DispatchSettings, sizes: ExpertSizes, needs: Needs) -> TierSlots:
+def size_tiers(settings: MoeSettings, sizes: ExpertSizes, needs: TierNeeds) -> TierSlots:
     """Slots of both tiers; a budget that cannot hold one expert where one is needed is refused."""
     device = min(_device_slots(settings, sizes, needs), sizes.total)
     if needs.device and device == 0:
@@ -77,7 +77,7 @@ def in_one_memory(device: int, host: int, total: int) -> TierSlots:
     return TierSlots(device, total if shared else host, shared)
 
 
-def _device_slots(settings: DispatchSettings, sizes: ExpertSizes, needs: Needs) -> int:
+def _device_slots(settings: MoeSettings, sizes: ExpertSizes, needs: TierNeeds) -> int:
     if not needs.device:
         return 0
     if settings.cache_capacity:
@@ -94,7 +94,7 @@ def _device_slots(settings: DispatchSettings, sizes: ExpertSizes, needs: Needs) 
     return max(0, int(free * AUTO_SHARE) - needs.kv_bytes) // sizes.slot_bytes
 
 
-def _host_slots(settings: DispatchSettings, sizes: ExpertSizes, needs: Needs, device: int) -> int:
+def _host_slots(settings: MoeSettings, sizes: ExpertSizes, needs: TierNeeds, device: int) -> int:
     text = settings.host_budget
     if text.endswith("%"):
         return share(text, sizes.total, "host_budget")

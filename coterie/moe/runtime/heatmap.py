@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core.errors import WeightsError
-from coterie.moe.store.base import Geometry, Key
+from coterie.moe.store.base import ExpertGeometry, Key
 from coterie.weights.formats.json_file import read_json
 
 _VERSION = 1
@@ -25,7 +25,9 @@ _VERSION = 1
 class Heatmap:
     """counts[i, e]: rows that layer `geometry.layers[i]` sent to expert e."""
 
-    def __init__(self, geometry: Geometry, counts: npt.NDArray[np.float64] | None = None) -> None:
+    def __init__(
+        self, geometry: ExpertGeometry, counts: npt.NDArray[np.float64] | None = None
+    ) -> None:
         shape = (len(geometry.layers), geometry.num_experts)
         if counts is None:
             counts = np.zeros(shape)
@@ -91,7 +93,7 @@ class Heatmap:
 
     @classmethod
     def load(
-        cls, path: Path, geometry: Geometry, *, lineage: Sequence[str], workload: str
+        cls, path: Path, geometry: ExpertGeometry, *, lineage: Sequence[str], workload: str
     ) -> Heatmap:
         """Counts of these experts, or of those they were made from (`lineage`: fingerprints, these
         experts' own last). A router asks for the same ones under the same numbers; experts that

@@ -15,19 +15,19 @@ import torch
 
 from coterie.core.errors import InternalError
 from coterie.kernels.cpu.expert_mlp import Records, run_experts
-from coterie.moe.runtime.load_workers import Arrival
+from coterie.moe.runtime.load_workers import ExpertLoad
 
 if TYPE_CHECKING:
     from coterie.moe.dispatch.base import Wave
     from coterie.moe.runtime.layer_job import Kernel, LayerJob
-    from coterie.moe.runtime.load_workers import Arrival
-    from coterie.moe.runtime.tiers import Entry, HostTier
-    from coterie.moe.runtime.transfer import Loads, Transfer
+    from coterie.moe.runtime.load_workers import ExpertLoad
+    from coterie.moe.runtime.tiers import HostEntry, HostTier
+    from coterie.moe.runtime.transfer import PendingLoads, TierTransfer
     from coterie.moe.store.base import Key
 
 
-class Executor:
-    def __init__(self, host: HostTier, loads: Loads, transfer: Transfer) -> None:
+class LayerExecutor:
+    def __init__(self, host: HostTier, loads: PendingLoads, transfer: TierTransfer) -> None:
         self._host, self._device, self._loads = host, loads.device, loads
         self._host_side = HostSide(host, transfer)
         self._helper = ThreadPoolExecutor(1, "experts-host")
@@ -129,10 +129,10 @@ class Executor:
 class DeviceSide:
     """The device's side of a layer."""
 
-    def __init__(self, loads: Loads, job: LayerJob) -> None:
+    def __init__(self, loads: PendingLoads, job: LayerJob) -> None:
         self._loads, self._job = loads, job
         self._device = loads.device
-        self._sink: SimpleQueue[Arrival] = SimpleQueue()
+        self._sink: SimpleQueue[ExpertLoad] = SimpleQueue()
         self._started: set[tuple[Key, int]] = set()
         self._waiting: set[Key] = set()
         self._ready: list[int] = []
@@ -197,7 +197,7 @@ class DeviceSide:
             self._busy.discard(-1 if slot is None else slot)
         self._ready = []
 
-    def _take(self, arrival: Arrival) -> None:
+    def _take(self, arrival: ExpertLoad) -> None:
         self._loads.retire(arrival, self._job.tally)
         if arrival.error is not None:
             raise arrival.error
@@ -213,27 +213,27 @@ class DeviceSide:
 
 
 class HostSide:
-    def __init__(self, host: HostTier, transfer: Transfer) -> None:
+    def __init__(self, host: HostTier, transfer: TierTransfer) -> None:
         self._host, self._transfer = host, transfer
 
     def run(self, job: LayerJob, experts: tuple[int, ...]) -> None:
-        turn = _Turn(self._host, self._transfer, job)
+        turn = _HostLayerRun(self._host, self._transfer, job)
         try:
             turn.run(experts)
         finally:
             turn.let_go()
 
 
-class _Turn:
+class _HostLayerRun:
     """Entries held, read and still to come while one layer is computed."""
 
-    def __init__(self, host: HostTier, transfer: Transfer, job: LayerJob) -> None:
+    def __init__(self, host: HostTier, transfer: TierTransfer, job: LayerJob) -> None:
         self._host, self._transfer, self._job = host, transfer, job
-        self._ready: list[Entry] = []
-        self._loading: dict[Key, Entry] = {}
+        self._ready: list[HostEntry] = []
+        self._loading: dict[Key, HostEntry] = {}
         # reads that nobody else had asked for
         self._mine: set[Key] = set()
-        self._sink: SimpleQueue[Arrival] = SimpleQueue()
+        self._sink: SimpleQueue[ExpertLoad] = SimpleQueue()
 
     def run(self, experts: tuple[int, ...]) -> None:
         # those that are here are pinned before any read can push them out
@@ -261,7 +261,7 @@ class _Turn:
     def _ask(self, missing: list[Key]) -> None:
         """Start as many reads as there is room for; wait for room only when idle otherwise."""
         while missing:
-            mine = Arrival(missing[-1])
+            mine = ExpertLoad(missing[-1])
             block = not (self._ready or self._loading)
             entry = self._host.acquire(missing[-1], mine, block=block)
             if entry is None:
@@ -297,7 +297,7 @@ class _Turn:
         except Empty:
             return
 
-    def _take(self, arrival: Arrival) -> None:
+    def _take(self, arrival: ExpertLoad) -> None:
         if arrival.error is not None:
             raise arrival.error
         self._ready.append(self._loading.pop(arrival.key))

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from coterie.moe.dispatch.base import Demand
-from coterie.moe.runtime.step import Classes
-from coterie.moe.runtime.usage import Span, Tally, outside
+from coterie.moe.runtime.step import DemandClasses
+from coterie.moe.runtime.usage import LayerSpan, UsageTally, seconds_outside
 
 if TYPE_CHECKING:
     from coterie.kernels.cpu.expert_mlp import RecordTable
     from coterie.kernels.expert_layout import ExpertLayout
-    from coterie.moe.runtime.load_workers import Arrival
+    from coterie.moe.runtime.load_workers import ExpertLoad
     from coterie.moe.runtime.step import ExpertStep
 
 Kernel = Callable[..., None]
 Interval = tuple[float, float]
 
-_NOTHING, _NONE = Demand(0, "decode", (), ()), Classes()
+_NOTHING, _NONE = Demand(0, "decode", (), ()), DemandClasses()
 
 
 class LayerJob:
@@ -33,7 +33,7 @@ class LayerJob:
 
     def __init__(self, step: ExpertStep, layout: ExpertLayout, out: Tensor, kernel: Kernel) -> None:
         self.step, self.layout, self.layer, self.out = step, layout, step.layer, out
-        self.tally = Tally()
+        self.tally = UsageTally()
         # what is asked for, and how it is met
         self.demand, self.classes = _NOTHING, _NONE
         self._kernel = kernel
@@ -73,7 +73,7 @@ class LayerJob:
     def waited(self, begin: float) -> None:
         self.waits.append((begin, time.perf_counter()))
 
-    def host_read(self, arrival: Arrival) -> None:
+    def host_read(self, arrival: ExpertLoad) -> None:
         self.late.append(arrival.key[1])
         self.tally.host_misses += 1
         self.tally.read_bytes += arrival.read_bytes
@@ -87,10 +87,10 @@ class LayerJob:
         work = self.worked["device"] + self.worked["host"]
         self.tally.compute_s += sum(end - begin for begin, end in work)
         if self.waits:
-            self.tally.stall_s += outside(self.waits, work)
+            self.tally.stall_s += seconds_outside(self.waits, work)
 
-    def spans(self, begin: float, end: float) -> list[Span]:
+    def spans(self, begin: float, end: float) -> list[LayerSpan]:
         named = [(what, at) for what, times in self.worked.items() for at in times]
         named += [("wait", at) for at in self.waits]
-        spans = [Span(self.layer, what, *at) for what, at in named]
-        return [Span(self.layer, "layer", begin, end), *spans]
+        spans = [LayerSpan(self.layer, what, *at) for what, at in named]
+        return [LayerSpan(self.layer, "layer", begin, end), *spans]

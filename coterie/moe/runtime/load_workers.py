@@ -13,13 +13,13 @@ import torch
 
 from coterie.core.errors import CoterieError
 
-Job = Callable[[], None]
+LoadTask = Callable[[], None]
 
 if TYPE_CHECKING:
     from coterie.moe.store.base import Key
 
 
-class Arrival:
+class ExpertLoad:
     """The promise of one expert's bytes in one place. Told to whoever asked, once."""
 
     __slots__ = (
@@ -36,15 +36,15 @@ class Arrival:
         # CUDA: recorded behind the copy; a stream that reads the slot waits for it
         self.event: Any = None
         # what the crew was given, while it may still be withdrawn
-        self.job: Job | None = None
+        self.job: LoadTask | None = None
         self._lock = threading.Lock()
-        self._sinks: list[SimpleQueue[Arrival]] | None = []
+        self._sinks: list[SimpleQueue[ExpertLoad]] | None = []
 
     @property
     def done(self) -> bool:
         return self._sinks is None
 
-    def tell(self, sink: SimpleQueue[Arrival]) -> None:
+    def tell(self, sink: SimpleQueue[ExpertLoad]) -> None:
         """Put this into `sink` when it is done (now, if it is)."""
         with self._lock:
             if self._sinks is not None:
@@ -59,29 +59,29 @@ class Arrival:
         for sink in sinks or ():
             sink.put(self)
 
-    def settle(self) -> Arrival:
+    def settle(self) -> ExpertLoad:
         """Wait for the end, whatever it is."""
         if not self.done:
-            sink: SimpleQueue[Arrival] = SimpleQueue()
+            sink: SimpleQueue[ExpertLoad] = SimpleQueue()
             self.tell(sink)
             sink.get()
         return self
 
-    def wait(self) -> Arrival:
+    def wait(self) -> ExpertLoad:
         self.settle()
         if self.error is not None:
             raise self.error
         return self
 
 
-class Crew:
+class LoadWorkers:
     """Threads that run jobs: urgent ones in order; others when no urgent one waits or runs."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._threads: list[threading.Thread] = []
-        self._urgent: deque[Job] = deque()
-        self._spare: deque[Job] = deque()
+        self._urgent: deque[LoadTask] = deque()
+        self._spare: deque[LoadTask] = deque()
         self._waiting = self._urgent_running = self._spare_running = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -90,7 +90,7 @@ class Crew:
     def idle(self) -> bool:
         return not (self._urgent or self._spare or self._urgent_running or self._spare_running)
 
-    def put(self, job: Job, *, urgent: bool) -> None:
+    def put(self, job: LoadTask, *, urgent: bool) -> None:
         with self._changed:
             if self._closed and not urgent:
                 return
@@ -103,7 +103,7 @@ class Crew:
                 thread.start()
             self._changed.notify()
 
-    def withdraw(self, job: Job) -> bool:
+    def withdraw(self, job: LoadTask) -> bool:
         """Take back a job that is not urgent, if it has not begun."""
         with self._changed:
             if job not in self._spare:
@@ -120,7 +120,7 @@ class Crew:
         for thread in self._threads:
             thread.join()
 
-    def _next(self) -> tuple[Job, bool] | None:
+    def _next(self) -> tuple[LoadTask, bool] | None:
         if self._urgent:
             self._urgent_running += 1
             return self._urgent.popleft(), True

@@ -13,17 +13,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from coterie.core.errors import ConfigError
-from coterie.moe.dispatch.base import Costs, Scene, Strategy
+from coterie.moe.dispatch.base import ExpertCosts, Strategy, StrategyContext
 from coterie.moe.dispatch.persistent import split_layers
-from coterie.moe.dispatch.table import build, parse, resolve
-from coterie.moe.runtime.budget import ExpertSizes, Needs, TierSlots, free_host_bytes, size_tiers
-from coterie.moe.runtime.slot_map import Residency
+from coterie.moe.dispatch.table import build_strategies, parse_strategy, resolve_strategy
+from coterie.moe.runtime.budget import (
+    ExpertSizes,
+    TierNeeds,
+    TierSlots,
+    free_host_bytes,
+    size_tiers,
+)
+from coterie.moe.runtime.slot_map import SlotMap
 from coterie.moe.runtime.tiers import DeviceTier, HostTier
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import DispatchSettings
+    from coterie.core.dispatch import MoeSettings
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.moe.store.base import Geometry, Store
+    from coterie.moe.store.base import ExpertGeometry, ExpertStore
 
 _log = logging.getLogger(__name__)
 
@@ -32,11 +38,11 @@ _HOST = frozenset({"cpu_only", "hot_cached_static"})
 _NO_DEVICE = frozenset({"cpu_only"})
 
 # what `auto` runs: (store, settings, site) -> settings that name a strategy and its budgets
-Chooser = Callable[["Store", "DispatchSettings", "Site"], "DispatchSettings"]
+StrategyChooser = Callable[["ExpertStore", "MoeSettings", "PlacementContext"], "MoeSettings"]
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class PlacementContext:
     """Where experts are to live, and what is known about it."""
 
     device: torch.device
@@ -44,18 +50,18 @@ class Site:
     kv_bytes: int = 0
     heatmap: Heatmap | None = None
     # measured on this machine; None = guessed from sizes
-    costs: Costs | None = None
-    chooser: Chooser | None = None
+    costs: ExpertCosts | None = None
+    chooser: StrategyChooser | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RuntimeParts:
     """What a runtime is made of."""
 
-    store: Store
+    store: ExpertStore
     host: HostTier
     device: DeviceTier
-    slots: Residency
+    slots: SlotMap
     # by phase
     strategies: dict[str, Strategy]
     # as it runs, fallbacks applied
@@ -68,14 +74,14 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class TierAllocation:
     """What the tiers are to be cut to, and which allocations have failed so far."""
 
     tiers: TierSlots
-    needs: Needs
+    needs: TierNeeds
     failed: tuple[str, ...] = ()
 
-    def less(self, geometry: Geometry, problem: Exception) -> Room:
+    def less(self, geometry: ExpertGeometry, problem: Exception) -> TierAllocation:
         """What to try after `problem`: two groups of layers where all experts were to stay, else
         half. Refuses when there is nothing left to give up."""
         tiers, needs = self.tiers, self.needs
@@ -95,23 +101,27 @@ class Room:
                 f"{problem}",
                 param="device_budget",
             ) from problem
-        return Room(TierSlots(device, host), needs, (*self.failed, str(problem)))
+        return TierAllocation(TierSlots(device, host), needs, (*self.failed, str(problem)))
 
 
-def room_for(store: Store, settings: DispatchSettings, site: Site) -> Room:
+def allocation_for(
+    store: ExpertStore, settings: MoeSettings, site: PlacementContext
+) -> TierAllocation:
     """As the budgets say. `settings` name a strategy."""
-    names = {choice.name for choice in parse(settings.strategy)}
+    names = {choice.name for choice in parse_strategy(settings.strategy)}
     needs = needs_of(names, site)
-    return Room(size_tiers(settings, sizes_of(store), needs), needs)
+    return TierAllocation(size_tiers(settings, sizes_of(store), needs), needs)
 
 
-def prepare(store: Store, settings: DispatchSettings, site: Site, room: Room) -> Parts:
+def allocate_parts(
+    store: ExpertStore, settings: MoeSettings, site: PlacementContext, room: TierAllocation
+) -> RuntimeParts:
     """Takes the memory; raises whatever an allocator raises when there is not enough."""
     tiers = room.tiers
     text, why = _that_fits(settings.strategy, store, room)
-    slots = Residency(tiers.device)
+    slots = SlotMap(tiers.device)
     costs = site.costs or guessed_costs(store, site.device)
-    scene = Scene(
+    scene = StrategyContext(
         geometry=store.geometry,
         slots=slots,
         heatmap=site.heatmap,
@@ -119,17 +129,17 @@ def prepare(store: Store, settings: DispatchSettings, site: Site, room: Room) ->
         host_can_run=tiers.host > 0,
         deterministic=settings.deterministic,
     )
-    prefill, decode = build(text, scene)
+    prefill, decode = build_strategies(text, scene)
     on_cuda = site.device.type == "cuda"
     # what is idle depends on time: a fixed placement may only protect
-    timid = settings.deterministic and settings.predict != "off" and heeds_hints(decode)
+    timid = settings.deterministic and settings.predict != "off" and uses_hints(decode)
     device = DeviceTier(store, tiers.device, site.device, shared=tiers.shared)
     try:
         host = HostTier(store, tiers.host, pinned=on_cuda)
     except BaseException:
         device.close()
         raise
-    return Parts(
+    return RuntimeParts(
         store=store,
         host=host,
         device=device,
@@ -143,7 +153,9 @@ def prepare(store: Store, settings: DispatchSettings, site: Site, room: Room) ->
     )
 
 
-def choose_strategy(store: Store, settings: DispatchSettings, site: Site) -> DispatchSettings:
+def choose_strategy(
+    store: ExpertStore, settings: MoeSettings, site: PlacementContext
+) -> MoeSettings:
     if settings.strategy != "auto":
         return settings
     if site.chooser is not None:
@@ -153,14 +165,14 @@ def choose_strategy(store: Store, settings: DispatchSettings, site: Site) -> Dis
     return replace(settings, strategy=name)
 
 
-def sizes_of(store: Store) -> ExpertSizes:
+def sizes_of(store: ExpertStore) -> ExpertSizes:
     return ExpertSizes(store.geometry.total, store.slot_bytes, store.expert_bytes)
 
 
-def needs_of(names: set[str], site: Site) -> Needs:
+def needs_of(names: set[str], site: PlacementContext) -> TierNeeds:
     on_cuda = site.device.type == "cuda"
     free_host = free_host_bytes()
-    return Needs(
+    return TierNeeds(
         device=not names <= _NO_DEVICE,
         host=bool(names & _HOST),
         free_device_bytes=torch.cuda.mem_get_info(site.device)[0] if on_cuda else free_host,
@@ -170,7 +182,7 @@ def needs_of(names: set[str], site: Site) -> Needs:
     )
 
 
-def _that_fits(text: str, store: Store, room: Room) -> tuple[str, str]:
+def _that_fits(text: str, store: ExpertStore, room: TierAllocation) -> tuple[str, str]:
     """`persistent` as what it falls back to when the slots do not hold every expert, and why."""
     geometry, tiers, told = store.geometry, room.tiers, []
     if room.failed:
@@ -178,8 +190,8 @@ def _that_fits(text: str, store: Store, room: Room) -> tuple[str, str]:
             f"memory could not be allocated ({room.failed[-1]}): "
             f"cut to {tiers.device} device and {tiers.host} host slots"
         )
-    runs = resolve(text, geometry, tiers.device)
-    if runs != resolve(text, geometry, geometry.total):
+    runs = resolve_strategy(text, geometry, tiers.device)
+    if runs != resolve_strategy(text, geometry, geometry.total):
         largest = max(len(geometry.present(layer)) for layer in geometry.layers)
         waves = ", a layer in waves" if largest > tiers.device else ""
         told.append(
@@ -191,14 +203,14 @@ def _that_fits(text: str, store: Store, room: Room) -> tuple[str, str]:
     return runs, why
 
 
-def heeds_hints(strategy: Strategy) -> bool:
+def uses_hints(strategy: Strategy) -> bool:
     """Whether guesses at the next layer's experts change anything it does."""
     own = type(strategy)
     hears = own.protect is not Strategy.protect or own.prefetch is not Strategy.prefetch
     return hears and not strategy.settled()
 
 
-def unused_hints(parts: Parts, few: bool) -> str:
+def unused_hints(parts: RuntimeParts, few: bool) -> str:
     """Why guesses change nothing here; a log line where somebody asked for them by name."""
     name = parts.strategies["decode"].name
     if not few:
@@ -212,8 +224,8 @@ def unused_hints(parts: Parts, few: bool) -> str:
     return why
 
 
-def guessed_costs(store: Store, device: torch.device) -> Costs:
+def guessed_costs(store: ExpertStore, device: torch.device) -> ExpertCosts:
     """Rough rates of a desktop: 10 GB/s of RAM for one expert, a link of 20, a disk of 2."""
     size = store.slot_bytes
     fast = 1e12 if device.type == "cuda" else 1e10
-    return Costs(size / 2e10, size / fast, size / 1e10, size / 2e9)
+    return ExpertCosts(size / 2e10, size / fast, size / 1e10, size / 2e9)

@@ -22,7 +22,7 @@ _FIRST_REST, _LONGEST_REST = 2048, 65536
 
 
 @dataclass(slots=True)
-class Switch:
+class PredictionSwitch:
     """On until its measure falls below `off`; after a rest tried again, which doubles the next."""
 
     off: float
@@ -66,7 +66,7 @@ class Switch:
 
 
 @dataclass(slots=True)
-class Predictor:
+class PredictionTracker:
     """Accounts and switches. Modes: off, protect, prefetch, or auto (both, while they win)."""
 
     mode: str = "auto"
@@ -80,9 +80,13 @@ class Predictor:
     # why nobody listens, whatever the mode
     unused: str = ""
     _pending: dict[int, frozenset[int]] = field(default_factory=dict)
-    _protect: Switch = field(default_factory=lambda: Switch(_PROTECT_OFF, _PROTECT_ON))
-    _prefetch: Switch = field(default_factory=lambda: Switch(_PREFETCH_OFF, _PREFETCH_ON))
-    _link: Switch = field(default_factory=lambda: Switch(_LINK_OFF, _LINK_ON))
+    _protect: PredictionSwitch = field(
+        default_factory=lambda: PredictionSwitch(_PROTECT_OFF, _PROTECT_ON)
+    )
+    _prefetch: PredictionSwitch = field(
+        default_factory=lambda: PredictionSwitch(_PREFETCH_OFF, _PREFETCH_ON)
+    )
+    _link: PredictionSwitch = field(default_factory=lambda: PredictionSwitch(_LINK_OFF, _LINK_ON))
 
     def __post_init__(self) -> None:
         if self.mode not in PREDICTIONS:

@@ -14,33 +14,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.kernels.cpu.expert_mlp import RecordTable
-from coterie.moe.runtime.usage import Tally
+from coterie.moe.runtime.usage import UsageTally
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from coterie.kernels.expert_layout import ExpertLayout
-    from coterie.moe.runtime.opening import Parts
-    from coterie.moe.runtime.usage import Telemetry
+    from coterie.moe.runtime.opening import RuntimeParts
+    from coterie.moe.runtime.usage import UsageTelemetry
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class ResidentExperts:
     tables: Mapping[int, RecordTable]
     layouts: Mapping[int, ExpertLayout]
     # [layers, experts]: computed from a device slot, by the strategy's own decision
     on_device: NDArray[np.bool_]
 
 
-class Standing:
+class ResidentFinder:
     """Finds it, once, and counts the steps that ran on it."""
 
-    def __init__(self, parts: Parts, telemetry: Telemetry) -> None:
+    def __init__(self, parts: RuntimeParts, telemetry: UsageTelemetry) -> None:
         self._parts, self._telemetry = parts, telemetry
         # as of so many changes of the slots
-        self._found: dict[str, tuple[int, Resident]] = {}
+        self._found: dict[str, tuple[int, ResidentExperts]] = {}
 
-    def find(self, phase: str) -> Resident | None:
+    def find(self, phase: str) -> ResidentExperts | None:
         now = self._parts.slots.changes
         at, known = self._found.get(phase, (-1, None))
         if known is not None and at == now:
@@ -51,25 +51,27 @@ class Standing:
         return found
 
     def count(
-        self, found: Resident, routed: Tensor, owners: Tensor | None, seconds: float
+        self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
     ) -> NDArray[np.int64]:
         """Rows per layer and expert. `seconds` of the step go to the layers alike."""
         ids, mask, geometry = routed.numpy(), found.on_device, self._parts.store.geometry
-        rows = demands(ids, geometry.num_experts)
+        rows = count_demands(ids, geometry.num_experts)
         used = rows > 0
         hits = (used & mask).sum(axis=1).tolist()
         for layer, slots, met in zip(geometry.layers, hits, used.sum(axis=1).tolist(), strict=True):
-            tally = Tally()
+            tally = UsageTally()
             tally.device_hits, tally.host_runs = slots, met - slots
             tally.host_hits = met - slots
             tally.compute_s = seconds / len(hits)
             self._telemetry.add(layer, tally)
         if owners is not None:
-            self._telemetry.attribute_resident(own_demands(ids, owners.tolist(), mask), seconds)
+            self._telemetry.attribute_resident(
+                demands_by_sequence(ids, owners.tolist(), mask), seconds
+            )
         return rows
 
 
-def find_resident(parts: Parts, phase: str) -> Resident | None:
+def find_resident(parts: RuntimeParts, phase: str) -> ResidentExperts | None:
     """None unless the strategies have nothing left to decide and every byte is here."""
     strategies = parts.strategies
     if parts.device.device.type != "cpu" or not strategies[phase].settled():
@@ -83,10 +85,10 @@ def find_resident(parts: Parts, phase: str) -> Resident | None:
     for row, layer in enumerate(geometry.layers if strategies[phase].uses_slots else ()):
         lying = [e for e in geometry.present(layer) if (layer, e) in parts.slots]
         mask[row, lying] = True
-    return Resident(tables, layouts, mask)
+    return ResidentExperts(tables, layouts, mask)
 
 
-def _tables(parts: Parts, still: bool) -> Mapping[int, RecordTable] | None:
+def _tables(parts: RuntimeParts, still: bool) -> Mapping[int, RecordTable] | None:
     """Host RAM if it holds everything; the slots, or both together, if nobody moves anything."""
     host, device, geometry = parts.host, parts.device, parts.store.geometry
     everywhere = {layer: geometry.present(layer) for layer in geometry.layers}
@@ -104,19 +106,19 @@ def _tables(parts: Parts, still: bool) -> Mapping[int, RecordTable] | None:
     return merged
 
 
-def _all_here(parts: Parts, layer: int, experts: tuple[int, ...]) -> bool:
+def _all_here(parts: RuntimeParts, layer: int, experts: tuple[int, ...]) -> bool:
     away = [e for e in experts if not parts.host.holds(layer, (e,))]
     return not away or parts.device.holds(layer, tuple(away))
 
 
-def demands(routed: NDArray[np.int32], num_experts: int) -> NDArray[np.int64]:
+def count_demands(routed: NDArray[np.int32], num_experts: int) -> NDArray[np.int64]:
     """[layers, experts]: rows per expert of routed [layers, rows, k]."""
     layers = len(routed)
     flat = routed.reshape(layers, -1) + np.arange(layers, dtype=np.int64)[:, None] * num_experts
     return np.bincount(flat.ravel(), minlength=layers * num_experts).reshape(layers, num_experts)
 
 
-def own_demands(
+def demands_by_sequence(
     routed: NDArray[np.int32], owners: Sequence[int], on_device: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
     """[sequences, layers, 2]: experts asked for, and those of them met from slots."""

@@ -17,35 +17,35 @@ from torch import Tensor
 
 from coterie.core.errors import InternalError
 from coterie.kernels.cpu.expert_mlp import combine
-from coterie.moe.runtime.layer_executor import Executor
+from coterie.moe.runtime.layer_executor import LayerExecutor
 from coterie.moe.runtime.layer_job import LayerJob
 from coterie.moe.runtime.opening import (
-    Chooser,
-    Parts,
-    Site,
+    PlacementContext,
+    RuntimeParts,
+    StrategyChooser,
+    allocate_parts,
+    allocation_for,
     choose_strategy,
-    heeds_hints,
-    prepare,
-    room_for,
     unused_hints,
+    uses_hints,
 )
-from coterie.moe.runtime.predict import Predictor
-from coterie.moe.runtime.resident import Resident, Standing
+from coterie.moe.runtime.predict import PredictionTracker
+from coterie.moe.runtime.resident import ResidentExperts, ResidentFinder
 from coterie.moe.runtime.step import classify, demand_of, first_uses
-from coterie.moe.runtime.transfer import Loads, Transfer
-from coterie.moe.runtime.usage import Span, Tally, Telemetry
+from coterie.moe.runtime.transfer import PendingLoads, TierTransfer
+from coterie.moe.runtime.usage import LayerSpan, UsageTally, UsageTelemetry
 from coterie.weights.shortage import is_shortage
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import DispatchSettings, ExpertUsage
-    from coterie.moe.dispatch.base import Costs, Demand
+    from coterie.core.dispatch import MoeSettings, MoeUsage
+    from coterie.moe.dispatch.base import Demand, ExpertCosts
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.moe.runtime.load_workers import Arrival
+    from coterie.moe.runtime.load_workers import ExpertLoad
     from coterie.moe.runtime.step import ExpertStep
     from coterie.moe.runtime.trace import Trace
-    from coterie.moe.runtime.transfer import Transfer
-    from coterie.moe.runtime.usage import Telemetry
-    from coterie.moe.store.base import Key, Store
+    from coterie.moe.runtime.transfer import TierTransfer
+    from coterie.moe.runtime.usage import UsageTelemetry
+    from coterie.moe.store.base import ExpertStore, Key
 
 # tokens after which experts that nobody has asked for are read too, where RAM holds them all
 FILL_AFTER = 32
@@ -54,18 +54,18 @@ FILL_AFTER = 32
 class ExpertRuntime:
     """One thread (the engine's) calls it."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: RuntimeParts) -> None:
         self.parts, self.geometry = parts, parts.store.geometry
         self._host, self._device, self._slots = parts.host, parts.device, parts.slots
-        self._transfer = Transfer(parts.store, parts.host, parts.device)
-        self._loads = Loads(parts.device, self._transfer)
+        self._transfer = TierTransfer(parts.store, parts.host, parts.device)
+        self._loads = PendingLoads(parts.device, self._transfer)
         self._loads.retired = self._retired
         self._loads.sole = self._stays
-        self.executor = Executor(parts.host, self._loads, self._transfer)
-        self.telemetry = Telemetry(self.geometry)
-        self.predictor = Predictor(parts.predict)
+        self.executor = LayerExecutor(parts.host, self._loads, self._transfer)
+        self.telemetry = UsageTelemetry(self.geometry)
+        self.predictor = PredictionTracker(parts.predict)
         few = 0 < parts.slots.num_slots < self.geometry.total
-        self._heeds_hints = few and heeds_hints(parts.strategies["decode"])
+        self._heeds_hints = few and uses_hints(parts.strategies["decode"])
         if not self._heeds_hints:
             self.predictor.unused = unused_hints(parts, few)
         # loaded on a guess and not used since; the next layer's guess, until this layer has run
@@ -74,13 +74,13 @@ class ExpertRuntime:
         # recorders, off unless asked for
         self.heatmap: Heatmap | None = None
         self.trace: Trace | None = None
-        self.spans: list[Span] | None = None
+        self.spans: list[LayerSpan] | None = None
         self.update_calls = self.swaps = self._tokens = 0
         # swaps of the running step, made while a layer waited
         self._replaced = 0
         self._layouts = {layer: parts.store.layout(layer) for layer in self.geometry.layers}
-        self._standing = Standing(parts, self.telemetry)
-        self._rest = Rest(self._transfer, self.telemetry)
+        self._standing = ResidentFinder(parts, self.telemetry)
+        self._rest = BackgroundFill(self._transfer, self.telemetry)
         self._out = self._out_view = torch.empty(0)
         self._layer: int | None = None
         self._closed = False
@@ -133,12 +133,14 @@ class ExpertRuntime:
         self._prefetch()
         return result
 
-    def resident(self, phase: str) -> Resident | None:
+    def resident(self, phase: str) -> ResidentExperts | None:
         """Where all experts are, while there is nothing to decide, move or record by layer."""
         recording = self.trace is not None or self.spans is not None
         return None if recording else self._standing.find(phase)
 
-    def ran(self, found: Resident, routed: Tensor, owners: Tensor | None, seconds: float) -> None:
+    def ran(
+        self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
+    ) -> None:
         """Count a step that `resident` allowed: routed int32 [layers, T, K]."""
         rows = self._standing.count(found, routed, owners, seconds)
         for strategy in dict.fromkeys(self.parts.strategies.values()):
@@ -228,7 +230,7 @@ class ExpertRuntime:
                 self._loads.start(key, slot, None, urgent=False)
         return self.update_calls - before[0], self.swaps - before[1]
 
-    def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
+    def end_step(self) -> tuple[MoeUsage, list[MoeUsage]]:
         """What the step cost: in all, and by sequence (one entry when owners were not told)."""
         self._loads.sweep()
         self._rest.sweep()
@@ -278,10 +280,10 @@ class ExpertRuntime:
             return False
         return self._slots.num_slots >= self.geometry.total or self._slots.is_pinned(key)
 
-    def _retired(self, arrival: Arrival, tally: Tally | None) -> None:
+    def _retired(self, arrival: ExpertLoad, tally: UsageTally | None) -> None:
         if arrival.error is not None:
             return
-        mine = tally if tally is not None and arrival.key[0] == self._layer else Tally()
+        mine = tally if tally is not None and arrival.key[0] == self._layer else UsageTally()
         mine.host_hits += arrival.host_hit
         mine.host_misses += not arrival.host_hit
         mine.moved_bytes += arrival.moved_bytes
@@ -312,24 +314,24 @@ class ExpertRuntime:
 
 
 def open_experts(
-    store: Store,
-    settings: DispatchSettings,
+    store: ExpertStore,
+    settings: MoeSettings,
     *,
     device: str | torch.device = "cpu",
     kv_bytes: int = 0,
     heatmap: Heatmap | None = None,
-    costs: Costs | None = None,
-    chooser: Chooser | None = None,
+    costs: ExpertCosts | None = None,
+    chooser: StrategyChooser | None = None,
 ) -> ExpertRuntime:
     """Size the tiers, build the strategies and load what they want at start. `kv_bytes` of one full
     context come off a device budget in bytes; `chooser` names what `auto` runs."""
-    site = Site(torch.device(device), kv_bytes, heatmap, costs, chooser)
+    site = PlacementContext(torch.device(device), kv_bytes, heatmap, costs, chooser)
     settings = choose_strategy(store, settings, site)
-    room = room_for(store, settings, site)
+    room = allocation_for(store, settings, site)
     try:
         while True:
             try:
-                return _started(prepare(store, settings, site, room))
+                return _started(allocate_parts(store, settings, site, room))
             except Exception as problem:
                 if not is_shortage(problem):
                     raise
@@ -339,7 +341,7 @@ def open_experts(
         raise
 
 
-def _started(parts: Parts) -> ExpertRuntime:
+def _started(parts: RuntimeParts) -> ExpertRuntime:
     runtime = None
     try:
         runtime = ExpertRuntime(parts)
@@ -416,8 +418,8 @@ def _layer(runtime: ExpertRuntime, layer: int) -> dict[str, float]:
     return counted | {"device_evictions": evicted[0], "host_evictions": evicted[1]}
 
 
-class Rest:
-    def __init__(self, transfer: Transfer, telemetry: Telemetry) -> None:
+class BackgroundFill:
+    def __init__(self, transfer: TierTransfer, telemetry: UsageTelemetry) -> None:
         self._transfer, self._telemetry = transfer, telemetry
         # read by the crew, not counted yet
         self._read: SimpleQueue[tuple[Key, int]] = SimpleQueue()

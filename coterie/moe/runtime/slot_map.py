@@ -13,7 +13,7 @@ from coterie.core.errors import InternalError
 from coterie.moe.store.base import Key
 
 
-class Residency:
+class SlotMap:
     """A slot holds one expert or nothing. Pinned experts are outside every order of use."""
 
     def __init__(self, num_slots: int) -> None:

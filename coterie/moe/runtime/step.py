@@ -14,7 +14,7 @@ from coterie.moe.dispatch.base import Demand, Wave
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from coterie.moe.runtime.slot_map import Residency
+    from coterie.moe.runtime.slot_map import SlotMap
     from coterie.moe.store.base import Key
 
 
@@ -35,7 +35,7 @@ _FEW_PAIRS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Classes:
+class DemandClasses:
     """How the demands of one layer are met: each expert stands in one of them."""
 
     # from a slot; from a slot that was filled unasked; moved now; on the host
@@ -61,7 +61,7 @@ def demand_of(step: ExpertStep) -> Demand:
     return Demand(step.layer, step.phase, tuple(used.tolist()), tuple(rows[used].tolist()))
 
 
-def first_uses(slots: Residency, demand: Demand) -> set[Key]:
+def first_uses(slots: SlotMap, demand: Demand) -> set[Key]:
     """Those of the demanded that were loaded unasked, and are used now for the first time."""
     early = slots.prefetched
     if not early:
@@ -71,10 +71,10 @@ def first_uses(slots: Residency, demand: Demand) -> set[Key]:
     return first
 
 
-def classify(demand: Demand, waves: Sequence[Wave], first: set[Key]) -> Classes:
+def classify(demand: Demand, waves: Sequence[Wave], first: set[Key]) -> DemandClasses:
     """No expert may be left out, and none may run twice."""
     if len(waves) == 1 and not waves[0].load and not first:
-        classes = Classes(hits=waves[0].device, host=waves[0].host)
+        classes = DemandClasses(hits=waves[0].device, host=waves[0].host)
         if demand.experts in (classes.hits, classes.host):
             return classes
     else:
@@ -85,10 +85,10 @@ def classify(demand: Demand, waves: Sequence[Wave], first: set[Key]) -> Classes:
     return classes
 
 
-def _sorted_out(layer: int, waves: Sequence[Wave], first: set[Key]) -> Classes:
+def _sorted_out(layer: int, waves: Sequence[Wave], first: set[Key]) -> DemandClasses:
     loaded = {key for wave in waves for key, _ in wave.load}
     device = [(layer, expert) for wave in waves for expert in wave.device]
-    return Classes(
+    return DemandClasses(
         hits=tuple(key[1] for key in device if key not in loaded and key not in first),
         early=tuple(key[1] for key in device if key not in loaded and key in first),
         misses=tuple(key[1] for key in device if key in loaded),

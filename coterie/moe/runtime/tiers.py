@@ -20,20 +20,20 @@ from coterie.core.errors import InternalError
 from coterie.kernels.cpu.expert_mlp import RecordTable
 
 if TYPE_CHECKING:
-    from coterie.moe.runtime.load_workers import Arrival
-    from coterie.moe.store.base import Key, Store
+    from coterie.moe.runtime.load_workers import ExpertLoad
+    from coterie.moe.store.base import ExpertStore, Key
 
 
-class Entry:
+class HostEntry:
     """An expert's place in host RAM. Pinned while someone reads or writes it."""
 
     __slots__ = ("arrival", "key", "pins", "place", "reading", "record")
 
-    def __init__(self, key: Key, place: int, record: Tensor, arrival: Arrival) -> None:
+    def __init__(self, key: Key, place: int, record: Tensor, arrival: ExpertLoad) -> None:
         self.key, self.place, self.record = key, place, record
         self.pins = 1
         # None once the bytes are here
-        self.arrival: Arrival | None = arrival
+        self.arrival: ExpertLoad | None = arrival
         # one thread has taken it upon itself to read them
         self.reading = False
 
@@ -44,16 +44,16 @@ class HostTier:
     With room for every expert nothing is ever evicted.
     """
 
-    def __init__(self, store: Store, num_slots: int, *, pinned: bool = False) -> None:
+    def __init__(self, store: ExpertStore, num_slots: int, *, pinned: bool = False) -> None:
         geometry = store.geometry
         self.num_slots = min(num_slots, geometry.total)
         self.complete = self.num_slots == geometry.total
         self._nbytes = {layer: store.layout(layer).nbytes for layer in geometry.layers}
         self._places = self._cut(store)
         self.budget_bytes = sum(nbytes for _, nbytes in self._places)
-        self._arena = Arena(self.budget_bytes, pinned)
+        self._arena = MemoryArena(self.budget_bytes, pinned)
         self._free = list(range(self.num_slots - 1, -1, -1))
-        self._entries: OrderedDict[Key, Entry] = OrderedDict()
+        self._entries: OrderedDict[Key, HostEntry] = OrderedDict()
         self._changed = threading.Condition()
         self._ready: dict[int, set[int]] = {layer: set() for layer in geometry.layers}
         self.tables = {layer: RecordTable(geometry.num_experts) for layer in geometry.layers}
@@ -62,7 +62,7 @@ class HostTier:
         self.misses: Counter[int] = Counter()
         self.evictions: Counter[int] = Counter()
 
-    def _cut(self, store: Store) -> list[tuple[int, int]]:
+    def _cut(self, store: ExpertStore) -> list[tuple[int, int]]:
         if not self.complete:
             return [(at * store.slot_bytes, store.slot_bytes) for at in range(self.num_slots)]
         # every expert has a place of its own length, in the order of keys
@@ -74,7 +74,7 @@ class HostTier:
         self._home = {key: place for place, key in enumerate(keys)}
         return places
 
-    def acquire(self, key: Key, arrival: Arrival, *, block: bool = False) -> Entry | None:
+    def acquire(self, key: Key, arrival: ExpertLoad, *, block: bool = False) -> HostEntry | None:
         """Pin `key`'s entry, made for `arrival` if there is none; None when every slot is in use.
         An entry whose `arrival` is not None has no bytes yet: see `claim`."""
         with self._changed:
@@ -92,7 +92,7 @@ class HostTier:
                     return None
                 self._changed.wait()
 
-    def find(self, key: Key) -> Entry | None:
+    def find(self, key: Key) -> HostEntry | None:
         """Pin `key`'s entry if its bytes are here. Counts a hit, never a miss."""
         with self._changed:
             entry = self._entries.get(key)
@@ -103,7 +103,7 @@ class HostTier:
             self.hits[key[0]] += 1
             return entry
 
-    def find_all(self, layer: int, experts: Sequence[int]) -> list[Entry] | None:
+    def find_all(self, layer: int, experts: Sequence[int]) -> list[HostEntry] | None:
         """Pin all of these, or none if one is not here."""
         if not self._ready[layer].issuperset(experts):
             return None
@@ -122,7 +122,7 @@ class HostTier:
         """The bytes of all are here."""
         return self._ready[layer].issuperset(experts)
 
-    def claim(self, entry: Entry) -> bool:
+    def claim(self, entry: HostEntry) -> bool:
         """Whether the caller is the one to read this entry's bytes."""
         with self._changed:
             mine = entry.arrival is not None and not entry.reading
@@ -135,14 +135,14 @@ class HostTier:
         with self._changed:
             self.misses[layer] += 1
 
-    def filled(self, entry: Entry) -> None:
+    def filled(self, entry: HostEntry) -> None:
         with self._changed:
             layer, expert = entry.key
             entry.arrival = None
             self.tables[layer].set(expert, entry.record)
             self._ready[layer].add(expert)
 
-    def release(self, *entries: Entry) -> None:
+    def release(self, *entries: HostEntry) -> None:
         with self._changed:
             for entry in entries:
                 entry.pins -= 1
@@ -184,10 +184,10 @@ class HostTier:
             if here != named:
                 raise InternalError("host tier: a table names an expert that is not here")
 
-    def _enter(self, key: Key, place: int, arrival: Arrival) -> Entry:
+    def _enter(self, key: Key, place: int, arrival: ExpertLoad) -> HostEntry:
         offset, _ = self._places[place]
         record = self._arena.view(offset, self._nbytes[key[0]])
-        entry = self._entries[key] = Entry(key, place, record, arrival)
+        entry = self._entries[key] = HostEntry(key, place, record, arrival)
         return entry
 
     def _make_room(self, key: Key) -> int | None:
@@ -203,7 +203,7 @@ class HostTier:
             self._remove(victim)
         return self._free.pop()
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: HostEntry) -> None:
         layer, expert = entry.key
         del self._entries[entry.key]
         self._free.append(entry.place)
@@ -220,13 +220,13 @@ class DeviceTier:
     """
 
     def __init__(
-        self, store: Store, num_slots: int, device: torch.device, *, shared: bool = False
+        self, store: ExpertStore, num_slots: int, device: torch.device, *, shared: bool = False
     ) -> None:
         self.num_slots, self.device, self.shared = num_slots, device, shared
         self.budget_bytes = 0 if shared else num_slots * store.slot_bytes
-        self._arena: Arena | None = None
+        self._arena: MemoryArena | None = None
         if device.type == "cpu":
-            self._arena = Arena(self.budget_bytes)
+            self._arena = MemoryArena(self.budget_bytes)
             whole = self._arena.view(0, self.budget_bytes)
         else:
             whole = torch.empty(self.budget_bytes, dtype=torch.uint8, device=device)
@@ -235,7 +235,7 @@ class DeviceTier:
         self._nbytes = {layer: store.layout(layer).nbytes for layer in store.geometry.layers}
         self._keys: list[Key | None] = [None] * num_slots
         # loads under way, by slot
-        self.pending: dict[int, Arrival] = {}
+        self.pending: dict[int, ExpertLoad] = {}
         geometry = store.geometry
         self._where: dict[Key, int] = {}
         self._lock = threading.Lock()
@@ -308,7 +308,7 @@ _HUGE_FROM_BYTES = 8 * 2**20
 _log = logging.getLogger(__name__)
 
 
-class Arena:
+class MemoryArena:
     """`nbytes` of zeroed memory that costs nothing until it is written."""
 
     def __init__(self, nbytes: int, pinned: bool = False) -> None:

@@ -19,14 +19,14 @@ import numpy as np
 from coterie.core.errors import WeightsError
 from coterie.moe.dispatch.base import Demand
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.base import Geometry
+from coterie.moe.store.base import ExpertGeometry
 
 PHASES = ("prefill", "decode")
-Groups = tuple[tuple[int, ...], ...]
+LayerGroups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class LayerVisit:
     """A demand, and what was predicted for it one layer earlier (empty: nothing)."""
 
     demand: Demand
@@ -38,9 +38,9 @@ class TraceStep:
     """A forward pass. A long prompt runs in chunks: chunks[c] is one pass through the layers."""
 
     phase: str
-    chunks: tuple[tuple[Visit, ...], ...]
+    chunks: tuple[tuple[LayerVisit, ...], ...]
 
-    def walk(self, groups: Groups | None = None) -> Iterator[tuple[int | None, Visit]]:
+    def walk(self, groups: LayerGroups | None = None) -> Iterator[tuple[int | None, LayerVisit]]:
         """Visits in the order they run in, each with the number of the group that begins there."""
         if groups is None:
             for chunk in self.chunks:
@@ -59,10 +59,10 @@ class TraceStep:
 class Trace:
     """The last `limit` steps."""
 
-    def __init__(self, geometry: Geometry, limit: int = 65536) -> None:
+    def __init__(self, geometry: ExpertGeometry, limit: int = 65536) -> None:
         self.geometry = geometry
         self.steps: deque[TraceStep] = deque(maxlen=limit)
-        self._open: list[list[Visit]] = []
+        self._open: list[list[LayerVisit]] = []
         self._seen: dict[int, int] = {}
         self._hints: dict[int, tuple[int, ...]] = {}
 
@@ -76,7 +76,7 @@ class Trace:
         self._seen[demand.layer] = chunk + 1
         if chunk == len(self._open):
             self._open.append([])
-        self._open[chunk].append(Visit(demand, self._hints.pop(demand.layer, ())))
+        self._open[chunk].append(LayerVisit(demand, self._hints.pop(demand.layer, ())))
 
     def end_step(self) -> None:
         if self._open:
@@ -127,7 +127,7 @@ class Trace:
             draft.unlink(missing_ok=True)
 
     @classmethod
-    def load(cls, path: Path, geometry: Geometry, *, fingerprint: str) -> Trace:
+    def load(cls, path: Path, geometry: ExpertGeometry, *, fingerprint: str) -> Trace:
         try:
             with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}

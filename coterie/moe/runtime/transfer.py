@@ -1,7 +1,7 @@
 """Moves experts between tiers in the background: a few threads, a bounded number under way.
 
 Loads that a step waits for go first; loads made on a guess run only while nobody waits. Every load
-ends in its `Arrival`, with bytes, times, or the error. Chooses nothing.
+ends in its `ExpertLoad`, with bytes, times, or the error. Chooses nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import CoterieError, WeightsError
-from coterie.moe.runtime.load_workers import Arrival, Crew
-from coterie.moe.runtime.tiers import Arena
+from coterie.moe.runtime.load_workers import ExpertLoad, LoadWorkers
+from coterie.moe.runtime.tiers import MemoryArena
 from coterie.weights.shortage import MemoryShortage, is_shortage
 
 if TYPE_CHECKING:
-    from coterie.moe.runtime.tiers import DeviceTier, Entry, HostTier
-    from coterie.moe.runtime.usage import Tally
-    from coterie.moe.store.base import Key, Store
+    from coterie.moe.runtime.tiers import DeviceTier, HostEntry, HostTier
+    from coterie.moe.runtime.usage import UsageTally
+    from coterie.moe.store.base import ExpertStore, Key
 
 # reads and copies under way at most, and bytes that keep any disk busy: large records need fewer
 DEPTH, _FLIGHT_BYTES = 8, 8 << 20
@@ -36,16 +36,16 @@ def depth_for(record_bytes: int) -> int:
     return max(_FEWEST, min(DEPTH, _FLIGHT_BYTES // max(1, record_bytes)))
 
 
-class Transfer:
+class TierTransfer:
     """The threads, and the roads between disk, host and device."""
 
-    def __init__(self, store: Store, host: HostTier, device: DeviceTier) -> None:
+    def __init__(self, store: ExpertStore, host: HostTier, device: DeviceTier) -> None:
         self._store, self._host, self._device = store, host, device
         depth = depth_for(store.slot_bytes)
         self._copies: CudaCopies | None = None
         if device.device.type == "cuda" and device.num_slots:
             self._copies = CudaCopies(device.device, depth, store.slot_bytes)
-        self._crew = Crew(depth)
+        self._crew = LoadWorkers(depth)
         # guesses that failed, and that nobody waits for
         self.failed = False
 
@@ -53,16 +53,18 @@ class Transfer:
     def idle(self) -> bool:
         return self._crew.idle
 
-    def to_host(self, entry: Entry) -> Arrival:
+    def to_host(self, entry: HostEntry) -> ExpertLoad:
         """Read an acquired entry's bytes; the caller keeps its pin."""
         arrival = entry.arrival
         assert arrival is not None
         self._crew.put(partial(self._read_entry, entry, arrival), urgent=True)
         return arrival
 
-    def to_device(self, key: Key, slot: int, *, urgent: bool = True, sole: bool = False) -> Arrival:
+    def to_device(
+        self, key: Key, slot: int, *, urgent: bool = True, sole: bool = False
+    ) -> ExpertLoad:
         """Fill a slot that nothing computes from now. `sole`: keep no copy in the host tier."""
-        arrival = Arrival(key, slot)
+        arrival = ExpertLoad(key, slot)
         self._device.begin(key, slot)
         self._device.pending[slot] = arrival
         fence = self._copies.fence() if self._copies else None
@@ -77,7 +79,7 @@ class Transfer:
             self._crew.put(partial(self._fill_host, key, keys, done), urgent=False)
 
     def _fill_host(self, key: Key, keys: Iterator[Key], done: Callable[[Key, int], None]) -> None:
-        arrival = Arrival(key)
+        arrival = ExpertLoad(key)
         entry = self._host.acquire(key, arrival)
         if entry is not None:
             try:
@@ -88,12 +90,12 @@ class Transfer:
                 self._host.release(entry)
         self.fill(keys, done)
 
-    def hurry(self, arrival: Arrival) -> None:
+    def hurry(self, arrival: ExpertLoad) -> None:
         """A step waits for what was loaded on a guess."""
         if arrival.job is not None and self._crew.withdraw(arrival.job):
             self._crew.put(arrival.job, urgent=True)
 
-    def cancel(self, arrival: Arrival) -> bool:
+    def cancel(self, arrival: ExpertLoad) -> bool:
         """Whether a load on a guess could be called off before it began."""
         if arrival.job is None or not self._crew.withdraw(arrival.job):
             return False
@@ -105,12 +107,12 @@ class Transfer:
         if self._copies:
             self._copies.close()
 
-    def _fill(self, arrival: Arrival, fence: Any, sole: bool) -> None:
+    def _fill(self, arrival: ExpertLoad, fence: Any, sole: bool) -> None:
         arrival.begun_s = time.perf_counter()
         slot, key = arrival.slot, arrival.key
         assert slot is not None
         try:
-            mine = Arrival(key)
+            mine = ExpertLoad(key)
             if self._device.shared:
                 self._refer(arrival, mine)
                 return
@@ -130,7 +132,7 @@ class Transfer:
             arrival.finish(_typed(f"expert {key} could not be loaded", problem))
 
     def _fill_from(
-        self, entry: Entry, mine: Arrival, arrival: Arrival, target: Tensor, fence: Any
+        self, entry: HostEntry, mine: ExpertLoad, arrival: ExpertLoad, target: Tensor, fence: Any
     ) -> None:
         try:
             self._have(entry, mine, arrival)
@@ -138,7 +140,7 @@ class Transfer:
         finally:
             self._host.release(entry)
 
-    def _refer(self, arrival: Arrival, mine: Arrival) -> None:
+    def _refer(self, arrival: ExpertLoad, mine: ExpertLoad) -> None:
         """The host tier has room for all: the slot becomes another name for its record."""
         entry = self._host.acquire(arrival.key, mine)
         assert entry is not None
@@ -148,7 +150,7 @@ class Transfer:
         finally:
             self._host.release(entry)
 
-    def _have(self, entry: Entry, mine: Arrival, arrival: Arrival) -> None:
+    def _have(self, entry: HostEntry, mine: ExpertLoad, arrival: ExpertLoad) -> None:
         """An acquired entry's bytes are there; whose read it was is told to `arrival`."""
         source = entry.arrival
         # a read that another load asked for is that one's to count
@@ -159,7 +161,7 @@ class Transfer:
             source.wait()
             arrival.read_bytes = 0 if arrival.host_hit else source.read_bytes
 
-    def _fill_past_host(self, arrival: Arrival, target: Tensor, fence: Any) -> None:
+    def _fill_past_host(self, arrival: ExpertLoad, target: Tensor, fence: Any) -> None:
         self._host.missed(arrival.key[0])
         if self._copies is None:
             arrival.read_bytes = self._store.read(arrival.key, target)
@@ -172,7 +174,7 @@ class Transfer:
         finally:
             self._copies.put_back(staging)
 
-    def _copy(self, source: Tensor, arrival: Arrival, target: Tensor, fence: Any) -> None:
+    def _copy(self, source: Tensor, arrival: ExpertLoad, target: Tensor, fence: Any) -> None:
         size = target.numel()
         if self._copies is None:
             # ctypes lets other threads run meanwhile, and starts no threads of its own
@@ -184,17 +186,17 @@ class Transfer:
         # the source may be reused only when the copy is over
         arrival.event.synchronize()
 
-    def _arrived(self, arrival: Arrival, record: Tensor) -> None:
+    def _arrived(self, arrival: ExpertLoad, record: Tensor) -> None:
         assert arrival.slot is not None
         arrival.moved_bytes = record.numel()
         self._device.filled(arrival.key, arrival.slot, record)
         arrival.finish()
 
-    def _read_entry(self, entry: Entry, arrival: Arrival) -> None:
+    def _read_entry(self, entry: HostEntry, arrival: ExpertLoad) -> None:
         if self._host.claim(entry):
             self._read_claimed(entry, arrival)
 
-    def _read_claimed(self, entry: Entry, arrival: Arrival) -> None:
+    def _read_claimed(self, entry: HostEntry, arrival: ExpertLoad) -> None:
         arrival.begun_s = time.perf_counter()
         try:
             arrival.read_bytes = self._store.read(entry.key, entry.record)
@@ -219,7 +221,7 @@ class CudaCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # one for every thread, when the host tier has no room: a constant beside the budget
-        self._arena = Arena(depth * slot_bytes, pinned=True)
+        self._arena = MemoryArena(depth * slot_bytes, pinned=True)
         self._staging: SimpleQueue[Tensor] = SimpleQueue()
         for index in range(depth):
             self._staging.put(self._arena.view(index * slot_bytes, slot_bytes))
@@ -248,16 +250,18 @@ class CudaCopies:
         self._arena.close()
 
 
-class Loads:
-    def __init__(self, device: DeviceTier, transfer: Transfer) -> None:
+class PendingLoads:
+    def __init__(self, device: DeviceTier, transfer: TierTransfer) -> None:
         self.device, self._transfer = device, transfer
         # hears of every load that ended, and of the layer that was running (None between steps)
-        self.retired: Callable[[Arrival, Tally | None], None] = lambda arrival, tally: None
+        self.retired: Callable[[ExpertLoad, UsageTally | None], None] = lambda arrival, tally: None
         # the device holds it for good: no second copy in RAM
         self.sole: Callable[[Key], bool] = lambda key: False
         self.hurry = transfer.hurry
 
-    def start(self, key: Key, slot: int, tally: Tally | None, *, urgent: bool = True) -> Arrival:
+    def start(
+        self, key: Key, slot: int, tally: UsageTally | None, *, urgent: bool = True
+    ) -> ExpertLoad:
         """Fill `slot` once what is under way to it has ended."""
         old = self.device.pending.get(slot)
         if old is not None:
@@ -267,7 +271,7 @@ class Loads:
             self.retire(old, tally)
         return self._transfer.to_device(key, slot, urgent=urgent, sole=self.sole(key))
 
-    def retire(self, arrival: Arrival, tally: Tally | None) -> None:
+    def retire(self, arrival: ExpertLoad, tally: UsageTally | None) -> None:
         """A load has ended: count it, and let the computing stream see its bytes."""
         slot = arrival.slot
         if slot is not None and self.device.pending.get(slot) is arrival:
@@ -282,7 +286,7 @@ class Loads:
             if arrival.done:
                 self.retire(arrival, None)
 
-    def settle(self) -> list[Arrival]:
+    def settle(self) -> list[ExpertLoad]:
         """Wait for all loads under way; answers those that failed."""
         ended = [arrival.settle() for arrival in list(self.device.pending.values())]
         for arrival in ended:

@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.core.dispatch import USAGE_FIELDS, ExpertUsage, LayerHits
+from coterie.core.dispatch import USAGE_FIELDS, LayerHits, MoeUsage
 
 if TYPE_CHECKING:
-    from coterie.moe.runtime.step import Classes, ExpertStep
-    from coterie.moe.store.base import Geometry
+    from coterie.moe.runtime.step import DemandClasses, ExpertStep
+    from coterie.moe.store.base import ExpertGeometry
 
 # what a tally counts; updates belong to no layer
 FIELDS = tuple(name for name in USAGE_FIELDS if name not in ("updates", "swaps"))
 
 
-class Tally:
-    """`ExpertUsage` while it is being counted."""
+class UsageTally:
+    """`MoeUsage` while it is being counted."""
 
     # class attributes until they are counted: one of these is made per layer of every token
     device_hits = prefetch_hits = device_misses = host_runs = 0
     host_hits = host_misses = moved_bytes = read_bytes = 0
     routing_s = lookup_s = io_s = compute_s = stall_s = 0.0
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: UsageTally) -> None:
         # written out: this runs twice per layer of every token
         self.device_hits += other.device_hits
         self.prefetch_hits += other.prefetch_hits
@@ -47,15 +47,15 @@ class Tally:
         self.compute_s += other.compute_s
         self.stall_s += other.stall_s
 
-    def usage(self, layers: tuple[LayerHits, ...]) -> ExpertUsage:
-        return ExpertUsage(**{name: getattr(self, name) for name in FIELDS}, layers=layers)
+    def usage(self, layers: tuple[LayerHits, ...]) -> MoeUsage:
+        return MoeUsage(**{name: getattr(self, name) for name in FIELDS}, layers=layers)
 
     def as_dict(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LayerSpan:
     """A layer, or what one of its sides did, and when: layer, device, host or wait."""
 
     layer: int
@@ -68,7 +68,7 @@ class Span:
         return self.end_s - self.begin_s
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def merged_intervals(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """The union of intervals, as disjoint ones in order."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
@@ -79,31 +79,33 @@ def covered(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def outside(waits: Iterable[tuple[float, float]], work: Iterable[tuple[float, float]]) -> float:
+def seconds_outside(
+    waits: Iterable[tuple[float, float]], work: Iterable[tuple[float, float]]
+) -> float:
     """Seconds of `waits` in which no `work` was done."""
-    busy = covered(work)
+    busy = merged_intervals(work)
     alone = 0.0
-    for begin, end in covered(waits):
+    for begin, end in merged_intervals(waits):
         alone += end - begin
         alone -= sum(max(0.0, min(end, b) - max(begin, a)) for a, b in busy)
     return alone
 
 
-class Telemetry:
+class UsageTelemetry:
     """Totals by layer since start, and what the running step took."""
 
-    def __init__(self, geometry: Geometry) -> None:
-        self.layers = {layer: Tally() for layer in geometry.layers}
+    def __init__(self, geometry: ExpertGeometry) -> None:
+        self.layers = {layer: UsageTally() for layer in geometry.layers}
         self._place = {layer: place for place, layer in enumerate(geometry.layers)}
         self._num_experts = geometry.num_experts
-        self._step = Tally()
+        self._step = UsageTally()
         # of the running step, when it tells whose rows are whose
-        self._sequences: list[Tally] = []
+        self._sequences: list[UsageTally] = []
         # [layers, 2] and [sequences, layers, 2]: experts asked for, and met from a device slot
         self._nothing = np.zeros((len(self.layers), 2), dtype=np.int64)
         self._met, self._own_met = self._nothing.copy(), self._nothing[None][:0]
 
-    def add(self, layer: int, tally: Tally) -> None:
+    def add(self, layer: int, tally: UsageTally) -> None:
         self.layers[layer].add(tally)
         self._step.add(tally)
         met = tally.device_hits + tally.prefetch_hits
@@ -115,7 +117,9 @@ class Telemetry:
         self.layers[layer].routing_s += seconds
         self._step.routing_s += seconds
 
-    def attribute(self, step: ExpertStep, classes: Classes, late: list[int], tally: Tally) -> None:
+    def attribute(
+        self, step: ExpertStep, classes: DemandClasses, late: list[int], tally: UsageTally
+    ) -> None:
         """Tell the sequences of a step apart. `late`: host experts that were read from disk."""
         ids, owned = step.topk_ids, step.owners
         if owned is None:
@@ -148,7 +152,7 @@ class Telemetry:
     def _know(self, sequences: int) -> None:
         new = sequences - len(self._sequences)
         if new > 0:
-            self._sequences += [Tally() for _ in range(new)]
+            self._sequences += [UsageTally() for _ in range(new)]
             more = np.zeros((new, *self._nothing.shape), dtype=np.int64)
             self._own_met = np.concatenate((self._own_met, more))
 
@@ -159,7 +163,7 @@ class Telemetry:
         for mine, count in zip(self._sequences, counts.tolist(), strict=False):
             setattr(mine, name, getattr(mine, name) + count)
 
-    def _share(self, late: NDArray[np.bool_], rows: NDArray[np.float64], tally: Tally) -> None:
+    def _share(self, late: NDArray[np.bool_], rows: NDArray[np.float64], tally: UsageTally) -> None:
         """`late` [S, N]: who needed the experts that had to be fetched."""
         fetched = (late / np.maximum(late.sum(axis=0), 1)).sum(axis=1)
         fetched = fetched / fetched.sum() if fetched.any() else rows
@@ -173,14 +177,14 @@ class Telemetry:
             mine.lookup_s += tally.lookup_s * work
             mine.compute_s += tally.compute_s * work
 
-    def end_step(self) -> tuple[ExpertUsage, list[ExpertUsage]]:
+    def end_step(self) -> tuple[MoeUsage, list[MoeUsage]]:
         several = self._sequences
         if several:
             self._spread()
         total = self._step.usage(self._hits(self._met))
         owned = zip(several, self._own_met, strict=True)
         parts = [one.usage(self._hits(met)) for one, met in owned] or [total]
-        self._step, self._sequences = Tally(), []
+        self._step, self._sequences = UsageTally(), []
         self._met, self._own_met = self._nothing.copy(), self._own_met[:0]
         return total, parts
 
@@ -197,8 +201,8 @@ class Telemetry:
             for index, one in enumerate(self._sequences):
                 setattr(one, name, getattr(one, name) + each + (rest if index == 0 else 0))
 
-    def total(self) -> Tally:
-        whole = Tally()
+    def total(self) -> UsageTally:
+        whole = UsageTally()
         for tally in self.layers.values():
             whole.add(tally)
         return whole

@@ -17,7 +17,7 @@ from torch import Tensor
 from coterie.kernels.expert_layout import ExpertLayout
 
 if TYPE_CHECKING:
-    from coterie.moe.store.disk import Disk
+    from coterie.moe.store.disk import DiskReader
 
 # names of a layout's parts, in its order
 GATED = ("gate", "up", "down")
@@ -52,7 +52,7 @@ class ExpertShape:
 
 
 @dataclass(slots=True)
-class Spent:
+class StoreTimings:
     """Thread seconds beside the reads themselves (`Disk.read_s`), summed over all threads."""
 
     checksum_s: float = 0.0
@@ -65,15 +65,15 @@ class Spent:
             self.pack_s += pack_s
 
 
-class Store(Protocol):
-    geometry: Geometry
+class ExpertStore(Protocol):
+    geometry: ExpertGeometry
     # the largest record, a multiple of the page size; and all present records together
     slot_bytes: int
     expert_bytes: int
     # RAM that each thread inside `read` takes beside `out`
     staging_bytes: int
-    disk: Disk
-    spent: Spent
+    disk: DiskReader
+    spent: StoreTimings
 
     @property
     def fingerprint(self) -> str:
@@ -114,7 +114,7 @@ Key = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class ExpertGeometry:
     """The routed experts of a model. Layers without experts (dense ones) are not listed."""
 
     layers: tuple[int, ...]

@@ -21,14 +21,21 @@ from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout
-from coterie.moe.store.base import ExpertNames, ExpertShape, Geometry, Key, Spent, Store
-from coterie.moe.store.disk import Disk, aligned_buffer, covering
-from coterie.moe.store.tensors import Piece, fitting, kind_of, locate
-from coterie.weights.pages import Extent
-from coterie.weights.quantize import DTYPES, Dense, Weight, dense
+from coterie.moe.store.base import (
+    ExpertGeometry,
+    ExpertNames,
+    ExpertShape,
+    ExpertStore,
+    Key,
+    StoreTimings,
+)
+from coterie.moe.store.disk import DiskReader, aligned_buffer, covering_pages
+from coterie.moe.store.tensors import StoredPart, fit_to_kind, kind_of, locate_parts
+from coterie.weights.pages import FileExtent
+from coterie.weights.quantize import DTYPES, DenseWeight, Weight, dense
 
 if TYPE_CHECKING:
-    from coterie.moe.store.disk import Disk
+    from coterie.moe.store.disk import DiskReader
     from coterie.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -39,21 +46,21 @@ class CheckpointStore:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        geometry: Geometry,
+        geometry: ExpertGeometry,
         names: ExpertNames,
         shape: ExpertShape,
         dtype: str,
-        disk: Disk,
+        disk: DiskReader,
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}", param="dtype")
-        self.geometry, self.disk, self.spent = geometry, disk, Spent()
+        self.geometry, self.disk, self.spent = geometry, disk, StoreTimings()
         self._checkpoint = checkpoint
-        self._pieces = locate(checkpoint, geometry, names, shape)
+        self._pieces = locate_parts(checkpoint, geometry, names, shape)
         self._layouts = {layer: self._layout(layer, shape, dtype) for layer in geometry.layers}
-        self._targets = {layer: Target(layout) for layer, layout in self._layouts.items()}
+        self._targets = {layer: RecordTarget(layout) for layer, layout in self._layouts.items()}
         # made when they are first needed
-        self._readings: dict[Key, Reading] = {}
+        self._readings: dict[Key, ExpertReadPlan] = {}
         sizes = {layer: layout.nbytes for layer, layout in self._layouts.items()}
         self.slot_bytes = max(sizes.values(), default=0)
         self.expert_bytes = sum(sizes[layer] for layer, _ in self._pieces)
@@ -92,15 +99,15 @@ class CheckpointStore:
     def close(self) -> None:
         self.disk.close()
 
-    def _expert(self, key: Key) -> tuple[Piece, ...]:
+    def _expert(self, key: Key) -> tuple[StoredPart, ...]:
         if key not in self._pieces:
             raise WeightsError(f"{self._checkpoint.path}: has no expert {key[1]} in layer {key[0]}")
         return self._pieces[key]
 
-    def _reading(self, key: Key) -> Reading:
+    def _reading(self, key: Key) -> ExpertReadPlan:
         found = self._readings.get(key)
         if found is None:
-            found = self._readings[key] = Reading(self._expert(key), self._targets[key[0]])
+            found = self._readings[key] = ExpertReadPlan(self._expert(key), self._targets[key[0]])
         return found
 
     def _layout(self, layer: int, shape: ExpertShape, dtype: str) -> ExpertLayout:
@@ -132,7 +139,7 @@ _KINDS = {"bf16": abi.KIND_BF16, "fp32": abi.KIND_F32}
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class ReadRange:
     """Bytes of one file that are read together, and where in the staging buffer their pages go."""
 
     path: Path
@@ -141,7 +148,7 @@ class Range:
     at: int
 
 
-class Target:
+class RecordTarget:
     """What all records of one layout have in common."""
 
     def __init__(self, layout: ExpertLayout) -> None:
@@ -159,12 +166,12 @@ class Target:
         ]
 
 
-class Reading:
+class ExpertReadPlan:
     """One expert's way."""
 
     __slots__ = ("_pieces", "_plain", "_starts", "_target", "nbytes", "ranges")
 
-    def __init__(self, pieces: Sequence[Piece], target: Target) -> None:
+    def __init__(self, pieces: Sequence[StoredPart], target: RecordTarget) -> None:
         self._pieces, self._target = pieces, target
         self.ranges, self.nbytes = _ranges(pieces)
         self._starts = tuple(_start(self.ranges, piece.extent) for piece in pieces)
@@ -176,7 +183,7 @@ class Reading:
             for piece, start in zip(pieces, self._starts, strict=True)
         )
 
-    def fetch(self, disk: Disk, staging: Tensor) -> None:
+    def fetch(self, disk: DiskReader, staging: Tensor) -> None:
         for each in self.ranges:
             disk.read(each.path, each.offset, each.nbytes, staging[each.at :])
 
@@ -201,45 +208,45 @@ class Reading:
             kind = self._target.kinds[piece.part]
             _refuse_rounding(piece, weight, kind)
             is_bias = piece.part.endswith("_bias")
-            parts[piece.part] = dense(weight) if is_bias else fitting(weight, kind)
+            parts[piece.part] = dense(weight) if is_bias else fit_to_kind(weight, kind)
         return parts
 
 
-def read_bytes(pieces: Sequence[Piece]) -> int:
+def read_bytes(pieces: Sequence[StoredPart]) -> int:
     """What one expert takes from the disk: whole pages."""
     return _ranges(pieces)[1]
 
 
-def _ranges(pieces: Sequence[Piece]) -> tuple[tuple[Range, ...], int]:
+def _ranges(pieces: Sequence[StoredPart]) -> tuple[tuple[ReadRange, ...], int]:
     """As few reads as possible: pieces that touch the same or neighbouring pages come together."""
-    merged: list[Extent] = []
+    merged: list[FileExtent] = []
     for piece in sorted(pieces, key=lambda p: (p.extent.path, p.extent.offset, p.extent.nbytes)):
         new, last = piece.extent, merged[-1] if merged else None
-        span = covering(last.offset, last.nbytes) if last else None
+        span = covering_pages(last.offset, last.nbytes) if last else None
         if last and span and new.path == last.path and new.offset <= span.offset + span.nbytes:
             end = max(last.offset + last.nbytes, new.offset + new.nbytes)
-            merged[-1] = Extent(last.path, last.offset, end - last.offset)
+            merged[-1] = FileExtent(last.path, last.offset, end - last.offset)
         else:
             merged.append(new)
     ranges, at = [], 0
     for each in merged:
-        ranges.append(Range(each.path, each.offset, each.nbytes, at))
-        at += covering(each.offset, each.nbytes).nbytes
+        ranges.append(ReadRange(each.path, each.offset, each.nbytes, at))
+        at += covering_pages(each.offset, each.nbytes).nbytes
     return tuple(ranges), at
 
 
-def _start(ranges: Sequence[Range], wanted: Extent) -> int:
+def _start(ranges: Sequence[ReadRange], wanted: FileExtent) -> int:
     """Where the bytes of `wanted` lie in the staging buffer."""
     for each in ranges:
         ahead = wanted.offset - each.offset
         if each.path == wanted.path and 0 <= ahead <= each.nbytes - wanted.nbytes:
-            return each.at + covering(each.offset, each.nbytes).skip + ahead
+            return each.at + covering_pages(each.offset, each.nbytes).skip + ahead
     raise ValueError(f"{wanted} is not read")
 
 
-def _refuse_rounding(piece: Piece, weight: Weight, kind: str) -> None:
+def _refuse_rounding(piece: StoredPart, weight: Weight, kind: str) -> None:
     """Q4_0 scales beyond fp16's range do not fit int4; rounding them again would go unseen."""
-    if piece.stored == "Q4_0" and kind == "int4" and isinstance(weight, Dense):
+    if piece.stored == "Q4_0" and kind == "int4" and isinstance(weight, DenseWeight):
         raise WeightsError(
             f"{piece.extent.path}: expert tensor {piece.name!r} has scales that int4 cannot hold. "
             "Use --dtype fp32 or bf16."
@@ -248,7 +255,7 @@ def _refuse_rounding(piece: Piece, weight: Weight, kind: str) -> None:
 
 def open_store(
     checkpoint: Checkpoint,
-    geometry: Geometry,
+    geometry: ExpertGeometry,
     names: ExpertNames,
     dtype: str,
     reads: str = "auto",
@@ -256,16 +263,16 @@ def open_store(
     hidden: int,
     intermediate: int,
     gated: bool,
-) -> Store:
+) -> ExpertStore:
     """The experts of `checkpoint` at `dtype` (auto: as stored). Everything that can be known
     without reading an expert is checked here."""
-    from coterie.moe.store.disk import Disk
+    from coterie.moe.store.disk import DiskReader
     from coterie.moe.store.index import INDEX_FILE
     from coterie.moe.store.packed import expect_model, open_packed
 
     shape = ExpertShape(hidden, intermediate, gated)
     if (checkpoint.path / INDEX_FILE).exists():
-        packed = open_packed(checkpoint.path, dtype, Disk(reads))
+        packed = open_packed(checkpoint.path, dtype, DiskReader(reads))
         expect_model(packed, geometry, shape)
         return packed
-    return CheckpointStore(checkpoint, geometry, names, shape, dtype, Disk(reads))
+    return CheckpointStore(checkpoint, geometry, names, shape, dtype, DiskReader(reads))

@@ -33,7 +33,7 @@ _NOT_DIRECT = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PageSpan:
     """The pages that cover a range of bytes: `skip` of them come before the first that counts."""
 
     offset: int
@@ -41,10 +41,10 @@ class Span:
     skip: int
 
 
-def covering(offset: int, nbytes: int) -> Span:
+def covering_pages(offset: int, nbytes: int) -> PageSpan:
     first = offset // PAGE * PAGE
     end = -(-(offset + nbytes) // PAGE) * PAGE
-    return Span(first, end - first, offset - first)
+    return PageSpan(first, end - first, offset - first)
 
 
 def aligned_buffer(nbytes: int) -> Tensor:
@@ -59,7 +59,7 @@ class _Handle:
     size: int
 
 
-class Disk:
+class DiskReader:
     """The files of one store. Tests inject faults by overriding `pread`, the only system call."""
 
     def __init__(self, reads: str = "auto") -> None:
@@ -75,7 +75,7 @@ class Disk:
     def read(self, path: Path, offset: int, nbytes: int, out: Tensor) -> Tensor:
         """Bytes [offset, offset + nbytes) of `path`, as a view of `out`, which must be a CPU uint8
         tensor at a page boundary with room for the covering pages."""
-        handle, span = self._handle(path), covering(offset, nbytes)
+        handle, span = self._handle(path), covering_pages(offset, nbytes)
         if out.data_ptr() % PAGE or out.numel() < span.nbytes:
             raise ValueError(f"a buffer of {out.numel()} bytes, not {span.nbytes} at a page")
         started = time.perf_counter()

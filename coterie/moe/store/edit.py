@@ -21,14 +21,14 @@ from coterie.core.errors import WeightsError
 from coterie.kernels.cpu.expert_record import pack_record, rebias, weight_offset
 from coterie.kernels.expert_layout import ExpertLayout, PartPlace
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.base import Geometry, Key
-from coterie.moe.store.disk import PAGE, Disk, aligned_buffer
+from coterie.moe.store.base import ExpertGeometry, Key
+from coterie.moe.store.disk import PAGE, DiskReader, aligned_buffer
 from coterie.moe.store.export import Progress, export
-from coterie.moe.store.index import EXPERTS_FILE, Record, StoreIndex, named, read_index
+from coterie.moe.store.index import EXPERTS_FILE, RecordLocation, StoreIndex, key_name, read_index
 from coterie.moe.store.packed import PackedStore
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.lock import try_lock
-from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight, dense
+from coterie.weights.quantize import DenseWeight, GgufBlocks, Int4Weight, Int8Weight, Weight, dense
 
 # names by which a safetensors file may call an expert's parts
 _SPELLINGS = {
@@ -43,7 +43,7 @@ _SPELLINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Pruned:
+class PruneResult:
     """`dropped`: what the router may no longer pick. `spared`: never used either, but kept because
     a token needs that many experts."""
 
@@ -55,7 +55,7 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class ExpertGroups:
     """Routers that pick experts from the best `top` of `count` groups need some in every group."""
 
     count: int = 1
@@ -65,15 +65,15 @@ class Groups:
 def prune(
     path: Path,
     heatmap: Heatmap,
-    groups: Groups | None = None,
+    groups: ExpertGroups | None = None,
     out: Path | None = None,
     progress: Progress | None = None,
-) -> Pruned:
+) -> PruneResult:
     """Drops the experts that `heatmap` never saw: in place by a new index (`experts.bin` keeps
     their bytes), or as a compact copy at `out`."""
     with _editing(path):
         index = read_index(path)
-        dropped, spared = _never_used(index.geometry, heatmap, groups or Groups())
+        dropped, spared = _never_used(index.geometry, heatmap, groups or ExpertGroups())
         gone = {(layer, expert) for layer, experts in dropped.items() for expert in experts}
         edited = replace(
             index,
@@ -82,7 +82,7 @@ def prune(
             lineage=(*index.lineage, index.fingerprint),
         )
         if out is not None:
-            store = PackedStore(path, edited, "auto", Disk())
+            store = PackedStore(path, edited, "auto", DiskReader())
             edited = export(open_checkpoint(path), store, out, progress).index
             store.close()
         elif gone:
@@ -90,11 +90,11 @@ def prune(
         else:
             edited = index
     freed = sum(index.records[key].nbytes for key in gone)
-    return Pruned(out or path, edited.fingerprint, dropped, spared, freed)
+    return PruneResult(out or path, edited.fingerprint, dropped, spared, freed)
 
 
 def _never_used(
-    geometry: Geometry, heatmap: Heatmap, groups: Groups
+    geometry: ExpertGeometry, heatmap: Heatmap, groups: ExpertGroups
 ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
     if (heatmap.geometry.layers, heatmap.geometry.num_experts) != (
         geometry.layers,
@@ -123,7 +123,7 @@ def replace_expert(path: Path, key: Key, parts: Mapping[str, Weight | Tensor]) -
     with _editing(path) as sink:
         index = read_index(path)
         if key not in index.records:
-            raise WeightsError(f"{path}: has no {named(key)}")
+            raise WeightsError(f"{path}: has no {key_name(key)}")
         layout = index.layout(key[0])
         fitted = {place.name: _fitted(key, place, parts) for place in layout.parts()}
         record = aligned_buffer(layout.nbytes)
@@ -159,7 +159,7 @@ def _appended(
     digest = hashlib.sha256(record.numpy().data).hexdigest()
     return replace(
         index,
-        records={**index.records, key: Record(offset, layout.nbytes, digest)},
+        records={**index.records, key: RecordLocation(offset, layout.nbytes, digest)},
         lineage=(*index.lineage, index.fingerprint),
     )
 
@@ -169,21 +169,21 @@ def _fitted(key: Key, place: PartPlace, parts: Mapping[str, Weight | Tensor]) ->
     wanted = (place.rows, place.columns) if place.columns else (place.rows,)
     if part is None or tuple(part.shape) != wanted:
         found = "missing" if part is None else f"{tuple(part.shape)}"
-        raise WeightsError(f"{place.name} for {named(key)} is {found}, not {wanted}")
+        raise WeightsError(f"{place.name} for {key_name(key)} is {found}, not {wanted}")
     if isinstance(part, Tensor) or _kind(part) == place.kind:
         return part
     if place.kind in ("q4_k", "q6_k"):
         raise WeightsError(
-            f"{place.name} of {named(key)} is kept as {place.kind}, which is not written here. "
+            f"{place.name} of {key_name(key)} is kept as {place.kind}, which is not written here. "
             "Export the store with --dtype int8 or int4 first."
         )
-    return Dense(dense(part))
+    return DenseWeight(dense(part))
 
 
 def _kind(weight: Weight) -> str:
-    if isinstance(weight, Blocks):
+    if isinstance(weight, GgufBlocks):
         return weight.kind
-    return {Int8: "int8", Int4: "int4", Dense: ""}[type(weight)]
+    return {Int8Weight: "int8", Int4Weight: "int4", DenseWeight: ""}[type(weight)]
 
 
 @contextmanager

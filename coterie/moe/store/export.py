@@ -23,9 +23,15 @@ from torch import Tensor
 
 from coterie.core.errors import WeightsError
 from coterie.kernels.cpu.expert_record import weight_offset
-from coterie.moe.store.base import ExpertShape, Key, Store
-from coterie.moe.store.disk import Disk, aligned_buffer
-from coterie.moe.store.index import BACKBONE_FILE, EXPERTS_FILE, Record, StoreIndex, named
+from coterie.moe.store.base import ExpertShape, ExpertStore, Key
+from coterie.moe.store.disk import DiskReader, aligned_buffer
+from coterie.moe.store.index import (
+    BACKBONE_FILE,
+    EXPERTS_FILE,
+    RecordLocation,
+    StoreIndex,
+    key_name,
+)
 from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint
 from coterie.weights.formats.safetensors_write import copy_tensors
 from coterie.weights.lock import try_lock
@@ -45,7 +51,7 @@ _WORKERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportResult:
     """What an export did: records written now, and found finished from an earlier attempt."""
 
     path: Path
@@ -56,15 +62,15 @@ class Exported:
 
 
 def export(
-    checkpoint: Checkpoint, store: Store, target: Path, progress: Progress | None = None
-) -> Exported:
+    checkpoint: Checkpoint, store: ExpertStore, target: Path, progress: Progress | None = None
+) -> ExportResult:
     """Makes the directory `target`; it appears only when it is complete."""
     if target.exists():
         raise WeightsError(f"{target}: exists already. Give a new directory.")
     partial = target.with_name(f"{target.name}.partial")
     with _plain_faults(target):
         partial.mkdir(parents=True, exist_ok=True)
-        with Journal(partial, _header(store)) as journal:
+        with ExportJournal(partial, _header(store)) as journal:
             experts = store.tensors()
             names = [name for name in checkpoint.names() if name not in experts]
             rest = sum(checkpoint.extent(name).nbytes for name in names)
@@ -74,11 +80,11 @@ def export(
             written.index.save(partial)
             os.replace(partial, target)
             _sync_directory(target.parent)
-            (target / Journal.NAME).unlink()
-    return Exported(target, written.index, written.count, written.resumed, backbone)
+            (target / ExportJournal.NAME).unlink()
+    return ExportResult(target, written.index, written.count, written.resumed, backbone)
 
 
-def _header(store: Store) -> dict[str, Any]:
+def _header(store: ExpertStore) -> dict[str, Any]:
     """Two exports with the same header write the same records."""
     layouts = {str(layer): list(store.layout(layer).kinds) for layer in store.geometry.layers}
     return {
@@ -104,7 +110,9 @@ class _Steps:
 class _Writer:
     """Records in order, each at an offset that follows from the layouts alone."""
 
-    def __init__(self, store: Store, directory: Path, journal: Journal, steps: _Steps) -> None:
+    def __init__(
+        self, store: ExpertStore, directory: Path, journal: ExportJournal, steps: _Steps
+    ) -> None:
         self.store, self.journal, self.steps = store, journal, steps
         self.path = directory / EXPERTS_FILE
         self._places, self._total = self._plan()
@@ -148,7 +156,7 @@ class _Writer:
         if not self.journal.finished or not self.path.exists():
             return {}
         found: dict[Key, str] = {}
-        buffer, disk = aligned_buffer(self.store.slot_bytes), Disk()
+        buffer, disk = aligned_buffer(self.store.slot_bytes), DiskReader()
         size = self.path.stat().st_size
         for key, digest in self.journal.finished.items():
             offset, nbytes = self._places.get(key, (size, 1))
@@ -182,7 +190,7 @@ class _Writer:
         try:
             self.store.read(key, buffer)
         except WeightsError as error:
-            raise WeightsError(f"{named(key)}: {error.message}") from error
+            raise WeightsError(f"{key_name(key)}: {error.message}") from error
         record = buffer[: self.store.layout(key[0]).nbytes]
         return record, hashlib.sha256(record.numpy().data).hexdigest()
 
@@ -193,7 +201,9 @@ class _Writer:
             shape=ExpertShape(layout.hidden, layout.intermediate, layout.gated),
             geometry=geometry,
             kinds={layer: self.store.layout(layer).kinds for layer in geometry.layers},
-            records={key: Record(*place, digests[key]) for key, place in self._places.items()},
+            records={
+                key: RecordLocation(*place, digests[key]) for key, place in self._places.items()
+            },
             weight_offset=weight_offset(),
             lineage=self.store.lineage,
         )
@@ -243,7 +253,7 @@ def _plain_faults(target: Path) -> Iterator[None]:
         ) from error
 
 
-class Journal:
+class ExportJournal:
     NAME = "export.journal"
 
     def __init__(self, directory: Path, header: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from coterie.core.errors import WeightsError
 from coterie.kernels.expert_layout import GROUP, KINDS, PAGE, ExpertLayout
-from coterie.moe.store.base import ExpertShape, Geometry, Key
+from coterie.moe.store.base import ExpertGeometry, ExpertShape, Key
 from coterie.weights.formats.json_file import read_json
 
 INDEX_FILE = "coterie_store.json"
@@ -33,7 +33,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RecordLocation:
     offset: int
     nbytes: int
     sha256: str
@@ -44,10 +44,10 @@ class StoreIndex:
     """`geometry.absent` are the experts without a record."""
 
     shape: ExpertShape
-    geometry: Geometry
+    geometry: ExpertGeometry
     # of each layer's matrices
     kinds: Mapping[int, tuple[str, ...]]
-    records: Mapping[Key, Record] = field(repr=False)
+    records: Mapping[Key, RecordLocation] = field(repr=False)
     # what int8 weights are stored with (expert_record.weight_offset of the writer)
     weight_offset: int
     # fingerprints of what this came from, the model first
@@ -126,17 +126,18 @@ def read_index(directory: Path) -> StoreIndex:
     reached = 0
     for key, record in sorted(index.records.items(), key=lambda item: item[1].offset):
         if record.offset < reached:
-            raise WeightsError(f"{path}: {named(key)} overlaps another. {_AGAIN}")
+            raise WeightsError(f"{path}: {key_name(key)} overlaps another. {_AGAIN}")
         reached = record.offset + record.nbytes
         if reached > size:
             raise WeightsError(
-                f"{directory / EXPERTS_FILE}: truncated, {named(key)} ends at byte {reached} but "
+                f"{directory / EXPERTS_FILE}: truncated, {key_name(key)} ends at byte {reached} "
+                "but "
                 f"the file has {size}. {_AGAIN}"
             )
     return index
 
 
-def named(key: Key) -> str:
+def key_name(key: Key) -> str:
     return f"expert {key[1]} of layer {key[0]}"
 
 
@@ -164,7 +165,7 @@ class _Parser:
         kinds, records = self._layers(shape, num_experts)
         keys = [(layer, expert) for layer in kinds for expert in range(num_experts)]
         absent = frozenset(key for key in keys if key not in records)
-        geometry = Geometry(tuple(kinds), num_experts, top_k, absent)
+        geometry = ExpertGeometry(tuple(kinds), num_experts, top_k, absent)
         for layer in kinds:
             if len(geometry.present(layer)) < top_k:
                 raise self._wrong(f"layer {layer} has fewer than the {top_k} experts a token needs")
@@ -175,12 +176,12 @@ class _Parser:
 
     def _layers(
         self, shape: ExpertShape, num_experts: int
-    ) -> tuple[dict[int, tuple[str, ...]], dict[Key, Record]]:
+    ) -> tuple[dict[int, tuple[str, ...]], dict[Key, RecordLocation]]:
         layers = self.document.get("layers")
         if not isinstance(layers, dict) or not 0 < len(layers) <= _MAX_LAYERS:
             raise self._wrong("it lists no layers")
         kinds: dict[int, tuple[str, ...]] = {}
-        records: dict[Key, Record] = {}
+        records: dict[Key, RecordLocation] = {}
         for text, facts in layers.items():
             if not re.fullmatch("0|[1-9][0-9]{0,5}", text) or not isinstance(facts, dict):
                 raise self._wrong(f"layer {text[:20]!r} makes no sense")
@@ -208,16 +209,16 @@ class _Parser:
                 raise self._wrong(f"layer {layer} cannot keep {part} as {kind}")
         return tuple(value)
 
-    def _record(self, key: Key, row: Any, nbytes: int) -> Record:
+    def _record(self, key: Key, row: Any, nbytes: int) -> RecordLocation:
         sound = isinstance(row, list) and len(row) == 3 and all(type(x) is int for x in row[:2])
         if not sound or not isinstance(row[2], str) or not _SHA256.fullmatch(row[2]):
-            raise self._wrong(f"the entry of {named(key)} makes no sense")
+            raise self._wrong(f"the entry of {key_name(key)} makes no sense")
         offset, size, digest = row
         if size != nbytes:
-            raise self._wrong(f"{named(key)} has {size} bytes instead of {nbytes}")
+            raise self._wrong(f"{key_name(key)} has {size} bytes instead of {nbytes}")
         if not 0 <= offset < 1 << 50 or offset % PAGE:
-            raise self._wrong(f"{named(key)} lies at the impossible offset {offset}")
-        return Record(offset, size, digest)
+            raise self._wrong(f"{key_name(key)} lies at the impossible offset {offset}")
+        return RecordLocation(offset, size, digest)
 
     def _lineage(self) -> tuple[str, ...]:
         value = self.document.get("lineage")

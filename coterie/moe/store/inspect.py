@@ -20,9 +20,9 @@ from torch import Tensor
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.kernels.cpu.expert_record import dense_parts
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.store.base import Key, Store
+from coterie.moe.store.base import ExpertStore, Key
 from coterie.moe.store.disk import aligned_buffer
-from coterie.moe.store.index import named
+from coterie.moe.store.index import key_name
 
 # (bytes done, bytes in all)
 Progress = Callable[[int, int], None]
@@ -39,7 +39,7 @@ class ExpertFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifyResult:
     experts: int
     nbytes: int
     # one sentence for each expert that cannot be read or is damaged
@@ -47,7 +47,10 @@ class Verified:
 
 
 def inspect(
-    store: Store, keys: Sequence[Key], heatmap: Heatmap | None, progress: Progress | None = None
+    store: ExpertStore,
+    keys: Sequence[Key],
+    heatmap: Heatmap | None,
+    progress: Progress | None = None,
 ) -> Iterator[ExpertFacts]:
     buffer, done = aligned_buffer(store.slot_bytes), 0
     total = sum(store.read_bytes(key) for key in keys)
@@ -61,7 +64,7 @@ def inspect(
         yield ExpertFacts(key, layout.nbytes, norms, heatmap.count(key) if heatmap else None)
 
 
-def verify(store: Store, progress: Progress | None = None, depth: int = 4) -> Verified:
+def verify(store: ExpertStore, progress: Progress | None = None, depth: int = 4) -> VerifyResult:
     """Reads everything, and goes on after a fault."""
     keys = store.geometry.keys()
     total, done = sum(store.read_bytes(key) for key in keys), 0
@@ -69,14 +72,14 @@ def verify(store: Store, progress: Progress | None = None, depth: int = 4) -> Ve
     for key, error in _read_all(store, keys, depth):
         done += store.read_bytes(key)
         if error is not None:
-            faults.append(f"{named(key)}: {error.message}")
+            faults.append(f"{key_name(key)}: {error.message}")
         if progress is not None:
             progress(done, total)
-    return Verified(len(keys), total, tuple(faults))
+    return VerifyResult(len(keys), total, tuple(faults))
 
 
 def _read_all(
-    store: Store, keys: Iterable[Key], depth: int
+    store: ExpertStore, keys: Iterable[Key], depth: int
 ) -> Iterator[tuple[Key, WeightsError | None]]:
     thread = threading.local()
 
@@ -99,7 +102,7 @@ READS = ("direct", "buffered")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ReadSample:
     """One way to read. `read_s`, `checksum_s` and `pack_s` are thread seconds of the first pass,
     summed over all threads. A second pass, in which nothing is checked any more, took `wall_s`."""
 
@@ -123,9 +126,9 @@ class Sample:
         return self.nbytes / max(self.wall_s, 1e-9)
 
 
-def profile(
-    opened: Callable[[str], Store], limit_bytes: int, depths: Sequence[int] = DEPTHS
-) -> list[Sample]:
+def profile_reads(
+    opened: Callable[[str], ExpertStore], limit_bytes: int, depths: Sequence[int] = DEPTHS
+) -> list[ReadSample]:
     """`opened` gives a fresh store for a way of reading; each sample reads about `limit_bytes`.
     Ways that this file system does not have are left out."""
     samples = []
@@ -138,7 +141,9 @@ def profile(
     return samples
 
 
-def _sample(opened: Callable[[str], Store], reads: str, depth: int, limit_bytes: int) -> Sample:
+def _sample(
+    opened: Callable[[str], ExpertStore], reads: str, depth: int, limit_bytes: int
+) -> ReadSample:
     started = time.perf_counter()
     store = opened(reads)
     open_s = time.perf_counter() - started
@@ -152,12 +157,12 @@ def _sample(opened: Callable[[str], Store], reads: str, depth: int, limit_bytes:
         spent = (store.disk.read_s, store.spent.checksum_s, store.spent.pack_s)
         wall_s = _timed(store, keys, buffers)
         nbytes = sum(store.read_bytes(key) for key in keys)
-        return Sample(reads, depth, len(keys), nbytes, open_s, first_s, wall_s, *spent)
+        return ReadSample(reads, depth, len(keys), nbytes, open_s, first_s, wall_s, *spent)
     finally:
         store.close()
 
 
-def _chosen(store: Store, limit_bytes: int) -> list[Key]:
+def _chosen(store: ExpertStore, limit_bytes: int) -> list[Key]:
     keys = store.geometry.keys()
     random.Random(0).shuffle(keys)
     chosen, nbytes = [], 0
@@ -169,7 +174,7 @@ def _chosen(store: Store, limit_bytes: int) -> list[Key]:
     return chosen
 
 
-def _timed(store: Store, keys: Sequence[Key], buffers: Sequence[Tensor]) -> float:
+def _timed(store: ExpertStore, keys: Sequence[Key], buffers: Sequence[Tensor]) -> float:
     work: SimpleQueue[Key] = SimpleQueue()
     for key in keys:
         work.put(key)

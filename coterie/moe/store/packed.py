@@ -16,18 +16,18 @@ from torch import Tensor
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.kernels.cpu.expert_record import pack_record, rebias, unpack_record, weight_offset
 from coterie.kernels.expert_layout import GROUP, ExpertLayout
-from coterie.moe.store.base import ExpertShape, Geometry, Key, Spent
-from coterie.moe.store.disk import PAGE, Disk, aligned_buffer
-from coterie.moe.store.index import EXPERTS_FILE, Record, StoreIndex, named, read_index
-from coterie.moe.store.tensors import fitting
+from coterie.moe.store.base import ExpertGeometry, ExpertShape, Key, StoreTimings
+from coterie.moe.store.disk import PAGE, DiskReader, aligned_buffer
+from coterie.moe.store.index import EXPERTS_FILE, RecordLocation, StoreIndex, key_name, read_index
+from coterie.moe.store.tensors import fit_to_kind
 from coterie.weights.quantize import DTYPES
 
 
 class PackedStore:
-    def __init__(self, path: Path, index: StoreIndex, dtype: str, disk: Disk) -> None:
+    def __init__(self, path: Path, index: StoreIndex, dtype: str, disk: DiskReader) -> None:
         if dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}", param="dtype")
-        self.path, self.index, self.disk, self.spent = path, index, disk, Spent()
+        self.path, self.index, self.disk, self.spent = path, index, disk, StoreTimings()
         self.geometry = index.geometry
         self._file = path / EXPERTS_FILE
         self._layouts = {layer: _converted(index.layout(layer), dtype) for layer in index.kinds}
@@ -68,7 +68,7 @@ class PackedStore:
         if stored != served:
             parts = unpack_record(stored, data)
             kinds = {place.name: place.kind for place in served.parts()}
-            fitted = {name: fitting(part, kinds[name]) for name, part in parts.items()}
+            fitted = {name: fit_to_kind(part, kinds[name]) for name, part in parts.items()}
             pack_record(served, fitted, out)
         elif not straight:
             out[: record.nbytes].copy_(data)
@@ -87,13 +87,13 @@ class PackedStore:
     def _both(self, layer: int) -> tuple[ExpertLayout, ExpertLayout]:
         return self.index.layout(layer), self._layouts[layer]
 
-    def _record(self, key: Key) -> Record:
+    def _record(self, key: Key) -> RecordLocation:
         record = self.index.records.get(key)
         if record is None:
-            raise WeightsError(f"{self.path}: has no {named(key)}; it was pruned")
+            raise WeightsError(f"{self.path}: has no {key_name(key)}; it was pruned")
         return record
 
-    def _check(self, key: Key, record: Record, data: Tensor) -> None:
+    def _check(self, key: Key, record: RecordLocation, data: Tensor) -> None:
         if key in self._checked:
             return
         started = time.perf_counter()
@@ -101,7 +101,7 @@ class PackedStore:
         self.spent.add(checksum_s=time.perf_counter() - started)
         if digest != record.sha256:
             raise WeightsError(
-                f"{self._file}: {named(key)} is damaged (its checksum does not match). "
+                f"{self._file}: {key_name(key)} is damaged (its checksum does not match). "
                 "Export the store again, or replace the expert."
             )
         self._checked.add(key)
@@ -113,12 +113,12 @@ class PackedStore:
         return buffer
 
 
-def open_packed(path: Path, dtype: str = "auto", disk: Disk | None = None) -> PackedStore:
+def open_packed(path: Path, dtype: str = "auto", disk: DiskReader | None = None) -> PackedStore:
     """The store in directory `path`, its index checked."""
-    return PackedStore(path, read_index(path), dtype, disk or Disk())
+    return PackedStore(path, read_index(path), dtype, disk or DiskReader())
 
 
-def expect_model(store: PackedStore, geometry: Geometry, shape: ExpertShape) -> None:
+def expect_model(store: PackedStore, geometry: ExpertGeometry, shape: ExpertShape) -> None:
     """Refuses a store whose experts are not those of the model around it."""
     found = store.geometry
     ours = (found.layers, found.num_experts, found.top_k, store.index.shape)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
-from coterie.moe.store.base import ExpertNames, ExpertShape, Geometry, Key
+from coterie.moe.store.base import ExpertGeometry, ExpertNames, ExpertShape, Key
 from coterie.weights.formats.gguf_tensors import decode
-from coterie.weights.pages import Extent
-from coterie.weights.quantize import GROUP, Blocks, Dense, Weight, dense
+from coterie.weights.pages import FileExtent
+from coterie.weights.quantize import GROUP, DenseWeight, GgufBlocks, Weight, dense
 
 if TYPE_CHECKING:
     from coterie.weights.checkpoint import Checkpoint
@@ -31,12 +31,12 @@ _WIDENED = ("Q5_0", "Q5_1", "Q5_K")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredPart:
     """One part of one expert on disk."""
 
     part: str
     name: str
-    extent: Extent
+    extent: FileExtent
     stored: str
     shape: tuple[int, ...]
     # the bytes hold shape's transpose, in the columns that start here; None: as they are
@@ -47,22 +47,22 @@ class Piece:
             return decode(raw, self.stored, self.shape, keep_blocks=True)
         rows, columns = self.shape
         whole = decode(raw, self.stored, (columns, -1))
-        assert isinstance(whole, Dense)
-        return Dense(whole.tensor[:, self.column : self.column + rows].T.contiguous())
+        assert isinstance(whole, DenseWeight)
+        return DenseWeight(whole.tensor[:, self.column : self.column + rows].T.contiguous())
 
 
-def locate(
-    checkpoint: Checkpoint, geometry: Geometry, names: ExpertNames, shape: ExpertShape
-) -> dict[Key, tuple[Piece, ...]]:
+def locate_parts(
+    checkpoint: Checkpoint, geometry: ExpertGeometry, names: ExpertNames, shape: ExpertShape
+) -> dict[Key, tuple[StoredPart, ...]]:
     """The pieces of every expert, in the order of the layout's parts."""
     finder = _Finder(checkpoint, geometry, names, shape)
-    found: dict[Key, tuple[Piece, ...]] = {}
+    found: dict[Key, tuple[StoredPart, ...]] = {}
     for layer in geometry.layers:
         found.update(finder.layer(layer))
     return found
 
 
-def kind_of(piece: Piece, dtype: str) -> str:
+def kind_of(piece: StoredPart, dtype: str) -> str:
     """The kind of matrix a piece becomes at `dtype`."""
     kept = _KEPT.get(piece.stored)
     if kept is None and piece.stored not in _WIDENED:
@@ -83,22 +83,26 @@ def kind_of(piece: Piece, dtype: str) -> str:
     return kept or "fp32"
 
 
-def fitting(part: Weight | Tensor, kind: str) -> Weight | Tensor:
+def fit_to_kind(part: Weight | Tensor, kind: str) -> Weight | Tensor:
     """`part`, ready to be packed as `kind`: K blocks that are not kept are widened."""
-    if isinstance(part, Blocks) and part.kind != kind:
-        return Dense(dense(part))
+    if isinstance(part, GgufBlocks) and part.kind != kind:
+        return DenseWeight(dense(part))
     return part
 
 
 class _Finder:
     def __init__(
-        self, checkpoint: Checkpoint, geometry: Geometry, names: ExpertNames, shape: ExpertShape
+        self,
+        checkpoint: Checkpoint,
+        geometry: ExpertGeometry,
+        names: ExpertNames,
+        shape: ExpertShape,
     ) -> None:
         self.checkpoint, self.geometry, self.shape = checkpoint, geometry, shape
         self.templates = {part: names.parts[part] for part in shape.parts}
         self.known = frozenset(checkpoint.names())
 
-    def layer(self, layer: int) -> Iterable[tuple[Key, tuple[Piece, ...]]]:
+    def layer(self, layer: int) -> Iterable[tuple[Key, tuple[StoredPart, ...]]]:
         experts = self.geometry.present(layer)
         parts = []
         for part in self.shape.parts:
@@ -110,7 +114,7 @@ class _Finder:
         for index, expert in enumerate(experts):
             yield (layer, expert), tuple(pieces[index] for pieces in parts)
 
-    def _single(self, layer: int, expert: int, part: str) -> Piece:
+    def _single(self, layer: int, expert: int, part: str) -> StoredPart:
         name = self.templates[part].format(layer=layer, expert=expert)
         if name not in self.known:
             raise WeightsError(
@@ -120,9 +124,9 @@ class _Finder:
         if found != wanted:
             raise self._wrong_shape(name, wanted)
         stored = self.checkpoint.stored_as(name)
-        return Piece(part, name, self.checkpoint.extent(name), stored, wanted)
+        return StoredPart(part, name, self.checkpoint.extent(name), stored, wanted)
 
-    def _from_stack(self, layer: int, part: str) -> list[Piece]:
+    def _from_stack(self, layer: int, part: str) -> list[StoredPart]:
         name, fused = self._stack_name(layer, part)
         count, wanted = self.geometry.num_experts, self.shape.of(part)
         found = self.checkpoint.shape(name)
@@ -135,7 +139,9 @@ class _Finder:
         second = fused and part == "up"
         return [self._slice(part, name, e, second, is_turned) for e in self.geometry.present(layer)]
 
-    def _slice(self, part: str, name: str, expert: int, second: bool, is_turned: bool) -> Piece:
+    def _slice(
+        self, part: str, name: str, expert: int, second: bool, is_turned: bool
+    ) -> StoredPart:
         """Expert `expert`'s share of the stack; `second`: behind the gate it is fused with."""
         whole, stored = self.checkpoint.extent(name), self.checkpoint.stored_as(name)
         wanted = self.shape.of(part)
@@ -145,11 +151,11 @@ class _Finder:
         if is_turned:
             if stored not in ("F32", "F16", "BF16"):
                 raise self._wrong_shape(name, (stack[0], stack[2], stack[1]))
-            extent = Extent(whole.path, start, stride)
-            return Piece(part, name, extent, stored, wanted, wanted[0] if second else 0)
+            extent = FileExtent(whole.path, start, stride)
+            return StoredPart(part, name, extent, stored, wanted, wanted[0] if second else 0)
         nbytes = stride // stack[1] * wanted[0]
-        extent = Extent(whole.path, start + (nbytes if second else 0), nbytes)
-        return Piece(part, name, extent, stored, wanted)
+        extent = FileExtent(whole.path, start + (nbytes if second else 0), nbytes)
+        return StoredPart(part, name, extent, stored, wanted)
 
     def _stack_name(self, layer: int, part: str) -> tuple[str, bool]:
         """The name of the stack that holds `part`, and whether it holds gate and up."""

@@ -14,9 +14,9 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
-from coterie.routing.features.features import Features
+from coterie.routing.features.features import PromptFeatures
 
-Rule = Callable[[Features], bool]
+Rule = Callable[[PromptFeatures], bool]
 
 MAX_TOKENS = 200
 MAX_DEPTH = 20
@@ -32,7 +32,7 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
     "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
-_TEXTS: dict[str, Callable[[Features], str]] = {
+_TEXTS: dict[str, Callable[[PromptFeatures], str]] = {
     "task_type": lambda features: features.task_type,
     "task": lambda features: features.task_type,
     "language": lambda features: features.language,
@@ -40,11 +40,11 @@ _TEXTS: dict[str, Callable[[Features], str]] = {
     "intent": lambda features: features.intent,
     "code_language": lambda features: features.code_language,
 }
-_NUMBERS: dict[str, Callable[[Features], float]] = {
+_NUMBERS: dict[str, Callable[[PromptFeatures], float]] = {
     "num_characters": lambda features: features.num_characters,
     "length": lambda features: features.num_characters,
 }
-_FLAGS: dict[str, Callable[[Features], bool]] = {
+_FLAGS: dict[str, Callable[[PromptFeatures], bool]] = {
     "has_json": lambda features: features.has_json,
     "has_code": lambda features: features.has_code,
     "has_document": lambda features: features.has_document,
@@ -131,7 +131,7 @@ class _Parser:
     def _test(self) -> Rule:
         name = self._value()
         if name in _PREFIXES and self._take("("):
-            rule = said(_bare(self._value()))
+            rule = contains_phrase(_bare(self._value()))
             self._need(")")
             return rule
         if self.left and self.left[0] in _COMPARISONS:
@@ -140,7 +140,7 @@ class _Parser:
             return _FLAGS[name]
         if name in _TEXTS or name in _NUMBERS:
             raise HintError(f"{name!r} must be compared with something")
-        return said(_bare(name))
+        return contains_phrase(_bare(name))
 
     def _value(self) -> str:
         if not self.left or self.left[0] in _RESERVED:
@@ -158,7 +158,7 @@ class _Parser:
             raise HintError(f"{token!r} is missing")
 
 
-def said(phrase: str) -> Rule:
+def contains_phrase(phrase: str) -> Rule:
     """Whether a word, or words in a row, occur in what was looked at."""
     phrase = " ".join(phrase.lower().split())
     if not phrase:
@@ -182,13 +182,13 @@ def _compared(name: str, sign: str, value: str) -> Rule:
         flag, wanted = _FLAGS[name], value.lower() in ("true", "yes", "1")
         holds = lambda f: flag(f) == wanted  # noqa: E731
     elif name in _PREFIXES:
-        holds = said(value)
+        holds = contains_phrase(value)
     else:
         raise HintError(f"there is no feature {name!r}")
     return holds if sign == "==" else lambda f: not holds(f)
 
 
-def _number_rule(read: Callable[[Features], float], sign: str, value: str) -> Rule:
+def _number_rule(read: Callable[[PromptFeatures], float], sign: str, value: str) -> Rule:
     try:
         number = float(value)
     except ValueError:

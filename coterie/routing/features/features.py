@@ -28,7 +28,7 @@ _JSON = re.compile(r"\{\s*\"[^\"\n]{0,80}\"\s*:|\[\s*\{|\{\s*\}")
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
+class PromptFeatures:
     """Of one prompt. `words` and `text` are the caller's and stay out of every trace."""
 
     task_type: str = "conversation"
@@ -65,7 +65,7 @@ def routed_text(instruction: str, document: str = "") -> str:
     return f"{text}\n{document[:DOCUMENT_CHARS]}" if document else text
 
 
-def extract(instruction: str, document: str = "") -> Features:
+def extract(instruction: str, document: str = "") -> PromptFeatures:
     clock = _Clock()
     wish = _ends(instruction)
     lowered = wish.lower()
@@ -90,7 +90,7 @@ def extract(instruction: str, document: str = "") -> Features:
     clock.lap("intent")
     task_type = task_type_of(asked, intent, spoken, has_code or bool(code_language))
     clock.lap("task_type")
-    return Features(
+    return PromptFeatures(
         task_type=task_type,
         language=language,
         has_json=has_json,

@@ -73,7 +73,7 @@ _KIND_SETS = tuple(frozenset(said.split()) for said in _KINDS.values())
 
 
 @dataclass(frozen=True, slots=True)
-class Instruction:
+class PromptInstruction:
     # of the text, with a mark in the place of material
     words: list[str]
     # words of the material
@@ -92,12 +92,12 @@ class Instruction:
 NUM_KINDS = len(_KIND_SETS)
 
 
-def instruction(text: str) -> Instruction:
+def instruction(text: str) -> PromptInstruction:
     """`text` is bounded."""
     left, material = parted(text)
     found = words(left)
     opening, place = _opened(found)
-    return Instruction(found, len(words(material)), opening, place)
+    return PromptInstruction(found, len(words(material)), opening, place)
 
 
 def parted(text: str) -> tuple[str, str]:

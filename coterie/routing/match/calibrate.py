@@ -26,7 +26,7 @@ _STEPS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class ScoreCalibration:
     slope: float = 5.0
     offset: float = 0.0
     # of the score's third power
@@ -41,13 +41,13 @@ class Calibration:
 
 
 @cache
-def calibration_of(embedder: str) -> Calibration:
+def calibration_of(embedder: str) -> ScoreCalibration:
     """As it was learnt; a plain curve for an embedder that nothing was learnt for."""
     found = json.loads(PATH.read_text(encoding="utf-8")) if PATH.is_file() else {}
-    return Calibration(**found[embedder]) if embedder in found else Calibration()
+    return ScoreCalibration(**found[embedder]) if embedder in found else ScoreCalibration()
 
 
-def learn(
+def fit_calibration(
     scores: Sequence[float], right: Sequence[bool], worth: Sequence[float] | None = None
 ) -> tuple[float, float, float]:
     """Slope, offset and bend by Newton's method (Platt's targets, so that neither end is certain);

@@ -17,8 +17,8 @@ from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.errors import InternalError
 from coterie.core.spawn import DEVNULL, PIPE, environment, spawn
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
-from coterie.routing.match.learnt import Learnt, digest_of, packed, read, unpacked, write
-from coterie.routing.match.matcher import Matcher, learn
+from coterie.routing.match.learnt import LearntProbes, digest_of, packed, read, unpacked, write
+from coterie.routing.match.matcher import Matcher, learn_probes
 
 SUFFIX = ".probes"
 
@@ -40,7 +40,7 @@ def kept_matcher(profiles: Sequence[AdapterProfile], folder: Path) -> Matcher:
     return Matcher(profiles, learnt, embedder)
 
 
-def _checked(found: bytes, count: int, dim: int) -> Learnt:
+def _checked(found: bytes, count: int, dim: int) -> LearntProbes:
     try:
         return unpacked(found, count, dim)
     except ValueError as error:
@@ -52,7 +52,7 @@ def _by_child(profiles: Sequence[AdapterProfile]) -> bytes:
     child = spawn(command, environment(), stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
     try:
         assert child.stdin is not None and child.stdout is not None
-        child.stdin.write(json.dumps([_told(profile) for profile in profiles]).encode() + b"\n")
+        child.stdin.write(json.dumps([_encoded(profile) for profile in profiles]).encode() + b"\n")
         child.stdin.flush()
         found = child.stdout.read()
         child.wait()
@@ -64,13 +64,13 @@ def _by_child(profiles: Sequence[AdapterProfile]) -> bytes:
         child.close()
 
 
-def _told(profile: AdapterProfile) -> list[object]:
+def _encoded(profile: AdapterProfile) -> list[object]:
     card = profile.card
     hints = (profile.keywords, profile.examples, profile.counterexamples)
     return [card.name, card.description, *map(list, hints)]
 
 
-def _heard(told: list[list[str] | str]) -> AdapterProfile:
+def _decoded(told: list[list[str] | str]) -> AdapterProfile:
     name, description, keywords, examples, counterexamples = told
     card = AdapterCard(str(name), "", "", "", (), 0, 0, 0.0, description=str(description))
     return AdapterProfile(card, tuple(keywords), tuple(examples), tuple(counterexamples))
@@ -79,8 +79,8 @@ def _heard(told: list[list[str] | str]) -> AdapterProfile:
 def main() -> None:
     line = sys.stdin.buffer.readline()
     Thread(target=_end_with_parent, daemon=True).start()
-    profiles = [_heard(told) for told in json.loads(line)]
-    sys.stdout.buffer.write(packed(learn(profiles, EMBEDDERS[DEFAULT]())))
+    profiles = [_decoded(told) for told in json.loads(line)]
+    sys.stdout.buffer.write(packed(learn_probes(profiles, EMBEDDERS[DEFAULT]())))
     sys.stdout.buffer.flush()
 
 

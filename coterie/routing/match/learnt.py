@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from coterie.core.adapters import AdapterProfile
 from coterie.obs.trace import log
-from coterie.routing.match.lessons import said_by
+from coterie.routing.match.lessons import texts_digest
 from coterie.routing.match.sketch import DIM, PLACES
 
 _MAGIC = b"coterie probes 1\n"
@@ -31,7 +31,7 @@ MAX_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
+class LearntProbes:
     """Of `n` adapters in their order; see match.py for what each is."""
 
     # [n, (1 + shape.DIM) * (1 + dim)]
@@ -55,11 +55,11 @@ def _made_with() -> bytes:
 
 
 def digest_of(profiles: Sequence[AdapterProfile], embedder: str) -> str:
-    said = "\n".join((embedder, *(said_by(profile) for profile in profiles)))
+    said = "\n".join((embedder, *(texts_digest(profile) for profile in profiles)))
     return sha256(_made_with() + said.encode()).hexdigest()
 
 
-def packed(learnt: Learnt) -> bytes:
+def packed(learnt: LearntProbes) -> bytes:
     file = io.BytesIO()
     np.savez(
         file, joint=learnt.joint.astype(np.float16), short=learnt.short,
@@ -69,14 +69,14 @@ def packed(learnt: Learnt) -> bytes:
     return _MAGIC + sha256(body).digest() + body
 
 
-def unpacked(found: bytes, count: int, dim: int) -> Learnt:
+def unpacked(found: bytes, count: int, dim: int) -> LearntProbes:
     """Raises ValueError where `found` is not what `packed` made for so many adapters."""
     body = found[_HEAD:]
     if found[:_HEAD] != _MAGIC + sha256(body).digest():
         raise ValueError("the checksum is wrong")
     try:
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
-            learnt = Learnt(
+            learnt = LearntProbes(
                 arrays["joint"].astype(np.float32), arrays["short"], arrays["words"],
                 arrays["scales"],
             )  # fmt: skip
@@ -89,7 +89,7 @@ def unpacked(found: bytes, count: int, dim: int) -> Learnt:
     return learnt
 
 
-def read(path: Path, count: int, dim: int) -> Learnt | None:
+def read(path: Path, count: int, dim: int) -> LearntProbes | None:
     try:
         return unpacked(path.read_bytes(), count, dim)
     except FileNotFoundError:

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from coterie.core.adapters import AdapterProfile
 from coterie.routing.match.embed import Embedder, Vector, unit
-from coterie.routing.match.probe import Background, Lesson, Probe, ordinary_prompts
-from coterie.routing.match.sketch import Sketch, sketch
+from coterie.routing.match.probe import BackgroundPrompts, Probe, ProbeExamples, ordinary_prompts
+from coterie.routing.match.sketch import TextSketch, sketch
 from coterie.routing.stack import same_purpose
 
 Value = TypeVar("Value")
@@ -59,21 +59,21 @@ SAME_MEANING = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _PackageTexts:
     """The texts of one package."""
 
     # of these texts
     digest: str
     # the examples as they are written
     texts: frozenset[str]
-    examples: list[Sketch]
-    counterexamples: list[Sketch]
-    made_up: list[Sketch]
+    examples: list[TextSketch]
+    counterexamples: list[TextSketch]
+    made_up: list[TextSketch]
     centre: Vector
 
 
-_backgrounds: KeptCache[Background] = KeptCache(4)
-_said: KeptCache[_Said] = KeptCache(2000)
+_backgrounds: KeptCache[BackgroundPrompts] = KeptCache(4)
+_said: KeptCache[_PackageTexts] = KeptCache(2000)
 _probes: KeptCache[Probe] = KeptCache(2000)
 
 
@@ -81,24 +81,28 @@ def probes(profiles: Sequence[AdapterProfile], embedder: Embedder) -> list[Probe
     """One for each profile, in their order."""
     if not profiles:
         return []
-    background = _backgrounds.get(embedder.name, lambda: Background(ordinary_prompts(), embedder))
+    background = _backgrounds.get(
+        embedder.name, lambda: BackgroundPrompts(ordinary_prompts(), embedder)
+    )
     said = [_texts(profile, embedder) for profile in profiles]
     centres = np.stack([item.centre for item in said])
     made = []
     for row, item in enumerate(said):
         near = _neighbours(said, centres, row)
         key = (embedder.name, item.digest, *(other.digest for other in near))
-        lesson = Lesson(item.examples, item.counterexamples, item.made_up, *_others(item, near))
+        lesson = ProbeExamples(
+            item.examples, item.counterexamples, item.made_up, *_others(item, near)
+        )
         made.append(_probes.get(key, partial(background.fit, lesson)))
     return made
 
 
-def _texts(profile: AdapterProfile, embedder: Embedder) -> _Said:
-    digest = said_by(profile)
+def _texts(profile: AdapterProfile, embedder: Embedder) -> _PackageTexts:
+    digest = texts_digest(profile)
     return _said.get((embedder.name, digest), lambda: _read(profile, digest, embedder))
 
 
-def said_by(profile: AdapterProfile) -> str:
+def texts_digest(profile: AdapterProfile) -> str:
     """The digest of what a probe is learnt from: of two packages that say the same, one digest."""
     texts = (profile.examples, profile.counterexamples, profile.keywords)
     few = len(profile.examples) < FEW_EXAMPLES
@@ -106,7 +110,7 @@ def said_by(profile: AdapterProfile) -> str:
     return sha256(repr((*texts, *also)).encode()).hexdigest()
 
 
-def _read(profile: AdapterProfile, digest: str, embedder: Embedder) -> _Said:
+def _read(profile: AdapterProfile, digest: str, embedder: Embedder) -> _PackageTexts:
     texts = list(profile.examples[:MAX_EXAMPLES])
     misses = near_misses(profile.keywords, texts, _common())
     if len(texts) < FEW_EXAMPLES:
@@ -115,7 +119,7 @@ def _read(profile: AdapterProfile, digest: str, embedder: Embedder) -> _Said:
     against = [sketch(text, embedder) for text in profile.counterexamples[:MAX_EXAMPLES] if text]
     made_up = [sketch(text, embedder) for text in misses]
     centre = unit(np.sum([item.meaning for item in examples], axis=0, dtype=np.float32))
-    return _Said(digest, frozenset(texts), examples, against, made_up, centre)
+    return _PackageTexts(digest, frozenset(texts), examples, against, made_up, centre)
 
 
 @cache
@@ -123,10 +127,12 @@ def _common() -> Counter[str]:
     return word_counts(ordinary_prompts())
 
 
-def _neighbours(said: Sequence[_Said], centres: NDArray[np.float32], row: int) -> list[_Said]:
+def _neighbours(
+    said: Sequence[_PackageTexts], centres: NDArray[np.float32], row: int
+) -> list[_PackageTexts]:
     """Those most like `row`, in the order of their texts' digests; each text once, and none that is
     for the same prompts: a copy under another name is no evidence against the original."""
-    found: dict[str, _Said] = {}
+    found: dict[str, _PackageTexts] = {}
     for other in np.argsort(-(centres @ centres[row]), kind="stable"):
         item = said[other]
         if item.digest not in found and not same_purpose(item.texts, said[row].texts):
@@ -136,7 +142,9 @@ def _neighbours(said: Sequence[_Said], centres: NDArray[np.float32], row: int) -
     return [found[digest] for digest in sorted(found)]
 
 
-def _others(own: _Said, near: Sequence[_Said]) -> tuple[list[Sketch], list[Sketch]]:
+def _others(
+    own: _PackageTexts, near: Sequence[_PackageTexts]
+) -> tuple[list[TextSketch], list[TextSketch]]:
     """What the neighbours are for, and what they are not for: hardly anybody is for that. A text
     that says about the same as an own example is neither."""
     share = MAX_OTHERS // max(1, len(near))
@@ -149,7 +157,7 @@ def _others(own: _Said, near: Sequence[_Said]) -> tuple[list[Sketch], list[Sketc
     return examples, against
 
 
-def _spread(items: Sequence[Sketch], most: int) -> list[Sketch]:
+def _spread(items: Sequence[TextSketch], most: int) -> list[TextSketch]:
     """From the whole of them: one hand's texts often stand together."""
     count = min(most, len(items))
     return [items[place * len(items) // count] for place in range(count)]

@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from coterie.core.adapters import AdapterProfile
 from coterie.core.errors import MissingDependency
-from coterie.routing.match.calibrate import Calibration, calibration_of
+from coterie.routing.match.calibrate import ScoreCalibration, calibration_of
 from coterie.routing.match.embed import Embedder
-from coterie.routing.match.learnt import Learnt
+from coterie.routing.match.learnt import LearntProbes
 from coterie.routing.match.lessons import probes
 from coterie.routing.match.probe import Probe
-from coterie.routing.match.sketch import PLACES, Sketch, shape, sketch
+from coterie.routing.match.sketch import PLACES, TextSketch, shape, sketch
 
 if TYPE_CHECKING:
-    from coterie.routing.features.features import Features
+    from coterie.routing.features.features import PromptFeatures
 
 CANDIDATES = 16
 # more of a graph's rows are scored, since it compares less than the probes do
@@ -37,7 +37,7 @@ _SIGN = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), PLACE
 _USUAL = shape("Write this down as a list, please: the first is Red, the second one is Blue.")
 
 
-class Match(NamedTuple):
+class AdapterMatch(NamedTuple):
     """One adapter that a text may be for; both figures 0 to 1, the probability calibrated."""
 
     profile: AdapterProfile
@@ -47,10 +47,10 @@ class Match(NamedTuple):
 
 class Matcher:
     def __init__(
-        self, profiles: Sequence[AdapterProfile], learnt: Learnt, embedder: Embedder
+        self, profiles: Sequence[AdapterProfile], learnt: LearntProbes, embedder: Embedder
     ) -> None:
         self._profiles, self._embedder = tuple(profiles), embedder
-        self._calibration: Calibration = calibration_of(embedder.name)
+        self._calibration: ScoreCalibration = calibration_of(embedder.name)
         self._joint, self._short = learnt.joint, learnt.short
         # a text looks at few of its rows
         self._words, self._scales = learnt.words, learnt.scales
@@ -62,7 +62,7 @@ class Matcher:
     @classmethod
     def build(cls, profiles: Sequence[AdapterProfile], embedder: Embedder) -> Matcher:
         """Takes milliseconds per adapter that was not seen before. There is at least one."""
-        return cls(profiles, learn(profiles, embedder), embedder)
+        return cls(profiles, learn_probes(profiles, embedder), embedder)
 
     @property
     def threshold(self) -> float:
@@ -70,8 +70,8 @@ class Matcher:
         return self._calibration.threshold
 
     def match(
-        self, text: str, features: Features | None = None, k: int = CANDIDATES
-    ) -> list[Match]:
+        self, text: str, features: PromptFeatures | None = None, k: int = CANDIDATES
+    ) -> list[AdapterMatch]:
         """At most `k` adapters, the likeliest first."""
         asked = sketch(text, self._embedder)
         rows, scores = self._scored(asked, k)
@@ -79,9 +79,9 @@ class Matcher:
         best = scores[order].astype(np.float64)
         similar, likely = np.clip((best + 1.0) / 2.0, 0.0, 1.0), self._calibration.probability(best)
         found = zip(rows[order].tolist(), similar.tolist(), likely.tolist(), strict=True)
-        return [Match(self._profiles[row], *figures) for row, *figures in found]
+        return [AdapterMatch(self._profiles[row], *figures) for row, *figures in found]
 
-    def _scored(self, asked: Sketch, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def _scored(self, asked: TextSketch, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """At least `k` rows, where there are so many, with their scores."""
         rows = np.arange(len(self._profiles))
         if self._graph is not None:
@@ -97,7 +97,7 @@ class Matcher:
         scores: NDArray[np.float32] = self._joint[rows] @ pairs + said
         return rows, scores
 
-    def _said(self, asked: Sketch, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+    def _said(self, asked: TextSketch, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         marks = (
             self._words[asked.grams]
             if self._graph is None
@@ -113,13 +113,13 @@ def _short(probe: Probe) -> NDArray[np.float32]:
     return np.concatenate([meaning, joint[1:, 0], joint[:1, 0]])
 
 
-def _brief(asked: Sketch) -> NDArray[np.float32]:
+def _brief(asked: TextSketch) -> NDArray[np.float32]:
     return np.concatenate([asked.meaning, asked.form, _ONE])
 
 
-def learn(profiles: Sequence[AdapterProfile], embedder: Embedder) -> Learnt:
+def learn_probes(profiles: Sequence[AdapterProfile], embedder: Embedder) -> LearntProbes:
     made = probes(profiles, embedder)
-    return Learnt(
+    return LearntProbes(
         np.stack([probe.joint.ravel() for probe in made]).astype(np.float32),
         np.stack([_short(probe) for probe in made]).astype(np.float32),
         np.stack([probe.words for probe in made], axis=1),
@@ -127,13 +127,13 @@ def learn(profiles: Sequence[AdapterProfile], embedder: Embedder) -> Learnt:
     )
 
 
-def _row(learnt: Learnt, row: int) -> NDArray[np.float32]:
+def _row(learnt: LearntProbes, row: int) -> NDArray[np.float32]:
     """What a graph compares: the short form, and the words folded into few columns."""
     folded = np.bincount(_COLUMN, learnt.words[:, row] * _SIGN, _FOLDED) * learnt.scales[row]
     return np.concatenate([learnt.short[row], folded]).astype(np.float32)
 
 
-def _column(asked: Sketch) -> NDArray[np.float32]:
+def _column(asked: TextSketch) -> NDArray[np.float32]:
     signs = _SIGN[asked.grams] * asked.weights
     folded = np.bincount(_COLUMN[asked.grams], signs, _FOLDED)
     return np.concatenate([_brief(asked), folded]).astype(np.float32)

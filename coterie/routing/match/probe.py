@@ -15,7 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.routing.match.embed import Embedder
-from coterie.routing.match.sketch import JOINT_WEIGHT, PLACES, SHAPE_WEIGHT, Rows, Sketch, sketch
+from coterie.routing.match.sketch import (
+    JOINT_WEIGHT,
+    PLACES,
+    SHAPE_WEIGHT,
+    SketchRows,
+    TextSketch,
+    sketch,
+)
 
 _PROMPTS = Path(__file__).parent / "data" / "background.txt"
 _RIDGE = 0.1
@@ -24,16 +31,16 @@ FOR, AGAINST, MADE_UP, OTHERS = 2.0, 1.0, 0.3, 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class ProbeExamples:
     """What one adapter's probe learns from, beside the background."""
 
-    examples: Sequence[Sketch]
-    counterexamples: Sequence[Sketch]
+    examples: Sequence[TextSketch]
+    counterexamples: Sequence[TextSketch]
     # near misses that nobody wrote
-    made_up: Sequence[Sketch] = ()
+    made_up: Sequence[TextSketch] = ()
     # what other adapters are for, and near misses of theirs
-    others: Sequence[Sketch] = ()
-    others_misses: Sequence[Sketch] = ()
+    others: Sequence[TextSketch] = ()
+    others_misses: Sequence[TextSketch] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +54,17 @@ class Probe:
     scale: float
 
 
-class Background:
+class BackgroundPrompts:
     """Ordinary prompts, which are for no adapter, and the inverse of their kernel."""
 
     def __init__(self, texts: Sequence[str], embedder: Embedder) -> None:
         self._sketches = [sketch(text, embedder) for text in texts]
-        self._rows = Rows(self._sketches)
+        self._rows = SketchRows(self._sketches)
         kernel = self._rows.alike(self._sketches).astype(np.float64) + 1.0
         inverse = np.linalg.inv(kernel + _RIDGE * np.eye(len(texts)))
         self._inverse = inverse.astype(np.float32)
 
-    def fit(self, lesson: Lesson) -> Probe:
+    def fit(self, lesson: ProbeExamples) -> Probe:
         parts = (
             (lesson.examples, FOR), (lesson.counterexamples, AGAINST), (lesson.made_up, MADE_UP),
             (lesson.others, OTHERS), (lesson.others_misses, OTHERS),
@@ -65,7 +72,7 @@ class Background:
         own = [item for part, _ in parts for item in part]
         worth = np.concatenate([np.full(len(part), each) for part, each in parts])
         wanted = np.where(np.arange(len(own)) < len(lesson.examples), 1.0, -1.0)
-        rows = Rows(own)
+        rows = SketchRows(own)
         inside = rows.alike(own).astype(np.float64) + 1.0 + np.diag(_RIDGE / worth)
         across = self._rows.alike(own) + np.float32(1.0)
         # block elimination: the background's answers are all -1
@@ -78,7 +85,7 @@ class Background:
         return Probe(joint.astype(np.float16), np.rint(words / scale).astype(np.int8), scale)
 
 
-def _joint(rows: Rows, share: NDArray[np.float64]) -> NDArray[np.float64]:
+def _joint(rows: SketchRows, share: NDArray[np.float64]) -> NDArray[np.float64]:
     meaning = np.insert(rows.meaning, 0, 1.0, axis=1)
     form = np.insert(rows.form, 0, 1.0, axis=1)
     joint: NDArray[np.float64] = form.T @ (meaning * share[:, None])
@@ -87,7 +94,7 @@ def _joint(rows: Rows, share: NDArray[np.float64]) -> NDArray[np.float64]:
     return joint
 
 
-def _words(rows: Rows, share: NDArray[np.float64]) -> NDArray[np.float64]:
+def _words(rows: SketchRows, share: NDArray[np.float64]) -> NDArray[np.float64]:
     amounts = np.repeat(share, rows.counts) * rows.weights
     words: NDArray[np.float64] = np.bincount(rows.grams, amounts, PLACES).astype(np.float64)
     return words

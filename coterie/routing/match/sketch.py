@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from coterie.routing.features.instruction import (
     NUM_KINDS,
     OPENINGS,
-    Instruction,
+    PromptInstruction,
     bounded,
     instruction,
     words,
@@ -39,7 +39,7 @@ _LONGEST_NUMBER = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
+class TextSketch:
     # unit length [dim]
     meaning: Vector
     # [shape.DIM]
@@ -50,14 +50,14 @@ class Sketch:
     weights: Vector
 
 
-def sketch(text: str, embedder: Embedder) -> Sketch:
+def sketch(text: str, embedder: Embedder) -> TextSketch:
     text = bounded(text)
     found, asked = words(text), instruction(text)
     halves = _places(_grams(found), 0), _places(_asked_grams(asked), _HALF)
     weights = [np.full(len(half), _word_scale(len(half)), np.float32) for half in halves]
     grams = np.array([*halves[0], *halves[1]], np.int32)
     form = shape(text, found, asked)
-    return Sketch(embedder.embed(text), form, grams, np.concatenate(weights))
+    return TextSketch(embedder.embed(text), form, grams, np.concatenate(weights))
 
 
 def _grams(found: list[str]) -> set[str]:
@@ -68,7 +68,7 @@ def _grams(found: list[str]) -> set[str]:
     return said
 
 
-def _asked_grams(asked: Instruction) -> set[str]:
+def _asked_grams(asked: PromptInstruction) -> set[str]:
     """Words in order, and what the instruction's first word or its kind goes with."""
     shown, place = _shown(asked.words), asked.place
     said = _grams(asked.words)
@@ -92,10 +92,10 @@ def _word_scale(count: int) -> float:
     return float(np.sqrt(WORD_WEIGHT / max(1, count)))
 
 
-class Rows:
+class SketchRows:
     """Many sketches as arrays."""
 
-    def __init__(self, sketches: Sequence[Sketch]) -> None:
+    def __init__(self, sketches: Sequence[TextSketch]) -> None:
         self.meaning = np.stack([item.meaning for item in sketches])
         self.form = np.stack([item.form for item in sketches])
         self.grams = np.concatenate([item.grams for item in sketches])
@@ -109,7 +109,7 @@ class Rows:
         columns = np.repeat(np.arange(len(sketches)), self.counts)
         self._marks[self._line[self.grams], columns] = self.weights
 
-    def alike(self, others: Sequence[Sketch]) -> NDArray[np.float32]:
+    def alike(self, others: Sequence[TextSketch]) -> NDArray[np.float32]:
         """The kernel of every other sketch with every row: [len(others), rows]."""
         meaning = np.stack([item.meaning for item in others]) @ self.meaning.T
         form = np.stack([item.form for item in others]) @ self.form.T
@@ -119,7 +119,7 @@ class Rows:
         )
         return total
 
-    def _said(self, item: Sketch) -> NDArray[np.float32]:
+    def _said(self, item: TextSketch) -> NDArray[np.float32]:
         lines = self._line[item.grams]
         known = lines >= 0
         total: NDArray[np.float32] = item.weights[known] @ self._marks[lines[known]]
@@ -164,7 +164,7 @@ DIM = _PLAIN + len(OPENINGS)
 
 
 def shape(
-    text: str, found: list[str] | None = None, asked: Instruction | None = None
+    text: str, found: list[str] | None = None, asked: PromptInstruction | None = None
 ) -> NDArray[np.float32]:
     """`DIM` numbers; `text` is bounded, `found` are its words, `asked` is its instruction."""
     found = words(text) if found is None else found

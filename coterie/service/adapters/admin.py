@@ -16,12 +16,12 @@ from coterie.core.adapters import AdapterCard
 from coterie.core.errors import Forbidden, InvalidRequest, NotFound, WeightsError
 
 if TYPE_CHECKING:
-    from coterie.packages.registry import Registry
-    from coterie.service.roster import Bases, Roster
+    from coterie.packages.registry import AdapterRegistry
+    from coterie.service.roster import BaseFingerprints, Fleet
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class InstallName:
     """What an adapter is to be called, where that differs from its own words."""
 
     name: str | None = None
@@ -29,7 +29,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class AdapterDetails:
     """One name with everything that is installed under it."""
 
     card: AdapterCard
@@ -38,7 +38,7 @@ class Shown:
 
 
 class AdapterAdmin:
-    def __init__(self, roster: Roster, trust: Path, allow_unsigned: bool) -> None:
+    def __init__(self, roster: Fleet, trust: Path, allow_unsigned: bool) -> None:
         """`trust` is the file of the keys that are trusted here."""
         self._roster = roster
         self._catalog = roster.catalog
@@ -53,7 +53,7 @@ class AdapterAdmin:
         return dict(self._catalog.current())
 
     async def install(
-        self, source: Path | bytes, wish: Wish | None = None, base: str | None = None
+        self, source: Path | bytes, wish: InstallName | None = None, base: str | None = None
     ) -> AdapterCard:
         """A `.expert` file, its bytes, or a PEFT directory of this machine, which says nothing of
         its base: it is taken to be for the specialist `base`."""
@@ -61,7 +61,7 @@ class AdapterAdmin:
             self._refuse_specialists(wish.name)
         bases = self._roster.fingerprints(base)
         return await self._catalog.change(
-            lambda registry: self._add(registry, source, bases, wish or Wish())
+            lambda registry: self._add(registry, source, bases, wish or InstallName())
         )
 
     async def load(self, name: str, path: Path, base: str | None, in_place: bool) -> AdapterCard:
@@ -73,7 +73,7 @@ class AdapterAdmin:
         self._refuse_specialists(name)
         bases = self._roster.fingerprints(base)
 
-        def work(registry: Registry) -> AdapterCard:
+        def work(registry: AdapterRegistry) -> AdapterCard:
             before = _current(registry, name)
             if before is not None and not in_place:
                 raise InvalidRequest(
@@ -83,18 +83,18 @@ class AdapterAdmin:
                 )
             if before is not None and before.pinned:
                 raise Forbidden(f"'{name}' is pinned to {before.version}. Unpin it first.")
-            card = self._add(registry, path, bases, Wish(name))
+            card = self._add(registry, path, bases, InstallName(name))
             if before is not None and before.version != card.version:
                 _drop_older(registry, name, {before.version, card.version})
             return card
 
         return await self._catalog.change(work)
 
-    async def show(self, name: str, version: str | None = None) -> Shown:
-        def question(registry: Registry) -> Shown:
+    async def show(self, name: str, version: str | None = None) -> AdapterDetails:
+        def question(registry: AdapterRegistry) -> AdapterDetails:
             card = registry.find(name, version)
             versions = tuple(registry.versions(card.name))
-            return Shown(card, versions, _manifest(registry, card))
+            return AdapterDetails(card, versions, _manifest(registry, card))
 
         return await self._catalog.ask(question)
 
@@ -107,7 +107,7 @@ class AdapterAdmin:
     async def pin(self, name: str, on: bool, version: str | None = None) -> AdapterCard:
         """With a version: that one is current from now on too."""
 
-        def work(registry: Registry) -> AdapterCard:
+        def work(registry: AdapterRegistry) -> AdapterCard:
             if version is not None:
                 # nothing changes for one that is not there
                 registry.find(name, version)
@@ -127,7 +127,7 @@ class AdapterAdmin:
         """New requests do not find it; its files go when the last request on them has ended. Of
         an alias only the alias goes."""
 
-        def work(registry: Registry) -> AdapterCard:
+        def work(registry: AdapterRegistry) -> AdapterCard:
             card = registry.find(name, version)
             if card.name != name and version is None:
                 registry.unalias(name)
@@ -152,7 +152,11 @@ class AdapterAdmin:
         check_adapter(folder, {name: info.modules for name, info in infos.items()}, room)
 
     def _add(
-        self, registry: Registry, source: Path | bytes, bases: Bases, wish: Wish
+        self,
+        registry: AdapterRegistry,
+        source: Path | bytes,
+        bases: BaseFingerprints,
+        wish: InstallName,
     ) -> AdapterCard:
         from coterie.packages.trust import TrustStore
 
@@ -172,21 +176,21 @@ class AdapterAdmin:
             raise InvalidRequest(error.message, param=error.param) from error
 
 
-def _drop_older(registry: Registry, name: str, kept: Collection[str]) -> None:
+def _drop_older(registry: AdapterRegistry, name: str, kept: Collection[str]) -> None:
     meant = {card.version for card in registry.meanings().values() if card.name == name}
     for old in registry.versions(name):
         if old.version not in meant.union(kept) and not old.signer:
             registry.remove(name, old.version, keep=[old.digest])
 
 
-def _current(registry: Registry, name: str) -> AdapterCard | None:
+def _current(registry: AdapterRegistry, name: str) -> AdapterCard | None:
     try:
         return registry.find(name)
     except NotFound:
         return None
 
 
-def _manifest(registry: Registry, card: AdapterCard) -> dict[str, Any] | None:
+def _manifest(registry: AdapterRegistry, card: AdapterCard) -> dict[str, Any] | None:
     """None for an adapter that came as a plain directory."""
     from coterie.packages.paths import MANIFEST
 

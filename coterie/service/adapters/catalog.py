@@ -18,17 +18,17 @@ from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
-from coterie.core.errors import CoterieError, Unavailable, Unsupported
+from coterie.core.errors import CoterieError, Unavailable, UnsupportedFeature
 from coterie.core.plan import AdapterChoice
 from coterie.obs.trace import log
 from coterie.packages.device_size import device_size
 from coterie.packages.profile import read_profile
 from coterie.routing.protocols import Matcher
-from coterie.service.adapters.leases import Lease, Leases
-from coterie.service.adapters.matching import Matching
+from coterie.service.adapters.leases import AdapterLease, AdapterLeases
+from coterie.service.adapters.matching import MatcherBuilder
 
 if TYPE_CHECKING:
-    from coterie.packages.registry import Registry
+    from coterie.packages.registry import AdapterRegistry
 
 POLL_S = 0.5
 # files go this long after their last user at the earliest
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class CatalogSnapshot:
     """The registry at one moment. Replaced whole, so that an alias flips at once for everybody."""
 
     generation: int = -1
@@ -55,18 +55,18 @@ class Snapshot:
     usual_quality: float = 0.5
 
 
-class Catalog:
+class AdapterCatalog:
     """`root` is the registry's folder; None for a server that runs no adapters."""
 
     def __init__(self, root: Path | None) -> None:
-        self.leases = Leases(self._idle)
+        self.leases = AdapterLeases(self._idle)
         self._root = root
-        self._registry: Registry | None = None
+        self._registry: AdapterRegistry | None = None
         self._thread = ThreadPoolExecutor(1, "registry")
         # of that thread alone
-        self._profiles = Profiles()
-        self._matching = Matching()
-        self._snapshot = Snapshot()
+        self._profiles = ProfileCache()
+        self._matching = MatcherBuilder()
+        self._snapshot = CatalogSnapshot()
         # installed, and not what they were: digests whose files are gone or changed
         self._damaged: frozenset[str] = frozenset()
         self._poller: asyncio.Task[None] | None = None
@@ -78,10 +78,10 @@ class Catalog:
     async def start(self) -> None:
         if self._root is None:
             return
-        from coterie.packages.registry import Registry
+        from coterie.packages.registry import AdapterRegistry
 
         try:
-            self._registry = await self._call(Registry, self._root)
+            self._registry = await self._call(AdapterRegistry, self._root)
             await self.refresh()
         except BROKEN as error:
             # a server without experts is better than none
@@ -165,18 +165,18 @@ class Catalog:
         """Returns when what is installed now can be found by content."""
         await self._matching.settled()
 
-    def hold(self, adapters: Sequence[AdapterChoice]) -> Lease:
+    def hold(self, adapters: Sequence[AdapterChoice]) -> AdapterLease:
         """Keeps the files of a plan's adapters. To be called before anything else can run."""
         cards = (self._snapshot.by_digest.get(item.digest) for item in adapters)
         return self.leases.take(adapters, sum(c.num_virtual_tokens for c in cards if c is not None))
 
     # what an admin does: on the registry's thread
 
-    async def change(self, work: Callable[[Registry], T]) -> T:
+    async def change(self, work: Callable[[AdapterRegistry], T]) -> T:
         """Runs `work`, then shows its outcome to every request from now on."""
         registry = self._opened()
 
-        def whole() -> tuple[T, Snapshot, Snapshot]:
+        def whole() -> tuple[T, CatalogSnapshot, CatalogSnapshot]:
             # what another server removed meanwhile is its own to free: it knows who runs on it
             before = self._read(registry)
             return work(registry), before, self._read(registry)
@@ -191,14 +191,14 @@ class Catalog:
         self._show(after)
         return done
 
-    async def ask(self, question: Callable[[Registry], T]) -> T:
+    async def ask(self, question: Callable[[AdapterRegistry], T]) -> T:
         """`question`'s answer, where nothing is changed."""
         return await self._call(question, self._opened())
 
     async def refresh(self) -> None:
         self._show(await self._call(self._read, self._opened()))
 
-    def _show(self, snapshot: Snapshot) -> None:
+    def _show(self, snapshot: CatalogSnapshot) -> None:
         """The one thread keeps the order: a later reading never comes first."""
         self._doomed -= snapshot.by_digest.keys()
         self._snapshot = snapshot
@@ -206,14 +206,14 @@ class Catalog:
         if self._doomed:
             self._untidy.set()
 
-    def _read(self, registry: Registry) -> Snapshot:
+    def _read(self, registry: AdapterRegistry) -> CatalogSnapshot:
         """The number comes first: what another process changes meanwhile is seen by the next
         poll."""
         generation = registry.generation()
         self._damaged = _unsound(registry, self._damaged)
         cards, current = registry.cards(), registry.meanings()
         profiles = self._profiles.read(registry, cards)
-        return Snapshot(
+        return CatalogSnapshot(
             generation=generation,
             versions={(card.name, card.version): card for card in cards},
             current=current,
@@ -223,9 +223,9 @@ class Catalog:
             usual_quality=usual_quality(profiles.values()),
         )
 
-    def _opened(self) -> Registry:
+    def _opened(self) -> AdapterRegistry:
         if self._root is None:
-            raise Unsupported("this server runs no experts: adapters.device_bytes is 0")
+            raise UnsupportedFeature("this server runs no experts: adapters.device_bytes is 0")
         if self._registry is None:
             raise Unavailable("the registry of experts is closed or cannot be opened; see the log")
         return self._registry
@@ -271,12 +271,12 @@ class Catalog:
             return ()
 
 
-def _unsound(registry: Registry, digests: Iterable[str]) -> frozenset[str]:
+def _unsound(registry: AdapterRegistry, digests: Iterable[str]) -> frozenset[str]:
     """Those whose files in the library are not their bytes. Reads them all."""
     return frozenset(digest for digest in digests if not registry.is_sound(digest))
 
 
-def _free(registry: Registry, digests: Collection[str]) -> list[str]:
+def _free(registry: AdapterRegistry, digests: Collection[str]) -> list[str]:
     """Removes the files of these digests and of no others, which other processes may be using: not
     even of those that come while this runs. Says which are still there."""
     if registry.library.is_dir():
@@ -289,14 +289,14 @@ def _free(registry: Registry, digests: Collection[str]) -> list[str]:
 UNJUDGED = 0.5
 
 
-class Profiles:
+class ProfileCache:
     """Keeps what it read while it is installed: a package's files never change."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str, Path], AdapterProfile] = {}
 
     def read(
-        self, registry: Registry, cards: Sequence[AdapterCard]
+        self, registry: AdapterRegistry, cards: Sequence[AdapterCard]
     ) -> dict[tuple[str, str], AdapterProfile]:
         """By name and version. The same object as before where nothing changed."""
         known: dict[tuple[str, str, Path], AdapterProfile] = {}
@@ -331,7 +331,7 @@ def usual_quality(profiles: Iterable[AdapterProfile]) -> float:
     return fmean(judged) if judged else UNJUDGED
 
 
-def _read(registry: Registry, card: AdapterCard, folder: Path) -> AdapterProfile:
+def _read(registry: AdapterRegistry, card: AdapterCard, folder: Path) -> AdapterProfile:
     try:
         size = device_size(registry.library / card.digest)
         return replace(

@@ -12,7 +12,7 @@ from typing import Any
 
 from coterie.core.plan import AdapterChoice, stack_key
 from coterie.core.request import InferenceRequest
-from coterie.obs.metrics import Registry
+from coterie.obs.metrics import MetricRegistry
 
 MAX_CONVERSATIONS = 4096
 # stacks whose successors are counted, and how many successors of each
@@ -29,7 +29,7 @@ Stack = tuple[AdapterChoice, ...]
 
 
 @dataclass(slots=True)
-class Memory:
+class ConversationState:
     """One conversation: its stacks by key, the latest last ("" = the base alone)."""
 
     recent: OrderedDict[str, Stack] = field(default_factory=OrderedDict)
@@ -37,9 +37,9 @@ class Memory:
     foreseen: frozenset[str] = frozenset()
 
 
-class Conversations:
-    def __init__(self, registry: Registry) -> None:
-        self._memories: OrderedDict[tuple[str, str], Memory] = OrderedDict()
+class ConversationPredictor:
+    def __init__(self, registry: MetricRegistry) -> None:
+        self._memories: OrderedDict[tuple[str, str], ConversationState] = OrderedDict()
         # by key: what came after it, in any conversation
         self._after: OrderedDict[str, Counter[str]] = OrderedDict()
         self._stacks: OrderedDict[str, Stack] = OrderedDict()
@@ -54,7 +54,7 @@ class Conversations:
         key = stack_key(adapters)
         memory = self._memories.get((request.tenant, request.session))
         if memory is None:
-            memory = self._memories[request.tenant, request.session] = Memory()
+            memory = self._memories[request.tenant, request.session] = ConversationState()
             _forget(self._memories, MAX_CONVERSATIONS)
             self._size.set(len(self._memories))
         else:

@@ -20,7 +20,7 @@ MIN_TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class AdapterLimits:
     """For the adapters of one request."""
 
     nbytes: int
@@ -31,7 +31,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class LeftOutAdapter:
     """An adapter that was left out, and why."""
 
     adapter: AdapterChoice
@@ -39,8 +39,8 @@ class Left:
 
 
 def left_out(
-    plan: RoutePlan, room: Room, profile: Callable[[str], AdapterProfile | None]
-) -> list[Left]:
+    plan: RoutePlan, room: AdapterLimits, profile: Callable[[str], AdapterProfile | None]
+) -> list[LeftOutAdapter]:
     """Which of the plan's adapters find no room, the better scored ones served first.
 
     One that requires others is kept together with them, or not at all.
@@ -57,13 +57,15 @@ def left_out(
         if _fits(wider.values(), room):
             kept = wider
     return [
-        Left(item, _why(known[item.digest], room))
+        LeftOutAdapter(item, _why(known[item.digest], room))
         for item in plan.adapters
         if item.digest in known and item.digest not in kept
     ]
 
 
-def without(request: InferenceRequest, plan: RoutePlan, left: Sequence[Left]) -> InferenceRequest:
+def without(
+    request: InferenceRequest, plan: RoutePlan, left: Sequence[LeftOutAdapter]
+) -> InferenceRequest:
     """The request that asks for what is left of its plan."""
     hints = request.hints
     dropped = {item.adapter.digest for item in left}
@@ -81,7 +83,7 @@ def base_alone(request: InferenceRequest, plan: RoutePlan) -> InferenceRequest:
     return replace(request, hints=hints)
 
 
-def told(plan: RoutePlan, left: Sequence[Left]) -> RoutePlan:
+def with_left_out(plan: RoutePlan, left: Sequence[LeftOutAdapter]) -> RoutePlan:
     """`plan` that says what was left out of it."""
     trace = plan.trace
     if trace is None or not left:
@@ -103,14 +105,14 @@ def told(plan: RoutePlan, left: Sequence[Left]) -> RoutePlan:
     )
 
 
-def _fits(profiles: Iterable[AdapterProfile], room: Room) -> bool:
+def _fits(profiles: Iterable[AdapterProfile], room: AdapterLimits) -> bool:
     stack = list(profiles)
     nbytes = _nbytes(stack, room)
     tokens = sum(profile.card.num_virtual_tokens for profile in stack)
     return nbytes <= room.nbytes and (not tokens or tokens + MIN_TOKENS <= room.tokens)
 
 
-def _nbytes(stack: Sequence[AdapterProfile], room: Room) -> int:
+def _nbytes(stack: Sequence[AdapterProfile], room: AdapterLimits) -> int:
     """As the pool composes it: one part in fp32 makes the others so."""
     if all(profile.narrow_bytes for profile in stack):
         return sum(profile.narrow_bytes for profile in stack)
@@ -133,7 +135,7 @@ def _with_required(digest: str, known: dict[str, AdapterProfile]) -> dict[str, A
     return found
 
 
-def _why(profile: AdapterProfile, room: Room) -> str:
+def _why(profile: AdapterProfile, room: AdapterLimits) -> str:
     card = profile.card
     if card.num_virtual_tokens and card.num_virtual_tokens + MIN_TOKENS > room.tokens:
         return f"its {card.num_virtual_tokens} soft tokens leave no place in {room.tokens}"

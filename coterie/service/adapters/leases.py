@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from coterie.core.plan import AdapterChoice
 
 
-class Lease:
+class AdapterLease:
     """One request's hold on its adapters.
 
     A stream that is never read is dropped together with its lease, which then ends by itself.
@@ -20,7 +20,7 @@ class Lease:
     __slots__ = ("_adapters", "_counts", "_leases", "virtual_tokens")
 
     def __init__(
-        self, leases: Leases, adapters: Sequence[AdapterChoice], virtual_tokens: int
+        self, leases: AdapterLeases, adapters: Sequence[AdapterChoice], virtual_tokens: int
     ) -> None:
         self._leases = leases
         self._adapters = adapters
@@ -41,7 +41,7 @@ class Lease:
 
     __del__ = end
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> AdapterLease:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,7 +54,7 @@ class Lease:
         self._counts = counts
 
 
-class Leases:
+class AdapterLeases:
     """Every lease that has not ended. `on_idle` is told of digests that lost their last user."""
 
     def __init__(self, on_idle: Callable[[Collection[str]], None]) -> None:
@@ -63,10 +63,10 @@ class Leases:
         self._users: Counter[str] = Counter()
         self._on_idle = on_idle
 
-    def take(self, adapters: Sequence[AdapterChoice], virtual_tokens: int) -> Lease:
+    def take(self, adapters: Sequence[AdapterChoice], virtual_tokens: int) -> AdapterLease:
         for item in adapters:
             self._users[item.digest] += 1
-        return Lease(self, adapters, virtual_tokens)
+        return AdapterLease(self, adapters, virtual_tokens)
 
     def held(self) -> frozenset[str]:
         return frozenset(self._users)

@@ -42,7 +42,7 @@ def _folder() -> Path:
     return home() / "routing"
 
 
-class Matching:
+class MatcherBuilder:
     def __init__(self, build: Build = build_matcher) -> None:
         self._build = build
         self._wanted: tuple[AdapterProfile, ...] = ()

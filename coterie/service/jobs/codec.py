@@ -12,7 +12,7 @@ import msgspec
 from coterie.core.errors import InvalidRequest
 from coterie.core.job import JobSpec
 from coterie.core.outcome import InferenceResult
-from coterie.core.plan import AdapterChoice, RoutePlan, RouteTrace, Tuned
+from coterie.core.plan import AdapterChoice, RoutePlan, RouteTrace, TunedFields
 from coterie.core.request import (
     Chat,
     InferenceRequest,
@@ -141,7 +141,7 @@ def decode_plan(raw: bytes) -> RoutePlan:
         shadow=stored.shadow,
         confidence=stored.confidence,
         reasons=stored.reasons,
-        tuned=Tuned(
+        tuned=TunedFields(
             _prompt(stored.prompt),
             stored.max_tokens,
             stored.response_format,

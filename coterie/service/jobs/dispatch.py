@@ -12,9 +12,9 @@ import time
 
 from coterie.core.errors import CoterieError, Overloaded
 from coterie.core.settings import JobSettings
-from coterie.service.jobs.run import NOT_NOW, Answers, JobRun, LiveJob
+from coterie.service.jobs.run import NOT_NOW, JobPipeline, JobRun, LiveJob
 from coterie.service.jobs.store import RETRY_S, JobStore
-from coterie.service.jobs.tables import Waiting
+from coterie.service.jobs.tables import WaitingJob
 
 # requests that wait, on disk
 MAX_QUEUED_BYTES = 512 * 10**6
@@ -24,8 +24,8 @@ MAX_PAUSE_S = 30.0
 MAX_ESTIMATE_S = 24 * 3600.0
 
 
-class Dispatcher:
-    def __init__(self, answers: Answers, store: JobStore, settings: JobSettings) -> None:
+class JobDispatcher:
+    def __init__(self, answers: JobPipeline, store: JobStore, settings: JobSettings) -> None:
         self._answers, self._store, self._settings = answers, store, settings
         self.running: dict[str, asyncio.Task[None]] = {}
         self.live: dict[str, LiveJob] = {}
@@ -38,7 +38,7 @@ class Dispatcher:
         # what a run takes, by and large
         self._run_s = 1.0
 
-    def push(self, entry: Waiting) -> None:
+    def push(self, entry: WaitingJob) -> None:
         self.queue.push(entry)
         self._wake.set()
 
@@ -99,7 +99,7 @@ class Dispatcher:
             except TimeoutError:
                 continue
 
-    def _next(self) -> Waiting | None:
+    def _next(self) -> WaitingJob | None:
         """The job that may begin now."""
         places = 1 if self._alone else self._settings.concurrency
         full = bool(self.running) and len(self.running) >= places
@@ -110,7 +110,7 @@ class Dispatcher:
             return None
         return entry
 
-    async def _run(self, entry: Waiting) -> None:
+    async def _run(self, entry: WaitingJob) -> None:
         live = self.live.setdefault(entry.id, LiveJob())
         began = time.monotonic()
         again = False
@@ -148,7 +148,7 @@ LEVELS = 10
 class JobQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[bool, int, int, str]] = []
-        self._entries: dict[str, Waiting] = {}
+        self._entries: dict[str, WaitingJob] = {}
         self._levels = [0] * LEVELS
         self.nbytes = 0
 
@@ -158,18 +158,18 @@ class JobQueue:
     def __contains__(self, job_id: str) -> bool:
         return job_id in self._entries
 
-    def push(self, entry: Waiting) -> None:
+    def push(self, entry: WaitingJob) -> None:
         heapq.heappush(self._heap, (is_suspect(entry), -entry.priority, entry.seq, entry.id))
         self._entries[entry.id] = entry
         self._levels[entry.priority] += 1
         self.nbytes += entry.nbytes
 
-    def peek(self) -> Waiting | None:
+    def peek(self) -> WaitingJob | None:
         while self._heap and self._heap[0][3] not in self._entries:
             heapq.heappop(self._heap)
         return self._entries[self._heap[0][3]] if self._heap else None
 
-    def drop(self, job_id: str) -> Waiting | None:
+    def drop(self, job_id: str) -> WaitingJob | None:
         """Out of the line, wherever it stood."""
         entry = self._entries.pop(job_id, None)
         if entry is not None:
@@ -185,5 +185,5 @@ class JobQueue:
         return sum(self._levels[priority:])
 
 
-def is_suspect(entry: Waiting) -> bool:
+def is_suspect(entry: WaitingJob) -> bool:
     return entry.crashes >= SUSPECT_CRASHES

@@ -26,12 +26,12 @@ from coterie.service.answer import AnswerBuilder
 from coterie.service.deadline import Events, until_deadline
 from coterie.service.jobs.codec import decode_plan, decode_spec, encode_plan, encode_result
 from coterie.service.jobs.store import RETRY_S, JobStore
-from coterie.service.jobs.tables import Ending
+from coterie.service.jobs.tables import JobEnd
 
 NOT_NOW = (Overloaded, Unavailable)
 
 
-class Answers(Protocol):
+class JobPipeline(Protocol):
     """The part of `service.pipeline.Pipeline` that jobs use."""
 
     def resolve(self, hints: RouteHints) -> str: ...
@@ -48,7 +48,7 @@ class Answers(Protocol):
 
 
 class JobRun:
-    def __init__(self, answers: Answers, store: JobStore, job_id: str, live: LiveJob) -> None:
+    def __init__(self, answers: JobPipeline, store: JobStore, job_id: str, live: LiveJob) -> None:
         self._answers = answers
         self._store = store
         self._id = job_id
@@ -68,7 +68,7 @@ class JobRun:
         if ending is not None:
             await self._write(ending)
 
-    async def _ending(self) -> Ending | None:
+    async def _ending(self) -> JobEnd | None:
         stored = await self._store.request(self._id)
         if stored is None:
             return None
@@ -89,7 +89,7 @@ class JobRun:
                 InternalError("the server failed to answer; the log has the job id")
             )
 
-    async def _answer(self, spec: JobSpec, stored: RoutePlan | None) -> Ending | None:
+    async def _answer(self, spec: JobSpec, stored: RoutePlan | None) -> JobEnd | None:
         plans, events = await self._events(spec, stored)
         async with aclosing(events):
             builder = AnswerBuilder(self._id, plans, explain=spec.explain)
@@ -101,7 +101,7 @@ class JobRun:
                     self._live.feed(self._length, event.text)
                     self._length += len(event.text)
         result = builder.result()
-        return Ending(SUCCEEDED, time.time(), result=encode_result(result))
+        return JobEnd(SUCCEEDED, time.time(), result=encode_result(result))
 
     async def _events(
         self, spec: JobSpec, stored: RoutePlan | None
@@ -131,12 +131,12 @@ class JobRun:
         self._live.tell()
         return self._begun
 
-    def _failed(self, error: CoterieError) -> Ending:
-        return Ending(
+    def _failed(self, error: CoterieError) -> JobEnd:
+        return JobEnd(
             FAILED, time.time(), self._live.text, error=JobError(error.code, error.message)
         )
 
-    async def _write(self, ending: Ending) -> None:
+    async def _write(self, ending: JobEnd) -> None:
         """An answer is not given up because the disk is full at the moment."""
         while True:
             try:

@@ -26,10 +26,10 @@ from coterie.core.resolve import draw_seed
 from coterie.core.settings import JobSettings
 from coterie.obs.trace import log
 from coterie.service.jobs.codec import encode_spec
-from coterie.service.jobs.dispatch import Dispatcher
-from coterie.service.jobs.run import Answers, LiveJob
+from coterie.service.jobs.dispatch import JobDispatcher
+from coterie.service.jobs.run import JobPipeline, LiveJob
 from coterie.service.jobs.store import JobStore
-from coterie.service.jobs.tables import Ending, Entry, Orphan, Waiting
+from coterie.service.jobs.tables import AbandonedJob, JobEnd, NewJob, WaitingJob
 
 # answers that can still be asked for, on disk
 MAX_ENDED = 100_000
@@ -43,9 +43,9 @@ Progress = RoutePlan | str | Job
 
 
 class JobService:
-    def __init__(self, answers: Answers, store: JobStore, settings: JobSettings) -> None:
+    def __init__(self, answers: JobPipeline, store: JobStore, settings: JobSettings) -> None:
         self._answers, self._store, self._settings = answers, store, settings
-        self._dispatcher = Dispatcher(answers, store, settings)
+        self._dispatcher = JobDispatcher(answers, store, settings)
         self._tasks: list[asyncio.Task[None]] = []
         # jobs on their way to the disk
         self._entering = 0
@@ -164,7 +164,7 @@ class JobService:
     async def _accept(self, spec: JobSpec, raw: bytes) -> Job:
         request = spec.request
         wait_s = self._dispatcher.expected_wait_s(request.limits.priority)
-        entry = Entry(
+        entry = NewJob(
             request.id,
             request.tenant,
             spec.user_id,
@@ -215,7 +215,7 @@ class JobService:
             if job_id not in still:
                 self._dispatcher.stop(job_id)
 
-    def _can_take(self, orphan: Orphan) -> bool:
+    def _can_take(self, orphan: AbandonedJob) -> bool:
         """Not where this server has no such model, as long as another one may come that has."""
         try:
             self._answers.resolve(RouteHints(orphan.model or None))
@@ -223,7 +223,7 @@ class JobService:
             return orphan.submitted_at < time.time() - self._settings.keep_s
         return True
 
-    async def _give_up(self, entry: Waiting) -> None:
+    async def _give_up(self, entry: WaitingJob) -> None:
         message = f"{entry.crashes} servers died while this job ran in them"
         error = JobError("worker_crashed", message)
-        await self._store.end(entry.id, Ending(FAILED, time.time(), error=error))
+        await self._store.end(entry.id, JobEnd(FAILED, time.time(), error=error))

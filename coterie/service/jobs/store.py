@@ -19,7 +19,14 @@ from typing import TypeVar
 from coterie.core.errors import CoterieError, InvalidRequest, Unavailable
 from coterie.core.job import Job, JobPage, JobQuery
 from coterie.obs.trace import log
-from coterie.service.jobs.tables import Ending, Entry, JobTables, Orphan, Stored, Waiting
+from coterie.service.jobs.tables import (
+    AbandonedJob,
+    JobEnd,
+    JobTables,
+    NewJob,
+    StoredRequest,
+    WaitingJob,
+)
 from coterie.weights.lock import try_lock
 
 T = TypeVar("T")
@@ -43,7 +50,7 @@ class JobStore:
         self._thread = ThreadPoolExecutor(1, "jobs")
         self._sql: sqlite3.Connection | None = None
         self._tables: JobTables | None = None
-        self._owner: Owner | None = None
+        self._owner: JobOwner | None = None
         self._said: str | None = None
         self._closed = False
 
@@ -61,14 +68,14 @@ class JobStore:
             self._closed = True
             self._thread.shutdown(wait=False)
 
-    async def add(self, entry: Entry) -> Waiting:
+    async def add(self, entry: NewJob) -> WaitingJob:
         """Accepts a job: when this returns it will be run, whatever happens to this process."""
         return await self._ask(lambda tables, owner: tables.add(entry, owner))
 
     async def find(self, job_id: str, tenant: str) -> Job | None:
         return await self._ask(lambda tables, _: tables.find(job_id, tenant))
 
-    async def request(self, job_id: str) -> Stored | None:
+    async def request(self, job_id: str) -> StoredRequest | None:
         return await self._ask(lambda tables, owner: tables.request(job_id, owner))
 
     async def begin(self, job_id: str, at: float, plan: bytes) -> bool:
@@ -78,7 +85,7 @@ class JobStore:
     async def requeue(self, job_id: str) -> bool:
         return await self._ask(lambda tables, owner: tables.requeue(job_id, owner))
 
-    async def end(self, job_id: str, ending: Ending) -> bool:
+    async def end(self, job_id: str, ending: JobEnd) -> bool:
         """False when it had ended before."""
         return await self._ask(lambda tables, owner: tables.end(job_id, owner, ending))
 
@@ -101,22 +108,22 @@ class JobStore:
         last = f"{jobs[-1].submitted_at!r}_{jobs[-1].id}" if more else None
         return JobPage(tuple(jobs), last)
 
-    async def orphans(self) -> Sequence[Orphan]:
+    async def orphans(self) -> Sequence[AbandonedJob]:
         """Open jobs of servers that are gone, which they never cease to be."""
         return await self._call(self._orphans)
 
-    async def adopt(self, orphans: Sequence[Orphan]) -> Sequence[Waiting]:
+    async def adopt(self, orphans: Sequence[AbandonedJob]) -> Sequence[WaitingJob]:
         """These become ours, but for those that another server was quicker with."""
 
-        def work(tables: JobTables, owner: str) -> list[Waiting]:
+        def work(tables: JobTables, owner: str) -> list[WaitingJob]:
             taken = (tables.adopt(orphan.id, orphan.owner, owner) for orphan in orphans)
             return [waiting for waiting in taken if waiting is not None]
 
         return await self._ask(work)
 
-    def _orphans(self) -> list[Orphan]:
+    def _orphans(self) -> list[AbandonedJob]:
         tables, owner = self._opened()
-        found: list[Orphan] = []
+        found: list[AbandonedJob] = []
         for other in tables.owners():
             if other != owner.name:
                 with owner.gone(other) as is_gone:
@@ -136,7 +143,7 @@ class JobStore:
             if not tables.prepare():
                 self._said = f"{self._path} was made by a newer Coterie; update this one"
                 raise Unavailable(self._said)
-            owner = Owner(self._path.with_suffix(".owners"))
+            owner = JobOwner(self._path.with_suffix(".owners"))
         except BaseException:
             sql.close()
             raise
@@ -155,7 +162,7 @@ class JobStore:
             if owner is not None:
                 owner.close()
 
-    def _opened(self) -> tuple[JobTables, Owner]:
+    def _opened(self) -> tuple[JobTables, JobOwner]:
         if self._tables is None or self._owner is None:
             reason = self._said or "the server has not started, or is shutting down"
             raise Unavailable(f"jobs cannot be kept now: {reason}", retry_after_s=RETRY_S)
@@ -203,7 +210,7 @@ def _cursor(after: str | None) -> tuple[float, str] | None:
         raise InvalidRequest("after: send a page's `next` as it came", param="after") from None
 
 
-class Owner:
+class JobOwner:
     """This server's name among those that share a home."""
 
     def __init__(self, folder: Path) -> None:

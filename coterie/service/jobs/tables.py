@@ -40,7 +40,7 @@ _error_encoder = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class NewJob:
     """One row at acceptance."""
 
     id: str
@@ -53,7 +53,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredRequest:
     """What a job asks, and its plan where it has begun before."""
 
     request: bytes
@@ -62,7 +62,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingJob:
     """A place in line. `crashes` counts servers that died while this job ran in them."""
 
     id: str
@@ -73,7 +73,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Orphan:
+class AbandonedJob:
     """An open job whose server is gone."""
 
     id: str
@@ -83,7 +83,7 @@ class Orphan:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class JobEnd:
     """What a job's last transition writes."""
 
     status: str
@@ -105,7 +105,7 @@ class JobTables:
             self._sql.executescript(f"{SCHEMA} PRAGMA user_version = {FORMAT};")
         return bool(found <= FORMAT)
 
-    def add(self, entry: Entry, owner: str) -> Waiting:
+    def add(self, entry: NewJob, owner: str) -> WaitingJob:
         size = len(entry.request)
         cursor = self._sql.execute(
             "INSERT INTO jobs (id, tenant, user_id, model, priority, status, owner, submitted_at, "
@@ -115,20 +115,20 @@ class JobTables:
                 entry.submitted_at, size, entry.request,
             ),
         )  # fmt: skip
-        return Waiting(entry.id, int(cursor.lastrowid or 0), entry.priority, 0, size)
+        return WaitingJob(entry.id, int(cursor.lastrowid or 0), entry.priority, 0, size)
 
     def find(self, job_id: str, tenant: str) -> Job | None:
         query = f"SELECT {_JOB} FROM jobs WHERE id = ? AND tenant = ?"
         row = self._sql.execute(query, (job_id, tenant)).fetchone()
         return None if row is None else _job(row)
 
-    def request(self, job_id: str, owner: str) -> Stored | None:
+    def request(self, job_id: str, owner: str) -> StoredRequest | None:
         """Of an open job of `owner`."""
         query = (
             f"SELECT request, plan, submitted_at FROM jobs WHERE id = ? AND owner = ? AND {_OPEN}"
         )
         row = self._sql.execute(query, (job_id, owner)).fetchone()
-        return None if row is None else Stored(*row)
+        return None if row is None else StoredRequest(*row)
 
     def begin(self, job_id: str, owner: str, at: float, plan: bytes) -> bool:
         """The plan of the first run stays: later ones repeat it."""
@@ -145,11 +145,11 @@ class JobTables:
             (job_id, owner),
         )
 
-    def end(self, job_id: str, owner: str, ending: Ending) -> bool:
+    def end(self, job_id: str, owner: str, ending: JobEnd) -> bool:
         return self._end(f"id = ? AND owner = ? AND {_OPEN}", (job_id, owner), ending)
 
     def cancel(self, job_id: str, tenant: str, at: float, text: str | None) -> bool:
-        ending = Ending(CANCELLED, at, text)
+        ending = JobEnd(CANCELLED, at, text)
         return self._end(f"id = ? AND tenant = ? AND {_OPEN}", (job_id, tenant), ending)
 
     def remove(self, job_id: str, tenant: str) -> bool:
@@ -170,11 +170,11 @@ class JobTables:
             row[0] for row in self._sql.execute(f"SELECT DISTINCT owner FROM jobs WHERE {_OPEN}")
         ]
 
-    def orphans(self, owner: str) -> list[Orphan]:
+    def orphans(self, owner: str) -> list[AbandonedJob]:
         query = f"SELECT id, owner, model, submitted_at FROM jobs WHERE owner = ? AND {_OPEN}"
-        return [Orphan(*row) for row in self._sql.execute(query, (owner,))]
+        return [AbandonedJob(*row) for row in self._sql.execute(query, (owner,))]
 
-    def adopt(self, job_id: str, old: str, new: str) -> Waiting | None:
+    def adopt(self, job_id: str, old: str, new: str) -> WaitingJob | None:
         """From a server that is gone; what it had begun was in a crash."""
         row = self._sql.execute(
             f"UPDATE jobs SET owner = ?, status = '{QUEUED}', started_at = NULL, "
@@ -182,7 +182,7 @@ class JobTables:
             f"WHERE id = ? AND owner = ? AND {_OPEN} RETURNING id, seq, priority, crashes, bytes",
             (new, job_id, old),
         ).fetchone()
-        return None if row is None else Waiting(*row)
+        return None if row is None else WaitingJob(*row)
 
     def open_ids(self, owner: str) -> set[str]:
         query = f"SELECT id FROM jobs WHERE owner = ? AND {_OPEN}"
@@ -223,7 +223,7 @@ class JobTables:
             gone += cursor.rowcount
         return gone
 
-    def _end(self, where: str, keys: Sequence[str], ending: Ending) -> bool:
+    def _end(self, where: str, keys: Sequence[str], ending: JobEnd) -> bool:
         error = None if ending.error is None else _error_encoder.encode(ending.error)
         size = sum(len(part or "") for part in (ending.text, ending.result, error))
         return self._changed(

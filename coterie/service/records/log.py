@@ -16,7 +16,13 @@ from typing import Any, TypeVar
 
 from coterie.core.errors import CoterieError, Unavailable, WeightsError
 from coterie.obs.trace import log
-from coterie.service.records.store import Page, Question, Rate, Record, RecordStore
+from coterie.service.records.store import (
+    InferenceRecord,
+    Rate,
+    RecordPage,
+    RecordQuery,
+    RecordStore,
+)
 
 # rows gather this long before they are committed, unless somebody asks
 GATHER_S = 0.05
@@ -28,14 +34,14 @@ T = TypeVar("T")
 Work = Callable[[RecordStore], None]
 
 
-class Records:
+class InferenceRecords:
     """`path` is the database's file; None keeps nothing. Used from one event loop."""
 
     def __init__(self, path: Path | None, max_records: int = 100_000) -> None:
         self._path, self._max_records = path, max_records
         self._rates: dict[str, Rate] = {}
         # rows, questions, and None for the end
-        self._items: queue.SimpleQueue[Record | Work | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[InferenceRecord | Work | None] = queue.SimpleQueue()
         self._asked = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -73,7 +79,7 @@ class Records:
         """(valid, judged) answers of an adapter."""
         return self._rates.get(digest, (0, 0))
 
-    def log(self, record: Record) -> None:
+    def log(self, record: InferenceRecord) -> None:
         """Never waits. What is asked for later sees it."""
         if self._thread is None:
             return
@@ -82,7 +88,7 @@ class Records:
         else:
             self._items.put(record)
 
-    async def query(self, asked: Question) -> Page:
+    async def query(self, asked: RecordQuery) -> RecordPage:
         return await self._ask(lambda store: store.query(asked))
 
     async def feedback(self, job_id: str, tenant: str, good: bool, comment: str = "") -> None:
@@ -118,19 +124,19 @@ class Records:
         is_open = True
         while is_open:
             items = [self._items.get()]
-            if isinstance(items[0], Record):
+            if isinstance(items[0], InferenceRecord):
                 self._asked.wait(GATHER_S)
             self._asked.clear()
             items += [self._items.get() for _ in range(self._items.qsize())]
-            self._write(store, [item for item in items if isinstance(item, Record)])
+            self._write(store, [item for item in items if isinstance(item, InferenceRecord)])
             for item in items:
                 if item is None:
                     is_open = False
-                elif not isinstance(item, Record):
+                elif not isinstance(item, InferenceRecord):
                     item(store)
         store.close()
 
-    def _write(self, store: RecordStore, rows: list[Record]) -> None:
+    def _write(self, store: RecordStore, rows: list[InferenceRecord]) -> None:
         if not rows:
             return
         try:

@@ -16,7 +16,7 @@ import msgspec
 
 from coterie.core.errors import Conflict, NotFound
 from coterie.core.outcome import InferenceMetrics
-from coterie.packages.locked import connect, told, transaction
+from coterie.packages.locked import connect, database_errors, transaction
 
 # rows of adapters that were removed long ago go beyond this
 MAX_DIGESTS = 100_000
@@ -64,7 +64,7 @@ Rate = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class InferenceRecord:
     """One request that ended. `outcome` is None where nobody could judge its adapters by it."""
 
     metrics: InferenceMetrics
@@ -74,7 +74,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class RecordQuery:
     """Newest first, of one tenant. `expert` is a name or name@version; `after` a job's id."""
 
     tenant: str
@@ -86,7 +86,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class RecordPage:
     rows: tuple[InferenceMetrics, ...]
     has_more: bool
 
@@ -98,7 +98,7 @@ class RecordStore:
         self._decode = msgspec.json.Decoder(InferenceMetrics)
         # callers' comments are in it
         self._db = connect(path, private=True)
-        with told(path):
+        with database_errors(path):
             self._db.executescript(_SCHEMA)
             with transaction(self._db) as db:
                 db.execute(
@@ -112,7 +112,7 @@ class RecordStore:
 
     def rates(self, digests: Collection[str] | None = None) -> dict[str, Rate]:
         """(valid, judged) of these adapters, or of every one."""
-        with told(self._path):
+        with database_errors(self._path):
             if digests is None:
                 rows = self._db.execute("SELECT digest, valid, judged FROM outcomes").fetchall()
             else:
@@ -120,10 +120,10 @@ class RecordStore:
                 rows = [row for d in digests if (row := self._db.execute(ask, (d,)).fetchone())]
         return {digest: (valid, judged) for digest, valid, judged in rows}
 
-    def add(self, records: Sequence[Record]) -> set[str]:
+    def add(self, records: Sequence[InferenceRecord]) -> set[str]:
         """All of them or none; the digests whose rates have changed."""
         changed: set[str] = set()
-        with told(self._path), transaction(self._db) as db:
+        with database_errors(self._path), transaction(self._db) as db:
             for record in records:
                 changed.update(self._add(db, record))
             self._since_trim += len(records)
@@ -131,7 +131,7 @@ class RecordStore:
                 self._trim(db)
         return changed
 
-    def _add(self, db: sqlite3.Connection, record: Record) -> Iterable[str]:
+    def _add(self, db: sqlite3.Connection, record: InferenceRecord) -> Iterable[str]:
         job_id, outcome = record.metrics.job_id, record.outcome
         ask = "SELECT tenant, digests, outcome, verdict FROM inferences WHERE job_id = ?"
         known = db.execute(ask, (job_id,)).fetchone()
@@ -155,7 +155,7 @@ class RecordStore:
 
     def judge(self, job_id: str, tenant: str, good: bool, comment: str) -> set[str]:
         """A caller's verdict on a job of its own; the digests whose rates have changed."""
-        with told(self._path), transaction(self._db) as db:
+        with database_errors(self._path), transaction(self._db) as db:
             ask = "SELECT digests, outcome, verdict FROM inferences WHERE job_id = ? AND tenant = ?"
             row = db.execute(ask, (job_id, tenant)).fetchone()
             if row is None:
@@ -173,7 +173,7 @@ class RecordStore:
                 _count(db, digests, int(good) - row[1], 0)
         return set(digests)
 
-    def query(self, asked: Question) -> Page:
+    def query(self, asked: RecordQuery) -> RecordPage:
         where, values = ["tenant = ?"], [asked.tenant]
         if asked.after is not None:
             where.append("number < (SELECT number FROM inferences WHERE job_id = ? AND tenant = ?)")
@@ -187,12 +187,12 @@ class RecordStore:
             where.append("submitted_at >= ?")
             parameters.append(asked.since)
         text = f"SELECT metrics FROM inferences WHERE {' AND '.join(where)}"
-        with told(self._path):
+        with database_errors(self._path):
             rows = self._db.execute(
                 f"{text} ORDER BY number DESC LIMIT ?", (*parameters, asked.limit + 1)
             ).fetchall()
         found = tuple(self._decode.decode(row[0]) for row in rows[: asked.limit])
-        return Page(found, len(rows) > asked.limit)
+        return RecordPage(found, len(rows) > asked.limit)
 
     def _trim(self, db: sqlite3.Connection) -> None:
         self._since_trim = 0

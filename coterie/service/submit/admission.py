@@ -17,8 +17,8 @@ from heapq import heapify, heappop, heappush
 
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded
 from coterie.core.plan import Assignment, LaneState
-from coterie.engine.lane import places
-from coterie.service.submit.replicas import Line, Ticket, ticket_of
+from coterie.engine.lane import queue_capacity
+from coterie.service.submit.replicas import ReplicaQueue, ReplicaRequest, replica_request
 
 # official clients give up beyond this
 MAX_RETRY_AFTER_S = 120.0
@@ -48,7 +48,7 @@ LARGEST_STEP = 8192
 
 
 @dataclass(slots=True)
-class Promise:
+class RetryReservation:
     """A place that was told to somebody. `key` knows the request again."""
 
     key: int
@@ -60,14 +60,14 @@ class Promise:
 
 
 @dataclass(slots=True)
-class Pace:
+class SpecialistTimings:
     """How one specialist answers, measured at the ends of requests."""
 
     # seconds from start to end per token of an answer; 0 = not known
     token_s: float = 0.0
     # how much of what answers may have at most they use
     used: float = 1.0
-    promises: list[Promise] = field(default_factory=list)
+    promises: list[RetryReservation] = field(default_factory=list)
 
     def ended(self, run_s: float, num_tokens: int, max_tokens: int) -> None:
         if num_tokens < 1:
@@ -77,7 +77,7 @@ class Pace:
         self.token_s = known + NEWEST * (token_s - known)
         self.used += NEWEST * (min(num_tokens / max_tokens, 1.0) - self.used)
 
-    def run_s(self, ticket: Ticket, state: LaneState | None) -> float:
+    def run_s(self, ticket: ReplicaRequest, state: LaneState | None) -> float:
         """From its start to its end."""
         token_s = self.token_s or (state.step_s if state is not None else 0.0) or FIRST_GUESS_S
         return token_s * ticket.max_tokens * self.used
@@ -89,15 +89,15 @@ class Pace:
 class Admission:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, SpecialistTimings] = {}
 
     def check(
-        self, specialist: str, assignment: Assignment, line: Line, state: LaneState
+        self, specialist: str, assignment: Assignment, line: ReplicaQueue, state: LaneState
     ) -> Assignment:
         """Refuse what finds no place. One that was promised is taken, and marked so."""
         pace, now = self._pace(specialist), self._clock()
         pace.expire(now)
-        ticket, key = ticket_of(assignment), _key(assignment)
+        ticket, key = replica_request(assignment), _key(assignment)
         ahead = len(line.ahead(ticket.priority))
         # who comes too early has none yet
         mine = next((p for p in pace.promises if p.key == key and p.due_at <= now + EARLY_S), None)
@@ -111,7 +111,7 @@ class Admission:
             )
             # never the whole queue: who was refused may not come back
             kept = min(kept, max(state.max_queue // 2, 1))
-        most = places(state.max_queue, is_expected=mine is not None, is_new=is_new)
+        most = queue_capacity(state.max_queue, is_expected=mine is not None, is_new=is_new)
         if mine is not None:
             pace.promises.remove(mine)
         if ahead + kept >= most:
@@ -121,12 +121,12 @@ class Admission:
         return replace(assignment, limits=replace(assignment.limits, is_expected=True))
 
     def check_deadline(
-        self, specialist: str, assignment: Assignment, line: Line, state: LaneState
+        self, specialist: str, assignment: Assignment, line: ReplicaQueue, state: LaneState
     ) -> None:
         """Refuse what cannot have one token in its time, and say when it could."""
         if assignment.deadline is None:
             return
-        ticket, pace = ticket_of(assignment), self._pace(specialist)
+        ticket, pace = replica_request(assignment), self._pace(specialist)
         left_s = assignment.deadline - self._clock()
         steps = math.ceil(ticket.prompt_tokens / LARGEST_STEP)
         queue_s = 0.0
@@ -145,12 +145,12 @@ class Admission:
         self,
         specialist: str,
         assignment: Assignment,
-        line: Line,
+        line: ReplicaQueue,
         state: LaneState | None,
         hint_s: float | None = None,
     ) -> CoterieError:
         """The refusal, with the next place that will be free. `hint_s` is what the worker said."""
-        now, pace, ticket = self._clock(), self._pace(specialist), ticket_of(assignment)
+        now, pace, ticket = self._clock(), self._pace(specialist), replica_request(assignment)
         pace.expire(now)
         promised = sum(item.priority >= ticket.priority for item in pace.promises)
         ahead = line.ahead(ticket.priority)
@@ -164,7 +164,9 @@ class Admission:
         if wait_s <= MAX_RETRY_AFTER_S and theirs < MAX_PROMISES:
             due_at = now + wait_s
             kept_from = due_at - AHEAD * wait_s - AHEAD_S
-            promise = Promise(_key(assignment), ticket.tenant, ticket.priority, kept_from, due_at)
+            promise = RetryReservation(
+                _key(assignment), ticket.tenant, ticket.priority, kept_from, due_at
+            )
             pace.promises.append(promise)
         queue = f" of {state.max_queue}" if state is not None else ""
         return Overloaded(
@@ -172,7 +174,7 @@ class Admission:
             retry_after_s=min(wait_s, MAX_RETRY_AFTER_S),
         )
 
-    def ended(self, specialist: str, ticket: Ticket, num_tokens: int) -> None:
+    def ended(self, specialist: str, ticket: ReplicaRequest, num_tokens: int) -> None:
         """A request came to its own end with so many tokens."""
         if ticket.started_at is not None:
             run_s = self._clock() - ticket.started_at
@@ -180,9 +182,9 @@ class Admission:
 
     def _start_s(
         self,
-        pace: Pace,
-        before: Iterable[Ticket],
-        line: Line,
+        pace: SpecialistTimings,
+        before: Iterable[ReplicaRequest],
+        line: ReplicaQueue,
         state: LaneState | None,
     ) -> float:
         """Until whoever comes behind `before` starts: each start needs the end of somebody."""
@@ -201,17 +203,17 @@ class Admission:
             heappush(ends, end + pace.run_s(ticket, state))
         return ends[0]
 
-    def _pace(self, specialist: str) -> Pace:
-        return self._paces.setdefault(specialist, Pace())
+    def _pace(self, specialist: str) -> SpecialistTimings:
+        return self._paces.setdefault(specialist, SpecialistTimings())
 
 
-def _left_s(ticket: Ticket, run_s: float, now: float) -> float:
+def _left_s(ticket: ReplicaRequest, run_s: float, now: float) -> float:
     """Of one that runs. One that runs longer than others did may end at any moment, or not."""
     gone_s = now - (ticket.started_at or now)
     return max(run_s - gone_s, 0.1 * run_s)
 
 
-def _is_let_in(ticket: Ticket, line: Line) -> bool:
+def _is_let_in(ticket: ReplicaRequest, line: ReplicaQueue) -> bool:
     """The engine preempts for it: somebody of a lower priority, or for a tenant without any."""
     if any(other.priority < ticket.priority for other in line.running):
         return True

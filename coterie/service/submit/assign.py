@@ -20,10 +20,10 @@ from coterie.obs.trace import log
 if TYPE_CHECKING:
     from coterie.models.grammar.check import GrammarCheck
     from coterie.models.text.tokenizer import Tokenizer
-    from coterie.service.run import Run
+    from coterie.service.run import RequestRun
 
 
-async def assignment(run: Run, virtual_tokens: int, grammars: GrammarCheck) -> Assignment:
+async def assignment(run: RequestRun, virtual_tokens: int, grammars: GrammarCheck) -> Assignment:
     """Refuses what can never run. `virtual_tokens` are put in front by soft prompts."""
     request, plan, served = run.request, run.plan, run.served
     prompt = plan.tuned.prompt or request.prompt
@@ -81,7 +81,7 @@ def _constrained(sampling: Sampling, wanted: ResponseFormat | None) -> Sampling:
     return sampling if wanted is None else replace(sampling, constraint=wanted)
 
 
-def _check_choices(run: Run) -> None:
+def _check_choices(run: RequestRun) -> None:
     for name in ("n", "num_beams"):
         asked = getattr(run.plan.sampling, name) or 1
         most = min(
@@ -95,7 +95,7 @@ def _check_choices(run: Run) -> None:
             )
 
 
-def _limits(run: Run, prompt_tokens: int, virtual_tokens: int) -> Limits:
+def _limits(run: RequestRun, prompt_tokens: int, virtual_tokens: int) -> Limits:
     """A number of ours is cut to the room that is left; a caller's own is kept or refused."""
     limits = resolve_limits(
         run.request.limits,
@@ -111,7 +111,7 @@ def _limits(run: Run, prompt_tokens: int, virtual_tokens: int) -> Limits:
     return replace(limits, max_tokens=max(limits.min_tokens, min(tuned, limits.max_tokens)))
 
 
-async def _check_format(run: Run, wanted: ResponseFormat, grammars: GrammarCheck) -> None:
+async def _check_format(run: RequestRun, wanted: ResponseFormat, grammars: GrammarCheck) -> None:
     """Before anything is reserved. A caller's own is refused; a package's is left out, as nobody
     asked for it."""
     begun = time.monotonic()

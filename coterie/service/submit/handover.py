@@ -11,20 +11,20 @@ from functools import partial
 from coterie.core.errors import CoterieError, Unavailable, from_code
 from coterie.core.events import Finished
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
-from coterie.service.adapters.catalog import Catalog
+from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.service.ending import WHOLE
-from coterie.service.roster import Served
+from coterie.service.roster import ServedSpecialist
 from coterie.service.submit.admission import Admission
-from coterie.service.submit.mailbox import Mailbox
-from coterie.service.submit.replicas import Line, Ticket, ticket_of
+from coterie.service.submit.mailbox import EventQueue
+from coterie.service.submit.replicas import ReplicaQueue, ReplicaRequest, replica_request
 from coterie.workers.base import Replica
 
 
-class Handover:
+class Submitter:
     def __init__(self) -> None:
         self._admission = Admission()
 
-    def preload(self, served: Served, adapters: Sequence[AdapterChoice]) -> None:
+    def preload(self, served: ServedSpecialist, adapters: Sequence[AdapterChoice]) -> None:
         """Loading begins before the prompt is tokenised, where the queue has a place at all."""
         replicas = served.replicas
         if replicas.ready():
@@ -33,7 +33,7 @@ class Handover:
                 replica.preload(adapters)
 
     def load_ahead(
-        self, served: Served, adapters: Sequence[AdapterChoice], catalog: Catalog
+        self, served: ServedSpecialist, adapters: Sequence[AdapterChoice], catalog: AdapterCatalog
     ) -> None:
         """For a request that may come: only what is installed, and while nobody has to wait."""
         replicas = served.replicas
@@ -48,8 +48,8 @@ class Handover:
             served.series.registry.value("coterie_conversation_preloads").add()
 
     async def enqueue(
-        self, served: Served, assignment: Assignment, *, is_accepted: bool = False
-    ) -> tuple[Replica, Mailbox]:
+        self, served: ServedSpecialist, assignment: Assignment, *, is_accepted: bool = False
+    ) -> tuple[Replica, EventQueue]:
         """Admit by what is known, then let the worker decide; its refusal is re-planned once.
         What `is_accepted` already, as a job is, is not asked whether its time can be enough."""
         replicas, refused = served.replicas, set[str]()
@@ -67,10 +67,10 @@ class Handover:
                 if not is_accepted:
                     self._admission.check_deadline(served.name, assignment, line, state)
                 assignment = self._admission.check(served.name, assignment, line, state)
-            ticket = ticket_of(assignment)
+            ticket = replica_request(assignment)
             line.took(ticket)
             # a slow reader holds no place: it is free when the last event comes
-            mailbox = Mailbox(
+            mailbox = EventQueue(
                 partial(self._ended, served, line, ticket), partial(line.started, ticket)
             )
             verdict: Admitted | Rejected | None = None
@@ -88,14 +88,20 @@ class Handover:
                 raise self._refusal(served, assignment, replica, verdict)
             served.series.registry.value("coterie_recoveries", served.name, "replanned").add()
 
-    def _ended(self, served: Served, line: Line, ticket: Ticket, event: Finished | None) -> None:
+    def _ended(
+        self,
+        served: ServedSpecialist,
+        line: ReplicaQueue,
+        ticket: ReplicaRequest,
+        event: Finished | None,
+    ) -> None:
         line.gave_back(ticket)
         if event is not None and event.choices[0] in WHOLE:
             num_tokens = event.usage.completion_tokens // len(event.choices)
             self._admission.ended(served.name, ticket, num_tokens)
 
     def _refusal(
-        self, served: Served, assignment: Assignment, replica: Replica, verdict: Rejected
+        self, served: ServedSpecialist, assignment: Assignment, replica: Replica, verdict: Rejected
     ) -> CoterieError:
         if verdict.code == "overloaded":
             replicas = served.replicas

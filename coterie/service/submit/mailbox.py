@@ -14,7 +14,7 @@ from coterie.core.events import Delta, Event, Failed, Finished
 MAX_WAITING = 64
 
 
-class Mailbox:
+class EventQueue:
     __slots__ = ("_events", "_loop", "_on_end", "_on_start", "_waiter")
 
     def __init__(

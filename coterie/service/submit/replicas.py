@@ -22,7 +22,7 @@ COLD_PENALTY = 2
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class ReplicaRequest:
     """A request at a replica, as far as waiting is concerned."""
 
     priority: int
@@ -36,40 +36,42 @@ class Ticket:
     started_at: float | None = None
 
 
-def ticket_of(assignment: Assignment) -> Ticket:
+def replica_request(assignment: Assignment) -> ReplicaRequest:
     limits = assignment.limits
     tenant = own_tenant(assignment.tenant)
-    return Ticket(limits.priority, tenant, len(assignment.prompt_ids), limits.max_tokens or 1)
+    return ReplicaRequest(
+        limits.priority, tenant, len(assignment.prompt_ids), limits.max_tokens or 1
+    )
 
 
 @dataclass(slots=True)
-class Line:
+class ReplicaQueue:
     """Who waits and who runs at one replica, each in the order in which they came."""
 
     # sequences that may run at once
     places: int = 1
-    waiting: dict[Ticket, None] = field(default_factory=dict)
-    running: dict[Ticket, None] = field(default_factory=dict)
+    waiting: dict[ReplicaRequest, None] = field(default_factory=dict)
+    running: dict[ReplicaRequest, None] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
 
-    def took(self, ticket: Ticket) -> None:
+    def took(self, ticket: ReplicaRequest) -> None:
         ticket.taken_at = time.monotonic()
         self.waiting[ticket] = None
 
-    def started(self, ticket: Ticket) -> None:
+    def started(self, ticket: ReplicaRequest) -> None:
         """Told again after a crash, when it changes nothing."""
         if ticket in self.waiting:
             del self.waiting[ticket]
             ticket.started_at = time.monotonic()
             self.running[ticket] = None
 
-    def gave_back(self, ticket: Ticket) -> None:
+    def gave_back(self, ticket: ReplicaRequest) -> None:
         self.waiting.pop(ticket, None)
         self.running.pop(ticket, None)
 
-    def ahead(self, priority: int) -> list[Ticket]:
+    def ahead(self, priority: int) -> list[ReplicaRequest]:
         """Those that wait and come before a request of this priority, first come first."""
         return [ticket for ticket in self.waiting if ticket.priority >= priority]
 
@@ -82,7 +84,7 @@ class ReplicaSet:
         """`places`: sequences that run at once in each."""
         self.specialist = specialist
         self.members = tuple(replicas)
-        self._lines = {replica.name: Line(places) for replica in replicas}
+        self._lines = {replica.name: ReplicaQueue(places) for replica in replicas}
 
     def pick(self, avoid: Collection[str] = (), adapters: Sequence[AdapterChoice] = ()) -> Replica:
         """The least loaded healthy member outside `avoid`; raises Unavailable."""
@@ -100,7 +102,7 @@ class ReplicaSet:
     def state(self, replica: Replica) -> LaneState | None:
         return replica.lane_states().get(self.specialist)
 
-    def line(self, replica: Replica) -> Line:
+    def line(self, replica: Replica) -> ReplicaQueue:
         return self._lines[replica.name]
 
     def is_full(self, replica: Replica) -> bool:

@@ -21,7 +21,7 @@ TOO_DEEP = "it is nested too deeply"
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class AnswerContext:
     """What decides who judges an answer."""
 
     response_format: ResponseFormat | None = None
@@ -68,14 +68,14 @@ _PLAIN = frozenset({"text", "txt", "plain", "plaintext", "output", "console", "l
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class CodeBlock:
     # lower case; empty = not said
     language: str
     code: str
 
 
-def blocks(text: str) -> list[Block]:
-    found: list[Block] = []
+def blocks(text: str) -> list[CodeBlock]:
+    found: list[CodeBlock] = []
     mark, language, lines = "", "", list[str]()
     for line in text.splitlines(keepends=True):
         bare = line.strip()
@@ -85,14 +85,14 @@ def blocks(text: str) -> list[Block]:
                 mark, said = bare[0] * run, bare[run:].split()
                 language, lines = said[0].lower().strip("{}.") if said else "", []
         elif bare.startswith(mark) and not bare.strip(mark[0]):
-            found.append(Block(language, "".join(lines)))
+            found.append(CodeBlock(language, "".join(lines)))
             mark = ""
         else:
             lines.append(line)
     if mark:
-        found.append(Block(language, "".join(lines)))
+        found.append(CodeBlock(language, "".join(lines)))
     return found
 
 
-def programs(text: str) -> list[Block]:
+def programs(text: str) -> list[CodeBlock]:
     return [block for block in blocks(text) if block.language not in _PLAIN]

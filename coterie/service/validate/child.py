@@ -23,7 +23,7 @@ MAX_MEMORY_BYTES = 1_500_000_000
 READY = b"ready"
 
 
-class Task(msgspec.Struct, array_like=True):
+class ValidationTask(msgspec.Struct, array_like=True):
     validator: str
     argument: str
     text: str
@@ -36,12 +36,15 @@ def main() -> None:
     _limit()
     _load()
     _send(results, READY)
-    decode, encode = msgspec.msgpack.Decoder(Task).decode, msgspec.msgpack.Encoder().encode
+    decode, encode = (
+        msgspec.msgpack.Decoder(ValidationTask).decode,
+        msgspec.msgpack.Encoder().encode,
+    )
     while (raw := _receive(tasks)) is not None:
         _send(results, encode(_result(decode(raw))))
 
 
-def _result(task: Task) -> ValidationResult:
+def _result(task: ValidationTask) -> ValidationResult:
     try:
         return VALIDATORS[task.validator](task.argument).check(task.text)
     except CoterieError as error:

@@ -11,8 +11,8 @@ from typing import Any
 
 from coterie.core.errors import MissingDependency
 from coterie.core.outcome import ValidationResult
-from coterie.service.validate.base import Block, judged, programs
-from coterie.service.validate.json_text import JsonText
+from coterie.service.validate.base import CodeBlock, judged, programs
+from coterie.service.validate.json_text import JsonValidator
 from coterie.service.validate.python_code import NAMES, syntax_fault
 
 # language -> (module, its function)
@@ -36,7 +36,7 @@ _ALIASES = {
 }  # fmt: skip
 
 
-class Code:
+class CodeValidator:
     def __init__(self, argument: str) -> None:
         """`argument` is the language that blocks are in which name none."""
         self._language = canonical(argument)
@@ -46,15 +46,15 @@ class Code:
         return judged(self.name, text, self._fault)
 
     def _fault(self, text: str) -> str | None:
-        found = programs(text) or [Block("", text)]
+        found = programs(text) or [CodeBlock("", text)]
         return next((wrong for block in found if (wrong := self._block_fault(block))), None)
 
-    def _block_fault(self, block: Block) -> str | None:
+    def _block_fault(self, block: CodeBlock) -> str | None:
         language = canonical(block.language) or self._language
         if language in NAMES:
             return syntax_fault(block.code)
         if language == "json":
-            return JsonText().check(block.code).error
+            return JsonValidator().check(block.code).error
         if not block.code.strip():
             return "there is no code"
         return tree_fault(language, block.code) if language in GRAMMARS else None

@@ -14,8 +14,8 @@ from coterie.core.errors import ConfigError, CoterieError
 from coterie.core.outcome import ValidationResult
 from coterie.core.settings import ValidatorSettings
 from coterie.obs.trace import log
-from coterie.service.validate.base import Context, cut
-from coterie.service.validate.sandbox import Bounds, Ran, run
+from coterie.service.validate.base import AnswerContext, cut
+from coterie.service.validate.sandbox import CommandLimits, CommandResult, run
 
 # a refused call is as good as a namespace: no socket of any family
 WALLS = ("processes", "files", "calls")
@@ -29,14 +29,14 @@ _KILLED = {
 }
 
 
-class Command:
+class ValidatorCommand:
     def __init__(self, settings: ValidatorSettings) -> None:
         self.name = settings.name
         self._settings = settings
         self._command = (_program(settings), *settings.command[1:])
         self._warned = False
 
-    def wants(self, context: Context) -> bool:
+    def wants(self, context: AnswerContext) -> bool:
         settings = self._settings
         by_task = context.task_type in settings.task_types
         return by_task or not set(settings.experts).isdisjoint(context.experts)
@@ -46,7 +46,9 @@ class Command:
         settings = self._settings
         began = time.perf_counter()
         try:
-            ran = await run(self._command, text, Bounds(settings.timeout_s, settings.memory_bytes))
+            ran = await run(
+                self._command, text, CommandLimits(settings.timeout_s, settings.memory_bytes)
+            )
         except CoterieError as error:
             log("validator_failed", level="error", reason=f"{self.name}: {error.message}")
             return None
@@ -58,7 +60,7 @@ class Command:
         fault = _fault(ran)
         return ValidationResult(fault is None, self.name, cut(fault), spent_ms)
 
-    def _warn(self, ran: Ran) -> None:
+    def _warn(self, ran: CommandResult) -> None:
         missing = [wall for wall in WALLS if ran.walls and wall not in ran.walls]
         if missing and not self._warned:
             self._warned = True
@@ -66,7 +68,7 @@ class Command:
             log("validator_exposed", level="warning", reason=f"{self.name}: {reason}")
 
 
-def _fault(ran: Ran) -> str | None:
+def _fault(ran: CommandResult) -> str | None:
     if ran.how in _KILLED:
         return "the validator " + _KILLED[ran.how].format(ran.detail)
     if ran.detail == 0:
@@ -86,7 +88,7 @@ def _program(settings: ValidatorSettings) -> str:
     return str(Path(found).absolute())
 
 
-class Commands:
+class ValidatorCommands:
     """All of them, few at a time."""
 
     MAX_RUNNING = 2
@@ -94,11 +96,11 @@ class Commands:
     MAX_WAITING = 64
 
     def __init__(self, settings: tuple[ValidatorSettings, ...]) -> None:
-        self._commands = tuple(Command(item) for item in settings)
+        self._commands = tuple(ValidatorCommand(item) for item in settings)
         self._places = asyncio.Semaphore(self.MAX_RUNNING)
         self._waiting = 0
 
-    async def check(self, text: str, context: Context) -> list[ValidationResult]:
+    async def check(self, text: str, context: AnswerContext) -> list[ValidationResult]:
         """What each said, up to the first that is not content."""
         results: list[ValidationResult] = []
         for command in self._commands:
@@ -111,7 +113,7 @@ class Commands:
                     break
         return results
 
-    async def _one(self, command: Command, text: str) -> ValidationResult | None:
+    async def _one(self, command: ValidatorCommand, text: str) -> ValidationResult | None:
         if self._waiting >= self.MAX_WAITING:
             log("validators_busy", level="warning", reason=command.name)
             return None

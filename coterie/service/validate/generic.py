@@ -6,7 +6,7 @@ from coterie.core.outcome import ValidationResult
 from coterie.service.validate.base import judged
 
 
-class Generic:
+class GenericValidator:
     name = "generic"
 
     def __init__(self, argument: str = "") -> None:

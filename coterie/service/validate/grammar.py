@@ -7,7 +7,7 @@ from coterie.core.outcome import ValidationResult
 from coterie.service.validate.base import judged
 
 
-class Grammar:
+class GrammarValidator:
     name = "grammar"
 
     def __init__(self, argument: str) -> None:

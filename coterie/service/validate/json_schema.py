@@ -16,7 +16,7 @@ from coterie.core.outcome import ValidationResult
 from coterie.service.validate.base import judged
 
 
-class JsonSchema:
+class JsonSchemaValidator:
     name = "json_schema"
 
     def __init__(self, argument: str) -> None:

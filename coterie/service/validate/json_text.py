@@ -10,7 +10,7 @@ from coterie.service.validate.base import blocks, judged
 _decode = msgspec.json.Decoder(strict=True).decode
 
 
-class JsonText:
+class JsonValidator:
     name = "json"
 
     def __init__(self, argument: str = "") -> None:

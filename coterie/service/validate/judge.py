@@ -14,9 +14,9 @@ import time
 import msgspec
 
 from coterie.core.outcome import ValidationResult
-from coterie.core.spawn import PIPE, Process, environment, start
+from coterie.core.spawn import PIPE, AsyncProcess, environment, start
 from coterie.obs.trace import log
-from coterie.service.validate.child import LENGTH, READY, Task
+from coterie.service.validate.child import LENGTH, READY, ValidationTask
 
 CHECK_S = 2.0
 START_S = 30.0
@@ -27,15 +27,15 @@ _result_decoder = msgspec.msgpack.Decoder(ValidationResult)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Judge:
+class ValidatorProcesses:
     def __init__(self, check_s: float = CHECK_S) -> None:
         self._check_s = check_s
-        self._free: list[Process] = []
+        self._free: list[AsyncProcess] = []
         self._places = asyncio.Semaphore(MAX_PROCESSES)
         self._waiting = 0
         self._closed = False
 
-    async def check(self, task: Task) -> ValidationResult | None:
+    async def check(self, task: ValidationTask) -> ValidationResult | None:
         """None when too many wait, or no process can be started."""
         if self._waiting >= MAX_WAITING or self._closed:
             return None
@@ -51,7 +51,7 @@ class Judge:
         free, self._free = self._free, []
         await asyncio.gather(*(_end(process) for process in free))
 
-    async def _checked(self, task: Task) -> ValidationResult | None:
+    async def _checked(self, task: ValidationTask) -> ValidationResult | None:
         """One that died may have died of something else: the answer gets a second one."""
         began = time.perf_counter()
         for _ in range(2):
@@ -68,7 +68,7 @@ class Judge:
         spent_ms = round((time.perf_counter() - began) * 1000, 3)
         return ValidationResult(False, task.validator, fault, spent_ms)
 
-    async def _told(self, process: Process, task: Task) -> ValidationResult:
+    async def _told(self, process: AsyncProcess, task: ValidationTask) -> ValidationResult:
         whole = False
         try:
             async with asyncio.timeout(self._check_s):
@@ -81,7 +81,7 @@ class Judge:
             else:
                 await asyncio.shield(_end(process))
 
-    async def _start(self) -> Process | None:
+    async def _start(self) -> AsyncProcess | None:
         command = [sys.executable, "-m", "coterie.service.validate.child"]
         # nothing else of the server's environment
         env = environment({"PATH": os.environ.get("PATH", "")})
@@ -103,20 +103,20 @@ class Judge:
         return None
 
 
-async def _asked(process: Process, payload: bytes) -> bytes:
+async def _asked(process: AsyncProcess, payload: bytes) -> bytes:
     assert process.stdin is not None
     process.stdin.write(LENGTH.pack(len(payload)) + payload)
     await process.stdin.drain()
     return await _read(process)
 
 
-async def _read(process: Process) -> bytes:
+async def _read(process: AsyncProcess) -> bytes:
     assert process.stdout is not None
     (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
     return await process.stdout.readexactly(size)
 
 
-async def _end(process: Process) -> None:
+async def _end(process: AsyncProcess) -> None:
     process.kill()
     process.close()
     await process.wait()

@@ -12,7 +12,7 @@ from coterie.core.outcome import ValidationResult
 from coterie.service.validate.base import judged
 
 
-class Pattern:
+class PatternValidator:
     name = "pattern"
 
     def __init__(self, argument: str) -> None:

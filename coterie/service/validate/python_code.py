@@ -15,7 +15,7 @@ from coterie.service.validate.base import TOO_DEEP, judged, programs
 NAMES = frozenset({"python", "py", "python3", "py3"})
 
 
-class PythonCode:
+class PythonValidator:
     name = "python"
 
     def __init__(self, argument: str = "") -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import coterie
 from coterie.core.errors import CoterieError, Unavailable
-from coterie.core.spawn import PIPE, Process, start
+from coterie.core.spawn import PIPE, AsyncProcess, start
 
 MAX_OUTPUT_BYTES = 64 * 1024
 MAX_REPORT_BYTES = 4096
@@ -32,13 +32,13 @@ _BOOT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class CommandLimits:
     timeout_s: float
     memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class CommandResult:
     """How a command ended: exit, signal, timeout, memory, disk, output or start, and the number
     or text that goes with it."""
 
@@ -49,7 +49,7 @@ class Ran:
     walls: tuple[str, ...] = ()
 
 
-async def run(command: Sequence[str], text: str, bounds: Bounds) -> Ran:
+async def run(command: Sequence[str], text: str, bounds: CommandLimits) -> CommandResult:
     """Raises when nothing could be run at all, which says nothing about the text."""
     folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="coterie-check-")
     try:
@@ -60,7 +60,9 @@ async def run(command: Sequence[str], text: str, bounds: Bounds) -> Ran:
         await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
 
 
-async def _run(command: Sequence[str], text: str, bounds: Bounds, folder: str) -> Ran:
+async def _run(
+    command: Sequence[str], text: str, bounds: CommandLimits, folder: str
+) -> CommandResult:
     settings = {
         "command": list(command),
         "folder": folder,
@@ -76,14 +78,14 @@ async def _run(command: Sequence[str], text: str, bounds: Bounds, folder: str) -
         async with asyncio.timeout(bounds.timeout_s + GRACE_S):
             return await _read(process)
     except TimeoutError:
-        return Ran("timeout", bounds.timeout_s, "")
+        return CommandResult("timeout", bounds.timeout_s, "")
     finally:
         feeding.cancel()
         await asyncio.gather(feeding, return_exceptions=True)
         await asyncio.shield(_end(process))
 
 
-async def _feed(process: Process, data: bytes) -> None:
+async def _feed(process: AsyncProcess, data: bytes) -> None:
     assert process.stdin is not None
     try:
         process.stdin.write(data)
@@ -94,14 +96,14 @@ async def _feed(process: Process, data: bytes) -> None:
         return
 
 
-async def _read(process: Process) -> Ran:
+async def _read(process: AsyncProcess) -> CommandResult:
     assert process.stdout is not None and process.stderr is not None
     chunks: list[bytes] = []
     size = 0
     while chunk := await process.stdout.read(16 * 1024):
         size += len(chunk)
         if size > MAX_OUTPUT_BYTES:
-            return Ran("output", MAX_OUTPUT_BYTES, _text(chunks))
+            return CommandResult("output", MAX_OUTPUT_BYTES, _text(chunks))
         chunks.append(chunk)
     report = await process.stderr.read(MAX_REPORT_BYTES)
     try:
@@ -109,10 +111,10 @@ async def _read(process: Process) -> Ran:
         how, detail = told["end"]
     except (ValueError, KeyError, TypeError) as error:
         raise _broken(process, report) from error
-    return Ran(how, detail, _text(chunks), tuple(told["walls"]))
+    return CommandResult(how, detail, _text(chunks), tuple(told["walls"]))
 
 
-def _broken(process: Process, report: bytes) -> CoterieError:
+def _broken(process: AsyncProcess, report: bytes) -> CoterieError:
     last = report.decode("utf-8", "replace").strip().rpartition("\n")[2]
     return Unavailable(f"the sandbox could not be set up: {last or process.returncode}")
 
@@ -121,7 +123,7 @@ def _text(chunks: Sequence[bytes]) -> str:
     return b"".join(chunks).decode("utf-8", "replace").strip()
 
 
-async def _end(process: Process) -> None:
+async def _end(process: AsyncProcess) -> None:
     """The watcher takes everything behind the walls with it; its group is what may be left."""
     process.kill(group=True)
     await process.wait()

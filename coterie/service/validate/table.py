@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from coterie.service.validate.base import MAX_CHARACTERS, Context, Validator, programs
-from coterie.service.validate.code import Code, can_judge, canonical
-from coterie.service.validate.generic import Generic
-from coterie.service.validate.grammar import Grammar
-from coterie.service.validate.json_schema import JsonSchema
-from coterie.service.validate.json_text import JsonText
-from coterie.service.validate.pattern import Pattern
-from coterie.service.validate.python_code import NAMES, PythonCode
+from coterie.service.validate.base import MAX_CHARACTERS, AnswerContext, Validator, programs
+from coterie.service.validate.code import CodeValidator, can_judge, canonical
+from coterie.service.validate.generic import GenericValidator
+from coterie.service.validate.grammar import GrammarValidator
+from coterie.service.validate.json_schema import JsonSchemaValidator
+from coterie.service.validate.json_text import JsonValidator
+from coterie.service.validate.pattern import PatternValidator
+from coterie.service.validate.python_code import NAMES, PythonValidator
 
 VALIDATORS: dict[str, Callable[[str], Validator]] = {
-    "json": JsonText,
-    "json_schema": JsonSchema,
-    "python": PythonCode,
-    "code": Code,
-    "grammar": Grammar,
-    "pattern": Pattern,
-    "generic": Generic,
+    "json": JsonValidator,
+    "json_schema": JsonSchemaValidator,
+    "python": PythonValidator,
+    "code": CodeValidator,
+    "grammar": GrammarValidator,
+    "pattern": PatternValidator,
+    "generic": GenericValidator,
 }
 # bounded in time by nature: these may run on the event loop's thread
 SAFE = frozenset({"json", "grammar", "generic"})
@@ -28,7 +28,7 @@ SAFE = frozenset({"json", "grammar", "generic"})
 Pick = tuple[str, str]
 
 
-def pick(text: str, context: Context) -> Pick | None:
+def pick(text: str, context: AnswerContext) -> Pick | None:
     """(validator, its argument); None where nobody knows what the answer should be."""
     if len(text) > MAX_CHARACTERS:
         return None
@@ -46,7 +46,7 @@ def pick(text: str, context: Context) -> Pick | None:
     return ("generic", "") if context.task_type else None
 
 
-def _grammar(context: Context) -> Pick:
+def _grammar(context: AnswerContext) -> Pick:
     return "grammar", context.finish_reason
 
 

@@ -14,24 +14,24 @@ from collections.abc import Sequence
 
 from coterie.core.outcome import ValidationResult
 from coterie.core.settings import ValidatorSettings
-from coterie.service.validate.base import MAX_CHARACTERS, Context
-from coterie.service.validate.child import Task
-from coterie.service.validate.command import Commands
-from coterie.service.validate.generic import Generic
-from coterie.service.validate.judge import Judge
+from coterie.service.validate.base import MAX_CHARACTERS, AnswerContext
+from coterie.service.validate.child import ValidationTask
+from coterie.service.validate.command import ValidatorCommands
+from coterie.service.validate.generic import GenericValidator
+from coterie.service.validate.judge import ValidatorProcesses
 from coterie.service.validate.table import SAFE, VALIDATORS, pick
 
 # a decoder's millisecond
 MAX_INLINE_CHARACTERS = 50_000
 
 
-class Validators:
+class AnswerValidators:
     def __init__(self, commands: Sequence[ValidatorSettings] = ()) -> None:
         """Refuses a command whose program is not there."""
-        self._judge = Judge()
-        self._commands = Commands(tuple(commands))
+        self._judge = ValidatorProcesses()
+        self._commands = ValidatorCommands(tuple(commands))
 
-    async def validate(self, text: str, context: Context) -> ValidationResult | None:
+    async def validate(self, text: str, context: AnswerContext) -> ValidationResult | None:
         """The first fault; where there is none, everybody who looked is named."""
         result = await self._built_in(text, context)
         if len(text) > MAX_CHARACTERS or (result is not None and not result.valid):
@@ -42,7 +42,7 @@ class Validators:
         if not results[-1].valid:
             return results[-1]
         # that there is an answer at all needs no mention beside a real check
-        told = [] if result is None or result.validator == Generic.name else [result]
+        told = [] if result is None or result.validator == GenericValidator.name else [result]
         everyone = [*told, *results]
         spent_ms = round(sum(item.duration_ms for item in everyone), 3)
         return ValidationResult(True, "+".join(item.validator for item in everyone), None, spent_ms)
@@ -50,11 +50,11 @@ class Validators:
     async def close(self) -> None:
         await self._judge.close()
 
-    async def _built_in(self, text: str, context: Context) -> ValidationResult | None:
+    async def _built_in(self, text: str, context: AnswerContext) -> ValidationResult | None:
         picked = pick(text, context)
         if picked is None:
             return None
         name, argument = picked
         if name in SAFE and len(text) <= MAX_INLINE_CHARACTERS:
             return VALIDATORS[name](argument).check(text)
-        return await self._judge.check(Task(name, argument, text))
+        return await self._judge.check(ValidationTask(name, argument, text))

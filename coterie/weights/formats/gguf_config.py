@@ -48,7 +48,7 @@ MIXTRAL_NAMES = {
 MIXTRAL_SINGLE = {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}
 
 
-def expert_keys(keys: Keys, family: str) -> dict[str, Any]:
+def moe_config_keys(keys: GgufKeys, family: str) -> dict[str, Any]:
     """Config keys of the experts of `family`, a key of EXPERT_KEYS."""
     keys.refuse_unless("expert_gating_func", _SOFTMAX)
     if family != "deepseek2":
@@ -61,7 +61,7 @@ def expert_keys(keys: Keys, family: str) -> dict[str, Any]:
     }
 
 
-def _qwen3moe(keys: Keys) -> dict[str, Any]:
+def _qwen3moe(keys: GgufKeys) -> dict[str, Any]:
     layers = range(keys.whole("block_count"))
     return {
         "num_experts": keys.whole("expert_count"),
@@ -73,12 +73,12 @@ def _qwen3moe(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _mixtral(keys: Keys) -> dict[str, Any]:
+def _mixtral(keys: GgufKeys) -> dict[str, Any]:
     keys.refuse_unless("expert_weights_norm", True)
     return {"num_local_experts": keys.whole("expert_count")}
 
 
-def _olmoe(keys: Keys) -> dict[str, Any]:
+def _olmoe(keys: GgufKeys) -> dict[str, Any]:
     clip = keys.get("attention.clamp_kqv")
     return {
         "num_experts": keys.whole("expert_count"),
@@ -87,7 +87,7 @@ def _olmoe(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _deepseek2(keys: Keys) -> dict[str, Any]:
+def _deepseek2(keys: GgufKeys) -> dict[str, Any]:
     keys.refuse_unless("expert_weights_norm", False)
     groups = keys.get("expert_group_count")
     limited = isinstance(groups, int) and groups > 1
@@ -114,7 +114,7 @@ def _deepseek2(keys: Keys) -> dict[str, Any]:
     }
 
 
-EXPERT_KEYS: dict[str, Callable[[Keys], dict[str, Any]]] = {
+EXPERT_KEYS: dict[str, Callable[[GgufKeys], dict[str, Any]]] = {
     "qwen3moe": _qwen3moe,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
@@ -199,7 +199,7 @@ def hf_name(name: str, family: str = "llama") -> str | None:
 def tensor_names(file: GGUFFile) -> dict[str, str]:
     """HF name -> GGUF name of every tensor the model reads."""
     names: dict[str, str] = {}
-    family = _family(Keys(file))
+    family = _family(GgufKeys(file))
     for name in file.tensors:
         if name == ROPE_FACTORS or _REDUNDANT.fullmatch(name):
             continue
@@ -215,7 +215,7 @@ def tensor_names(file: GGUFFile) -> dict[str, str]:
 
 def hf_config(file: GGUFFile, rope_factors: Sequence[float] | None = None) -> dict[str, Any]:
     """The keys of config.json. `rope_factors`: the values of the tensor rope_freqs, when there."""
-    keys = Keys(file)
+    keys = GgufKeys(file)
     family = _family(keys)
     architecture, model_type = _MIXTRAL if family == "mixtral" else ARCHITECTURES[family]
     heads = keys.whole("attention.head_count")
@@ -244,7 +244,7 @@ def hf_config(file: GGUFFile, rope_factors: Sequence[float] | None = None) -> di
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
     }
     if family in EXPERT_KEYS:
-        config |= expert_keys(keys, family)
+        config |= moe_config_keys(keys, family)
     else:
         keys.refuse_unless("expert_count", 0)
     if family != "deepseek2":
@@ -254,7 +254,7 @@ def hf_config(file: GGUFFile, rope_factors: Sequence[float] | None = None) -> di
     return config
 
 
-def _family(keys: Keys) -> str:
+def _family(keys: GgufKeys) -> str:
     parts = keys.file.metadata.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
         raise WeightsError(
@@ -269,7 +269,7 @@ def _family(keys: Keys) -> str:
     return "mixtral" if keys.prefix == "llama" and keys.get("expert_count") else keys.prefix
 
 
-def _intermediate(keys: Keys) -> int:
+def _intermediate(keys: GgufKeys) -> int:
     """Models of experts alone may say only how wide those are."""
     key = "feed_forward_length"
     return keys.whole(key if keys.get(key) is not None else f"expert_{key}")
@@ -305,7 +305,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 def rope_scaling(
-    keys: Keys, head_dim: int, factors: Sequence[float] | None
+    keys: GgufKeys, head_dim: int, factors: Sequence[float] | None
 ) -> dict[str, Any] | None:
     if factors is not None:
         return _from_factors(keys, head_dim, factors)
@@ -322,7 +322,7 @@ def rope_scaling(
     )
 
 
-def _yarn(keys: Keys) -> dict[str, Any]:
+def _yarn(keys: GgufKeys) -> dict[str, Any]:
     factor = keys.real("rope.scaling.factor")
     scaling: dict[str, Any] = {
         "rope_type": "yarn",
@@ -344,7 +344,7 @@ def _yarn(keys: Keys) -> dict[str, Any]:
     return scaling
 
 
-def _from_factors(keys: Keys, head_dim: int, factors: Sequence[float]) -> dict[str, Any] | None:
+def _from_factors(keys: GgufKeys, head_dim: int, factors: Sequence[float]) -> dict[str, Any] | None:
     """What the divisors of the rotary frequencies mean in HF words.
 
     Llama 3 scaling when its formula gives these divisors, else longrope with them for any length.
@@ -386,7 +386,7 @@ def _llama3_factors(theta: float, head_dim: int, factor: float, original: int) -
     return 1.0 / ((1.0 - smooth) / factor + smooth)
 
 
-class Keys:
+class GgufKeys:
     """Metadata below the architecture's prefix, with a sentence for each thing that is wrong."""
 
     def __init__(self, file: GGUFFile) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coterie.weights.formats.gguf import GGUFFile, TensorInfo
 from coterie.weights.formats.gguf_blocks import BLOCK_SIZES, expand, halves
-from coterie.weights.quantize import Blocks, Dense, Int4, Int8, Weight
+from coterie.weights.quantize import DenseWeight, GgufBlocks, Int4Weight, Int8Weight, Weight
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -36,7 +36,7 @@ def read_tensor(
 ) -> Weight:
     """The tensor as stored. `order`: for each row of the result, the row in the file.
 
-    keep_blocks: a Q4_K or Q6_K matrix comes back as `Blocks`, views of the file.
+    keep_blocks: a Q4_K or Q6_K matrix comes back as `GgufBlocks`, views of the file.
     """
     raw = data[info.offset : info.offset + info.nbytes]
     if order is not None:
@@ -50,36 +50,36 @@ def decode(raw: Tensor, kind: str, shape: tuple[int, ...], keep_blocks: bool = F
     if kind in _PLAIN:
         dtype = _PLAIN[kind]
         aligned = raw.data_ptr() % dtype.itemsize == 0 == raw.storage_offset() % dtype.itemsize
-        return Dense((raw if aligned else raw.clone()).view(dtype).view(shape))
+        return DenseWeight((raw if aligned else raw.clone()).view(dtype).view(shape))
     elements, nbytes = BLOCK_SIZES[kind]
     rows = raw.numel() // nbytes * elements // shape[-1]
     # [rows, blocks per row, bytes per block]
     blocks = raw.view(rows, shape[-1] // elements, nbytes)
     if keep_blocks and len(shape) == 2 and kind in _AS_BLOCKS:
-        return Blocks(_AS_BLOCKS[kind], blocks.view(rows, -1))
+        return GgufBlocks(_AS_BLOCKS[kind], blocks.view(rows, -1))
     if len(shape) == 2 and kind in _KEPT:
         kept = _KEPT[kind](blocks)
         if kept is not None:
             return kept
-    return Dense(expand(blocks, kind).view(shape))
+    return DenseWeight(expand(blocks, kind).view(shape))
 
 
-def _keep_q8_0(blocks: Tensor) -> Int8:
+def _keep_q8_0(blocks: Tensor) -> Int8Weight:
     q = blocks[..., 2:].reshape(blocks.shape[0], -1).view(torch.int8)
-    return Int8(q, halves(blocks[..., :2]))
+    return Int8Weight(q, halves(blocks[..., :2]))
 
 
-def _keep_q4_0(blocks: Tensor) -> Int4 | None:
+def _keep_q4_0(blocks: Tensor) -> Int4Weight | None:
     scale = halves(blocks[..., :2])
     minimum = scale * -8
     if not bool(torch.isfinite(minimum).all()):
         return None  # 8 * scale leaves fp16: only fp32 holds this tensor exactly
-    return Int4(blocks[..., 2:].reshape(blocks.shape[0], -1), scale, minimum)
+    return Int4Weight(blocks[..., 2:].reshape(blocks.shape[0], -1), scale, minimum)
 
 
-def _keep_q4_1(blocks: Tensor) -> Int4:
+def _keep_q4_1(blocks: Tensor) -> Int4Weight:
     q = blocks[..., 4:].reshape(blocks.shape[0], -1)
-    return Int4(q, halves(blocks[..., :2]), halves(blocks[..., 2:4]))
+    return Int4Weight(q, halves(blocks[..., :2]), halves(blocks[..., 2:4]))
 
 
 _KEPT: dict[str, Callable[[Tensor], Weight | None]] = {

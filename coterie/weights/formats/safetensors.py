@@ -21,7 +21,7 @@ from coterie.core.errors import WeightsError
 from coterie.weights.formats.gguf_blocks import BLOCK_SIZES
 from coterie.weights.formats.gguf_tensors import decode
 from coterie.weights.formats.json_file import read_json
-from coterie.weights.pages import Extent, release, samples
+from coterie.weights.pages import FileExtent, release, samples
 from coterie.weights.quantize import Weight
 
 INDEX = "model.safetensors.index.json"
@@ -102,9 +102,9 @@ class SafetensorsCheckpoint:
         entry = self._entry(name)
         return self._where[name].data[entry.begin : entry.end]
 
-    def extent(self, name: str) -> Extent:
+    def extent(self, name: str) -> FileExtent:
         entry = self._entry(name)
-        return Extent(self._where[name].path, entry.begin, entry.end - entry.begin)
+        return FileExtent(self._where[name].path, entry.begin, entry.end - entry.begin)
 
     def release(self) -> None:
         for shard in self._shards.values():

@@ -36,7 +36,7 @@ _NETWORK_ERRORS = (OSError, http.client.HTTPException)
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class RemoteFile:
     """One file to fetch. `url` may be http, https or file."""
 
     url: str
@@ -73,7 +73,7 @@ def reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def download(remote: Remote, target: Path, progress: Progress | None = None) -> None:
+def download(remote: RemoteFile, target: Path, progress: Progress | None = None) -> None:
     """Makes `target`, continuing an earlier attempt when there is one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
@@ -99,7 +99,7 @@ def download(remote: Remote, target: Path, progress: Progress | None = None) -> 
     os.replace(part, target)
 
 
-def _transfer(remote: Remote, part: Path, progress: Progress | None) -> None:
+def _transfer(remote: RemoteFile, part: Path, progress: Progress | None) -> None:
     have = part.stat().st_size if part.exists() else 0
     if remote.size_bytes is not None and have > remote.size_bytes:
         part.unlink()

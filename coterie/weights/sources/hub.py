@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import MissingDependency, WeightsError
-from coterie.weights.sources.download import Progress, Remote, download
+from coterie.weights.sources.download import Progress, RemoteFile, download
 
 _SPEC = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?")
 _WANTED = re.compile(
@@ -40,7 +40,7 @@ class HubModel:
 @dataclass(frozen=True, slots=True)
 class _HubFile:
     name: str
-    remote: Remote
+    remote: RemoteFile
 
 
 def parse(spec: str) -> HubModel:
@@ -111,10 +111,10 @@ def _list(model: HubModel) -> tuple[list[_HubFile], str]:
     return found, str(info.sha)
 
 
-def _remote(item: Any, url: str, headers: dict[str, str]) -> Remote:
+def _remote(item: Any, url: str, headers: dict[str, str]) -> RemoteFile:
     # only large files carry a sha256; small ones are git blobs
     sha256 = item.lfs.sha256 if item.lfs else None
-    return Remote(url, sha256, item.size, headers)
+    return RemoteFile(url, sha256, item.size, headers)
 
 
 def _choose(model: HubModel, names: Sequence[str]) -> set[str]:

