@@ -96,7 +96,7 @@ def measure(model: Path, case: Case, args: argparse.Namespace) -> Run:
             seed=0,
             ignore_eos=True,
         )[0]
-        report = llm.expert_report()
+        report = llm.moe_report()
         assert report is not None and done.experts is not None
         usage = done.experts
         found = usage.device_hits + usage.prefetch_hits

@@ -143,7 +143,7 @@ def source_of(model: Path, case: Case) -> Path:
 
 def read_bytes_of(llm: Any) -> int:
     """What one miss reads: the mean over what was read so far."""
-    total = llm.expert_report()["total"]
+    total = llm.moe_report()["total"]
     return int(total["read_bytes"] // max(1, total["host_misses"]))
 
 

@@ -204,7 +204,7 @@ def report(
     told: dict[str, Any] = {"speed": speed(usage, timings) | {"load_s": round(load_s, 6)}}
     told["weight_bytes"] = llm.info.weight_bytes
     told["kv_bytes"] = llm.info.kv_bytes
-    standing = llm.expert_report()
+    standing = llm.moe_report()
     if experts is not None and standing is not None:
         told |= {"experts": moe_facts(experts), "tiers": standing}
     return told

@@ -146,9 +146,9 @@ class RequestTracker:
             return
         request.clock.scheduled = self._now()
         self._charge_load(request)
-        seats = self._schedulers[request.assignment.lane].seats
-        if seats is not None and sequence.adapter_key:
-            request.adapter_bytes = seats.stack_bytes(sequence.adapter_key)
+        holds = self._schedulers[request.assignment.lane].holds
+        if holds is not None and sequence.adapter_key:
+            request.adapter_bytes = holds.stack_bytes(sequence.adapter_key)
         cached = min(sequence.num_cached, sequence.num_prompt)
         request.num_cached = max(cached - sequence.num_virtual, 0)
         space = self._schedulers[request.assignment.lane].space
@@ -288,7 +288,7 @@ class RequestTracker:
                     typed = WeightsError(UNREADABLE.format(lane=request.assignment.lane))
                 self._fail(request, events, typed)
 
-    def strand(self, sequence: Sequence, error: CoterieError, events: list[Event]) -> None:
+    def fail_adapters(self, sequence: Sequence, error: CoterieError, events: list[Event]) -> None:
         """Its adapters cannot be loaded: its request fails, and no other."""
         request = self._requests.get(sequence.request_id)
         if request is None:
@@ -309,9 +309,9 @@ class RequestTracker:
         return {"request_id": request.request_id, "replica": self._replica}
 
     def _charge_load(self, request: ActiveRequest) -> None:
-        seats = self._schedulers[request.assignment.lane].seats
-        if seats is not None and request.assignment.adapters:
-            request.load_s += seats.waited_s(request.request_id)
+        holds = self._schedulers[request.assignment.lane].holds
+        if holds is not None and request.assignment.adapters:
+            request.load_s += holds.waited_s(request.request_id)
 
     def _end(
         self, request: ActiveRequest, sequence: Sequence, session: Hashable | None = None

@@ -136,10 +136,10 @@ class Engine:
         self._pieces = TokenPieces(tokenizer)
         self._grammars = GrammarCache(tokenizer, self._vocab, sorted(self._eos_ids))
         self._adapters = adapters
-        self._seats = None if adapters is None else AdapterHolds(adapters, clock)
+        self._holds = None if adapters is None else AdapterHolds(adapters, clock)
         self._lanes = []
         for config in lanes:
-            scheduler = Scheduler(config, self._seats, grouped=batching == "grouped")
+            scheduler = Scheduler(config, self._holds, grouped=batching == "grouped")
             tables = scheduler.space.tables
             runner = Runner(model, config, tables, adapters is not None, self._grammars.work)
             self._lanes.append(Lane(config, scheduler, runner))
@@ -225,10 +225,10 @@ class Engine:
         jobs = self._book.grammar_jobs
         if jobs:
             self._grammars.work.nap(jobs)
-        elif self._seats is not None and self._seats.waiting:
-            self._seats.nap()
+        elif self._holds is not None and self._holds.waiting:
+            self._holds.nap()
 
-    def settle_experts(self, updates: int) -> None:
+    def settle_moe(self, updates: int) -> None:
         """Between requests: at most `updates` rounds of moving experts where they are used."""
         if self._experts is not None:
             self._experts.update(updates)
@@ -296,17 +296,17 @@ class Engine:
             for sequence in scheduler.started:
                 self._book.start(sequence, events)
             scheduler.started.clear()
-            if scheduler.stranded:
-                self._strand(scheduler, events)
+            if scheduler.failed_loads:
+                self._fail_adapters(scheduler, events)
             if plan is not None:
                 return index, plan
         return 0, None
 
-    def _strand(self, scheduler: Scheduler, events: list[Event]) -> None:
-        stranded, scheduler.stranded = scheduler.stranded, []
-        assert self._seats is not None
-        for sequence in stranded:
-            self._book.strand(sequence, self._seats.failure(sequence.adapter_key), events)
+    def _fail_adapters(self, scheduler: Scheduler, events: list[Event]) -> None:
+        failed_loads, scheduler.failed_loads = scheduler.failed_loads, []
+        assert self._holds is not None
+        for sequence in failed_loads:
+            self._book.fail_adapters(sequence, self._holds.failure(sequence.adapter_key), events)
 
     def _account(
         self, index: int, plan: StepPlan, result: StepResult, times: tuple[float, float, float]

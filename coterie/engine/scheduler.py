@@ -29,12 +29,12 @@ MAX_SCORED_ROWS = 128
 
 class Scheduler:
     def __init__(
-        self, config: LaneConfig, seats: AdapterHolds | None = None, *, grouped: bool = False
+        self, config: LaneConfig, holds: AdapterHolds | None = None, *, grouped: bool = False
     ) -> None:
         """`grouped`: one step serves one stack of adapters, in turns."""
         self.config = config
         self.space = KVSpace(config)
-        self.seats = seats
+        self.holds = holds
         # both sorted by rank, best first
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -50,7 +50,7 @@ class Scheduler:
         # sequences that began to run since this was last emptied
         self.started: list[Sequence] = []
         # sequences whose adapters cannot be loaded, likewise: the caller ends them
-        self.stranded: list[Sequence] = []
+        self.failed_loads: list[Sequence] = []
         self._step = 0
         self._turns = AdapterTurns() if grouped else None
 
@@ -78,8 +78,8 @@ class Scheduler:
         self.num_waiting_tokens += sequence.num_prompt
         self._num_waiting[sequence.party] += 1
         insort(self.waiting, sequence, key=rank_of)
-        if sequence.adapter_key and self.seats is not None:
-            self.seats.queue(sequence)
+        if sequence.adapter_key and self.holds is not None:
+            self.holds.queue(sequence)
 
     def end(self, sequence: Sequence, session: Hashable | None = None) -> None:
         """Free everything at once. With `session` its blocks become that session's entry."""
@@ -99,8 +99,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step's work; None when nothing can be computed."""
-        if self.seats is not None and self.seats.waiting:
-            self._make_way(self.seats)
+        if self.holds is not None and self.holds.waiting:
+            self._make_way(self.holds)
         if self.waiting:
             self._admit()
         self._step += 1
@@ -154,8 +154,8 @@ class Scheduler:
             child.status = SequenceStatus.RUNNING
             self._num_running[child.party] += 1
             insort(self.running, child, key=rank_of)
-            if child.adapter_key and self.seats is not None:
-                self.seats.join(child)
+            if child.adapter_key and self.holds is not None:
+                self.holds.join(child)
         else:
             self.add(child)
 
@@ -171,8 +171,8 @@ class Scheduler:
         assert self._num_waiting == Counter(s.party for s in self.waiting)
         assert self._num_running == Counter(s.party for s in self.running)
         self.space.check(self.running + self.waiting)
-        if self.seats is not None:
-            self.seats.check(self.running, self.waiting)
+        if self.holds is not None:
+            self.holds.check(self.running, self.waiting)
 
     def _admit(self) -> None:
         if len(self._num_waiting | self._num_running) > 1 and not self._admit_absent():
@@ -221,7 +221,7 @@ class Scheduler:
         """Whatever room there is, it cannot run: its grammar, its tenant's share, its adapters."""
         if sequence in self.held or self._is_capped(sequence):
             return True
-        return bool(sequence.adapter_key) and not self._is_seated(sequence)
+        return bool(sequence.adapter_key) and not self._holds_adapters(sequence)
 
     def _is_capped(self, sequence: Sequence) -> bool:
         """As many of its tenant run as may. One that is wider than that is alone."""
@@ -233,26 +233,26 @@ class Scheduler:
     def _num_of(self, tenant: str) -> int:
         return self._num_running[tenant, False] + self._num_running[tenant, True]
 
-    def _is_seated(self, sequence: Sequence) -> bool:
+    def _holds_adapters(self, sequence: Sequence) -> bool:
         """Its adapters are there and taken. One that finds no blocks then keeps them, or it could
         miss the one for ever whenever it finds the other."""
-        assert self.seats is not None, "a sequence with adapters where there are none"
-        answer = self.seats.ask(sequence)
+        assert self.holds is not None, "a sequence with adapters where there are none"
+        answer = self.holds.ask(sequence)
         if answer == "failed":
-            self.stranded.append(sequence)
+            self.failed_loads.append(sequence)
         return answer == "seated"
 
-    def _make_way(self, seats: AdapterHolds) -> None:
-        seats.next_round()
-        for sequence in seats.yielding(self.running):
+    def _make_way(self, holds: AdapterHolds) -> None:
+        holds.next_round()
+        for sequence in holds.yielding(self.running):
             self._preempt(sequence)
-        for sequence in seats.yielding(self.waiting):
-            seats.leave(sequence)
-            seats.queue(sequence)
+        for sequence in holds.yielding(self.waiting):
+            holds.leave(sequence)
+            holds.queue(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        if sequence.adapter_key and self.seats is not None:
-            self.seats.leave(sequence)
+        if sequence.adapter_key and self.holds is not None:
+            self.holds.leave(sequence)
 
     def _start(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.RUNNING
@@ -337,7 +337,7 @@ class Scheduler:
 
     def _pick_key(self) -> tuple[str | None, int]:
         """Whose turn it is, None for everybody's, and how many of theirs decode."""
-        if self._turns is None or self.seats is None or not self.seats.holders:
+        if self._turns is None or self.holds is None or not self.holds.holders:
             return None, sum(len(s.tokens) - s.num_computed == 1 for s in self.running)
         decoding: dict[str, int] = {}
         for sequence in self.running:
@@ -356,7 +356,7 @@ class Scheduler:
         return min(count, MAX_SCORED_ROWS)
 
     def _plan(self, rows: list[StepRow], copies: list[tuple[int, int]]) -> StepPlan:
-        shares = self._share(rows) if self.seats is not None and self.seats.holders else ()
+        shares = self._share(rows) if self.holds is not None and self.holds.holders else ()
         draws: list[Sequence] = []
         draw_rows: list[int] = []
         num_tokens = num_prefill = 0
@@ -374,13 +374,13 @@ class Scheduler:
 
     def _share(self, rows: list[StepRow]) -> list[StepSegment]:
         """Sort rows by their stacks, those without first, else as they were."""
-        assert self.seats is not None
+        assert self.holds is not None
         rows.sort(key=lambda row: row.sequence.adapter_key)
         shares, first = [], 0
         for key, some in groupby(rows, key=lambda row: row.sequence.adapter_key):
             last = first + len(list(some))
             if key:
-                shares.append(StepSegment(first, last, self.seats.stack(key)))
+                shares.append(StepSegment(first, last, self.holds.stack(key)))
             first = last
         return shares
 

@@ -196,7 +196,7 @@ class AdapterHolds:
         ]
 
     def check(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> None:
-        """Raises AssertionError when a lane's sequences and the seats do not agree."""
+        """Raises AssertionError when a lane's sequences and the holds do not agree."""
         for sequence in running:
             if sequence.adapter_key:
                 assert sequence in self.holders[sequence.adapter_key]

@@ -39,7 +39,7 @@ GRACE_S = 24 * 3600.0
 class AdapterRegistry:
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._shelf = RegistryFiles(root)
+        self._registry_files = RegistryFiles(root)
         self._path = root / "registry.db"
         self._connection = connect(self._path)
         self._tables = RegistryTables(self._connection)
@@ -50,7 +50,7 @@ class AdapterRegistry:
 
     @property
     def library(self) -> Path:
-        return self._shelf.library
+        return self._registry_files.library
 
     def close(self) -> None:
         self._connection.close()
@@ -75,12 +75,12 @@ class AdapterRegistry:
         bases_named = [base.name for base in package.manifest.base_models]
         card = fitted(named(card_of(package, signer), name, version), bases, bases_named)
         came_along = package_id(package)
-        with self._shelf.staged(package) as staged, self._change() as tables:
+        with self._registry_files.staged(package) as staged, self._change() as tables:
             self._refuse_other_bytes(tables, card)
             if check is not None:
                 check(card, staged / "adapter")
-            self._shelf.place_adapter(staged, card.digest)
-            self._shelf.place_package(staged, came_along)
+            self._registry_files.place_adapter(staged, card.digest)
+            self._registry_files.place_package(staged, came_along)
             tables.add(card, came_along)
             meaning = tables.meaning(card.name)
             if meaning is None or not meaning.pinned:
@@ -105,8 +105,8 @@ class AdapterRegistry:
 
     def _imported(self, package: Package, signer: str = "") -> AdapterCard:
         card = card_of(package, signer)
-        with self._shelf.staged(package) as staged, self._change(announce=False) as tables:
-            self._shelf.place_adapter(staged, card.digest)
+        with self._registry_files.staged(package) as staged, self._change(announce=False) as tables:
+            self._registry_files.place_adapter(staged, card.digest)
             tables.loosen(card.digest, time.time())
         return card
 
@@ -180,7 +180,7 @@ class AdapterRegistry:
     def files(self, card: AdapterCard) -> Path:
         """The folder of what came along with it: manifest, README, tests, grammar."""
         with self._asking() as tables:
-            return self._shelf.packages / tables.package(card.name, card.version)
+            return self._registry_files.packages / tables.package(card.name, card.version)
 
     # --- changing what names mean
 
@@ -246,7 +246,7 @@ class AdapterRegistry:
                 package = tables.package(card.name, card.version)
                 bereft = tables.drop(card.name, card.version)
                 if not tables.is_package_used(package):
-                    self._shelf.take_package(package)
+                    self._registry_files.take_package(package)
                 self._free(tables, card.digest, keep)
                 for alias in bereft:
                     self._point_again(tables, alias)
@@ -257,15 +257,17 @@ class AdapterRegistry:
         """Frees adapters that no version has and nobody asked for lately, and what a crash left.
         Says which adapters."""
         with self._change(announce=False) as tables:
-            self._shelf.tidy(tables.packages(), time.time() - GRACE_S)
-            for digest in self._shelf.adapters() - tables.used() - set(tables.loose(time.time())):
+            self._registry_files.tidy(tables.packages(), time.time() - GRACE_S)
+            for digest in (
+                self._registry_files.adapters() - tables.used() - set(tables.loose(time.time()))
+            ):
                 tables.loosen(digest, time.time())
             old = [d for d in tables.loose(time.time() - older_than_s) if d not in keep]
             gone = [digest for digest in old if not tables.is_used(digest)]
             for digest in old:
                 tables.forget(digest)
             for digest in gone:
-                self._shelf.take_adapter(digest)
+                self._registry_files.take_adapter(digest)
         return gone
 
     def _free(self, tables: RegistryTables, digest: str, keep: Collection[str]) -> None:
@@ -274,7 +276,7 @@ class AdapterRegistry:
         if digest in keep:
             tables.loosen(digest, time.time())
         elif not tables.is_loose(digest, time.time() - GRACE_S):
-            self._shelf.take_adapter(digest)
+            self._registry_files.take_adapter(digest)
 
     def _point_again(self, tables: RegistryTables, alias: str) -> None:
         """Back to what it meant before; a name, else to its newest version; an alias, else gone."""

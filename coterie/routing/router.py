@@ -154,17 +154,19 @@ class Router:
         matches = matcher.match(text, known.features, CANDIDATES)
         known.timings_ms["match"] = _ms_since(marked)
         marked = time.perf_counter()
-        wish = self._wish(hints, known.threshold, exclude)
-        decision = decide(matches, known.features, wish, self._house(), self._scorer())
+        wish = self._choice_limits(hints, known.threshold, exclude)
+        decision = decide(matches, known.features, wish, self._installed_adapters(), self._scorer())
         known.timings_ms["decide"] = _ms_since(marked)
         return _decided(known, decision)
 
-    def _wish(self, hints: RouteHints, threshold: float, exclude: tuple[str, ...]) -> ChoiceLimits:
+    def _choice_limits(
+        self, hints: RouteHints, threshold: float, exclude: tuple[str, ...]
+    ) -> ChoiceLimits:
         if hints.max_adapters is None:
             return ChoiceLimits(threshold, self._settings.max_experts, exclude=exclude)
         return ChoiceLimits(threshold, hints.max_adapters, hints.max_adapters, exclude)
 
-    def _house(self) -> InstalledAdapters:
+    def _installed_adapters(self) -> InstalledAdapters:
         return InstalledAdapters(
             self._catalog.current_profiles(), self._names.find, self._names.fits
         )

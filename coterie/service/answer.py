@@ -51,7 +51,7 @@ class AnswerBuilder:
         elif isinstance(event, Failed):
             self.error = from_code(event.code, event.message, retry_after_s=event.retry_after_s)
 
-    def told_plan(self) -> dict[str, Any] | None:
+    def shown_plan(self) -> dict[str, Any] | None:
         """Where it was asked for."""
         return expert_plan(self.plan, self._max_tokens) if self.explain else None
 
@@ -76,7 +76,7 @@ class AnswerBuilder:
             validation=finished.validation,
             metrics=finished.metrics,
             telemetry=facts_of(finished),
-            plan=self.told_plan(),
+            plan=self.shown_plan(),
         )
 
 

@@ -153,10 +153,10 @@ class LLM:
             self._host.close()
             self.adapters.close()
 
-    def expert_report(self) -> dict[str, Any] | None:
+    def moe_report(self) -> dict[str, Any] | None:
         """How the experts' tiers stand and what they did since start; None for a dense model."""
         with self._lock:
-            return self._host.expert_report()
+            return self._host.moe_report()
 
     @contextmanager
     def traced(self, path: Path) -> Iterator[None]:

@@ -83,12 +83,12 @@ class EngineHost:
     experts: MoeHost | None = None
     adapters: AdapterHost | None = None
 
-    def tend(self) -> None:
+    def save_if_due(self) -> None:
         """Now and then, between steps."""
         if self.experts is not None:
-            self.experts.tend()
+            self.experts.save_if_due()
 
-    def expert_report(self) -> dict[str, Any] | None:
+    def moe_report(self) -> dict[str, Any] | None:
         runtime = None if self.experts is None else self.experts.runtime
         return None if runtime is None else runtime.report()
 
@@ -425,9 +425,9 @@ class MoeHost:
             fallback=parts.fallback,
         )
 
-    def tend(self) -> None:
+    def save_if_due(self) -> None:
         if self._heatmap is not None:
-            self._heatmap.tend()
+            self._heatmap.save_if_due()
 
     def close(self) -> None:
         if self._heatmap is not None:
@@ -461,7 +461,7 @@ def serve(host: EngineHost, receive: Receive, publish: Publish) -> None:
             report.adapters = host.adapters.loads()
         sift(report, fault_of)
         publish(report)
-        host.tend()
+        host.save_if_due()
 
 
 def _apply(host: EngineHost, command: WorkerCommand, report: WorkerReport) -> None:

@@ -120,7 +120,7 @@ class HeatmapFile:
             log("heatmap_ignored", level="warning", reason=error.message)
             return None
 
-    def tend(self) -> None:
+    def save_if_due(self) -> None:
         """Save when it is time to."""
         if self._clock() - self._saved_at >= SAVE_EVERY_S:
             self.save()
@@ -153,7 +153,7 @@ def refine(engine: Engine, tokenizer: Tokenizer, lane: str, context: int) -> Non
             return
         while engine.has_work():
             engine.step()
-        engine.settle_experts(updates)
+        engine.settle_moe(updates)
 
 
 def _assignment(request_id: str, lane: str, ids: tuple[int, ...], context: int) -> Assignment:

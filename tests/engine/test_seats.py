@@ -185,7 +185,7 @@ def hot_stream(
 
 
 def test_a_cold_stack_does_not_starve_behind_hot_ones() -> None:
-    """Two seats, two stacks that never run dry: three cold ones still come, one after the other,
+    """Two holds, two stacks that never run dry: three cold ones still come, one after the other,
     each after at most the patience, the longest output of a running request and its own."""
     pool = ToyAdapters(2)
     engine = make_engine(make_lane(num_blocks=200, max_sequences=4), adapters=pool)

@@ -62,7 +62,7 @@ def opened(model: Path, **given: Any) -> LLM:
 
 
 def report_of(llm: LLM) -> dict[str, Any]:
-    told = llm.expert_report()
+    told = llm.moe_report()
     assert told is not None
     return told
 

@@ -312,7 +312,7 @@ def test_a_failed_change_changes_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(registry._shelf, "place_package", full)
+    monkeypatch.setattr(registry._registry_files, "place_package", full)
     with pytest.raises(Unavailable, match="installing failed: No space left"):
         install("2.0.0", seed=2)
     assert registry.cards() == [one] and registry.generation() == before

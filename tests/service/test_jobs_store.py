@@ -137,14 +137,14 @@ class Jobs(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1))
     def adopt(self, which: int) -> None:
         server = self.servers[which]
-        orphans = {
+        abandoned_jobs = {
             job_id
             for job_id in self.status
             if self.is_open(job_id) and self.owner[job_id] not in self.servers
         }
-        taken = self.do(server.store.adopt(self.do(server.store.orphans())))
-        assert {waiting.id for waiting in taken} == orphans
-        for job_id in orphans:
+        taken = self.do(server.store.adopt(self.do(server.store.abandoned_jobs())))
+        assert {waiting.id for waiting in taken} == abandoned_jobs
+        for job_id in abandoned_jobs:
             self.owner[job_id], self.status[job_id] = server, "queued"
 
     @precondition(lambda self: self.status)
@@ -237,7 +237,7 @@ def check_acknowledged(path: Path, told: list[tuple[str, str]]) -> None:
             assert job is not None, f"{name} was accepted and is lost"
             assert job.status in nexts.get(status, (status,)), (name, status)
             assert job.active or job.text == "y" * 5000
-        taken = runner.run(store.adopt(runner.run(store.orphans())))
+        taken = runner.run(store.adopt(runner.run(store.abandoned_jobs())))
         active = {name for name, status in last.items() if status != "cancelled"}
         assert {w.id for w in taken} <= active | {f"j{len(last)}"}
         runner.run(store.close())

@@ -59,7 +59,7 @@ def test_requests_pay_for_their_own_experts(moe: Path, answers: list[tuple[int, 
     with opened(moe) as llm:
         done = llm.generate(list(PROMPTS), **GREEDY)
         assert [one.token_ids for one in done] == answers
-        report = llm.expert_report()
+        report = llm.moe_report()
         stats = llm._engine.stats()
     assert report is not None
     costs = [one.experts for one in done if one.experts is not None]
@@ -78,7 +78,7 @@ def test_requests_pay_for_their_own_experts(moe: Path, answers: list[tuple[int, 
 def test_one_request_alone_pays_for_everything(moe: Path) -> None:
     with opened(moe) as llm:
         [done] = llm.generate(PROMPTS[0], **GREEDY)
-        report = llm.expert_report()
+        report = llm.moe_report()
     assert done.experts is not None and report is not None
     assert done.experts.demands == report["demands"]
     assert done.experts.read_bytes == report["total"]["read_bytes"] > 0
@@ -91,7 +91,7 @@ def test_first_token_comes_before_all_experts_are_read(moe: Path) -> None:
         assert llm.info.experts is not None and llm.info.experts.count == LAYERS * EXPERTS
         stream = llm.stream(PROMPTS[1][:1], **GREEDY)
         next(stream)
-        report = llm.expert_report()
+        report = llm.moe_report()
         stream.close()
     assert report is not None
     assert 0 < report["tiers"]["host"]["misses"] <= LAYERS * TOP_K < LAYERS * EXPERTS
@@ -158,10 +158,10 @@ def test_updates_are_rounds_and_not_tokens(strategy: str, moe: Path) -> None:
     long = GREEDY | {"max_tokens": 100}
     with opened(moe, strategy=strategy, cache_capacity=6) as llm:
         llm.generate(PROMPTS[0], **(GREEDY | {"max_tokens": 1}))
-        first = llm.expert_report()
+        first = llm.moe_report()
         assert first is not None and first["dcu_calls"] == 0
         [done] = llm.generate(PROMPTS[0], **long)
-        report, stats = llm.expert_report(), llm._engine.stats()
+        report, stats = llm.moe_report(), llm._engine.stats()
         assert done.experts is not None and report is not None
         assert 0 < report["dcu_calls"] <= 99 // MIN_INTERVAL + 1
         assert report["dcu_calls"] == stats["expert_updates"]
@@ -171,14 +171,14 @@ def test_updates_are_rounds_and_not_tokens(strategy: str, moe: Path) -> None:
         assert 0 < done.experts.swaps <= report["swaps"] - first["swaps"]
         # those that run together share them: every one has all of them
         both = llm.generate(list(PROMPTS[:2]), **long)
-        made = llm.expert_report()["dcu_calls"] - report["dcu_calls"]  # type: ignore[index]
+        made = llm.moe_report()["dcu_calls"] - report["dcu_calls"]  # type: ignore[index]
         assert all(made - one.experts.updates in (0, 1) for one in both if one.experts)
 
 
 def test_strategies_without_updates_make_none(moe: Path) -> None:
     with opened(moe) as llm:
         [done] = llm.generate(PROMPTS[0], **GREEDY)
-        assert llm.expert_report()["dcu_calls"] == 0  # type: ignore[index]
+        assert llm.moe_report()["dcu_calls"] == 0  # type: ignore[index]
     assert done.experts is not None and done.experts.updates == done.experts.swaps == 0
 
 
@@ -187,7 +187,7 @@ def test_a_request_is_told_its_hits_by_layer(given: dict[str, Any], moe: Path) -
     """Also where every expert lies in memory and nothing is decided (24 slots)."""
     with opened(moe, **given) as llm:
         done = llm.generate(list(PROMPTS), **GREEDY)
-        report = llm.expert_report()
+        report = llm.moe_report()
     assert report is not None
     for one in done:
         cost = one.experts
@@ -205,7 +205,7 @@ def test_gauges_tell_what_counters_tell(moe: Path) -> None:
         for _ in range(3):
             llm.generate(list(PROMPTS), **GREEDY)
             stats = llm._engine.stats()
-        report = llm.expert_report()
+        report = llm.moe_report()
     assert report is not None
     hits = stats["expert_device_hits"] + stats["expert_prefetch_hits"]
     late = stats["expert_device_misses"] + stats["expert_host_runs"]
@@ -254,7 +254,7 @@ def test_hybrid_is_paid_before_the_first_request(moe: Path) -> None:
         assert 2 <= stats["generated_tokens"] <= 48 and stats["expert_device_misses"] > 0
         assert stats["expert_updates"] > 0 and stats["expert_swaps"] > 0
         # without a heatmap its pins come from the warm-up's own tokens, between them
-        assert llm.expert_report()["swaps"] > 0  # type: ignore[index]
+        assert llm.moe_report()["swaps"] > 0  # type: ignore[index]
         assert stats["waiting"] == stats["running"] == 0
         llm._host.experts.runtime.check()  # type: ignore[union-attr]
     assert (moe / "heatmaps" / "default.json").exists()
@@ -273,10 +273,10 @@ def test_heatmap_files_are_saved_rarely_and_read_with_distrust(tmp_path: Path) -
     file.save()
     assert not path.exists(), "nothing was counted"
     file.live.add(0, [1, 2], [3, 4])
-    file.tend()
+    file.save_if_due()
     assert not path.exists(), "too early"
     now[0] += SAVE_EVERY_S
-    file.tend()
+    file.save_if_due()
     written = path.read_bytes()
     known = make().load(geometry)
     assert known is not None and known.count((0, 2)) == 4

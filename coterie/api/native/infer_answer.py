@@ -90,7 +90,7 @@ class RunningInference:
                 return None
             self._has_started = True
             self._prompt_tokens = event.prompt_tokens
-            told = self.answer.told_plan()
+            told = self.answer.shown_plan()
             more = {} if told is None else {"plan": told}
             return STARTED, started_fields(self.job_id, self.plan) | more
         if isinstance(event, (Finished, Failed)):

@@ -197,8 +197,8 @@ class JobService:
     async def _sweep(self) -> None:
         """Takes over what killed servers left, removes what is too old, stops what was cancelled
         by another server of this home."""
-        orphans = await self._store.orphans()
-        ours = await self._store.adopt([item for item in orphans if self._can_take(item)])
+        abandoned_jobs = await self._store.abandoned_jobs()
+        ours = await self._store.adopt([item for item in abandoned_jobs if self._can_take(item)])
         for entry in ours:
             if entry.crashes >= MAX_CRASHES:
                 await self._give_up(entry)

@@ -108,15 +108,15 @@ class JobStore:
         last = f"{jobs[-1].submitted_at!r}_{jobs[-1].id}" if more else None
         return JobPage(tuple(jobs), last)
 
-    async def orphans(self) -> Sequence[AbandonedJob]:
+    async def abandoned_jobs(self) -> Sequence[AbandonedJob]:
         """Open jobs of servers that are gone, which they never cease to be."""
         return await self._call(self._orphans)
 
-    async def adopt(self, orphans: Sequence[AbandonedJob]) -> Sequence[WaitingJob]:
+    async def adopt(self, abandoned_jobs: Sequence[AbandonedJob]) -> Sequence[WaitingJob]:
         """These become ours, but for those that another server was quicker with."""
 
         def work(tables: JobTables, owner: str) -> list[WaitingJob]:
-            taken = (tables.adopt(orphan.id, orphan.owner, owner) for orphan in orphans)
+            taken = (tables.adopt(orphan.id, orphan.owner, owner) for orphan in abandoned_jobs)
             return [waiting for waiting in taken if waiting is not None]
 
         return await self._ask(work)
@@ -127,7 +127,7 @@ class JobStore:
         for other in tables.owners():
             if other != owner.name:
                 with owner.gone(other) as is_gone:
-                    found += tables.orphans(other) if is_gone else ()
+                    found += tables.abandoned_jobs(other) if is_gone else ()
         return found
 
     def _open(self) -> None:

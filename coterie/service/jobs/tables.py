@@ -170,7 +170,7 @@ class JobTables:
             row[0] for row in self._sql.execute(f"SELECT DISTINCT owner FROM jobs WHERE {_OPEN}")
         ]
 
-    def orphans(self, owner: str) -> list[AbandonedJob]:
+    def abandoned_jobs(self, owner: str) -> list[AbandonedJob]:
         query = f"SELECT id, owner, model, submitted_at FROM jobs WHERE owner = ? AND {_OPEN}"
         return [AbandonedJob(*row) for row in self._sql.execute(query, (owner,))]
 

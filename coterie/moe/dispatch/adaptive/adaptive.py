@@ -32,9 +32,9 @@ class Adaptive(Strategy):
         self._base = {layer: index * width for index, layer in enumerate(geometry.layers)}
         heat = scene.heatmap
         prior = [0.0] * (len(self._base) * width) if heat is None else heat.counts.ravel().tolist()
-        self._contest = PolicyElection(len(self._base), width, scene.slots.num_slots, prior)
-        self._seats = SlotPolicy(scene.geometry, scene.slots, self._contest.leader)
-        self._lanes = MissCosts(scene)
+        self._election = PolicyElection(len(self._base), width, scene.slots.num_slots, prior)
+        self._slot_policy = SlotPolicy(scene.geometry, scene.slots, self._election.leader)
+        self._miss_costs = MissCosts(scene)
         self._clock = UpdateTimer()
         # where no upload pays for itself, but costs nothing either: live counts, between tokens
         self._repin = LiveRepin(scene, scene.slots.num_slots, pin=False)
@@ -58,7 +58,7 @@ class Adaptive(Strategy):
         return loads
 
     def observe(self, rows: npt.NDArray[np.int64]) -> None:
-        if not self._lanes.uploads_pay:
+        if not self._miss_costs.uploads_pay:
             self._repin.saw_step(rows)
 
     def groups(self) -> tuple[tuple[int, ...], ...] | None:
@@ -68,66 +68,66 @@ class Adaptive(Strategy):
         return tuple((layer,) for layer in self.scene.geometry.layers)
 
     def settled(self) -> bool:
-        return not self._lanes.uploads_pay or super().settled()
+        return not self._miss_costs.uploads_pay or super().settled()
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
-        if not self._lanes.uploads_pay:
+        if not self._miss_costs.uploads_pay:
             self._repin.saw(demand)
             return run_in_place(self.scene.slots, demand)
-        base, seats = self._base[demand.layer], self._seats
+        base, slot_policy = self._base[demand.layer], self._slot_policy
         asked = [base + expert for expert in demand.experts]
         self._remember(demand, base // self.scene.geometry.num_experts, asked)
-        seats.refresh()
+        slot_policy.refresh()
         if self._protected:
             self._protected.pop(demand.layer, None)
-            seats.protected = frozenset().union(*self._protected.values())
-        absent = seats.use(asked)
+            slot_policy.protected = frozenset().union(*self._protected.values())
+        absent = slot_policy.use(asked)
         self._clock.saw(len(asked), len(absent))
         chunked = self._walk.chunked(demand)
         if not absent:
             return (Wave(device=demand.experts),)
         here = [expert for expert in asked if expert not in absent]
-        turns = WaveBuilder([expert - base for expert in here], set(here))
-        scratch = self._lanes.scratch(demand.phase, chunked)
+        waves = WaveBuilder([expert - base for expert in here], set(here))
+        scratch = self._miss_costs.scratch(demand.phase, chunked)
         counts = dict(zip(asked, demand.counts, strict=True))
         rows = {expert: counts[expert] for expert in absent}
-        self._lanes.begin(rows.values(), chunked)
-        self._place(rows, scratch, turns)
-        return turns.waves()
+        self._miss_costs.begin(rows.values(), chunked)
+        self._place(rows, scratch, waves)
+        return waves.waves()
 
     def _remember(self, demand: Demand, index: int, asked: Sequence[int]) -> None:
         """A prompt's rows are as many visits; a batch of sequences is one."""
         if demand.phase == "prefill":
             rows = max(1, sum(demand.counts) // self.scene.geometry.top_k)
-            self._contest.read(index, asked, demand.counts, rows)
+            self._election.read(index, asked, demand.counts, rows)
         else:
-            self._contest.saw(index, asked)
+            self._election.saw(index, asked)
 
-    def _place(self, rows: dict[int, int], scratch: int, turns: WaveBuilder) -> None:
+    def _place(self, rows: dict[int, int], scratch: int, waves: WaveBuilder) -> None:
         """Misses by score: those that lead a member by enough become members, the others run on
         the host or as guests, in further waves when the scratch slots are taken."""
-        seats, lanes, leader = self._seats, self._lanes, self._contest.leader
+        slot_policy, miss_costs, leader = self._slot_policy, self._miss_costs, self._election.leader
         for expert in sorted(rows, key=lambda expert: (-leader.value(expert), expert)):
-            lead = lanes.lead(leader.policy.margin)
-            loaded = lead is not None and seats.admit(expert, lead, scratch, turns.busy)
-            if not loaded and not lanes.prefers_host():
-                loaded = seats.invite(expert, scratch, turns.busy)
-                if not loaded and not lanes.hosting:
-                    turns.next_wave()
-                    loaded = seats.invite(expert, scratch, ())
-                    if not loaded and seats.protected:
+            lead = miss_costs.lead(leader.policy.margin)
+            loaded = lead is not None and slot_policy.admit(expert, lead, scratch, waves.busy)
+            if not loaded and not miss_costs.prefers_host():
+                loaded = slot_policy.invite(expert, scratch, waves.busy)
+                if not loaded and not miss_costs.hosting:
+                    waves.next_wave()
+                    loaded = slot_policy.invite(expert, scratch, ())
+                    if not loaded and slot_policy.protected:
                         # a guess gives way to what must run
-                        seats.protected = frozenset()
-                        loaded = seats.invite(expert, scratch, ())
+                        slot_policy.protected = frozenset()
+                        loaded = slot_policy.invite(expert, scratch, ())
             if loaded:
-                lanes.upload(rows[expert])
-                turns.load(expert, seats.keys[expert], seats.slot_of(expert))
+                miss_costs.upload(rows[expert])
+                waves.load(expert, slot_policy.keys[expert], slot_policy.slot_of(expert))
             else:
-                turns.host.append(seats.keys[expert][1])
+                waves.host.append(slot_policy.keys[expert][1])
 
     @property
     def replaced(self) -> int:
-        return self._seats.replaced
+        return self._slot_policy.replaced
 
     @property
     def updates(self) -> int:
@@ -135,15 +135,15 @@ class Adaptive(Strategy):
 
     def update(self) -> Loads:
         """A token has passed; when it is time, a bounded step towards the leader's ranking."""
-        if not self._lanes.uploads_pay:
+        if not self._miss_costs.uploads_pay:
             return self._repin.update() if self._free else ()
-        if self._contest.tick():
-            self._seats.rank_by(self._contest.leader)
+        if self._election.tick():
+            self._slot_policy.rank_by(self._election.leader)
         if not self._clock.due():
             return ()
-        self._seats.refresh()
-        scratch = self._lanes.scratch("decode", chunked=False)
-        loads = self._seats.promote(scratch, self._clock.pace.budget)
+        self._slot_policy.refresh()
+        scratch = self._miss_costs.scratch("decode", chunked=False)
+        loads = self._slot_policy.promote(scratch, self._clock.pace.budget)
         self._clock.done(len(loads))
         return loads
 
@@ -153,17 +153,19 @@ class Adaptive(Strategy):
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> Loads:
         """As guests: a wrong guess costs link time and a scratch slot, no more."""
-        if not self._lanes.uploads_pay:
+        if not self._miss_costs.uploads_pay:
             return ()
-        base, seats = self._base[layer], self._seats
-        seats.refresh()
-        scratch = self._lanes.scratch("decode", chunked=False)
+        base, slot_policy = self._base[layer], self._slot_policy
+        slot_policy.refresh()
+        scratch = self._miss_costs.scratch("decode", chunked=False)
         expected = frozenset(base + expert for expert in experts)
         loads = []
         for expert in sorted(expected):
-            key = seats.keys[expert]
-            if key not in self.scene.slots and seats.invite(expert, scratch, expected, early=True):
-                loads.append((key, seats.slot_of(expert)))
+            key = slot_policy.keys[expert]
+            if key not in self.scene.slots and slot_policy.invite(
+                expert, scratch, expected, early=True
+            ):
+                loads.append((key, slot_policy.slot_of(expert)))
         return tuple(loads)
 
 
