@@ -37,10 +37,9 @@ from benchmarks.gpu_adapters import (
     spread,
 )
 from benchmarks.gpu_kernels import make_batch
-from coterie.adapters.compose import ComposedStack
-from coterie.adapters.image import StackImage, upload_for
-from coterie.adapters.slab import AdapterSlab
-from coterie.kernels import patch_rows
+from coterie.adapters.compose import ComposedStack, StackImage, upload_for
+from coterie.adapters.residency import AdapterSlab
+from coterie.kernels import batch as kernel_batch
 from coterie.kernels.patch import PatchStack, Segment
 from coterie.models.base import CausalLM
 from coterie.models.build.cuda_graph import DecodeGraphs
@@ -125,14 +124,14 @@ def speed(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[s
 def _eager(
     model: CausalLM, tokens: Tensor, kv: list[Tensor], rows: Tensor, batch: Any, long_rows: int
 ) -> None:
-    patch_rows.LONG_ROWS = long_rows
+    kernel_batch.LONG_ROWS = long_rows
     model.forward(tokens, batch, kv, rows)
 
 
 def prefill(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[str, Any]:
     """One prompt with one adapter, through the row kernels and through torch."""
     report = {}
-    kept = patch_rows.LONG_ROWS
+    kept = kernel_batch.LONG_ROWS
     for rows in setting.prompts:
         batch, blocks = make_batch([rows], [rows], setting.device)
         kv = new_caches(model, blocks)
@@ -145,17 +144,16 @@ def prefill(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict
             "torch": partial(run, adapted, 1),
         }
         report[str(rows)] = interleaved(works, setting.device, 3, 5)
-    patch_rows.LONG_ROWS = kept
+    kernel_batch.LONG_ROWS = kept
     return report
 
 
 def switch(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[str, Any]:
     """What a step pays for other stacks than the step before: known ones, and ones never seen."""
     device = torch.device(setting.device)
-    rows = patch_rows.PatchRows(setting.streams, model.spec.num_layers, device, kind=0)
+    rows = kernel_batch.PatchRows(setting.streams, model.spec.num_layers, device, kind=0)
     orders = [
-        patch_rows.places_of(spread(order, setting.streams), device)
-        for order in (stacks, stacks[::-1])
+        kernel_batch.places_of(spread(order, setting.streams), device) for order in (stacks, stacks[::-1])
     ]
     count = 0
 
@@ -166,7 +164,7 @@ def switch(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[
 
     def unseen() -> None:
         stacks[0].tables.clear()
-        patch_rows.stack_record(stacks[0], device)
+        kernel_batch.stack_record(stacks[0], device)
 
     found = interleaved({"other stacks": hot, "new stack": unseen}, setting.device, 2)
     nbytes = sum(patch.nbytes for patch in stacks[0].patches.values())
@@ -183,7 +181,7 @@ def switch(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[
 
 def tune(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[str, Any]:
     """Seconds of the base's step, and of the adapted one at other sizes of its programs."""
-    from coterie.kernels.triton import patched as triton_patched
+    from coterie.kernels.triton import decoder as triton_patched
 
     kept = triton_patched.SLIM, triton_patched.BROAD
     works: dict[str, Callable[[], object]] = {

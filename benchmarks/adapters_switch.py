@@ -20,14 +20,14 @@ import torch
 
 from benchmarks.peers import files
 from benchmarks.random_adapters import ALL_LINEAR, write_adapter
-from coterie.adapters.library import AdapterLibrary
+from coterie.adapters.files import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
 from coterie.core.adapters import AdapterSettings
 from coterie.core.plan import AdapterChoice
 from coterie.models.base import CausalLM, load_model
 from coterie.packages.archive import pack, repack
-from coterie.packages.digest import CONFIG, WEIGHTS, digest_of
 from coterie.packages.manifest import from_document
+from coterie.packages.paths import CONFIG, WEIGHTS, digest_of
 from coterie.packages.registry import AdapterRegistry
 from coterie.packages.signing import new_key, public_of, read_key, signed
 from coterie.packages.trust import TrustStore

@@ -24,9 +24,8 @@ import torch
 
 from coterie.core.dispatch import MoeSettings, MoeUsage
 from coterie.models.base import CausalLM, load_model
-from coterie.models.experts import MoeRequirements
-from coterie.models.pace import NoExperts, SingleSequenceRun
-from coterie.models.prospect import PlanInputs, open_plan_inputs
+from coterie.models.build.moe import MoeRequirements
+from coterie.models.prospect import NoExperts, PlanInputs, SingleSequenceRun, open_plan_inputs
 from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner.auto import known_costs
 from coterie.moe.planner.machine import to_json

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from coterie.core.plan import AdapterChoice
 from coterie.models.spec import ModelSpec
-from coterie.packages.digest import digest_of
+from coterie.packages.paths import digest_of
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # small enough that a stack of them leaves the model's own words standing

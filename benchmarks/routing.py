@@ -30,9 +30,8 @@ from benchmarks.routing_set import Decided, Item
 from coterie.core.adapters import AdapterProfile
 from coterie.core.request import Chat, InferenceRequest, Limits, Message, RouteHints, Sampling
 from coterie.routing.features.features import routed_text
-from coterie.routing.match.calibrate import PATH, ScoreCalibration, fit_calibration, tempered
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
-from coterie.routing.match.matcher import Matcher
+from coterie.routing.match.matcher import PATH, Matcher, ScoreCalibration, fit_calibration, tempered
 from coterie.routing.match.sketch import sketch
 from coterie.routing.resolve import Specialist
 from coterie.routing.router import Router

@@ -18,8 +18,8 @@ from pathlib import Path
 from coterie import LLM
 from coterie.cli.expert.evaluate import answers, judged
 from coterie.packages import archive
-from coterie.packages.digest import digest_of
 from coterie.packages.evaluate import EvalComparison, read_items, score, shown
+from coterie.packages.paths import digest_of
 from examples.expert_data.table import EXPERTS, Recipe
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 from coterie.cli.expert.evaluate import judged
 from coterie.packages import archive, signing
-from coterie.packages.digest import CONFIG, WEIGHTS
 from coterie.packages.directory import collect
 from coterie.packages.evaluate import (
     ITEMS,
@@ -34,6 +33,7 @@ from coterie.packages.evaluate import (
     shown,
 )
 from coterie.packages.manifest import from_document
+from coterie.packages.paths import CONFIG, WEIGHTS
 from coterie.packages.trust import PUBLISHER
 from coterie.weights.checkpoint import open_checkpoint
 from examples.expert_data import languages

@@ -13,13 +13,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from coterie.adapters.base import Target
-from coterie.adapters.library import AdapterLibrary
+from coterie.adapters.files import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
 from coterie.core.adapters import AdapterSettings
 from coterie.core.errors import WeightsError
 from coterie.core.plan import AdapterChoice, stack_key
 from coterie.kernels.patch import PatchStack, Site
-from coterie.packages.digest import digest_of
+from coterie.packages.paths import digest_of
 
 WIDE, TALL, LAYERS = 48, 64, 2
 PATHS = tuple(f"model.layers.{i}.self_attn.{p}_proj" for i in range(LAYERS) for p in "qv")

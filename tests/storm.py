@@ -22,7 +22,7 @@ from coterie.core.adapters import AdapterSettings
 from coterie.core.dispatch import MoeSettings
 from coterie.core.events import Failed, Finished
 from coterie.core.plan import AdapterChoice, Assignment
-from coterie.packages.digest import digest_of
+from coterie.packages.paths import digest_of
 from coterie.workers.base import WorkerSpec
 from coterie.workers.process import ProcessReplica, RestartPolicy
 

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from coterie.adapters.base import ModuleChange
-from coterie.adapters.finite import MASKS, check_finite
+from coterie.adapters.base import MASKS, ModuleChange, check_finite
 from coterie.adapters.kinds import ia3, lora, options, soft_prompt
 from coterie.core.adapters import AdaptableModules
 from coterie.core.errors import WeightsError
 from coterie.packages.device_size import device_size
-from coterie.packages.digest import CONFIG, WEIGHTS
+from coterie.packages.paths import CONFIG, WEIGHTS
 from coterie.packages.safetensors_header import read_header
 
 TYPES = tuple(MASKS)

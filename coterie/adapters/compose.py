@@ -6,18 +6,23 @@ files own what wrapping means. Knows no pool and no device.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from coterie.adapters.kinds.folding import ModulePatchBuilder
 from coterie.adapters.kinds.table import ADAPTERS
 from coterie.core.errors import InvalidRequest, WeightsError
+from coterie.kernels.patch import Patch, Site
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from coterie.adapters.base import Adapter, ModuleChange, Target, Targets
@@ -97,3 +102,140 @@ def _check_base(path: str, norms: Tensor, target: Target) -> None:
         f"{path}: the adapter's file carries another base weight (a resized vocabulary, or another "
         "model). Remove its base_layer tensors if you know better."
     )
+
+
+ALIGN = 64
+FIELDS = ("a", "b", "in_scale", "out_scale", "shift")
+
+
+class StackTensor(NamedTuple):
+    """Where one tensor lies in the run; the soft table has no site."""
+
+    site: Site | None
+    field: str
+    dtype: torch.dtype
+    shape: torch.Size
+    offset: int
+
+
+class StackImage:
+    """Immutable, in this machine's memory."""
+
+    def __init__(self, composed: ComposedStack) -> None:
+        self._parts: list[StackTensor] = []
+        tensors = []
+        self.nbytes = 0
+        for site, field, tensor in _tensors(composed):
+            tensors.append(tensor.contiguous())
+            self._parts.append(StackTensor(site, field, tensor.dtype, tensor.shape, self.nbytes))
+            self.nbytes += -(-tensor.nbytes // ALIGN) * ALIGN
+        self.bytes = torch.empty(self.nbytes, dtype=torch.uint8)
+        base = self.bytes.data_ptr()
+        for part, tensor in zip(self._parts, tensors, strict=True):
+            ctypes.memmove(base + part.offset, tensor.data_ptr(), tensor.nbytes)
+
+    def write(self, target: Tensor, begin: int = 0) -> None:
+        """Bytes `begin` .. `begin + len(target)`, into this machine's memory."""
+        count = min(target.numel(), self.nbytes - begin)
+        # ctypes lets other threads run meanwhile, and starts no threads of its own
+        ctypes.memmove(target.data_ptr(), self.bytes.data_ptr() + begin, count)
+
+    def views(self, source: Tensor) -> tuple[dict[Site, Patch], Tensor | None]:
+        """The patches and the soft table in written bytes, on whatever device they are."""
+        typed = {dtype: source.view(dtype) for dtype in {part.dtype for part in self._parts}}
+        fields: dict[Site, dict[str, Tensor]] = {}
+        soft = None
+        for site, field, dtype, shape, offset in self._parts:
+            whole = typed[dtype]
+            begin = whole.storage_offset() + offset // dtype.itemsize
+            view = whole.as_strided(shape, _strides(shape), begin)
+            if site is None:
+                soft = view
+            else:
+                fields.setdefault(site, {})[field] = view
+        return {site: Patch(**parts) for site, parts in fields.items()}, soft
+
+
+def _tensors(composed: ComposedStack) -> Iterator[tuple[Site | None, str, Tensor]]:
+    for site, patch in composed.patches.items():
+        for field in FIELDS:
+            tensor = getattr(patch, field)
+            if tensor is not None:
+                yield site, field, tensor
+    if composed.soft is not None:
+        yield None, "soft", composed.soft
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of vectors and matrices, row by row."""
+    return (1,) if len(shape) == 1 else (shape[1], 1)
+
+
+# pinned once at start; a larger stack goes in pieces
+STAGING_BYTES = 32 << 20
+
+
+class Upload(Protocol):
+    def copy(self, image: StackImage, target: Tensor) -> Any:
+        """Begin (and on a CPU end) filling `target`; what `arrived` must be given."""
+
+    def arrived(self, event: Any) -> None:
+        """Whatever is computed from now on waits for that copy. Computing thread only."""
+
+    def fence(self) -> None:
+        """Copies from now on wait for what was computed so far. Computing thread only."""
+
+    def close(self) -> None:
+        """Waits for the last copy."""
+
+
+class HostUpload:
+    def copy(self, image: StackImage, target: Tensor) -> None:
+        image.write(target)
+
+    def arrived(self, event: Any) -> None:
+        """It has."""
+
+    def fence(self) -> None:
+        """A CPU has computed when it says so."""
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+class CudaUpload:
+    def __init__(self, device: torch.device, largest: int) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        size = min(STAGING_BYTES, largest)
+        self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self._last: Any = None
+        self._fence: Any = None
+
+    def copy(self, image: StackImage, target: Tensor) -> Any:
+        fence, size = self._fence, self._staging.numel()
+        if fence is not None:
+            self._stream.wait_event(fence)
+        for begin in range(0, image.nbytes, size):
+            # the staging is read until the copy before is over
+            if self._last is not None:
+                self._last.synchronize()
+            piece = self._staging[: min(size, image.nbytes - begin)]
+            image.write(piece, begin)
+            with torch.cuda.stream(self._stream):
+                target[begin : begin + piece.numel()].copy_(piece, non_blocking=True)
+                self._last = self._stream.record_event()
+        return self._last
+
+    def arrived(self, event: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def fence(self) -> None:
+        self._fence = torch.cuda.current_stream(self._device).record_event()
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+def upload_for(device: torch.device, largest: int) -> Upload:
+    return CudaUpload(device, largest) if device.type == "cuda" else HostUpload()

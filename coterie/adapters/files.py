@@ -6,7 +6,9 @@ opened. Knows no model: whether the modules exist is composing's question.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +22,8 @@ from coterie.adapters.base import Adapter, ModuleChange
 from coterie.adapters.kinds import soft_prompt
 from coterie.adapters.kinds.folding import is_finite
 from coterie.adapters.kinds.table import ADAPTERS, kind_of
-from coterie.core.errors import WeightsError
+from coterie.core.errors import NotFound, WeightsError
+from coterie.packages.paths import adapter_digest
 from coterie.packages.safetensors_header import check_header, header_length
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -194,3 +197,60 @@ def _check_finite(tensors: Mapping[str, Tensor], typed: Mapping[torch.dtype, Ten
     for name, tensor in tensors.items():
         if not is_finite(tensor):
             raise WeightsError(f"{name!r} holds NaN or infinity")
+
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class AdapterLibrary:
+    """Reads only; `packages.registry` writes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def facts(self, digest: str) -> AdapterFacts:
+        """Cheap: the config and a file's header."""
+        return describe(self._directory(digest))
+
+    def load(self, digest: str) -> Adapter:
+        """The very bytes that were checked, in memory of their own."""
+        directory = self._directory(digest)
+        config, weights = bytes(_read_whole(directory / CONFIG)), _read_whole(directory / WEIGHTS)
+        found = adapter_digest(_sha256(config), _sha256(weights))
+        if found != digest:
+            raise WeightsError(
+                f"adapter {digest[:12]}: the bytes in {directory} are not those it is named by "
+                f"(they are {found[:12]}). Install it again."
+            )
+        try:
+            return parse_adapter(config, weights, digest)
+        except WeightsError as error:
+            raise WeightsError(f"adapter {digest[:12]}: {error.message}") from error
+
+    def _directory(self, digest: str) -> Path:
+        # it becomes part of a path
+        if _DIGEST.fullmatch(digest) is None:
+            raise NotFound(f"{digest[:80]!r} is no adapter's digest")
+        directory = self.root / digest
+        if not directory.is_dir():
+            raise NotFound(f"adapter {digest[:12]} is not in the library; install it again")
+        return directory
+
+
+def _read_whole(path: Path) -> bytearray:
+    try:
+        with path.open("rb", buffering=0) as file:
+            data = bytearray(path.stat().st_size)
+            # one call reads at most 2 GiB
+            view, filled = memoryview(data), 0
+            while count := file.readinto(view[filled:]):
+                filled += count
+            view.release()
+            del data[filled:]
+            return data
+    except OSError as error:
+        raise WeightsError(f"{path}: {error.strerror}. Install the adapter again.") from error
+
+
+def _sha256(data: bytes | bytearray) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from coterie.adapters.compose import compose
-from coterie.adapters.image import StackImage
+from coterie.adapters.base import Adapter
+from coterie.adapters.compose import StackImage, compose
 from coterie.adapters.residency import LoadHistory
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded, WeightsError
 from coterie.kernels.cpu.build import use_threads_here
@@ -26,9 +26,8 @@ from coterie.obs.trace import log
 
 if TYPE_CHECKING:
     from coterie.adapters.base import Adapter, Targets
-    from coterie.adapters.host_cache import HostCache
-    from coterie.adapters.image import Upload
-    from coterie.adapters.library import AdapterLibrary
+    from coterie.adapters.compose import Upload
+    from coterie.adapters.files import AdapterLibrary
     from coterie.adapters.residency import StackEntry, StackResidency
 
 # loads under way at most: far more than an engine's queue holds
@@ -239,3 +238,65 @@ class StackLoader:
             entry.waits_since_s = self._residency.clock()
             self._image = None
         self.news.set()
+
+
+class HostCache:
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self.evictions = 0
+        self._lock = threading.Lock()
+        # adapters by digest, images by their stack's key: the two differ in length
+        self._held: OrderedDict[str, Adapter | StackImage] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def holds(self, key: str, digests: Sequence[str]) -> bool:
+        """A stack can be placed without reading the disk."""
+        return key in self._held or all(digest in self._held for digest in digests)
+
+    def adapter(self, digest: str) -> Adapter | None:
+        held = self._get(digest)
+        return held if isinstance(held, Adapter) else None
+
+    def image(self, key: str) -> StackImage | None:
+        held = self._get(key)
+        return held if isinstance(held, StackImage) else None
+
+    def keep(self, adapter: Adapter) -> None:
+        with self._lock:
+            self._put(adapter.digest, adapter)
+
+    def keep_image(self, key: str, image: StackImage, digests: Sequence[str]) -> None:
+        with self._lock:
+            if len(digests) == 1 and image.nbytes <= self.budget_bytes:
+                self._drop(digests[0])
+            self._put(key, image)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._held.clear()
+            self.used_bytes = 0
+
+    def _get(self, name: str) -> Adapter | StackImage | None:
+        with self._lock:
+            held = self._held.get(name)
+            if held is not None:
+                self._held.move_to_end(name)
+            return held
+
+    def _put(self, name: str, held: Adapter | StackImage) -> None:
+        """What alone is over the budget is not kept."""
+        if held.nbytes > self.budget_bytes or name in self._held:
+            return
+        while self.used_bytes + held.nbytes > self.budget_bytes:
+            self._drop(next(iter(self._held)))
+            self.evictions += 1
+        self._held[name] = held
+        self.used_bytes += held.nbytes
+
+    def _drop(self, name: str) -> None:
+        held = self._held.pop(name, None)
+        if held is not None:
+            self.used_bytes -= held.nbytes

@@ -13,11 +13,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from coterie.adapters.host_cache import HostCache
-from coterie.adapters.image import upload_for
-from coterie.adapters.loader import StackLoader
-from coterie.adapters.residency import Clock, StackEntry, StackFacts, StackResidency
-from coterie.adapters.slab import AdapterSlab
+from coterie.adapters.compose import upload_for
+from coterie.adapters.loader import HostCache, StackLoader
+from coterie.adapters.residency import AdapterSlab, Clock, StackEntry, StackFacts, StackResidency
 from coterie.core.adapters import MAX_STACK, AdapterSettings
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest, NotFound, Overloaded
 from coterie.core.plan import AdapterChoice, stack_key
@@ -26,8 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from coterie.adapters.base import Targets
-    from coterie.adapters.files import AdapterFacts
-    from coterie.adapters.library import AdapterLibrary
+    from coterie.adapters.files import AdapterFacts, AdapterLibrary
     from coterie.adapters.residency import LoadTimes
     from coterie.kernels.patch import PatchStack
 

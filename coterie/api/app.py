@@ -31,9 +31,8 @@ from coterie.api.openapi import RouteRow, document
 from coterie.api.routes import EndpointSet, add_routes, routes
 from coterie.api.transport import ws
 from coterie.api.transport.ws import InferSocket
-from coterie.core.config import Config
+from coterie.core.config import Config, ServerSettings
 from coterie.core.errors import CoterieError
-from coterie.core.sections import ServerSettings
 from coterie.obs.trace import log
 from coterie.service.deadline import UserRate
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from coterie.core.config import ServerSettings
 from coterie.core.errors import ConfigError, Forbidden, MisdirectedRequest, Unauthenticated
 from coterie.core.request import EVERY_RIGHT, MAX_PRIORITY, KeyRights
-from coterie.core.sections import ServerSettings
 
 # without keys everyone is the same tenant
 OPEN_TENANT = "local"

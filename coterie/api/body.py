@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import difflib
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -287,3 +288,32 @@ def _is_field(step: str) -> bool:
     if not step.isidentifier() or step[0].isupper():
         return False
     return step not in ("str", "int", "float", "bool")
+
+
+MAX_NAME_SHOWN = 64
+
+
+class QueryParameters(BaseModel):
+    """Base of every set of parameters; numbers are read from their text."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+Parameters = TypeVar("Parameters", bound=QueryParameters)
+
+
+def query_of(request: Request, model: type[Parameters]) -> Parameters:
+    given: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name not in model.model_fields:
+            if model.model_config.get("extra") == "ignore":
+                continue
+            near = difflib.get_close_matches(name[:MAX_NAME_SHOWN], model.model_fields, 1, 0.0)[0]
+            raise InvalidRequest(
+                f"unknown parameter `{name[:MAX_NAME_SHOWN]}`; did you mean `{near}`?",
+                param=name[:MAX_NAME_SHOWN],
+            )
+        if name in given:
+            raise InvalidRequest(f"{name}: is given twice", param=name)
+        given[name] = value
+    return check(model, given)

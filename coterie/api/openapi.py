@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie import __version__
-from coterie.api.native.answers import ExpertPlan
-from coterie.core.outcome import InferenceMetrics, InferenceResult, ValidationResult
+from coterie.api.answers_vendor import ExpertPlan
+from coterie.core.events import InferenceMetrics, InferenceResult, ValidationResult
 from coterie.core.plan import AdapterChoice, Candidate, RouteTrace
 
 JSON, SSE = "application/json", "text/event-stream"

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
+from coterie.api import answers_vendor as native_answers
 from coterie.api import answers_vendor as vendor_answers
 from coterie.api.admin.experts import (
     ExpertEndpoints,
@@ -23,10 +24,9 @@ from coterie.api.admin.experts import (
 )
 from coterie.api.anthropic.endpoints import AnthropicDialect
 from coterie.api.anthropic.types import CountBody, MessagesBody
-from coterie.api.native import answers as native_answers
 from coterie.api.native.feedback import FeedbackBody, FeedbackEndpoints, InferenceQuery
 from coterie.api.native.infer import InferEndpoints
-from coterie.api.native.infer_types import InferBody
+from coterie.api.native.infer_parse import InferBody
 from coterie.api.native.jobs import DeletedJob, JobEndpoints, JobList, JobParameters, JobView
 from coterie.api.native.server import (
     ModelQuery,
@@ -41,7 +41,7 @@ from coterie.api.openai.types import (
     TokenizerQuery,
 )
 from coterie.api.openapi import RouteReplies, RouteRow, document
-from coterie.core.outcome import InferenceResult
+from coterie.core.events import InferenceResult
 
 # endpoints are only described, never called
 _NOBODY: Any = None

@@ -46,8 +46,7 @@ def execute(args: argparse.Namespace) -> int:
     from coterie.models.base import read_spec
     from coterie.models.carve.carve import plan_carving
     from coterie.models.carve.files import CarvedDirectory
-    from coterie.models.carve.texts import calibration, held_out
-    from coterie.models.carve.walk import LayerCarver
+    from coterie.models.carve.walk import LayerCarver, calibration, held_out
     from coterie.models.text.tokenizer import load_tokenizer
     from coterie.weights.checkpoint import open_checkpoint
 

@@ -13,9 +13,8 @@ from coterie.api.auth import check_exposure, load_keys
 from coterie.cli.machine import is_installed
 from coterie.cli.options import add_dispatch, add_model, count, dispatch_options, fetch, size
 from coterie.core import spawn
-from coterie.core.config import Config, load
+from coterie.core.config import LOG_LEVELS, Config, ServerSettings, load
 from coterie.core.errors import ConfigError, MissingDependency
-from coterie.core.sections import LOG_LEVELS, ServerSettings
 
 HELP = "serve models over HTTP: OpenAI, Anthropic and native APIs"
 EPILOG = """\

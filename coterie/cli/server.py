@@ -22,9 +22,8 @@ from coterie import __version__
 from coterie.api.app import create_app
 from coterie.api.transport.connections import OpenConnections, protocols
 from coterie.cli.terminal import facts, nbytes, note
-from coterie.core.config import Config
+from coterie.core.config import Config, ServerSettings
 from coterie.core.errors import CoterieError, InternalError
-from coterie.core.sections import ServerSettings
 from coterie.service.pipeline import Pipeline
 
 if TYPE_CHECKING:

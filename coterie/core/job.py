@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coterie.core.outcome import InferenceResult
+from coterie.core.events import InferenceResult
 from coterie.core.request import InferenceRequest, Sampling
 from coterie.core.resolve import VENDOR_DEFAULTS
 

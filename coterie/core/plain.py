@@ -131,3 +131,18 @@ def _table(key: ValueCheck, check: ValueCheck) -> Look:
         return None
 
     return look
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects stand in each other more than `levels` deep."""
+    layer: list[Any] = [value]
+    for _ in range(levels + 1):
+        layer = [
+            item
+            for part in layer
+            if isinstance(part, (dict, list))
+            for item in (part.values() if isinstance(part, dict) else part)
+        ]
+        if not layer:
+            return False
+    return True

@@ -16,7 +16,7 @@ from coterie.core.errors import CoterieError, InternalError, InvalidRequest, Wei
 from coterie.core.events import Delta, Event, Failed
 from coterie.engine.active import ActiveRequest
 from coterie.engine.beam import BeamSearch
-from coterie.engine.grammar_work import GrammarTask
+from coterie.engine.grammar import GrammarTask
 from coterie.engine.scheduler import Scheduler
 from coterie.engine.seats import error_for_client
 from coterie.engine.sequence import Sequence, SequenceStatus

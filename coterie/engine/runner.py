@@ -22,7 +22,7 @@ from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.patch import Segment
 
 if TYPE_CHECKING:
-    from coterie.engine.grammar_work import GrammarWork
+    from coterie.engine.grammar import GrammarWork
     from coterie.models.base import CausalLM
 
 

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.engine.draw import DrawState, noise_key, uniforms
-from coterie.engine.grammar import allowed_tokens
-from coterie.engine.grammar_work import GrammarTask, GrammarWork
+from coterie.engine.grammar import GrammarTask, GrammarWork, allowed_tokens
 from coterie.engine.sequence import Sequence
 from coterie.engine.step import BeamScores, LateDraw, TokenScore
 

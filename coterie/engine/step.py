@@ -11,7 +11,7 @@ from coterie.core.dispatch import MoeUsage
 from coterie.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from coterie.engine.grammar_work import GrammarTask
+    from coterie.engine.grammar import GrammarTask
     from coterie.kernels.patch import PatchStack
 
 

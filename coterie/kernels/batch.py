@@ -5,15 +5,20 @@ Plain tensors on the model's device. Knows nothing of requests, schedulers or bl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from coterie.kernels.patch import PARTS
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from coterie.kernels.patch import Segment
-    from coterie.kernels.patch_rows import PatchRows
+    from coterie.kernels.patch import Patch, PatchStack, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +81,133 @@ def _cut(patches: tuple[Segment, ...], begin: int, end: int) -> tuple[Segment, .
         for part in patches
         if part.first < end and part.last > begin
     )
+
+
+# words of a site: addresses of a, b, in_scale, out_scale, shift (0: none), rank, 1 if a and b are
+# fp32, bytes of a (low half) and b
+WORDS = 8
+# what the kernels are made for: low-rank bf16 alone, of at most FEW ranks or of more; everything
+KINDS = NARROW, DEEP, WIDE = "narrow", "deep", "wide"
+FEW = 16
+# the largest rank whose terms a captured step has room for; above it torch does the work
+MAX_RANK = 256
+# from so many rows on a segment's matrices are worth products of their own
+LONG_ROWS = 512
+# what the kernels' widest loads ask of an address
+_ALIGN = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackRecord:
+    """A stack's sites, by layer and part. Keeps none of the stack's memory."""
+
+    # [layers * parts, WORDS] int64; None: something in it is beyond the kernels
+    sites: Tensor | None
+    rank: int
+    layers: int
+    # index in KINDS
+    kind: int
+    # all its patches belong to the layers
+    inside: bool
+
+
+def stack_record(stack: PatchStack, device: torch.device) -> StackRecord:
+    """Made once per stack, which lies on one device."""
+    found: StackRecord | None = stack.tables.get("cuda")
+    if found is None:
+        found = stack.tables["cuda"] = _record(stack, device)
+    return found
+
+
+def _record(stack: PatchStack, device: torch.device) -> StackRecord:
+    inner = {site: patch for site, patch in stack.patches.items() if site[1] in PARTS}
+    inside = len(inner) == len(stack.patches)
+    if not all(_readable(site[1], patch) for site, patch in inner.items()):
+        return StackRecord(None, 0, 0, 0, inside)
+    layers = 1 + max((layer for layer, _ in inner), default=-1)
+    words = [[0] * WORDS for _ in range(layers * len(PARTS))]
+    for (layer, part), patch in inner.items():
+        words[layer * len(PARTS) + PARTS.index(part)] = _words(patch)
+    rank = max((patch.rank for patch in inner.values()), default=0)
+    sites = torch.tensor(words, dtype=torch.int64).view(len(words), WORDS)
+    wide = any(map(_more, inner.values()))
+    kind = KINDS.index(WIDE if wide else DEEP if rank > FEW else NARROW)
+    return StackRecord(sites.to(device), rank, layers, kind, inside)
+
+
+def _readable(part: str, patch: Patch) -> bool:
+    """A scaled input is the kernels' own only in front of `down`; the other products are fused or
+    read attention's output as it is."""
+    vectors = (patch.a, patch.b, patch.in_scale, patch.out_scale, patch.shift)
+    aligned = all(part is None or part.data_ptr() % _ALIGN == 0 for part in vectors)
+    return aligned and patch.rank <= MAX_RANK and (part == "down" or patch.in_scale is None)
+
+
+def _wide(patch: Patch) -> bool:
+    return patch.a is not None and patch.a.dtype == torch.float32
+
+
+def _more(patch: Patch) -> bool:
+    vectors = (patch.in_scale, patch.out_scale, patch.shift)
+    return _wide(patch) or any(vector is not None for vector in vectors)
+
+
+def _words(patch: Patch) -> list[int]:
+    vectors = (patch.a, patch.b, patch.in_scale, patch.out_scale, patch.shift)
+    addresses = [0 if v is None else v.data_ptr() for v in vectors]
+    nbytes = [0 if v is None else v.nbytes for v in vectors[:2]]
+    return [*addresses, patch.rank, int(_wide(patch)), nbytes[0] | nbytes[1] << 32]
+
+
+# (first row, past the last, what they read)
+Places = tuple[tuple[int, int, StackRecord], ...]
+
+
+class PatchRows:
+    """What `rows` rows read at every site of `layers` layers. The table's address never changes."""
+
+    def __init__(self, rows: int, layers: int, device: torch.device, kind: int) -> None:
+        self.device = device
+        self.table = torch.zeros(
+            (rows, layers * len(PARTS), WORDS), dtype=torch.int64, device=device
+        )
+        # terms of one row and part that must have room
+        self.rank = MAX_RANK if kind else FEW
+        # the last kind of its records, or a later one
+        self.kind = kind
+        # set by whoever honours the table: captured steps of others run adapters eagerly
+        self.read = False
+        self._filled: Places = ()
+
+    def fill(self, places: Places) -> None:
+        """Rows elsewhere run the model as it is. Nothing to do if all is as last time; whoever
+        fills keeps the stacks until the step has been computed."""
+        if places == self._filled:
+            return
+        numbers: dict[StackRecord, int] = {}
+        index = [0] * len(self.table)
+        for first, last, record in places:
+            number = numbers.setdefault(record, len(numbers) + 1)
+            index[first:last] = [number] * (last - first)
+        sites = [self.table.new_zeros((self.table.shape[1], WORDS))]
+        sites += [record.sites for record in numbers if record.sites is not None]
+        joined = torch.nn.utils.rnn.pad_sequence(sites, batch_first=True)
+        torch.index_select(joined, 0, torch.tensor(index, device=self.device), out=self.table)
+        self._filled = places
+
+
+def places_of(segments: Sequence[Segment], device: torch.device) -> Places:
+    """Stacks of soft tokens alone have nothing to read."""
+    return tuple(
+        [(first, last, stack_record(s, device)) for first, last, s in segments if s.patches]
+    )
+
+
+def graph_family(places: Places, layers: int) -> str:
+    """Which captured steps serve these rows: "plain", one of KINDS, or "" where none does."""
+    kind = -1
+    for _, _, record in places:
+        if not record.inside or record.sites is None or record.layers > layers:
+            return ""
+        kind = max(kind, record.kind)
+    return KINDS[kind] if places else "plain"

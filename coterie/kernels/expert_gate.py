@@ -1,8 +1,7 @@
 """Which experts a row goes to and how much each counts: softmax over all, then the best few.
 
 `ExpertGate` is the rule with its product, native where that is compiled; `choose_experts` is the
-plain twin,
-which also knows groups. Both give ids int32 on the CPU and weights fp32.
+plain twin, which also knows groups. Both give ids int32 on the CPU and weights fp32.
 """
 
 from __future__ import annotations

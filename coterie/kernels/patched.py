@@ -18,7 +18,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from coterie.kernels.cpu import patches as cpu_patches
+from coterie.kernels.cpu import layers as cpu_patches
 from coterie.kernels.cpu.layers import PackedLinear
 from coterie.kernels.linear import Linear
 from coterie.kernels.patch import Patch, Segment

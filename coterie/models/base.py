@@ -34,10 +34,9 @@ from coterie.models.arch import (
 from coterie.models.build.assemble import AssembledModel, assemble
 from coterie.models.build.cuda_graph import DecodeGraphs
 from coterie.models.build.layers import Progress
-from coterie.models.build.moe import MoeExperts, MoeStack
+from coterie.models.build.moe import MoeExperts, MoeFactory, MoeRequirements, MoeStack, moe_factory
 from coterie.models.build.reader import TensorPlacement, TensorReader
 from coterie.models.config_fields import check_config, check_generation
-from coterie.models.experts import MoeFactory, MoeRequirements, moe_factory
 from coterie.models.spec import ModelSpec, token_ids
 from coterie.moe.runtime.budget import free_host_bytes
 from coterie.weights.quantize import DTYPES

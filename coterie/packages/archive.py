@@ -20,9 +20,16 @@ from typing import Any, BinaryIO, TypeVar
 
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.packages import manifest as manifests
-from coterie.packages.digest import CONFIG, WEIGHTS, adapter_digest, file_sha256
 from coterie.packages.manifest import Manifest
-from coterie.packages.paths import MANIFEST, check_together, is_tensors
+from coterie.packages.paths import (
+    CONFIG,
+    MANIFEST,
+    WEIGHTS,
+    adapter_digest,
+    check_together,
+    file_sha256,
+    is_tensors,
+)
 from coterie.packages.safetensors_header import check_header, header_length
 from coterie.packages.strict_json import parse
 from coterie.packages.tar_stream import BLOCK, LIMITS, PackageLimits, entries

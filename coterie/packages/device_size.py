@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coterie.packages.digest import CONFIG, WEIGHTS
+from coterie.packages.paths import CONFIG, WEIGHTS
 from coterie.packages.safetensors_header import read_header
 
-# tensors lie at multiples of the one, stacks at multiples of the other (adapters/image.py, slab.py)
+# tensors lie at multiples of the one, stacks at multiples of the other (adapters/compose.py)
 _TENSOR_ALIGN, _STACK_ALIGN = 64, 256
 _WIDE, _NARROW = 4, 2
 # what PEFT writes beside the adapter of a head: the base's own weight, which is not loaded

@@ -13,11 +13,13 @@ from typing import Any
 from coterie.core.errors import WeightsError
 from coterie.packages import manifest as manifests
 from coterie.packages.archive import FileChecker, Package, PackageFile, assemble, read_config
-from coterie.packages.digest import CONFIG, WEIGHTS, adapter_digest
-from coterie.packages.names import name_from, version_of
+from coterie.packages.manifest import name_from, version_of
 from coterie.packages.paths import (
+    CONFIG,
     MANIFEST,
     MAX_DEPTH,
+    WEIGHTS,
+    adapter_digest,
     check_path,
     check_together,
     is_known,

@@ -6,11 +6,39 @@ here, by name, before a byte of it is read.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from coterie.core.errors import WeightsError
-from coterie.packages.digest import CONFIG, WEIGHTS
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+_CHUNK_BYTES = 1 << 20
+
+
+def adapter_digest(config_sha256: str, weights_sha256: str) -> str:
+    """Of the two files' own sha256, in hex."""
+    text = f"coterie-adapter-1\n{CONFIG}:{config_sha256}\n{WEIGHTS}:{weights_sha256}\n"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_of(directory: Path) -> str:
+    return adapter_digest(file_sha256(directory / CONFIG), file_sha256(directory / WEIGHTS))
+
+
+def file_sha256(path: Path) -> str:
+    hasher = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                hasher.update(chunk)
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read ({error.strerror}). Check the path.") from error
+    return hasher.hexdigest()
+
 
 MANIFEST = "manifest.json"
 GRAMMAR = "grammar.gbnf"

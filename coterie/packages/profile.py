@@ -16,8 +16,7 @@ from typing import Any
 from coterie.core.adapters import MAX_STACK, AdapterCard, AdapterProfile
 from coterie.core.errors import CoterieError
 from coterie.core.request import ResponseFormat
-from coterie.packages.manifest import Manifest
-from coterie.packages.names import check_name, check_version
+from coterie.packages.manifest import Manifest, check_name, check_version
 from coterie.packages.paths import GRAMMAR
 
 MAX_TEXTS = 640

@@ -22,12 +22,10 @@ from coterie.core.errors import Forbidden, InvalidRequest, NotFound, Unavailable
 from coterie.obs.trace import log
 from coterie.packages import manifest as manifests
 from coterie.packages.archive import Package, Source, inspect, unpack
-from coterie.packages.digest import CONFIG, WEIGHTS, digest_of
 from coterie.packages.directory import open_directory
 from coterie.packages.locked import connect, database_errors, transaction
-from coterie.packages.manifest import Manifest
-from coterie.packages.names import check_name, check_version, near_names, version_order
-from coterie.packages.paths import MANIFEST
+from coterie.packages.manifest import Manifest, check_name, check_version, near_names, version_order
+from coterie.packages.paths import CONFIG, MANIFEST, WEIGHTS, digest_of
 from coterie.packages.signing import package_message
 from coterie.packages.tables import RegistryTables
 from coterie.packages.trust import TrustStore

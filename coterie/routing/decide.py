@@ -19,7 +19,7 @@ from coterie.routing.features.features import PromptFeatures
 from coterie.routing.features.instruction import parted
 from coterie.routing.features.language import UNKNOWN, detect
 from coterie.routing.protocols import AdapterMatch, OutcomeRates
-from coterie.routing.stack import (
+from coterie.routing.resolve import (
     Lookup,
     conflict,
     first_conflict,

@@ -25,8 +25,13 @@ from coterie.routing.decide import (
 )
 from coterie.routing.features.features import PromptFeatures, extract, routed_text
 from coterie.routing.protocols import AdapterCatalog, Matcher, NoAdapters, NoOutcomes, OutcomeRates
-from coterie.routing.resolve import NameResolver, RequestedNames, ResolvedRoute, Specialist
-from coterie.routing.stack import full_name
+from coterie.routing.resolve import (
+    NameResolver,
+    RequestedNames,
+    ResolvedRoute,
+    Specialist,
+    full_name,
+)
 from coterie.routing.tune import filled, suited, tuned, values_for
 
 __all__ = ["ResolvedRoute", "Router", "Specialist"]

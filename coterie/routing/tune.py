@@ -12,8 +12,7 @@ from typing import Any
 from coterie.core.adapters import AdapterProfile
 from coterie.core.plan import TunedFields
 from coterie.core.request import Chat, InferenceRequest, Prompt, Sampling
-from coterie.routing.features.code import LANGUAGES
-from coterie.routing.features.features import PromptFeatures
+from coterie.routing.features.features import LANGUAGES, PromptFeatures
 
 # by task type, as seed 000 has them and in its spirit
 TASK_VALUES: dict[str, dict[str, float]] = {

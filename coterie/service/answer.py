@@ -10,8 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from coterie.core.errors import CoterieError, from_code
-from coterie.core.events import Delta, Event, Failed, Finished, Started, facts_of
-from coterie.core.outcome import InferenceResult
+from coterie.core.events import Delta, Event, Failed, Finished, InferenceResult, Started, facts_of
 from coterie.core.plan import RoutePlan
 from coterie.core.request import Chat, Prompt, Text
 

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coterie.core.config import Config
+from coterie.core.config import Config, EngineSettings, SpecialistSettings
 from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
-from coterie.core.sections import EngineSettings, SpecialistSettings
 from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.service.jobs.store import JobStore

@@ -13,8 +13,16 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 
 from coterie.core.errors import DeadlineExceeded, Overloaded
-from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
-from coterie.core.outcome import InferenceMetrics
+from coterie.core.events import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    InferenceMetrics,
+    Started,
+    Timings,
+    Usage,
+)
 from coterie.core.request import InferenceRequest
 
 # the engine keeps deadlines itself, and tells more; past this it is not waited for

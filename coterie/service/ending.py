@@ -9,14 +9,13 @@ import asyncio
 import time
 from dataclasses import replace
 
-from coterie.core.events import Failed, Finished
-from coterie.core.outcome import InferenceMetrics, ValidationResult
+from coterie.core.events import Failed, Finished, InferenceMetrics, ValidationResult
 from coterie.core.request import Chat, own_tenant
 from coterie.service.answer import names_of
 from coterie.service.meter import RequestMeter
+from coterie.service.planner import RequestRun
 from coterie.service.records.log import InferenceRecords
 from coterie.service.records.store import InferenceRecord
-from coterie.service.run import RequestRun
 from coterie.service.validate.base import AnswerContext
 from coterie.service.validate.generic import GenericValidator
 from coterie.service.validate.validators import AnswerValidators

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from coterie.core.errors import CoterieError, Unavailable, WeightsError, from_code
-from coterie.core.events import Delta, Event, Failed, Finished, Started
-from coterie.core.outcome import InferenceMetrics
+from coterie.core.events import Delta, Event, Failed, Finished, InferenceMetrics, Started
 from coterie.core.plan import RoutePlan
 from coterie.core.request import (
     EVERY_RIGHT,
@@ -31,20 +30,16 @@ from coterie.core.settings import JobSettings
 from coterie.models.grammar.check import GrammarCheck
 from coterie.models.text.tokenizer import is_long
 from coterie.service.adapters.admin import AdapterAdmin
+from coterie.service.adapters.catalog import AdapterLease
 from coterie.service.adapters.conversation import ConversationPredictor
-from coterie.service.adapters.degrade import LeftOutAdapter
-from coterie.service.adapters.leases import AdapterLease
 from coterie.service.ending import Finisher
 from coterie.service.jobs.service import JobService
 from coterie.service.jobs.store import JobStore
 from coterie.service.meter import RequestMeter, RouteMeter
-from coterie.service.planner import RequestPlanner
+from coterie.service.planner import LeftOutAdapter, RequestPlanner, RequestRun, lowered
 from coterie.service.records.log import InferenceRecords
 from coterie.service.roster import Fleet, ModelCard, ServiceHealth
-from coterie.service.run import RequestRun, lowered
-from coterie.service.submit.assign import assignment, tokenise
-from coterie.service.submit.handover import Submitter
-from coterie.service.submit.mailbox import EventQueue
+from coterie.service.submit.handover import EventQueue, Submitter, assignment, tokenise
 from coterie.service.validate.validators import AnswerValidators
 from coterie.workers.base import Replica
 

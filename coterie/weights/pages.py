@@ -5,15 +5,20 @@ Mapped files fill the page cache; whoever has read what it wanted gives the page
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from coterie.core.errors import WeightsError
 
 # absent outside Linux
 _advise_file = getattr(os, "posix_fadvise", None)
@@ -71,3 +76,73 @@ def _opened(path: Path) -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
+
+
+_MAX_BYTES = 64_000_000
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`, or a WeightsError."""
+    try:
+        size = path.stat().st_size
+        if size > _MAX_BYTES:
+            raise WeightsError(f"{path}: {size} bytes is too large for this file. Fetch it again.")
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise WeightsError(
+            f"{path}: missing. Give a directory with config.json, the tokenizer and safetensors."
+        ) from error
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read ({error.strerror}). Check it.") from error
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path}: not valid JSON. Fetch it again.") from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path}: not a JSON object. Fetch it again.")
+    return value
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Waits until `path` is ours. The file stays: removing it would race with those who wait."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _acquire(handle)
+        yield
+    finally:
+        os.close(handle)
+
+
+if sys.platform == "win32":
+    import msvcrt
+    import time
+
+    def _acquire(handle: int) -> None:
+        while True:
+            try:
+                msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+                return
+            except OSError:
+                time.sleep(0.2)
+
+    def try_lock(handle: int) -> bool:
+        """Whether an open file is ours now; it stays so until it is closed."""
+        try:
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+
+else:
+    import fcntl
+
+    def _acquire(handle: int) -> None:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+
+    def try_lock(handle: int) -> bool:
+        """Whether an open file is ours now; it stays so until it is closed."""
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True

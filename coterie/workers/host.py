@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from coterie.adapters.library import AdapterLibrary
+from coterie.adapters.files import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
-from coterie.adapters.slab import AdapterSlab
+from coterie.adapters.residency import AdapterSlab
 from coterie.core.dispatch import AUTOMATIC, MoeSettings
 from coterie.core.errors import ConfigError, CoterieError
 from coterie.core.plain import fault_of
@@ -30,7 +30,7 @@ from coterie.models.base import (
     read_spec,
     stored_dtype,
 )
-from coterie.models.experts import MoeRequirements, store_of
+from coterie.models.build.moe import MoeRequirements, store_of
 from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
 from coterie.moe.planner.auto import chooser, known_costs
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts

@@ -24,7 +24,7 @@ from coterie.core.request import Limits, Sampling
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.obs.trace import log
 from coterie.weights.home import state_dir
-from coterie.weights.lock import file_lock
+from coterie.weights.pages import file_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

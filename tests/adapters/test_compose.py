@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coterie.adapters.base import Adapter, ModuleChange
-from coterie.adapters.compose import compose
-from coterie.adapters.image import StackImage
+from coterie.adapters.compose import StackImage, compose
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.kernels import patched
 from coterie.kernels.linear import ReferenceLinear

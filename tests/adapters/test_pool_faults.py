@@ -11,7 +11,7 @@ from pool_rig import PATHS, choose, delta, fetch, open_pool, put_adapter, settle
 from safetensors.torch import load_file, save, save_file
 
 from coterie.adapters import pool as pools
-from coterie.adapters.library import AdapterLibrary
+from coterie.adapters.files import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
 from coterie.core.errors import CoterieError, NotFound, WeightsError
 from coterie.core.plan import stack_key

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.adapters.compose import ComposedStack
-from coterie.adapters.image import ALIGN, FIELDS, StackImage
+from coterie.adapters.compose import ALIGN, FIELDS, ComposedStack, StackImage
 from coterie.kernels.patch import Patch, Site
 
 

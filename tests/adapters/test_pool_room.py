@@ -12,7 +12,7 @@ from pool_rig import choose, delta, fetch, open_pool, settle, stored_delta, writ
 
 from coterie.adapters import residency
 from coterie.adapters.pool import AdapterPool
-from coterie.adapters.slab import ALIGN
+from coterie.adapters.residency import ALIGN
 from coterie.core.errors import InvalidRequest
 from coterie.core.plan import stack_key
 

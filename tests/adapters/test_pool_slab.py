@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.adapters.slab import ALIGN, AdapterSlab, SlabBlock
+from coterie.adapters.residency import ALIGN, AdapterSlab, SlabBlock
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import pytest
 
 from coterie.api.proto.coterie.v1 import inference_pb2 as pb
 from coterie.api.routes import reference
-from coterie.api.transport.grpc_door import STATUSES
+from coterie.api.transport.grpc_calls import STATUSES
 from coterie.core.errors import ERRORS
 from scripts.generate_proto import ROOT, SOURCE, drifted
 

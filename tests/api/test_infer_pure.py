@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 
-from coterie.api.native.infer_parse import CallerInfo, InferBodyReader, ParsedInfer, read_body
-from coterie.api.native.infer_types import FIELDS
+from coterie.api.native.infer_parse import (
+    FIELDS,
+    CallerInfo,
+    InferBodyReader,
+    ParsedInfer,
+    read_body,
+)
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.core.request import Chat

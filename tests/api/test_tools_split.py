@@ -12,9 +12,7 @@ from served import frames
 
 from coterie.api.anthropic.render import MessageShape, MessageStream
 from coterie.api.openai.chat import ChatShape, ChatStream
-from coterie.api.tools.read import AnswerSyntax
-from coterie.api.tools.reasoning import CONTENT, REASONING
-from coterie.api.tools.split import ARGUMENTS, CALL, CallMarks
+from coterie.api.tools.read import ARGUMENTS, CALL, CONTENT, REASONING, AnswerSyntax, CallMarks
 from coterie.core.events import Delta, Finished, Started, Timings, Usage
 from coterie.models.text.tool_format import FORMATS
 

@@ -19,7 +19,7 @@ from coterie.cli.expert.state import experts_dir
 from coterie.cli.main import COMMANDS, build_parser, main
 from coterie.cli.terminal import table
 from coterie.packages.archive import inspect
-from coterie.packages.digest import digest_of
+from coterie.packages.paths import digest_of
 from coterie.routing.match import learn
 from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.weights.checkpoint import open_checkpoint

@@ -17,10 +17,9 @@ from coterie.core.errors import InvalidRequest
 from coterie.core.events import Delta, Failed, Finished
 from coterie.core.plan import Admitted
 from coterie.core.request import ResponseFormat
-from coterie.engine import grammar_work
+from coterie.engine import grammar
 from coterie.engine.engine import Engine
-from coterie.engine.grammar import Constraint, GrammarCache
-from coterie.engine.grammar_work import GrammarTask
+from coterie.engine.grammar import Constraint, GrammarCache, GrammarTask
 from coterie.engine.scheduler import Scheduler
 
 
@@ -41,7 +40,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """No step waits long for a grammar, and none is ready while the gate is shut."""
-    monkeypatch.setattr(grammar_work, "STEP_BUDGET_S", 0.001)
+    monkeypatch.setattr(grammar, "STEP_BUDGET_S", 0.001)
     gate = Gate()
     for name in ("begin", "take"):
         whole = getattr(Constraint, name)
@@ -108,7 +107,7 @@ def test_an_aborted_one_leaves_nothing(gate: Gate) -> None:
     assert engine.stats()["running"] == engine.stats()["waiting"] == 0
     assert not scheduler_of(engine).held and not engine._book.grammar_jobs
     # nothing is left to do but what a thread is at
-    assert grammar_work._THREADS.num_waiting == 0
+    assert grammar._THREADS.num_waiting == 0
     # an id may come again while the work of its first bearer is still under way
     again = [constrained(one.request_id, REGEX, seed=5) for one in (work[0], late[0])]
     for assignment in again:
@@ -233,15 +232,14 @@ import sys
 sys.path.insert(0, {folder!r})
 from toy import EOS, VOCAB, ToyTokenizer
 from coterie.core.request import ResponseFormat
-from coterie.engine.grammar import Grammars
-from coterie.engine.grammar_work import Job
-grammars = Grammars(ToyTokenizer(), VOCAB, [EOS])
+from coterie.engine.grammar import GrammarCache, GrammarTask
+grammars = GrammarCache(ToyTokenizer(), VOCAB, [EOS])
 grammars.warm()
 def work(n):
     pattern = "(a|b)*a(a|b){{%d}}c[D-H]{{%d}}|.*X.{{7}}Y" % (9 + n % 5, n + 1)
     grammars._compile(ResponseFormat("regex", pattern))
     return 0
-grammars.work.do([Job("t", lambda n=n: work(n)) for n in range(200)])
+grammars.work.do([GrammarTask("t", lambda n=n: work(n)) for n in range(200)])
 """
 
 

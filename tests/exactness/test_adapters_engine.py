@@ -24,14 +24,14 @@ from safetensors.torch import save
 from tiny import tiny_checkpoint
 from toy import make_assignment
 
-from coterie.adapters.library import AdapterLibrary
+from coterie.adapters.files import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
 from coterie.core.adapters import AdapterSettings
 from coterie.core.events import Delta, Failed
 from coterie.core.plan import AdapterChoice, Admitted, stack_key
 from coterie.engine.engine import Engine, LaneConfig
 from coterie.models.text.tokenizer import load_tokenizer
-from coterie.packages.digest import digest_of
+from coterie.packages.paths import digest_of
 
 # directories that PEFT wrote, and their weights
 Parts = tuple[tuple[Path, float], ...]

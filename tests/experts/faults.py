@@ -14,7 +14,7 @@ import torch
 from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import WeightsError
 from coterie.models.base import load_model
-from coterie.models.experts import MoeRequirements, store_of
+from coterie.models.build.moe import MoeRequirements, store_of
 from coterie.moe.runtime.load_workers import ExpertLoad
 from coterie.moe.runtime.runtime import open_experts
 from coterie.moe.runtime.tiers import HostTier

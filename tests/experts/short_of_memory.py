@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from coterie.models.experts import MoeRequirements
+from coterie.models.build.moe import MoeRequirements
 from coterie.moe.runtime.runtime import ExpertRuntime
 from tests.experts.stage import PROMPTS, Setting, Stage
 from tests.experts.tiny_moe import checkpoint_of

@@ -21,7 +21,7 @@ from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import WeightsError
 from coterie.kernels.batch import AttentionBatch
 from coterie.models.base import load_model
-from coterie.models.experts import MoeRequirements, store_of
+from coterie.models.build.moe import MoeRequirements, store_of
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
 from coterie.moe.runtime.step import ExpertStep

@@ -7,10 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from coterie.moe.dispatch.adaptive.election import POLICIES, PolicyElection
-from coterie.moe.dispatch.adaptive.scores import DecayedScores, DecayPolicy, ScoreRanking
+from coterie.moe.dispatch.adaptive.scores import (
+    POLICIES,
+    DecayedScores,
+    DecayPolicy,
+    PolicyElection,
+    ScoreRanking,
+)
 from coterie.moe.dispatch.base import Demand, ExpertCosts, StrategyContext
-from coterie.moe.dispatch.pace import MAX_BUDGET
+from coterie.moe.dispatch.repin import MAX_BUDGET
 from coterie.moe.dispatch.table import STRATEGIES, build_strategies
 from coterie.moe.planner.simulate import ReplaySetup, belady, replay
 from coterie.moe.runtime.slot_map import SlotMap

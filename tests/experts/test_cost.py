@@ -9,14 +9,17 @@ from plan_cases import GEOMETRY, case, machine, skewed
 
 from coterie.moe.dispatch.base import Demand, Wave
 from coterie.moe.dispatch.table import STRATEGIES
-from coterie.moe.planner.cost import (
+from coterie.moe.planner.machine import (
+    BackboneTimes,
+    CostCurve,
     CostModel,
+    Machine,
     PhaseForecast,
     SimulatedHostTier,
+    TransferCost,
     WaveCounts,
     wave_counts,
 )
-from coterie.moe.planner.machine import BackboneTimes, CostCurve, Machine, TransferCost
 from coterie.moe.planner.simulate import ReplaySetup, forecast, optimum, replay
 from coterie.moe.planner.workload import Workload
 from coterie.moe.runtime.budget import TierSlots

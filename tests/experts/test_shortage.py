@@ -16,7 +16,7 @@ import torch
 
 from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
-from coterie.engine.expert_tier import report_stats
+from coterie.engine.engine import report_stats
 from coterie.moe.runtime.budget import ExpertSizes, TierNeeds, TierSlots, size_tiers
 from coterie.moe.runtime.opening import TierAllocation
 from coterie.moe.store.base import ExpertGeometry

@@ -14,9 +14,8 @@ from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.base import ExpertGeometry
 from coterie.moe.store.edit import ExpertGroups, named_parts, prune, replace_expert
 from coterie.moe.store.export import export
-from coterie.moe.store.index import EXPERTS_FILE, read_index
 from coterie.moe.store.inspect import inspect, profile_reads, verify
-from coterie.moe.store.packed import open_packed
+from coterie.moe.store.packed import EXPERTS_FILE, open_packed, read_index
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.quantize import DenseWeight, convert, dense
 

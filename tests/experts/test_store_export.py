@@ -15,7 +15,7 @@ import stores
 from coterie.core.errors import WeightsError
 from coterie.moe.store.disk import DiskReader
 from coterie.moe.store.export import ExportJournal, export
-from coterie.moe.store.index import EXPERTS_FILE, INDEX_FILE
+from coterie.moe.store.packed import EXPERTS_FILE, INDEX_FILE
 from coterie.weights.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -25,11 +25,11 @@ import sys, time
 from pathlib import Path
 sys.path[:0] = [{root!r}, {root!r} + "/tests/experts"]
 import stores
-from coterie.moe.store.disk import Disk
+from coterie.moe.store.disk import DiskReader
 from coterie.moe.store.export import export
 from coterie.weights.checkpoint import open_checkpoint
 
-class Slow(Disk):
+class Slow(DiskReader):
     def pread(self, number, view, offset):
         time.sleep(0.15)
         return super().pread(number, view, offset)

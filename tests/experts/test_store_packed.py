@@ -16,13 +16,12 @@ import torch
 
 from coterie.core.errors import WeightsError
 from coterie.kernels.cpu.expert_record import rebias
-from coterie.moe.store import index as store_index
 from coterie.moe.store import packed as packed_store
+from coterie.moe.store import packed as store_index
 from coterie.moe.store.disk import aligned_buffer
 from coterie.moe.store.export import export
-from coterie.moe.store.index import EXPERTS_FILE, INDEX_FILE, read_index
 from coterie.moe.store.inspect import verify
-from coterie.moe.store.packed import open_packed
+from coterie.moe.store.packed import EXPERTS_FILE, INDEX_FILE, open_packed, read_index
 from coterie.weights.checkpoint import open_checkpoint
 
 Document = dict[str, Any]

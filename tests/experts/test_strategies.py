@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from coterie.core.errors import ConfigError
 from coterie.moe.dispatch.base import StrategyContext
-from coterie.moe.dispatch.pace import (
+from coterie.moe.dispatch.persistent import fallback
+from coterie.moe.dispatch.pins import spare_slots
+from coterie.moe.dispatch.repin import (
     MAX_BUDGET,
     MAX_INTERVAL,
     MIN_BUDGET,
     MIN_INTERVAL,
     choose_schedule,
 )
-from coterie.moe.dispatch.persistent import fallback
-from coterie.moe.dispatch.pins import spare_slots
 from coterie.moe.dispatch.table import (
     STRATEGIES,
     StrategyChoice,

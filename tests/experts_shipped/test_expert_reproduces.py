@@ -9,8 +9,8 @@ import pytest
 
 from coterie.cli.main import main
 from coterie.packages import archive
-from coterie.packages.digest import CONFIG, WEIGHTS
 from coterie.packages.evaluate import ITEMS
+from coterie.packages.paths import CONFIG, WEIGHTS
 
 FOLDER = Path(__file__).resolve().parents[2] / "experts"
 FILES = sorted(FOLDER.glob("*.expert"))

@@ -72,11 +72,10 @@ def test_captured_rows_equal_segments(errors: dict[str, float]) -> None:
 
 
 def test_long_segments_and_large_ranks_are_left_to_torch() -> None:
-    from coterie.kernels.batch import AttentionBatch
+    from coterie.kernels.batch import LONG_ROWS, MAX_RANK, AttentionBatch, graph_family, places_of
     from coterie.kernels.decoder import DecoderShape
     from coterie.kernels.patch import PARTS, Segment
-    from coterie.kernels.patch_rows import LONG_ROWS, MAX_RANK, graph_family, places_of
-    from coterie.kernels.triton.patched import patch_rows_of
+    from coterie.kernels.triton.decoder import patch_rows_of
     from tests.kernels.patch_cases import random_stack
 
     shape = DecoderShape(2, 1, 8, 16, 32, 1e-6, 0.25)
@@ -182,8 +181,8 @@ def decoder_error(case: str, generator: Any) -> float:
 
 def captured_errors(generator: Any) -> dict[str, float]:
     """A table filled twice, as captured steps do; and plain rows beside the plain path."""
+    from coterie.kernels.batch import PatchRows, places_of
     from coterie.kernels.patch import Segment
-    from coterie.kernels.patch_rows import PatchRows, places_of
     from coterie.kernels.triton.decoder import decoder
     from tests.kernels.test_triton import random_batch
 

@@ -9,7 +9,7 @@ from coterie.core.dispatch import MoeUsage
 from coterie.kernels.cpu.expert_mlp import RecordTable, combine, run_experts
 from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout
-from coterie.models.experts import MoeRequirements
+from coterie.models.build.moe import MoeRequirements
 from coterie.moe.runtime.step import ExpertStep
 from coterie.weights.quantize import dense
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from coterie.kernels.batch import AttentionBatch
+from coterie.kernels.batch import AttentionBatch, graph_family, places_of
 from coterie.kernels.patch import PARTS, Patch, PatchStack, Segment
-from coterie.kernels.patch_rows import graph_family, places_of
 from coterie.models.build.cuda_graph import DecodeGraphs, DecodeInputs
 
 

@@ -187,7 +187,7 @@ def test_deep_nesting_in_any_file_is_a_typed_refusal(
     from coterie.moe.planner.machine import MachineIdentity, load, path_of
     from coterie.moe.runtime.heatmap import Heatmap
     from coterie.moe.store.base import ExpertGeometry
-    from coterie.moe.store.index import INDEX_FILE, read_index
+    from coterie.moe.store.packed import INDEX_FILE, read_index
 
     text = f'{{"a": {nested(100_000)}}}'
     monkeypatch.setenv("COTERIE_HOME", str(tmp_path / "home"))

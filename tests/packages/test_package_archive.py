@@ -13,9 +13,9 @@ import pytest
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.packages import archive
 from coterie.packages.archive import inspect, pack, repack, unpack
-from coterie.packages.digest import adapter_digest, digest_of, file_sha256
 from coterie.packages.directory import collect, open_directory
 from coterie.packages.manifest import from_document
+from coterie.packages.paths import adapter_digest, digest_of, file_sha256
 from coterie.packages.tar_stream import LIMITS
 from tests.packages import hostile
 from tests.packages.made import document, lora_directory, package, safetensors

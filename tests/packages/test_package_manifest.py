@@ -9,8 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.errors import CoterieError, InvalidRequest, WeightsError
-from coterie.packages.manifest import BaseModelRef, read, write
-from coterie.packages.names import check_name, check_version, name_from, version_order
+from coterie.packages.manifest import (
+    BaseModelRef,
+    check_name,
+    check_version,
+    name_from,
+    read,
+    version_order,
+    write,
+)
 from coterie.packages.strict_json import canonical, parse
 from tests.packages.made import FINGERPRINT, document
 

@@ -10,9 +10,9 @@ from tiny import tiny_checkpoint
 
 from coterie.adapters.files import open_adapter
 from coterie.packages.archive import pack, repack
-from coterie.packages.digest import digest_of
 from coterie.packages.directory import collect
 from coterie.packages.manifest import from_document
+from coterie.packages.paths import digest_of
 from coterie.packages.registry import AdapterRegistry
 from coterie.packages.signing import new_key, public_of, read_key, signed
 from coterie.packages.trust import TrustStore

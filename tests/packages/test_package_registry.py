@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coterie.core.errors import Forbidden, InvalidRequest, NotFound, Unavailable, WeightsError
-from coterie.packages.digest import digest_of
+from coterie.packages.paths import digest_of
 from coterie.packages.registry import GRACE_S, AdapterRegistry
 from coterie.packages.signing import new_key, public_of, read_key
 from coterie.packages.trust import TrustStore

@@ -12,9 +12,16 @@ import pytest
 from benchmarks.routing_fleet import made_up, shipped
 from coterie.core.adapters import AdapterProfile
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
-from coterie.routing.match.lessons import FRAMES, near_misses, probes
+from coterie.routing.match.lessons import (
+    AGAINST,
+    FOR,
+    FRAMES,
+    BackgroundPrompts,
+    ProbeExamples,
+    near_misses,
+    probes,
+)
 from coterie.routing.match.matcher import Matcher
-from coterie.routing.match.probe import AGAINST, FOR, BackgroundPrompts, ProbeExamples
 from coterie.routing.match.sketch import SketchRows, sketch
 from tests.routing.fleet import brief, profile
 

@@ -1,4 +1,4 @@
-"""service/adapters/degrade.py: what of a stack fits, who goes first, and what a caller is told."""
+"""service/planner.py: what of a stack fits, who goes first, and what a caller is told."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.errors import CoterieError
 from coterie.core.plan import AdapterChoice, Candidate, RoutePlan, RouteTrace
 from coterie.core.request import AdapterHint, Sampling
-from coterie.service.adapters.degrade import AdapterLimits, LeftOutAdapter, left_out, with_left_out
 from coterie.service.pipeline import Pipeline
+from coterie.service.planner import AdapterLimits, LeftOutAdapter, left_out, with_left_out
 from tests.api.served import own_home
 from tests.service.routed import PROMPTS, answer, ask, install, serving
 

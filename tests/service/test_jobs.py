@@ -26,7 +26,7 @@ from coterie.core.settings import JobSettings
 from coterie.service.build import build
 from coterie.service.jobs import dispatch, store
 from coterie.service.jobs import service as module
-from coterie.service.jobs.run import JobPipeline
+from coterie.service.jobs.dispatch import JobPipeline
 from coterie.service.jobs.service import JobService
 from coterie.service.jobs.store import JobStore
 from coterie.service.pipeline import Pipeline

@@ -30,8 +30,7 @@ from hypothesis.stateful import (
 
 from coterie.core.errors import InvalidRequest, Unavailable
 from coterie.core.job import CANCELLED, FAILED, SUCCEEDED, JobError, JobQuery
-from coterie.service.jobs.store import JobOwner, JobStore
-from coterie.service.jobs.tables import JobEnd, NewJob
+from coterie.service.jobs.store import JobEnd, JobOwner, JobStore, NewJob
 
 TENANTS = ("t", "u")
 
@@ -188,9 +187,7 @@ def test_many_orders_of_calls_and_deaths() -> None:
 VICTIM = """
 import asyncio, sys
 from pathlib import Path
-from coterie.service.jobs.store import Owner
-from coterie.service.jobs.store import JobStore
-from coterie.service.jobs.tables import Ending, Entry
+from coterie.service.jobs.store import JobEnd, JobStore, NewJob
 
 async def main():
     store = JobStore(Path(sys.argv[1]))
@@ -198,13 +195,13 @@ async def main():
     index = 0
     while True:
         name = f"j{index}"
-        await store.add(Entry(name, "t", "", "tiny", 5, float(index), b"x" * 3000))
+        await store.add(NewJob(name, "t", "", "tiny", 5, float(index), b"x" * 3000))
         print("added", name, flush=True)
         if index % 3:
             assert await store.begin(name, 2.0, b"{}")
             print("begun", name, flush=True)
         if index % 3 == 2:
-            assert await store.end(name, Ending("cancelled", 3.0, "y" * 5000))
+            assert await store.end(name, JobEnd("cancelled", 3.0, "y" * 5000))
             print("ended", name, flush=True)
         index += 1
 

@@ -17,7 +17,7 @@ from coterie.core.plan import AdapterChoice, Assignment, LaneState
 from coterie.core.request import Limits, Sampling
 from coterie.service.build import build, model_name
 from coterie.service.submit.admission import MAX_RETRY_AFTER_S, Admission
-from coterie.service.submit.mailbox import MAX_WAITING, EventQueue
+from coterie.service.submit.handover import MAX_WAITING, EventQueue
 from coterie.service.submit.replicas import ReplicaQueue, ReplicaRequest, ReplicaSet
 
 

@@ -41,7 +41,7 @@ from coterie.core.request import (
 )
 from coterie.service.build import build
 from coterie.service.pipeline import Pipeline
-from coterie.service.submit.assign import tokenise
+from coterie.service.submit.handover import tokenise
 from coterie.workers.base import Sink
 
 Test = Callable[[Pipeline], Awaitable[None]]

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coterie.adapters.library import AdapterLibrary
+from coterie.adapters.files import AdapterLibrary
 from coterie.core.errors import InvalidRequest, Unavailable
-from coterie.core.events import Delta, Finished
-from coterie.core.outcome import InferenceMetrics, ValidationResult
+from coterie.core.events import Delta, Finished, InferenceMetrics, ValidationResult
 from coterie.core.request import AdapterHint, ResponseFormat
 from coterie.service.pipeline import Pipeline
 from coterie.service.records.store import RecordQuery, RecordStore

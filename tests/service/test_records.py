@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from coterie.core.errors import Conflict, NotFound, Unavailable
-from coterie.core.outcome import InferenceMetrics
+from coterie.core.events import InferenceMetrics
 from coterie.packages import locked
 from coterie.service.records import log as module
 from coterie.service.records.log import InferenceRecords

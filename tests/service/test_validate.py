@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.core.outcome import ValidationResult
+from coterie.core.events import ValidationResult
 from coterie.core.request import ResponseFormat
 from coterie.service.validate.base import MAX_CHARACTERS, MAX_ERROR, AnswerContext, blocks
 from coterie.service.validate.json_text import JsonValidator

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from coterie.core.errors import ConfigError
-from coterie.core.outcome import ValidationResult
+from coterie.core.events import ValidationResult
 from coterie.core.settings import ValidatorSettings
 from coterie.service.validate import sandbox
 from coterie.service.validate.base import AnswerContext

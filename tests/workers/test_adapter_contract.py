@@ -19,7 +19,7 @@ from tiny import tiny_checkpoint
 from coterie.core.adapters import AdapterSettings
 from coterie.core.events import Failed, Finished
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
-from coterie.packages.digest import digest_of
+from coterie.packages.paths import digest_of
 from coterie.workers import wire
 from coterie.workers.base import (
     AdapterLoad,

@@ -12,8 +12,8 @@ from tiny import tiny_checkpoint
 from coterie.cli.main import main
 from coterie.core.errors import CoterieError, Forbidden, InvalidRequest, NotFound
 from coterie.packages.archive import inspect, pack, repack
-from coterie.packages.digest import CONFIG, WEIGHTS, digest_of
 from coterie.packages.manifest import from_document
+from coterie.packages.paths import CONFIG, WEIGHTS, digest_of
 from coterie.packages.registry import AdapterRegistry
 from coterie.packages.signing import new_key, public_of, read_key, signed
 from coterie.packages.trust import TrustStore

@@ -15,7 +15,7 @@ from tiny import tiny_checkpoint
 from coterie import LLM
 from coterie.core.dispatch import MoeSettings, MoeUsage
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.moe.dispatch.pace import MIN_INTERVAL
+from coterie.moe.dispatch.repin import MIN_INTERVAL
 from coterie.moe.runtime.budget import ExpertSizes, TierNeeds, size_tiers
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.base import ExpertGeometry

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.adapters import finite
+from coterie.adapters import base
 from coterie.kernels.patch import Patch
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 def is_finite(tensor: Tensor) -> bool:
     """Whether every value is a number; `tensor` is contiguous."""
     words = tensor.view(_WORDS[tensor.dtype]).numpy().reshape(-1)
-    return finite.is_finite(words, _NAMES[tensor.dtype])
+    return base.is_finite(words, _NAMES[tensor.dtype])
 
 
 def transposed(matrix: Tensor) -> Tensor:

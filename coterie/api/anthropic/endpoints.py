@@ -13,13 +13,13 @@ from coterie.api.anthropic.parse import hints_of, parse_messages, prompt_of, wit
 from coterie.api.anthropic.render import MessageShape, MessageStream
 from coterie.api.anthropic.types import CountBody, MessagesBody
 from coterie.api.body import parse
-from coterie.api.collect import collect
 from coterie.api.errors import encode
 from coterie.api.exchange import new_id
 from coterie.api.inference import (
     DialectPipeline,
     ModelCard,
     answering_model,
+    collect,
     note_usage,
     request_headers,
 )

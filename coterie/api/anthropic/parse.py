@@ -23,7 +23,7 @@ from coterie.api.response_format import response_format_of
 from coterie.api.tools.base import Tool, ToolSet, check_results, check_tools, known_names, tool_of
 from coterie.api.vendor_fields import refuse_openai_fields
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
-from coterie.core.nesting import is_deeper
+from coterie.core.plain import is_deeper
 from coterie.core.request import (
     Chat,
     Limits,

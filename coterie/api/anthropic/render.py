@@ -11,12 +11,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from coterie.api import errors
-from coterie.api.collect import CollectedAnswer
 from coterie.api.errors import encode
 from coterie.api.exchange import new_id
-from coterie.api.tools.read import WORDS, AnswerSyntax, ChoiceParts
-from coterie.api.tools.reasoning import CONTENT, REASONING, Piece
-from coterie.api.tools.split import ARGUMENTS, CALL
+from coterie.api.inference import CollectedAnswer
+from coterie.api.tools.read import (
+    ARGUMENTS,
+    CALL,
+    CONTENT,
+    REASONING,
+    WORDS,
+    AnswerSyntax,
+    ChoiceParts,
+    Piece,
+)
 from coterie.core.errors import CoterieError
 from coterie.core.events import Delta, Event, Finished, Started, Usage, metadata
 

@@ -8,10 +8,9 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coterie.api.body import RequestBody, parse
+from coterie.api.body import QueryParameters, RequestBody, parse, query_of
 from coterie.api.errors import encode
 from coterie.api.exchange import exchange_of
-from coterie.api.query import QueryParameters, query_of
 from coterie.service.records.log import InferenceRecords
 from coterie.service.records.store import RecordQuery
 

@@ -16,8 +16,17 @@ from coterie.api.errors import OPENAI, body_of, encode
 from coterie.api.native.infer_parse import ParsedInfer
 from coterie.api.response_format import format_named, with_param_name
 from coterie.core.errors import CoterieError, InternalError
-from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
-from coterie.core.outcome import InferenceMetrics, InferenceResult
+from coterie.core.events import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    InferenceMetrics,
+    InferenceResult,
+    Started,
+    Timings,
+    Usage,
+)
 from coterie.core.plan import RoutePlan
 from coterie.core.request import InferenceRequest
 from coterie.service.answer import AnswerBuilder, names_of

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from coterie.api.body import QueryParameters, query_of
 from coterie.api.errors import encode, public_message, row_of
 from coterie.api.exchange import Exchange, exchange_of, log_fault
 from coterie.api.native.infer_answer import (
@@ -30,11 +31,10 @@ from coterie.api.native.infer_answer import (
     sse,
     started_fields,
 )
-from coterie.api.query import QueryParameters, query_of
 from coterie.api.transport.sse import KEEPALIVE_S, while_connected
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest, from_code
+from coterie.core.events import InferenceResult
 from coterie.core.job import CANCELLED, MAX_PAGE, Job, JobError, JobQuery
-from coterie.core.outcome import InferenceResult
 from coterie.core.plan import RoutePlan
 from coterie.service.jobs.service import JobService, Progress
 

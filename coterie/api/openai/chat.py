@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from coterie import __version__
-from coterie.api.collect import CollectedAnswer, CollectedChoice
 from coterie.api.errors import encode
 from coterie.api.exchange import new_id
+from coterie.api.inference import CollectedAnswer, CollectedChoice
 from coterie.api.openai.render import (
     DONE,
     KEEPALIVE,
@@ -25,9 +25,16 @@ from coterie.api.openai.render import (
     prompt_logprobs,
     usage_fields,
 )
-from coterie.api.tools.read import WORDS, AnswerSyntax, ChoiceReader
-from coterie.api.tools.reasoning import CONTENT, REASONING, Piece
-from coterie.api.tools.split import ARGUMENTS, CALL
+from coterie.api.tools.read import (
+    ARGUMENTS,
+    CALL,
+    CONTENT,
+    REASONING,
+    WORDS,
+    AnswerSyntax,
+    ChoiceReader,
+    Piece,
+)
 from coterie.core.errors import CoterieError
 from coterie.core.events import Delta, Event, Finished, Started
 

@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.api.body import parse
-from coterie.api.collect import collect, merged
 from coterie.api.exchange import new_id
 from coterie.api.inference import (
     AnsweringModel,
@@ -17,8 +16,10 @@ from coterie.api.inference import (
     ParsedRequest,
     RequestHeaders,
     answering_model,
+    collect,
     events_of,
     inference_request,
+    merged,
     note_usage,
     request_headers,
 )

@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from coterie.api.admin.experts import Experts
-from coterie.api.body import RequestBody
-from coterie.api.query import QueryParameters
+from coterie.api.body import QueryParameters, RequestBody
 from coterie.api.tools.base import MAX_TOOLS
-from coterie.core.nesting import is_deeper
+from coterie.core.plain import is_deeper
 from coterie.models.text.chat_template import MAX_REQUEST_TEMPLATE
 
 MAX_CHOICES = 128

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from coterie.core.errors import InvalidRequest
-from coterie.core.nesting import is_deeper
+from coterie.core.plain import is_deeper
 from coterie.core.request import Message
 
 MAX_TOOLS = 128

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from coterie.api.collect import CollectedChoice
 from coterie.api.inference import (
+    CollectedChoice,
     DialectPipeline,
     ParsedRequest,
     RequestHeaders,
@@ -25,11 +25,11 @@ from coterie.api.inference import (
 from coterie.api.response_format import FORMAT, format_named, with_param_name
 from coterie.api.tools.base import ToolSet
 from coterie.api.tools.grammar import ANSWER, answer_behind_thought, tool_constraint
-from coterie.api.tools.reasoning import CONTENT, REASONING, Piece, ReasoningSplitter, opened_thought
-from coterie.api.tools.split import ARGUMENTS, CALL, CallMarks
 from coterie.api.transport.sse import Events
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import Chat, ResponseFormat
+from coterie.models.text.tokenizer import is_long
+from coterie.models.text.tool_format import ToolFormat
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
@@ -233,3 +233,267 @@ def blamed(
             reason = f"{where}: the schema of '{tool.name}' cannot be enforced: {fault[2]}"
             return InvalidRequest(reason, param=where)
     return InvalidRequest(f"tools: {message}", param="tools")
+
+
+# a call begins: the piece's text is the tool's name; then come its arguments, as JSON text
+CALL, ARGUMENTS = "call", "arguments"
+
+
+@dataclass(frozen=True, slots=True)
+class CallMarks:
+    """How to find calls in the answers to one request."""
+
+    format: ToolFormat
+    names: frozenset[str]
+    # the mark's token where it is a special one, which has no text
+    mark_id: int | None = None
+    # an answer is nothing but calls
+    required: bool = False
+
+    def splitter(self) -> ToolSplitter:
+        return ToolSplitter(self)
+
+
+class ToolSplitter:
+    """Feeds on deltas of one choice and gives back pieces: CONTENT, CALL and ARGUMENTS."""
+
+    def __init__(self, marks: CallMarks) -> None:
+        self.marks = marks
+        form = marks.format
+        names = "|".join(re.escape(name) for name in sorted(marks.names))
+        self._head = re.compile(
+            rf'\{{\s*"name"\s*:\s*"({names})"\s*,\s*"{form.key}"\s*:\s*(?=\S)', re.ASCII
+        )
+        self._heads = [f'{{"name":"{name}","{form.key}":' for name in marks.names]
+        self._scanner = _Value()
+        self._step = self._first if form.bare else self._words
+        self.held = ""
+        self.num_calls = 0
+        # it ended where a call was about to be opened
+        self.is_cut = False
+
+    def feed(self, text: str, token_ids: tuple[int, ...] = ()) -> list[Piece]:
+        marked = self.marks.mark_id is not None and self.marks.mark_id in token_ids
+        if marked and self._step in (self._first, self._words):
+            self._step = self._opening
+        self.held += text
+        pieces: list[Piece] = []
+        while self.held and self._step(pieces):
+            continue
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """What is left when the choice has ended. The smaller half of a mark is text, unless a call
+        had to come; the larger one is a call for which there were no tokens left."""
+        text, self.held = self.held, ""
+        if self._step not in (self._first, self._words):
+            return []
+        begun = len(text) if self.marks.required else self._begun(text)
+        if begun:
+            self.is_cut = True
+            text = text[:-begun].rstrip()
+        return [(CONTENT, text)] if text else []
+
+    def _begun(self, text: str) -> int:
+        """Length of the larger half of a mark, or of a call that needs none, at the end."""
+        if self._step == self._first:
+            bare = "".join(text.split())
+            parts = (head for head in self._heads if head.startswith(bare))
+            return len(text) if any(2 * len(bare) > len(head) for head in parts) else 0
+        mark = self.marks.format.mark
+        size = overlap(text, mark) if self.marks.mark_id is None else 0
+        return size if 2 * size > len(mark) else 0
+
+    def _first(self, pieces: list[Piece]) -> bool:
+        """The start of an answer, where a call needs no mark."""
+        found = self._head.match(self.held.lstrip())
+        if found is not None:
+            self.held = self.held.lstrip()
+            self._step = self._opening
+            return True
+        bare = "".join(self.held.split())
+        if any(head.startswith(bare) for head in self._heads):
+            return False
+        self._step = self._words
+        return True
+
+    def _words(self, pieces: list[Piece]) -> bool:
+        mark = self.marks.format.mark
+        at = self.held.find(mark) if self.marks.mark_id is None else -1
+        if at >= 0:
+            self._say(pieces, self.held[:at].rstrip())
+            self.held = self.held[at + len(mark) :]
+            self._step = self._opening
+            return True
+        end = len(self.held)
+        if self.marks.mark_id is None:
+            end -= overlap(self.held, mark)
+        # white space is given back as soon as words follow it
+        end = len(self.held[:end].rstrip())
+        self._say(pieces, self.held[:end])
+        self.held = self.held[end:]
+        return False
+
+    def _opening(self, pieces: list[Piece]) -> bool:
+        found = self._head.search(self.held)
+        if found is None:
+            return False
+        # a mark without text may stand behind words that were held back
+        self._say(pieces, self.held[: found.start()].rstrip())
+        pieces.append((CALL, found[1]))
+        self.num_calls += 1
+        self.held = self.held[found.end() :]
+        self._scanner = _Value()
+        self._step = self._arguments
+        return True
+
+    def _arguments(self, pieces: list[Piece]) -> bool:
+        size = self._scanner.feed(self.held)
+        pieces.append((ARGUMENTS, self.held[:size]))
+        self.held = self.held[size:]
+        if self._scanner.ended:
+            self._step = self._between
+        return self._scanner.ended
+
+    def _between(self, pieces: list[Piece]) -> bool:
+        """Behind a call stand its end and further calls, nothing else."""
+        if self._head.search(self.held) is None:
+            return False
+        self.held = self.held[self.held.index("{") :]
+        self._step = self._opening
+        return True
+
+    def _say(self, pieces: list[Piece], text: str) -> None:
+        if text:
+            pieces.append((CONTENT, text))
+
+
+class _Value:
+    """Finds where a JSON object ends."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.in_string = False
+        self.escaped = False
+        self.ended = False
+
+    def feed(self, text: str) -> int:
+        """How many of the characters belong to the value."""
+        for at, character in enumerate(text):
+            if self.in_string:
+                self._quote(character)
+            elif character == '"':
+                self.in_string = True
+            elif character in "{[":
+                self.depth += 1
+            elif character in "}]":
+                self.depth -= 1
+                if self.depth == 0:
+                    self.ended = True
+                    return at + 1
+        return len(text)
+
+    def _quote(self, character: str) -> None:
+        if self.escaped:
+            self.escaped = False
+        elif character == "\\":
+            self.escaped = True
+        elif character == '"':
+            self.in_string = False
+
+
+REASONING, CONTENT = "reasoning", "content"
+Piece = tuple[str, str]
+
+
+class ReasoningSplitter:
+    """Feeds on deltas of one choice and gives back (kind, text) pieces.
+
+    Holds back what may still become a mark, and white space that may stand before one.
+    """
+
+    def __init__(self, marks: tuple[str, str], inside: bool) -> None:
+        self.opening, self.closing = marks
+        # None: nothing but white space so far, so the opening mark may still come
+        self.kind: str | None = REASONING if inside else None
+        self.held = ""
+        self.fresh = True
+        self.reasoning_tokens = 0
+
+    def feed(self, text: str, num_tokens: int = 0) -> list[Piece]:
+        if self.kind != CONTENT:
+            self.reasoning_tokens += num_tokens
+        self.held += text
+        pieces: list[Piece] = []
+        while self._advance(pieces):
+            continue
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """What is left when the choice has ended: a mark that never completed is text."""
+        kind, text = self.kind or CONTENT, self.held
+        self.held = ""
+        if kind == REASONING:
+            text = text.rstrip()
+        return [(kind, text)] if text else []
+
+    def _advance(self, pieces: list[Piece]) -> bool:
+        """One decision; True when there may be another."""
+        if self.fresh:
+            self.held = self.held.lstrip()
+        if not self.held:
+            return False
+        if self.kind is None:
+            return self._begin()
+        if self.kind == REASONING:
+            return self._reason(pieces)
+        self._give(pieces, CONTENT, len(self.held))
+        return False
+
+    def _begin(self) -> bool:
+        if self.held.startswith(self.opening):
+            self.kind, self.held = REASONING, self.held[len(self.opening) :]
+            return True
+        if self.opening.startswith(self.held):
+            return False
+        self.kind, self.reasoning_tokens = CONTENT, 0
+        return True
+
+    def _reason(self, pieces: list[Piece]) -> bool:
+        end = self.held.find(self.closing)
+        if end >= 0:
+            self._give(pieces, REASONING, len(self.held[:end].rstrip()))
+            self.held = self.held.lstrip()[len(self.closing) :]
+            self.kind, self.fresh = CONTENT, True
+            return True
+        safe = self.held[: len(self.held) - overlap(self.held, self.closing)].rstrip()
+        self._give(pieces, REASONING, len(safe))
+        return False
+
+    def _give(self, pieces: list[Piece], kind: str, size: int) -> None:
+        if size:
+            pieces.append((kind, self.held[:size]))
+            self.held = self.held[size:]
+            self.fresh = False
+
+
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that begins `mark`."""
+    for size in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:size]):
+            return size
+    return 0
+
+
+async def opened_thought(tokenizer: Tokenizer, chat: Chat) -> bool | None:
+    """Whether the prompt ends inside a thought (True) or before one (False); None when the model
+    does not think, or not any more."""
+    if tokenizer.reasoning is None:
+        return None
+    if is_long(chat):
+        text = await asyncio.to_thread(tokenizer.render, chat)
+    else:
+        text = tokenizer.render(chat)
+    opening, closing = tokenizer.reasoning
+    end = text.rstrip()
+    return None if end.endswith(closing) else end.endswith(opening)

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from coterie.api.errors import openai_body
-from coterie.core.sections import ServerSettings
+from coterie.core.config import ServerSettings
 from coterie.obs.metrics import MetricRegistry
 from coterie.obs.trace import log
 

@@ -3,16 +3,21 @@ work, as they do for HTTP."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import grpc
 from google.protobuf import json_format, struct_pb2
 
+from coterie.api.auth import AccessKeys
 from coterie.api.body import aside, check
-from coterie.api.errors import encode
+from coterie.api.errors import OPENAI, encode, public_message, status_of
+from coterie.api.exchange import CLIENT_CLOSED, Exchange, log_fault, new_id, reason_of
 from coterie.api.native.feedback import FeedbackBody
 from coterie.api.native.infer import submit
 from coterie.api.native.infer_answer import (
@@ -21,14 +26,13 @@ from coterie.api.native.infer_answer import (
     RunningInference,
     answer_fields,
 )
-from coterie.api.native.infer_parse import InferBodyReader, ParsedInfer
-from coterie.api.native.infer_types import MAX_TIMEOUT_MS
+from coterie.api.native.infer_parse import MAX_TIMEOUT_MS, CallerInfo, InferBodyReader, ParsedInfer
 from coterie.api.native.jobs import JobParameters, frame_of, view
 from coterie.api.proto.coterie.v1 import inference_pb2 as pb
-from coterie.api.transport.grpc_door import GrpcCall, GrpcDoor, handler
-from coterie.core.errors import InvalidRequest
+from coterie.core.errors import CoterieError, InternalError, InvalidRequest
 from coterie.core.events import Failed, Finished
 from coterie.core.job import JobQuery
+from coterie.obs.trace import log
 from coterie.service.jobs.service import JobService
 from coterie.service.records.log import InferenceRecords
 
@@ -195,3 +199,154 @@ def message_of(kind: type[Message], fields: bytes | dict[str, Any]) -> Message:
     text = fields if isinstance(fields, bytes) else encode(fields)
     message: Message = json_format.Parse(text, kind(), ignore_unknown_fields=True)
     return message
+
+
+SERVICE = "coterie.v1.Inference"
+# of what is left of a deadline, kept for the way back
+_WAY_BACK, MAX_WAY_BACK_S = 0.1, 0.1
+
+Unary = Callable[[Any, "GrpcCall"], Awaitable[Any]]
+Stream = Callable[[Any, "GrpcCall"], AsyncGenerator[Any, None]]
+
+
+class GrpcCall:
+    """What is known about one call while it runs."""
+
+    def __init__(self, exchange: Exchange, deadline_s: float | None, session: str) -> None:
+        self.exchange, self.deadline_s, self.session = exchange, deadline_s, session
+
+    @property
+    def tenant(self) -> str:
+        return self.exchange.tenant
+
+    def caller(self) -> CallerInfo:
+        return CallerInfo(self.exchange.tenant, self.exchange.arrived_at, self.session)
+
+
+class GrpcDoor:
+    def __init__(self, keys: AccessKeys) -> None:
+        self._keys = keys
+
+    def unary(self, name: str, handle: Unary) -> Any:
+        async def called(request: Any, context: Any) -> Any:
+            visit = _CallRecord(name, context)
+            try:
+                return await handle(request, visit.enter(self._keys))
+            except BaseException as error:
+                await visit.failed(error)
+                raise
+            finally:
+                visit.log()
+
+        return called
+
+    def stream(self, name: str, handle: Stream) -> Any:
+        async def called(request: Any, context: Any) -> AsyncIterator[Any]:
+            visit = _CallRecord(name, context)
+            try:
+                async with aclosing(handle(request, visit.enter(self._keys))) as messages:
+                    async for message in messages:
+                        yield message
+            except BaseException as error:
+                await visit.failed(error)
+                raise
+            finally:
+                visit.log()
+
+        return called
+
+
+class _CallRecord:
+    def __init__(self, name: str, context: Any) -> None:
+        self._name, self._context = name, context
+        self.exchange = Exchange(new_id("req_"), OPENAI, time.monotonic())
+        self.exchange.status = 200
+
+    def enter(self, keys: AccessKeys) -> GrpcCall:
+        """Raises where the key does not fit."""
+        metadata = [_header(*item[:2]) for item in self._context.invocation_metadata() or ()]
+        self.exchange.tenant = keys.tenant(f"/{SERVICE}", metadata)
+        session = next((value for name, value in metadata if name == b"x-session-id"), b"")
+        left_s = self._context.time_remaining()
+        if left_s is not None:
+            left_s = max(left_s - min(left_s * _WAY_BACK, MAX_WAY_BACK_S), 0.001)
+        return GrpcCall(self.exchange, left_s, session.decode("latin-1")[:512])
+
+    async def failed(self, error: BaseException) -> None:
+        """Ends the call with what `error` stands for; returns where it ends by itself."""
+        if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+            self.exchange.status = CLIENT_CLOSED
+            return
+        if not isinstance(error, Exception):
+            return
+        if not isinstance(error, CoterieError):
+            log_fault(error, self.exchange.request_id)
+            error = InternalError("the server failed to answer; the log has the request id")
+        self.exchange.status, self.exchange.reason = status_of(error, OPENAI), reason_of(error)
+        details = details_of(error, self.exchange.request_id)
+        await self._context.abort(grpc_status_of(error), public_message(error), details)
+
+    def log(self) -> None:
+        exchange = self.exchange
+        log(
+            "request",
+            request_id=exchange.request_id,
+            tenant_digest=exchange.tenant,
+            method="GRPC",
+            route=f"/{SERVICE}/{self._name}",
+            status=exchange.status,
+            reason=exchange.reason,
+            prompt_tokens=exchange.prompt_tokens,
+            completion_tokens=exchange.completion_tokens,
+            duration_ms=round(exchange.elapsed_ms(), 1),
+        )
+
+
+def _header(name: str, value: str | bytes) -> tuple[bytes, bytes]:
+    return name.encode(), value if isinstance(value, bytes) else value.encode()
+
+
+def handler(kind: str, called: Any, takes: Any) -> Any:
+    """gRPC's own record of a method; `kind` is unary or stream."""
+    make = {
+        "unary": grpc.unary_unary_rpc_method_handler,
+        "stream": grpc.unary_stream_rpc_method_handler,
+    }[kind]
+    return make(
+        called,
+        request_deserializer=takes.FromString,
+        response_serializer=lambda message: message.SerializeToString(),
+    )
+
+
+_Code = grpc.StatusCode
+STATUSES = {
+    "invalid_request": _Code.INVALID_ARGUMENT,
+    "context_length_exceeded": _Code.INVALID_ARGUMENT,
+    "unsupported": _Code.INVALID_ARGUMENT,
+    "request_too_large": _Code.RESOURCE_EXHAUSTED,
+    "unsupported_media_type": _Code.INVALID_ARGUMENT,
+    "misdirected": _Code.PERMISSION_DENIED,
+    "unauthenticated": _Code.UNAUTHENTICATED,
+    "forbidden": _Code.PERMISSION_DENIED,
+    "not_found": _Code.NOT_FOUND,
+    "conflict": _Code.ALREADY_EXISTS,
+    "overloaded": _Code.RESOURCE_EXHAUSTED,
+    "unavailable": _Code.UNAVAILABLE,
+    "deadline_exceeded": _Code.DEADLINE_EXCEEDED,
+}
+
+
+def grpc_status_of(error: CoterieError) -> grpc.StatusCode:
+    """What is not in the table is ours to mend."""
+    return STATUSES.get(error.code, _Code.INTERNAL)
+
+
+def details_of(error: CoterieError, request_id: str) -> tuple[tuple[str, str], ...]:
+    """Trailing metadata: ASCII alone."""
+    details = {"coterie-code": error.code, "x-request-id": request_id}
+    if error.param is not None and error.param.isascii() and error.param.isprintable():
+        details["coterie-param"] = error.param
+    if error.retry_after_s is not None:
+        details["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
+    return tuple(details.items())

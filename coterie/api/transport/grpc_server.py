@@ -15,10 +15,16 @@ from grpc_reflection.v1alpha import reflection
 
 from coterie.api.auth import AccessKeys
 from coterie.api.native.infer_parse import InferBodyReader
-from coterie.api.transport.grpc_calls import GrpcServices, InferenceCalls, methods
-from coterie.api.transport.grpc_door import SERVICE, GrpcDoor, handler
+from coterie.api.transport.grpc_calls import (
+    SERVICE,
+    GrpcDoor,
+    GrpcServices,
+    InferenceCalls,
+    handler,
+    methods,
+)
+from coterie.core.config import ServerSettings
 from coterie.core.errors import ConfigError
-from coterie.core.sections import ServerSettings
 
 if TYPE_CHECKING:
     from coterie.service.pipeline import Pipeline

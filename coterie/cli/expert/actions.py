@@ -330,7 +330,7 @@ def sign(args: argparse.Namespace) -> int:
 
 def _document(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """The manifest's fields: those of a file, then the flags."""
-    from coterie.packages.names import name_from
+    from coterie.packages.manifest import name_from
     from coterie.packages.strict_json import parse
 
     path = Path(args.manifest) if args.manifest else directory / "manifest.json"

@@ -149,7 +149,7 @@ def replace(args: argparse.Namespace) -> int:
     from coterie.kernels.cpu.expert_record import unpack_record
     from coterie.moe.store.disk import aligned_buffer
     from coterie.moe.store.edit import named_parts, replace_expert
-    from coterie.moe.store.index import read_index
+    from coterie.moe.store.packed import read_index
     from coterie.weights.formats.safetensors import read_file
 
     path, key = _packed(args.store), (args.layer, args.expert)
@@ -208,8 +208,7 @@ def _show(args: argparse.Namespace, report: dict[str, Any], text: str) -> int:
 
 def _any_store(model: str) -> ExpertStore:
     """A packed store by its index alone; another model through its config."""
-    from coterie.moe.store.index import INDEX_FILE
-    from coterie.moe.store.packed import open_packed
+    from coterie.moe.store.packed import INDEX_FILE, open_packed
     from coterie.weights.checkpoint import open_checkpoint
 
     path = fetch(model)
@@ -219,7 +218,7 @@ def _any_store(model: str) -> ExpertStore:
 
 
 def _packed(name: str) -> Path:
-    from coterie.moe.store.index import INDEX_FILE
+    from coterie.moe.store.packed import INDEX_FILE
 
     path = Path(name)
     if not (path / INDEX_FILE).exists():
@@ -230,7 +229,7 @@ def _packed(name: str) -> Path:
 
 
 def _store_of(checkpoint: Checkpoint, dtype: str, reads: str = "auto") -> ExpertStore:
-    from coterie.models.experts import open_moe_store
+    from coterie.models.build.moe import open_moe_store
 
     spec = _spec(checkpoint)
     if spec.moe is None:
@@ -270,7 +269,7 @@ def _counts(given: str | None, store: ExpertStore, model: Path) -> Heatmap | Non
 def _heatmap(path: str, store: ExpertStore) -> Heatmap:
     """Accepted when it was counted on these experts, or on those they came from."""
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.weights.formats.json_file import read_json
+    from coterie.weights.pages import read_json
 
     if not Path(path).is_file():
         raise ConfigError(f"{path}: no such heatmap", param="heatmap")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from coterie.cli.options import count, size
 from coterie.cli.store import actions
-from coterie.core.sections import DTYPES
+from coterie.core.config import DTYPES
 
 HELP = "pack, inspect, verify and change the experts of a mixture-of-experts model"
 EPILOG = """\

@@ -28,7 +28,7 @@ import torch
 
 from coterie.kernels.cpu import abi
 from coterie.weights.home import kernels_dir
-from coterie.weights.lock import file_lock
+from coterie.weights.pages import file_lock
 
 SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = (

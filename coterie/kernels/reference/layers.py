@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from coterie.kernels import patched
+from coterie.kernels.backend import make_linear
+from coterie.kernels.linear import ReferenceLinear
 from coterie.weights.quantize import Weight, dense
 
 if TYPE_CHECKING:
@@ -151,3 +154,39 @@ def project(shape: DecoderShape, layer: DecoderLayer, qkv: Tensor) -> tuple[Tens
 def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, heads * head_dim], normed over as many elements as the weight has."""
     return rms_norm(x.reshape(len(x), -1, len(weight)), weight, eps)
+
+
+class HeadLinear:
+    """A product of its own for every head: x [T, H, in] -> [T, H, out]."""
+
+    def __init__(self, weights: Sequence[Weight], backend: str, device: torch.device) -> None:
+        products = [make_linear([weight], backend, device) for weight in weights]
+        self.nbytes = sum(product.nbytes for product in products)
+        self._out = products[0].out_features
+        self._products = products
+        self._stacked: Tensor | None = None
+        if all(isinstance(product, ReferenceLinear) for product in products):
+            # [H, in, out]: one batched product instead of one per head
+            own = [p.weight for p in products if isinstance(p, ReferenceLinear)]
+            self._stacked, self._products = torch.stack(own).transpose(1, 2), []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._stacked is not None:
+            rows = x.transpose(0, 1).to(self._stacked.dtype)
+            return torch.bmm(rows, self._stacked).transpose(0, 1).to(x.dtype)
+        out = x.new_empty(len(x), len(self._products), self._out)
+        for head, product in enumerate(self._products):
+            out[:, head] = product(x[:, head])
+        return out
+
+
+def write_latent(rows: Tensor, kv_layer: Tensor, slots: Tensor) -> None:
+    """Scatter rows [T, rank + rope] into the cache."""
+    block_size = kv_layer.shape[3]
+    block = torch.div(slots, block_size, rounding_mode="floor")
+    kv_layer[0, block, 0, slots - block * block_size] = rows.to(kv_layer.dtype)
+
+
+def latent_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+    """Causal attention of q [T, heads, rank + rope]; softmax in fp32."""
+    return paged_attention(q, kv_layer.expand(2, -1, -1, -1, -1), batch, scale)

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coterie.kernels.batch import AttentionBatch
+from coterie.kernels.batch import AttentionBatch, PatchRows
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
-from coterie.kernels.patch_rows import PatchRows
 from coterie.kernels.triton.patches import RANKS, SITE, fetch_site, patch_head, site_of
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from coterie.kernels.batch import KINDS, WORDS
 from coterie.kernels.patch import PARTS
-from coterie.kernels.patch_rows import KINDS, WORDS
 
 # ranks that one program holds at once, at most
 RANKS = 16

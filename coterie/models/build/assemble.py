@@ -15,24 +15,28 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from coterie.kernels.reference import layers as reference
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
 from coterie.kernels.expert_gate import ExpertGate
+from coterie.kernels.reference import layers as reference
 from coterie.models.build import mla
 from coterie.models.build.adapt import ModelTargets
-from coterie.models.build.blocks import DecoderBlock, BlockDecoder, HeadAttention, BackendOps, RotaryCache, ops_for
-from coterie.models.build.moe import FusedMoeStack
 from coterie.models.build.layers import (
+    BackendOps,
+    BlockDecoder,
+    DecoderBlock,
     EmbeddingAndHead,
     GatedMlp,
+    HeadAttention,
     Progress,
+    RotaryCache,
+    ops_for,
     post_norm,
     read_embedding_and_head,
     read_layer,
     read_mlp,
 )
-from coterie.models.build.moe import Backbone, MoeLayer
+from coterie.models.build.moe import Backbone, FusedMoeStack, MoeLayer
 
 if TYPE_CHECKING:
     from coterie.models.build.reader import TensorReader
@@ -75,7 +79,9 @@ def assemble(reader: TensorReader, backend: str, progress: Progress) -> Assemble
     )
 
 
-def _fused_moe_stack(backbone: Backbone, layers: tuple[MoeLayer, ...], num_layers: int) -> FusedMoeStack | None:
+def _fused_moe_stack(
+    backbone: Backbone, layers: tuple[MoeLayer, ...], num_layers: int
+) -> FusedMoeStack | None:
     decoder = getattr(getattr(backbone, "func", None), "__self__", None)
     if decoder is None or not layers or not FusedMoeStack.fits(layers):
         return None
@@ -94,7 +100,9 @@ def read_moe(reader: TensorReader, ops: BackendOps) -> tuple[MoeLayer, ...]:
     layers = []
     for index in moe.layers:
         name = moe.router.format(layer=index)
-        router = ExpertGate(moe.routing, reader.exact(f"{name}.weight", moe.num_experts, spec.hidden))
+        router = ExpertGate(
+            moe.routing, reader.exact(f"{name}.weight", moe.num_experts, spec.hidden)
+        )
         norm = reader.vector(post_norm(index), spec.hidden)
         shared = None
         if moe.shared:
@@ -168,7 +176,12 @@ def _decoder(backend: str) -> Callable[..., Tensor]:
 
 
 def _block(
-    shape: DecoderShape, layer: DecoderLayer, ops: BackendOps, turns: RotaryCache, clip: float | None, index: int
+    shape: DecoderShape,
+    layer: DecoderLayer,
+    ops: BackendOps,
+    turns: RotaryCache,
+    clip: float | None,
+    index: int,
 ) -> DecoderBlock:
     attend = HeadAttention(shape, layer, ops, turns, clip, index)
     if layer.gate_up is None or layer.down is None:

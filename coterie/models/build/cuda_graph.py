@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.patch_rows import KINDS, PatchRows, Places, graph_family, places_of
+from coterie.kernels.batch import KINDS, AttentionBatch, PatchRows, Places, graph_family, places_of
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 

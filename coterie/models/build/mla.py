@@ -14,14 +14,20 @@ import torch
 from torch import Tensor
 
 from coterie.kernels import patched
-from coterie.kernels.reference import layers as reference
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.reference.latent import HeadLinear, write_latent
 from coterie.kernels.linear import Linear
-from coterie.models.build.blocks import DecoderBlock, BackendOps, RotaryCache
-from coterie.models.build.layers import post_norm, read_mlp, rows_of
-from coterie.models.spec import LatentSpec
+from coterie.kernels.reference import layers as reference
+from coterie.kernels.reference.layers import HeadLinear, write_latent
+from coterie.models.build.layers import (
+    BackendOps,
+    DecoderBlock,
+    RotaryCache,
+    post_norm,
+    read_mlp,
+    rows_of,
+)
 from coterie.models.build.reader import BiasedLinear
+from coterie.models.spec import LatentSpec
 from coterie.weights.quantize import DenseWeight, Weight, dense
 
 if TYPE_CHECKING:
@@ -86,7 +92,9 @@ class LatentAttention:
         return patched.linear(product, x, self.index, parts, batch.patches)
 
 
-def read_block(reader: TensorReader, index: int, ops: BackendOps, turns: RotaryCache) -> DecoderBlock:
+def read_block(
+    reader: TensorReader, index: int, ops: BackendOps, turns: RotaryCache
+) -> DecoderBlock:
     """One layer; where it has experts, its attention half."""
     spec, base = reader.spec, f"model.layers.{index}."
     latent = spec.latent
@@ -164,7 +172,9 @@ def _ups(reader: TensorReader, stem: str, latent: LatentSpec) -> tuple[HeadLinea
     return reader.per_head(keys), reader.per_head(values)
 
 
-def _split_ups(reader: TensorReader, stem: str, latent: LatentSpec) -> tuple[HeadLinear, HeadLinear]:
+def _split_ups(
+    reader: TensorReader, stem: str, latent: LatentSpec
+) -> tuple[HeadLinear, HeadLinear]:
     """As GGUF files keep them: a stack of heads each, the keys' already turned."""
     heads, rank = reader.spec.num_heads, latent.kv_rank
     keys = dense(reader.take(stem + "k_b_proj.weight", (heads, rank, latent.nope)))

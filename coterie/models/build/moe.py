@@ -1,6 +1,6 @@
 """Layers with experts: the block around the experts, and the walk over the stack.
 
-Whatever places and computes experts stands behind `MoeExperts`; everything else of a layer (attention,
+Whatever places and computes experts stands behind `MoeExperts`; all else of a layer (attention,
 dense layers, the expert every token passes) is the backbone's. Knows no strategy and no tier.
 """
 
@@ -17,25 +17,20 @@ from torch import Tensor
 
 from coterie.core.errors import WeightsError
 from coterie.kernels.batch import AttentionBatch, split_batch
-from coterie.moe.runtime.step import ExpertStep
-import operator
-import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-import torch
-from torch import Tensor
 from coterie.kernels.cpu import abi
-from coterie.kernels.batch import AttentionBatch, split_batch
 from coterie.kernels.cpu.expert_mlp import expert_shape
+from coterie.moe.runtime.step import ExpertStep
+from coterie.moe.store.base import ExpertGeometry
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import MoeUsage
-    from coterie.kernels.patch import Segment
-    from coterie.kernels.expert_gate import ExpertGate
-    from coterie.moe.runtime.resident import ResidentExperts
-    from coterie.moe.store.base import ExpertGeometry
+    from coterie.core.dispatch import MoeSettings, MoeUsage
     from coterie.kernels.cpu.layers import NativeDecoder
+    from coterie.kernels.expert_gate import ExpertGate
+    from coterie.kernels.patch import Segment
+    from coterie.models.spec import MoeSpec
     from coterie.moe.runtime.resident import ResidentExperts
+    from coterie.moe.store.base import ExpertGeometry, ExpertStore
+    from coterie.weights.checkpoint import Checkpoint
 
 # (hidden [T, D], caches, batch, first, last) -> hidden behind those layers: dense ones whole, ones
 # with experts up to their experts
@@ -275,3 +270,64 @@ def run_fused(
     out, routed = express.run(hidden, kv, batches, found)
     experts.ran(found, routed, owners, time.perf_counter() - begin)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class MoeRequirements:
+    """What a model needs of its experts."""
+
+    checkpoint: Checkpoint
+    moe: MoeSpec
+    hidden: int
+    # as the user asked: auto keeps what the file stores
+    dtype: str
+    device: str
+    # of one full context, reserved before experts
+    kv_bytes: int
+
+    def geometry(self) -> ExpertGeometry:
+        return _geometry(self.moe)
+
+
+MoeFactory = Callable[[MoeRequirements], "MoeExperts"]
+
+
+def _geometry(moe: MoeSpec) -> ExpertGeometry:
+    return ExpertGeometry(moe.layers, moe.num_experts, moe.routing.top_k)
+
+
+def moe_factory(dispatch: MoeSettings | None) -> MoeFactory:
+    """The ordinary way: a store over the checkpoint, and a runtime as `dispatch` wishes."""
+
+    def opened(wanted: MoeRequirements) -> MoeExperts:
+        from coterie.core.dispatch import MoeSettings
+        from coterie.moe.runtime.runtime import open_experts
+
+        settings = dispatch or MoeSettings()
+        store = store_of(wanted, settings.reads)
+        return open_experts(store, settings, device=wanted.device, kv_bytes=wanted.kv_bytes)
+
+    return opened
+
+
+def store_of(wanted: MoeRequirements, reads: str) -> ExpertStore:
+    return open_moe_store(wanted.checkpoint, wanted.moe, wanted.hidden, wanted.dtype, reads)
+
+
+def open_moe_store(
+    checkpoint: Checkpoint, moe: MoeSpec, hidden: int, dtype: str, reads: str = "auto"
+) -> ExpertStore:
+    """The experts of every MoE layer; reads none of them."""
+    from coterie.moe.store.base import ExpertNames
+    from coterie.moe.store.checkpoint import open_store
+
+    return open_store(
+        checkpoint,
+        _geometry(moe),
+        ExpertNames(moe.parts),
+        dtype,
+        reads,
+        hidden=hidden,
+        intermediate=moe.intermediate,
+        gated=moe.gated,
+    )

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
-from coterie.kernels.reference.latent import HeadLinear
-from coterie.kernels.linear import Linear
 from coterie.kernels.backend import make_linear
+from coterie.kernels.linear import Linear
+from coterie.kernels.reference.layers import HeadLinear
 from coterie.models.build.adapt import TargetMatrix, site_of
 from coterie.weights.quantize import DenseWeight, Weight, convert, dense
 

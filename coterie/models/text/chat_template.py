@@ -14,8 +14,13 @@ import jinja2
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
 from coterie.core.errors import CoterieError, InvalidRequest, WeightsError
-from coterie.models.text.template_budget import MAX_TEXT_CHARS, TemplateBudget, current_budget
-from coterie.models.text.template_sandbox import TemplateRefusal, TemplateSandbox
+from coterie.models.text.template_sandbox import (
+    MAX_TEXT_CHARS,
+    TemplateBudget,
+    TemplateRefusal,
+    TemplateSandbox,
+    current_budget,
+)
 
 # what transformers puts behind a message that is to be continued, to find its end again
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from coterie.core.nesting import is_deeper
+from coterie.core.plain import is_deeper
 from coterie.core.request import Chat, Message, ToolCall
 
 Turn = dict[str, Any]

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from coterie.moe.dispatch.active_only import ActiveOnly
 from coterie.moe.dispatch.base import Demand, StrategyContext, Wave
-from coterie.moe.dispatch.pace import UpdateTimer
+from coterie.moe.dispatch.repin import UpdateTimer
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.base import ExpertGeometry, Key
 

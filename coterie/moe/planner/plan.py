@@ -15,8 +15,7 @@ from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
 from coterie.core.settings import parse_bytes
 from coterie.moe.dispatch.table import STRATEGIES, parse_strategy
-from coterie.moe.planner.cost import CostModel, PhaseForecast
-from coterie.moe.planner.machine import BackboneTimes, CostCurve, Machine
+from coterie.moe.planner.machine import BackboneTimes, CostCurve, CostModel, Machine, PhaseForecast
 from coterie.moe.planner.simulate import (
     BELADY,
     SimulationSetup,

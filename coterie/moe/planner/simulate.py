@@ -12,14 +12,14 @@ from heapq import heapify, heappop, heappush
 
 from coterie.moe.dispatch.base import Demand, ExpertCosts, Strategy, StrategyContext, Wave
 from coterie.moe.dispatch.table import build_strategies, resolve_strategy
-from coterie.moe.planner.cost import (
+from coterie.moe.planner.machine import (
+    BackboneTimes,
     CostModel,
     PhaseForecast,
     SimulatedHostTier,
     WaveCounts,
     wave_counts,
 )
-from coterie.moe.planner.machine import BackboneTimes
 from coterie.moe.planner.workload import Workload, tokens_of
 from coterie.moe.runtime.budget import TierSlots
 from coterie.moe.runtime.heatmap import Heatmap

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from coterie.core.errors import InternalError
 from coterie.kernels.cpu.expert_mlp import combine
-from coterie.moe.runtime.layer_executor import LayerExecutor
-from coterie.moe.runtime.layer_job import LayerJob
+from coterie.moe.runtime.layer_executor import LayerExecutor, LayerJob
 from coterie.moe.runtime.opening import (
     PlacementContext,
     RuntimeParts,

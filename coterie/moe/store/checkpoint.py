@@ -267,8 +267,7 @@ def open_store(
     """The experts of `checkpoint` at `dtype` (auto: as stored). Everything that can be known
     without reading an expert is checked here."""
     from coterie.moe.store.disk import DiskReader
-    from coterie.moe.store.index import INDEX_FILE
-    from coterie.moe.store.packed import expect_model, open_packed
+    from coterie.moe.store.packed import INDEX_FILE, expect_model, open_packed
 
     shape = ExpertShape(hidden, intermediate, gated)
     if (checkpoint.path / INDEX_FILE).exists():

@@ -24,10 +24,16 @@ from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.base import ExpertGeometry, Key
 from coterie.moe.store.disk import PAGE, DiskReader, aligned_buffer
 from coterie.moe.store.export import Progress, export
-from coterie.moe.store.index import EXPERTS_FILE, RecordLocation, StoreIndex, key_name, read_index
-from coterie.moe.store.packed import PackedStore
+from coterie.moe.store.packed import (
+    EXPERTS_FILE,
+    PackedStore,
+    RecordLocation,
+    StoreIndex,
+    key_name,
+    read_index,
+)
 from coterie.weights.checkpoint import open_checkpoint
-from coterie.weights.lock import try_lock
+from coterie.weights.pages import try_lock
 from coterie.weights.quantize import DenseWeight, GgufBlocks, Int4Weight, Int8Weight, Weight, dense
 
 # names by which a safetensors file may call an expert's parts

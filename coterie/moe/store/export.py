@@ -25,7 +25,7 @@ from coterie.core.errors import WeightsError
 from coterie.kernels.cpu.expert_record import weight_offset
 from coterie.moe.store.base import ExpertShape, ExpertStore, Key
 from coterie.moe.store.disk import DiskReader, aligned_buffer
-from coterie.moe.store.index import (
+from coterie.moe.store.packed import (
     BACKBONE_FILE,
     EXPERTS_FILE,
     RecordLocation,
@@ -34,8 +34,7 @@ from coterie.moe.store.index import (
 )
 from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint
 from coterie.weights.formats.safetensors_write import copy_tensors
-from coterie.weights.lock import try_lock
-from coterie.weights.pages import drop_cached
+from coterie.weights.pages import drop_cached, try_lock
 
 # (bytes done, bytes in all)
 Progress = Callable[[int, int], None]

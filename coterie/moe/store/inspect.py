@@ -22,7 +22,7 @@ from coterie.kernels.cpu.expert_record import dense_parts
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.base import ExpertStore, Key
 from coterie.moe.store.disk import aligned_buffer
-from coterie.moe.store.index import key_name
+from coterie.moe.store.packed import key_name
 
 # (bytes done, bytes in all)
 Progress = Callable[[int, int], None]

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from coterie.core.errors import InvalidRequest
+from coterie.core.events import InferenceResult
 from coterie.core.job import JobSpec
-from coterie.core.outcome import InferenceResult
 from coterie.core.plan import AdapterChoice, RoutePlan, RouteTrace, TunedFields
 from coterie.core.request import (
     Chat,

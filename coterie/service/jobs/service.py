@@ -26,10 +26,8 @@ from coterie.core.resolve import draw_seed
 from coterie.core.settings import JobSettings
 from coterie.obs.trace import log
 from coterie.service.jobs.codec import encode_spec
-from coterie.service.jobs.dispatch import JobDispatcher
-from coterie.service.jobs.run import JobPipeline, LiveJob
-from coterie.service.jobs.store import JobStore
-from coterie.service.jobs.tables import AbandonedJob, JobEnd, NewJob, WaitingJob
+from coterie.service.jobs.dispatch import JobDispatcher, JobPipeline, LiveJob
+from coterie.service.jobs.store import AbandonedJob, JobEnd, JobStore, NewJob, WaitingJob
 
 # answers that can still be asked for, on disk
 MAX_ENDED = 100_000

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from coterie.core.errors import Conflict, NotFound
-from coterie.core.outcome import InferenceMetrics
+from coterie.core.events import InferenceMetrics
 from coterie.packages.locked import connect, database_errors, transaction
 
 # rows of adapters that were removed long ago go beyond this

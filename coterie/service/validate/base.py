@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from coterie.core.outcome import ValidationResult
+from coterie.core.events import ValidationResult
 from coterie.core.request import ResponseFormat
 
 # longer answers are not judged

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import msgspec
 
 from coterie.core.errors import CoterieError
-from coterie.core.outcome import ValidationResult
+from coterie.core.events import ValidationResult
 from coterie.service.validate import code, json_schema
 from coterie.service.validate.table import VALIDATORS
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from coterie.core.errors import MissingDependency
-from coterie.core.outcome import ValidationResult
+from coterie.core.events import ValidationResult
 from coterie.service.validate.base import CodeBlock, judged, programs
 from coterie.service.validate.json_text import JsonValidator
 from coterie.service.validate.python_code import NAMES, syntax_fault

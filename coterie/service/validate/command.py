@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from coterie.core.errors import ConfigError, CoterieError
-from coterie.core.outcome import ValidationResult
+from coterie.core.events import ValidationResult
 from coterie.core.settings import ValidatorSettings
 from coterie.obs.trace import log
 from coterie.service.validate.base import AnswerContext, cut

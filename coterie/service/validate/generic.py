@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coterie.core.outcome import ValidationResult
+from coterie.core.events import ValidationResult
 from coterie.service.validate.base import judged
 
 

@@ -3,7 +3,7 @@ end. The argument is the answer's finish_reason."""
 
 from __future__ import annotations
 
-from coterie.core.outcome import ValidationResult
+from coterie.core.events import ValidationResult
 from coterie.service.validate.base import judged
 
 

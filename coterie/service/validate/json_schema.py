@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from coterie.core.errors import MissingDependency
-from coterie.core.outcome import ValidationResult
+from coterie.core.events import ValidationResult
 from coterie.service.validate.base import judged
 
 

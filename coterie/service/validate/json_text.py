@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from coterie.core.outcome import ValidationResult
+from coterie.core.events import ValidationResult
 from coterie.service.validate.base import blocks, judged
 
 _decode = msgspec.json.Decoder(strict=True).decode

@@ -1,8 +1,8 @@
-"""Runs one command behind launch and watches it: time, memory, disk. A program of its own.
+"""Runs one command behind walls and watches it: time, memory, disk. A program of its own.
 
 Reads the text on 0, leaves 1 to the command's output, and writes one JSON object to 2. Whatever the
 command started ends with it: in a process namespace where there is one, else found through /proc
-and killed. Imports the standard library and `launch.py`, nothing else.
+and killed. Imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from coterie.service.validate import launch
-
 POLL_S = 0.02
 KILL_S = 5.0
 MAX_PROCESSES = 32
@@ -34,12 +32,12 @@ NOT_STARTED = 127
 def main() -> None:
     settings = json.loads(sys.argv[-1])
     os.chdir(settings["folder"])
-    launch.prctl(launch.PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # whoever is left alone becomes our child
-    launch.prctl(launch.PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     # counted before a namespace hides the others
     processes = MAX_PROCESSES + (0 if os.geteuid() == 0 else own_processes())
-    standing = launch.namespaces()
+    standing = namespaces()
     read, write = os.pipe2(os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -62,13 +60,13 @@ def main() -> None:
 
 
 def first(settings: dict[str, Any], processes: int, write: int) -> NoReturn:
-    """The first process behind the launch: waits for the command and takes everything with it."""
-    launch.prctl(launch.PR_SET_PDEATHSIG, signal.SIGKILL)
+    """The first process behind the walls: waits for the command and takes everything with it."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # the first of a namespace sees itself as number one
-    own_proc = os.getpid() == 1 and launch.own_proc()
+    sees_own = os.getpid() == 1 and own_proc()
     pid = os.fork()
     if pid == 0:
-        become(settings, processes, own_proc, write)
+        become(settings, processes, sees_own, write)
     while True:
         done, status = os.wait()
         if done == pid:
@@ -78,7 +76,7 @@ def first(settings: dict[str, Any], processes: int, write: int) -> NoReturn:
     os._exit(0)
 
 
-def become(settings: dict[str, Any], processes: int, own_proc: bool, write: int) -> NoReturn:
+def become(settings: dict[str, Any], processes: int, sees_own: bool, write: int) -> NoReturn:
     folder, command = settings["folder"], settings["command"]
     try:
         os.chdir(folder)
@@ -92,13 +90,13 @@ def become(settings: dict[str, Any], processes: int, own_proc: bool, write: int)
             resource.RLIMIT_NPROC: processes,
             resource.RLIMIT_CORE: 0,
         }
-        standing = launch.other_user(folder, settings["number"])
+        standing = other_user(folder, settings["number"])
         for limit, value in limits.items():
             resource.setrlimit(limit, (value, value))
         # a change of user takes this back
-        launch.prctl(launch.PR_SET_PDEATHSIG, signal.SIGKILL)
-        launch.prctl(launch.PR_SET_NO_NEW_PRIVS, 1)
-        standing += launch.files(folder, own_proc) + launch.calls()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        standing += files(folder, sees_own) + calls()
         tell(write, {"walls": standing})
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         for number in (signal.SIGPIPE, signal.SIGXFSZ):

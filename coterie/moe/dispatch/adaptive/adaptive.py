@@ -11,12 +11,11 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from coterie.moe.dispatch.adaptive.election import PolicyElection
+from coterie.moe.dispatch.adaptive.scores import PolicyElection
 from coterie.moe.dispatch.adaptive.slots import SlotPolicy
 from coterie.moe.dispatch.base import Demand, Strategy, StrategyContext, Wave
 from coterie.moe.dispatch.hot_cached_static import run_in_place, spread_evenly
-from coterie.moe.dispatch.pace import UpdateTimer
-from coterie.moe.dispatch.repin import LiveRepin
+from coterie.moe.dispatch.repin import LiveRepin, UpdateTimer
 from coterie.moe.store.base import Key
 
 Loads = tuple[tuple[Key, int], ...]
