@@ -11,9 +11,9 @@ from coterie.core.spawn import environment
 PINNED = """
 import os, sys
 import coterie.cli.serve
-from coterie.core import native_threads, spawn
+from coterie.core import spawn
 assert "numpy" not in sys.modules
-native_threads.pin()
+spawn.pin()
 import numpy
 numpy.ones((600, 600)) @ numpy.ones((600, 600))
 after = spawn.environment()

@@ -32,8 +32,8 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_without_a_compiler_torch_serves(tmp_path: Path) -> None:
     code = (
         "import torch; from coterie.kernels.backend import best_backend, make_linear;"
-        "from coterie.weights.quantize import Dense; backend = best_backend('cpu');"
-        "product = make_linear([Dense(torch.eye(4))], backend);"
+        "from coterie.weights.quantize import DenseWeight; backend = best_backend('cpu');"
+        "product = make_linear([DenseWeight(torch.eye(4))], backend);"
         "print(backend, product(torch.ones(1, 4)).sum())"
     )
     done = run(code, PATH=str(tmp_path), CXX="", COTERIE_HOME=str(tmp_path))

@@ -231,12 +231,12 @@ def test_a_text_that_is_never_read_holds_up_nobody() -> None:
 UNPRIVILEGED = """
 import asyncio, os, sys
 sys.path.insert(0, sys.argv[1])
-from coterie.service.validate import walls
-from coterie.service.validate.sandbox import Bounds, run
+from coterie.service.validate import launch
+from coterie.service.validate.sandbox import CommandLimits, run
 if sys.argv[2] == "plain":
     # as on a system without namespaces: unshare is refused to this process and its children
-    walls.prctl(walls.PR_SET_NO_NEW_PRIVS, 1)
-    assert walls.calls()
+    launch.prctl(launch.PR_SET_NO_NEW_PRIVS, 1)
+    assert launch.calls()
 code = '''
 import os, time
 if os.fork() == 0:
@@ -254,7 +254,7 @@ for attempt in (lambda: open("/proc/%d/environ" % os.getppid()).read(),
         print("refused")
 '''
 code = f"OUTSIDE = {os.getpid()}\\n" + code
-found = asyncio.run(run([sys.executable, "-c", code + "# " + sys.argv[3]], "", Bounds(20, 10**8)))
+found = asyncio.run(run([sys.executable, "-c", code + "# " + sys.argv[3]], "", CommandLimits(20, 10**8)))
 print(found.how, found.detail, found.output.split().count("refused"), *found.walls)
 """
 
