@@ -34,7 +34,7 @@ from coterie.core.request import Limits, Sampling
 from coterie.models.base import read_spec
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.home import home
-from coterie.workers.base import LaneSpec, WorkerSpec
+from coterie.workers.contract import LaneSpec, WorkerSpec
 from coterie.workers.host import EngineHost, build_engine
 
 PROMPT_TOKENS = 32

@@ -153,7 +153,8 @@ def switch(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[
     device = torch.device(setting.device)
     rows = kernel_batch.PatchRows(setting.streams, model.spec.num_layers, device, kind=0)
     orders = [
-        kernel_batch.places_of(spread(order, setting.streams), device) for order in (stacks, stacks[::-1])
+        kernel_batch.places_of(spread(order, setting.streams), device)
+        for order in (stacks, stacks[::-1])
     ]
     count = 0
 

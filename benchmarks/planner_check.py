@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from coterie.core.dispatch import MoeSettings, MoeUsage
+from coterie.core.moe import MoeSettings, MoeUsage
 from coterie.models.base import CausalLM, load_model
 from coterie.models.build.moe import MoeRequirements
-from coterie.models.prospect import NoExperts, PlanInputs, SingleSequenceRun, open_plan_inputs
+from coterie.models.plan_inputs import NoExperts, PlanInputs, SingleSequenceRun, open_plan_inputs
 from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner.auto import known_costs
 from coterie.moe.planner.machine import to_json

@@ -15,9 +15,9 @@ import sys
 import time
 from typing import Any
 
-from coterie.api.native.infer_parse import CallerInfo, InferBodyReader
+from coterie.api.native.infer_body import CallerInfo, InferBodyReader
 from coterie.obs.metrics import MetricRegistry
-from coterie.service.deadline import UserRate
+from coterie.service.request_limits import UserRate
 
 GOAL_MS = 1.0
 FIELDS: dict[str, Any] = {

@@ -31,8 +31,8 @@ from coterie.core.errors import WeightsError
 from coterie.routing.features.features import routed_text
 from coterie.routing.features.instruction import bounded
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS, HashedEmbedder, Vector
-from coterie.routing.match.lessons import AGAINST, FOR, MAX_EXAMPLES, MAX_OTHERS, ordinary_prompts
 from coterie.routing.match.matcher import Matcher
+from coterie.routing.match.probes import AGAINST, FOR, MAX_EXAMPLES, MAX_OTHERS, ordinary_prompts
 from coterie.routing.match.sketch import SHAPE_WEIGHT, SketchRows, sketch
 
 RIDGE = 0.1

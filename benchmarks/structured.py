@@ -31,7 +31,7 @@ from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Chat, Limits, Message, ResponseFormat, Sampling
 from coterie.engine.engine import Engine
 from coterie.weights.sources.source import resolve
-from coterie.workers.base import LaneSpec, WorkerSpec
+from coterie.workers.contract import LaneSpec, WorkerSpec
 from coterie.workers.host import EngineHost, build_engine
 
 GOAL = 0.85

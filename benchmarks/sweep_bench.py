@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from benchmarks.sweep_tables import Case, Result
-from coterie.core.dispatch import MoeSettings, MoeUsage
+from coterie.core.moe import MoeSettings, MoeUsage
 from coterie.models.base import CausalLM, load_model
 from coterie.models.build.moe import MoeRequirements
-from coterie.models.carve.walk import calibration, held_out
-from coterie.models.prospect import NoExperts, SingleSequenceRun
+from coterie.models.carve.calibrate import calibration, held_out
+from coterie.models.plan_inputs import NoExperts, SingleSequenceRun
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.moe.dispatch.base import ExpertCosts
 from coterie.moe.planner.auto import known_costs

@@ -15,7 +15,7 @@ from tiny import tiny_checkpoint
 from coterie.core.events import Delta, Event, Failed, Finished, Started
 from coterie.core.plan import Admitted, Assignment, Rejected
 from coterie.core.request import Limits, Sampling
-from coterie.workers.base import LaneSpec, Replica, WorkerSpec
+from coterie.workers.contract import LaneSpec, Replica, WorkerSpec
 
 LANE = "tiny"
 GREEDY = Sampling(temperature=0.0, top_p=1.0, n=1, num_beams=1, seed=7)

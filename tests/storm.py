@@ -19,12 +19,12 @@ from rig import GREEDY, SAMPLED, Listener, assign, begin, run, tiny_spec
 from tiny import tiny_checkpoint
 
 from coterie.core.adapters import AdapterSettings
-from coterie.core.dispatch import MoeSettings
 from coterie.core.events import Failed, Finished
+from coterie.core.moe import MoeSettings
 from coterie.core.plan import AdapterChoice, Assignment
 from coterie.packages.paths import digest_of
-from coterie.workers.base import WorkerSpec
-from coterie.workers.process import ProcessReplica, RestartPolicy
+from coterie.workers.contract import WorkerSpec
+from coterie.workers.supervisor import ProcessReplica, RestartPolicy
 
 QUICK = RestartPolicy(backoff_s=0.05, max_backoff_s=0.2, hang_s=0)
 # a quarter of the experts in slots, half of them in RAM: something is always on its way

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from protocol import prompt_ids, serve
 
-from coterie.core.dispatch import MoeSettings
 from coterie.core.events import Delta, Failed
+from coterie.core.moe import MoeSettings
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Limits, Sampling
 from coterie.engine.engine import Engine, LaneConfig

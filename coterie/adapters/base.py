@@ -69,7 +69,7 @@ class Target(Protocol):
 
 
 class Targets(Protocol):
-    """The model, as far as adapters may change it (models/build/adapt.py)."""
+    """The model, as far as adapters may change it (models/build/targets.py)."""
 
     hidden: int
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from coterie.adapters.kinds.folding import ModulePatchBuilder
+from coterie.adapters.kinds.patch_builder import ModulePatchBuilder
 from coterie.adapters.kinds.table import ADAPTERS
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.kernels.patch import Patch, Site

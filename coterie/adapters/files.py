@@ -20,7 +20,7 @@ from torch import Tensor
 
 from coterie.adapters.base import Adapter, ModuleChange
 from coterie.adapters.kinds import soft_prompt
-from coterie.adapters.kinds.folding import is_finite
+from coterie.adapters.kinds.patch_builder import is_finite
 from coterie.adapters.kinds.table import ADAPTERS, kind_of
 from coterie.core.errors import NotFound, WeightsError
 from coterie.packages.paths import adapter_digest

@@ -22,7 +22,7 @@ from coterie.adapters.residency import LoadHistory
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded, WeightsError
 from coterie.kernels.cpu.build import use_threads_here
 from coterie.kernels.patch import PatchStack
-from coterie.obs.trace import log
+from coterie.obs.log import log
 
 if TYPE_CHECKING:
     from coterie.adapters.base import Adapter, Targets

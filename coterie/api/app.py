@@ -20,10 +20,10 @@ from coterie.api import errors
 from coterie.api.admin.experts import ExpertEndpoints
 from coterie.api.anthropic.endpoints import AnthropicDialect
 from coterie.api.auth import OriginCheck, check_exposure, exposed_key_files, load_keys
-from coterie.api.exchange import MAX_PATH, Door, error_response, exchange_of, shown_path
+from coterie.api.door import MAX_PATH, Door, error_response, exchange_of, shown_path
 from coterie.api.native.feedback import FeedbackEndpoints
 from coterie.api.native.infer import InferEndpoints
-from coterie.api.native.infer_parse import InferBodyReader
+from coterie.api.native.infer_body import InferBodyReader
 from coterie.api.native.jobs import JobEndpoints
 from coterie.api.native.server import NativeEndpoints
 from coterie.api.openai.endpoints import OpenAIDialect
@@ -33,8 +33,8 @@ from coterie.api.transport import ws
 from coterie.api.transport.ws import InferSocket
 from coterie.core.config import Config, ServerSettings
 from coterie.core.errors import CoterieError
-from coterie.obs.trace import log
-from coterie.service.deadline import UserRate
+from coterie.obs.log import log
+from coterie.service.request_limits import UserRate
 
 if TYPE_CHECKING:
     from coterie.service.pipeline import Pipeline

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationErro
 from pydantic_core import core_schema
 from starlette.requests import ClientDisconnect, Request
 
-from coterie.api.exchange import ClientGone
+from coterie.api.door import ClientGone
 from coterie.core.errors import InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMediaType
 
 # of one body, a text's own characters aside: a value costs a thread 0.1 us, a text or key 0.5 us, a

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from coterie.api.exchange import Exchange, exchange_of, note_specialist, receipt
+from coterie.api.door import Exchange, exchange_of, note_specialist, receipt
 from coterie.api.response_format import FORMAT
 from coterie.api.tools.base import ToolSet
 from coterie.api.transport.sse import Events, refuse

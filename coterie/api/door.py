@@ -19,7 +19,7 @@ from coterie.api import errors
 from coterie.api.auth import OPEN_TENANT, AccessKeys, OriginCheck
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.plan import RoutePlan
-from coterie.obs.trace import log
+from coterie.obs.log import log
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 CLIENT_CLOSED = 499

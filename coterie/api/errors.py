@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 import msgspec
 
 from coterie.core.errors import ContextExcess, CoterieError
-from coterie.obs.trace import log
+from coterie.obs.log import log
 
 encode = msgspec.json.Encoder().encode
 

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie import __version__
-from coterie.api.answers_vendor import ExpertPlan
+from coterie.api.answer_types import ExpertPlan
 from coterie.core.events import InferenceMetrics, InferenceResult, ValidationResult
 from coterie.core.plan import AdapterChoice, Candidate, RouteTrace
 

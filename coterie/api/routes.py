@@ -13,8 +13,8 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from coterie.api import answers_vendor as native_answers
-from coterie.api import answers_vendor as vendor_answers
+from coterie.api import answer_types as native_answers
+from coterie.api import answer_types as vendor_answers
 from coterie.api.admin.experts import (
     ExpertEndpoints,
     ExpertPatch,
@@ -26,7 +26,7 @@ from coterie.api.anthropic.endpoints import AnthropicDialect
 from coterie.api.anthropic.types import CountBody, MessagesBody
 from coterie.api.native.feedback import FeedbackBody, FeedbackEndpoints, InferenceQuery
 from coterie.api.native.infer import InferEndpoints
-from coterie.api.native.infer_parse import InferBody
+from coterie.api.native.infer_body import InferBody
 from coterie.api.native.jobs import DeletedJob, JobEndpoints, JobList, JobParameters, JobView
 from coterie.api.native.server import (
     ModelQuery,

@@ -10,8 +10,8 @@ from coterie.cli.options import count, fetch
 from coterie.cli.terminal import facts, nbytes, progress, table
 
 if TYPE_CHECKING:
+    from coterie.models.carve.calibrate import MeasuredPerplexity
     from coterie.models.carve.carve import CarvingPlan
-    from coterie.models.carve.walk import MeasuredPerplexity
 
 HELP = "cut a dense Llama-family model into experts"
 EPILOG = """\
@@ -44,9 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     from coterie.models.base import read_spec
+    from coterie.models.carve.calibrate import LayerCarver, calibration, held_out
     from coterie.models.carve.carve import plan_carving
     from coterie.models.carve.files import CarvedDirectory
-    from coterie.models.carve.walk import LayerCarver, calibration, held_out
     from coterie.models.text.tokenizer import load_tokenizer
     from coterie.weights.checkpoint import open_checkpoint
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from coterie.cli.terminal import progress, width
 from coterie.core.config import DTYPES
-from coterie.core.dispatch import PREDICTIONS, READS, WARMUPS
 from coterie.core.errors import ConfigError, CoterieError
+from coterie.core.moe import PREDICTIONS, READS, WARMUPS
 from coterie.core.settings import parse_budget, parse_bytes
 
 # flags that are fields of DispatchSettings; a flag that was not given stays None

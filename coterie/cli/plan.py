@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.cli.options import add_model, budget, count, fetch, strategy
 from coterie.cli.terminal import facts, nbytes, note, table
-from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
+from coterie.core.moe import MoeSettings
 from coterie.core.settings import parse_bytes
 
 if TYPE_CHECKING:
-    from coterie.models.prospect import PlanInputs
+    from coterie.models.plan_inputs import PlanInputs
     from coterie.moe.planner.machine import Machine
     from coterie.moe.planner.plan import MemoryDivision, PlanCase, PlanChoice, PlannedModel, PlanRow
 
@@ -67,7 +67,7 @@ def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The whole plan as plain values."""
     import torch
 
-    from coterie.models.prospect import open_plan_inputs
+    from coterie.models.plan_inputs import open_plan_inputs
     from coterie.moe.planner.plan import pick, plan
     from coterie.weights.checkpoint import open_checkpoint
 

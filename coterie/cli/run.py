@@ -27,8 +27,8 @@ from coterie.core.errors import InvalidRequest
 from coterie.core.events import moe_facts, speed
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import MoeUsage
     from coterie.core.events import Timings, Usage
+    from coterie.core.moe import MoeUsage
     from coterie.workers.embedded import LLM
 
 HELP = "answer one prompt in this process"

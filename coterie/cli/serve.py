@@ -178,7 +178,7 @@ def execute(args: argparse.Namespace) -> int:
     listener = listen(config.server)
     for specialist in config.specialists:
         fetch(specialist.model or None)
-    from coterie.obs.trace import configure as configure_log
+    from coterie.obs.log import configure as configure_log
 
     configure_log(config.server.log_level)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:

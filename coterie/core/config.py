@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from coterie.core.adapters import DEFAULTS, AdapterSettings
-from coterie.core.dispatch import AUTOMATIC, MoeSettings
 from coterie.core.errors import ConfigError
+from coterie.core.moe import AUTOMATIC, MoeSettings
 from coterie.core.settings import (
     TASK_TYPES,
     JobSettings,

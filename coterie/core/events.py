@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from coterie.core.dispatch import USAGE_FIELDS, MoeUsage
+from coterie.core.moe import USAGE_FIELDS, MoeUsage
 from coterie.core.plan import AdapterChoice
 
 

@@ -15,18 +15,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from coterie.core.dispatch import USAGE_FIELDS, MoeUsage
 from coterie.core.errors import CoterieError, MissingDependency, WeightsError
 from coterie.core.events import Event
+from coterie.core.moe import USAGE_FIELDS, MoeUsage
 from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
-from coterie.engine.active import RequestSetup, open_request, refuse, sequence_adapters
-from coterie.engine.book import RequestTracker
+from coterie.engine.active_request import RequestSetup, open_request, refuse, sequence_adapters
+from coterie.engine.adapter_holds import AdapterHolds, Adapters
 from coterie.engine.detokenize import TokenPieces
 from coterie.engine.grammar import GrammarCache
 from coterie.engine.lane import DeficitRoundRobin, LaneConfig
+from coterie.engine.request_tracker import RequestTracker
 from coterie.engine.runner import Runner
 from coterie.engine.scheduler import Scheduler
-from coterie.engine.seats import AdapterHolds, Adapters
 from coterie.engine.step import StepPlan, StepResult
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from coterie.core.errors import InternalError
 from coterie.core.request import ResponseFormat, own_tenant
-from coterie.engine.closing import FEW, MANY, SOME, EndingFinder, EndingHints, hints_of
+from coterie.engine.grammar_ending import FEW, MANY, SOME, EndingFinder, EndingHints, hints_of
 from coterie.models.grammar.grammar import GrammarVocabulary
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from heapq import heapify, heappop, heappush
 
-from coterie.core.dispatch import MoeUsage
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest, WeightsError
 from coterie.core.events import Delta, Event, Failed
-from coterie.engine.active import ActiveRequest
+from coterie.core.moe import MoeUsage
+from coterie.engine.active_request import ActiveRequest
+from coterie.engine.adapter_holds import error_for_client
 from coterie.engine.beam import BeamSearch
 from coterie.engine.grammar import GrammarTask
 from coterie.engine.scheduler import Scheduler
-from coterie.engine.seats import error_for_client
 from coterie.engine.sequence import Sequence, SequenceStatus
 from coterie.engine.step import BeamScores, LateDraw, StepPlan, StepResult, StepUsage, TokenScore
 

@@ -17,10 +17,10 @@ from itertools import groupby
 
 from coterie.core.plan import Assignment
 from coterie.core.request import own_tenant
+from coterie.engine.adapter_holds import AdapterHolds
+from coterie.engine.kv_space import KVSpace
 from coterie.engine.lane import AdapterTurns, LaneConfig, queue_capacity
-from coterie.engine.seats import AdapterHolds
 from coterie.engine.sequence import Party, Sequence, SequenceStatus, rank_of
-from coterie.engine.space import KVSpace
 from coterie.engine.step import StepPlan, StepRow, StepSegment
 
 # Logits of every prompt position are wanted: a chunk is kept this short to bound their memory.

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from coterie.core.dispatch import MoeUsage
+from coterie.core.moe import MoeUsage
 from coterie.engine.sequence import Sequence
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from coterie.weights.quantize import DTYPES
 
 if TYPE_CHECKING:
     from coterie.adapters.base import Targets
-    from coterie.core.dispatch import MoeSettings, MoeUsage
+    from coterie.core.moe import MoeSettings, MoeUsage
     from coterie.weights.checkpoint import Checkpoint
 
 __all__ = ["MODELS", "CausalLM", "ModelSpec", "load_model"]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from coterie.core.dispatch import MoeUsage
 from coterie.core.errors import ConfigError
+from coterie.core.moe import MoeUsage
 from coterie.kernels.batch import AttentionBatch
 from coterie.models.base import kv_bytes_per_token, load_model, read_spec, stored_dtype
 from coterie.models.build.moe import open_moe_store
@@ -35,13 +35,13 @@ from coterie.moe.planner.workload import (
     workload_from_heatmap,
     workload_from_trace,
 )
-from coterie.moe.runtime.opening import PlacementContext, needs_of, sizes_of
 from coterie.moe.runtime.resident import count_demands
+from coterie.moe.runtime.setup import PlacementContext, needs_of, sizes_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from coterie.core.dispatch import MoeSettings
+    from coterie.core.moe import MoeSettings
     from coterie.models.base import CausalLM
     from coterie.models.build.moe import MoeRequirements
     from coterie.models.spec import ModelSpec

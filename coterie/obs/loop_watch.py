@@ -15,8 +15,8 @@ import time
 import traceback
 from types import TracebackType
 
+from coterie.obs.log import log
 from coterie.obs.metrics import MetricRegistry
-from coterie.obs.trace import log
 
 BEAT_S = 0.25
 BLOCKED_S = 1.0

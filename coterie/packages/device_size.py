@@ -1,6 +1,6 @@
 """How many bytes an adapter takes beside a model, told from its file's header. No torch.
 
-Adds up over a stack, as the pool composes it (adapters/kinds/folding.py): factors stay in bf16
+Adds up over a stack, as the pool composes it (adapters/kinds/patch_builder.py): factors stay bf16
 where they are stored so and scaling loses nothing, everything else is fp32.
 """
 

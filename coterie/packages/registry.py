@@ -19,15 +19,15 @@ from pathlib import Path
 
 from coterie.core.adapters import AdapterCard
 from coterie.core.errors import Forbidden, InvalidRequest, NotFound, Unavailable, WeightsError
-from coterie.obs.trace import log
+from coterie.obs.log import log
 from coterie.packages import manifest as manifests
 from coterie.packages.archive import Package, Source, inspect, unpack
 from coterie.packages.directory import open_directory
-from coterie.packages.locked import connect, database_errors, transaction
 from coterie.packages.manifest import Manifest, check_name, check_version, near_names, version_order
 from coterie.packages.paths import CONFIG, MANIFEST, WEIGHTS, digest_of
+from coterie.packages.registry_tables import RegistryTables
 from coterie.packages.signing import package_message
-from coterie.packages.tables import RegistryTables
+from coterie.packages.sqlite import connect, database_errors, transaction
 from coterie.packages.trust import TrustStore
 
 # imported and removed adapters stay this long: someone may still be running them

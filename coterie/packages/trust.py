@@ -18,7 +18,7 @@ from typing import Any
 from coterie.core.errors import Forbidden, NotFound, WeightsError
 from coterie.packages import signing
 from coterie.packages.archive import Package
-from coterie.packages.locked import only_writer
+from coterie.packages.sqlite import only_writer
 from coterie.packages.strict_json import canonical, parse
 
 PUBLISHER = Path(__file__).with_name("publisher.json")

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coterie.core.config import Config, EngineSettings, SpecialistSettings
-from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
+from coterie.core.moe import MoeSettings
 from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterCatalog
+from coterie.service.fleet import EngineGroup, Fleet, RoutingInputs
 from coterie.service.jobs.store import JobStore
 from coterie.service.pipeline import Pipeline, PipelineParts
 from coterie.service.records.log import InferenceRecords
-from coterie.service.roster import EngineGroup, Fleet, RoutingInputs
 from coterie.service.validate.validators import AnswerValidators
 from coterie.weights.home import state_dir
 from coterie.weights.sources.hub import parse as parse_hub
 from coterie.weights.sources.source import DEFAULT_MODEL, resolve
-from coterie.workers.base import LaneSpec, Replica, WorkerSpec
+from coterie.workers.contract import LaneSpec, Replica, WorkerSpec
 from coterie.workers.inproc import InprocReplica
 from coterie.workers.memory import cores
 
@@ -106,7 +106,7 @@ def model_name(model: str, path: Path) -> str:
 
 def _process_maker(engine: EngineSettings) -> MakeReplica:
     # not needed, and not imported, where engines run in this process
-    from coterie.workers.process import ProcessReplica, RestartPolicy
+    from coterie.workers.supervisor import ProcessReplica, RestartPolicy
 
     restart = RestartPolicy(
         engine.restart_backoff_s,

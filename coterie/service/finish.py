@@ -13,7 +13,7 @@ from coterie.core.events import Failed, Finished, InferenceMetrics, ValidationRe
 from coterie.core.request import Chat, own_tenant
 from coterie.service.answer import names_of
 from coterie.service.meter import RequestMeter
-from coterie.service.planner import RequestRun
+from coterie.service.plan import RequestRun
 from coterie.service.records.log import InferenceRecords
 from coterie.service.records.store import InferenceRecord
 from coterie.service.validate.base import AnswerContext

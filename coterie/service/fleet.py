@@ -16,15 +16,15 @@ from coterie.core.adapters import AdapterCard
 from coterie.core.errors import Unavailable
 from coterie.core.request import AUTO, RouteHints
 from coterie.core.settings import RoutingSettings
+from coterie.obs.log import log
 from coterie.obs.metrics import MetricRegistry
 from coterie.obs.tables import OWN_METRICS, adapter_series
-from coterie.obs.trace import log
 from coterie.routing.protocols import OutcomeRates
 from coterie.routing.router import Router, Specialist
 from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.service.meter import SpecialistSeries
 from coterie.service.submit.replicas import ReplicaSet
-from coterie.workers.base import AdapterInfo, Replica, ReplicaInfo
+from coterie.workers.contract import AdapterInfo, Replica, ReplicaInfo
 
 if TYPE_CHECKING:
     from coterie.service.adapters.catalog import AdapterCatalog

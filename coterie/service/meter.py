@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from coterie.core.dispatch import MoeUsage
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
+from coterie.core.moe import MoeUsage
 from coterie.core.plan import RoutePlan
+from coterie.obs.log import log
 from coterie.obs.metrics import Histogram, MetricRegistry, MetricValue
-from coterie.obs.trace import log
 
 if TYPE_CHECKING:
     pass

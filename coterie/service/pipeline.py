@@ -32,16 +32,16 @@ from coterie.models.text.tokenizer import is_long
 from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterLease
 from coterie.service.adapters.conversation import ConversationPredictor
-from coterie.service.ending import Finisher
+from coterie.service.finish import Finisher
+from coterie.service.fleet import Fleet, ModelCard, ServiceHealth
 from coterie.service.jobs.service import JobService
 from coterie.service.jobs.store import JobStore
 from coterie.service.meter import RequestMeter, RouteMeter
-from coterie.service.planner import LeftOutAdapter, RequestPlanner, RequestRun, lowered
+from coterie.service.plan import LeftOutAdapter, RequestPlanner, RequestRun, lowered
 from coterie.service.records.log import InferenceRecords
-from coterie.service.roster import Fleet, ModelCard, ServiceHealth
-from coterie.service.submit.handover import EventQueue, Submitter, assignment, tokenise
+from coterie.service.submit.submitter import EventQueue, Submitter, assignment, tokenise
 from coterie.service.validate.validators import AnswerValidators
-from coterie.workers.base import Replica
+from coterie.workers.contract import Replica
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer

@@ -14,11 +14,11 @@ from coterie.core.adapters import AdapterProfile
 from coterie.core.plan import AdapterChoice, Candidate, RoutePlan
 from coterie.core.request import AdapterHint, InferenceRequest, ResponseFormat, Sampling
 from coterie.packages.device_size import is_exact
+from coterie.service.fleet import Fleet
 from coterie.service.meter import RouteMeter
-from coterie.service.roster import Fleet
 
 if TYPE_CHECKING:
-    from coterie.service.roster import ServedSpecialist
+    from coterie.service.fleet import ServedSpecialist
 
 # times that a plan is made anew without what does not fit, before the base answers alone
 MAX_TRIES = 3

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core.errors import WeightsError
+from coterie.weights.files import FileExtent, release, samples
 from coterie.weights.formats.gguf import GGUFFile, TensorInfo, is_gguf, read_gguf
 from coterie.weights.formats.gguf_config import (
     PERMUTED,
@@ -24,7 +25,6 @@ from coterie.weights.formats.gguf_config import (
 )
 from coterie.weights.formats.gguf_tensors import map_file, read_tensor
 from coterie.weights.formats.safetensors import SafetensorsCheckpoint
-from coterie.weights.pages import FileExtent, release, samples
 from coterie.weights.quantize import Weight, dense
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import zmq
 
 from coterie.core.errors import CoterieError, InternalError
-from coterie.core.plain import fault_of
-from coterie.obs.trace import configure, log
+from coterie.core.value_check import fault_of
+from coterie.obs.log import configure, log
 from coterie.workers import wire
-from coterie.workers.base import ReplicaInfo, WorkerCommand, WorkerReport
+from coterie.workers.contract import ReplicaInfo, WorkerCommand, WorkerReport
 from coterie.workers.host import serve
 
 # standard input's descriptor

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from coterie.core.adapters import DEFAULTS, NO_MODULES, AdaptableModules, AdapterSettings
-from coterie.core.dispatch import AUTOMATIC, MoeSettings
 from coterie.core.events import Delta, Event, Failed, Finished, Started
+from coterie.core.moe import AUTOMATIC, MoeSettings
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 
 Sink = Callable[[Event], None]

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 
 from coterie.core.adapters import DEFAULTS, AdapterSettings
 from coterie.core.config import dispatch
-from coterie.core.dispatch import MoeUsage
 from coterie.core.errors import ConfigError, InvalidRequest, from_code
 from coterie.core.events import Delta, Event, Failed, Finished, Timings, TokenLogprob, Usage
+from coterie.core.moe import MoeUsage
 from coterie.core.plan import AdapterChoice, Assignment, Rejected
 from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
 from coterie.core.resolve import check_tokens, resolve_limits, resolve_sampling
 from coterie.weights.sources.source import resolve
 from coterie.workers.adapter_names import AdapterNames, Named
-from coterie.workers.base import LaneSpec, WorkerSpec
+from coterie.workers.contract import LaneSpec, WorkerSpec
 
 LANE = "embedded"
 _SAMPLING = frozenset(item.name for item in fields(Sampling))

@@ -17,10 +17,10 @@ import torch
 from coterie.adapters.files import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
 from coterie.adapters.residency import AdapterSlab
-from coterie.core.dispatch import AUTOMATIC, MoeSettings
 from coterie.core.errors import ConfigError, CoterieError
-from coterie.core.plain import fault_of
+from coterie.core.moe import AUTOMATIC, MoeSettings
 from coterie.core.plan import Admitted, Assignment, Rejected
+from coterie.core.value_check import fault_of
 from coterie.engine.engine import Engine, LaneConfig
 from coterie.models.base import (
     CausalLM,
@@ -35,11 +35,11 @@ from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
 from coterie.moe.planner.auto import chooser, known_costs
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
 from coterie.moe.runtime.trace import Trace
-from coterie.obs.trace import log
+from coterie.obs.log import log
 from coterie.weights.checkpoint import Checkpoint, open_checkpoint
 from coterie.weights.shortage import is_shortage
 from coterie.workers import memory
-from coterie.workers.base import (
+from coterie.workers.contract import (
     AdapterInfo,
     AdapterLoad,
     LaneSpec,
@@ -53,7 +53,7 @@ from coterie.workers.warmup import HeatmapFile, heatmap_path, refine
 from coterie.workers.wire import TOLD, sift
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import MoeSettings
+    from coterie.core.moe import MoeSettings
     from coterie.core.plan import AdapterChoice
     from coterie.engine.engine import Engine, LaneConfig
     from coterie.models.base import CausalLM

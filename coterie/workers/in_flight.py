@@ -16,8 +16,8 @@ from itertools import chain
 from coterie.core.errors import InvalidRequest
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.core.plan import Admitted, Assignment, Rejected
-from coterie.obs.trace import log
-from coterie.workers.base import Sink, WorkerReport
+from coterie.obs.log import log
+from coterie.workers.contract import Sink, WorkerReport
 from coterie.workers.wire import TOLD
 
 # Present in this many crashes: suspect, and run alone. In one more: failed.

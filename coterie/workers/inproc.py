@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
-from coterie.obs.trace import log
-from coterie.workers.base import (
+from coterie.obs.log import log
+from coterie.workers.contract import (
     AdapterLoad,
     ReplicaInfo,
     Sink,
@@ -22,7 +22,7 @@ from coterie.workers.base import (
     WorkerSpec,
 )
 from coterie.workers.host import serve
-from coterie.workers.ledger import InFlightRequests
+from coterie.workers.in_flight import InFlightRequests
 
 CLOSE_S = 30.0
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from coterie.core.errors import CoterieError, InternalError, Unavailable
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
-from coterie.obs.trace import log
-from coterie.workers.base import (
+from coterie.obs.log import log
+from coterie.workers.contract import (
     AdapterLoad,
     ReplicaInfo,
     Sink,
@@ -24,8 +24,8 @@ from coterie.workers.base import (
     WorkerReport,
     WorkerSpec,
 )
-from coterie.workers.ledger import InFlightRequests
-from coterie.workers.spawn import (
+from coterie.workers.in_flight import InFlightRequests
+from coterie.workers.worker_process import (
     WorkerProcess,
     is_own_directory,
     remove_directory,

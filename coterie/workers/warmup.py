@@ -22,9 +22,9 @@ from coterie.core.errors import WeightsError
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Limits, Sampling
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.obs.trace import log
+from coterie.obs.log import log
+from coterie.weights.files import file_lock
 from coterie.weights.home import state_dir
-from coterie.weights.pages import file_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

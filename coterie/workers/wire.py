@@ -17,9 +17,15 @@ from typing import Any, get_type_hints
 import msgspec
 
 from coterie.core.events import Delta, Failed, Finished, Started
-from coterie.core.plain import fault_of
 from coterie.core.plan import Admitted, LaneState, Rejected
-from coterie.workers.base import AdapterLoad, ReplicaInfo, WorkerCommand, WorkerReport, WorkerSpec
+from coterie.core.value_check import fault_of
+from coterie.workers.contract import (
+    AdapterLoad,
+    ReplicaInfo,
+    WorkerCommand,
+    WorkerReport,
+    WorkerSpec,
+)
 
 
 @dataclass(frozen=True, slots=True)

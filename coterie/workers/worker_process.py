@@ -21,10 +21,10 @@ import zmq
 
 from coterie.core.errors import InternalError, Unavailable, from_code
 from coterie.core.spawn import PIPE, AsyncProcess, environment, start
-from coterie.obs.trace import log
+from coterie.obs.log import log
 from coterie.weights.home import state_dir
 from coterie.workers import wire
-from coterie.workers.base import ReplicaInfo, WorkerCommand, WorkerReport, WorkerSpec
+from coterie.workers.contract import ReplicaInfo, WorkerCommand, WorkerReport, WorkerSpec
 
 # sockaddr_un holds 107 characters; the socket's own name takes up to 16
 MAX_DIRECTORY = 90

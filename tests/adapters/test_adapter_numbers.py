@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 
 from coterie.adapters.files import parse_adapter
-from coterie.adapters.kinds.folding import is_finite, transposed
+from coterie.adapters.kinds.patch_builder import is_finite, transposed
 from coterie.core.errors import WeightsError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

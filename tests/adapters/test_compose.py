@@ -19,8 +19,8 @@ from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.kernels import patched
 from coterie.kernels.linear import ReferenceLinear
 from coterie.kernels.patch import PatchStack, Segment
-from coterie.models.build.adapt import TargetMatrix
 from coterie.models.build.reader import BiasedLinear
+from coterie.models.build.targets import TargetMatrix
 from coterie.packages.device_size import DeviceSize, device_size
 from coterie.weights.quantize import DenseWeight
 

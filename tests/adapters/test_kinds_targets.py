@@ -13,11 +13,11 @@ from tiny import tiny_checkpoint
 
 from coterie.adapters.compose import compose
 from coterie.adapters.files import WEIGHTS, open_adapter
-from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import WeightsError
+from coterie.core.moe import MoeSettings
 from coterie.kernels.backend import best_backend
 from coterie.models.base import CausalLM, load_model
-from coterie.models.build.adapt import TargetMatrix
+from coterie.models.build.targets import TargetMatrix
 from coterie.weights.checkpoint import open_checkpoint
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coterie.api.exchange import ClientGone, Exchange
+from coterie.api.door import ClientGone, Exchange
 from coterie.api.openai.chat import ChatShape, ChatStream
 from coterie.api.transport import sse
 from coterie.api.transport.sse import Events, EventStream

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coterie.api.native.infer_parse import (
+from coterie.api.native.infer_body import (
     FIELDS,
     CallerInfo,
     InferBodyReader,
@@ -21,7 +21,7 @@ from coterie.core.errors import CoterieError, InvalidRequest, Overloaded
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.core.request import Chat
 from coterie.obs.metrics import Histogram
-from coterie.service.deadline import UserRate, until_deadline
+from coterie.service.request_limits import UserRate, until_deadline
 
 SECONDS = Histogram((0.001,))
 

@@ -21,7 +21,7 @@ from coterie.api.anthropic.parse import prompt_of
 from coterie.api.anthropic.render import MessageShape, MessageStream, stop_fields
 from coterie.api.anthropic.types import CountBody
 from coterie.api.auth import KeyRing, check_exposure, tenant_of
-from coterie.api.inference import MAX_WAITING, collect, merged
+from coterie.api.dialect import MAX_WAITING, collect, merged
 from coterie.api.openai.chat import ChatShape, ChatStream
 from coterie.api.openai.render import LegacyLogprobs, chat_logprobs, finish_fields
 from coterie.api.openai.text import TextShape, TextStream

@@ -1,11 +1,11 @@
-"""engine/book.py: what is kept of requests that ended."""
+"""engine/request_tracker.py: what is kept of requests that ended."""
 
 from __future__ import annotations
 
 from toy import ManualClock, drain, make_assignment, make_engine, make_lane
 
 from coterie.core.events import Finished
-from coterie.engine.book import SLACK
+from coterie.engine.request_tracker import SLACK
 
 
 def test_deadlines_of_ended_requests_are_forgotten() -> None:

@@ -14,8 +14,8 @@ from tiny import tiny_checkpoint
 from benchmarks.structured import response_format
 from benchmarks.structured_schemas import EMPLOYEE, MAIL, SCHEMAS
 from coterie.core.request import ResponseFormat
-from coterie.engine.closing import FEW, EndingFinder, hints_of
 from coterie.engine.grammar import CompiledGrammar, Constraint, GrammarCache, allowed_tokens
+from coterie.engine.grammar_ending import FEW, EndingFinder, hints_of
 from coterie.models.text.tokenizer import load_tokenizer
 
 

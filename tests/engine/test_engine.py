@@ -26,7 +26,7 @@ from toy import (
 
 from coterie.core.events import Delta, Failed, Finished, Started
 from coterie.core.plan import AdapterChoice, Admitted, Rejected
-from coterie.engine.book import FAILED
+from coterie.engine.request_tracker import FAILED
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

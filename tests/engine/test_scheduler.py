@@ -10,11 +10,11 @@ from toy import ToyAdapters, make_lane
 
 from coterie.core.errors import ConfigError
 from coterie.core.plan import AdapterChoice, stack_key
+from coterie.engine.adapter_holds import AdapterHolds
 from coterie.engine.draw import DrawState
 from coterie.engine.engine import FIRST_GUESS_S, LaneThroughput
 from coterie.engine.lane import MAX_PASSED_OVER, AdapterTurns, DeficitRoundRobin, LaneConfig
 from coterie.engine.scheduler import Scheduler
-from coterie.engine.seats import AdapterHolds
 from coterie.engine.sequence import BASE, Sequence, SequenceAdapters, SequenceStatus
 from coterie.engine.step import StepPlan
 

@@ -22,8 +22,8 @@ from toy import (
 
 from coterie.core.events import Failed, Finished, Started
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
+from coterie.engine.adapter_holds import PATIENCE_STEPS
 from coterie.engine.engine import Engine
-from coterie.engine.seats import PATIENCE_STEPS
 
 
 def stack(*digests: str, weight: float = 1.0) -> tuple[AdapterChoice, ...]:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from coterie.core.dispatch import MoeSettings
 from coterie.core.events import Delta, Failed, Finished
+from coterie.core.moe import MoeSettings
 from coterie.core.plan import Admitted, Assignment
 from coterie.core.request import Limits, Sampling
 from coterie.engine.engine import Engine, LaneConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import WeightsError
+from coterie.core.moe import MoeSettings
 from coterie.models.base import load_model
 from coterie.models.build.moe import MoeRequirements, store_of
 from coterie.moe.runtime.load_workers import ExpertLoad

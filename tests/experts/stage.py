@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import WeightsError
+from coterie.core.moe import MoeSettings
 from coterie.kernels.batch import AttentionBatch
 from coterie.models.base import load_model
 from coterie.models.build.moe import MoeRequirements, store_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
+from coterie.core.moe import MoeSettings
 from coterie.moe.runtime.budget import ExpertSizes, TierNeeds, TierSlots, size_tiers
 
 SLOT = 1_000_000

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from plan_cases import GEOMETRY, MB, case, needs, skewed
 
-from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
+from coterie.core.moe import MoeSettings
 from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner import workload
 from coterie.moe.planner.plan import (

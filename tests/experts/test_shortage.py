@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
+from coterie.core.moe import MoeSettings
 from coterie.engine.engine import report_stats
 from coterie.moe.runtime.budget import ExpertSizes, TierNeeds, TierSlots, size_tiers
-from coterie.moe.runtime.opening import TierAllocation
+from coterie.moe.runtime.setup import TierAllocation
 from coterie.moe.store.base import ExpertGeometry
 from coterie.obs.tables import EXPERT_SERIES
 from coterie.weights.shortage import MemoryShortage, is_shortage

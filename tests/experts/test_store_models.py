@@ -13,7 +13,7 @@ from tiny import tiny_checkpoint
 from torch import Tensor
 
 from coterie.cli.main import main
-from coterie.core.dispatch import MoeSettings
+from coterie.core.moe import MoeSettings
 from coterie.models.base import load_model
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.edit import prune

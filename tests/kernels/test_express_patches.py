@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_checkpoint
 from torch import Tensor
 
-from coterie.core.dispatch import MoeSettings
+from coterie.core.moe import MoeSettings
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.cpu.build import find_compiler
 from coterie.kernels.patch import Segment

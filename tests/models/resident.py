@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coterie.core.dispatch import MoeUsage
+from coterie.core.moe import MoeUsage
 from coterie.kernels.cpu.expert_mlp import RecordTable, combine, run_experts
 from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout

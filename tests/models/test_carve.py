@@ -11,11 +11,11 @@ from paged import prompt_logits
 from tiny import tiny_checkpoint
 
 from coterie.cli.main import main
-from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError, WeightsError
+from coterie.core.moe import MoeSettings
 from coterie.models.base import CausalLM, load_model, read_spec
+from coterie.models.carve.calibrate import LayerCarver
 from coterie.models.carve.carve import LayerCut, balanced_groups, cut_layer, plan_carving
-from coterie.models.carve.walk import LayerCarver
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.formats.safetensors import INDEX

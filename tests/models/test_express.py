@@ -10,7 +10,7 @@ import torch
 from paged import Paged, prompt_logits
 from tiny import tiny_checkpoint
 
-from coterie.core.dispatch import MoeSettings, MoeUsage
+from coterie.core.moe import MoeSettings, MoeUsage
 from coterie.kernels.cpu.build import find_compiler
 from coterie.models.base import CausalLM, load_model
 from coterie.moe.runtime.runtime import FILL_AFTER, ExpertRuntime

@@ -11,7 +11,7 @@ from gguf_twin import write_twins
 from paged import Paged, prompt_logits
 from tiny import tiny_checkpoint
 
-from coterie.core.dispatch import MoeSettings
+from coterie.core.moe import MoeSettings
 from coterie.models.base import CausalLM, load_model
 from coterie.weights.checkpoint import open_checkpoint
 

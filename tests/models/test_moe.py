@@ -12,7 +12,7 @@ from dwr_static import SEED_SHAPE, StaticDWR, load_static
 from paged import Paged, prompt_logits
 from tiny import tiny_checkpoint
 
-from coterie.core.dispatch import MoeSettings
+from coterie.core.moe import MoeSettings
 from coterie.kernels.cpu.build import native
 from coterie.models.arch import dwr
 from coterie.models.base import CausalLM, load_model

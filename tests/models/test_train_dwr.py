@@ -8,7 +8,7 @@ import pytest
 import torch
 from paged import prompt_logits
 
-from coterie.core.dispatch import MoeSettings
+from coterie.core.moe import MoeSettings
 from coterie.models.base import load_model
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint

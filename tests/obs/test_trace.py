@@ -1,4 +1,4 @@
-"""obs/trace.py: lines are JSON, and nothing a caller sent can reach them."""
+"""obs/log.py: lines are JSON, and nothing a caller sent can reach them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coterie.core.errors import InvalidRequest
-from coterie.obs.trace import configure, log
+from coterie.obs.log import configure, log
 
 
 @pytest.fixture

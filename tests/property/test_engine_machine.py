@@ -28,7 +28,7 @@ from toy import (
 
 from coterie.core.events import Delta, Failed, Finished, Started
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
-from coterie.engine.seats import PATIENCE_STEPS
+from coterie.engine.adapter_holds import PATIENCE_STEPS
 
 # shared beginnings: whole blocks, part of a block, one that differs only late, and the same blocks
 # behind different ones

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from toy import ToyAdapters, make_lane
 
 from coterie.core.plan import AdapterChoice, stack_key
+from coterie.engine.adapter_holds import PATIENCE_STEPS, AdapterHolds
 from coterie.engine.draw import DrawState
 from coterie.engine.scheduler import Scheduler
-from coterie.engine.seats import PATIENCE_STEPS, AdapterHolds
 from coterie.engine.sequence import Sequence, SequenceAdapters, SequenceStatus
 
 

@@ -13,8 +13,8 @@ from benchmarks.routing_fleet import shipped
 from coterie.core.adapters import AdapterProfile
 from coterie.routing.match import learn
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
-from coterie.routing.match.learnt import MAX_KEPT, digest_of, write
 from coterie.routing.match.matcher import Matcher
+from coterie.routing.match.probe_store import MAX_KEPT, digest_of, write
 from tests.routing.fleet import brief
 
 TEXTS = ("Make a URL slug: Why Geese Fly", "Write a poem about JSON", "3.5 kg in grams")

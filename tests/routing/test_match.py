@@ -12,7 +12,8 @@ import pytest
 from benchmarks.routing_fleet import made_up, shipped
 from coterie.core.adapters import AdapterProfile
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
-from coterie.routing.match.lessons import (
+from coterie.routing.match.matcher import Matcher
+from coterie.routing.match.probes import (
     AGAINST,
     FOR,
     FRAMES,
@@ -21,7 +22,6 @@ from coterie.routing.match.lessons import (
     near_misses,
     probes,
 )
-from coterie.routing.match.matcher import Matcher
 from coterie.routing.match.sketch import SketchRows, sketch
 from tests.routing.fleet import brief, profile
 

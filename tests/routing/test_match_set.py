@@ -10,7 +10,7 @@ from benchmarks import routing_set
 from benchmarks.routing import cross_validated, routed, router_of, scored
 from benchmarks.routing_fleet import shipped
 from benchmarks.routing_set import Item
-from coterie.routing.match.lessons import ordinary_prompts
+from coterie.routing.match.probes import ordinary_prompts
 
 
 @pytest.fixture(scope="module")

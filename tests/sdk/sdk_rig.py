@@ -14,7 +14,7 @@ from typing import Any
 
 from api.served import Served
 
-from coterie.weights.pages import file_lock
+from coterie.weights.files import file_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "tests" / "sdk"

@@ -1,4 +1,4 @@
-"""service/planner.py: what of a stack fits, who goes first, and what a caller is told."""
+"""service/plan.py: what of a stack fits, who goes first, and what a caller is told."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coterie.core.errors import CoterieError
 from coterie.core.plan import AdapterChoice, Candidate, RoutePlan, RouteTrace
 from coterie.core.request import AdapterHint, Sampling
 from coterie.service.pipeline import Pipeline
-from coterie.service.planner import AdapterLimits, LeftOutAdapter, left_out, with_left_out
+from coterie.service.plan import AdapterLimits, LeftOutAdapter, left_out, with_left_out
 from tests.api.served import own_home
 from tests.service.routed import PROMPTS, answer, ask, install, serving
 

@@ -11,7 +11,7 @@ LIVE = """
 import asyncio, sys, time
 from coterie.core.config import load
 from coterie.core.request import InferenceRequest, Limits, RouteHints, Sampling, Text
-import coterie.models.text.tokenizer, coterie.routing.router, coterie.workers.process
+import coterie.models.text.tokenizer, coterie.routing.router, coterie.workers.supervisor
 from coterie.service.build import build
 
 async def main():

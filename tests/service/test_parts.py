@@ -17,8 +17,8 @@ from coterie.core.plan import AdapterChoice, Assignment, LaneState
 from coterie.core.request import Limits, Sampling
 from coterie.service.build import build, model_name
 from coterie.service.submit.admission import MAX_RETRY_AFTER_S, Admission
-from coterie.service.submit.handover import MAX_WAITING, EventQueue
 from coterie.service.submit.replicas import ReplicaQueue, ReplicaRequest, ReplicaSet
+from coterie.service.submit.submitter import MAX_WAITING, EventQueue
 
 
 def lane(*, preempting: bool = False) -> LaneState:

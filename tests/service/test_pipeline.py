@@ -41,8 +41,8 @@ from coterie.core.request import (
 )
 from coterie.service.build import build
 from coterie.service.pipeline import Pipeline
-from coterie.service.submit.handover import tokenise
-from coterie.workers.base import Sink
+from coterie.service.submit.submitter import tokenise
+from coterie.workers.contract import Sink
 
 Test = Callable[[Pipeline], Awaitable[None]]
 COUNT = iter(range(10**6))

@@ -13,7 +13,7 @@ import pytest
 
 from coterie.core.errors import Conflict, NotFound, Unavailable
 from coterie.core.events import InferenceMetrics
-from coterie.packages import locked
+from coterie.packages import sqlite as locked
 from coterie.service.records import log as module
 from coterie.service.records.log import InferenceRecords
 from coterie.service.records.store import SLACK, InferenceRecord, RecordQuery

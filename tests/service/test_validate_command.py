@@ -254,7 +254,8 @@ for attempt in (lambda: open("/proc/%d/environ" % os.getppid()).read(),
         print("refused")
 '''
 code = f"OUTSIDE = {os.getpid()}\\n" + code
-found = asyncio.run(run([sys.executable, "-c", code + "# " + sys.argv[3]], "", CommandLimits(20, 10**8)))
+limits = CommandLimits(20, 10**8)
+found = asyncio.run(run([sys.executable, "-c", code + "# " + sys.argv[3]], "", limits))
 print(found.how, found.detail, found.output.split().count("refused"), *found.walls)
 """
 

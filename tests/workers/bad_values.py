@@ -22,7 +22,7 @@ UNADDED = "unadded"
 
 def install(unchecked: bool = False) -> None:
     """`unchecked`: as if nothing were looked at where it is made."""
-    from coterie.engine.active import ActiveRequest
+    from coterie.engine.active_request import ActiveRequest
     from coterie.engine.engine import Engine
     from coterie.workers import host
 

@@ -21,7 +21,7 @@ from coterie.core.events import Failed, Finished
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
 from coterie.packages.paths import digest_of
 from coterie.workers import wire
-from coterie.workers.base import (
+from coterie.workers.contract import (
     AdapterLoad,
     Replica,
     ReplicaInfo,
@@ -30,7 +30,7 @@ from coterie.workers.base import (
     WorkerSpec,
 )
 from coterie.workers.inproc import InprocReplica
-from coterie.workers.process import ProcessReplica, RestartPolicy
+from coterie.workers.supervisor import ProcessReplica, RestartPolicy
 
 TRANSPORTS: dict[str, Callable[[WorkerSpec], Replica]] = {
     "inproc": InprocReplica,

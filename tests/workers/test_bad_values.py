@@ -16,11 +16,11 @@ from rig import assign, begin, run, tiny_spec
 from storm import QUICK
 
 from coterie.core.events import Delta, Failed, Finished, Started, Timings, TokenLogprob, Usage
-from coterie.core.plain import fault_of
 from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
+from coterie.core.value_check import fault_of
 from coterie.workers import wire
-from coterie.workers.base import AdapterLoad, WorkerCommand, WorkerReport
-from coterie.workers.process import ProcessReplica
+from coterie.workers.contract import AdapterLoad, WorkerCommand, WorkerReport
+from coterie.workers.supervisor import ProcessReplica
 
 # by request: a word of the path that the log must tell
 BAD = {

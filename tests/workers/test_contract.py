@@ -1,4 +1,4 @@
-"""The contract of workers/base.py, kept by every transport alike: real engines, real processes."""
+"""The contract of workers/contract.py, kept by every transport: real engines and processes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rig import GREEDY, LANE, SAMPLED, Listener, assign, begin, run, tiny_spec
 from coterie.core.errors import CoterieError, WeightsError
 from coterie.core.events import Failed, Finished, Started
 from coterie.core.plan import Admitted, Rejected
-from coterie.workers.base import Replica, WorkerSpec
+from coterie.workers.contract import Replica, WorkerSpec
 from coterie.workers.inproc import InprocReplica
-from coterie.workers.process import ProcessReplica
+from coterie.workers.supervisor import ProcessReplica
 
 TRANSPORTS: dict[str, Callable[[WorkerSpec], Replica]] = {
     "inproc": InprocReplica,

@@ -18,7 +18,7 @@ from storm import QUICK, eight, kill, said, until_died
 
 from coterie.core.events import Failed, Finished
 from coterie.core.plan import Assignment
-from coterie.workers.process import ProcessReplica, RestartPolicy
+from coterie.workers.supervisor import ProcessReplica, RestartPolicy
 
 
 async def until_healthy(replica: ProcessReplica, timeout_s: float = 60) -> None:
@@ -242,7 +242,7 @@ def test_how_often_a_token_differs_after_a_crash(dtype: str, default_model_path:
 PARENT = """
 import asyncio, sys
 from rig import tiny_spec
-from coterie.workers.process import ProcessReplica
+from coterie.workers.supervisor import ProcessReplica
 
 async def main():
     replica = ProcessReplica(tiny_spec())

@@ -1,4 +1,4 @@
-"""workers/ledger.py: nothing is lost, nothing is said twice, suspects run alone."""
+"""workers/in_flight.py: nothing is lost, nothing is said twice, suspects run alone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from coterie.core.errors import InvalidRequest
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.core.plan import Admitted, Rejected
 from coterie.core.request import Sampling
-from coterie.workers.base import WorkerReport
-from coterie.workers.ledger import LATE_S, InFlightRequests
+from coterie.workers.contract import WorkerReport
+from coterie.workers.in_flight import LATE_S, InFlightRequests
 
 FULL = Rejected("overloaded", "full", 1.0)
 

@@ -13,8 +13,8 @@ import pytest
 from tiny import tiny_checkpoint
 
 from coterie import LLM
-from coterie.core.dispatch import MoeSettings, MoeUsage
 from coterie.core.errors import ConfigError, WeightsError
+from coterie.core.moe import MoeSettings, MoeUsage
 from coterie.moe.dispatch.repin import MIN_INTERVAL
 from coterie.moe.runtime.budget import ExpertSizes, TierNeeds, size_tiers
 from coterie.moe.runtime.heatmap import Heatmap

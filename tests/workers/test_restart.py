@@ -1,4 +1,4 @@
-"""workers/process.py: a restart that fails, and what close() owes when the supervisor broke."""
+"""workers/supervisor.py: a restart that fails, and what close() owes when the supervisor broke."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from rig import assign, begin, own_workers, tiny_spec
 
 from coterie.core.events import Failed, Finished
-from coterie.workers.base import ReplicaInfo, WorkerReport, WorkerSpec
-from coterie.workers.process import ProcessReplica, RestartPolicy
-from coterie.workers.spawn import WorkerProcess
+from coterie.workers.contract import ReplicaInfo, WorkerReport, WorkerSpec
+from coterie.workers.supervisor import ProcessReplica, RestartPolicy
+from coterie.workers.worker_process import WorkerProcess
 
 QUICK = RestartPolicy(backoff_s=0.05, max_backoff_s=0.2, hang_s=0)
 Spawned = tuple[WorkerProcess, ReplicaInfo]

@@ -1,4 +1,4 @@
-"""workers/process.py: a lost folder, a load that hangs, a process that is stopped; and the folders
+"""workers/supervisor.py: a lost folder, a load that hangs, a stopped process; and the folders
 that dead gateways leave."""
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rig import assign, own_workers, run, tiny_spec
 
 from coterie.core.events import Finished
 from coterie.weights.home import state_dir
-from coterie.workers import process
-from coterie.workers.process import (
+from coterie.workers import supervisor as process
+from coterie.workers.supervisor import (
     LOAD_BASE_S,
     LOAD_BYTES_PER_S,
     ProcessReplica,
     RestartPolicy,
 )
-from coterie.workers.spawn import is_own_directory, remove_directory, socket_directory
+from coterie.workers.worker_process import is_own_directory, remove_directory, socket_directory
 
 QUICK = RestartPolicy(backoff_s=0.05, max_backoff_s=0.2, hang_s=0)
 

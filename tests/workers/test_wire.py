@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from coterie.core.dispatch import MoeSettings, MoeUsage
 from coterie.core.events import Delta, Failed, Finished, Started, Timings, TokenLogprob, Usage
+from coterie.core.moe import MoeSettings, MoeUsage
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 from coterie.core.request import Limits, Sampling
 from coterie.workers import wire
-from coterie.workers.base import LaneSpec, ReplicaInfo, WorkerCommand, WorkerReport, WorkerSpec
+from coterie.workers.contract import LaneSpec, ReplicaInfo, WorkerCommand, WorkerReport, WorkerSpec
 
 
 def test_commands() -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from coterie.adapters.kinds.folding import transposed
 from coterie.adapters.kinds.lora import read
+from coterie.adapters.kinds.patch_builder import transposed
 from coterie.core.errors import WeightsError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from coterie.adapters.base import ModuleChange, Target
-    from coterie.adapters.kinds.folding import ModulePatchBuilder
+    from coterie.adapters.kinds.patch_builder import ModulePatchBuilder
 
 __all__ = ["apply", "read"]
 

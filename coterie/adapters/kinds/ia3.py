@@ -16,7 +16,7 @@ from coterie.core.errors import WeightsError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from coterie.adapters.kinds.folding import ModulePatchBuilder
+    from coterie.adapters.kinds.patch_builder import ModulePatchBuilder
 
 PEFT_TYPE = "IA3"
 

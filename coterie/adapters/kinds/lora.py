@@ -17,7 +17,7 @@ from coterie.core.errors import WeightsError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from coterie.adapters.kinds.folding import ModulePatchBuilder
+    from coterie.adapters.kinds.patch_builder import ModulePatchBuilder
 
 PEFT_TYPE = "LORA"
 MAX_RANK = 4096

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from coterie.adapters.base import ModuleChange
-    from coterie.adapters.kinds.folding import ModulePatchBuilder
     from coterie.adapters.kinds.options import PeftConfig
+    from coterie.adapters.kinds.patch_builder import ModulePatchBuilder
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from coterie.api.body import RequestBody, parse, read
+from coterie.api.door import exchange_of
 from coterie.api.errors import encode
-from coterie.api.exchange import exchange_of
 from coterie.core.adapters import MAX_STACK, MAX_WEIGHT, AdapterCard
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.request import AdapterHint
-from coterie.obs.trace import log
+from coterie.obs.log import log
 from coterie.service.adapters.admin import AdapterAdmin, InstallName
 
 JSON = "application/json"

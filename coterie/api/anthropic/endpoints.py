@@ -13,9 +13,7 @@ from coterie.api.anthropic.parse import hints_of, parse_messages, prompt_of, wit
 from coterie.api.anthropic.render import MessageShape, MessageStream
 from coterie.api.anthropic.types import CountBody, MessagesBody
 from coterie.api.body import parse
-from coterie.api.errors import encode
-from coterie.api.exchange import new_id
-from coterie.api.inference import (
+from coterie.api.dialect import (
     DialectPipeline,
     ModelCard,
     answering_model,
@@ -23,6 +21,8 @@ from coterie.api.inference import (
     note_usage,
     request_headers,
 )
+from coterie.api.door import new_id
+from coterie.api.errors import encode
 from coterie.api.tools.read import answer_syntax_of, tool_events, with_answer_grammar
 from coterie.api.transport.sse import EventStream, while_connected
 

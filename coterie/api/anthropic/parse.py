@@ -18,12 +18,11 @@ from coterie.api.anthropic.types import (
     ResultBlock,
     TextBlock,
 )
-from coterie.api.inference import ParsedRequest, RequestHeaders, positive_top_p, seed_of
+from coterie.api.dialect import ParsedRequest, RequestHeaders, positive_top_p, seed_of
 from coterie.api.response_format import response_format_of
 from coterie.api.tools.base import Tool, ToolSet, check_results, check_tools, known_names, tool_of
 from coterie.api.vendor_fields import refuse_openai_fields
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
-from coterie.core.plain import is_deeper
 from coterie.core.request import (
     Chat,
     Limits,
@@ -33,6 +32,7 @@ from coterie.core.request import (
     Sampling,
     ToolCall,
 )
+from coterie.core.value_check import is_deeper
 from coterie.models.text.tool_format import MAX_DEPTH
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from coterie.api import errors
+from coterie.api.dialect import CollectedAnswer
+from coterie.api.door import new_id
 from coterie.api.errors import encode
-from coterie.api.exchange import new_id
-from coterie.api.inference import CollectedAnswer
 from coterie.api.tools.read import (
     ARGUMENTS,
     CALL,

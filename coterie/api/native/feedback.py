@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.api.body import QueryParameters, RequestBody, parse, query_of
+from coterie.api.door import exchange_of
 from coterie.api.errors import encode
-from coterie.api.exchange import exchange_of
 from coterie.service.records.log import InferenceRecords
 from coterie.service.records.store import RecordQuery
 

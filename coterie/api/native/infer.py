@@ -6,16 +6,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.api.body import read_json
+from coterie.api.dialect import note_usage, request_headers
+from coterie.api.door import exchange_of, receipt
 from coterie.api.errors import encode
-from coterie.api.exchange import exchange_of, receipt
-from coterie.api.inference import note_usage, request_headers
 from coterie.api.native.infer_answer import (
     InferencePipeline,
     InferStream,
     RunningInference,
     answer_fields,
 )
-from coterie.api.native.infer_parse import CallerInfo, InferBodyReader, ParsedInfer
+from coterie.api.native.infer_body import CallerInfo, InferBodyReader, ParsedInfer
 from coterie.api.native.jobs import accepted
 from coterie.api.response_format import FORMAT, with_param_name
 from coterie.api.transport.sse import EventStream, while_connected

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from coterie.api.errors import OPENAI, body_of, encode
-from coterie.api.native.infer_parse import ParsedInfer
+from coterie.api.native.infer_body import ParsedInfer
 from coterie.api.response_format import format_named, with_param_name
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.events import (
@@ -30,7 +30,7 @@ from coterie.core.events import (
 from coterie.core.plan import RoutePlan
 from coterie.core.request import InferenceRequest
 from coterie.service.answer import AnswerBuilder, names_of
-from coterie.service.deadline import Events, until_deadline
+from coterie.service.request_limits import Events, until_deadline
 
 STARTED, DELTA, FINISHED, ERROR = "started", "delta", "finished", "error"
 Frame = tuple[str, dict[str, Any]]

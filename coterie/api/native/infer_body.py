@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from coterie.api.admin.experts import Name
 from coterie.api.body import RequestBody, aside, check, decode
-from coterie.api.inference import seed_of
+from coterie.api.dialect import seed_of
 from coterie.api.openai.types import StopString, StopStrings
 from coterie.api.response_format import response_format_of
 from coterie.core.adapters import MAX_STACK
@@ -35,7 +35,7 @@ from coterie.core.request import (
     Sampling,
 )
 from coterie.obs.metrics import Histogram
-from coterie.service.deadline import UserRate
+from coterie.service.request_limits import UserRate
 
 MAX_PROMPT = 500_000
 MAX_BODY = 2_000_000

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from coterie.api.body import QueryParameters, query_of
+from coterie.api.door import Exchange, exchange_of, log_fault
 from coterie.api.errors import encode, public_message, row_of
-from coterie.api.exchange import Exchange, exchange_of, log_fault
 from coterie.api.native.infer_answer import (
     DELTA,
     ERROR,

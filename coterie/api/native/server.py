@@ -14,9 +14,9 @@ from starlette.responses import Response
 from coterie import __version__
 from coterie.api.anthropic.endpoints import model_fields
 from coterie.api.body import QueryParameters, parse, query_of
+from coterie.api.dialect import ModelCard
+from coterie.api.door import exchange_of
 from coterie.api.errors import ANTHROPIC, encode
-from coterie.api.exchange import exchange_of
-from coterie.api.inference import ModelCard
 from coterie.api.openai.parse import chat_prompt, tool_fields
 from coterie.api.openai.render import model_card
 from coterie.api.openai.types import DetokenizeBody, TokenizeBody, TokenizerQuery

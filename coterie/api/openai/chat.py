@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from coterie import __version__
+from coterie.api.dialect import CollectedAnswer, CollectedChoice
+from coterie.api.door import new_id
 from coterie.api.errors import encode
-from coterie.api.exchange import new_id
-from coterie.api.inference import CollectedAnswer, CollectedChoice
 from coterie.api.openai.render import (
     DONE,
     KEEPALIVE,

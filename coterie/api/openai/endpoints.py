@@ -9,8 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.api.body import parse
-from coterie.api.exchange import new_id
-from coterie.api.inference import (
+from coterie.api.dialect import (
     AnsweringModel,
     DialectPipeline,
     ParsedRequest,
@@ -23,6 +22,7 @@ from coterie.api.inference import (
     note_usage,
     request_headers,
 )
+from coterie.api.door import new_id
 from coterie.api.openai import chat, text
 from coterie.api.openai.chat import ChatShape, ChatStream
 from coterie.api.openai.parse import echoed, parse_chat, parse_completion, scores_prompt

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from coterie.api.admin.experts import adapter_hints
-from coterie.api.inference import ParsedRequest, RequestHeaders, positive_top_p, seed_of
+from coterie.api.dialect import ParsedRequest, RequestHeaders, positive_top_p, seed_of
 from coterie.api.openai.types import (
     MAX_PROMPTS,
     ChatBody,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from coterie.api.dialect import CollectedAnswer, CollectedChoice
 from coterie.api.errors import encode
-from coterie.api.inference import CollectedAnswer, CollectedChoice
 from coterie.api.openai.chat import FINGERPRINT
 from coterie.api.openai.render import (
     DONE,

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from coterie.api.admin.experts import Experts
 from coterie.api.body import QueryParameters, RequestBody
 from coterie.api.tools.base import MAX_TOOLS
-from coterie.core.plain import is_deeper
+from coterie.core.value_check import is_deeper
 from coterie.models.text.chat_template import MAX_REQUEST_TEMPLATE
 
 MAX_CHOICES = 128

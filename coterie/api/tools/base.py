@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from coterie.core.errors import InvalidRequest
-from coterie.core.plain import is_deeper
 from coterie.core.request import Message
+from coterie.core.value_check import is_deeper
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64_000

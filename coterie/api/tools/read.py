@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from coterie.api.inference import (
+from coterie.api.dialect import (
     CollectedChoice,
     DialectPipeline,
     ParsedRequest,

@@ -19,8 +19,8 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from coterie.api.errors import openai_body
 from coterie.core.config import ServerSettings
+from coterie.obs.log import log
 from coterie.obs.metrics import MetricRegistry
-from coterie.obs.trace import log
 
 # how often connections are looked at that have run out of time
 SWEEP_S = 0.5

@@ -16,8 +16,8 @@ from google.protobuf import json_format, struct_pb2
 
 from coterie.api.auth import AccessKeys
 from coterie.api.body import aside, check
+from coterie.api.door import CLIENT_CLOSED, Exchange, log_fault, new_id, reason_of
 from coterie.api.errors import OPENAI, encode, public_message, status_of
-from coterie.api.exchange import CLIENT_CLOSED, Exchange, log_fault, new_id, reason_of
 from coterie.api.native.feedback import FeedbackBody
 from coterie.api.native.infer import submit
 from coterie.api.native.infer_answer import (
@@ -26,13 +26,13 @@ from coterie.api.native.infer_answer import (
     RunningInference,
     answer_fields,
 )
-from coterie.api.native.infer_parse import MAX_TIMEOUT_MS, CallerInfo, InferBodyReader, ParsedInfer
+from coterie.api.native.infer_body import MAX_TIMEOUT_MS, CallerInfo, InferBodyReader, ParsedInfer
 from coterie.api.native.jobs import JobParameters, frame_of, view
 from coterie.api.proto.coterie.v1 import inference_pb2 as pb
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest
 from coterie.core.events import Failed, Finished
 from coterie.core.job import JobQuery
-from coterie.obs.trace import log
+from coterie.obs.log import log
 from coterie.service.jobs.service import JobService
 from coterie.service.records.log import InferenceRecords
 

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2 as pb
 from grpc_reflection.v1alpha import reflection
 
 from coterie.api.auth import AccessKeys
-from coterie.api.native.infer_parse import InferBodyReader
+from coterie.api.native.infer_body import InferBodyReader
 from coterie.api.transport.grpc_calls import (
     SERVICE,
     GrpcDoor,

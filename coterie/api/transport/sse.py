@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coterie.api.exchange import ClientGone, Exchange, log_fault
+from coterie.api.door import ClientGone, Exchange, log_fault
 from coterie.core.errors import CoterieError, DeadlineExceeded, InternalError, from_code
 from coterie.core.events import Delta, Event, Failed, Finished
 

@@ -16,8 +16,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from coterie.api.auth import AccessKeys, OriginCheck
 from coterie.api.body import aside, decode
-from coterie.api.errors import OPENAI, encode, status_of
-from coterie.api.exchange import (
+from coterie.api.door import (
     CLIENT_CLOSED,
     Exchange,
     error_response,
@@ -26,8 +25,9 @@ from coterie.api.exchange import (
     new_id,
     reason_of,
 )
+from coterie.api.errors import OPENAI, encode, status_of
 from coterie.api.native.infer_answer import ERROR, InferencePipeline, RunningInference, error_fields
-from coterie.api.native.infer_parse import CallerInfo, InferBodyReader
+from coterie.api.native.infer_body import CallerInfo, InferBodyReader
 from coterie.core.errors import (
     CoterieError,
     InternalError,

@@ -51,7 +51,7 @@ def bases(models: Sequence[str] | None) -> list[BaseModelRef]:
 def modules(models: Sequence[str] | None) -> dict[str, AdaptableModules]:
     """What of each model adapters may change, told from its file alone."""
     from coterie.core.adapters import AdaptableModules
-    from coterie.models.build.adapt import site_of
+    from coterie.models.build.targets import site_of
     from coterie.weights.checkpoint import open_checkpoint
 
     found: dict[str, AdaptableModules] = {}

@@ -269,7 +269,7 @@ def _counts(given: str | None, store: ExpertStore, model: Path) -> Heatmap | Non
 def _heatmap(path: str, store: ExpertStore) -> Heatmap:
     """Accepted when it was counted on these experts, or on those they came from."""
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.weights.pages import read_json
+    from coterie.weights.files import read_json
 
     if not Path(path).is_file():
         raise ConfigError(f"{path}: no such heatmap", param="heatmap")

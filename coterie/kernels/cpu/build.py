@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from coterie.kernels.cpu import abi
+from coterie.weights.files import file_lock
 from coterie.weights.home import kernels_dir
-from coterie.weights.pages import file_lock
 
 SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = (

@@ -19,10 +19,10 @@ from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.expert_gate import ExpertGate
 from coterie.kernels.linear import Linear
 from coterie.kernels.reference import layers as reference
-from coterie.models.build.adapt import ModelTargets
 from coterie.models.build.assemble import AssembledModel
 from coterie.models.build.layers import BackendOps, Progress, ops_for, read_embedding_and_head
 from coterie.models.build.moe import MoeLayer
+from coterie.models.build.targets import ModelTargets
 from coterie.models.config_fields import shown
 from coterie.models.spec import (
     GateRule,

@@ -20,7 +20,6 @@ from coterie.kernels.decoder import DecoderLayer, DecoderShape
 from coterie.kernels.expert_gate import ExpertGate
 from coterie.kernels.reference import layers as reference
 from coterie.models.build import mla
-from coterie.models.build.adapt import ModelTargets
 from coterie.models.build.layers import (
     BackendOps,
     BlockDecoder,
@@ -37,6 +36,7 @@ from coterie.models.build.layers import (
     read_mlp,
 )
 from coterie.models.build.moe import Backbone, FusedMoeStack, MoeLayer
+from coterie.models.build.targets import ModelTargets
 
 if TYPE_CHECKING:
     from coterie.models.build.reader import TensorReader

@@ -19,7 +19,7 @@ from coterie.kernels.decoder import DecoderLayer
 from coterie.kernels.linear import Linear, ReferenceLinear
 from coterie.kernels.reference import layers as reference
 from coterie.kernels.reference.layers import latent_attention
-from coterie.models.build.adapt import TargetMatrix
+from coterie.models.build.targets import TargetMatrix
 from coterie.weights.quantize import (
     DenseWeight,
     GgufBlocks,

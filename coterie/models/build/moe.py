@@ -23,7 +23,7 @@ from coterie.moe.runtime.step import ExpertStep
 from coterie.moe.store.base import ExpertGeometry
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import MoeSettings, MoeUsage
+    from coterie.core.moe import MoeSettings, MoeUsage
     from coterie.kernels.cpu.layers import NativeDecoder
     from coterie.kernels.expert_gate import ExpertGate
     from coterie.kernels.patch import Segment
@@ -300,7 +300,7 @@ def moe_factory(dispatch: MoeSettings | None) -> MoeFactory:
     """The ordinary way: a store over the checkpoint, and a runtime as `dispatch` wishes."""
 
     def opened(wanted: MoeRequirements) -> MoeExperts:
-        from coterie.core.dispatch import MoeSettings
+        from coterie.core.moe import MoeSettings
         from coterie.moe.runtime.runtime import open_experts
 
         settings = dispatch or MoeSettings()

@@ -17,7 +17,7 @@ from coterie.core.errors import WeightsError
 from coterie.kernels.backend import make_linear
 from coterie.kernels.linear import Linear
 from coterie.kernels.reference.layers import HeadLinear
-from coterie.models.build.adapt import TargetMatrix, site_of
+from coterie.models.build.targets import TargetMatrix, site_of
 from coterie.weights.quantize import DenseWeight, Weight, convert, dense
 
 if TYPE_CHECKING:

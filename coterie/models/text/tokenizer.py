@@ -25,9 +25,9 @@ from coterie.models.config_fields import shown
 from coterie.models.text.chat_template import ChatTemplate, request_template
 from coterie.models.text.gguf_tokenizer import rebuild_tokenizer
 from coterie.models.text.tool_format import ToolSupport, tool_support, turns_of
+from coterie.weights.files import read_json
 from coterie.weights.formats.gguf import read_gguf
 from coterie.weights.formats.gguf_config import hf_generation
-from coterie.weights.pages import read_json
 
 _SPECIAL_KEYS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",

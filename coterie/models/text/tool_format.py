@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from coterie.core.plain import is_deeper
 from coterie.core.request import Chat, Message, ToolCall
+from coterie.core.value_check import is_deeper
 
 Turn = dict[str, Any]
 # of the arguments of a call

@@ -13,12 +13,12 @@ from coterie.moe.planner.measure import ComputeTarget, ensure_measured, identity
 from coterie.moe.planner.plan import PlanCase, PlanChoice, PlannedModel, choose, divisions
 from coterie.moe.planner.workload import assumed_workload, workload_from_heatmap
 from coterie.moe.runtime.budget import AUTO_SHARE
-from coterie.moe.runtime.opening import needs_of, sizes_of
+from coterie.moe.runtime.setup import needs_of, sizes_of
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import MoeSettings
+    from coterie.core.moe import MoeSettings
     from coterie.moe.dispatch.base import ExpertCosts
-    from coterie.moe.runtime.opening import PlacementContext
+    from coterie.moe.runtime.setup import PlacementContext
     from coterie.moe.store.base import ExpertStore
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.core.dispatch import MoeSettings
+from coterie.core.moe import MoeSettings
 from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.expert_mlp import RecordTable, run_experts
 from coterie.kernels.cpu.expert_record import pack_record

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from coterie.core.dispatch import MoeSettings
 from coterie.core.errors import ConfigError
+from coterie.core.moe import MoeSettings
 from coterie.core.settings import parse_bytes
 from coterie.moe.dispatch.table import STRATEGIES, parse_strategy
 from coterie.moe.planner.machine import BackboneTimes, CostCurve, CostModel, Machine, PhaseForecast

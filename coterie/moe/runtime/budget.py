@@ -14,7 +14,7 @@ from coterie.core.errors import ConfigError
 from coterie.core.settings import parse_bytes
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import MoeSettings
+    from coterie.core.moe import MoeSettings
 
 # of what is free now, when no budget was given: the rest is for activations and other processes
 AUTO_SHARE = 0.8

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from coterie.core.errors import WeightsError
 from coterie.moe.store.base import ExpertGeometry, Key
-from coterie.weights.pages import read_json
+from coterie.weights.files import read_json
 
 _VERSION = 1
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from coterie.core.dispatch import PREDICTIONS
 from coterie.core.errors import ConfigError
+from coterie.core.moe import PREDICTIONS
 
 # shares; below the first a use is switched off, at the second it may come back
 _PROTECT_OFF, _PROTECT_ON = 0.30, 0.40

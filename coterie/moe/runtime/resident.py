@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from coterie.kernels.expert_layout import ExpertLayout
-    from coterie.moe.runtime.opening import RuntimeParts
+    from coterie.moe.runtime.setup import RuntimeParts
     from coterie.moe.runtime.usage import UsageTelemetry
 
 

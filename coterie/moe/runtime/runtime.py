@@ -18,7 +18,9 @@ from torch import Tensor
 from coterie.core.errors import InternalError
 from coterie.kernels.cpu.expert_mlp import combine
 from coterie.moe.runtime.layer_executor import LayerExecutor, LayerJob
-from coterie.moe.runtime.opening import (
+from coterie.moe.runtime.predict import PredictionTracker
+from coterie.moe.runtime.resident import ResidentExperts, ResidentFinder
+from coterie.moe.runtime.setup import (
     PlacementContext,
     RuntimeParts,
     StrategyChooser,
@@ -28,15 +30,13 @@ from coterie.moe.runtime.opening import (
     unused_hints,
     uses_hints,
 )
-from coterie.moe.runtime.predict import PredictionTracker
-from coterie.moe.runtime.resident import ResidentExperts, ResidentFinder
 from coterie.moe.runtime.step import classify, demand_of, first_uses
 from coterie.moe.runtime.transfer import PendingLoads, TierTransfer
 from coterie.moe.runtime.usage import LayerSpan, UsageTally, UsageTelemetry
 from coterie.weights.shortage import is_shortage
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import MoeSettings, MoeUsage
+    from coterie.core.moe import MoeSettings, MoeUsage
     from coterie.moe.dispatch.base import Demand, ExpertCosts
     from coterie.moe.runtime.heatmap import Heatmap
     from coterie.moe.runtime.load_workers import ExpertLoad

@@ -27,7 +27,7 @@ from coterie.moe.runtime.slot_map import SlotMap
 from coterie.moe.runtime.tiers import DeviceTier, HostTier
 
 if TYPE_CHECKING:
-    from coterie.core.dispatch import MoeSettings
+    from coterie.core.moe import MoeSettings
     from coterie.moe.runtime.heatmap import Heatmap
     from coterie.moe.store.base import ExpertGeometry, ExpertStore
 

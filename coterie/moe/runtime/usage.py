@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.core.dispatch import USAGE_FIELDS, LayerHits, MoeUsage
+from coterie.core.moe import USAGE_FIELDS, LayerHits, MoeUsage
 
 if TYPE_CHECKING:
     from coterie.moe.runtime.step import DemandClasses, ExpertStep

@@ -31,7 +31,7 @@ from coterie.moe.store.base import (
 )
 from coterie.moe.store.disk import DiskReader, aligned_buffer, covering_pages
 from coterie.moe.store.tensors import StoredPart, fit_to_kind, kind_of, locate_parts
-from coterie.weights.pages import FileExtent
+from coterie.weights.files import FileExtent
 from coterie.weights.quantize import DTYPES, DenseWeight, Weight, dense
 
 if TYPE_CHECKING:

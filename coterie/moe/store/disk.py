@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from coterie.core.dispatch import READS
 from coterie.core.errors import ConfigError, WeightsError
-from coterie.weights.pages import drop_cached, expect_random
+from coterie.core.moe import READS
+from coterie.weights.files import drop_cached, expect_random
 
 PAGE = 4096
 

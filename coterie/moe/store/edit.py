@@ -33,7 +33,7 @@ from coterie.moe.store.packed import (
     read_index,
 )
 from coterie.weights.checkpoint import open_checkpoint
-from coterie.weights.pages import try_lock
+from coterie.weights.files import try_lock
 from coterie.weights.quantize import DenseWeight, GgufBlocks, Int4Weight, Int8Weight, Weight, dense
 
 # names by which a safetensors file may call an expert's parts

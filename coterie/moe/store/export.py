@@ -33,8 +33,8 @@ from coterie.moe.store.packed import (
     key_name,
 )
 from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint
+from coterie.weights.files import drop_cached, try_lock
 from coterie.weights.formats.safetensors_write import copy_tensors
-from coterie.weights.pages import drop_cached, try_lock
 
 # (bytes done, bytes in all)
 Progress = Callable[[int, int], None]

@@ -26,7 +26,7 @@ from coterie.kernels.expert_layout import GROUP, KINDS, ExpertLayout
 from coterie.moe.store.base import ExpertGeometry, ExpertShape, Key, StoreTimings
 from coterie.moe.store.disk import PAGE, DiskReader, aligned_buffer
 from coterie.moe.store.tensors import fit_to_kind
-from coterie.weights.pages import read_json
+from coterie.weights.files import read_json
 from coterie.weights.quantize import DTYPES
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from coterie.core.errors import WeightsError
 from coterie.moe.store.base import ExpertGeometry, ExpertNames, ExpertShape, Key
+from coterie.weights.files import FileExtent
 from coterie.weights.formats.gguf_tensors import decode
-from coterie.weights.pages import FileExtent
 from coterie.weights.quantize import GROUP, DenseWeight, GgufBlocks, Weight, dense
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.errors import InternalError
 from coterie.core.spawn import DEVNULL, PIPE, environment, spawn
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
-from coterie.routing.match.learnt import LearntProbes, digest_of, packed, read, unpacked, write
 from coterie.routing.match.matcher import Matcher, learn_probes
+from coterie.routing.match.probe_store import LearntProbes, digest_of, packed, read, unpacked, write
 
 SUFFIX = ".probes"
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from coterie.core.adapters import AdapterProfile
 from coterie.core.errors import MissingDependency
 from coterie.routing.match.embed import Embedder
-from coterie.routing.match.learnt import LearntProbes
-from coterie.routing.match.lessons import Probe, probes
+from coterie.routing.match.probe_store import LearntProbes
+from coterie.routing.match.probes import Probe, probes
 from coterie.routing.match.sketch import PLACES, TextSketch, shape, sketch
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.core.adapters import AdapterProfile
-from coterie.obs.trace import log
-from coterie.routing.match.lessons import texts_digest
+from coterie.obs.log import log
+from coterie.routing.match.probes import texts_digest
 from coterie.routing.match.sketch import DIM, PLACES
 
 _MAGIC = b"coterie probes 1\n"

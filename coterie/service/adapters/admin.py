@@ -17,7 +17,7 @@ from coterie.core.errors import Forbidden, InvalidRequest, NotFound, WeightsErro
 
 if TYPE_CHECKING:
     from coterie.packages.registry import AdapterRegistry
-    from coterie.service.roster import BaseFingerprints, Fleet
+    from coterie.service.fleet import BaseFingerprints, Fleet
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.errors import CoterieError, Unavailable, UnsupportedFeature
 from coterie.core.plan import AdapterChoice
-from coterie.obs.trace import log
+from coterie.obs.log import log
 from coterie.packages.device_size import device_size
 from coterie.packages.profile import read_profile
 from coterie.routing.protocols import Matcher

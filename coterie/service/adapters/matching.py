@@ -16,7 +16,7 @@ from time import perf_counter
 
 from coterie.core.adapters import AdapterProfile
 from coterie.core.errors import InternalError
-from coterie.obs.trace import log
+from coterie.obs.log import log
 from coterie.routing.protocols import Matcher
 
 Build = Callable[[Sequence[AdapterProfile]], Matcher]

@@ -22,11 +22,11 @@ from coterie.core.job import FAILED, SUCCEEDED, JobError, JobSpec
 from coterie.core.plan import RoutePlan, stack_key
 from coterie.core.request import AdapterHint, InferenceRequest, RouteHints, Sampling
 from coterie.core.settings import JobSettings
-from coterie.obs.trace import log
+from coterie.obs.log import log
 from coterie.service.answer import AnswerBuilder
-from coterie.service.deadline import Events, until_deadline
 from coterie.service.jobs.codec import decode_plan, decode_spec, encode_plan, encode_result
 from coterie.service.jobs.store import RETRY_S, JobEnd, JobStore, WaitingJob
+from coterie.service.request_limits import Events, until_deadline
 
 # requests that wait, on disk
 MAX_QUEUED_BYTES = 512 * 10**6

@@ -24,7 +24,7 @@ from coterie.core.plan import RoutePlan
 from coterie.core.request import RouteHints
 from coterie.core.resolve import draw_seed
 from coterie.core.settings import JobSettings
-from coterie.obs.trace import log
+from coterie.obs.log import log
 from coterie.service.jobs.codec import encode_spec
 from coterie.service.jobs.dispatch import JobDispatcher, JobPipeline, LiveJob
 from coterie.service.jobs.store import AbandonedJob, JobEnd, JobStore, NewJob, WaitingJob

@@ -21,9 +21,9 @@ import msgspec
 
 from coterie.core.errors import CoterieError, InvalidRequest, Unavailable
 from coterie.core.job import CANCELLED, PROCESSING, QUEUED, Job, JobError, JobPage, JobQuery
-from coterie.obs.trace import log
+from coterie.obs.log import log
 from coterie.service.jobs.codec import decode_result
-from coterie.weights.pages import try_lock
+from coterie.weights.files import try_lock
 
 T = TypeVar("T")
 # how long another process may hold the file

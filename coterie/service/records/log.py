@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coterie.core.errors import CoterieError, Unavailable, WeightsError
-from coterie.obs.trace import log
+from coterie.obs.log import log
 from coterie.service.records.store import (
     InferenceRecord,
     Rate,

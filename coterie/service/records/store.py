@@ -16,7 +16,7 @@ import msgspec
 
 from coterie.core.errors import Conflict, NotFound
 from coterie.core.events import InferenceMetrics
-from coterie.packages.locked import connect, database_errors, transaction
+from coterie.packages.sqlite import connect, database_errors, transaction
 
 # rows of adapters that were removed long ago go beyond this
 MAX_DIGESTS = 100_000

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from coterie.core.errors import Unavailable
 from coterie.core.plan import AdapterChoice, Assignment, LaneState
 from coterie.core.request import own_tenant
-from coterie.workers.base import Replica
+from coterie.workers.contract import Replica
 
 # a replica that is preempting is as good as this many requests further away
 PREEMPTING_PENALTY = 16

@@ -13,7 +13,7 @@ from pathlib import Path
 from coterie.core.errors import ConfigError, CoterieError
 from coterie.core.events import ValidationResult
 from coterie.core.settings import ValidatorSettings
-from coterie.obs.trace import log
+from coterie.obs.log import log
 from coterie.service.validate.base import AnswerContext, cut
 from coterie.service.validate.sandbox import CommandLimits, CommandResult, run
 

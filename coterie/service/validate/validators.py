@@ -21,7 +21,7 @@ import msgspec
 from coterie.core.events import ValidationResult
 from coterie.core.settings import ValidatorSettings
 from coterie.core.spawn import PIPE, AsyncProcess, environment, start
-from coterie.obs.trace import log
+from coterie.obs.log import log
 from coterie.service.validate.base import MAX_CHARACTERS, AnswerContext
 from coterie.service.validate.child import LENGTH, READY, ValidationTask
 from coterie.service.validate.command import ValidatorCommands

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 
 from coterie.core.errors import WeightsError
+from coterie.weights.files import FileExtent, read_json, release, samples
 from coterie.weights.formats.gguf_blocks import BLOCK_SIZES
 from coterie.weights.formats.gguf_tensors import decode
-from coterie.weights.pages import FileExtent, read_json, release, samples
 from coterie.weights.quantize import Weight
 
 INDEX = "model.safetensors.index.json"

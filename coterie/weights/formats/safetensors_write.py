@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from coterie.weights.files import drop_cached
 from coterie.weights.formats.gguf_blocks import BLOCK_SIZES
 from coterie.weights.formats.safetensors import BLOCKS_KEY
-from coterie.weights.pages import drop_cached
 
 if TYPE_CHECKING:
     from coterie.weights.checkpoint import Checkpoint

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from coterie.core.errors import WeightsError
+from coterie.weights.files import file_lock
 from coterie.weights.home import models_dir
-from coterie.weights.pages import file_lock
 from coterie.weights.sources import hub, pypi
 from coterie.weights.sources.download import Progress, download
 

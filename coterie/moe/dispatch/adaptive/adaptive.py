@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.moe.dispatch.adaptive.scores import PolicyElection
-from coterie.moe.dispatch.adaptive.slots import SlotPolicy
+from coterie.moe.dispatch.adaptive.slot_policy import SlotPolicy
 from coterie.moe.dispatch.base import Demand, Strategy, StrategyContext, Wave
 from coterie.moe.dispatch.hot_cached_static import run_in_place, spread_evenly
 from coterie.moe.dispatch.repin import LiveRepin, UpdateTimer
