@@ -22,7 +22,7 @@ from coterie.core.value_check import fault_of
 from coterie.obs.log import configure, log
 from coterie.workers import wire
 from coterie.workers.contract import ReplicaInfo, WorkerCommand, WorkerReport
-from coterie.workers.host import serve
+from coterie.workers.loop import serve
 
 # standard input's descriptor
 LIFELINE = 0

@@ -19,8 +19,6 @@ from coterie.adapters.pool import AdapterPool
 from coterie.adapters.residency import AdapterSlab
 from coterie.core.errors import ConfigError, CoterieError
 from coterie.core.moe import AUTOMATIC, MoeSettings
-from coterie.core.plan import Admitted, Assignment, Rejected
-from coterie.core.value_check import fault_of
 from coterie.engine.engine import Engine, LaneConfig
 from coterie.models.base import (
     CausalLM,
@@ -45,12 +43,9 @@ from coterie.workers.contract import (
     LaneSpec,
     MoeInfo,
     ReplicaInfo,
-    WorkerCommand,
-    WorkerReport,
     WorkerSpec,
 )
 from coterie.workers.warmup import HeatmapFile, heatmap_path, refine
-from coterie.workers.wire import TOLD, sift
 
 if TYPE_CHECKING:
     from coterie.core.moe import MoeSettings
@@ -434,58 +429,3 @@ class MoeHost:
             self._heatmap.save()
         if self.runtime is not None:
             self.runtime.close()
-
-
-# receive(wait): everything that is there; with wait=True it blocks until something is
-Receive = Callable[[bool], Sequence[WorkerCommand]]
-Publish = Callable[[WorkerReport], None]
-
-
-def serve(host: EngineHost, receive: Receive, publish: Publish) -> None:
-    """Runs until a stop command. What the engine raises ends the loop: its state is unknown."""
-    engine, told = host.engine, -1
-    while True:
-        commands = receive(not engine.has_work())
-        report = WorkerReport()
-        if any(command.kind == "stop" for command in commands):
-            return
-        for command in commands:
-            _apply(host, command, report)
-        # an abort leaves its Finished for the next step, also when nothing else is left to run
-        for event in engine.step():
-            report.take(event)
-        report.lanes = engine.lane_states()
-        report.stats = engine.stats()
-        if host.adapters is not None and host.adapters.version != told:
-            told = host.adapters.version
-            report.adapters = host.adapters.loads()
-        sift(report, fault_of)
-        publish(report)
-        host.save_if_due()
-
-
-def _apply(host: EngineHost, command: WorkerCommand, report: WorkerReport) -> None:
-    engine = host.engine
-    if command.kind == "abort":
-        engine.abort(command.request_id)
-    elif command.kind == "preload":
-        if host.adapters is not None:
-            host.adapters.preload(command.adapters)
-    elif command.kind == "unread":
-        report.rejected.append((command.request_id, Rejected("internal_error", TOLD, None)))
-    elif command.assignment is not None:
-        verdict = _add(engine, command.assignment)
-        if isinstance(verdict, Admitted):
-            report.admitted.append((command.assignment.request_id, verdict))
-        else:
-            report.rejected.append((command.assignment.request_id, verdict))
-
-
-def _add(engine: Engine, assignment: Assignment) -> Admitted | Rejected:
-    """An engine refuses what it cannot run; what it did not foresee costs this request alone."""
-    try:
-        return engine.add(assignment)
-    except Exception as error:
-        log("request_not_added", level="error", error=error, request_id=assignment.request_id)
-        engine.abort(assignment.request_id)
-        return Rejected("internal_error", TOLD, None)

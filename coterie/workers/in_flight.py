@@ -18,7 +18,7 @@ from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings
 from coterie.core.plan import Admitted, Assignment, Rejected
 from coterie.obs.log import log
 from coterie.workers.contract import Sink, WorkerReport
-from coterie.workers.wire import TOLD
+from coterie.workers.loop import TOLD
 
 # Present in this many crashes: suspect, and run alone. In one more: failed.
 SUSPECT_CRASHES = 2

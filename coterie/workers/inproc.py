@@ -21,8 +21,8 @@ from coterie.workers.contract import (
     WorkerReport,
     WorkerSpec,
 )
-from coterie.workers.host import serve
 from coterie.workers.in_flight import InFlightRequests
+from coterie.workers.loop import serve
 
 CLOSE_S = 30.0
 

@@ -116,7 +116,7 @@ def test_reference_lists_every_key_and_stays_small() -> None:
     text = reference()
     keys = [
         item.name
-        for kind in (settings.Server, settings.EngineSettings, settings.SpecialistSettings)
+        for kind in (settings.ServerSettings, settings.EngineSettings, settings.SpecialistSettings)
         for item in fields(kind)
     ]
     assert len(keys) <= 44

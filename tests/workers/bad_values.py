@@ -24,10 +24,12 @@ def install(unchecked: bool = False) -> None:
     """`unchecked`: as if nothing were looked at where it is made."""
     from coterie.engine.active_request import ActiveRequest
     from coterie.engine.engine import Engine
-    from coterie.workers import host
+
+    # wire is imported first: its own check stays
+    from coterie.workers import loop, wire  # noqa: F401
 
     if unchecked:
-        host.sift = lambda report, fault: None  # type: ignore[attr-defined]
+        loop.sift = lambda report, fault: None  # type: ignore[attr-defined]
     produce, finished = ActiveRequest.produce, ActiveRequest.finished
     stats, add = Engine.stats, Engine.add
 

@@ -1,0 +1,142 @@
+"""The life of an engine behind any transport: take commands, step, report; sleep when idle.
+
+Knows neither sockets nor threads: `receive` brings commands, `publish` takes reports. What a report
+holds is checked here, where it is made: on any transport a value of a wrong type is taken out and
+fails the request it belongs to, and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from coterie.core.events import Delta, Failed, Finished, Started
+from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
+from coterie.core.value_check import fault_of
+from coterie.obs.log import log
+from coterie.workers.contract import (
+    AdapterLoad,
+    WorkerCommand,
+    WorkerReport,
+)
+
+if TYPE_CHECKING:
+    from coterie.engine.engine import Engine
+    from coterie.workers.host import EngineHost
+
+
+# receive(wait): everything that is there; with wait=True it blocks until something is
+Receive = Callable[[bool], Sequence[WorkerCommand]]
+
+
+Publish = Callable[[WorkerReport], None]
+
+
+def serve(host: EngineHost, receive: Receive, publish: Publish) -> None:
+    """Runs until a stop command. What the engine raises ends the loop: its state is unknown."""
+    engine, told = host.engine, -1
+    while True:
+        commands = receive(not engine.has_work())
+        report = WorkerReport()
+        if any(command.kind == "stop" for command in commands):
+            return
+        for command in commands:
+            _apply(host, command, report)
+        # an abort leaves its Finished for the next step, also when nothing else is left to run
+        for event in engine.step():
+            report.take(event)
+        report.lanes = engine.lane_states()
+        report.stats = engine.stats()
+        if host.adapters is not None and host.adapters.version != told:
+            told = host.adapters.version
+            report.adapters = host.adapters.loads()
+        sift(report, fault_of)
+        publish(report)
+        host.save_if_due()
+
+
+def _apply(host: EngineHost, command: WorkerCommand, report: WorkerReport) -> None:
+    engine = host.engine
+    if command.kind == "abort":
+        engine.abort(command.request_id)
+    elif command.kind == "preload":
+        if host.adapters is not None:
+            host.adapters.preload(command.adapters)
+    elif command.kind == "unread":
+        report.rejected.append((command.request_id, Rejected("internal_error", TOLD, None)))
+    elif command.assignment is not None:
+        verdict = _add(engine, command.assignment)
+        if isinstance(verdict, Admitted):
+            report.admitted.append((command.assignment.request_id, verdict))
+        else:
+            report.rejected.append((command.assignment.request_id, verdict))
+
+
+def _add(engine: Engine, assignment: Assignment) -> Admitted | Rejected:
+    """An engine refuses what it cannot run; what it did not foresee costs this request alone."""
+    try:
+        return engine.add(assignment)
+    except Exception as error:
+        log("request_not_added", level="error", error=error, request_id=assignment.request_id)
+        engine.abort(assignment.request_id)
+        return Rejected("internal_error", TOLD, None)
+
+
+# what a client is told; the value itself may be anybody's text
+TOLD = "a value of this request could not be passed on; the log has its name"
+
+
+# (value, its type) -> the path to what is wrong with it, or None
+Fault = Callable[[Any, Any], str | None]
+
+
+# what belongs to a request, by the report's lists
+OWNED: dict[str, Any] = {
+    "admitted": tuple[str, Admitted],
+    "rejected": tuple[str, Rejected],
+    "started": Started,
+    "deltas": Delta,
+    "finished": Finished,
+    "failed": Failed,
+}
+
+
+# what belongs to nobody: left out, and the last report's stands
+COMMON: dict[str, Any] = {"lanes": LaneState, "adapters": AdapterLoad}
+
+
+def sift(report: WorkerReport, fault: Fault) -> None:
+    """Leave in `report` only what `fault` finds nothing wrong with."""
+    lost: set[str] = set()
+    for name, kind in OWNED.items():
+        for item in getattr(report, name):
+            if (found := fault(item, kind)) is not None:
+                report.faults.append(f"{name}.{found}")
+                lost.add(owner_of(item))
+    for name, kind in COMMON.items():
+        items = getattr(report, name)
+        wrong = [found for item in items or () if (found := fault(item, kind)) is not None]
+        if wrong:
+            report.faults += [f"{name}.{found}" for found in wrong]
+            setattr(report, name, tuple(item for item in items if fault(item, kind) is None))
+    for name, value in list(report.stats.items()):
+        if (found := fault(value, float)) is not None:
+            report.faults.append(f"stats.{name}{found}")
+            del report.stats[name]
+    if lost:
+        fail(report, lost)
+
+
+def fail(report: WorkerReport, lost: set[str]) -> None:
+    """Nothing else is told of a request that lost an event: half an answer would pass for whole."""
+    for name in OWNED:
+        kept = [item for item in getattr(report, name) if owner_of(item) not in lost]
+        setattr(report, name, kept)
+    # of an event without an owner there is nobody to tell
+    report.failed += [Failed(owner, "internal_error", TOLD) for owner in sorted(lost) if owner]
+
+
+def owner_of(item: Any) -> str:
+    """The request's id, or nothing where even that cannot be told."""
+    found = item[0] if isinstance(item, tuple) else item.request_id
+    return found if type(found) is str else ""
