@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NODE := $(VENV)/.node
 
-.PHONY: setup run check test test-all bench bench-peers clients foreign-suites docs clean
+.PHONY: setup run check house test test-all bench bench-peers clients foreign-suites docs clean
 
 setup: $(STAMP)
 
@@ -26,10 +26,14 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file sdk/python/pyproject.toml --cache-dir .cache/mypy_sdk sdk/python/coterie_client
 	$(BIN)/lint-imports --cache-dir .cache/import_linter
-	$(BIN)/python scripts/check_sizes.py
+	$(BIN)/python scripts/check_house.py
 	$(BIN)/python scripts/generate_docs.py --check
 	$(BIN)/python scripts/generate_sdk.py --check
 	$(BIN)/python scripts/generate_proto.py --check
+
+# sizes, branches, importers: guides to read, they fail nothing
+house: setup
+	@$(BIN)/python scripts/house.py
 
 # the TypeScript client is tested with Node: the system's, or one from the package index
 $(NODE): $(STAMP)
