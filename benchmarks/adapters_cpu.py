@@ -110,7 +110,7 @@ def coterie_rates(args: argparse.Namespace, library: Path, choices: list[Adapter
     each = [(choices[i % args.adapters],) for i in range(args.streams)]
     one = [(choices[0],)] * args.streams
     rates: dict[str, list[float]] = {}
-    cases = [
+    cases: list[tuple[str, str, Sequence[tuple[AdapterChoice, ...]]]] = [
         ("base", "mixed", none),
         (f"{args.adapters} adapters, mixed", "mixed", each),
         (f"{args.adapters} adapters, grouped", "grouped", each),

@@ -60,7 +60,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     config = load(None, settings)
     pipeline = build(config)
-    ready: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+    ready: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
     app = create_app(pipeline, config, ready.set_result)
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, loop="uvloop", http="httptools", log_level="error",

@@ -86,10 +86,11 @@ class Model:
             for _ in range(LAYERS)
         ]
         self.head = product(hidden, VOCAB)
-        self.nbytes = self.head.nbytes + sum(
+        self.nbytes: int = self.head.nbytes + sum(
             part.nbytes
             for layer in layers
             for part in (layer.qkv, layer.o, layer.gate_up, layer.down)
+            if part is not None
         )
         angles = torch.outer(torch.arange(8192.0), 1e5 ** (-torch.arange(0, 64, 2) / 64))
         self.decoder = NativeDecoder(SHAPE, layers, angles.cos(), angles.sin())
@@ -129,9 +130,9 @@ def cases(kind: str) -> list[Case]:
         step = model.step([(64, 1)] * rows)
         found.append(Case(f"{kind} decode, {rows} streams", step, "GFLOP", work, rows, []))
     for rows in (128, 1024):
-        work = rows * flops + attention_flops(rows)
+        prefill = rows * flops + attention_flops(rows)
         step = model.step([(0, rows)])
-        found.append(Case(f"{kind} prefill {rows}", step, "GFLOP", work, rows, []))
+        found.append(Case(f"{kind} prefill {rows}", step, "GFLOP", prefill, rows, []))
     return found
 
 

@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,16 @@ def systems(
             kind,
             lambda kind=kind: worker("transformers", path, kind, count),
         )
+
+    def llamacpp(form: str, flash: str) -> Any:
+        return worker("llamacpp", str(moe_files.gguf(model, form)), flash, count)
+
     if python_of("llamacpp").exists():
         for form, kind in (("BF16", "bf16"), ("Q8_0", "int8"), ("Q4_0", "int4")):
             for flash, text in (("0", ""), ("-1", " FA")):
                 made[f"llama.cpp {form}{text}"] = (
                     kind,
-                    lambda form=form, flash=flash: worker(
-                        "llamacpp", str(moe_files.gguf(model, form)), flash, count
-                    ),
+                    partial(llamacpp, form, flash),
                 )
     if python_of("vllm").exists():
         for kind in ("fp32", "bf16"):

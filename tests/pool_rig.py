@@ -15,7 +15,7 @@ from torch import Tensor
 from coterie.adapters.base import Target
 from coterie.adapters.files import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
-from coterie.core.adapters import AdapterSettings
+from coterie.core.adapters import AdaptableModules, AdapterSettings
 from coterie.core.errors import WeightsError
 from coterie.core.plan import AdapterChoice, stack_key
 from coterie.kernels.patch import PatchStack, Site
@@ -50,6 +50,9 @@ class PlainTargets:
                 weight = torch.randn(tall, wide, generator=draw)
                 path = f"model.layers.{layer}.self_attn.{part}_proj"
                 self._targets[path] = PlainTarget((layer, part), weight)
+
+    def modules(self) -> AdaptableModules:
+        raise AssertionError("only checks without weights ask for these")
 
     def find(self, path: str) -> Target:
         if path not in self._targets:

@@ -335,7 +335,7 @@ def make_lane(name: str = "lane", **settings: Any) -> LaneConfig:
 
 def make_assignment(request_id: str, prompt: Sequence[int], **settings: Any) -> Assignment:
     """Keywords go to Sampling, Limits or Assignment, whichever has the field."""
-    sampling = {"temperature": 0.0, "top_p": 1.0, "n": 1, "num_beams": 1, "seed": 7}
+    sampling: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "n": 1, "num_beams": 1, "seed": 7}
     limits: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
     rest: dict[str, Any] = {
         "lane": "lane",

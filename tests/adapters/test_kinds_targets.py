@@ -141,7 +141,7 @@ def test_soft_tokens_are_rows_of_their_own_stack() -> None:
                 segments = (Segment(0, len(tokens), stack),) if patched else ()
                 return forward(ids, replace(batch, patches=segments), kv, rows)
 
-            model.forward = under  # type: ignore[method-assign]
+            model.forward = under  # type: ignore[method-assign, assignment]
             try:
                 return paged.step([(0, tokens)])[0]
             finally:

@@ -34,11 +34,11 @@ class Crowd:
         if len(self._waiting) < 12:
             # skewed: low numbers are popular
             number = min(int(draw.expovariate(0.25)), len(self.digests) - 1)
-            stack = [AdapterChoice("x", self.digests[number], draw.choice([1.0, 1.0, -0.5]))]
+            asked = [AdapterChoice("x", self.digests[number], draw.choice([1.0, 1.0, -0.5]))]
             if draw.random() < 0.2:
-                stack.append(AdapterChoice("y", draw.choice(self.digests)))
-            self._waiting.append(tuple(stack))
-            self.pool.want(stack)
+                asked.append(AdapterChoice("y", draw.choice(self.digests)))
+            self._waiting.append(tuple(asked))
+            self.pool.want(asked)
         for adapters in list(self._waiting):
             if len(self._running) < 4 and self.pool.state(stack_key(adapters)) == "ready":
                 self._waiting.remove(adapters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -72,13 +73,21 @@ def test_the_preferred_one_is_next_and_the_others_keep_their_order(tmp_path: Pat
     for _ in waiting:
         pool.release(held)
         left = [key for key in waiting if key not in order]
-        until(lambda left=left: any(pool.state(key) == "ready" for key in left))
+        until(partial(any_ready, pool, left))
         (held,) = (key for key in left if pool.state(key) == "ready")
         pool.take(held)
         order.append(held)
     assert order == [waiting[index] for index in (2, 3, 0, 1)]
     pool.check()
     pool.close()
+
+
+def any_ready(pool: AdapterPool, keys: list[str]) -> bool:
+    return any(pool.state(key) == "ready" for key in keys)
+
+
+def is_full(pool: AdapterPool, key: str) -> bool:
+    return pool.state(key) == "full"
 
 
 def test_a_preferred_stack_takes_room_that_is_too_small_for_the_first(tmp_path: Path) -> None:
@@ -89,7 +98,7 @@ def test_a_preferred_stack_takes_room_that_is_too_small_for_the_first(tmp_path: 
     late, first = stack_key(choose(small[2])), stack_key(choose(big))
     for digest, key in ((big, first), (small[2], late)):
         pool.want(choose(digest))
-        until(lambda key=key: pool.state(key) == "full")
+        until(partial(is_full, pool, key))
     pool.release(keys[0])
     pool.prefer(late)
     until(lambda: pool.state(late) == "ready")

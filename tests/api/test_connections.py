@@ -53,7 +53,7 @@ def connect(served: Served) -> socket.socket:
 
 def answer(sock: socket.socket) -> bytes:
     """Everything until the server closes."""
-    parts = []
+    parts: list[bytes] = []
     while True:
         try:
             part = sock.recv(65536)

@@ -145,7 +145,7 @@ def _ask_alone(storm: Storm, by_name: dict[str, str]) -> None:
     client = client_of(storm.served)
     first = by_name["fixed0"]
     for name, digest in by_name.items():
-        stacks = {name: (digest,)}
+        stacks: dict[str, tuple[str, ...]] = {name: (digest,)}
         if digest != first:
             stacks[f"fixed0+{name}"] = (first, digest)
         for model, stack in stacks.items():

@@ -35,8 +35,12 @@ def hostile(number: int) -> dict[str, Any]:
     pattern = (
         f"(a|b)*a(a|b){{{9 + number % 5}}}c[0-9]{{{number + 1}}}|.*x.{{{number % 7 + 3}}}y{number}"
     )
-    schema = {"type": "object", "properties": {"v": {"type": "string", "pattern": pattern}}}
-    schema |= {"required": ["v"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"v": {"type": "string", "pattern": pattern}},
+        "required": ["v"],
+        "additionalProperties": False,
+    }
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 

@@ -87,7 +87,8 @@ def test_a_field_out_of_its_range_is_named(name: str) -> None:
         assert param is not None and param.partition(".")[0] == name, (value, message)
         assert "x" * 100 not in message
     for value in right:
-        receive(**{"prompt": "hello", "num_beams": 2} | {name: value})
+        body: dict[str, Any] = {"prompt": "hello", "num_beams": 2, name: value}
+        receive(**body)
 
 
 def test_unknown_fields_are_refused_with_the_nearest_name() -> None:
@@ -215,7 +216,8 @@ async def events(*items: Event | CoterieError, wait_s: float = 0.0) -> AsyncGene
 
 def gathered(source: AsyncGenerator[Event, None], timeout_ms: int | None = None) -> list[Event]:
     async def gather() -> list[Event]:
-        request = receive(prompt="x", **({"timeout_ms": timeout_ms} if timeout_ms else {})).request
+        limit: dict[str, Any] = {"timeout_ms": timeout_ms} if timeout_ms else {}
+        request = receive(prompt="x", **limit).request
         return [event async for event in until_deadline(source, request)]
 
     return asyncio.run(gather())

@@ -65,7 +65,8 @@ def weather(arguments: str) -> str:
 
 def openai_loop(client: openai.OpenAI, question: str, stream: bool) -> tuple[str, list[str]]:
     """The loop of the vendor's guide: call, answer each call, ask again until it is said."""
-    messages, called = user(question), []
+    messages = user(question)
+    called: list[str] = []
     asked: dict[str, Any] = {
         "model": "tiny",
         "tools": OPENAI_TOOLS,
@@ -92,7 +93,8 @@ def openai_loop(client: openai.OpenAI, question: str, stream: bool) -> tuple[str
 def anthropic_loop(
     claude: anthropic.Anthropic, question: str, stream: bool
 ) -> tuple[str, list[Any]]:
-    messages, called = user(question), []
+    messages = user(question)
+    called: list[str] = []
     asked: dict[str, Any] = {
         "model": "tiny",
         "tools": ANTHROPIC_TOOLS,

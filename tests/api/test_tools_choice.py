@@ -232,7 +232,7 @@ def bad(name: str, **fields: Any) -> dict[str, Any]:
     return chat(tools=[function("fine"), function(name, **fields)])
 
 
-WRONG: list[tuple[Any, str]] = [
+WRONG: list[tuple[Any, str | None]] = [
     (bad("two words"), "tools.1.function.name"),
     (bad("x" * 65), "tools.1.function.name"),
     (bad("fine"), "tools.1"),

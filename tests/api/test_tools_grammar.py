@@ -195,7 +195,10 @@ def test_a_format_behind_a_thought(tokenizer: Tokenizer, vocabulary: GrammarVoca
 
 def test_unknown_properties_are_not_made_up() -> None:
     """Unless the schema speaks of them, or its parts could name each other's."""
-    named = {"type": "object", "properties": {"a": {"title": "A", "type": "string"}}}
+    named: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"title": "A", "type": "string"}},
+    }
     held = json.loads(enforced_schema(named, strict=False))
     assert held["additionalProperties"] is False
     assert held["properties"] == {"a": {"type": "string"}}

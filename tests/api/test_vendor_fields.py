@@ -120,7 +120,12 @@ def test_what_one_api_honours_the_other_does_not_drop(server: Served, name: str)
 
 
 def test_values_that_ask_for_nothing_pass(server: Served) -> None:
-    off = {"allowed_token_ids": None, "bad_words": [], "mirostat": 0, "repeat_penalty": 1.0}
+    off: dict[str, Any] = {
+        "allowed_token_ids": None,
+        "bad_words": [],
+        "mirostat": 0,
+        "repeat_penalty": 1.0,
+    }
     off |= {"skip_special_tokens": True, "top_n_sigma": -1, "guided_json": None, "store": True}
     assert server.post("/v1/completions", ASK | off | {"prompt": "hi"}).status == 200
 

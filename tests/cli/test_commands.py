@@ -391,4 +391,5 @@ def test_a_second_interrupt_stops_at_once(tiny: str, tmp_path: Path) -> None:
     finally:
         server.kill()
         server.wait()
-        server.stdout.close()
+        if server.stdout is not None:
+            server.stdout.close()

@@ -19,7 +19,8 @@ from coterie.models.text.tokenizer import load_tokenizer
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.base import ExpertGeometry
 from coterie.moe.store.packed import open_packed
-from coterie.weights.checkpoint import open_checkpoint
+from coterie.weights.checkpoint import Checkpoint, open_checkpoint
+from coterie.weights.quantize import DenseWeight
 
 Capture = pytest.CaptureFixture[str]
 
@@ -79,9 +80,15 @@ def test_export_is_a_model(model: Path, packed: Path, capsys: Capture) -> None:
     load_model(open_checkpoint(packed)).close()
 
 
+def _tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    weight = checkpoint.read(name)
+    assert isinstance(weight, DenseWeight)
+    return weight.tensor
+
+
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
     checkpoint = open_checkpoint(path)
-    return {name: checkpoint.read(name).tensor for name in checkpoint.names()}
+    return {name: _tensor(checkpoint, name) for name in checkpoint.names()}
 
 
 def test_inspect_shows_one_layer_with_counts(model: Path, packed: Path, capsys: Capture) -> None:
@@ -92,7 +99,7 @@ def test_inspect_shows_one_layer_with_counts(model: Path, packed: Path, capsys: 
         counts = [expert["count"] for expert in shown["experts"]]
         assert counts == [0, 0, 0, 7, 0, 0, 0, 0]
         name = "model.layers.1.mlp.experts.3.up_proj.weight"
-        norm = float(open_checkpoint(model).read(name).tensor.norm())
+        norm = float(_tensor(open_checkpoint(model), name).norm())
         assert shown["experts"][3]["norms"]["up"] == pytest.approx(norm)
     assert main(["store", "inspect", str(packed), "--layer", "1"]) == 0
     text = capsys.readouterr().out
@@ -146,7 +153,7 @@ def test_replace_from_a_model_and_from_a_file(model: Path, packed: Path, capsys:
     assert done["fingerprint"] == open_packed(packed).fingerprint != before
     stem = "model.layers.2.mlp.experts.5."
     norms = run(capsys, "inspect", packed, "--layer", 2)["experts"][5]["norms"]
-    parts = {p: open_checkpoint(other).read(f"{stem}{p}_proj.weight").tensor for p in norms}
+    parts = {p: _tensor(open_checkpoint(other), f"{stem}{p}_proj.weight") for p in norms}
     assert norms == {part: pytest.approx(float(t.norm())) for part, t in parts.items()}
     file = packed.with_name("expert.safetensors")
     save_file({part: tensor * 2 for part, tensor in parts.items()}, file)

@@ -23,7 +23,7 @@ from transformers import (
 from coterie.engine import sampler as filters_module
 from coterie.engine.draw import make_draw, uniform
 from coterie.engine.sampler import Sampler
-from coterie.engine.sequence import Sequence
+from coterie.engine.sequence import Sequence, SequenceAdapters
 
 VOCAB = 300
 
@@ -34,7 +34,15 @@ def sequence(prompt: list[int], output: list[int], choice: int = 0, **settings: 
     assignment = make_assignment("r", prompt, **settings)
     draw = make_draw(assignment, choice, output, [3, 5])
     return Sequence(
-        "r", choice, [*prompt, *output], len(prompt), 10_000, "", b"", (0, 0.0, 0, 0), draw
+        "r",
+        choice,
+        [*prompt, *output],
+        len(prompt),
+        10_000,
+        SequenceAdapters(),
+        b"",
+        (0, 0.0, 0, 0),
+        draw,
     )
 
 

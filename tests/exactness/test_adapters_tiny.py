@@ -180,7 +180,7 @@ def test_cat() -> None:
     assert differ(our_logits(model_of("llama", "cpu"), prompt(4), stack), want) < TOLERANCE
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "rslora": {"use_rslora": True, "r": 6, "lora_alpha": 5},
     "patterns": {
         "rank_pattern": {"q_proj": 7, r"^model\.layers\.1\..*down_proj": 2, "layers.0.mlp": 9},

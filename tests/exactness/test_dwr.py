@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from dwr_static import load_static
@@ -16,7 +18,7 @@ def test_greedy_through_the_engine(backend: str) -> None:
     prompts = [torch.randint(4, 384, (n,), generator=generator).tolist() for n in (1, 9, 33, 70)]
     oracle = load_static(path)
     small = {"max_step_tokens": 13, "max_sequences": 4}
-    lanes = ({}, {"num_blocks": 14, "prefix_cache": False}, small)
+    lanes: tuple[dict[str, Any], ...] = ({}, {"num_blocks": 14, "prefix_cache": False}, small)
     # lanes are the engine's business: once through all of them is enough
     for lane in lanes if backend == "cpu" else lanes[:1]:
         got = run(model_at(path, backend), path, prompts, **lane)

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import torch
@@ -191,12 +191,12 @@ def order_changes_nothing(strategy: str, device: str = "cpu") -> str:
 def checks(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
     """Everything that is not a case of promise 1, by name."""
     for strategy in STRATEGIES:
-        yield f"fault-{strategy}", lambda s=strategy: fails_cleanly(s, device)
-        yield f"order-{strategy}", lambda s=strategy: order_changes_nothing(s, device)
-        yield f"invariants-{strategy}", lambda s=strategy: traffic.invariants(s, device)
+        yield f"fault-{strategy}", partial(fails_cleanly, strategy, device)
+        yield f"order-{strategy}", partial(order_changes_nothing, strategy, device)
+        yield f"invariants-{strategy}", partial(traffic.invariants, strategy, device)
     for module in (traffic, faults, overlap):
         for name, check in module.CHECKS.items():
-            yield name, lambda c=check: c(device)
+            yield name, partial(check, device)
 
 
 def main() -> int:
@@ -208,7 +208,7 @@ def main() -> int:
     device = options.device
     cases = all_cases() if options.full else covering_cases()
     named: list[tuple[str, Callable[[], str]]] = [
-        (str(case), lambda case=case: keeps_promise_one(case, device)) for case in cases
+        (str(case), partial(keeps_promise_one, case, device)) for case in cases
     ]
     named += checks(device)
     failed = done = 0

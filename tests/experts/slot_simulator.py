@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from coterie.moe.dispatch.base import Demand, ExpertCosts, Strategy, StrategyContext
@@ -38,7 +38,7 @@ class Simulator:
     def strategies(self) -> list[Strategy]:
         return list(dict.fromkeys((self.prefill, self.decode)))
 
-    def step(self, phase: str, *chunks: dict[int, Iterable[int]]) -> None:
+    def step(self, phase: str, *chunks: Mapping[int, Iterable[int]]) -> None:
         """Chunks of a prompt, or one token: the experts that each layer asks for."""
         strategy = self.prefill if phase == "prefill" else self.decode
         groups = strategy.groups() if phase == "prefill" else None

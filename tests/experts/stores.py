@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -45,6 +46,7 @@ def draw(dtype: torch.dtype = torch.float32, *, gated: bool = True, seed: int = 
     def one(*shape: int) -> Tensor:
         return (torch.randn(shape, generator=random) * 0.1).to(dtype)
 
+    shapes: dict[str, tuple[int, ...]]
     if gated:
         shapes = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
     else:
@@ -98,8 +100,9 @@ def opened(
     if isinstance(checkpoint, Path):
         checkpoint = open_checkpoint(checkpoint)
     names = NAMES if gated else PLAIN_NAMES
-    shape = {"hidden": HIDDEN, "intermediate": INNER, "gated": gated}
-    return open_store(checkpoint, GEOMETRY, names, dtype, reads, **shape)
+    return open_store(
+        checkpoint, GEOMETRY, names, dtype, reads, hidden=HIDDEN, intermediate=INNER, gated=gated
+    )
 
 
 def parts_of(store: ExpertStore, key: Key) -> dict[str, Tensor]:
@@ -173,5 +176,5 @@ def _add_stack(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
 
 def open_gguf(checkpoint: PlainGGUF, dtype: str = "auto", reads: str = "auto") -> ExpertStore:
     geometry = ExpertGeometry((0,), GGUF_EXPERTS, 2)
-    shape = {"hidden": GGUF_HIDDEN, "intermediate": GGUF_INNER, "gated": True}
+    shape: dict[str, Any] = {"hidden": GGUF_HIDDEN, "intermediate": GGUF_INNER, "gated": True}
     return open_store(checkpoint, geometry, GGUF_NAMES, dtype, reads, **shape)

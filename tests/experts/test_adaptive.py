@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ RIVALS = [
 ]
 
 
-def worst_gap(kind: str, rivals: list[str], **stage: bool) -> float:
+def worst_gap(kind: str, rivals: list[str], **stage: Any) -> float:
     """Points by which the best rival leads at the worst capacity."""
     trace = make(kind, GEOMETRY, 150, prompts=75)
     heat = trace.heatmap()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from coterie.core.errors import ConfigError
@@ -31,7 +33,7 @@ def slots(needs: TierNeeds = NEEDS, **settings: object) -> TierSlots:
         ({"cache_capacity": 7, "device_budget": "10MB"}, 7),
     ],
 )
-def test_device_slots(settings: dict[str, object], device: int) -> None:
+def test_device_slots(settings: dict[str, Any], device: int) -> None:
     assert slots(**settings).device == device
 
 
@@ -65,7 +67,7 @@ def test_ram_is_shared_where_the_device_is_ram() -> None:
         ({"cache_capacity": 1, "host_budget": "-1%"}, "host_budget"),
     ],
 )
-def test_what_cannot_hold_an_expert_is_refused(settings: dict[str, object], param: str) -> None:
+def test_what_cannot_hold_an_expert_is_refused(settings: dict[str, Any], param: str) -> None:
     with pytest.raises(ConfigError) as refused:
         slots(**settings)
     assert refused.value.param == param

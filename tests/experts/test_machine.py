@@ -67,11 +67,9 @@ def test_measuring_happens_once_and_again_when_asked(
 ) -> None:
     monkeypatch.setattr(measure, "COLD_BYTES", 1 << 20)
     monkeypatch.setattr(measure, "_DRAM_BYTES", 1 << 22)
-    store, place, said = (
-        ZeroExpertStore(),
-        measure.ComputeTarget("cpu", torch.get_num_threads()),
-        [],
-    )
+    store = ZeroExpertStore()
+    place = measure.ComputeTarget("cpu", torch.get_num_threads())
+    said: list[str] = []
     first = measure.ensure_measured(store, place, say=said.append)
     assert len(said) == 1 and "measuring this machine, once, about" in said[0]
     assert measure.ensure_measured(store, place, say=said.append) == first and len(said) == 1

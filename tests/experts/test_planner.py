@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from plan_cases import GEOMETRY, MB, case, needs, skewed
@@ -31,7 +32,7 @@ from tests.experts.traces import make
 
 
 def row(strategy: str, prefill: float, decode: float, size: int = 0) -> PlanRow:
-    zeros = dict.fromkeys(PlanRow.__slots__, 0)
+    zeros: dict[str, Any] = dict.fromkeys(PlanRow.__slots__, 0)
     given = {"prefill_tokens_s": prefill, "decode_tokens_s": decode, "device_bytes": size}
     texts = {"strategy": strategy, "device_budget": "", "host_budget": ""}
     return PlanRow(**{**zeros, **given, **texts})

@@ -66,7 +66,11 @@ def test_wrong_guesses_end_and_say_why(runtime: ExpertRuntime) -> None:
 
 def test_a_link_that_is_never_idle_is_left_alone(runtime: ExpertRuntime) -> None:
     release = threading.Event()
-    runtime._transfer._crew.put(release.wait, urgent=False)
+
+    def wait() -> None:
+        release.wait()
+
+    runtime._transfer._crew.put(wait, urgent=False)
     try:
         decode(runtime, 300, lambda truth: truth)
         found = runtime.report()["prediction"]

@@ -22,7 +22,9 @@ OPS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(OPS, st.integers(0, 6))
 def test_it_follows_a_list_in_order_of_use(ops: list[tuple[str, tuple[int, int]]], n: int) -> None:
-    slots, order, pins = SlotMap(n), [], set()
+    slots = SlotMap(n)
+    order: list[tuple[int, int]] = []
+    pins: set[tuple[int, int]] = set()
     for op, key in ops:
         here = key in order
         allowed = {

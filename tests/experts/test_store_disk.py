@@ -21,6 +21,7 @@ from coterie.moe.store.base import ExpertShape
 from coterie.moe.store.checkpoint import CheckpointStore
 from coterie.moe.store.disk import PAGE, DiskReader, aligned_buffer, covering_pages
 from coterie.weights.checkpoint import open_checkpoint
+from coterie.weights.quantize import DenseWeight
 
 SIZE = 40 * PAGE + 123
 
@@ -181,7 +182,9 @@ def test_release_gives_pages_back_and_tensors_stay(tmp_path: Path) -> None:
     path = stores.write(tmp_path / "m", stores.singles(stores.draw()))
     checkpoint = open_checkpoint(path)
     name = "model.layers.2.mlp.experts.1.up_proj.weight"
-    tensor = checkpoint.read(name).tensor
+    weight = checkpoint.read(name)
+    assert isinstance(weight, DenseWeight)
+    tensor = weight.tensor
     before = tensor.clone()
     forget(path / "model.safetensors")
     assert cached_pages(path / "model.safetensors") > 0  # mapped pages are not dropped by others

@@ -57,7 +57,12 @@ def moe(tmp_path: Path) -> Path:
 
 
 def opened(model: Path, **given: Any) -> LLM:
-    settings = {"cache_capacity": 6, "host_budget": "100%", "context": 128, "max_sequences": 4}
+    settings: dict[str, Any] = {
+        "cache_capacity": 6,
+        "host_budget": "100%",
+        "context": 128,
+        "max_sequences": 4,
+    }
     return LLM(str(model), dtype="fp32", threads=1, kv_bytes=2_000_000, **(settings | given))
 
 
@@ -155,6 +160,7 @@ def test_an_exported_and_a_pruned_store_start_with_their_models_counts(
     assert main(prune) == 0
     for store in (packed, compact):
         with opened(store, strategy="static_pin", warmup="heatmap") as llm:
-            runtime = llm._host.experts.runtime  # type: ignore[union-attr]
+            host: Any = llm._host
+            runtime = host.experts.runtime
             assert runtime.heatmap.total() > 0
             assert runtime.parts.slots.pinned()

@@ -97,11 +97,11 @@ def decoder_layers(
             [weight(kind, hidden, inter)],
         ]
         norms = [torch.rand(hidden) + 0.5 for _ in range(2)]
-        head_norms = [torch.rand(shape.head_dim) + 0.5 if extras else None for _ in range(2)]
+        q_norm, k_norm = [torch.rand(shape.head_dim) + 0.5 if extras else None for _ in range(2)]
         bias = torch.randn(q + 2 * kv) if extras else None
         for backend, layers in stacks.items():
             qkv, o, gate_up, down = (make_linear(group, backend) for group in groups)
             layers.append(
-                DecoderLayer(norms[0], qkv, *head_norms, bias, o, norms[1], gate_up, down)
+                DecoderLayer(norms[0], qkv, q_norm, k_norm, bias, o, norms[1], gate_up, down)
             )
     return stacks

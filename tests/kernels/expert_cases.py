@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,7 @@ def expert_parts(layout: ExpertLayout) -> dict[str, Weight | Tensor]:
     }
 
 
-def record_of(layout: ExpertLayout, parts: dict[str, Weight | Tensor]) -> Tensor:
+def record_of(layout: ExpertLayout, parts: Mapping[str, Weight | Tensor]) -> Tensor:
     out = torch.full((layout.nbytes,), 7, dtype=torch.uint8)
     pack_record(layout, parts, out)
     return out

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -165,18 +166,18 @@ def measure() -> None:
             head = cpu.PackedLinear([weight(kind, 49152, 576)])
             wide = cpu.PackedLinear([weight(kind, 3072, 576)])
             row, rows = torch.randn(1, 576), torch.randn(256, 576)
-            bandwidth = head.nbytes / timed(lambda p=head, x=row: p(x)) / 1e9
-            rate = 2 * 256 * 3072 * 576 / timed(lambda p=wide, x=rows: p(x)) / 1e9
+            bandwidth = head.nbytes / timed(partial(head, row)) / 1e9
+            rate = 2 * 256 * 3072 * 576 / timed(partial(wide, rows)) / 1e9
             print(f"  {kind}: 1 row {bandwidth:6.1f} GB/s   256 rows {rate:7.1f} GOP/s", flush=True)
         batch = paged_batch([(4095, 1)] * 8)
         kv = cache_for(batch, 3, 64, torch.bfloat16)
         q = torch.randn(8, 9, 64)
-        cost = timed(lambda kv=kv, q=q, b=batch: cpu.paged_attention(q, kv, b, 0.125))
+        cost = timed(partial(cpu.paged_attention, q, kv, batch, 0.125))
         print(f"  attention 8 x 4096, bf16: {kv.nbytes / cost / 1e9:.1f} GB/s", flush=True)
         batch = paged_batch([(0, 1024)])
         kv = cache_for(batch, 3, 64, torch.bfloat16)
         q = torch.randn(1024, 9, 64)
-        cost = timed(lambda kv=kv, q=q, b=batch: cpu.paged_attention(q, kv, b, 0.125))
+        cost = timed(partial(cpu.paged_attention, q, kv, batch, 0.125))
         print(f"  attention of 1,024 new rows, bf16: {cost * 1e3:.2f} ms", flush=True)
     cpu.set_threads(most)
 

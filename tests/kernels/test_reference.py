@@ -18,9 +18,9 @@ def test_attention_equals_sdpa() -> None:
     batch = paged_batch([(0, 10)], block_size=8)
     kv = cache_for(batch, 2, 16, torch.float32)
     reference.write_kv(k, v, kv, batch.slots)
-    heads_first = (part.transpose(0, 1)[None] for part in (q, k, v))
+    heads_first = [part.transpose(0, 1)[None] for part in (q, k, v)]
     want = functional.scaled_dot_product_attention(
-        *heads_first, is_causal=True, enable_gqa=True, scale=0.25
+        heads_first[0], heads_first[1], heads_first[2], is_causal=True, enable_gqa=True, scale=0.25
     )
     got = reference.paged_attention(q, kv, batch, 0.25)
     assert torch.allclose(got, want[0].transpose(0, 1), atol=1e-6)

@@ -49,9 +49,9 @@ class Paged:
             block_size=self.block_size,
             phase="decode" if max(counts) == 1 else "prefill",
         )
-        tokens = torch.tensor([token for _, part in rows for token in part], device=device)
-        wanted = torch.arange(len(tokens), device=device)
-        return list(self.model.forward(tokens, batch, self.kv, wanted).clone().split(counts))
+        ids = torch.tensor([token for _, part in rows for token in part], device=device)
+        wanted = torch.arange(len(ids), device=device)
+        return list(self.model.forward(ids, batch, self.kv, wanted).clone().split(counts))
 
 
 def prompt_logits(model: CausalLM, ids: Sequence[int], chunk: int) -> Tensor:

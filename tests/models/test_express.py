@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -51,6 +52,10 @@ PLACES = {
 }
 
 
+def has_residents(runtime: ExpertRuntime) -> bool:
+    return runtime.resident("prefill") is not None
+
+
 @pytest.mark.parametrize("dtype", PLACES)
 def test_same_bits_as_the_walk(kind: str, dtype: str) -> None:
     fast, slow = (opened(kind, dtype, **PLACES[dtype]) for _ in range(2))
@@ -58,7 +63,7 @@ def test_same_bits_as_the_walk(kind: str, dtype: str) -> None:
         runtime = runtime_of(model)
         for _ in range(FILL_AFTER):
             runtime.update()
-        wait_for(lambda runtime=runtime: runtime.resident("prefill") is not None)
+        wait_for(partial(has_residents, runtime))
         runtime.end_step()
     runtime_of(slow).spans = []  # someone watches layer by layer
     assert runtime_of(slow).resident("prefill") is None

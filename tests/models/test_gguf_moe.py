@@ -79,10 +79,11 @@ def test_k_quants_run_as_they_are_stored(tmp_path: Path) -> None:
     path, twin = write_twins(source, tmp_path, "Q4_K_M")
     settings = MoeSettings("lru", cache_capacity=5, host_budget="0", predict="off")
     stored = load_model(open_checkpoint(path), dispatch=settings)
-    assert stored.experts is not None
-    assert stored.experts.parts.store.layout(1).kinds == ("q4_k", "q4_k", "q6_k")
+    experts: Any = stored.experts
+    assert experts is not None
+    assert experts.parts.store.layout(1).kinds == ("q4_k", "q4_k", "q6_k")
     # 4.5, 4.5 and 6.5625 bits a weight, in whole pages
-    assert stored.experts.parts.store.slot_bytes <= 256 * 256 * 15.5625 / 8 + 4096
+    assert experts.parts.store.slot_bytes <= 256 * 256 * 15.5625 / 8 + 4096
     plain, wide = loaded(path, "fp32"), loaded(twin, "fp32")
     ids = torch.randint(4, 384, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     want = prompt_logits(wide, ids, 20)

@@ -134,7 +134,8 @@ def test_every_field_of_a_tokenizers_settings(tmp_path: Path, file: str) -> None
         "extra_special_tokens", "chat_template",
     )  # fmt: skip
     for field in fields:
-        for value in (5, True, 1.5, [[]], {"a": {}}, "x", [None], None):
+        values: list[Any] = [5, True, 1.5, [[]], {"a": {}}, "x", [None], None]
+        for value in values:
             (path / file).write_text(json.dumps({field: value}))
             try:
                 load_tokenizer(path)

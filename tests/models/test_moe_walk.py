@@ -151,7 +151,7 @@ class Pruned(Resident):
     def __init__(self, wanted: Any) -> None:
         super().__init__(wanted)
         absent = frozenset({(0, 3), (2, 1)})
-        self.geometry = replace(self.geometry, absent=absent)
+        self.geometry: ExpertGeometry = replace(self.geometry, absent=absent)
 
 
 def test_a_stack_masks_what_its_store_lacks() -> None:
@@ -169,7 +169,7 @@ class AlmostEmpty(Resident):
     def __init__(self, wanted: Any) -> None:
         super().__init__(wanted)
         absent = frozenset((1, expert) for expert in range(7))
-        self.geometry = ExpertGeometry(self.geometry.layers, 8, 2, absent)
+        self.geometry: ExpertGeometry = ExpertGeometry(self.geometry.layers, 8, 2, absent)
 
 
 def test_too_few_experts_left_is_refused() -> None:

@@ -41,7 +41,7 @@ def test_sliding_window_caps_the_context() -> None:
     assert read(architectures=mistral, sliding_window=256).max_positions == 256
     assert read(architectures=mistral, sliding_window=None).max_positions == 1024
     assert read(architectures=mistral).max_positions == 1024
-    qwen = {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 256}
+    qwen: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 256}
     assert read(**qwen).max_positions == 1024
     assert read(**qwen, use_sliding_window=True, max_window_layers=0).max_positions == 256
     assert read(**qwen, use_sliding_window=True, max_window_layers=2).max_positions == 1024

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +307,7 @@ def test_settings_are_read_as_transformers_reads_them(tiny: Path, tmp_path: Path
     }
     text = "say <mask> and <extra> now"
     for name, values in variants.items():
-        path = _edited(tiny, tmp_path / name, lambda p, v=values: _settings(p, **v))
+        path = _edited(tiny, tmp_path / name, partial(_settings, **values))
         ours, oracle = load_tokenizer(path), auto(path)
         assert ours.encode(text) == oracle.encode(text), name
         assert ours.vocab_size == len(oracle), name

@@ -42,7 +42,8 @@ def test_fields_and_request_id(stream: io.StringIO) -> None:
 @pytest.mark.parametrize("name", ["prompt", "messages", "text", "authorization", "api_key"])
 def test_there_is_no_field_for_prompts_or_keys(stream: io.StringIO, name: str) -> None:
     with pytest.raises(ValueError, match="not a log field"):
-        log("x", **{name: "secret"})
+        fields: dict[str, Any] = {name: "secret"}
+        log("x", **fields)
     assert stream.getvalue() == ""
 
 

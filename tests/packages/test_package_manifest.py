@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,10 @@ from tests.packages.made import FINGERPRINT, document
 
 
 def test_schema_2() -> None:
-    more = {"evaluation": {"metric": "exact", "items": 100}, "capabilities": ["task:sql"]}
+    more: dict[str, Any] = {
+        "evaluation": {"metric": "exact", "items": 100},
+        "capabilities": ["task:sql"],
+    }
     found = read(json.dumps(document(description="Writes SQL", unknown=[1], **more)).encode())
     assert (found.name, found.version, found.description) == ("sql", "1.0.0", "Writes SQL")
     assert found.base_models == (BaseModelRef("tiny", FINGERPRINT),)

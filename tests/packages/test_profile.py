@@ -132,7 +132,7 @@ def junk(rng: random.Random, depth: int = 2) -> Any:
 def test_any_manifest_has_a_profile(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(100):
-        sections = {
+        sections: dict[str, Any] = {
             section: {name: junk(rng) for name in NAMES if rng.random() < 0.5}
             for section in SECTIONS
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +98,7 @@ def test_a_long_document_is_not_read_to_its_end(matcher: Matcher) -> None:
 
 
 def test_counterexamples_hold_back() -> None:
-    hints = {
+    hints: dict[str, Any] = {
         "examples": tuple(f"Bake a cake with {x}" for x in ("nuts", "figs", "rum", "milk", "oats"))
     }
     plain = profile("plain", **hints)

@@ -16,6 +16,7 @@ from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.request import AdapterHint, InferenceRequest, Limits, RouteHints, Sampling, Text
 from coterie.packages.registry import AdapterRegistry
 from coterie.packages.trust import TrustStore
+from coterie.routing.protocols import NoAdapters
 from coterie.routing.resolve import RequestedNames, read
 from coterie.routing.router import Router, Specialist
 from coterie.service.adapters.catalog import AdapterCatalog
@@ -202,7 +203,7 @@ def test_a_plan_carries_the_stack_and_a_specialist_wins_over_an_expert(router: R
 def test_a_name_costs_the_event_loop_little() -> None:
     """A body may hold millions of characters; each request of a stranger is read in one go."""
 
-    class Many:
+    class Many(NoAdapters):
         def find(self, name: str, version: str) -> AdapterCard | None:
             return None
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import sqlite3
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ from coterie.packages.registry import AdapterRegistry
 from coterie.packages.trust import TrustStore
 from coterie.service.adapters.catalog import POLL_S, SETTLE_S, AdapterCatalog
 from tests.packages.made import lora_directory
+
+
+def remove(registry: AdapterRegistry, card: AdapterCard) -> object:
+    return registry.remove(card.name, keep=[card.digest])
 
 
 def install(registry: AdapterRegistry, folder: Path, name: str, seed: int) -> AdapterCard:
@@ -105,12 +110,12 @@ def test_nothing_that_is_removed_while_others_go_stays(tmp_path: Path) -> None:
     async def test(catalog: AdapterCatalog) -> None:
         library = tmp_path / "experts" / "library"
         cards = [
-            await catalog.change(lambda registry, i=i: install(registry, tmp_path, f"e{i}", i))
+            await catalog.change(partial(install, folder=tmp_path, name=f"e{i}", seed=i))
             for i in range(5)
         ]
         for card in cards:
             # the next one goes shortly before the files of the one before do
-            await catalog.change(lambda registry, c=card: registry.remove(c.name, keep=[c.digest]))
+            await catalog.change(partial(remove, card=card))
             await asyncio.sleep(0.4 * SETTLE_S)
         await until(lambda: not list(library.iterdir()), 3.0)
 
@@ -206,7 +211,7 @@ def test_a_damaged_row_costs_the_experts_and_not_the_server(tmp_path: Path) -> N
     async def early(catalog: AdapterCatalog) -> None:
         assert not list(catalog.names())
         with pytest.raises(Unavailable, match="cannot be opened"):
-            await catalog.ask(len)
+            await catalog.ask(lambda registry: 0)
 
     run(tmp_path, late)
     run(tmp_path, early)

@@ -149,7 +149,7 @@ class Jobs(RuleBasedStateMachine):
     @precondition(lambda self: self.status)
     @invariant()
     def nothing_is_lost_and_nothing_ends_twice(self) -> None:
-        found = {}
+        found: dict[str, str] = {}
         for tenant in TENANTS:
             page = self.do(self.servers[0].store.page(JobQuery(tenant, limit=100)))
             found |= {job.id: job.status for job in page.jobs}
@@ -287,7 +287,11 @@ def test_a_damaged_file_is_said_and_kept(tmp_path: Path, caplog: pytest.LogCaptu
 
     asyncio.run(main())
     assert path.read_bytes() == before
-    lines = [record.reason for record in caplog.records if record.message == "jobs_unreadable"]
+    lines = [
+        record.__dict__["reason"]
+        for record in caplog.records
+        if record.message == "jobs_unreadable"
+    ]
     assert len(lines) == 1 and str(path) in lines[0] and "move the file away" in lines[0]
 
 

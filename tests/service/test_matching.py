@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,7 +115,7 @@ def test_closing_while_one_is_being_built() -> None:
 
 
 def install(
-    registry: AdapterRegistry, folder: Path, name: str, seed: int, **sections: object
+    registry: AdapterRegistry, folder: Path, name: str, seed: int, **sections: Any
 ) -> AdapterCard:
     made = package(folder, name=name, seed=seed, version=f"{seed}.0.0", **sections)
     assert isinstance(made.source, Path)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,7 +124,7 @@ def wheel_bytes(tmp_path: Path, files: dict[str, bytes], *, lie: bool = False) -
 
 
 def publish(
-    site: Site, tmp_path: Path, version: str = "1.0", *, json_api: bool = False, **options: object
+    site: Site, tmp_path: Path, version: str = "1.0", *, json_api: bool = False, **options: Any
 ) -> bytes:
     """One more version of demo-model in the index."""
     files = {"demo_model/m.gguf": MODEL, "demo_model/__init__.py": b"raise SystemExit"}

@@ -57,15 +57,13 @@ def install(unchecked: bool = False) -> None:
             raise IndexError("nobody thought of this")
         return verdict
 
+    def bad_stats(self: Any) -> Any:
+        return stats(self) | {"oddity": np.float32(1)}
+
     ActiveRequest.produce = bad_produce  # type: ignore[method-assign]
     ActiveRequest.finished = bad_finished  # type: ignore[method-assign]
     Engine.add = bad_add  # type: ignore[method-assign]
-    Engine.stats = lambda self: (
-        stats(self)
-        | {  # type: ignore[method-assign]
-            "oddity": np.float32(1)
-        }
-    )
+    Engine.stats = bad_stats  # type: ignore[method-assign]
 
 
 def folder(path: Path, unchecked: bool = False) -> Path:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tiny import tiny_checkpoint
@@ -13,7 +14,7 @@ from tiny import tiny_checkpoint
 from coterie import LLM
 from coterie.core.errors import ContextLengthExceeded, InvalidRequest
 
-GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,8 @@ def llm() -> Iterator[LLM]:
 
 def test_generate_one_or_many(llm: LLM) -> None:
     (single,) = llm.generate("The quick brown fox", **GREEDY)
-    both = llm.generate(["The quick brown fox", [0, 40, 41]], **GREEDY)
+    prompts: list[str | list[int]] = ["The quick brown fox", [0, 40, 41]]
+    both = llm.generate(prompts, **GREEDY)
     assert both[0].text == single.text and both[0].token_ids == single.token_ids
     assert len(single.token_ids) == 12 and single.choices[0].finish_reason == "length"
     assert both[1].prompt_token_ids == (0, 40, 41) and both[1].usage.completion_tokens == 12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from peft_files import make_adapter, peft_oracle
@@ -15,7 +16,7 @@ from coterie.packages.registry import AdapterRegistry
 from coterie.packages.trust import TrustStore
 from coterie.workers.adapter_names import parse
 
-GREEDY = {"temperature": 0.0, "max_tokens": 10, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 10, "ignore_eos": True}
 PROMPT = [0, 40, 41, 42, 90]
 
 

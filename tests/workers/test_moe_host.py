@@ -36,7 +36,12 @@ def moe(tmp_path: Path) -> Path:
 
 
 def opened(model: Path, **given: Any) -> LLM:
-    settings = {"strategy": "lru", "cache_capacity": 3, "host_budget": "0", "warmup": "none"}
+    settings: dict[str, Any] = {
+        "strategy": "lru",
+        "cache_capacity": 3,
+        "host_budget": "0",
+        "warmup": "none",
+    }
     # a guess may still be under way when a request ends
     settings["predict"] = "off"
     return LLM(
@@ -304,7 +309,8 @@ def test_where_heatmaps_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def faulty(moe: Path) -> Iterator[tuple[LLM, list[int]]]:
     """Reads fail while the list holds a number above zero."""
     with opened(moe) as llm:
-        disk = llm._host.experts.runtime.parts.store.disk  # type: ignore[union-attr]
+        host: Any = llm._host
+        disk = host.experts.runtime.parts.store.disk
         pread, faults = disk.pread, [0]
 
         def broken(*given: Any) -> Any:
