@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -15,7 +16,7 @@ from served import Served, chat
 from tiny import tiny_checkpoint
 
 CHAT = "/v1/chat/completions"
-LONG = {"max_tokens": 900, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
 
 
 class Client:

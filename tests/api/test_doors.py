@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import anthropic
 import openai
@@ -16,7 +17,7 @@ from tiny import tiny_checkpoint
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 SECRET = "the-prompt-nobody-may-log"
-LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
+LONG: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
 # seconds of work for the tiny model, also on a fast and idle machine
 SECONDS = LONG | {"max_tokens": 2000}
 

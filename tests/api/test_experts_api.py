@@ -38,13 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def rig(folder: Path) -> Iterator[Rig]:
     """Caller keys and admin keys; only what a trusted key signed."""
     with asyncio.Runner() as runner:
-        rig = Rig(
-            folder, runner,
-            **{
-                "server.admin_key_file": str(folder / "admins.txt"),
-                "server.api_key_file": str(folder / "callers.txt"),
-            },
-        )  # fmt: skip
+        settings: dict[str, Any] = {
+            "server.admin_key_file": str(folder / "admins.txt"),
+            "server.api_key_file": str(folder / "callers.txt"),
+        }
+        rig = Rig(folder, runner, **settings)
         yield rig
         rig.close()
 
@@ -52,10 +50,11 @@ def rig(folder: Path) -> Iterator[Rig]:
 @pytest.fixture(scope="module")
 def lax(folder: Path, rig: Rig) -> Iterator[Rig]:
     """The same home; unsigned adapters are allowed."""
-    lax = Rig(
-        folder, rig.runner,
-        **{"server.admin_key_file": str(folder / "admins.txt"), "server.allow_unsigned": True},
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "server.admin_key_file": str(folder / "admins.txt"),
+        "server.allow_unsigned": True,
+    }
+    lax = Rig(folder, rig.runner, **settings)
     yield lax
     lax.close()
 
@@ -162,7 +161,7 @@ def test_an_expert_changes_the_answer_and_says_so(rig: Rig) -> None:
         assert same.json()["model"] == spelling
         assert same.json()["choices"][0]["message"]["content"] == text
     # the same through the body, on every dialect
-    named = {"experts": [{"name": "sql"}]}
+    named: dict[str, Any] = {"experts": [{"name": "sql"}]}
     assert rig.chat("tiny", **named).json()["choices"][0]["message"]["content"] == text
     body = {"model": "tiny", "max_tokens": 6, "temperature": 0, **named}
     asked = body | {"messages": [{"role": "user", "content": "hello there"}]}

@@ -41,7 +41,7 @@ def test_whole_answers(server: Served, path: str, body: dict[str, Any], field: s
 
 
 def test_streams(server: Served) -> None:
-    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     sent = frames(server.post("/v1/chat/completions", chat(**usage)).body)
     check(next(data["coterie"] for _, data in sent if "coterie" in data))
     sent = frames(server.post("/v1/infer", INFER | {"stream": True}).body)

@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,8 @@ def test_a_kept_machine_is_the_same_after_a_round_trip(home: Path) -> None:
 def test_a_changed_machine_is_stale(home: Path, field: str) -> None:
     known = machine()
     kept.save(known)
-    other = replace(known.identity, **{field: 16 if field == "cores" else "another"})
+    changed: dict[str, Any] = {field: 16 if field == "cores" else "another"}
+    other = replace(known.identity, **changed)
     assert kept.load(other) is None
     assert kept.stale(known, other) == f"{field} changed"
 

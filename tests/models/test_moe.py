@@ -147,6 +147,7 @@ def test_dwr_has_the_published_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 259_712_096
     spec = dwr.read({"architectures": ["DWRForCausalLM"], **SEED_SHAPE})
     assert spec.moe is not None
-    expert = sum(math.prod(p.shape) for p in model.blocks[0].experts[0].parameters())
+    blocks: Any = model.blocks
+    expert = sum(math.prod(p.shape) for p in blocks[0].experts[0].parameters())
     assert expert == 2_099_712 == 2 * spec.hidden * spec.moe.intermediate + 2048 + 512
     assert len(spec.moe.layers) * spec.moe.num_experts == 96

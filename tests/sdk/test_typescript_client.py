@@ -41,7 +41,7 @@ def test_nothing_of_node_is_needed(package: Path) -> None:
 
 
 def test_without_what_only_node_has(environment: dict[str, str], package: Path) -> None:
-    command = [node(), "--experimental-vm-modules", "--no-warnings", package / "bare.mjs"]
+    command = [node(), "--experimental-vm-modules", "--no-warnings", str(package / "bare.mjs")]
     assert run(command, environment) == "qqqqqqq BadRequest\n"
 
 

@@ -89,7 +89,7 @@ def test_a_command_that_cannot_be_sent_or_read_fails_its_request() -> None:
         replica = ProcessReplica(tiny_spec(), QUICK)
         await replica.start()
         try:
-            bad = replace(assign("numpy"), prompt_ids=(np.int64(4),))
+            bad = replace(assign("numpy"), prompt_ids=(np.int64(4),))  # type: ignore[arg-type]
             unsent = await begin(replica, bad)
             assert isinstance(unsent.verdict, Rejected)
             wrong: Assignment = replace(assign("text"), prompt_ids=("four",))  # type: ignore

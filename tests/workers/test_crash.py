@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +68,10 @@ def test_kill_in_the_middle_of_eight_streams_changes_no_token() -> None:
     asyncio.run(test())
 
 
+def more_than(count: int) -> Callable[[Listener], bool]:
+    return lambda listener: len(listener.tokens()) > count
+
+
 def test_two_crashes_then_alone_then_a_typed_failure() -> None:
     async def test() -> None:
         replica = ProcessReplica(tiny_spec(), QUICK)
@@ -77,8 +82,8 @@ def test_two_crashes_then_alone_then_a_typed_failure() -> None:
             other = await begin(replica, assign("b", max_tokens=600))
             for _ in range(2):
                 seen = len(doomed.tokens()), len(other.tokens())
-                await doomed.until(lambda item, n=seen[0]: len(item.tokens()) > n + 5)
-                await other.until(lambda item, n=seen[1]: len(item.tokens()) > n + 5)
+                await doomed.until(more_than(seen[0] + 5))
+                await other.until(more_than(seen[1] + 5))
                 await until_died(replica, kill(replica))
             # both were present twice: the first runs alone, the second waits for it
             n, m = len(doomed.tokens()), len(other.tokens())
