@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from coterie.core.config import load
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -21,10 +23,32 @@ def test_the_two_commands_are_shown() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
+    for page in pages:
         for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+# written by whoever follows a page
+FILES_TO_WRITE = {"coterie/models/arch/qwen2.py"}
+
+
+def test_how_to_pages_name_files_that_exist() -> None:
+    pages = [ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "howto").glob("*.md")]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        named = set(re.findall(r"`((?:coterie|tests|scripts|examples)/[\w/]+\.\w+)`", text))
+        for name in named - FILES_TO_WRITE:
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_the_specialists_of_the_page_are_a_config(tmp_path: Path) -> None:
+    page = (ROOT / "docs/howto/add-a-specialist.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    (tmp_path / "coterie.toml").write_text(block)
+    found = load(tmp_path / "coterie.toml", {})
+    assert [entry.name for entry in found.specialists] == ["chat", "batch", "coder"]
 
 
 def test_the_embedded_example_runs(default_model_path: Path) -> None:
