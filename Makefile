@@ -47,8 +47,11 @@ $(NODE): $(STAMP)
 test: check $(NODE)
 	$(BIN)/pytest -m "not full" -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
+# counts the lines that run, in servers and workers too, which takes half as long again; `COVERAGE=`
+# leaves that out
+COVERAGE ?= --cov --cov-report=term --cov-report=html:.cache/coverage/html
 test-all: check $(NODE)
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30 $(COVERAGE)
 
 # clients of others against a real server; downloads them: docs/clients.md
 clients: $(NODE)

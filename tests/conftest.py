@@ -60,11 +60,20 @@ LONG_FILES = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
+    for item in items:
+        if _measures_processor_time(item):
+            item.add_marker("no_cover")
     # of tests that share an id, `--dist loadfile` runs one and tells nobody
     counts = Counter(item.nodeid for item in items)
     shared = [name for name, count in counts.items() if count > 1]
     if shared:
         raise pytest.UsageError(f"tests that share an id: {', '.join(shared)}")
+
+
+def _measures_processor_time(item: pytest.Item) -> bool:
+    """Counting the lines that run would be part of what is measured."""
+    code = getattr(getattr(item, "function", None), "__code__", None)
+    return code is not None and not {"thread_time", "process_time"}.isdisjoint(code.co_names)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
