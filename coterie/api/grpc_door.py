@@ -24,7 +24,7 @@ from coterie.obs.trace import log
 
 SERVICE = "coterie.v1.Inference"
 # of what is left of a deadline, kept for the way back
-_WAY_BACK, MAX_WAY_BACK_S = 0.1, 0.1
+_WAY_BACK, MAX_WAY_BACK_S = 0.1, 0.5
 
 Unary = Callable[[Any, "Call"], Awaitable[Any]]
 Stream = Callable[[Any, "Call"], AsyncGenerator[Any, None]]
