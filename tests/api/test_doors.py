@@ -143,24 +143,26 @@ def test_a_deadline_spent_in_the_queue(strict_server: Served, stream: bool) -> N
 
 
 def test_the_log_holds_no_prompts_and_no_keys(strict_server: Served) -> None:
-    asked_before = strict_server.log().count('"event":"request"')
-    strict_server.post(f"{CHAT}?q={SECRET}", chat(SECRET), **bearer(KEYS[0]))
-    strict_server.post(CHAT, chat(SECRET, temperature=SECRET), **bearer(KEYS[0]))
-    strict_server.post("/v1/nothing", chat(SECRET), **bearer(KEYS[0]))
-    strict_server.post(CHAT, chat(model=f"a {SECRET}"), **bearer(KEYS[0]))
-    strict_server.post(CHAT, b'{"broken": "' + SECRET.encode(), x_api_key=KEYS[1])
-    strict_server.get("/v1/models", x_api_key=SECRET)
+    replies = [
+        strict_server.post(f"{CHAT}?q={SECRET}", chat(SECRET), **bearer(KEYS[0])),
+        strict_server.post(CHAT, chat(SECRET, temperature=SECRET), **bearer(KEYS[0])),
+        strict_server.post("/v1/nothing", chat(SECRET), **bearer(KEYS[0])),
+        strict_server.post(CHAT, chat(model=f"a {SECRET}"), **bearer(KEYS[0])),
+        strict_server.post(CHAT, b'{"broken": "' + SECRET.encode(), x_api_key=KEYS[1]),
+        strict_server.get("/v1/models", x_api_key=SECRET),
+    ]
+    ids = [reply.headers["x-request-id"] for reply in replies]
     give_up_at = time.monotonic() + 60
-    # the last line is written behind its answer
-    while strict_server.log().count('"event":"request"') < asked_before + 6:
+    # a request's line is written behind its answer
+    while not all(f'"request_id":"{name}"' in strict_server.log() for name in ids):
         assert time.monotonic() < give_up_at
         time.sleep(0.05)
     written = strict_server.log() + strict_server.out()
     assert SECRET not in written
     assert not any(key in written for key in KEYS)
     lines = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
-    requests = [line for line in lines if line["event"] == "request"]
-    [*_, asked, refused, unknown, misnamed, broken, denied] = requests
+    requests = {line["request_id"]: line for line in lines if line["event"] == "request"}
+    asked, refused, unknown, misnamed, broken, denied = (requests[name] for name in ids)
     assert (asked["route"], asked["status"], asked["completion_tokens"]) == (CHAT, 200, 8)
     assert (refused["status"], unknown["status"], broken["status"]) == (400, 404, 400)
     assert (denied["status"], misnamed["status"]) == (401, 404)

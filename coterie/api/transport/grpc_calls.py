@@ -203,7 +203,7 @@ def message_of(kind: type[Message], fields: bytes | dict[str, Any]) -> Message:
 
 SERVICE = "coterie.v1.Inference"
 # of what is left of a deadline, kept for the way back
-_WAY_BACK, MAX_WAY_BACK_S = 0.1, 0.1
+_WAY_BACK, MAX_WAY_BACK_S = 0.1, 0.5
 
 Unary = Callable[[Any, "GrpcCall"], Awaitable[Any]]
 Stream = Callable[[Any, "GrpcCall"], AsyncGenerator[Any, None]]
