@@ -87,10 +87,8 @@ def one_word_problems(found: dict[str, Module], glossary: set[str]) -> Iterator[
             known = node.name.lower() in glossary or "Structure" in base_names(node)
             if is_one_word(node.name) and not known:
                 yield (
-                    f"class {node.name} in {module.name}: one word says too little. Add what it "
-                    f"is of or for (`Token{node.name}`), give it a leading underscore where no "
-                    f"other module uses it, or explain the word in {GLOSSARY.as_posix()} if it is "
-                    "a term of this system."
+                    f"class {node.name} in {module.name}: add what it is of or for, or explain "
+                    f"the word in {GLOSSARY.as_posix()} if it is a term of this system"
                 )
 
 

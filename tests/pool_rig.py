@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from coterie.adapters.base import Target
+from coterie.adapters.base import TargetModule
 from coterie.adapters.files import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
 from coterie.core.adapters import AdaptableModules, AdapterSettings
@@ -44,7 +44,7 @@ class PlainTargets:
 
     def __init__(self, wide: int = WIDE, tall: int = TALL, layers: int = LAYERS) -> None:
         draw = torch.Generator().manual_seed(0)
-        self._targets: dict[str, Target] = {}
+        self._targets: dict[str, TargetModule] = {}
         for layer in range(layers):
             for part in "qv":
                 weight = torch.randn(tall, wide, generator=draw)
@@ -54,7 +54,7 @@ class PlainTargets:
     def modules(self) -> AdaptableModules:
         raise AssertionError("only checks without weights ask for these")
 
-    def find(self, path: str) -> Target:
+    def find(self, path: str) -> TargetModule:
         if path not in self._targets:
             raise WeightsError(f"{path}: the model has no such module")
         return self._targets[path]

@@ -51,7 +51,7 @@ class Adapter:
     nbytes: int = 0
 
 
-class Target(Protocol):
+class TargetModule(Protocol):
     """One matrix of the model that a change can be for."""
 
     site: Site
@@ -68,7 +68,7 @@ class Target(Protocol):
         """x [n, in] fp32 -> W x, [n, out] fp32, without the bias."""
 
 
-class Targets(Protocol):
+class AdaptableModel(Protocol):
     """The model, as far as adapters may change it (models/build/targets.py)."""
 
     hidden: int
@@ -76,7 +76,7 @@ class Targets(Protocol):
     def modules(self) -> AdaptableModules:
         """What there is to change, for checks that see no weights."""
 
-    def find(self, path: str) -> Target:
+    def find(self, path: str) -> TargetModule:
         """The matrix at a module path. Raises WeightsError that says why it cannot be adapted:
         no such module, an embedding, a routed expert, an absorbed matrix ..."""
 

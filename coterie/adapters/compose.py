@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from coterie.adapters.base import Adapter, ModuleChange, Target, Targets
+    from coterie.adapters.base import AdaptableModel, Adapter, ModuleChange, TargetModule
     from coterie.kernels.patch import Patch, Site
 
 
@@ -40,7 +40,7 @@ class ComposedStack:
     nbytes: int
 
 
-def compose(parts: Sequence[tuple[Adapter, float]], targets: Targets) -> ComposedStack:
+def compose(parts: Sequence[tuple[Adapter, float]], targets: AdaptableModel) -> ComposedStack:
     """The adapters in their order, each at its weight."""
     foldings: dict[str, ModulePatchBuilder] = {}
     tables: list[Tensor] = []
@@ -73,7 +73,7 @@ def _soft(table: Tensor, weight: float, hidden: int) -> Tensor:
     return table.float() * weight
 
 
-def _check(path: str, change: ModuleChange, target: Target) -> None:
+def _check(path: str, change: ModuleChange, target: TargetModule) -> None:
     """Shapes against the model's own."""
     wide, tall = target.in_features, target.out_features
     vector = wide if change.feedforward else tall
@@ -92,7 +92,7 @@ def _check(path: str, change: ModuleChange, target: Target) -> None:
         _check_base(path, change.base_norms, target)
 
 
-def _check_base(path: str, norms: Tensor, target: Target) -> None:
+def _check_base(path: str, norms: Tensor, target: TargetModule) -> None:
     """A file that carries a base weight must carry the served one's, up to quantisation."""
     if len(norms) == target.out_features:
         own = target.row_norms_squared().sqrt().float()
@@ -175,7 +175,7 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 STAGING_BYTES = 32 << 20
 
 
-class Upload(Protocol):
+class StackUpload(Protocol):
     def copy(self, image: StackImage, target: Tensor) -> Any:
         """Begin (and on a CPU end) filling `target`; what `arrived` must be given."""
 
@@ -237,5 +237,5 @@ class CudaUpload:
         self._stream.synchronize()
 
 
-def upload_for(device: torch.device, largest: int) -> Upload:
+def upload_for(device: torch.device, largest: int) -> StackUpload:
     return CudaUpload(device, largest) if device.type == "cuda" else HostUpload()

@@ -25,8 +25,8 @@ from coterie.kernels.patch import PatchStack
 from coterie.obs.log import log
 
 if TYPE_CHECKING:
-    from coterie.adapters.base import Adapter, Targets
-    from coterie.adapters.compose import Upload
+    from coterie.adapters.base import AdaptableModel, Adapter
+    from coterie.adapters.compose import StackUpload
     from coterie.adapters.files import AdapterLibrary
     from coterie.adapters.residency import StackEntry, StackResidency
 
@@ -43,9 +43,9 @@ class StackLoader:
         self,
         library: AdapterLibrary,
         host: HostCache,
-        targets: Targets,
+        targets: AdaptableModel,
         residency: StackResidency,
-        upload: Upload,
+        upload: StackUpload,
     ) -> None:
         self._library, self._host, self._targets = library, host, targets
         self._residency, self._upload = residency, upload

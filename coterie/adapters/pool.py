@@ -23,7 +23,7 @@ from coterie.core.plan import AdapterChoice, stack_key
 if TYPE_CHECKING:
     import torch
 
-    from coterie.adapters.base import Targets
+    from coterie.adapters.base import AdaptableModel
     from coterie.adapters.files import AdapterFacts, AdapterLibrary
     from coterie.adapters.residency import LoadTimes
     from coterie.kernels.patch import PatchStack
@@ -42,7 +42,7 @@ class AdapterPool:
     def __init__(
         self,
         library: AdapterLibrary,
-        targets: Targets,
+        targets: AdaptableModel,
         settings: AdapterSettings,
         device: torch.device,
         *,

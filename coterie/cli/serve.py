@@ -167,7 +167,7 @@ def settings(args: argparse.Namespace) -> Config:
 
 def execute(args: argparse.Namespace) -> int:
     # before anything loads a native library
-    spawn.pin()
+    spawn.pin_native_threads()
     config = settings(args)
     for name in ("fastapi", "uvicorn", "msgspec", "zmq"):
         if not is_installed(name):

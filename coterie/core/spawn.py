@@ -41,7 +41,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     """`base` (by default what this process was started with), and the same coterie as ours, also
     where that is a bare checkout which was started elsewhere."""
-    found = unpinned() if base is None else dict(base)
+    found = unpinned_environment() if base is None else dict(base)
     inherited = found.get("PYTHONPATH")
     found["PYTHONPATH"] = f"{_ROOT}{os.pathsep}{inherited}" if inherited else _ROOT
     return found
@@ -311,15 +311,15 @@ VARIABLES = (
 _before: dict[str, str | None] = {}
 
 
-def pin() -> None:
+def pin_native_threads() -> None:
     """To be called before any of them is loaded: they read their variable once."""
     for name in VARIABLES:
         _before.setdefault(name, os.environ.get(name))
         os.environ[name] = "1"
 
 
-def unpinned() -> dict[str, str]:
-    """This process's environment as it was before `pin`."""
+def unpinned_environment() -> dict[str, str]:
+    """This process's environment as it was before `pin_native_threads`."""
     found = dict(os.environ)
     for name, value in _before.items():
         if value is None:

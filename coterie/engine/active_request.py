@@ -17,7 +17,7 @@ from coterie.core.events import Delta, Finished, Started, Timings, TokenLogprob,
 from coterie.core.moe import MoeUsage
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Sampling, own_tenant
-from coterie.engine.adapter_holds import Adapters, error_for_client
+from coterie.engine.adapter_holds import AdapterPoolView, error_for_client
 from coterie.engine.beam import num_continuations
 from coterie.engine.detokenize import Detokenizer, StopMatch, TokenPieces, pieces_of, token_name
 from coterie.engine.draw import BadWords, make_draw
@@ -228,7 +228,7 @@ class RequestSetup(NamedTuple):
 
 
 def sequence_adapters(
-    assignment: Assignment, adapters: Adapters | None, vocab: int
+    assignment: Assignment, adapters: AdapterPoolView | None, vocab: int
 ) -> SequenceAdapters | Rejected:
     """What the request's adapters ask for, or why they cannot run here."""
     if not assignment.adapters:

@@ -1,7 +1,7 @@
 """Who holds a resident stack of adapters, who waits for one, and who makes way for whom.
 
 A sequence that runs holds its stack; a preempted one gives it up. Serves every lane of an engine.
-Knows the pool only by `Adapters`, and nothing of blocks, steps or tensors.
+Knows the pool only by `AdapterPoolView`, and nothing of blocks, steps or tensors.
 
 Nobody waits for somebody else's stack: whoever's is not there is passed over. For a key that found
 no room in PATIENCE_STEPS rounds one resident stack is closed, that with the least left to produce:
@@ -40,7 +40,7 @@ class StackFacts(Protocol):
     def num_virtual_tokens(self) -> int: ...
 
 
-class Adapters(Protocol):
+class AdapterPoolView(Protocol):
     """What the engine's thread asks of a pool (adapters/pool.py)."""
 
     def describe(self, adapters: Seq[AdapterChoice]) -> StackFacts:
@@ -78,7 +78,9 @@ class Adapters(Protocol):
 
 
 class AdapterHolds:
-    def __init__(self, adapters: Adapters, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, adapters: AdapterPoolView, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._adapters, self._now = adapters, clock
         # requests that were passed over: since when, and until when, 0 = still
         self._passed: dict[str, tuple[float, float]] = {}

@@ -20,7 +20,7 @@ from coterie.core.events import Event
 from coterie.core.moe import USAGE_FIELDS, MoeUsage
 from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
 from coterie.engine.active_request import RequestSetup, open_request, refuse, sequence_adapters
-from coterie.engine.adapter_holds import AdapterHolds, Adapters
+from coterie.engine.adapter_holds import AdapterHolds, AdapterPoolView
 from coterie.engine.detokenize import TokenPieces
 from coterie.engine.grammar import GrammarCache
 from coterie.engine.lane import DeficitRoundRobin, LaneConfig
@@ -128,7 +128,7 @@ class Engine:
         *,
         replica: str = "r0",
         clock: Callable[[], float] = time.monotonic,
-        adapters: Adapters | None = None,
+        adapters: AdapterPoolView | None = None,
         batching: str = "mixed",
     ) -> None:
         """`batching` of adapters: `mixed` or `grouped`, see core.adapters.AdapterSettings."""

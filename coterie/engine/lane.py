@@ -89,12 +89,12 @@ class AdapterTurns:
         return chosen
 
 
-class Weighted(Protocol):
+class WeightedLane(Protocol):
     @property
     def weight(self) -> float: ...
 
 
-Lane = TypeVar("Lane", bound=Weighted)
+Lane = TypeVar("Lane", bound=WeightedLane)
 
 
 class DeficitRoundRobin(Generic[Lane]):

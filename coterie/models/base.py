@@ -42,7 +42,7 @@ from coterie.moe.runtime.budget import free_host_bytes
 from coterie.weights.quantize import DTYPES
 
 if TYPE_CHECKING:
-    from coterie.adapters.base import Targets
+    from coterie.adapters.base import AdaptableModel
     from coterie.core.moe import MoeSettings, MoeUsage
     from coterie.weights.checkpoint import Checkpoint
 
@@ -91,7 +91,7 @@ class CausalLM:
         self._embed, self._head, self._norm = parts.ends.embedding, parts.ends.head, parts.norm
         self._backbone, self._moe = parts.backbone, moe
         # what adapters may change; costs nothing before one asks
-        self.targets: Targets = parts.targets
+        self.targets: AdaptableModel = parts.targets
         # captured decode steps on CUDA; None runs every step eagerly
         self.graphs: DecodeGraphs | None = None
 

@@ -18,7 +18,7 @@ from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings
 from coterie.core.plan import Admitted, Assignment, Rejected
 from coterie.obs.log import log
 from coterie.workers.contract import Sink, WorkerReport
-from coterie.workers.loop import TOLD
+from coterie.workers.loop import VALUE_LOST
 
 # Present in this many crashes: suspect, and run alone. In one more: failed.
 SUSPECT_CRASHES = 2
@@ -192,7 +192,7 @@ class InFlightRequests:
         """An event could not be handed on; who waited for it is told so, as far as that goes."""
         self._faults += 1
         with suppress(Exception):
-            self._end(Failed(request_id, "internal_error", TOLD))
+            self._end(Failed(request_id, "internal_error", VALUE_LOST))
 
     def crashed(self) -> None:
         """The worker died. Who was present is counted; who cannot be retried ends here."""

@@ -50,7 +50,7 @@ def serve(host: EngineHost, receive: Receive, publish: Publish) -> None:
         if host.adapters is not None and host.adapters.version != told:
             told = host.adapters.version
             report.adapters = host.adapters.loads()
-        sift(report, fault_of)
+        drop_bad_values(report, fault_of)
         publish(report)
         host.save_if_due()
 
@@ -63,7 +63,7 @@ def _apply(host: EngineHost, command: WorkerCommand, report: WorkerReport) -> No
         if host.adapters is not None:
             host.adapters.preload(command.adapters)
     elif command.kind == "unread":
-        report.rejected.append((command.request_id, Rejected("internal_error", TOLD, None)))
+        report.rejected.append((command.request_id, Rejected("internal_error", VALUE_LOST, None)))
     elif command.assignment is not None:
         verdict = _add(engine, command.assignment)
         if isinstance(verdict, Admitted):
@@ -79,11 +79,11 @@ def _add(engine: Engine, assignment: Assignment) -> Admitted | Rejected:
     except Exception as error:
         log("request_not_added", level="error", error=error, request_id=assignment.request_id)
         engine.abort(assignment.request_id)
-        return Rejected("internal_error", TOLD, None)
+        return Rejected("internal_error", VALUE_LOST, None)
 
 
 # what a client is told; the value itself may be anybody's text
-TOLD = "a value of this request could not be passed on; the log has its name"
+VALUE_LOST = "a value of this request could not be passed on; the log has its name"
 
 
 # (value, its type) -> the path to what is wrong with it, or None
@@ -91,7 +91,7 @@ Fault = Callable[[Any, Any], str | None]
 
 
 # what belongs to a request, by the report's lists
-OWNED: dict[str, Any] = {
+REQUEST_LISTS: dict[str, Any] = {
     "admitted": tuple[str, Admitted],
     "rejected": tuple[str, Rejected],
     "started": Started,
@@ -102,18 +102,18 @@ OWNED: dict[str, Any] = {
 
 
 # what belongs to nobody: left out, and the last report's stands
-COMMON: dict[str, Any] = {"lanes": LaneState, "adapters": AdapterLoad}
+SHARED_LISTS: dict[str, Any] = {"lanes": LaneState, "adapters": AdapterLoad}
 
 
-def sift(report: WorkerReport, fault: Fault) -> None:
+def drop_bad_values(report: WorkerReport, fault: Fault) -> None:
     """Leave in `report` only what `fault` finds nothing wrong with."""
     lost: set[str] = set()
-    for name, kind in OWNED.items():
+    for name, kind in REQUEST_LISTS.items():
         for item in getattr(report, name):
             if (found := fault(item, kind)) is not None:
                 report.faults.append(f"{name}.{found}")
                 lost.add(owner_of(item))
-    for name, kind in COMMON.items():
+    for name, kind in SHARED_LISTS.items():
         items = getattr(report, name)
         wrong = [found for item in items or () if (found := fault(item, kind)) is not None]
         if wrong:
@@ -124,16 +124,18 @@ def sift(report: WorkerReport, fault: Fault) -> None:
             report.faults.append(f"stats.{name}{found}")
             del report.stats[name]
     if lost:
-        fail(report, lost)
+        fail_requests(report, lost)
 
 
-def fail(report: WorkerReport, lost: set[str]) -> None:
+def fail_requests(report: WorkerReport, lost: set[str]) -> None:
     """Nothing else is told of a request that lost an event: half an answer would pass for whole."""
-    for name in OWNED:
+    for name in REQUEST_LISTS:
         kept = [item for item in getattr(report, name) if owner_of(item) not in lost]
         setattr(report, name, kept)
     # of an event without an owner there is nobody to tell
-    report.failed += [Failed(owner, "internal_error", TOLD) for owner in sorted(lost) if owner]
+    report.failed += [
+        Failed(owner, "internal_error", VALUE_LOST) for owner in sorted(lost) if owner
+    ]
 
 
 def owner_of(item: Any) -> str:

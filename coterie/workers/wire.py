@@ -22,7 +22,7 @@ from coterie.workers.contract import (
     WorkerReport,
     WorkerSpec,
 )
-from coterie.workers.loop import COMMON, OWNED, fail, sift
+from coterie.workers.loop import REQUEST_LISTS, SHARED_LISTS, drop_bad_values, fail_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def encode_report(report: WorkerReport) -> bytes:
     try:
         return encode(report)
     except (TypeError, ValueError, OverflowError, RecursionError):
-        sift(report, _unwritable)
+        drop_bad_values(report, _unwritable)
         return encode(report)
 
 
@@ -79,12 +79,12 @@ def _piecewise(loose: Any) -> WorkerReport:
     if not isinstance(loose, dict):
         raise Unreadable("a report is a map")
     report, lost = WorkerReport(), set[str]()
-    for name in ("faults", "stats", *COMMON):
+    for name in ("faults", "stats", *SHARED_LISTS):
         try:
             setattr(report, name, msgspec.convert(loose.get(name), _HINTS[name]))
         except msgspec.ValidationError as error:
             report.faults.append(f"{name}: {error}")
-    for name, kind in OWNED.items():
+    for name, kind in REQUEST_LISTS.items():
         items = loose.get(name)
         if not isinstance(items, list):
             raise Unreadable(f"{name} is a list")
@@ -95,7 +95,7 @@ def _piecewise(loose: Any) -> WorkerReport:
                 report.faults.append(f"{name}: {error}")
                 lost.add(_owner(item))
     if lost:
-        fail(report, lost)
+        fail_requests(report, lost)
     return report
 
 

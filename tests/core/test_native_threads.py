@@ -13,7 +13,7 @@ import os, sys
 import coterie.cli.serve
 from coterie.core import spawn
 assert "numpy" not in sys.modules
-spawn.pin()
+spawn.pin_native_threads()
 import numpy
 numpy.ones((600, 600)) @ numpy.ones((600, 600))
 after = spawn.environment()

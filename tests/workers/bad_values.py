@@ -29,7 +29,7 @@ def install(unchecked: bool = False) -> None:
     from coterie.workers import loop, wire  # noqa: F401
 
     if unchecked:
-        loop.sift = lambda report, fault: None  # type: ignore[attr-defined]
+        loop.drop_bad_values = lambda report, fault: None  # type: ignore[attr-defined]
     produce, finished = ActiveRequest.produce, ActiveRequest.finished
     stats, add = Engine.stats, Engine.add
 

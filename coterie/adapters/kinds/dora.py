@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from coterie.adapters.base import ModuleChange, Target
+    from coterie.adapters.base import ModuleChange, TargetModule
     from coterie.adapters.kinds.patch_builder import ModulePatchBuilder
 
 __all__ = ["apply", "read"]
@@ -43,7 +43,9 @@ def apply(folding: ModulePatchBuilder, change: ModuleChange, weight: float) -> N
     folding.scale_product(torch.from_numpy(scale.astype(np.float32)))
 
 
-def _norms_squared(target: Target, a: Tensor, b: Tensor, strength: float) -> NDArray[np.float64]:
+def _norms_squared(
+    target: TargetModule, a: Tensor, b: Tensor, strength: float
+) -> NDArray[np.float64]:
     """|W + strength B A|^2 by rows, [out]; a [r, in], b [r, out]."""
     # numpy: torch takes a millisecond for the product of a few narrow rows on some machines
     rows, columns = a.numpy(), b.numpy()

@@ -19,11 +19,11 @@ from coterie.kernels.patch import Patch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from coterie.adapters.base import Target
+    from coterie.adapters.base import TargetModule
 
 
 class ModulePatchBuilder:
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: TargetModule) -> None:
         self.target = target
         self._inner: Tensor | None = None  # [in] fp32
         self._out: Tensor | None = None  # [out] fp32
