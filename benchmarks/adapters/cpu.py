@@ -1,6 +1,6 @@
 """What adapters cost on this CPU: throughput of a mixed batch against the base, beside PEFT.
 
-    python -m benchmarks.adapters_cpu [--rounds 3] [--threads 2] [--rank 16] [--adapters 16]
+    python -m benchmarks.adapters.cpu [--rounds 3] [--threads 2] [--rank 16] [--adapters 16]
         [--streams 32] [--tokens 32] [--modules all|qv] [--only coterie] [--json FILE]
 
 Every stream decodes greedily behind a prompt of 32 random tokens; stream i uses adapter i modulo
@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.dense_cpu import System, worker
+from benchmarks.adapters.random_adapters import ALL_LINEAR, adapter_bytes, fill_library
+from benchmarks.dense.cpu import System, worker
 from benchmarks.limits import read_bandwidth
 from benchmarks.peers import files
 from benchmarks.peers.protocol import median, prompt_ids
-from benchmarks.random_adapters import ALL_LINEAR, adapter_bytes, fill_library
 from coterie.core.adapters import AdapterSettings
 from coterie.core.events import Delta, Failed
 from coterie.core.plan import AdapterChoice, Assignment, Rejected

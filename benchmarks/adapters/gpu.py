@@ -1,6 +1,6 @@
 """What adapters cost on one CUDA device: correct first, then decoding beside the base.
 
-    python -m benchmarks.adapters_gpu [--json FILE] [--profile] [--parts check,speed,...] [--smoke]
+    python -m benchmarks.adapters.gpu [--json FILE] [--profile] [--parts check,speed,...] [--smoke]
 
 Random weights (shapes of SmolLM2-135M and Llama-3.2-1B) and random adapters: 16 different ones of
 rank 16 on every linear module, 32 streams, stream i with adapter i modulo 16. Needs torch and
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_adapters import (
+from benchmarks.adapters.gpu_models import (
     CHECKS,
     Setting,
     check_error,
@@ -36,7 +36,7 @@ from benchmarks.gpu_adapters import (
     new_caches,
     spread,
 )
-from benchmarks.gpu_kernels import make_batch
+from benchmarks.dense.gpu_checks import make_batch
 from coterie.adapters.compose import ComposedStack, StackImage, upload_for
 from coterie.adapters.residency import AdapterSlab
 from coterie.kernels import batch as kernel_batch

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_kernels import make_batch
+from benchmarks.dense.gpu_checks import make_batch
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.patch import PARTS, Patch, PatchStack, Segment, Site
 from coterie.models.base import CausalLM, load_model

@@ -1,6 +1,6 @@
 """Many adapters, few slots: latency under a skewed stream, and memory over many loads.
 
-    python -m benchmarks.adapters_pool [--registered 500] [--slots 16] [--requests 300]
+    python -m benchmarks.adapters.pool [--registered 500] [--slots 16] [--requests 300]
         [--rate 6] [--loads 5000] [--parts stream,memory] [--json FILE]
 
 stream: requests arrive at random (Poisson) and pick their adapter by Zipf's law from 4 x `slots`
@@ -24,10 +24,10 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.adapters_cpu import Bench
+from benchmarks.adapters.cpu import Bench
+from benchmarks.adapters.random_adapters import adapter_bytes, fill_library
 from benchmarks.peers import files
 from benchmarks.peers.protocol import prompt_ids
-from benchmarks.random_adapters import adapter_bytes, fill_library
 from coterie.core.events import Failed, Finished
 from coterie.core.plan import AdapterChoice
 from coterie.models.base import read_spec

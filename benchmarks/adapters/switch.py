@@ -1,6 +1,6 @@
 """Seconds until an adapter of 5 MB can be used, by where it lies when it is asked for.
 
-    python -m benchmarks.adapters_switch [--threads 2] [--repeats 20]
+    python -m benchmarks.adapters.switch [--threads 2] [--repeats 20]
 
 resident: another request takes what is on the device. host: pushed out of the device, still in RAM.
 disk: read, digest checked, composed, placed. package: an `.expert` file is read, its signature and
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.adapters.random_adapters import ALL_LINEAR, write_adapter
 from benchmarks.peers import files
-from benchmarks.random_adapters import ALL_LINEAR, write_adapter
 from coterie.adapters.files import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
 from coterie.core.adapters import AdapterSettings

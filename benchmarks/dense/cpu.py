@@ -1,6 +1,6 @@
 """The default model on this CPU: Coterie and its peers in one interleaved run.
 
-    python -m benchmarks.dense_cpu [--rounds 3] [--threads 2] [--only coterie] [--random]
+    python -m benchmarks.dense.cpu [--rounds 3] [--threads 2] [--only coterie] [--random]
         [--json FILE]
 
 Each system is one persistent process in its own environment. Every round runs every case on every
@@ -25,7 +25,7 @@ from benchmarks.peers import files
 from benchmarks.peers.__main__ import python_of
 from benchmarks.peers.protocol import median
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent.parent
 # parameters of the layers, and of the embedding that is also the output head
 BODY, HEAD = 106_168_320, 28_311_552
 BYTES = {

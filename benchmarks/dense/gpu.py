@@ -1,6 +1,6 @@
 """Dense decoding on one CUDA device: correct first, then speed beside transformers and the limit.
 
-    python3 -m benchmarks.dense_gpu [--json FILE] [--smoke]
+    python3 -m benchmarks.dense.gpu [--json FILE] [--smoke]
 
 Makes its own random weights (shapes of SmolLM2-135M and Qwen3-0.6B), needs torch, triton,
 transformers, safetensors and tokenizers, and takes under five minutes. Each part stands alone: one
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_kernels import attention_errors, cast, decode_step, teacher_forced
+from benchmarks.dense.gpu_checks import attention_errors, cast, decode_step, teacher_forced
 from coterie.core.events import Delta, Failed
 from coterie.core.plan import Admitted, Assignment
 from coterie.core.request import Limits, Sampling

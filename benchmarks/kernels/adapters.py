@@ -1,6 +1,6 @@
 """Steps of the native decoder with and without adapters, beside what their bytes and sums allow.
 
-    python -m benchmarks.adapters_kernel [--kind int4] [--rank 16] [--rounds 9] [--json FILE]
+    python -m benchmarks.kernels.adapters [--kind int4] [--rank 16] [--rounds 9] [--json FILE]
 
 SmolLM2-135M's shape with random weights and the LM head, adapters on all seven matrices of every
 layer. Rounds are interleaved; the fastest of each case counts, because a busy machine only adds.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.kernels_cpu import BLOCK, KINDS, LAYERS, SHAPE, Model, batch_of
+from benchmarks.kernels.cpu import BLOCK, KINDS, LAYERS, SHAPE, Model, batch_of
 from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.layers import set_threads
 from coterie.kernels.patch import PARTS, Patch, PatchStack, Segment

@@ -1,6 +1,6 @@
 """The native CPU kernels beside the limits of the machine they run on.
 
-    python -m benchmarks.kernels_cpu [--json FILE]
+    python -m benchmarks.kernels.cpu [--json FILE]
 
 One run, rounds interleaved, medians. Limits measured in the same run: read bandwidth (torch's sum
 over 256 MB) and fp32 arithmetic (torch's matrix product). The model is SmolLM2-135M's shape with

@@ -1,6 +1,6 @@
 """The expert kernel beside torch's own loop and the limits of the machine it runs on.
 
-    python -m benchmarks.experts_cpu [--json FILE] [--kinds bf16 int4 ...] [--shapes 1024x384 ...]
+    python -m benchmarks.kernels.experts [--json FILE] [--kinds bf16 ...] [--shapes 1024x384 ...]
 
 One MoE layer of 64 experts, top-8, random weights. One token: GB/s of the weights it reads, every
 call another eight experts out of at least 512 MB. 64 tokens per expert: GFLOP/s. One run, rounds

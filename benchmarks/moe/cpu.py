@@ -1,6 +1,6 @@
 """A random Qwen3-MoE on this CPU: Coterie and its peers all-resident, then Coterie from disk.
 
-    python -m benchmarks.moe_cpu [--parts resident,disk] [--rounds 3] [--threads 2] [--json FILE]
+    python -m benchmarks.moe.cpu [--parts resident,disk] [--rounds 3] [--threads 2] [--json FILE]
         [--model DIR] [--only coterie,transformers] [--layers 12 --experts 64 ...]
 
 resident: decode and prefill 512 for each system, one process each, rounds interleaved, medians; the
@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import random_moe
-from benchmarks.dense_cpu import System, has_bf16_matmul, measure, ratios, table, worker
-from benchmarks.moe_disk import SOURCES, run_disk
+from benchmarks.dense.cpu import System, has_bf16_matmul, measure, ratios, table, worker
+from benchmarks.moe import random_moe
+from benchmarks.moe.disk import SOURCES, run_disk
 from benchmarks.peers import moe_files
 from benchmarks.peers.__main__ import python_of
 from benchmarks.peers.protocol import median

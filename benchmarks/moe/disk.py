@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import random_moe
 from benchmarks.limits import disk_bandwidth
+from benchmarks.moe import random_moe
 from benchmarks.peers.protocol import median, prompt_ids
 
 GOAL = 0.6

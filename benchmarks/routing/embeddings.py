@@ -1,11 +1,11 @@
 """What each way to take the meaning of a prompt is worth to the router, on routing_set/dev.jsonl.
 
-    python -m benchmarks.routing_embeddings [--table FILE ...] [--json FILE]
+    python -m benchmarks.routing.embeddings [--table FILE ...] [--json FILE]
 
 One ridge probe per shipped expert, with the rows, weights and kernel of coterie/routing, over the
 meaning alone, with words and shape beside it, and with meaning times shape (as shipped). Curve and
-threshold of every cell are learnt on four fifths, as benchmarks.routing does. The held-out part is
-never read. Needs torch and transformers for the oracle and numpy for the rest.
+threshold of every cell are learnt on four fifths, as benchmarks.routing.accuracy does. The
+held-out part is never read. Needs torch and transformers for the oracle and numpy for the rest.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import routing_set
-from benchmarks.routing import Scored, cross_validated, scored
-from benchmarks.routing_candidates import CANDIDATES, Candidate, Made, table
-from benchmarks.routing_fleet import shipped
-from benchmarks.routing_set import Item
+from benchmarks.routing import questions as routing_set
+from benchmarks.routing.accuracy import Scored, cross_validated, scored
+from benchmarks.routing.candidates import CANDIDATES, Candidate, Made, table
+from benchmarks.routing.catalogs import shipped
+from benchmarks.routing.questions import Item
 from coterie.core.adapters import AdapterProfile
 from coterie.core.errors import WeightsError
 from coterie.routing.features.features import routed_text

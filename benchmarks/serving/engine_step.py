@@ -1,6 +1,6 @@
 """What the engine itself costs per step: schedule, batch assembly, sampling bookkeeping, commit.
 
-    python -m benchmarks.engine_step [--sequences 32] [--steps 400]
+    python -m benchmarks.serving.engine_step [--sequences 32] [--steps 400]
 
 The model is replaced by one that returns fixed logits at once, and the time inside it and inside
 the sampling mathematics (argmax, softmax, sort) is taken off. `bookkeeping` is schedule, commit and

@@ -1,6 +1,6 @@
 """CPU time of the gateway per streamed token: worker message to bytes on the client's socket.
 
-    python -m benchmarks.gateway_cpu [--streams 32] [--tokens 128] [--model MODEL]
+    python -m benchmarks.serving.gateway_cpu [--streams 32] [--tokens 128] [--model MODEL]
 
 The gateway (this process) runs the real HTTP application on uvloop; the worker is a real engine in
 its own process, the clients are another process. Goal: under 40 microseconds per token.

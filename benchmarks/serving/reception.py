@@ -1,6 +1,6 @@
 """Time of reception: from the bytes of a /v1/infer body to a checked, normalised request.
 
-    python -m benchmarks.reception [--rounds 2000]
+    python -m benchmarks.serving.reception [--rounds 2000]
 
 Parsing, every range, Unicode normalisation, the template and the user's rate; not routing. Goal:
 under 1 ms at the median for a body of 2 kB.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.random_moe import Shape, write
+from benchmarks.moe.random_moe import Shape, write
 from coterie.cli.main import main
 from coterie.cli.plan import share_of
 from coterie.kernels.cpu.build import native

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from benchmarks import routing_set
-from benchmarks.routing import cross_validated, routed, router_of, scored
-from benchmarks.routing_fleet import shipped
-from benchmarks.routing_set import Item
+from benchmarks.routing import questions as routing_set
+from benchmarks.routing.accuracy import cross_validated, routed, router_of, scored
+from benchmarks.routing.catalogs import shipped
+from benchmarks.routing.questions import Item
 from coterie.routing.match.probes import ordinary_prompts
 
 

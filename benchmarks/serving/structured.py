@@ -1,9 +1,10 @@
 """Structured output: is every answer valid, and what does holding it to its schema cost?
 
-    python -m benchmarks.structured [--generations 500] [--batches 8 32] [--rounds 3] [--threads 2]
-        [--max-tokens 200] [--model GGUF] [--skip-throughput] [--skip-masks] [--json FILE]
+    python -m benchmarks.serving.structured [--generations 800] [--batches 8 32] [--rounds 3]
+        [--threads 2] [--max-tokens 200] [--model GGUF] [--skip-throughput] [--skip-masks]
+        [--json FILE]
 
-Validity: generations at temperature 1 over the fifty schemas of `structured_schemas.py`, seeded,
+Validity: generations at temperature 1 over the eighty shapes of `structured_schemas.py`, seeded,
 judged by `jsonschema`. Throughput: the same requests with and without their schema, interleaved;
 the free ones produce as many tokens each as the constrained ones did. On a machine that does other
 work too, the share by CPU time is the steadier one. Masks: milliseconds per step
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 import jsonschema
 
-from benchmarks.structured_schemas import SCHEMAS
+from benchmarks.serving.structured_schemas import SCHEMAS
 from coterie.core.events import Delta, Failed
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Chat, Limits, Message, ResponseFormat, Sampling
