@@ -43,6 +43,7 @@ def test_nothing_of_it_is_learnt_from(name: str) -> None:
 
 
 def test_packages_say_much_about_when_to_use_them() -> None:
+    assert len(shipped()) == 7
     for profile in shipped():
         assert len(profile.examples) >= 300 and len(profile.counterexamples) >= 450
         assert profile.decoding == {"temperature": 0.0}
