@@ -15,7 +15,7 @@ from coterie.adapters.base import MASKS, ModuleChange, check_finite
 from coterie.adapters.kinds import ia3, lora, options, soft_prompt
 from coterie.core.adapters import AdaptableModules
 from coterie.core.errors import WeightsError
-from coterie.packages.device_size import device_size
+from coterie.packages.adapter_kinds import device_size
 from coterie.packages.paths import CONFIG, WEIGHTS
 from coterie.packages.safetensors_header import read_header
 

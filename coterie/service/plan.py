@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from coterie.core.adapters import AdapterProfile
 from coterie.core.plan import AdapterChoice, Candidate, RoutePlan
 from coterie.core.request import AdapterHint, InferenceRequest, ResponseFormat, Sampling
-from coterie.packages.device_size import is_exact
+from coterie.packages.adapter_kinds import is_exact
 from coterie.service.fleet import Fleet
 from coterie.service.meter import RouteMeter
 

@@ -22,7 +22,7 @@ from coterie.kernels.linear import ReferenceLinear
 from coterie.kernels.patch import PatchStack, Segment
 from coterie.models.build.reader import BiasedLinear
 from coterie.models.build.targets import TargetMatrix
-from coterie.packages.device_size import DeviceSize, device_size
+from coterie.packages.adapter_kinds import DeviceSize, device_size
 from coterie.weights.quantize import DenseWeight
 
 INNER, OUTER, PATH = 24, 40, "model.layers.0.self_attn.q_proj"

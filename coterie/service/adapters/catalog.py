@@ -22,7 +22,7 @@ from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.errors import CoterieError, Unavailable, UnsupportedFeature
 from coterie.core.plan import AdapterChoice
 from coterie.obs.log import log
-from coterie.packages.device_size import device_size
+from coterie.packages.adapter_kinds import device_size
 from coterie.packages.profile import read_profile
 from coterie.routing.protocols import Matcher
 from coterie.service.adapters.matching import MatcherBuilder
