@@ -1,6 +1,6 @@
 """An adapter as it was read, and what composing it must ask of the model.
 
-`ADAPTERS` in table.py names every kind.
+`ADAPTERS` in kinds/table.py names every kind.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,20 +22,38 @@ if TYPE_CHECKING:
     from coterie.kernels.patch import Site
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleChange:
-    """What an adapter does to one module, in PEFT's own terms. What is None is left out."""
+class ModuleSize(NamedTuple):
+    """How many features of a module a tensor is for."""
 
-    a: Tensor | None = None  # lora_A [r, in]
-    b: Tensor | None = None  # lora_B [out, r]
-    # alpha / r, or alpha / sqrt(r), with the patterns applied
-    scaling: float = 1.0
-    magnitude: Tensor | None = None  # DoRA: [out]
-    # IA3: [out], or [in] where `feedforward`
-    vector: Tensor | None = None
-    feedforward: bool = False
-    # |W_i| of the base weight that the file carries beside the adapter, fp32 [out]
-    base_norms: Tensor | None = None
+    tensor: str
+    features: int
+    side: Literal["in", "out"]
+
+
+class ModuleChange(Protocol):
+    """What an adapter does to one module, in PEFT's own terms: a dataclass in the kind's file."""
+
+    def sizes(self) -> tuple[ModuleSize, ...]:
+        """What its tensors ask of the module."""
+
+
+def check_sizes(path: str, change: ModuleChange, features: tuple[int, int], model: str) -> None:
+    """`features`: how many go into the module of `model` and how many come out."""
+    for tensor, found, side in change.sizes():
+        wanted = features[side == "out"]
+        if found != wanted:
+            raise WeightsError(
+                f"{path}.{tensor} is for {found} features, {model} has {wanted}: the adapter is "
+                "for another model"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterContent:
+    """What a kind's reader finds in a file: changes by module path, or soft tokens."""
+
+    changes: Mapping[str, ModuleChange] = field(default_factory=dict)
+    soft: Tensor | None = None  # [tokens, hidden]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +67,8 @@ class Adapter:
     # [tokens, hidden]
     soft: Tensor | None = None
     nbytes: int = 0
+    # |W_i| of the base's LM head that the file carries beside the adapter, fp32 [out]
+    head_norms: Tensor | None = None
 
 
 class TargetModule(Protocol):

@@ -11,16 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from coterie.adapters.base import MASKS, ModuleChange, check_finite
-from coterie.adapters.kinds import ia3, lora, options, soft_prompt
+from coterie.adapters.base import MASKS, ModuleChange, check_finite, check_sizes
+from coterie.adapters.kinds.table import ADAPTERS
 from coterie.core.adapters import AdaptableModules
 from coterie.core.errors import WeightsError
-from coterie.packages.adapter_kinds import device_size
+from coterie.packages.adapter_kinds import BASE_HEAD, PeftConfig, device_size, kind_of
 from coterie.packages.paths import CONFIG, WEIGHTS
 from coterie.packages.safetensors_header import read_header
 
 TYPES = tuple(MASKS)
-BASE_HEAD = "base_model.model.lm_head.base_layer.weight"
 
 
 class _Shape:
@@ -66,35 +65,22 @@ def _check_shapes(folder: Path, bases: Mapping[str, AdaptableModules]) -> None:
     config = _config(folder / CONFIG)
     shapes = {name: _shape(name, facts) for name, facts in read_header(folder / WEIGHTS).items()}
     tensors = cast("dict[str, Any]", shapes)
-    kind = config.get("peft_type")
-    if kind == soft_prompt.PEFT_TYPE:
-        soft = soft_prompt.read(config, tensors)
-        for name, base in bases.items():
-            if soft.shape[1] != base.hidden:
-                raise WeightsError(
-                    f"prompt_embeddings is {soft.shape[1]} wide, {name} is {base.hidden}"
-                )
-        return
     head = tensors.pop(BASE_HEAD, None)
-    changes = _readers(kind)(config, tensors)
-    if not changes:
+    content = ADAPTERS[kind_of(config)].read(config, tensors)
+    if not content.changes and content.soft is None:
         raise WeightsError(f"{WEIGHTS}: it changes no module")
-    if head is not None and "lm_head" not in changes:
+    if head is not None and "lm_head" not in content.changes:
         raise WeightsError(f"{BASE_HEAD!r} is there, but no adapter of the LM head")
     for name, base in bases.items():
-        for path, change in changes.items():
+        if content.soft is not None and content.soft.shape[1] != base.hidden:
+            raise WeightsError(
+                f"prompt_embeddings is {content.soft.shape[1]} wide, {name} is {base.hidden}"
+            )
+        for path, change in content.changes.items():
             _check(path, change, base, name)
 
 
-def _readers(kind: object) -> Any:
-    readers = {lora.PEFT_TYPE: lora.read, ia3.PEFT_TYPE: ia3.read}
-    if kind not in readers:
-        listed = ", ".join([*readers, soft_prompt.PEFT_TYPE])
-        raise WeightsError(f"{CONFIG}: peft_type={kind!r} is not supported; one of {listed}")
-    return readers[str(kind)]
-
-
-def _config(path: Path) -> options.PeftConfig:
+def _config(path: Path) -> PeftConfig:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -120,15 +106,4 @@ def _check(path: str, change: ModuleChange, base: AdaptableModules, name: str) -
             f"{path}: {name} has no such module that adapters may change; the adapter is for "
             "another model, or for embeddings, norms, routers or routed experts"
         )
-    wide, tall = found
-    for part, tensor, axis, wanted in (
-        ("lora_A", change.a, 1, wide),
-        ("lora_B", change.b, 0, tall),
-        ("lora_magnitude_vector", change.magnitude, 0, tall),
-        ("ia3_l", change.vector, 0, wide if change.feedforward else tall),
-    ):
-        if tensor is not None and tensor.shape[axis] != wanted:
-            raise WeightsError(
-                f"{path}.{part} is for {tensor.shape[axis]} features, {name} has {wanted}: the "
-                "adapter is for another model"
-            )
+    check_sizes(path, change, found, name)

@@ -8,26 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from coterie.adapters.base import AdaptableModel, Adapter, TargetModule, check_sizes
 from coterie.adapters.kinds.patch_builder import ModulePatchBuilder
 from coterie.adapters.kinds.table import ADAPTERS
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.kernels.patch import Patch, Site
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from coterie.adapters.base import AdaptableModel, Adapter, ModuleChange, TargetModule
-    from coterie.kernels.patch import Patch, Site
-
 
 # relative; 4-bit weights keep row norms far better than this
 _BASE_TOLERANCE = 0.05
@@ -42,7 +34,7 @@ class ComposedStack:
 
 def compose(parts: Sequence[tuple[Adapter, float]], targets: AdaptableModel) -> ComposedStack:
     """The adapters in their order, each at its weight."""
-    foldings: dict[str, ModulePatchBuilder] = {}
+    builders: dict[str, ModulePatchBuilder] = {}
     tables: list[Tensor] = []
     for adapter, weight in parts:
         if not math.isfinite(weight):
@@ -53,12 +45,15 @@ def compose(parts: Sequence[tuple[Adapter, float]], targets: AdaptableModel) -> 
             tables.append(_soft(adapter.soft, weight, targets.hidden))
         wrap = ADAPTERS[adapter.kind].apply
         for path, change in adapter.changes.items():
-            if path not in foldings:
-                foldings[path] = ModulePatchBuilder(targets.find(path))
-            _check(path, change, foldings[path].target)
+            if path not in builders:
+                builders[path] = ModulePatchBuilder(targets.find(path))
+            target = builders[path].target
+            check_sizes(path, change, (target.in_features, target.out_features), "the model")
             assert wrap is not None
-            wrap(foldings[path], change, weight)
-    made = ((folding.target.site, folding.patch()) for folding in foldings.values())
+            wrap(builders[path], change, weight)
+        if adapter.head_norms is not None:
+            _check_head(adapter.head_norms, builders["lm_head"].target)
+    made = ((builder.target.site, builder.patch()) for builder in builders.values())
     patches = {site: patch for site, patch in made if patch is not None}
     soft = torch.cat(tables) if tables else None
     nbytes = sum(patch.nbytes for patch in patches.values()) + (0 if soft is None else soft.nbytes)
@@ -73,33 +68,14 @@ def _soft(table: Tensor, weight: float, hidden: int) -> Tensor:
     return table.float() * weight
 
 
-def _check(path: str, change: ModuleChange, target: TargetModule) -> None:
-    """Shapes against the model's own."""
-    wide, tall = target.in_features, target.out_features
-    vector = wide if change.feedforward else tall
-    for name, tensor, axis, wanted in (
-        ("lora_A", change.a, 1, wide),
-        ("lora_B", change.b, 0, tall),
-        ("lora_magnitude_vector", change.magnitude, 0, tall),
-        ("ia3_l", change.vector, 0, vector),
-    ):
-        if tensor is not None and tensor.shape[axis] != wanted:
-            raise WeightsError(
-                f"{path}: {name} is for {tensor.shape[axis]} features, the model has {wanted}: the "
-                "adapter is for another model"
-            )
-    if change.base_norms is not None:
-        _check_base(path, change.base_norms, target)
-
-
-def _check_base(path: str, norms: Tensor, target: TargetModule) -> None:
+def _check_head(norms: Tensor, target: TargetModule) -> None:
     """A file that carries a base weight must carry the served one's, up to quantisation."""
     if len(norms) == target.out_features:
         own = target.row_norms_squared().sqrt().float()
         if float((norms - own).norm()) <= _BASE_TOLERANCE * float(own.norm()):
             return
     raise WeightsError(
-        f"{path}: the adapter's file carries another base weight (a resized vocabulary, or another "
+        "lm_head: the adapter's file carries another base weight (a resized vocabulary, or another "
         "model). Remove its base_layer tensors if you know better."
     )
 

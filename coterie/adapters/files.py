@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from coterie.adapters.base import Adapter, ModuleChange
-from coterie.adapters.kinds import soft_prompt
+from coterie.adapters.base import Adapter
 from coterie.adapters.kinds.patch_builder import is_finite
-from coterie.adapters.kinds.table import ADAPTERS, kind_of
+from coterie.adapters.kinds.table import ADAPTERS
 from coterie.core.errors import NotFound, WeightsError
+from coterie.packages.adapter_kinds import BASE_HEAD, kind_of
 from coterie.packages.paths import adapter_digest
 from coterie.packages.safetensors_header import check_header, header_length
 
@@ -31,7 +31,6 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 4_000_000
 _MAX_WEIGHTS_BYTES = 1 << 33
 _ALIGN = 4
-_BASE_HEAD = "base_model.model.lm_head.base_layer.weight"
 _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -52,7 +51,7 @@ def describe(directory: Path) -> AdapterFacts:
     try:
         config = parse_config(_read(directory / CONFIG, _MAX_CONFIG_BYTES))
         kind = kind_of(config)
-        tokens = soft_prompt.tokens_of(config) if kind == "soft_prompt" else 0
+        tokens = ADAPTERS[kind].stored.soft_tokens(config)
         with path.open("rb") as file:
             header = int.from_bytes(file.read(8), "little")
         # reading the header checks that the tensors fill the file
@@ -82,34 +81,20 @@ def parse_adapter(config: bytes, weights: bytearray, digest: str) -> Adapter:
     """From the two files' bytes, for callers that have checked those against the digest. The
     adapter keeps `weights` and points into it."""
     table = parse_config(config)
-    name = kind_of(table)
-    kind, tensors = ADAPTERS[name], _tensors(weights)
+    kind, tensors = kind_of(table), _tensors(weights)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    if kind.soft is not None:
-        return Adapter(digest, name, soft=kind.soft(table, tensors), nbytes=nbytes)
-    assert kind.changes is not None
-    head = tensors.pop(_BASE_HEAD, None)
-    changes = kind.changes(table, tensors)
-    if head is not None:
-        changes = _noting_head(changes, head)
-        nbytes -= head.nbytes
-    return Adapter(digest, name, changes, nbytes=nbytes)
-
-
-def _noting_head(changes: dict[str, ModuleChange], head: Tensor) -> dict[str, ModuleChange]:
-    """PEFT saves the base's LM head beside an adapter of it. It is not needed, but must be the
-    served model's: its row norms are kept to be compared when composing."""
-    if "lm_head" not in changes or head.dim() != 2:
-        raise WeightsError(f"{_BASE_HEAD!r} is there, but no adapter of the LM head")
-    # copies: the others lie beside the head, which is far larger
-    own = {path: _copied(change) for path, change in changes.items()}
-    return {**own, "lm_head": replace(own["lm_head"], base_norms=head.float().norm(dim=1))}
-
-
-def _copied(change: ModuleChange) -> ModuleChange:
-    parts = {"a": change.a, "b": change.b, "magnitude": change.magnitude, "vector": change.vector}
-    copies = {name: part.clone() for name, part in parts.items() if part is not None}
-    return replace(change, **copies)  # type: ignore[arg-type]
+    head = tensors.pop(BASE_HEAD, None)
+    if head is None:
+        content = ADAPTERS[kind].read(table, tensors)
+        return Adapter(digest, kind, content.changes, content.soft, nbytes)
+    # PEFT saves the base's LM head beside an adapter of it. It is not needed, but must be the
+    # served model's: its row norms are kept to be compared when composing. The others are copied,
+    # because they lie beside the head, which is far larger.
+    content = ADAPTERS[kind].read(table, {name: part.clone() for name, part in tensors.items()})
+    if "lm_head" not in content.changes or head.dim() != 2:
+        raise WeightsError(f"{BASE_HEAD!r} is there, but no adapter of the LM head")
+    norms = head.float().norm(dim=1)
+    return Adapter(digest, kind, content.changes, content.soft, nbytes - head.nbytes, norms)
 
 
 def parse_config(data: bytes) -> Mapping[str, Any]:

@@ -15,8 +15,6 @@ from coterie.core.settings import key
 MAX_STACK = 10
 # beyond it nothing is left of the model that an adapter was trained beside
 MAX_WEIGHT = 10.0
-# LoRA, DoRA, IA3 and soft prompts, by the names of their files in adapters/
-KINDS = ("lora", "dora", "ia3", "soft_prompt")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,32 +1,39 @@
-"""How many bytes an adapter takes beside a model, told from its file's header. No torch.
+"""Kinds of adapters, as far as files tell: PEFT's name, the tensors, bytes beside a model.
 
-Adds up over a stack, as the pool composes it (adapters/kinds/patch_builder.py): factors stay bf16
-where they are stored so and scaling loses nothing, everything else is fp32.
+No torch. `ADAPTERS` (adapters/kinds/table.py) adds how a kind is read and applied.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coterie.core.errors import WeightsError
 from coterie.packages.paths import CONFIG, WEIGHTS
 from coterie.packages.safetensors_header import read_header
+
+# adapter_config.json
+PeftConfig = Mapping[str, Any]
+# of a safetensors file: name -> dtype, shape, data_offsets
+TensorHeader = Mapping[str, Mapping[str, Any]]
+
+MAX_SOFT_TOKENS = 1 << 16
+# what PEFT writes beside the adapter of a head: the base's own weight, which is not loaded
+BASE_HEAD = "base_model.model.lm_head.base_layer.weight"
 
 # tensors lie at multiples of the one, stacks at multiples of the other (adapters/compose.py)
 _TENSOR_ALIGN, _STACK_ALIGN = 64, 256
 _WIDE, _NARROW = 4, 2
-# what PEFT writes beside the adapter of a head: the base's own weight, which is not loaded
-_BASE = ".base_layer.weight"
-_FACTORS = (".lora_A.weight", ".lora_B.weight")
-# a scale of a module's output brings a shift of the same length along where there is a bias
-_SCALES = (".ia3_l", ".lora_magnitude_vector")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSize:
+    """Bytes beside a model; they add up over a stack."""
+
     # in fp32
     wide: int
     # in a stack whose factors can all stay in bf16; 0 = this one's cannot
@@ -35,17 +42,43 @@ class DeviceSize:
     shifts: int
 
 
-def device_size(folder: Path) -> DeviceSize:
-    header = read_header(folder / WEIGHTS)
-    shapes = {name: facts for name, facts in header.items() if not name.endswith(_BASE)}
-    wide = sum(_nbytes(facts, _WIDE) for facts in shapes.values())
-    shifts = sum(_nbytes(f, _WIDE) for name, f in shapes.items() if name.endswith(_SCALES))
-    narrow = 0
-    if all(n.endswith(_FACTORS) and f["dtype"] == "BF16" for n, f in shapes.items()) and _is_exact(
-        folder / CONFIG
-    ):
-        narrow = sum(_nbytes(facts, _NARROW) for facts in shapes.values())
-    return DeviceSize(_up(wide, _STACK_ALIGN), _up(narrow, _STACK_ALIGN), _up(shifts, _STACK_ALIGN))
+@dataclass(frozen=True, slots=True)
+class AdapterFormat:
+    """How one kind is stored."""
+
+    peft_type: str
+    # every module's tensors: what their names end in behind the module's path
+    suffixes: tuple[str, ...]
+    # of kinds with the same peft_type: what is set in the configs of this one alone
+    option: str = ""
+    # suffixes of what scales a module's output: on a base with biases each brings a shift of the
+    # same length along
+    output_scales: tuple[str, ...] = ()
+    # whether tensors stored in bf16 stay so: with this config, scaling them loses nothing
+    keeps_bf16: Callable[[PeftConfig], bool] | None = None
+    # the option that says how many soft tokens there are
+    tokens_option: str = ""
+
+    def device_size(self, header: TensorHeader, config: PeftConfig) -> DeviceSize:
+        """Every tensor in fp32, or all in bf16. A kind that is composed into something larger
+        than what it stores overrides this."""
+        shapes = {name: facts for name, facts in header.items() if name != BASE_HEAD}
+        scales = [f for name, f in shapes.items() if name.endswith(self.output_scales)]
+        narrow = 0
+        if self.keeps_bf16 is not None and all(f["dtype"] == "BF16" for f in shapes.values()):
+            narrow = _nbytes(shapes.values(), _NARROW) if self.keeps_bf16(config) else 0
+        return DeviceSize(_nbytes(shapes.values(), _WIDE), narrow, _nbytes(scales, _WIDE))
+
+    def soft_tokens(self, config: PeftConfig, where: str = CONFIG) -> int:
+        if not self.tokens_option:
+            return 0
+        count = config.get(self.tokens_option)
+        if type(count) is not int or not 0 < count <= MAX_SOFT_TOKENS:
+            raise WeightsError(
+                f"{where}: {self.tokens_option} must be a whole number from 1 to "
+                f"{MAX_SOFT_TOKENS}, not {str(count)[:40]!r}"
+            )
+        return count
 
 
 def is_exact(strength: float) -> bool:
@@ -53,19 +86,56 @@ def is_exact(strength: float) -> bool:
     return abs(math.frexp(strength)[0]) == 0.5
 
 
-def _is_exact(config: Path) -> bool:
-    """Every scaling that the config may give a module is a power of two."""
-    facts: dict[str, Any] = json.loads(config.read_bytes())
-    ranks = [facts.get("r"), *(facts.get("rank_pattern") or {}).values()]
-    alphas = [facts.get("lora_alpha", 8), *(facts.get("alpha_pattern") or {}).values()]
-    if facts.get("use_dora") or not all(type(n) in (int, float) for n in (*ranks, *alphas)):
+def has_exact_scalings(config: PeftConfig) -> bool:
+    """Every scaling that a LoRA's config may give a module is a power of two."""
+    ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
+    alphas = [config.get("lora_alpha", 8), *(config.get("alpha_pattern") or {}).values()]
+    if not all(type(n) in (int, float) for n in (*ranks, *alphas)):
         return False
-    root = math.sqrt if facts.get("use_rslora") else float
+    root = math.sqrt if config.get("use_rslora") else float
     return all(rank > 0 and is_exact(alpha / root(rank)) for rank in ranks for alpha in alphas)
 
 
-def _nbytes(facts: dict[str, Any], width: int) -> int:
-    return _up(width * math.prod(facts["shape"]), _TENSOR_ALIGN)
+LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+IA3_L = ".ia3_l"
+PROMPT = "prompt_embeddings"
+
+FORMATS: dict[str, AdapterFormat] = {
+    "lora": AdapterFormat("LORA", (LORA_A, LORA_B), keeps_bf16=has_exact_scalings),
+    "dora": AdapterFormat(
+        "LORA", (LORA_A, LORA_B, MAGNITUDE), option="use_dora", output_scales=(MAGNITUDE,)
+    ),
+    "ia3": AdapterFormat("IA3", (IA3_L,), output_scales=(IA3_L,)),
+    "soft_prompt": AdapterFormat("PROMPT_TUNING", (PROMPT,), tokens_option="num_virtual_tokens"),
+}
+
+
+def kind_of(config: PeftConfig, where: str = CONFIG) -> str:
+    """The name in FORMATS and ADAPTERS."""
+    peft_type = config.get("peft_type")
+    found = [
+        name
+        for name, known in FORMATS.items()
+        if known.peft_type == peft_type and (not known.option or config.get(known.option))
+    ]
+    if not found:
+        listed = ", ".join(dict.fromkeys(known.peft_type for known in FORMATS.values()))
+        raise WeightsError(
+            f"{where}: peft_type={str(peft_type)[:40]!r} is not supported; one of {listed}"
+        )
+    # the one that an option names, before the one without options
+    return max(found, key=lambda name: bool(FORMATS[name].option))
+
+
+def device_size(folder: Path) -> DeviceSize:
+    """Of the adapter in a PEFT directory, told from its config and its file's header."""
+    config = json.loads((folder / CONFIG).read_bytes())
+    return FORMATS[kind_of(config)].device_size(read_header(folder / WEIGHTS), config)
+
+
+def _nbytes(tensors: Iterable[Mapping[str, Any]], width: int) -> int:
+    sizes = (_up(width * math.prod(facts["shape"]), _TENSOR_ALIGN) for facts in tensors)
+    return _up(sum(sizes), _STACK_ALIGN)
 
 
 def _up(nbytes: int, align: int) -> int:

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar
 
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.packages import manifest as manifests
+from coterie.packages.adapter_kinds import FORMATS, kind_of
 from coterie.packages.manifest import Manifest
 from coterie.packages.paths import (
     CONFIG,
@@ -400,7 +401,6 @@ def _is_pickle(data: bytes) -> bool:
 
 
 MAX_BYTES = 4 << 20
-_MAX_VIRTUAL_TOKENS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,25 +414,7 @@ def read_config(data: bytes, where: str) -> ConfigFacts:
     if len(data) > MAX_BYTES:
         raise WeightsError(f"{where}: refused, {len(data)} bytes are too many for a config.")
     config = parse(data, where)
-    kind = _kind(config, where)
+    kind = kind_of(config, where)
     base = config.get("base_model_name_or_path")
-    tokens: Any = 0
-    if kind == "soft_prompt":
-        tokens = config.get("num_virtual_tokens")
-        if type(tokens) is not int or not 0 < tokens <= _MAX_VIRTUAL_TOKENS:
-            raise WeightsError(f"{where}: num_virtual_tokens is {tokens!r}; train it again.")
+    tokens = FORMATS[kind].soft_tokens(config, where)
     return ConfigFacts(kind, tokens, base if isinstance(base, str) else "")
-
-
-def _kind(config: dict[str, Any], where: str) -> str:
-    peft_type = config.get("peft_type")
-    if peft_type == "LORA":
-        return "dora" if config.get("use_dora") is True else "lora"
-    if peft_type == "IA3":
-        return "ia3"
-    if peft_type == "PROMPT_TUNING":
-        return "soft_prompt"
-    raise WeightsError(
-        f"{where}: adapters of type {str(peft_type)[:40]!r} are not supported; LORA (with or "
-        "without DoRA), IA3 and PROMPT_TUNING are."
-    )

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from coterie.adapters.base import Adapter, ModuleChange
 from coterie.adapters.compose import StackImage, compose
+from coterie.adapters.kinds.dora import DoraChange
+from coterie.adapters.kinds.ia3 import Ia3Change
+from coterie.adapters.kinds.lora import LoraChange
 from coterie.core.adapters import AdaptableModules
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.kernels import patched
@@ -73,12 +76,15 @@ def drawn(kind: str, generator: torch.Generator, dtype: torch.dtype = torch.floa
 
     rank = int(torch.randint(1, 6, (), generator=generator))
     scaling = float(torch.rand((), generator=generator)) + 0.5
+    change: ModuleChange
     if kind in ("lora", "dora"):
         magnitude = (5 + normal(OUTER)).float() if kind == "dora" else None
-        change = ModuleChange(normal(rank, INNER), normal(OUTER, rank), scaling, magnitude)
+        change = LoraChange(normal(rank, INNER), normal(OUTER, rank), scaling)
+        if magnitude is not None:
+            change = DoraChange(change, magnitude)
     else:
         inner = kind == "ia3_inner"
-        change = ModuleChange(vector=1 + normal(INNER if inner else OUTER), feedforward=inner)
+        change = Ia3Change(1 + normal(INNER if inner else OUTER), inner)
     return Adapter("d", kind.removesuffix("_inner"), {PATH: change})
 
 
@@ -87,12 +93,13 @@ def wrapped(model: OneMatrix, f: Function, adapter: Adapter, w: float) -> Functi
     change = adapter.changes[PATH]
     weight = model.weight.double()
     bias = 0.0 if model.bias is None else model.bias.double()
-    if change.vector is not None:
+    if isinstance(change, Ia3Change):
         vector = 1 + w * (change.vector.double() - 1)
         return (lambda x: f(x * vector)) if change.feedforward else (lambda x: vector * f(x))
-    assert change.a is not None and change.b is not None
-    delta = w * change.scaling * (change.b.double() @ change.a.double())
-    if change.magnitude is None:
+    factors = change.factors if isinstance(change, DoraChange) else change
+    assert isinstance(factors, LoraChange)
+    delta = w * factors.scaling * (factors.b.double() @ factors.a.double())
+    if not isinstance(change, DoraChange):
         return lambda x: f(x) + x @ delta.T
     g = change.magnitude.double() / (weight + delta).norm(dim=1)
     return lambda x: g * (f(x) - bias) + bias + g * (x @ delta.T)
@@ -124,6 +131,25 @@ def test_random_stacks(seed: int) -> None:
     assert made.nbytes == sum(patch.nbytes for patch in made.patches.values())
 
 
+def stored(change: ModuleChange) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """The config and the tensors of a PEFT directory."""
+    if isinstance(change, Ia3Change):
+        return {"peft_type": "IA3"}, {"ia3_l": change.vector}
+    factors = change.factors if isinstance(change, DoraChange) else change
+    assert isinstance(factors, LoraChange)
+    config: dict[str, object] = {"peft_type": "LORA", "r": 1, "lora_alpha": factors.scaling}
+    tensors = {"lora_A.weight": factors.a, "lora_B.weight": factors.b}
+    if isinstance(change, DoraChange):
+        return {**config, "use_dora": True}, {**tensors, "lora_magnitude_vector": change.magnitude}
+    return config, tensors
+
+
+def at_scaling(adapter: Adapter, scaling: float) -> Adapter:
+    change = adapter.changes[PATH]
+    assert isinstance(change, LoraChange)
+    return replace(adapter, changes={PATH: replace(change, scaling=scaling)})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_files_tell_the_most_that_a_stack_can_take(dtype: torch.dtype, tmp_path: Path) -> None:
     """And, in fp32 or where bf16 stays, hardly more: alignment alone."""
@@ -131,17 +157,11 @@ def test_files_tell_the_most_that_a_stack_can_take(dtype: torch.dtype, tmp_path:
     model = OneMatrix(0, biased=True, shuffled=False)
 
     def saved(adapter: Adapter) -> DeviceSize:
-        change = adapter.changes[PATH]
-        tensors = {
-            "lora_A.weight": change.a, "lora_B.weight": change.b,
-            "lora_magnitude_vector": change.magnitude, "ia3_l": change.vector,
-        }  # fmt: skip
-        path = tmp_path / "adapter_model.safetensors"
-        config = {"peft_type": "LORA", "r": 1, "lora_alpha": change.scaling}
+        config, tensors = stored(adapter.changes[PATH])
         (tmp_path / "adapter_config.json").write_text(json.dumps(config))
         named = {f"base_model.model.{PATH}.{name}": part for name, part in tensors.items()}
         named["base_model.model.lm_head.base_layer.weight"] = torch.zeros(1000, 16)
-        save_file({name: part for name, part in named.items() if part is not None}, path)
+        save_file(named, tmp_path / "adapter_model.safetensors")
         return device_size(tmp_path)
 
     for count in range(30):
@@ -155,7 +175,7 @@ def test_files_tell_the_most_that_a_stack_can_take(dtype: torch.dtype, tmp_path:
             assert most < taken + 256
         # a strength that is a power of two, where nothing has a bias
         loras = [drawn("lora", generator, dtype) for _ in kinds]
-        exact = [replace(a, changes={PATH: replace(a.changes[PATH], scaling=2.0)}) for a in loras]
+        exact = [at_scaling(adapter, 2.0) for adapter in loras]
         taken = StackImage(compose([(adapter, 0.5) for adapter in exact], model)).nbytes
         sizes = [saved(adapter) for adapter in exact]
         told = sum(size.narrow or size.wide for size in sizes)
@@ -168,11 +188,9 @@ def test_bf16_stays_where_nothing_is_lost() -> None:
     model = OneMatrix(0, biased=False, shuffled=False)
     lora = drawn("lora", generator, torch.bfloat16)
     (change,) = lora.changes.values()
-    assert change.a is not None and change.b is not None
-    whole = Adapter("d", "lora", {PATH: ModuleChange(change.a, change.b, scaling=2.0)})
-    wide = Adapter(
-        "d", "lora", {PATH: ModuleChange(change.a.float(), change.b.float(), scaling=2.0)}
-    )
+    assert isinstance(change, LoraChange)
+    whole = Adapter("d", "lora", {PATH: LoraChange(change.a, change.b, scaling=2.0)})
+    wide = Adapter("d", "lora", {PATH: LoraChange(change.a.float(), change.b.float(), scaling=2.0)})
 
     def dtype(*parts: tuple[Adapter, float]) -> torch.dtype:
         patch = compose(parts, model).patches[0, "q"]
@@ -225,17 +243,15 @@ def test_weights_are_finite(weight: float) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        ModuleChange(torch.ones(2, INNER + 1), torch.ones(OUTER, 2)),
-        ModuleChange(torch.ones(2, INNER), torch.ones(OUTER - 1, 2)),
-        ModuleChange(torch.ones(2, INNER), torch.ones(OUTER, 2), magnitude=torch.ones(OUTER + 1)),
-        ModuleChange(vector=torch.ones(INNER)),
-        ModuleChange(vector=torch.ones(OUTER), feedforward=True),
+        LoraChange(torch.ones(2, INNER + 1), torch.ones(OUTER, 2)),
+        LoraChange(torch.ones(2, INNER), torch.ones(OUTER - 1, 2)),
+        DoraChange(LoraChange(torch.ones(2, INNER), torch.ones(OUTER, 2)), torch.ones(OUTER + 1)),
+        Ia3Change(torch.ones(INNER)),
+        Ia3Change(torch.ones(OUTER), feedforward=True),
     ],
 )
 def test_shapes_of_another_model(change: ModuleChange) -> None:
-    kind = (
-        "ia3" if change.vector is not None else "dora" if change.magnitude is not None else "lora"
-    )
+    kind = {LoraChange: "lora", DoraChange: "dora", Ia3Change: "ia3"}[type(change)]
     model = OneMatrix(0, biased=False, shuffled=False)
     with pytest.raises(WeightsError, match="another model"):
         compose([(Adapter("d", kind, {PATH: change}), 1.0)], model)
@@ -252,6 +268,7 @@ def test_rows_that_vanish() -> None:
     model = OneMatrix(0, biased=False, shuffled=False)
     model.weight[3] = 0
     model.product.weight[3] = 0
-    change = ModuleChange(torch.zeros(1, INNER), torch.zeros(OUTER, 1), magnitude=torch.ones(OUTER))
+    factors = LoraChange(torch.zeros(1, INNER), torch.zeros(OUTER, 1))
+    change = DoraChange(factors, torch.ones(OUTER))
     with pytest.raises(WeightsError, match="zero"):
         compose([(Adapter("d", "dora", {PATH: change}), 1.0)], model)

@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from coterie.adapters.base import Adapter
 from coterie.adapters.files import CONFIG, WEIGHTS, describe, open_adapter, parse_adapter
+from coterie.adapters.kinds.lora import LoraChange
 from coterie.adapters.kinds.table import ADAPTERS
-from coterie.core import adapters as core
 from coterie.core.errors import WeightsError
+from coterie.packages.adapter_kinds import FORMATS
 
 Tensors = dict[str, Tensor]
 
@@ -51,11 +52,18 @@ def refusal(path: Path) -> str:
     return caught.value.message
 
 
+def factors(adapter: Adapter) -> Tensors:
+    """lora_A by module path."""
+    changes = {path: cast("LoraChange", change) for path, change in adapter.changes.items()}
+    return {path: change.a for path, change in changes.items()}
+
+
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
-def test_kinds_have_one_table() -> None:
-    assert tuple(ADAPTERS) == core.KINDS
+def test_kinds_have_one_table_in_two_halves() -> None:
+    assert {name: kind.stored for name, kind in ADAPTERS.items()} == FORMATS
+    assert tuple(ADAPTERS) == KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,8 +81,8 @@ def test_lora_as_stored(tmp_path: Path) -> None:
     path = made("lora", tmp_path, r=6, lora_alpha=5, use_rslora=True, dtype="bfloat16")
     adapter, tensors = open_adapter(path, "d"), load_file(path / WEIGHTS)
     change = adapter.changes[Q.removeprefix("base_model.model.")]
-    assert change.scaling == 5 / math.sqrt(6) and change.magnitude is None
-    assert change.a is not None and change.a.dtype == torch.bfloat16
+    assert isinstance(change, LoraChange) and change.scaling == 5 / math.sqrt(6)
+    assert change.a.dtype == torch.bfloat16
     assert torch.equal(change.a, tensors[Q + ".lora_A.weight"])
     assert len(adapter.changes) * 2 == len(tensors)
 
@@ -82,7 +90,7 @@ def test_lora_as_stored(tmp_path: Path) -> None:
 def test_patterns(tmp_path: Path) -> None:
     ranks = {"layers.1.mlp.up_proj": 2, "up_proj": 3, r".*\.[02]\.self_attn\.q_proj": 7}
     adapter = open_adapter(made("lora", tmp_path, rank_pattern=ranks), "d")
-    found = {path: change.a.shape[0] for path, change in adapter.changes.items()}  # type: ignore[union-attr]
+    found = {path: len(a) for path, a in factors(adapter).items()}
     stem = "model.layers.{}."
     assert found[stem.format(1) + "mlp.up_proj"] == 2
     assert found[stem.format(2) + "mlp.up_proj"] == 3
@@ -92,10 +100,10 @@ def test_patterns(tmp_path: Path) -> None:
 def test_nothing_points_into_the_file(tmp_path: Path) -> None:
     path = made("lora", tmp_path)
     adapter = open_adapter(path, "d")
-    before = {name: change.a.clone() for name, change in adapter.changes.items()}  # type: ignore[union-attr]
+    before = {path: a.clone() for path, a in factors(adapter).items()}
     size = (path / WEIGHTS).stat().st_size
     (path / WEIGHTS).write_bytes(bytes(size))
-    assert all(torch.equal(before[name], adapter.changes[name].a) for name in before)  # type: ignore[arg-type]
+    assert before and all(torch.equal(before[path], a) for path, a in factors(adapter).items())
 
 
 REFUSED_OPTIONS = {

@@ -11,7 +11,8 @@ LIVE = """
 import asyncio, sys, time
 from coterie.core.config import load
 from coterie.core.request import InferenceRequest, Limits, RouteHints, Sampling, Text
-import coterie.models.text.tokenizer, coterie.routing.router, coterie.workers.supervisor
+import coterie.adapters.check, coterie.models.text.tokenizer, coterie.routing.router
+import coterie.workers.supervisor
 from coterie.service.build import build
 
 async def main():

@@ -6,41 +6,65 @@ The norm for any s comes from three vectors: |W|^2, <W, BA> and |BA|^2. Reads th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from coterie.adapters.kinds.lora import read
-from coterie.adapters.kinds.patch_builder import transposed
+from coterie.adapters.base import AdapterContent, ModuleSize
+from coterie.adapters.kinds.lora import LoraChange, read_factors
 from coterie.core.errors import WeightsError
+from coterie.packages.adapter_kinds import FORMATS, LORA_A, LORA_B, MAGNITUDE, PeftConfig
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from coterie.adapters.base import ModuleChange, TargetModule
+    from coterie.adapters.base import TargetModule
     from coterie.adapters.kinds.patch_builder import ModulePatchBuilder
 
-__all__ = ["apply", "read"]
+
+@dataclass(frozen=True, slots=True)
+class DoraChange:
+    factors: LoraChange
+    magnitude: Tensor  # [out]
+
+    def sizes(self) -> tuple[ModuleSize, ...]:
+        magnitude = ModuleSize("lora_magnitude_vector", self.magnitude.shape[0], "out")
+        return (*self.factors.sizes(), magnitude)
 
 
-def apply(folding: ModulePatchBuilder, change: ModuleChange, weight: float) -> None:
-    if change.a is None or change.b is None or change.magnitude is None:
-        return
-    strength = weight * change.scaling
-    b = transposed(change.b.float())
-    squared = _norms_squared(folding.target, change.a.float(), b, strength)
+def read(config: PeftConfig, tensors: Mapping[str, Tensor]) -> AdapterContent:
+    changes = {}
+    for path, parts, scaling in read_factors(config, tensors, FORMATS["dora"]):
+        a, b, magnitude = parts[LORA_A], parts[LORA_B], parts[MAGNITUDE]
+        if magnitude.shape != (b.shape[0],):
+            raise WeightsError(f"{path}: lora_magnitude_vector is not as long as lora_B has rows")
+        changes[path] = DoraChange(LoraChange(a, b, scaling), magnitude)
+    return AdapterContent(changes)
+
+
+def apply(builder: ModulePatchBuilder, change: DoraChange, weight: float) -> None:
+    # on use: the gateway has no torch and reads adapters too, to check them
+    import torch
+
+    from coterie.adapters.kinds.patch_builder import transposed
+
+    factors = change.factors
+    strength = weight * factors.scaling
+    b = transposed(factors.b.float())
+    squared = _norms_squared(builder.target, factors.a.float(), b, strength)
     if not squared.min() > 0:
         raise WeightsError(
-            f"layer {folding.target.site[0]}, {folding.target.site[1]}: a row of the adapted "
+            f"layer {builder.target.site[0]}, {builder.target.site[1]}: a row of the adapted "
             "weight is zero, and DoRA divides by its norm"
         )
     scale = change.magnitude.float().numpy() / np.sqrt(squared)
     # the low-rank term is inside the brackets that g multiplies
     if strength:
-        folding.join(change.a, b.mul_(strength))
-    folding.scale_product(torch.from_numpy(scale.astype(np.float32)))
+        builder.join(factors.a, b.mul_(strength))
+    builder.scale_product(torch.from_numpy(scale.astype(np.float32)))
 
 
 def _norms_squared(

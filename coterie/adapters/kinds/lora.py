@@ -7,19 +7,27 @@ patterns, rsLoRA). DoRA reads through this file and adds its magnitudes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coterie.adapters.base import ModuleChange
+from coterie.adapters.base import AdapterContent, ModuleSize
 from coterie.adapters.kinds import options
 from coterie.core.errors import WeightsError
+from coterie.packages.adapter_kinds import (
+    FORMATS,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    AdapterFormat,
+    PeftConfig,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from coterie.adapters.kinds.patch_builder import ModulePatchBuilder
 
-PEFT_TYPE = "LORA"
 MAX_RANK = 4096
 
 _UNDERSTOOD = options.keys(
@@ -49,38 +57,64 @@ _REFUSED = {
 # beginnings that leave the base as it is. PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ take a part out of
 # the base's weights; saved with `path_initial_model_for_weight_conversion` they are plain LoRA.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-# tensor name behind the module's path -> part
-_SUFFIXES = {".lora_A.weight": "a", ".lora_B.weight": "b", ".lora_magnitude_vector": "magnitude"}
-PREFIX = "base_model.model."
 
 
-def read(config: options.PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, ModuleChange]:
-    """By module path. Every tensor must belong, and every module must be whole."""
-    _check(config)
+@dataclass(frozen=True, slots=True)
+class LoraChange:
+    a: Tensor  # [r, in]
+    b: Tensor  # [out, r]
+    # alpha / r, or alpha / sqrt(r), with the patterns applied
+    scaling: float = 1.0
+
+    def sizes(self) -> tuple[ModuleSize, ...]:
+        return (
+            ModuleSize("lora_A", self.a.shape[1], "in"),
+            ModuleSize("lora_B", self.b.shape[0], "out"),
+        )
+
+
+def read(config: PeftConfig, tensors: Mapping[str, Tensor]) -> AdapterContent:
+    for name in tensors:
+        if name.endswith(MAGNITUDE):
+            raise WeightsError(f"{name!r} is there, but use_dora is not set")
+    factors = read_factors(config, tensors, FORMATS["lora"])
+    changes = {
+        path: LoraChange(parts[LORA_A], parts[LORA_B], scaling) for path, parts, scaling in factors
+    }
+    return AdapterContent(changes)
+
+
+def apply(builder: ModulePatchBuilder, change: LoraChange, weight: float) -> None:
+    if weight:
+        builder.add(change.a, change.b, weight * change.scaling)
+
+
+def read_factors(
+    config: PeftConfig, tensors: Mapping[str, Tensor], stored: AdapterFormat
+) -> Iterator[tuple[str, dict[str, Tensor], float]]:
+    """Each module's path, its tensors by suffix, and its scaling."""
+    _check(config, tensors)
     ranks, alphas = options.table(config, "rank_pattern"), options.table(config, "alpha_pattern")
     rank = options.whole(config, "r", 1, MAX_RANK)
     alpha = options.number(config.get("lora_alpha", 8), "lora_alpha")
-    rooted, dora = options.flag(config, "use_rslora"), options.flag(config, "use_dora")
-    changes = {}
-    for path, parts in _modules(config, tensors).items():
+    rooted, tied = options.flag(config, "use_rslora"), options.flag(config, "ensure_weight_tying")
+    for path, parts in options.modules(config, tensors, stored).items():
+        if tied and path.endswith("lm_head"):
+            raise WeightsError("adapter_config.json: ensure_weight_tying adapts the embedding too")
         own = options.pick(ranks, path, rank)
         if type(own) is not int or not 0 < own <= MAX_RANK:
             raise WeightsError(f"adapter_config.json: rank_pattern gives {path} the rank {own!r}")
         strength = options.number(options.pick(alphas, path, alpha), "alpha_pattern")
-        scaling = strength / (math.sqrt(own) if rooted else own)
-        _check_module(path, parts, own, dora)
-        changes[path] = ModuleChange(
-            a=parts["a"], b=parts["b"], scaling=scaling, magnitude=parts.get("magnitude")
-        )
-    return changes
+        a, b = parts[LORA_A], parts[LORA_B]
+        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != own or b.shape[1] != own:
+            raise WeightsError(
+                f"{path}: lora_A {list(a.shape)} and lora_B {list(b.shape)} do not have the rank "
+                f"{own} that adapter_config.json gives this module"
+            )
+        yield path, parts, strength / (math.sqrt(own) if rooted else own)
 
 
-def apply(folding: ModulePatchBuilder, change: ModuleChange, weight: float) -> None:
-    if change.a is not None and change.b is not None and weight:
-        folding.add(change.a, change.b, weight * change.scaling)
-
-
-def _check(config: options.PeftConfig) -> None:
+def _check(config: PeftConfig, tensors: Mapping[str, Tensor]) -> None:
     options.check(config, _UNDERSTOOD, _REFUSED)
     if config.get("bias", "none") != "none":
         raise WeightsError(
@@ -94,44 +128,10 @@ def _check(config: options.PeftConfig) -> None:
             "weights, so that the adapter is for a changed base. Save it with "
             "path_initial_model_for_weight_conversion, which makes it plain LoRA."
         )
-
-
-def _modules(
-    config: options.PeftConfig, tensors: Mapping[str, Tensor]
-) -> dict[str, dict[str, Tensor]]:
-    is_target = options.targeting(options.names(config, "target_modules"))
-    tied = options.flag(config, "ensure_weight_tying")
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        suffix = name[name.rfind(".lora_") :]
+    options.flag(config, "use_dora")
+    for name in tensors:
         if ".lora_embedding_" in name:
             raise WeightsError(
                 f"{name!r}: LoRA on an embedding is not supported: it changes every token's input. "
                 "Train without embed_tokens in target_modules."
             )
-        if suffix not in _SUFFIXES or not name.startswith(PREFIX):
-            raise WeightsError(f"{name!r} is no tensor of a LoRA adapter as PEFT saves one")
-        path = name[len(PREFIX) : -len(suffix)]
-        if path not in found and not is_target(path):
-            raise WeightsError(f"{name!r}: target_modules does not name {path}")
-        if tied and path.endswith("lm_head"):
-            raise WeightsError("adapter_config.json: ensure_weight_tying adapts the embedding too")
-        found.setdefault(path, {})[_SUFFIXES[suffix]] = tensor
-    return found
-
-
-def _check_module(path: str, parts: Mapping[str, Tensor], rank: int, dora: bool) -> None:
-    missing = {"a", "b", *(("magnitude",) if dora else ())} - parts.keys()
-    if missing:
-        names = {part: suffix[1:] for suffix, part in _SUFFIXES.items()}
-        raise WeightsError(f"{path}: lacks {names[min(missing)]}")
-    if not dora and "magnitude" in parts:
-        raise WeightsError(f"{path}: has lora_magnitude_vector, but use_dora is not set")
-    a, b = parts["a"], parts["b"]
-    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or b.shape[1] != rank:
-        raise WeightsError(
-            f"{path}: lora_A {list(a.shape)} and lora_B {list(b.shape)} do not have the rank "
-            f"{rank} that adapter_config.json gives this module"
-        )
-    if dora and parts["magnitude"].shape != (b.shape[0],):
-        raise WeightsError(f"{path}: lora_magnitude_vector is not as long as lora_B has rows")

@@ -1,7 +1,7 @@
 """Options of PEFT's configs: which are understood, which mean nothing here, and which are refused.
 
 Every option is in one of the three sets, so that no adapter runs with a part of its meaning
-missing. Also the matching of module names, as PEFT does it.
+missing. Also which tensor belongs to which module, as PEFT names them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coterie.core.errors import WeightsError
+from coterie.packages.adapter_kinds import AdapterFormat, PeftConfig
 
-PeftConfig = Mapping[str, Any]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREFIX = "base_model.model."
 
 
 def keys(*lines: str) -> frozenset[str]:
@@ -93,6 +97,30 @@ def names(config: PeftConfig, key: str) -> list[str] | str | None:
             f"not {_short(value)}"
         )
     return value
+
+
+def modules(
+    config: PeftConfig, tensors: Mapping[str, Tensor], stored: AdapterFormat
+) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each module, by suffix, by the module's path. Every tensor belongs to a module
+    that target_modules names, and every module has all of its tensors."""
+    is_target = targeting(names(config, "target_modules"))
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        suffix = next((end for end in stored.suffixes if name.endswith(end)), "")
+        if not suffix or not name.startswith(PREFIX):
+            raise WeightsError(
+                f"{name!r} is no tensor of a {stored.peft_type} adapter as PEFT saves one"
+            )
+        path = name[len(PREFIX) : -len(suffix)]
+        if path not in found and not is_target(path):
+            raise WeightsError(f"{name!r}: target_modules does not name {path}")
+        found.setdefault(path, {})[suffix] = tensor
+    for path, parts in found.items():
+        if len(parts) < len(stored.suffixes):
+            missing = next(end for end in stored.suffixes if end not in parts)
+            raise WeightsError(f"{path}: lacks {missing[1:]}")
+    return found
 
 
 def pick(patterns: Mapping[str, Any], path: str, default: Any) -> Any:

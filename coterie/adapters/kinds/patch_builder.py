@@ -6,7 +6,6 @@ which is why any stack comes down to one patch.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from coterie.adapters import base
 from coterie.kernels.patch import Patch
+from coterie.packages.adapter_kinds import is_exact
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,8 +34,8 @@ class ModulePatchBuilder:
 
     def add(self, a: Tensor, b: Tensor, strength: float) -> None:
         """f(x) + strength * (x a^T) b^T, both factors as stored: a [r, in], b [out, r]."""
-        # a power of two changes no digit of bf16; everything else is worked out in fp32
-        exact = b.dtype == torch.bfloat16 and abs(math.frexp(strength)[0]) == 0.5
+        # all but powers of two is worked out in fp32
+        exact = b.dtype == torch.bfloat16 and is_exact(strength)
         rows = transposed(b if exact else b.float())
         self.join(a, rows if strength == 1 else rows.mul_(strength))
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from coterie.adapters.base import AdapterContent
 from coterie.adapters.kinds import options
 from coterie.core.errors import WeightsError
+from coterie.packages.adapter_kinds import FORMATS, PROMPT, PeftConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PEFT_TYPE = "PROMPT_TUNING"
-MAX_TOKENS = 1 << 16
-
-_NAME = "prompt_embeddings"
 _UNDERSTOOD = options.keys(
     "num_virtual_tokens token_dim num_transformer_submodules",
     # the base model's shape, and where training began
@@ -27,26 +25,21 @@ _UNDERSTOOD = options.keys(
 _REFUSED = {"modules_to_save": "it replaces whole modules of the base model"}
 
 
-def read(config: options.PeftConfig, tensors: Mapping[str, Tensor]) -> Tensor:
-    """[tokens, hidden]."""
+def read(config: PeftConfig, tensors: Mapping[str, Tensor]) -> AdapterContent:
     options.check(config, _UNDERSTOOD, _REFUSED)
     if config.get("num_transformer_submodules") not in (None, 1):
         raise WeightsError(
             "adapter_config.json: num_transformer_submodules must be 1: a decoder has one stack"
         )
-    count = tokens_of(config)
-    if tensors.keys() != {_NAME}:
-        raise WeightsError(f"a soft prompt is one tensor {_NAME!r}, not {sorted(tensors)[:4]}")
-    soft = tensors[_NAME]
+    count = FORMATS["soft_prompt"].soft_tokens(config)
+    if tensors.keys() != {PROMPT}:
+        raise WeightsError(f"a soft prompt is one tensor {PROMPT!r}, not {sorted(tensors)[:4]}")
+    soft = tensors[PROMPT]
     if soft.dim() != 2 or len(soft) != count:
         raise WeightsError(
-            f"{_NAME!r} has shape {list(soft.shape)}; adapter_config.json says {count} tokens"
+            f"{PROMPT!r} has shape {list(soft.shape)}; adapter_config.json says {count} tokens"
         )
     width = config.get("token_dim")
     if width is not None and width != soft.shape[1]:
-        raise WeightsError(f"{_NAME!r} is {soft.shape[1]} wide; token_dim says {width!r}")
-    return soft
-
-
-def tokens_of(config: options.PeftConfig) -> int:
-    return options.whole(config, "num_virtual_tokens", 1, MAX_TOKENS)
+        raise WeightsError(f"{PROMPT!r} is {soft.shape[1]} wide; token_dim says {width!r}")
+    return AdapterContent(soft=soft)
