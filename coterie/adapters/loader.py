@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from coterie.adapters.base import Adapter
 from coterie.adapters.compose import StackImage, compose
 from coterie.adapters.residency import LoadHistory
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded, WeightsError
+from coterie.core.lru import LruCache
 from coterie.kernels.cpu.build import use_threads_here
 from coterie.kernels.patch import PatchStack
 from coterie.obs.log import log
@@ -243,60 +244,42 @@ class StackLoader:
 class HostCache:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self.used_bytes = 0
-        self.evictions = 0
-        self._lock = threading.Lock()
         # adapters by digest, images by their stack's key: the two differ in length
-        self._held: OrderedDict[str, Adapter | StackImage] = OrderedDict()
+        self._held: LruCache[str, Adapter | StackImage] = LruCache(
+            budget_bytes, size=lambda held: held.nbytes
+        )
 
     def __len__(self) -> int:
         return len(self._held)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._held.used
+
+    @property
+    def evictions(self) -> int:
+        return self._held.evictions
 
     def holds(self, key: str, digests: Sequence[str]) -> bool:
         """A stack can be placed without reading the disk."""
         return key in self._held or all(digest in self._held for digest in digests)
 
     def adapter(self, digest: str) -> Adapter | None:
-        held = self._get(digest)
+        held = self._held.get(digest)
         return held if isinstance(held, Adapter) else None
 
     def image(self, key: str) -> StackImage | None:
-        held = self._get(key)
+        held = self._held.get(key)
         return held if isinstance(held, StackImage) else None
 
     def keep(self, adapter: Adapter) -> None:
-        with self._lock:
-            self._put(adapter.digest, adapter)
+        """What alone is over the budget is not kept."""
+        self._held.put(adapter.digest, adapter)
 
     def keep_image(self, key: str, image: StackImage, digests: Sequence[str]) -> None:
-        with self._lock:
-            if len(digests) == 1 and image.nbytes <= self.budget_bytes:
-                self._drop(digests[0])
-            self._put(key, image)
+        if len(digests) == 1 and image.nbytes <= self.budget_bytes:
+            self._held.pop(digests[0])
+        self._held.put(key, image)
 
     def clear(self) -> None:
-        with self._lock:
-            self._held.clear()
-            self.used_bytes = 0
-
-    def _get(self, name: str) -> Adapter | StackImage | None:
-        with self._lock:
-            held = self._held.get(name)
-            if held is not None:
-                self._held.move_to_end(name)
-            return held
-
-    def _put(self, name: str, held: Adapter | StackImage) -> None:
-        """What alone is over the budget is not kept."""
-        if held.nbytes > self.budget_bytes or name in self._held:
-            return
-        while self.used_bytes + held.nbytes > self.budget_bytes:
-            self._drop(next(iter(self._held)))
-            self.evictions += 1
-        self._held[name] = held
-        self.used_bytes += held.nbytes
-
-    def _drop(self, name: str) -> None:
-        held = self._held.pop(name, None)
-        if held is not None:
-            self.used_bytes -= held.nbytes
+        self._held.clear()

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from coterie.adapters.compose import upload_for
 from coterie.adapters.loader import HostCache, StackLoader
 from coterie.adapters.residency import AdapterSlab, Clock, StackEntry, StackFacts, StackResidency
 from coterie.core.adapters import MAX_STACK, AdapterSettings
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest, NotFound, Overloaded
+from coterie.core.lru import LruCache
 from coterie.core.plan import AdapterChoice, stack_key
 
 if TYPE_CHECKING:
@@ -56,9 +57,8 @@ class AdapterPool:
         self._residency = StackResidency(slab, MAX_STACKS, clock)
         self._upload = upload_for(device, slab.nbytes)
         self._loader = StackLoader(library, self._host, targets, self._residency, self._upload)
-        # least recently asked for first
-        self._known: OrderedDict[str, StackFacts] = OrderedDict()
-        self._files: OrderedDict[str, AdapterFacts] = OrderedDict()
+        self._known: LruCache[str, StackFacts] = LruCache(MAX_KNOWN)
+        self._files: LruCache[str, AdapterFacts] = LruCache(MAX_KNOWN)
         # of the residency's version
         self._resident: tuple[int, tuple[str, ...]] = (0, ())
         self._lookups = {"device": 0, "host": 0, "disk": 0}
@@ -66,12 +66,7 @@ class AdapterPool:
     def describe(self, adapters: Sequence[AdapterChoice]) -> StackFacts:
         """What a stack is, from its files' headers. Raises when it cannot be run here."""
         key = stack_key(adapters)
-        facts = self._known.get(key)
-        if facts is None:
-            facts = self._known[key] = self._facts(key, tuple(adapters))
-            _forget(self._known, MAX_KNOWN)
-        self._known.move_to_end(key)
-        return facts
+        return self._known.get_or_make(key, lambda: self._facts(key, tuple(adapters)))
 
     def want(self, adapters: Sequence[AdapterChoice]) -> None:
         """Begin to load a stack that is not here. When too many are being loaded, whoever asks for
@@ -86,8 +81,8 @@ class AdapterPool:
         if facts is None:
             return "failed"
         # whoever is asked for is not forgotten
-        self._known[key] = facts
-        self._known.move_to_end(key)
+        if self._known.get(key) is None:
+            self._known.put(key, facts)
         if entry is None:
             return self._ask(facts)
         entry.asked_s = self._clock()
@@ -204,7 +199,8 @@ class AdapterPool:
         for choice in adapters:
             if not math.isfinite(choice.weight):
                 raise InvalidRequest(f"the weight of {choice.name} is {choice.weight}")
-        files = [self._file(choice) for choice in adapters]
+        digests = [choice.digest for choice in adapters]
+        files = [self._files.get_or_make(d, partial(self.library.facts, d)) for d in digests]
         nbytes = sum(facts.nbytes for facts in files)
         room = self._residency.slab.nbytes
         if nbytes > room:
@@ -214,14 +210,6 @@ class AdapterPool:
             )
         tokens = sum(facts.num_virtual_tokens for facts in files)
         return StackFacts(key, adapters, tokens, nbytes)
-
-    def _file(self, choice: AdapterChoice) -> AdapterFacts:
-        facts = self._files.get(choice.digest)
-        if facts is None:
-            facts = self._files[choice.digest] = self.library.facts(choice.digest)
-            _forget(self._files, MAX_KNOWN)
-        self._files.move_to_end(choice.digest)
-        return facts
 
     def _want(self, facts: StackFacts) -> StackEntry:
         residency, now_s = self._residency, self._clock()
@@ -258,8 +246,3 @@ class AdapterPool:
         failed = [entry for entry in entries.values() if entry.state == "failed"]
         for entry in failed[: max(0, len(failed) - MAX_FAILED)]:
             del entries[entry.key]
-
-
-def _forget(known: OrderedDict[str, Any], limit: int) -> None:
-    while len(known) > limit:
-        known.popitem(last=False)

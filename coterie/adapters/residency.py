@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import CoterieError, InternalError
+from coterie.core.lru import LruCache
 from coterie.core.plan import AdapterChoice
 from coterie.kernels.patch import PatchStack
 
@@ -202,7 +203,7 @@ class LoadHistory:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self._adapters: OrderedDict[str, LoadTimes] = OrderedDict()
+        self._adapters: LruCache[str, LoadTimes] = LruCache(MAX_TOLD)
 
     def read(self, digest: str, seconds: float) -> None:
         self.counts["disk"] += 1
@@ -224,20 +225,10 @@ class LoadHistory:
 
     def told(self) -> dict[str, LoadTimes]:
         """The adapters loaded last."""
-        return dict(self._adapters)
+        return dict(self._adapters.items())
 
     def _of(self, digest: str) -> LoadTimes:
-        times = self._adapters.get(digest)
-        if times is None:
-            times = LoadTimes()
-        adapters = OrderedDict(self._adapters)
-        adapters[digest] = times
-        adapters.move_to_end(digest)
-        while len(adapters) > MAX_TOLD:
-            adapters.popitem(last=False)
-        # replaced whole: a reader never sees it change
-        self._adapters = adapters
-        return times
+        return self._adapters.get_or_make(digest, LoadTimes)
 
 
 # blocks begin and end on this many bytes: what the widest loads of any device ask for

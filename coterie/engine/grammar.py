@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.core.errors import InternalError
+from coterie.core.lru import LruCache
 from coterie.core.request import ResponseFormat, own_tenant
 from coterie.engine.grammar_ending import FEW, MANY, SOME, EndingFinder, EndingHints, hints_of
 from coterie.models.grammar.grammar import GrammarVocabulary
@@ -227,9 +228,9 @@ class GrammarCache:
     def __init__(self, tokenizer: Tokenizer, num_ids: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._num_ids, self._eos_ids = tokenizer, num_ids, eos_ids
         self._parts: tuple[GrammarVocabulary, EndingFinder] | None = None
-        self._compiled: OrderedDict[ResponseFormat, CompiledGrammar] = OrderedDict()
-        # for the vocabulary, which takes long, and for the grammars
-        self._building, self._lock = Lock(), Lock()
+        self._compiled: LruCache[ResponseFormat, CompiledGrammar] = LruCache(MAX_COMPILED)
+        # for the vocabulary, which takes long
+        self._building = Lock()
         self.work = GrammarWork()
 
     def warm(self) -> None:
@@ -258,29 +259,19 @@ class GrammarCache:
     def _begin(
         self, wanted: ResponseFormat, choices: Sequence[tuple[Constraint, Sequence[int]]]
     ) -> int:
-        start = self._compile(wanted)
+        start = self._compiled.get_or_make(wanted, partial(self._compile, wanted))
         for constraint, output in choices:
             constraint.begin(start, output)
         return len(choices)
 
     def _compile(self, wanted: ResponseFormat) -> CompiledGrammar:
-        with self._lock:
-            found = self._compiled.get(wanted)
-            if found is not None:
-                self._compiled.move_to_end(wanted)
-                return found
         self.warm()
         assert self._parts is not None
         vocabulary, closer = self._parts
         matcher, letters = vocabulary.compile(wanted), vocabulary.compile_letters(wanted)
         hints = hints_of(wanted)
         shortest = closer.find(letters.deep_copy(), NEAR_END * 8, hints, MANY)
-        found = CompiledGrammar(matcher, letters, shortest, vocabulary, closer, hints)
-        with self._lock:
-            self._compiled[wanted] = found
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return found
+        return CompiledGrammar(matcher, letters, shortest, vocabulary, closer, hints)
 
 
 # of one step; what is not done by then is passed over in it

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from hashlib import blake2b
 
+from coterie.core.lru import LruCache
 from coterie.core.plan import AdapterChoice
 from coterie.engine.blocks import BlockPool
 
@@ -47,14 +48,13 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, *, enabled: bool, max_sessions: int) -> None:
         self._pool = pool
         self._enabled = enabled
-        self._max_sessions = max_sessions
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         # unowned cached blocks, oldest first; those of kept sessions apart
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._kept: set[int] = set()
         # session -> its blocks, least recently finished first
-        self._sessions: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
+        self._sessions: LruCache[Hashable, tuple[int, ...]] = LruCache(max_sessions)
         self._pins: dict[int, int] = {}
         # hex digests of the sessions' ends, newest last, rebuilt when they change
         self._ends: tuple[str, ...] = ()
@@ -117,18 +117,16 @@ class PrefixCache:
     def keep(self, session: Hashable, chain: Sequence[bytes]) -> None:
         """`chain`'s cached blocks become the session's entry, in place of its former one."""
         blocks = tuple(self.match(chain))
-        if not blocks or not self._max_sessions:
+        if not blocks or not self._sessions.limit:
             return
         for block in blocks:
             self._pins[block] = self._pins.get(block, 0) + 1
             if block in self._idle:
                 del self._idle[block]
                 self._kept.add(block)
-        if session in self._sessions:
-            self._unpin(self._sessions.pop(session))
-        self._sessions[session] = blocks
-        if len(self._sessions) > self._max_sessions:
-            self._unpin(self._sessions.popitem(last=False)[1])
+        self._unpin(self._sessions.pop(session) or ())
+        for oldest in self._sessions.put(session, blocks):
+            self._unpin(oldest)
         self._list_ends()
 
     def check(self, tables: Sequence[list[int]]) -> None:
@@ -143,12 +141,12 @@ class PrefixCache:
         for blocks in self._sessions.values():
             for block in blocks:
                 pins[block] = pins.get(block, 0) + 1
-        assert pins == self._pins and len(self._sessions) <= self._max_sessions
+        assert pins == self._pins and len(self._sessions) <= self._sessions.limit
 
     def _evict(self) -> bool:
         """Forget one unowned block; sessions give theirs up when nothing else is left."""
         while not self._idle and self._kept:
-            self._unpin(self._sessions.popitem(last=False)[1])
+            self._unpin(self._sessions.pop_oldest())
             self._list_ends()
         if not self._idle:
             return False

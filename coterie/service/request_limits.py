@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 
@@ -23,6 +22,7 @@ from coterie.core.events import (
     Timings,
     Usage,
 )
+from coterie.core.lru import LruCache
 from coterie.core.request import InferenceRequest
 
 # the engine keeps deadlines itself, and tells more; past this it is not waited for
@@ -128,21 +128,18 @@ class UserRate:
         self.per_second = per_second
         self.burst = max(1.0, per_second * BURST_S)
         self._clock = clock
-        self._max_users = max_users
         # (tokens left, when that was)
-        self._buckets: OrderedDict[User, tuple[float, float]] = OrderedDict()
+        self._buckets: LruCache[User, tuple[float, float]] = LruCache(max_users)
 
     def take(self, tenant: str, user: str) -> None:
         """One request of this user; refused with the time of the next one."""
         if not self.per_second:
             return
         now, key = self._clock(), (tenant, user)
-        left, since = self._buckets.pop(key, (self.burst, now))
+        left, since = self._buckets.get(key) or (self.burst, now)
         left = min(self.burst, left + (now - since) * self.per_second)
         allowed = left >= 1.0
-        self._buckets[key] = (left - 1.0 if allowed else left, now)
-        if len(self._buckets) > self._max_users:
-            self._buckets.popitem(last=False)
+        self._buckets.put(key, (left - 1.0 if allowed else left, now))
         if not allowed:
             raise Overloaded(
                 f"this user_id may ask {self.per_second:g} times a second; try again later",

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save
 
 from coterie.adapters.files import parse_adapter
+from coterie.adapters.kinds.lora import LoraChange
 from coterie.adapters.kinds.patch_builder import is_finite, transposed
 from coterie.core.errors import WeightsError
 
@@ -46,8 +47,8 @@ def test_a_file_of_several_types() -> None:
     a, b = torch.randn(1, 3).bfloat16(), torch.randn(4, 1)
     adapter = parse_adapter(config, bytearray(_file({"A": a, "B": b}, stem)), "d")
     change = adapter.changes["model.layers.0.self_attn.q_proj"]
-    assert change.a is not None and torch.equal(change.a, a)
-    assert change.b is not None and torch.equal(change.b, b)
+    assert isinstance(change, LoraChange)
+    assert torch.equal(change.a, a) and torch.equal(change.b, b)
     b[3, 0] = float("nan")
     with pytest.raises(WeightsError, match=r"lora_B.*NaN"):
         parse_adapter(config, bytearray(_file({"A": a, "B": b}, stem)), "d")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import cast
 
 import pytest
 from pool_rig import PATHS, choose, delta, fetch, open_pool, put_adapter, settle, write_lora
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save, save_file
 
 from coterie.adapters import pool as pools
 from coterie.adapters.files import AdapterLibrary
+from coterie.adapters.kinds.lora import LoraChange
 from coterie.adapters.pool import AdapterPool
 from coterie.core.errors import CoterieError, NotFound, WeightsError
 from coterie.core.plan import stack_key
@@ -132,8 +134,9 @@ def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
 def test_nothing_of_an_adapter_points_into_its_file(tmp_path: Path) -> None:
     digest = write_lora(tmp_path, 1)
     adapter = AdapterLibrary(tmp_path).load(digest)
-    before = {path: change.a.clone() for path, change in adapter.changes.items()}  # type: ignore[union-attr]
+    changes = {name: cast("LoraChange", change) for name, change in adapter.changes.items()}
+    before = {name: change.a.clone() for name, change in changes.items()}
     path = tmp_path / digest / WEIGHTS
     save_file({name: tensor * 0 for name, tensor in load_file(path).items()}, tmp_path / "zero")
     path.write_bytes((tmp_path / "zero").read_bytes())
-    assert all((change.a == before[path]).all() for path, change in adapter.changes.items())  # type: ignore[union-attr]
+    assert before and all((change.a == before[name]).all() for name, change in changes.items())

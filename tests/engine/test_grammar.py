@@ -299,7 +299,7 @@ def test_compiled_grammars_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(grammar.GrammarVocabulary, "compile", counted)
     for text in ("B", "C", "B", "D", "E", "B", "C"):
-        grammars._compile(ResponseFormat("regex", text))
+        grammars._begin(ResponseFormat("regex", text), [])
     # C was the least recently used when E came
     assert compiled == ["B", "C", "D", "E", "C"]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from threading import Timer
 from typing import TYPE_CHECKING
 
 from coterie.core.errors import InternalError, InvalidRequest, Overloaded, Unavailable
+from coterie.core.lru import LruCache
 from coterie.core.request import ResponseFormat
 from coterie.core.spawn import DEVNULL, PIPE, ChildProcess, environment, spawn
 from coterie.models.grammar.child import VocabularyWords, receive, send
@@ -41,7 +41,7 @@ class GrammarCheck:
         # of one tokenizer; only the thread touches it
         self._child: tuple[Tokenizer, ChildProcess] | None = None
         # what is wrong; empty = nothing
-        self._verdicts: OrderedDict[Key, str] = OrderedDict()
+        self._verdicts: LruCache[Key, str] = LruCache(MAX_VERDICTS)
         self._waiting = 0
         self._closed = False
 
@@ -53,7 +53,8 @@ class GrammarCheck:
             return
         check_size(wanted)
         key = (tokenizer, wanted)
-        if key not in self._verdicts:
+        fault = self._verdicts.get(key)
+        if fault is None:
             if self._waiting >= MAX_WAITING:
                 raise Overloaded("too many new grammars are being read", retry_after_s=1.0)
             self._waiting += 1
@@ -62,12 +63,9 @@ class GrammarCheck:
                 fault = await loop.run_in_executor(self._thread, self._judge, key)
             finally:
                 self._waiting -= 1
-            self._verdicts[key] = fault
-            if len(self._verdicts) > MAX_VERDICTS:
-                self._verdicts.popitem(last=False)
-        self._verdicts.move_to_end(key)
-        if self._verdicts[key]:
-            raise InvalidRequest(self._verdicts[key], param=param)
+            self._verdicts.put(key, fault)
+        if fault:
+            raise InvalidRequest(fault, param=param)
 
     def close(self) -> None:
         """At once: whoever still waits is refused. A second call does nothing."""

@@ -7,19 +7,18 @@ only where it changed: the same weights may be packed again with other hints.
 from __future__ import annotations
 
 import re
-import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.core.adapters import AdapterProfile
+from coterie.core.lru import LruCache
 from coterie.routing.match.embed import Embedder, Vector, unit
 from coterie.routing.match.sketch import (
     JOINT_WEIGHT,
@@ -30,29 +29,6 @@ from coterie.routing.match.sketch import (
     sketch,
 )
 from coterie.routing.resolve import same_purpose
-
-Value = TypeVar("Value")
-
-
-class KeptCache(Generic[Value]):
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, Value] = OrderedDict()
-
-    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """What is kept, or what `make` answers; two threads may both make it."""
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        made = make()
-        with self._lock:
-            self._kept[key] = made
-            if len(self._kept) > self._most:
-                self._kept.popitem(last=False)
-        return made
-
 
 # of one package
 MAX_EXAMPLES = 640
@@ -79,16 +55,16 @@ class _PackageTexts:
     centre: Vector
 
 
-_backgrounds: KeptCache[BackgroundPrompts] = KeptCache(4)
-_said: KeptCache[_PackageTexts] = KeptCache(2000)
-_probes: KeptCache[Probe] = KeptCache(2000)
+_backgrounds: LruCache[str, BackgroundPrompts] = LruCache(4)
+_said: LruCache[tuple[str, str], _PackageTexts] = LruCache(2000)
+_probes: LruCache[tuple[str, ...], Probe] = LruCache(2000)
 
 
 def probes(profiles: Sequence[AdapterProfile], embedder: Embedder) -> list[Probe]:
     """One for each profile, in their order."""
     if not profiles:
         return []
-    background = _backgrounds.get(
+    background = _backgrounds.get_or_make(
         embedder.name, lambda: BackgroundPrompts(ordinary_prompts(), embedder)
     )
     said = [_texts(profile, embedder) for profile in profiles]
@@ -100,13 +76,13 @@ def probes(profiles: Sequence[AdapterProfile], embedder: Embedder) -> list[Probe
         lesson = ProbeExamples(
             item.examples, item.counterexamples, item.made_up, *_others(item, near)
         )
-        made.append(_probes.get(key, partial(background.fit, lesson)))
+        made.append(_probes.get_or_make(key, partial(background.fit, lesson)))
     return made
 
 
 def _texts(profile: AdapterProfile, embedder: Embedder) -> _PackageTexts:
     digest = texts_digest(profile)
-    return _said.get((embedder.name, digest), lambda: _read(profile, digest, embedder))
+    return _said.get_or_make((embedder.name, digest), lambda: _read(profile, digest, embedder))
 
 
 def texts_digest(profile: AdapterProfile) -> str:

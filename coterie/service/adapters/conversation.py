@@ -6,10 +6,10 @@ whether there is time for it, others know.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
+from coterie.core.lru import LruCache
 from coterie.core.plan import AdapterChoice, stack_key
 from coterie.core.request import InferenceRequest
 from coterie.obs.metrics import MetricRegistry
@@ -32,17 +32,17 @@ Stack = tuple[AdapterChoice, ...]
 class ConversationState:
     """One conversation: its stacks by key, the latest last ("" = the base alone)."""
 
-    recent: OrderedDict[str, Stack] = field(default_factory=OrderedDict)
+    recent: LruCache[str, Stack] = field(default_factory=lambda: LruCache(MAX_RECENT))
     last: str = ""
     foreseen: frozenset[str] = frozenset()
 
 
 class ConversationPredictor:
     def __init__(self, registry: MetricRegistry) -> None:
-        self._memories: OrderedDict[tuple[str, str], ConversationState] = OrderedDict()
+        self._memories: LruCache[tuple[str, str], ConversationState] = LruCache(MAX_CONVERSATIONS)
         # by key: what came after it, in any conversation
-        self._after: OrderedDict[str, Counter[str]] = OrderedDict()
-        self._stacks: OrderedDict[str, Stack] = OrderedDict()
+        self._after: LruCache[str, Counter[str]] = LruCache(MAX_KNOWN)
+        self._stacks: LruCache[str, Stack] = LruCache(MAX_KNOWN)
         self._hits = registry.value("coterie_conversation_turns", "hit")
         self._misses = registry.value("coterie_conversation_turns", "miss")
         self._size = registry.value("coterie_conversations")
@@ -54,54 +54,41 @@ class ConversationPredictor:
         key = stack_key(adapters)
         memory = self._memories.get((request.tenant, request.session))
         if memory is None:
-            memory = self._memories[request.tenant, request.session] = ConversationState()
-            _forget(self._memories, MAX_CONVERSATIONS)
+            memory = ConversationState()
+            self._memories.put((request.tenant, request.session), memory)
             self._size.set(len(self._memories))
         else:
             if key:
                 (self._hits if key in memory.foreseen else self._misses).add()
             self._follows(memory.last, key)
-        self._memories.move_to_end((request.tenant, request.session))
         memory.last = key
         if key:
-            self._stacks[key] = memory.recent[key] = adapters
-            self._stacks.move_to_end(key)
-            memory.recent.move_to_end(key)
-            _forget(self._stacks, MAX_KNOWN)
-            _forget(memory.recent, MAX_RECENT)
+            self._stacks.put(key, adapters)
+            memory.recent.put(key, adapters)
 
     def ahead(self, request: InferenceRequest) -> list[Stack]:
         """What the next turn is likely to run on, likeliest first."""
         if request.session is None:
             return []
-        memory = self._memories.get((request.tenant, request.session))
+        memory = self._memories.peek((request.tenant, request.session))
         if memory is None:
             return []
         likely = dict(reversed(memory.recent.items()))
-        for key in self._followers(memory.last):
-            likely.setdefault(key, self._stacks[key])
+        for key, stack in self._followers(memory.last):
+            likely.setdefault(key, stack)
         chosen = dict(list(likely.items())[:MAX_AHEAD])
         memory.foreseen = frozenset(chosen)
         return list(chosen.values())
 
     def _follows(self, before: str, after: str) -> None:
-        counts = self._after.setdefault(before, Counter())
+        counts = self._after.get_or_make(before, Counter)
         counts[after] += 1
-        self._after.move_to_end(before)
-        _forget(self._after, MAX_KNOWN)
         if len(counts) > MAX_FOLLOWERS:
             del counts[min(counts, key=counts.__getitem__)]
 
-    def _followers(self, key: str) -> list[str]:
-        counts = self._after.get(key, Counter[str]())
+    def _followers(self, key: str) -> list[tuple[str, Stack]]:
+        counts = self._after.peek(key) or Counter[str]()
         least = max(MIN_COUNT, MIN_SHARE * counts.total())
-        return [
-            found
-            for found, count in counts.most_common(MAX_AHEAD)
-            if count >= least and found in self._stacks
-        ]
-
-
-def _forget(known: OrderedDict[Any, Any], limit: int) -> None:
-    while len(known) > limit:
-        known.popitem(last=False)
+        likely = [found for found, count in counts.most_common(MAX_AHEAD) if count >= least]
+        stacks = ((found, self._stacks.peek(found)) for found in likely)
+        return [(found, stack) for found, stack in stacks if stack is not None]
