@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.core.errors import CoterieError, MissingDependency, WeightsError
 from coterie.core.events import Event
+from coterie.core.lane import LaneConfig
 from coterie.core.moe import USAGE_FIELDS, MoeUsage
 from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
 from coterie.engine.active_request import RequestSetup, open_request, refuse, sequence_adapters
 from coterie.engine.adapter_holds import AdapterHolds, AdapterPoolView
 from coterie.engine.detokenize import TokenPieces
 from coterie.engine.grammar import GrammarCache
-from coterie.engine.lane import DeficitRoundRobin, LaneConfig
+from coterie.engine.lane import DeficitRoundRobin
 from coterie.engine.request_tracker import RequestTracker
 from coterie.engine.runner import Runner
 from coterie.engine.scheduler import Scheduler
@@ -81,8 +82,6 @@ class LaneThroughput:
             return self._busy_s / self._ended
         return pending_tokens * self._busy_s / max(self._tokens, 1.0)
 
-
-__all__ = ["Engine", "LaneConfig"]
 
 log = logging.getLogger(__name__)
 

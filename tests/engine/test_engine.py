@@ -85,7 +85,7 @@ def test_choices_fork_from_one_prefill(rows: int) -> None:
 
 
 def test_decode_never_stalls_behind_a_long_prompt() -> None:
-    engine = make_engine(make_lane(num_blocks=200, max_step_tokens=16, max_context=800))
+    engine = make_engine(make_lane(num_blocks=200, max_step_tokens=16, context=800))
     first = make_assignment("a", [1, 2, 3], max_tokens=60)
     engine.add(first)
     engine.step()
@@ -312,7 +312,7 @@ def test_a_second_turn_reuses_the_first() -> None:
 
 
 def test_refusals() -> None:
-    engine = make_engine(make_lane(num_blocks=8, max_context=100, max_queue=2, max_sequences=1))
+    engine = make_engine(make_lane(num_blocks=8, context=100, max_queue=2, max_sequences=1))
     cases: list[tuple[Any, str]] = [
         (make_assignment("x", []), "invalid_request"),
         (make_assignment("x", [48]), "invalid_request"),
@@ -347,7 +347,7 @@ def test_refusals() -> None:
 
 
 def test_output_is_cut_where_the_context_ends() -> None:
-    engine = make_engine(make_lane(max_context=20))
+    engine = make_engine(make_lane(context=20))
     assignment = make_assignment("a", [1] * 15, max_tokens=None)
     engine.add(assignment)
     events = drain(engine)
@@ -374,8 +374,8 @@ def test_higher_priority_takes_the_blocks() -> None:
 
 def test_lanes_share_by_weight_and_keep_their_own_blocks() -> None:
     lanes = [
-        make_lane("heavy", weight=3.0, num_blocks=400, max_context=1000, max_queue=50),
-        make_lane("light", weight=1.0, num_blocks=300, max_context=1000, block_size=8),
+        make_lane("heavy", weight=3.0, num_blocks=400, context=1000, max_queue=50),
+        make_lane("light", weight=1.0, num_blocks=300, context=1000, block_size=8),
     ]
     engine = make_engine(*lanes)
     for lane in ("heavy", "light"):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 from coterie.core.events import Delta, Failed, Finished, Started, Timings, TokenLogprob, Usage
+from coterie.core.lane import LaneConfig
 from coterie.core.moe import MoeSettings, MoeUsage
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 from coterie.core.request import Limits, Sampling
 from coterie.workers import wire
-from coterie.workers.contract import LaneSpec, ReplicaInfo, WorkerCommand, WorkerReport, WorkerSpec
+from coterie.workers.contract import ReplicaInfo, WorkerCommand, WorkerReport, WorkerSpec
 
 
 def test_commands() -> None:
@@ -68,7 +69,7 @@ def test_reports() -> None:
 
 def test_loading() -> None:
     dispatch = MoeSettings("lru+active_only", "6GB", "25%", 3, deterministic=True)
-    lanes = (LaneSpec("a", context=64, share=0.5),)
+    lanes = (LaneConfig("a", context=64, weight=0.5),)
     spec = WorkerSpec("r0", "/models/a", lanes, kv_bytes=7, dispatch=dispatch)
     assert wire.decode_spec(wire.encode(spec)) == spec
     info = ReplicaInfo(
