@@ -73,6 +73,13 @@ class ModelSpec:
         return scale * self.rope.magnitude() ** 2 if self.rope else scale
 
     @property
+    def rotary(self) -> Rope:
+        """For code that is only for models with rotary positions."""
+        if self.rope is None:
+            raise TypeError(f"{self.architecture} has no rotary positions")
+        return self.rope
+
+    @property
     def kv_planes(self) -> int:
         """Keys and values, or one latent for both."""
         return 1 if self.latent else 2

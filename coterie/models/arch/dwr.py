@@ -125,7 +125,7 @@ class DwrBackbone:
         return half.out(mixed.reshape(hidden.shape))
 
 
-def assemble(reader: TensorReader, backend: str, progress: Progress) -> AssembledModel:
+def build(reader: TensorReader, backend: str, progress: Progress) -> AssembledModel:
     spec, ops = reader.spec, ops_for(backend)
     ends = read_embedding_and_head(reader, "embeddings.weight", "output.weight")
     # the served context may be shorter than the table
