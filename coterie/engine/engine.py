@@ -170,7 +170,6 @@ class Engine:
             wait_s = lane.pace.retry_after_s(lane.config.max_queue, lane.num_pending_tokens())
             reason = f"{len(lane.scheduler.waiting)} sequences wait already"
             return Rejected("overloaded", reason, wait_s)
-        expected_s = lane.first_token_s()
         self._num_added += 1
         entry = RequestSetup(lane.config, front, self._num_added, self._grammars)
         try:
@@ -178,7 +177,7 @@ class Engine:
         except CoterieError as error:
             return Rejected(error.code, error.message, error.retry_after_s)
         self._book.open(request, self._outbox)
-        return Admitted(self._replica, expected_s)
+        return Admitted(self._replica)
 
     def warm_grammars(self) -> None:
         """Half a second's work of the first constrained request, done before; any thread may."""
@@ -248,7 +247,6 @@ class Engine:
             LaneState(
                 lane=lane.config.name,
                 queued=len(lane.scheduler.waiting),
-                running=len(lane.scheduler.running),
                 max_queue=lane.config.max_queue,
                 free_tokens=lane.scheduler.space.cache.num_available * lane.config.block_size,
                 total_tokens=lane.config.num_blocks * lane.config.block_size,

@@ -39,7 +39,7 @@ def test_commands() -> None:
 def test_reports() -> None:
     logprob = TokenLogprob(5, "\ufffd", b"\xff\x00", -math.inf, ((5, "a", b"a", -0.1),))
     report = WorkerReport(
-        admitted=[("a", Admitted("r0", 0.25))],
+        admitted=[("a", Admitted("r0"))],
         rejected=[("b", Rejected("overloaded", "full", None))],
         started=[Started("a", "r0", 3, 2, (None, logprob))],
         deltas=[
@@ -58,7 +58,7 @@ def test_reports() -> None:
             ),
         ],
         failed=[Failed("c", "worker_crashed", "twice", 1.0)],
-        lanes=(LaneState("a", 1, 2, 3, 4, 5, ("x",), ("d",), 0.5, True),),
+        lanes=(LaneState("a", 1, 3, 4, 5, ("x",), ("d",), 0.5, True),),
         stats={"run_s": 1.5},
     )
     again = wire.decode_report(wire.encode(report))
