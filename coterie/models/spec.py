@@ -50,7 +50,6 @@ class ModelSpec:
     # the LM head is the embedding
     tied: bool
     eos_ids: tuple[int, ...]
-    bos_id: int | None
     # None: learned positions (DWR)
     rope: Rope | None
     # RMS norm over each query and key head before rope
@@ -109,7 +108,6 @@ def read_dense(config: dict[str, Any], max_context: int | None, **options: Any) 
         eps=float(config.get("rms_norm_eps") or 1e-6),
         tied=bool(config.get("tie_word_embeddings", False)),
         eos_ids=token_ids(config.get("eos_token_id")),
-        bos_id=config.get("bos_token_id"),
         rope=read_rope(config, head_dim, positions),
         **options,
     )

@@ -73,7 +73,6 @@ def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
         eps=float(config.get("layer_norm_eps") or 1e-5),
         tied=False,
         eos_ids=token_ids(config.get("eos_token_id")),
-        bos_id=config.get("bos_token_id"),
         rope=None,
         moe=check_moe(moe),
     )
