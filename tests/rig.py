@@ -13,9 +13,10 @@ import psutil
 from tiny import tiny_checkpoint
 
 from coterie.core.events import Delta, Event, Failed, Finished, Started
+from coterie.core.lane import LaneConfig
 from coterie.core.plan import Admitted, Assignment, Rejected
 from coterie.core.request import Limits, Sampling
-from coterie.workers.contract import LaneSpec, Replica, WorkerSpec
+from coterie.workers.contract import Replica, WorkerSpec
 
 LANE = "tiny"
 GREEDY = Sampling(temperature=0.0, top_p=1.0, n=1, num_beams=1, seed=7)
@@ -27,7 +28,7 @@ def tiny_spec(name: str = "r0", **lane: Any) -> WorkerSpec:
     return WorkerSpec(
         name=name,
         model=str(tiny_checkpoint("llama")),
-        lanes=(LaneSpec(LANE, **lane),),
+        lanes=(LaneConfig(LANE, **lane),),
         dtype="fp32",
         device="cpu",
         threads=1,

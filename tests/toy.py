@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import CoterieError, NotFound, WeightsError
+from coterie.core.lane import LaneConfig
 from coterie.core.plan import AdapterChoice, Assignment, stack_key
 from coterie.core.request import Limits, Sampling
 from coterie.engine.draw import uniform
-from coterie.engine.engine import Engine, LaneConfig
+from coterie.engine.engine import Engine
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.patch import Patch, PatchStack
 
@@ -325,7 +326,7 @@ def make_engine(
 def make_lane(name: str = "lane", **settings: Any) -> LaneConfig:
     defaults: dict[str, Any] = {
         "num_blocks": 64,
-        "max_context": 256,
+        "context": 256,
         "block_size": 4,
         "max_sequences": 8,
         "max_step_tokens": 16,

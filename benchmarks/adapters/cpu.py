@@ -29,12 +29,13 @@ from benchmarks.peers import files
 from benchmarks.peers.protocol import median, prompt_ids
 from coterie.core.adapters import AdapterSettings
 from coterie.core.events import Delta, Failed
+from coterie.core.lane import LaneConfig
 from coterie.core.plan import AdapterChoice, Assignment, Rejected
 from coterie.core.request import Limits, Sampling
 from coterie.models.base import read_spec
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.home import home
-from coterie.workers.contract import LaneSpec, WorkerSpec
+from coterie.workers.contract import WorkerSpec
 from coterie.workers.host import EngineHost, build_engine
 
 PROMPT_TOKENS = 32
@@ -49,7 +50,7 @@ class Bench:
         spec = WorkerSpec(
             name="bench",
             model=str(model),
-            lanes=(LaneSpec("bench", max_sequences=64, prefix_cache=False, context=2048),),
+            lanes=(LaneConfig("bench", max_sequences=64, prefix_cache=False, context=2048),),
             threads=threads,
             kv_bytes=10**9,
             device="cpu",

@@ -29,9 +29,10 @@ import torch
 
 from benchmarks.dense.gpu_checks import attention_errors, cast, decode_step, teacher_forced
 from coterie.core.events import Delta, Failed
+from coterie.core.lane import LaneConfig
 from coterie.core.plan import Admitted, Assignment
 from coterie.core.request import Limits, Sampling
-from coterie.engine.engine import Engine, LaneConfig
+from coterie.engine.engine import Engine
 from coterie.models.base import CausalLM, load_model
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
@@ -134,7 +135,7 @@ def make_engine(model: CausalLM, path: Path, streams: int, context: int) -> Engi
     lane = LaneConfig(
         name="m",
         num_blocks=blocks,
-        max_context=min(context, model.spec.max_positions),
+        context=min(context, model.spec.max_positions),
         max_queue=max(streams, 16),
         max_sequences=streams,
         max_step_tokens=max(8192, streams) if model.device.type == "cuda" else 512,

@@ -12,10 +12,11 @@ import torch
 from protocol import prompt_ids, serve
 
 from coterie.core.events import Delta, Failed
+from coterie.core.lane import LaneConfig
 from coterie.core.moe import MoeSettings
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Limits, Sampling
-from coterie.engine.engine import Engine, LaneConfig
+from coterie.engine.engine import Engine
 from coterie.models.base import load_model
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
@@ -30,7 +31,7 @@ class Peer:
         lane = LaneConfig(
             name="bench",
             num_blocks=2400,
-            max_context=min(8192, model.spec.max_positions),
+            context=min(8192, model.spec.max_positions),
             prefix_cache=False,
             max_sequences=64,
             max_step_tokens=1024,

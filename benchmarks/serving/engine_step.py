@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.core.lane import LaneConfig
 from coterie.core.plan import Assignment
 from coterie.core.request import Limits, Sampling
 from coterie.engine import sampler
-from coterie.engine.engine import Engine, LaneConfig
+from coterie.engine.engine import Engine
 
 VOCAB = 49_152
 PROMPT_TOKENS = 128
@@ -102,7 +103,7 @@ def measure(sampling: Sampling, num_sequences: int, num_steps: int) -> dict[str,
     lane = LaneConfig(
         name="lane",
         num_blocks=num_sequences * (context // 16 + 2),
-        max_context=context,
+        context=context,
         max_sequences=num_sequences,
         max_step_tokens=512,
     )

@@ -28,11 +28,12 @@ import jsonschema
 
 from benchmarks.serving.structured_schemas import SCHEMAS
 from coterie.core.events import Delta, Failed
+from coterie.core.lane import LaneConfig
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Chat, Limits, Message, ResponseFormat, Sampling
 from coterie.engine.engine import Engine
 from coterie.weights.sources.source import resolve
-from coterie.workers.contract import LaneSpec, WorkerSpec
+from coterie.workers.contract import WorkerSpec
 from coterie.workers.host import EngineHost, build_engine
 
 GOAL = 0.85
@@ -40,7 +41,7 @@ LANE = "bench"
 
 
 def build(model: Path, threads: int, max_sequences: int) -> EngineHost:
-    lane = LaneSpec(LANE, max_sequences=max_sequences, context=1024, max_queue=4096)
+    lane = LaneConfig(LANE, max_sequences=max_sequences, context=1024, max_queue=4096)
     spec = WorkerSpec("bench", str(model), (lane,), threads=threads, kv_bytes=10**9, device="cpu")
     return build_engine(spec)
 

@@ -22,7 +22,6 @@ class JobSpec:
     """All that a run needs, kept from acceptance to end."""
 
     request: InferenceRequest
-    user_id: str = ""
     # the plan goes into the result
     explain: bool = False
     # the dialect's values for what was left open

@@ -47,10 +47,8 @@ class RoutePlan:
 
     request_id: str
     specialist: str
-    alternates: tuple[str, ...]
     adapters: tuple[AdapterChoice, ...]
     sampling: Sampling
-    shadow: str | None
     confidence: float
     reasons: tuple[str, ...]
     tuned: TunedFields = TunedFields()
@@ -86,7 +84,6 @@ class Assignment:
 @dataclass(frozen=True, slots=True)
 class Admitted:
     replica: str
-    expected_first_token_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +101,6 @@ class LaneState:
 
     lane: str
     queued: int
-    running: int
     max_queue: int
     free_tokens: int
     total_tokens: int

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from coterie.core.errors import CoterieError
 from coterie.core.events import Delta, Finished, Started, Timings, TokenLogprob, Usage
+from coterie.core.lane import LaneConfig
 from coterie.core.moe import MoeUsage
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Sampling, own_tenant
@@ -22,7 +23,6 @@ from coterie.engine.beam import num_continuations
 from coterie.engine.detokenize import Detokenizer, StopMatch, TokenPieces, pieces_of, token_name
 from coterie.engine.draw import BadWords, make_draw
 from coterie.engine.grammar import Constraint, GrammarCache, GrammarTask
-from coterie.engine.lane import LaneConfig
 from coterie.engine.prefix import root_digest
 from coterie.engine.sequence import BASE, Sequence, SequenceAdapters, SequenceStatus, TenantShare
 from coterie.engine.step import TokenScore

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.core.errors import CoterieError, MissingDependency, WeightsError
 from coterie.core.events import Event
+from coterie.core.lane import LaneConfig
 from coterie.core.moe import USAGE_FIELDS, MoeUsage
 from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
 from coterie.engine.active_request import RequestSetup, open_request, refuse, sequence_adapters
 from coterie.engine.adapter_holds import AdapterHolds, AdapterPoolView
 from coterie.engine.detokenize import TokenPieces
 from coterie.engine.grammar import GrammarCache
-from coterie.engine.lane import DeficitRoundRobin, LaneConfig
+from coterie.engine.lane import DeficitRoundRobin
 from coterie.engine.request_tracker import RequestTracker
 from coterie.engine.runner import Runner
 from coterie.engine.scheduler import Scheduler
@@ -81,8 +82,6 @@ class LaneThroughput:
             return self._busy_s / self._ended
         return pending_tokens * self._busy_s / max(self._tokens, 1.0)
 
-
-__all__ = ["Engine", "LaneConfig"]
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +170,6 @@ class Engine:
             wait_s = lane.pace.retry_after_s(lane.config.max_queue, lane.num_pending_tokens())
             reason = f"{len(lane.scheduler.waiting)} sequences wait already"
             return Rejected("overloaded", reason, wait_s)
-        expected_s = lane.first_token_s()
         self._num_added += 1
         entry = RequestSetup(lane.config, front, self._num_added, self._grammars)
         try:
@@ -179,7 +177,7 @@ class Engine:
         except CoterieError as error:
             return Rejected(error.code, error.message, error.retry_after_s)
         self._book.open(request, self._outbox)
-        return Admitted(self._replica, expected_s)
+        return Admitted(self._replica)
 
     def warm_grammars(self) -> None:
         """Half a second's work of the first constrained request, done before; any thread may."""
@@ -249,7 +247,6 @@ class Engine:
             LaneState(
                 lane=lane.config.name,
                 queued=len(lane.scheduler.waiting),
-                running=len(lane.scheduler.running),
                 max_queue=lane.config.max_queue,
                 free_tokens=lane.scheduler.space.cache.num_available * lane.config.block_size,
                 total_tokens=lane.config.num_blocks * lane.config.block_size,

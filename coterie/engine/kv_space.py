@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from coterie.core.lane import LaneConfig
 from coterie.engine.blocks import BlockPool, BlockTables
-from coterie.engine.lane import LaneConfig
 from coterie.engine.prefix import PrefixCache, extend_chain
 from coterie.engine.sequence import Sequence
 
 
 class KVSpace:
     def __init__(self, config: LaneConfig) -> None:
+        config.require_quota()
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
         self.cache = PrefixCache(

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coterie.core.lane import LaneConfig
 from coterie.engine.blocks import BlockTables
-from coterie.engine.lane import LaneConfig
 from coterie.engine.sampler import Sampler, ranked
 from coterie.engine.step import StepPlan, StepResult, StepUsage, TokenScore, step_usage
 from coterie.kernels.batch import AttentionBatch

@@ -15,11 +15,12 @@ from collections import Counter
 from collections.abc import Hashable
 from itertools import groupby
 
+from coterie.core.lane import LaneConfig
 from coterie.core.plan import Assignment
 from coterie.core.request import own_tenant
 from coterie.engine.adapter_holds import AdapterHolds
 from coterie.engine.kv_space import KVSpace
-from coterie.engine.lane import AdapterTurns, LaneConfig, queue_capacity
+from coterie.engine.lane import AdapterTurns, queue_capacity
 from coterie.engine.sequence import Party, Sequence, SequenceStatus, rank_of
 from coterie.engine.step import StepPlan, StepRow, StepSegment
 

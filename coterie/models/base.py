@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,21 +47,33 @@ if TYPE_CHECKING:
     from coterie.core.moe import MoeSettings, MoeUsage
     from coterie.weights.checkpoint import Checkpoint
 
-__all__ = ["MODELS", "CausalLM", "ModelSpec", "load_model"]
+__all__ = ["MODELS", "Architecture", "CausalLM", "ModelSpec", "load_model"]
 
 # a cache line, as torch aligns its own tensors
 _ALIGNMENT = 64
 
-MODELS: dict[str, Callable[[dict[str, Any], int | None], ModelSpec]] = {
-    "LlamaForCausalLM": llama.read,
-    "MistralForCausalLM": mistral.read,
-    "Qwen3ForCausalLM": qwen3.read,
-    "Qwen3MoeForCausalLM": qwen3_moe.read,
-    "MixtralForCausalLM": mixtral.read,
-    "OlmoeForCausalLM": olmoe.read,
-    "DeepseekV2ForCausalLM": deepseek_v2.read,
-    "DWRForCausalLM": dwr.read,
-    carved.ARCHITECTURE: carved.read,
+Read = Callable[[dict[str, Any], int | None], ModelSpec]
+Build = Callable[[TensorReader, str, Progress], AssembledModel]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """`read` says what a config.json means, `build` makes the spec's parts of the tensors."""
+
+    read: Read
+    build: Build = assemble
+
+
+MODELS: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(llama.read),
+    "MistralForCausalLM": Architecture(mistral.read),
+    "Qwen3ForCausalLM": Architecture(qwen3.read),
+    "Qwen3MoeForCausalLM": Architecture(qwen3_moe.read),
+    "MixtralForCausalLM": Architecture(mixtral.read),
+    "OlmoeForCausalLM": Architecture(olmoe.read),
+    "DeepseekV2ForCausalLM": Architecture(deepseek_v2.read),
+    "DWRForCausalLM": Architecture(dwr.read, dwr.build),
+    carved.ARCHITECTURE: Architecture(carved.read),
 }
 
 _log = logging.getLogger(__name__)
@@ -210,8 +223,7 @@ def load_model(
     products = "cpu" if backend == "cpu" else "reference"
     placement = TensorPlacement(products, device, _hidden_dtype(kept, device))
     reader, hear = TensorReader(checkpoint, spec, dtype, placement), progress or _silent
-    # without rotary positions it is DWR, which shares no tensor name with the others
-    parts = (assemble if spec.rope else dwr.assemble)(reader, backend, hear)
+    parts = MODELS[spec.architecture].build(reader, backend, hear)
     reader.finish()
     checkpoint.release()
     hear(spec.num_layers + 1, spec.num_layers + 1)
@@ -230,7 +242,7 @@ def load_model(
     )
     opened = (experts or moe_factory(dispatch))(wanted)
     try:
-        moe = MoeStack(parts.backbone, parts.moe_layers, spec.num_layers, opened, parts.express)
+        moe = MoeStack(parts.backbone, parts.moe_layers, spec.num_layers, opened, parts.fused_moe)
     except WeightsError:
         opened.close()
         raise
@@ -282,7 +294,7 @@ def read_spec(checkpoint: Checkpoint, max_context: int | None = None) -> ModelSp
     if ends:
         config["eos_token_id"] = list(ends)
     try:
-        return MODELS[names[0]](config, max_context)
+        return MODELS[names[0]].read(config, max_context)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise WeightsError(f"{path}: its config makes no sense ({error!r})") from error
 

@@ -49,7 +49,6 @@ class ModelSpec:
     # the LM head is the embedding
     tied: bool
     eos_ids: tuple[int, ...]
-    bos_id: int | None
     # None: learned positions (DWR)
     rope: Rope | None
     # RMS norm over each query and key head before rope
@@ -70,6 +69,13 @@ class ModelSpec:
             return float(self.head_dim**-0.5)
         scale = float((self.latent.nope + self.latent.rope) ** -0.5)
         return scale * self.rope.magnitude() ** 2 if self.rope else scale
+
+    @property
+    def rotary(self) -> Rope:
+        """For code that is only for models with rotary positions."""
+        if self.rope is None:
+            raise TypeError(f"{self.architecture} has no rotary positions")
+        return self.rope
 
     @property
     def kv_planes(self) -> int:
@@ -101,7 +107,6 @@ def read_dense(config: dict[str, Any], max_context: int | None, **options: Any) 
         eps=float(config.get("rms_norm_eps") or 1e-6),
         tied=bool(config.get("tie_word_embeddings", False)),
         eos_ids=token_ids(config.get("eos_token_id")),
-        bos_id=config.get("bos_token_id"),
         rope=read_rope(config, head_dim, positions),
         **options,
     )

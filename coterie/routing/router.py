@@ -116,10 +116,8 @@ class Router:
         return RoutePlan(
             request_id=request.id,
             specialist=known.specialist,
-            alternates=(),
             adapters=known.adapters,
             sampling=resolved,
-            shadow=None,
             confidence=known.confidence,
             reasons=known.reasons,
             tuned=changed,

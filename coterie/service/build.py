@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from coterie.core.config import Config, EngineSettings, SpecialistSettings
 from coterie.core.errors import ConfigError
+from coterie.core.lane import LaneConfig
 from coterie.core.moe import MoeSettings
 from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterCatalog
@@ -24,7 +25,7 @@ from coterie.service.validate.validators import AnswerValidators
 from coterie.weights.home import state_dir
 from coterie.weights.sources.hub import parse as parse_hub
 from coterie.weights.sources.source import DEFAULT_MODEL, resolve
-from coterie.workers.contract import LaneSpec, Replica, WorkerSpec
+from coterie.workers.contract import Replica, WorkerSpec
 from coterie.workers.inproc import InprocReplica
 from coterie.workers.memory import cores
 
@@ -148,8 +149,8 @@ def _group(
     return EngineGroup(path, models, tuple(make(spec) for spec in specs))
 
 
-def _lane(name: str, settings: SpecialistSettings, engine: EngineSettings) -> LaneSpec:
-    return LaneSpec(
+def _lane(name: str, settings: SpecialistSettings, engine: EngineSettings) -> LaneConfig:
+    return LaneConfig(
         name=name,
         context=settings.context,
         block_size=settings.block_size,
@@ -158,5 +159,5 @@ def _lane(name: str, settings: SpecialistSettings, engine: EngineSettings) -> La
         max_step_tokens=engine.max_step_tokens,
         kv_cache_slots=engine.kv_cache_slots,
         prefix_cache=engine.prefix_cache,
-        share=settings.weight,
+        weight=settings.weight,
     )

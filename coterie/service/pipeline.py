@@ -104,7 +104,7 @@ class Pipeline:
         await self._ending.settled()
         await self.records.close()
         await self._validators.close()
-        self._grammars.close()
+        await self._grammars.close()
 
     def handle(
         self,

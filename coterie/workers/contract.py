@@ -11,25 +11,11 @@ from typing import Any, Protocol
 
 from coterie.core.adapters import DEFAULTS, NO_MODULES, AdaptableModules, AdapterSettings
 from coterie.core.events import Delta, Event, Failed, Finished, Started
+from coterie.core.lane import LaneConfig
 from coterie.core.moe import AUTOMATIC, MoeSettings
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 
 Sink = Callable[[Event], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LaneSpec:
-    """A specialist inside the engine. `share` divides the engine's KV bytes and its time."""
-
-    name: str
-    context: int = 0  # 0 = what the model was trained for
-    block_size: int = 16
-    max_queue: int = 256
-    max_sequences: int = 64
-    max_step_tokens: int = 512
-    kv_cache_slots: int = 16
-    prefix_cache: bool = True
-    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +24,7 @@ class WorkerSpec:
 
     name: str
     model: str  # a GGUF file or a safetensors directory
-    lanes: tuple[LaneSpec, ...]
+    lanes: tuple[LaneConfig, ...]
     dtype: str = "auto"
     device: str = "auto"
     threads: int = 0  # 0 = every core

@@ -20,13 +20,14 @@ from coterie.core.adapters import DEFAULTS, AdapterSettings
 from coterie.core.config import dispatch
 from coterie.core.errors import ConfigError, InvalidRequest, from_code
 from coterie.core.events import Delta, Event, Failed, Finished, Timings, TokenLogprob, Usage
+from coterie.core.lane import LaneConfig
 from coterie.core.moe import MoeUsage
 from coterie.core.plan import AdapterChoice, Assignment, Rejected
 from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
 from coterie.core.resolve import check_tokens, resolve_limits, resolve_sampling
 from coterie.weights.sources.source import resolve
 from coterie.workers.adapter_names import AdapterNames, Named
-from coterie.workers.contract import LaneSpec, WorkerSpec
+from coterie.workers.contract import WorkerSpec
 
 LANE = "embedded"
 _SAMPLING = frozenset(item.name for item in fields(Sampling))
@@ -74,7 +75,7 @@ class LLM:
     ) -> None:
         from coterie.workers.host import build_engine
 
-        lane = LaneSpec(
+        lane = LaneConfig(
             LANE, context=context, max_sequences=max_sequences, max_step_tokens=max_step_tokens
         )
         self.adapters = AdapterNames(library, allow_unsigned=allow_unsigned)

@@ -18,8 +18,9 @@ from coterie.adapters.files import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
 from coterie.adapters.residency import AdapterSlab
 from coterie.core.errors import ConfigError, CoterieError
+from coterie.core.lane import LaneConfig
 from coterie.core.moe import AUTOMATIC, MoeSettings
-from coterie.engine.engine import Engine, LaneConfig
+from coterie.engine.engine import Engine
 from coterie.models.base import (
     CausalLM,
     ModelSpec,
@@ -40,7 +41,6 @@ from coterie.workers import memory
 from coterie.workers.contract import (
     AdapterInfo,
     AdapterLoad,
-    LaneSpec,
     MoeInfo,
     ReplicaInfo,
     WorkerSpec,
@@ -48,11 +48,7 @@ from coterie.workers.contract import (
 from coterie.workers.warmup import HeatmapFile, heatmap_path, refine
 
 if TYPE_CHECKING:
-    from coterie.core.moe import MoeSettings
     from coterie.core.plan import AdapterChoice
-    from coterie.engine.engine import Engine, LaneConfig
-    from coterie.models.base import CausalLM
-    from coterie.models.text.tokenizer import Tokenizer
     from coterie.moe.runtime.heatmap import Heatmap
     from coterie.moe.store.base import ExpertGeometry
 
@@ -179,7 +175,7 @@ def _host(
         weight_bytes=model.weight_bytes,
         kv_bytes=sum(lane.num_blocks * _block_bytes(lane, model) for lane in lanes),
         fingerprint=checkpoint.fingerprint(),
-        contexts={lane.name: lane.max_context for lane in lanes},
+        contexts={lane.name: lane.context for lane in lanes},
         max_sequences={lane.name: lane.max_sequences for lane in lanes},
         generation=_generation(checkpoint.generation),
         kv_budget=kv_bytes,
@@ -204,46 +200,35 @@ def _refuse_dense(spec: ModelSpec, settings: MoeSettings) -> None:
 
 
 def plan_lanes(
-    lanes: tuple[LaneSpec, ...], model: CausalLM, kv_bytes: int, whole_prompts: bool = False
+    lanes: tuple[LaneConfig, ...], model: CausalLM, kv_bytes: int, whole_prompts: bool = False
 ) -> tuple[LaneConfig, ...]:
-    """Divide the budget by share. A lane's context never exceeds what its quota can hold.
+    """Divide the budget by weight. A lane's context never exceeds what its quota can hold.
 
     With `whole_prompts` a prompt comes in one step: the model itself cuts it into chunks.
     """
-    shares = sum(lane.share for lane in lanes)
-    planned = (_lane(lane, model, int(kv_bytes * lane.share / shares)) for lane in lanes)
+    total = sum(lane.weight for lane in lanes)
+    planned = (_with_quota(lane, model, int(kv_bytes * lane.weight / total)) for lane in lanes)
     if not whole_prompts:
         return tuple(planned)
     return tuple(
-        replace(lane, max_step_tokens=max(lane.max_step_tokens, lane.max_context))
-        for lane in planned
+        replace(lane, max_step_tokens=max(lane.max_step_tokens, lane.context)) for lane in planned
     )
 
 
-def _lane(spec: LaneSpec, model: CausalLM, kv_bytes: int) -> LaneConfig:
-    num_blocks = kv_bytes // _block_bytes(spec, model)
+def _with_quota(lane: LaneConfig, model: CausalLM, kv_bytes: int) -> LaneConfig:
+    num_blocks = kv_bytes // _block_bytes(lane, model)
     if num_blocks < 2:
         raise ConfigError(
-            f"{kv_bytes} bytes of KV hold {num_blocks} blocks of {spec.block_size} tokens for "
-            f"{spec.name}; at least two are needed",
+            f"{kv_bytes} bytes of KV hold {num_blocks} blocks of {lane.block_size} tokens for "
+            f"{lane.name}; at least two are needed",
             param="engine.kv_bytes",
         )
     longest = model.spec.max_positions
-    return LaneConfig(
-        name=spec.name,
-        block_size=spec.block_size,
-        num_blocks=num_blocks,
-        max_context=min(spec.context or longest, longest, num_blocks * spec.block_size),
-        max_queue=spec.max_queue,
-        max_sequences=spec.max_sequences,
-        max_step_tokens=spec.max_step_tokens,
-        kv_cache_slots=spec.kv_cache_slots,
-        prefix_cache=spec.prefix_cache,
-        weight=spec.share,
-    )
+    context = min(lane.context or longest, longest, num_blocks * lane.block_size)
+    return replace(lane, num_blocks=num_blocks, context=context)
 
 
-def _block_bytes(lane: LaneSpec | LaneConfig, model: CausalLM) -> int:
+def _block_bytes(lane: LaneConfig, model: CausalLM) -> int:
     return model.kv_bytes_per_token() * lane.block_size
 
 
@@ -264,10 +249,10 @@ def _moe_kv_bytes(spec: WorkerSpec, shape: ModelSpec, checkpoint: Checkpoint, de
     ]
     blocks = [-(-n // lane.block_size) for n, lane in zip(contexts, spec.lanes, strict=True)]
     sizes = [n * lane.block_size for n, lane in zip(blocks, spec.lanes, strict=True)]
-    # shares divide the bytes: the lane that is worst off must still hold its context
-    total = sum(lane.share for lane in spec.lanes)
+    # weights divide the bytes: the lane that is worst off must still hold its context
+    total = sum(lane.weight for lane in spec.lanes)
     pairs = zip(sizes, spec.lanes, strict=True)
-    whole = math.ceil(max(size * total / lane.share for size, lane in pairs)) * token_bytes
+    whole = math.ceil(max(size * total / lane.weight for size, lane in pairs)) * token_bytes
     budget = spec.dispatch.device_budget
     if budget and not budget.endswith("%"):
         return whole
@@ -391,7 +376,7 @@ class MoeHost:
     def refine(self, engine: Engine, tokenizer: Tokenizer, lane: LaneConfig) -> None:
         """The hybrid warm-up, when it was asked for."""
         if self._settings.warmup == "hybrid":
-            refine(engine, tokenizer, lane.name, lane.max_context)
+            refine(engine, tokenizer, lane.name, lane.context)
 
     def record(self) -> None:
         """Keep which experts every step asks for, from now on."""

@@ -288,7 +288,7 @@ def _take_delta(entry: InFlightRequest, delta: Delta) -> None:
 def _verdict_of(event: Finished | Failed) -> Admitted | Rejected:
     if isinstance(event, Failed):
         return Rejected(event.code, event.message, event.retry_after_s)
-    return Admitted("", 0.0)
+    return Admitted("")
 
 
 def _synthesised(entry: InFlightRequest) -> Finished:

@@ -31,7 +31,7 @@ def model() -> Any:
 
 
 def make_engine(model: Any, **lane: Any) -> Engine:
-    settings = {"num_blocks": 400, "max_context": 512, "max_sequences": 16, "max_step_tokens": 64}
+    settings = {"num_blocks": 400, "context": 512, "max_sequences": 16, "max_step_tokens": 64}
     return Engine(model, load_tokenizer(PATH), [make_lane(**(settings | lane))])
 
 

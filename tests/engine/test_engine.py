@@ -85,7 +85,7 @@ def test_choices_fork_from_one_prefill(rows: int) -> None:
 
 
 def test_decode_never_stalls_behind_a_long_prompt() -> None:
-    engine = make_engine(make_lane(num_blocks=200, max_step_tokens=16, max_context=800))
+    engine = make_engine(make_lane(num_blocks=200, max_step_tokens=16, context=800))
     first = make_assignment("a", [1, 2, 3], max_tokens=60)
     engine.add(first)
     engine.step()
@@ -313,7 +313,7 @@ def test_a_second_turn_reuses_the_first() -> None:
 
 
 def test_refusals() -> None:
-    engine = make_engine(make_lane(num_blocks=8, max_context=100, max_queue=2, max_sequences=1))
+    engine = make_engine(make_lane(num_blocks=8, context=100, max_queue=2, max_sequences=1))
     cases: list[tuple[Any, str]] = [
         (make_assignment("x", []), "invalid_request"),
         (make_assignment("x", [48]), "invalid_request"),
@@ -348,7 +348,7 @@ def test_refusals() -> None:
 
 
 def test_output_is_cut_where_the_context_ends() -> None:
-    engine = make_engine(make_lane(max_context=20))
+    engine = make_engine(make_lane(context=20))
     assignment = make_assignment("a", [1] * 15, max_tokens=None)
     engine.add(assignment)
     events = drain(engine)
@@ -375,8 +375,8 @@ def test_higher_priority_takes_the_blocks() -> None:
 
 def test_lanes_share_by_weight_and_keep_their_own_blocks() -> None:
     lanes = [
-        make_lane("heavy", weight=3.0, num_blocks=400, max_context=1000, max_queue=50),
-        make_lane("light", weight=1.0, num_blocks=300, max_context=1000, block_size=8),
+        make_lane("heavy", weight=3.0, num_blocks=400, context=1000, max_queue=50),
+        make_lane("light", weight=1.0, num_blocks=300, context=1000, block_size=8),
     ]
     engine = make_engine(*lanes)
     for lane in ("heavy", "light"):
@@ -390,7 +390,7 @@ def test_lanes_share_by_weight_and_keep_their_own_blocks() -> None:
         engine.check()
     assert tokens["heavy"] / tokens["light"] == pytest.approx(3.0, rel=0.1)
     states = {state.lane: state for state in engine.lane_states()}
-    assert states["heavy"].running == states["light"].running == 8
+    assert [len(lane.scheduler.running) for lane in engine._lanes] == [8, 8]
     assert states["light"].total_tokens == 2400 and states["light"].free_tokens < 2400
 
 
@@ -400,7 +400,7 @@ def test_lane_state_and_stats() -> None:
         engine.add(make_assignment(f"r{i}", [i + 1] * 9, session=f"s{i}"))
     engine.step()
     (state,) = engine.lane_states()
-    assert (state.running, state.queued, state.max_queue) == (2, 3, 256)
+    assert (engine.stats()["running"], state.queued, state.max_queue) == (2, 3, 256)
     assert state.predicted_first_token_s > 0 and not state.preempting
     drain(engine)
     (state,) = engine.lane_states()

@@ -6,14 +6,15 @@ import itertools
 from typing import Any
 
 import pytest
-from toy import ToyAdapters, make_lane
+from toy import ToyAdapters, make_engine, make_lane
 
 from coterie.core.errors import ConfigError
+from coterie.core.lane import LaneConfig
 from coterie.core.plan import AdapterChoice, stack_key
 from coterie.engine.adapter_holds import AdapterHolds
 from coterie.engine.draw import DrawState
 from coterie.engine.engine import FIRST_GUESS_S, LaneThroughput
-from coterie.engine.lane import MAX_PASSED_OVER, AdapterTurns, DeficitRoundRobin, LaneConfig
+from coterie.engine.lane import MAX_PASSED_OVER, AdapterTurns, DeficitRoundRobin
 from coterie.engine.scheduler import Scheduler
 from coterie.engine.sequence import BASE, Sequence, SequenceAdapters, SequenceStatus
 from coterie.engine.step import StepPlan
@@ -194,7 +195,7 @@ def test_an_ended_sequence_becomes_its_sessions_entry() -> None:
 
 
 def test_a_cold_adapter_key_never_starves() -> None:
-    config = make_lane(num_blocks=400, max_context=900, max_sequences=8)
+    config = make_lane(num_blocks=400, context=900, max_sequences=8)
     scheduler = Scheduler(config, AdapterHolds(ToyAdapters(4)), grouped=True)
     hot = [make_sequence(4, priority=6, key="hot", max_total=500) for _ in range(5)]
     cold = [make_sequence(4, key=f"cold{i}", max_total=500) for i in range(3)]
@@ -295,7 +296,8 @@ def test_pace_follows_the_measured_rate() -> None:
 
 def test_lane_settings_are_checked() -> None:
     for wrong in (
-        {"num_blocks": 0},
+        {"num_blocks": -1},
+        {"context": -1},
         {"block_size": 0},
         {"max_queue": 0},
         {"weight": 0.0},
@@ -304,5 +306,9 @@ def test_lane_settings_are_checked() -> None:
     ):
         with pytest.raises(ConfigError):
             make_lane(**wrong)
-    assert LaneConfig(name="a", num_blocks=10, max_context=1000).capacity_tokens == 160
-    assert LaneConfig(name="a", num_blocks=10, max_context=50).table_width == 4
+    # open until a worker has divided its KV bytes: no engine takes it so
+    for open_yet in ({"num_blocks": 0}, {"context": 0}):
+        with pytest.raises(ConfigError, match=f"{next(iter(open_yet))} must be at least 1"):
+            make_engine(make_lane(**open_yet))
+    assert LaneConfig(name="a", num_blocks=10, context=1000).capacity_tokens == 160
+    assert LaneConfig(name="a", num_blocks=10, context=50).table_width == 4

@@ -98,7 +98,7 @@ def test_penalties_do_not_see_them() -> None:
 
 def test_they_take_room_in_the_context() -> None:
     assignment = make_assignment("a", [1] * 8, max_tokens=None, adapters=SOFT)
-    events = run(assignment, max_context=20)
+    events = run(assignment, context=20)
     assert outputs(events)["a", 0] == true_output(assignment, count=5)
     assert events[-1].choices == ("length",)
     short = replace(assignment, limits=replace(assignment.limits, context_size=17))

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from coterie.core.events import Delta, Failed, Finished
+from coterie.core.lane import LaneConfig
 from coterie.core.moe import MoeSettings
 from coterie.core.plan import Admitted, Assignment
 from coterie.core.request import Limits, Sampling
-from coterie.engine.engine import Engine, LaneConfig
+from coterie.engine.engine import Engine
 from coterie.kernels.cpu.build import native
 from coterie.models.base import CausalLM, load_model
 from coterie.models.text.tokenizer import load_tokenizer
@@ -42,7 +43,7 @@ def run(
     model: CausalLM, path: Path, prompts: Sequence[Sequence[int]], *, waves: int = 1, **lane: Any
 ) -> Outcome:
     """Greedy, NEW_TOKENS each, `waves` groups one after the other through one engine."""
-    settings = {"num_blocks": 512, "max_context": model.spec.max_positions, "max_queue": 64, **lane}
+    settings = {"num_blocks": 512, "context": model.spec.max_positions, "max_queue": 64, **lane}
     engine = Engine(model, load_tokenizer(path), [LaneConfig(name="m", **settings)])
     outcome = Outcome([[] for _ in prompts], [0] * len(prompts))
     for wave in range(waves):

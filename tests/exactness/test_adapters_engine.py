@@ -28,8 +28,9 @@ from coterie.adapters.files import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
 from coterie.core.adapters import AdapterSettings
 from coterie.core.events import Delta, Failed
+from coterie.core.lane import LaneConfig
 from coterie.core.plan import AdapterChoice, Admitted, stack_key
-from coterie.engine.engine import Engine, LaneConfig
+from coterie.engine.engine import Engine
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.packages.paths import digest_of
 
@@ -105,7 +106,7 @@ class Bench:
             pool.close()
 
     def engine(self, pool: AdapterPool, batching: str = "mixed", **lane: Any) -> Engine:
-        config = LaneConfig(name="lane", max_context=512, block_size=4, **lane)
+        config = LaneConfig(name="lane", context=512, block_size=4, **lane)
         tokenizer = load_tokenizer(self.path)
         return Engine(self.model, tokenizer, [config], adapters=pool, batching=batching)
 

@@ -27,7 +27,7 @@ BASE: dict[str, Any] = {
 
 def read(max_context: int | None = None, **changes: Any) -> Any:
     config = {**BASE, **changes}
-    return MODELS[config["architectures"][0]](config, max_context)
+    return MODELS[config["architectures"][0]].read(config, max_context)
 
 
 def test_head_dim_defaults_by_architecture() -> None:

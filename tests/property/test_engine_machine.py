@@ -81,7 +81,7 @@ class EngineMachine(RuleBasedStateMachine):
                 kv_cache_slots=slots,
                 prefix_cache=prefix_cache,
                 max_queue=6,
-                max_context=64,
+                context=64,
             )
             for name in names
         ]

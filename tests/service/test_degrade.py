@@ -35,10 +35,8 @@ def plan_of(*chosen: tuple[AdapterProfile, float]) -> RoutePlan:
     return RoutePlan(
         request_id="r",
         specialist="tiny",
-        alternates=(),
         adapters=tuple(AdapterChoice(f"{card.name}@1.0.0", card.digest) for card, _ in cards),
         sampling=Sampling(),
-        shadow=None,
         confidence=1.0,
         reasons=(),
         trace=RouteTrace("conversation", "en", candidates=candidates),

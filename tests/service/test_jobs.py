@@ -196,7 +196,7 @@ def test_a_jobs_figures_run_from_its_acceptance(
         async with service(pipeline, tmp_path) as jobs:
             hold(jobs)
             asked = spec()
-            job = await jobs.submit(replace(asked, user_id="ada"))
+            job = await jobs.submit(replace(asked, request=replace(asked.request, user_id="ada")))
             await asyncio.sleep(0.3)
             let_go(jobs)
             (done,) = await ended(jobs, job.id)

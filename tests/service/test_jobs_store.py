@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import shutil
@@ -30,6 +31,9 @@ from hypothesis.stateful import (
 
 from coterie.core.errors import InvalidRequest, Unavailable
 from coterie.core.job import CANCELLED, FAILED, SUCCEEDED, JobError, JobQuery
+from coterie.core.plan import AdapterChoice, RoutePlan, TunedFields
+from coterie.core.request import Sampling, Text
+from coterie.service.jobs.codec import decode_plan, encode_plan
 from coterie.service.jobs.store import JobEnd, JobOwner, JobStore, NewJob
 
 TENANTS = ("t", "u")
@@ -324,6 +328,19 @@ def test_a_file_of_a_newer_coterie_is_left_alone(tmp_path: Path) -> None:
     sql.close()
     with pytest.raises(Unavailable, match="newer Coterie"):
         asyncio.run(JobStore(path).open())
+
+
+def test_of_a_plan_only_what_a_second_run_goes_by_is_kept() -> None:
+    sampling = Sampling(temperature=0.5, seed=7)
+    adapters = (AdapterChoice("sql@1.0.0", "d" * 64, 0.5),)
+    plan = RoutePlan("r", "base", adapters, sampling, 0.5, ("why",), TunedFields(Text("secret")))
+    raw = encode_plan(plan)
+    assert b"secret" not in raw
+    kept = decode_plan(raw)
+    assert (kept.specialist, kept.adapters, kept.sampling) == ("base", adapters, sampling)
+    # servers before this one kept all of it
+    older = json.loads(raw) | {"request_id": "r", "confidence": 0.5, "prompt": {"text": {}}}
+    assert decode_plan(json.dumps(older).encode()) == kept
 
 
 def test_a_start_that_failed_holds_nothing_and_is_tried_again(tmp_path: Path) -> None:

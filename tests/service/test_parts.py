@@ -22,7 +22,7 @@ from coterie.service.submit.submitter import MAX_WAITING, EventQueue
 
 
 def lane(*, preempting: bool = False) -> LaneState:
-    return LaneState("s", 0, 0, 4, 100, 100, (), (), 2.0, preempting, step_s=0.01)
+    return LaneState("s", 0, 4, 100, 100, (), (), 2.0, preempting, step_s=0.01)
 
 
 class Stood:

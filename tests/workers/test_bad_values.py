@@ -108,7 +108,7 @@ def test_a_command_that_cannot_be_sent_or_read_fails_its_request() -> None:
 
 def test_a_report_is_read_piece_by_piece() -> None:
     report = WorkerReport(
-        admitted=[("a", Admitted("r", 0.5))],
+        admitted=[("a", Admitted("r"))],
         started=[Started("a", "r", 1, 0), Started("b", "r", "one", 0)],  # type: ignore[arg-type]
         deltas=[Delta("b", 0, "x", (1,)), Delta("a", 0, "y", (2,))],
         finished=[Finished("b", ("stop",), Usage(1, 1), Timings())],

@@ -33,7 +33,7 @@ def accepted(ledger: InFlightRequests, name: str, sampling: Sampling = GREEDY) -
     events: list[Event] = []
     verdict = ledger.open(assign(name, sampling=sampling), events.append)
     ledger.take(
-        WorkerReport(admitted=[(name, Admitted("r0", 0.1))], started=[Started(name, "r0", 4, 0)])
+        WorkerReport(admitted=[(name, Admitted("r0"))], started=[Started(name, "r0", 4, 0)])
     )
     assert isinstance(verdict.result(), Admitted)
     return events
@@ -66,9 +66,7 @@ async def test_a_crash_resumes_behind_what_the_client_has() -> None:
     again = resumed(ledger)["a"]
     assert again.emitted == ((1, 2), (3,)) and again.finished == (1,)
     # the second worker begins again: its verdict and Started are not news
-    ledger.take(
-        WorkerReport(admitted=[("a", Admitted("r0", 0.1))], started=[Started("a", "r0", 4, 9)])
-    )
+    ledger.take(WorkerReport(admitted=[("a", Admitted("r0"))], started=[Started("a", "r0", 4, 9)]))
     ledger.take(delta("a", 4, end="length"))
     ledger.take(finished("a"))
     kinds = [type(event).__name__ for event in events]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 from coterie.core.events import Delta, Failed, Finished, Started, Timings, TokenLogprob, Usage
+from coterie.core.lane import LaneConfig
 from coterie.core.moe import MoeSettings, MoeUsage
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 from coterie.core.request import Limits, Sampling
 from coterie.workers import wire
-from coterie.workers.contract import LaneSpec, ReplicaInfo, WorkerCommand, WorkerReport, WorkerSpec
+from coterie.workers.contract import ReplicaInfo, WorkerCommand, WorkerReport, WorkerSpec
 
 
 def test_commands() -> None:
@@ -38,7 +39,7 @@ def test_commands() -> None:
 def test_reports() -> None:
     logprob = TokenLogprob(5, "\ufffd", b"\xff\x00", -math.inf, ((5, "a", b"a", -0.1),))
     report = WorkerReport(
-        admitted=[("a", Admitted("r0", 0.25))],
+        admitted=[("a", Admitted("r0"))],
         rejected=[("b", Rejected("overloaded", "full", None))],
         started=[Started("a", "r0", 3, 2, (None, logprob))],
         deltas=[
@@ -57,7 +58,7 @@ def test_reports() -> None:
             ),
         ],
         failed=[Failed("c", "worker_crashed", "twice", 1.0)],
-        lanes=(LaneState("a", 1, 2, 3, 4, 5, ("x",), ("d",), 0.5, True),),
+        lanes=(LaneState("a", 1, 3, 4, 5, ("x",), ("d",), 0.5, True),),
         stats={"run_s": 1.5},
     )
     again = wire.decode_report(wire.encode(report))
@@ -68,7 +69,7 @@ def test_reports() -> None:
 
 def test_loading() -> None:
     dispatch = MoeSettings("lru+active_only", "6GB", "25%", 3, deterministic=True)
-    lanes = (LaneSpec("a", context=64, share=0.5),)
+    lanes = (LaneConfig("a", context=64, weight=0.5),)
     spec = WorkerSpec("r0", "/models/a", lanes, kv_bytes=7, dispatch=dispatch)
     assert wire.decode_spec(wire.encode(spec)) == spec
     info = ReplicaInfo(

@@ -66,7 +66,7 @@ class InferEndpoints:
 
 async def submit(jobs: JobService, asked: ParsedInfer) -> Response:
     """Accepted as a job, or refused in the words of this API."""
-    spec = JobSpec(asked.request, asked.user_id or "", asked.explain)
+    spec = JobSpec(asked.request, asked.explain)
     try:
         return accepted(await jobs.submit(spec))
     except CoterieError as error:

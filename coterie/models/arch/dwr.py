@@ -73,7 +73,6 @@ def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
         eps=float(config.get("layer_norm_eps") or 1e-5),
         tied=False,
         eos_ids=token_ids(config.get("eos_token_id")),
-        bos_id=config.get("bos_token_id"),
         rope=None,
         moe=check_moe(moe),
     )
@@ -125,7 +124,7 @@ class DwrBackbone:
         return half.out(mixed.reshape(hidden.shape))
 
 
-def assemble(reader: TensorReader, backend: str, progress: Progress) -> AssembledModel:
+def build(reader: TensorReader, backend: str, progress: Progress) -> AssembledModel:
     spec, ops = reader.spec, ops_for(backend)
     ends = read_embedding_and_head(reader, "embeddings.weight", "output.weight")
     # the served context may be shorter than the table

@@ -39,6 +39,7 @@ from coterie.models.build.moe import Backbone, FusedMoeStack, MoeLayer
 from coterie.models.build.targets import ModelTargets
 
 if TYPE_CHECKING:
+    from coterie.kernels.cpu.layers import NativeDecoder
     from coterie.models.build.reader import TensorReader
     from coterie.models.spec import ModelSpec
 
@@ -58,13 +59,13 @@ class AssembledModel:
     # what adapters may change
     targets: ModelTargets
     # all layers in one call, where the backbone is the native decoder and knows the experts' layers
-    express: FusedMoeStack | None = None
+    fused_moe: FusedMoeStack | None = None
 
 
 def assemble(reader: TensorReader, backend: str, progress: Progress) -> AssembledModel:
     spec, ops = reader.spec, ops_for(backend)
     ends = read_embedding_and_head(reader)
-    backbone = _read_backbone(reader, backend, progress)
+    backbone, native = _read_backbone(reader, backend, progress)
     norm = reader.vector("model.norm.weight", spec.hidden)
     moe_layers = read_moe(reader, ops)
     return AssembledModel(
@@ -75,14 +76,13 @@ def assemble(reader: TensorReader, backend: str, progress: Progress) -> Assemble
         reader.device,
         reader.product_bytes + ends.own_bytes,
         ModelTargets(spec, reader.noted),
-        _fused_moe_stack(backbone, moe_layers, spec.num_layers),
+        _fused_moe_stack(native, moe_layers, spec.num_layers),
     )
 
 
 def _fused_moe_stack(
-    backbone: Backbone, layers: tuple[MoeLayer, ...], num_layers: int
+    decoder: NativeDecoder | None, layers: tuple[MoeLayer, ...], num_layers: int
 ) -> FusedMoeStack | None:
-    decoder = getattr(getattr(backbone, "func", None), "__self__", None)
     if decoder is None or not layers or not FusedMoeStack.fits(layers):
         return None
     return FusedMoeStack(decoder, layers, num_layers)
@@ -124,12 +124,13 @@ def decoder_shape(spec: ModelSpec) -> DecoderShape:
     )
 
 
-def _read_backbone(reader: TensorReader, backend: str, progress: Progress) -> Backbone:
-    """The fused decoders where they know the attention, else block by block."""
+def _read_backbone(
+    reader: TensorReader, backend: str, progress: Progress
+) -> tuple[Backbone, NativeDecoder | None]:
+    """The fused decoders where they know the attention, else block by block; and the native one
+    where it is that."""
     spec = reader.spec
-    if spec.rope is None:
-        raise TypeError(f"{spec.architecture} has no rotary positions")
-    cos, sin = (table.to(reader.device) for table in spec.rope.tables())
+    cos, sin = (table.to(reader.device) for table in spec.rotary.tables())
     shape, ops, turns = decoder_shape(spec), ops_for(backend), RotaryCache(cos, sin)
 
     def each(read: Callable[[int], _T]) -> list[_T]:
@@ -141,21 +142,22 @@ def _read_backbone(reader: TensorReader, backend: str, progress: Progress) -> Ba
 
     if spec.latent:
         blocks = each(lambda index: mla.read_block(reader, index, ops, turns))
-        return BlockDecoder(blocks, ops, spec.eps).forward
+        return BlockDecoder(blocks, ops, spec.eps).forward, None
     layers = each(lambda index: read_layer(reader, index))
     if spec.clip_qkv is not None:
         blocks = [
             _block(shape, layer, ops, turns, spec.clip_qkv, index)
             for index, layer in enumerate(layers)
         ]
-        return BlockDecoder(blocks, ops, spec.eps).forward
+        return BlockDecoder(blocks, ops, spec.eps).forward, None
     # the native decoder has no place for biases after o or in the MLP: those models run its
     # products from the torch path
     if backend == "cpu" and not (spec.o_bias or spec.mlp_bias):
         from coterie.kernels.cpu import layers as cpu
 
+        native = cpu.NativeDecoder(shape, layers, cos, sin)
         # whatever comes in was made for this call
-        return partial(cpu.NativeDecoder(shape, layers, cos, sin).forward, overwrite=True)
+        return partial(native.forward, overwrite=True), native
     decoder = _decoder(backend)
 
     def run(
@@ -164,7 +166,7 @@ def _read_backbone(reader: TensorReader, backend: str, progress: Progress) -> Ba
         own = layers[first:last]
         return decoder(shape, own, cos, sin, hidden, kv[first:last], batch, first=first)
 
-    return run
+    return run, None
 
 
 def _decoder(backend: str) -> Callable[..., Tensor]:

@@ -125,9 +125,8 @@ def read_embedding_and_head(
     else:
         rows = reader.matrix(last, spec.vocab, spec.hidden, dtype)
     head = reader.product([rows])
-    if spec.rope is not None:
-        read = reader.reread(first if spec.tied else last, dtype)
-        reader.noted["lm_head"] = TargetMatrix((-1, "head"), head, 0, spec.vocab, read)
+    read = reader.reread(first if spec.tied else last, dtype)
+    reader.noted["lm_head"] = TargetMatrix((-1, "head"), head, 0, spec.vocab, read)
     if spec.tied and isinstance(head, ReferenceLinear):
         # one copy in memory: the rows of the head are the embedding
         table = DenseWeight(head.weight)

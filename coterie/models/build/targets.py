@@ -143,7 +143,7 @@ class ModelTargets:
 
     def _reason(self, path: str) -> str:
         spec = self._spec
-        if spec.rope is None:
+        if not self._matrices:
             return f"{spec.architecture} takes no adapters on its modules"
         for pattern, reason in _REASONS:
             if re.search(pattern, path):

@@ -49,7 +49,7 @@ class MeasuredPerplexity:
 
 class LayerCarver:
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
-        if spec.architecture not in DENSE or spec.rope is None or spec.mlp_bias:
+        if spec.architecture not in DENSE or spec.mlp_bias:
             raise WeightsError(
                 f"{checkpoint.path}: only {', '.join(DENSE)} without biases in the MLP can be "
                 f"carved, not {spec.architecture}. Use another model."
@@ -58,7 +58,7 @@ class LayerCarver:
         self._reader = TensorReader(
             checkpoint, spec, "fp32", TensorPlacement("reference", "cpu", torch.float32)
         )
-        self._cos, self._sin = spec.rope.tables()
+        self._cos, self._sin = spec.rotary.tables()
         self._ends = read_embedding_and_head(self._reader)
         self.measured: list[MeasuredPerplexity] = []
 

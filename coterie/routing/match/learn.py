@@ -1,26 +1,27 @@
 """Learns a catalog's probes in a process of its own: `python -m coterie.routing.match.learn`.
 
-The gateway must not be inside a product of matrices on a thread. One line of JSON comes in, the
-packed probes go out. Ends with whoever started it: its input closes then.
+The gateway must not be inside a product of matrices on a thread. It is asked once, with the catalog
+as JSON, and answers with the packed probes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Thread
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
+from coterie.core.child_protocol import ChildDied, ChildNotStarted, ChildPool, ChildProgram, serve
 from coterie.core.errors import InternalError
-from coterie.core.spawn import DEVNULL, PIPE, environment, spawn
+from coterie.core.spawn import environment
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
 from coterie.routing.match.matcher import Matcher, learn_probes
 from coterie.routing.match.probe_store import LearntProbes, digest_of, packed, read, unpacked, write
 
 SUFFIX = ".probes"
+# until its imports are done, on a busy machine too
+START_S = 120.0
 
 
 def kept_at(profiles: Sequence[AdapterProfile], folder: Path) -> Path:
@@ -48,20 +49,21 @@ def _checked(found: bytes, count: int, dim: int) -> LearntProbes:
 
 
 def _by_child(profiles: Sequence[AdapterProfile]) -> bytes:
-    command = [sys.executable, "-m", "coterie.routing.match.learn"]
-    child = spawn(command, environment(), stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+    question = json.dumps([_encoded(profile) for profile in profiles]).encode()
     try:
-        assert child.stdin is not None and child.stdout is not None
-        child.stdin.write(json.dumps([_encoded(profile) for profile in profiles]).encode() + b"\n")
-        child.stdin.flush()
-        found = child.stdout.read()
-        child.wait()
-        return found
-    except OSError as error:
+        return asyncio.run(_learnt_by_child(question))
+    except (ChildNotStarted, ChildDied) as error:
         raise InternalError("the process that learns the experts' probes ended") from error
+
+
+async def _learnt_by_child(question: bytes) -> bytes:
+    children: ChildPool[None] = ChildPool(
+        ChildProgram("coterie.routing.match.learn", environment(), START_S)
+    )
+    try:
+        return await children.ask(question, None, answer_s=None)
     finally:
-        child.kill()
-        child.close()
+        await children.close()
 
 
 def _encoded(profile: AdapterProfile) -> list[object]:
@@ -77,16 +79,12 @@ def _decoded(told: list[list[str] | str]) -> AdapterProfile:
 
 
 def main() -> None:
-    line = sys.stdin.buffer.readline()
-    Thread(target=_end_with_parent, daemon=True).start()
-    profiles = [_decoded(told) for told in json.loads(line)]
-    sys.stdout.buffer.write(packed(learn_probes(profiles, EMBEDDERS[DEFAULT]())))
-    sys.stdout.buffer.flush()
+    serve(lambda first: _learnt)
 
 
-def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
-    os._exit(1)
+def _learnt(question: bytes) -> bytes:
+    profiles = [_decoded(told) for told in json.loads(question)]
+    return packed(learn_probes(profiles, EMBEDDERS[DEFAULT]()))
 
 
 if __name__ == "__main__":

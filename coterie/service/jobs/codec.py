@@ -12,7 +12,7 @@ import msgspec
 from coterie.core.errors import InvalidRequest
 from coterie.core.events import InferenceResult
 from coterie.core.job import JobSpec
-from coterie.core.plan import AdapterChoice, RoutePlan, RouteTrace, TunedFields
+from coterie.core.plan import AdapterChoice, RoutePlan
 from coterie.core.request import (
     Chat,
     InferenceRequest,
@@ -48,25 +48,17 @@ class _Spec(msgspec.Struct, omit_defaults=True):
     explain: bool = False
 
 
-class _Plan(msgspec.Struct, omit_defaults=True):
-    request_id: str
+class PlannedRun(msgspec.Struct):
+    """What a run after a crash keeps of the first one's plan."""
+
     specialist: str
     adapters: tuple[AdapterChoice, ...]
     sampling: Sampling
-    confidence: float
-    reasons: tuple[str, ...]
-    prompt: _Prompt
-    max_tokens: int | None = None
-    response_format: ResponseFormat | None = None
-    answer_pattern: str = ""
-    trace: RouteTrace | None = None
-    alternates: tuple[str, ...] = ()
-    shadow: str | None = None
 
 
 _encode = msgspec.json.Encoder().encode
 _spec_decoder = msgspec.json.Decoder(_Spec)
-_plan_decoder = msgspec.json.Decoder(_Plan)
+_plan_decoder = msgspec.json.Decoder(PlannedRun)
 _result_decoder = msgspec.json.Decoder(InferenceResult)
 
 
@@ -82,7 +74,7 @@ def encode_spec(spec: JobSpec) -> bytes:
         vendor=spec.vendor,
         response_format=request.response_format,
         session=request.session,
-        user_id=spec.user_id,
+        user_id=request.user_id,
         explain=spec.explain,
     )
     return _written(stored)
@@ -107,48 +99,15 @@ def decode_spec(raw: bytes, arrived_at: float, submitted_at: float) -> JobSpec:
         submitted_at=submitted_at,
         user_id=stored.user_id,
     )
-    return JobSpec(request, stored.user_id, stored.explain, stored.vendor)
+    return JobSpec(request, stored.explain, stored.vendor)
 
 
 def encode_plan(plan: RoutePlan) -> bytes:
-    tuned = plan.tuned
-    stored = _Plan(
-        request_id=plan.request_id,
-        specialist=plan.specialist,
-        adapters=plan.adapters,
-        sampling=plan.sampling,
-        confidence=plan.confidence,
-        reasons=plan.reasons,
-        prompt=_Prompt() if tuned.prompt is None else _kept(tuned.prompt),
-        max_tokens=tuned.max_tokens,
-        response_format=tuned.response_format,
-        answer_pattern=tuned.answer_pattern,
-        trace=plan.trace,
-        alternates=plan.alternates,
-        shadow=plan.shadow,
-    )
-    return _written(stored)
+    return _written(PlannedRun(plan.specialist, plan.adapters, plan.sampling))
 
 
-def decode_plan(raw: bytes) -> RoutePlan:
-    stored = _plan_decoder.decode(raw)
-    return RoutePlan(
-        request_id=stored.request_id,
-        specialist=stored.specialist,
-        alternates=stored.alternates,
-        adapters=stored.adapters,
-        sampling=stored.sampling,
-        shadow=stored.shadow,
-        confidence=stored.confidence,
-        reasons=stored.reasons,
-        tuned=TunedFields(
-            _prompt(stored.prompt),
-            stored.max_tokens,
-            stored.response_format,
-            stored.answer_pattern,
-        ),
-        trace=stored.trace,
-    )
+def decode_plan(raw: bytes) -> PlannedRun:
+    return _plan_decoder.decode(raw)
 
 
 def encode_result(result: InferenceResult) -> bytes:

@@ -23,7 +23,13 @@ from coterie.core.request import AdapterHint, InferenceRequest, RouteHints, Samp
 from coterie.core.settings import JobSettings
 from coterie.obs.log import log
 from coterie.service.answer import AnswerBuilder
-from coterie.service.jobs.codec import decode_plan, decode_spec, encode_plan, encode_result
+from coterie.service.jobs.codec import (
+    PlannedRun,
+    decode_plan,
+    decode_spec,
+    encode_plan,
+    encode_result,
+)
 from coterie.service.jobs.store import RETRY_S, JobEnd, JobStore, WaitingJob
 from coterie.service.request_limits import Events, until_deadline
 
@@ -261,7 +267,7 @@ class JobRun:
                 InternalError("the server failed to answer; the log has the job id")
             )
 
-    async def _answer(self, spec: JobSpec, stored: RoutePlan | None) -> JobEnd | None:
+    async def _answer(self, spec: JobSpec, stored: PlannedRun | None) -> JobEnd | None:
         plans, events = await self._events(spec, stored)
         async with aclosing(events):
             builder = AnswerBuilder(self._id, plans, explain=spec.explain)
@@ -276,7 +282,7 @@ class JobRun:
         return JobEnd(SUCCEEDED, time.time(), result=encode_result(result))
 
     async def _events(
-        self, spec: JobSpec, stored: RoutePlan | None
+        self, spec: JobSpec, stored: PlannedRun | None
     ) -> tuple[list[RoutePlan], Events]:
         """A run that is repeated goes by the plan of the first one: what was installed or learnt
         meanwhile does not change its answer."""
@@ -319,14 +325,14 @@ class JobRun:
                 await asyncio.sleep(error.retry_after_s or RETRY_S)
 
 
-def pinned(request: InferenceRequest, plan: RoutePlan) -> InferenceRequest:
+def pinned(request: InferenceRequest, plan: PlannedRun) -> InferenceRequest:
     """Asks for exactly what `plan` chose, by name and version."""
     adapters = tuple(AdapterHint(item.name, item.weight) for item in plan.adapters)
     hints = replace(request.hints, model=plan.specialist, adapters=adapters, exclude=())
     return replace(request, hints=hints)
 
 
-def _who(plan: RoutePlan) -> tuple[str, str]:
+def _who(plan: RoutePlan | PlannedRun) -> tuple[str, str]:
     return plan.specialist, stack_key(plan.adapters)
 
 

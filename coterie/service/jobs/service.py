@@ -7,7 +7,7 @@ Wiring (`build.py`, after the pipeline is made; `Pipeline` starts and ends it):
     jobs.pause()           # first thing in Pipeline.drain: nothing new begins
     await jobs.close()     # first thing in Pipeline.close: open jobs wait for the next start
 
-Callers (`Prefer: respond-async`): `job = await jobs.submit(JobSpec(request, user_id, explain))`,
+Callers (`Prefer: respond-async`): `job = await jobs.submit(JobSpec(request, explain))`,
 with `request.id` a new UUID's text; `api/native/jobs.py: accepted(job)` is the 202.
 """
 
@@ -165,7 +165,7 @@ class JobService:
         entry = NewJob(
             request.id,
             request.tenant,
-            spec.user_id,
+            request.user_id,
             request.hints.model or "",
             request.limits.priority,
             time.time(),

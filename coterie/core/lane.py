@@ -1,0 +1,62 @@
+"""What a lane is given: one specialist's queue bound, batch bounds and fixed KV quota."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coterie.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LaneConfig:
+    """A specialist inside an engine. `context` and `num_blocks` are open (0) until the worker knows
+    the model and divides the engine's KV bytes."""
+
+    name: str
+    # most tokens of prompt plus output; 0 = what the model was trained for
+    context: int = 0
+    # the lane's own KV; 0 = by weight, of the engine's KV bytes
+    num_blocks: int = 0
+    block_size: int = 16
+    # sequences that may wait; one more is refused
+    max_queue: int = 256
+    # sequences computed together
+    max_sequences: int = 64
+    # tokens computed in one step: bounds how long a prefill chunk delays running streams
+    max_step_tokens: int = 512
+    # sessions whose blocks are kept longest
+    kv_cache_slots: int = 16
+    prefix_cache: bool = True
+    # divides the engine's KV bytes and its tokens among the lanes
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for key in ("block_size", "max_sequences", "max_step_tokens"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"lane {self.name}: {key} must be at least 1", param=key)
+        if min(self.context, self.num_blocks, self.kv_cache_slots) < 0:
+            raise ConfigError(f"lane {self.name}: a context, num_blocks or kv_cache_slots below 0")
+        if self.max_queue < 1 or not self.weight > 0:
+            raise ConfigError(f"lane {self.name}: max_queue or weight is too small")
+        if self.max_step_tokens < self.max_sequences:
+            raise ConfigError(
+                f"lane {self.name}: max_step_tokens ({self.max_step_tokens}) must be at least "
+                f"max_sequences ({self.max_sequences}), or running streams would stall",
+                param="max_step_tokens",
+            )
+
+    def require_quota(self) -> None:
+        """For an engine, where nothing may be open any more."""
+        for key in ("context", "num_blocks"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"lane {self.name}: {key} must be at least 1", param=key)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest prompt plus output that one sequence can have here."""
+        return min(self.context, self.num_blocks * self.block_size)
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.capacity_tokens // self.block_size)
