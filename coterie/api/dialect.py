@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
-# top_p 0 means "only the likeliest token"; samplers want it positive
-_SMALLEST_TOP_P = 1e-9
 
 
 class ModelCard(Protocol):
@@ -167,14 +165,6 @@ def inference_request(
         # what a dialect has beside its cache keys names a user
         user_id=next((key[:512] for key in others if key), ""),
     )
-
-
-def positive_top_p(top_p: float | None) -> float | None:
-    return None if top_p is None else max(top_p, _SMALLEST_TOP_P)
-
-
-def seed_of(seed: int | None) -> int | None:
-    return None if seed is None else seed % 2**63
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,9 @@ from coterie.api.anthropic.types import (
     ResultBlock,
     TextBlock,
 )
-from coterie.api.dialect import ParsedRequest, RequestHeaders, positive_top_p, seed_of
+from coterie.api.dialect import ParsedRequest, RequestHeaders
 from coterie.api.response_format import response_format_of
+from coterie.api.sampling_fields import positive_top_p, seed_of
 from coterie.api.tools.base import Tool, ToolSet, check_results, check_tools, known_names, tool_of
 from coterie.api.vendor_fields import refuse_openai_fields
 from coterie.core.errors import InvalidRequest, UnsupportedFeature

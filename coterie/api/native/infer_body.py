@@ -17,9 +17,9 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from coterie.api.admin.experts import Name
 from coterie.api.body import RequestBody, aside, check, decode
-from coterie.api.dialect import seed_of
 from coterie.api.openai.types import StopString, StopStrings
 from coterie.api.response_format import response_format_of
+from coterie.api.sampling_fields import bounds, sampling_field, seed_of
 from coterie.core.adapters import MAX_STACK
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import (
@@ -32,18 +32,17 @@ from coterie.core.request import (
     RouteHints,
     Sampling,
 )
+from coterie.core.sampling import MAX_TOKENS
 from coterie.obs.metrics import Histogram
 from coterie.service.request_limits import UserRate
 
 MAX_PROMPT = 500_000
 MAX_BODY = 2_000_000
 MAX_TEMPLATE = 20_000
-MAX_TOKENS = 200_000
+MAX_OUTPUT = 200_000
 MAX_GRAMMAR = 100_000
 MAX_REGEX = 10_000
-MAX_BEAMS = 64
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
-_INT64 = 2**63 - 1
 
 
 def _normal(value: Any) -> Any:
@@ -66,8 +65,8 @@ Template = Annotated[
     Field(max_length=MAX_TEMPLATE, json_schema_extra={"pattern": r"\{prompt\}"}),
     BeforeValidator(_normal),
 ]
+OutputTokens = Annotated[int, Field(**bounds(MAX_TOKENS.narrowed(high=MAX_OUTPUT)))]
 Document = Annotated[str, Field(max_length=MAX_BODY), BeforeValidator(_normal)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]
 Key = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -103,13 +102,13 @@ class InferBody(RequestBody):
     body: Document | None = Field(
         None, description="The document or data that the prompt is about."
     )
-    temperature: float | None = Field(None, ge=0, le=2)
-    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=2**31 - 1, description="0 = off.")
-    min_p: Share | None = None
-    typical_p: float | None = Field(None, gt=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=1, le=2)
+    temperature: float | None = sampling_field("temperature", high=2)
+    max_tokens: OutputTokens | None = None
+    top_p: float | None = sampling_field("top_p")
+    top_k: int | None = sampling_field("top_k", low=0, description="0 = off.")
+    min_p: float | None = sampling_field("min_p")
+    typical_p: float | None = sampling_field("typical_p")
+    repetition_penalty: float | None = sampling_field("repetition_penalty", low=1, high=2)
     force_experts: Annotated[list[Name], Field(max_length=MAX_STACK)] | None = Field(
         None, description="Exactly these, in this order: `name` or `name@version`."
     )
@@ -127,12 +126,12 @@ class InferBody(RequestBody):
     )
     model: str = Field("auto", min_length=1, max_length=512)
     stream: bool = False
-    seed: int | None = Field(None, ge=-_INT64 - 1, le=_INT64)
-    num_beams: int | None = Field(
-        None, ge=1, le=MAX_BEAMS, description="More than 1 searches instead of drawing."
+    seed: int | None = sampling_field("seed")
+    num_beams: int | None = sampling_field(
+        "num_beams", description="More than 1 searches instead of drawing."
     )
-    length_penalty: float | None = Field(
-        None, ge=-10, le=10, description="Of a beam search: above 0 favours long answers."
+    length_penalty: float | None = sampling_field(
+        "length_penalty", description="Of a beam search: above 0 favours long answers."
     )
     stop: StopString | StopStrings | None = None
     response_format: dict[str, Any] | None = Field(

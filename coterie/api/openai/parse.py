@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from coterie.api.admin.experts import adapter_hints
-from coterie.api.dialect import ParsedRequest, RequestHeaders, positive_top_p, seed_of
+from coterie.api.dialect import ParsedRequest, RequestHeaders
 from coterie.api.openai.types import (
     MAX_PROMPTS,
     ChatBody,
@@ -20,6 +20,7 @@ from coterie.api.openai.types import (
     ToolSpec,
 )
 from coterie.api.response_format import vendor_format_of
+from coterie.api.sampling_fields import positive_top_p, seed_of
 from coterie.api.tools.base import Tool, ToolSet, check_results, check_tools, known_names, tool_of
 from coterie.api.vendor_fields import refuse_fields
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
