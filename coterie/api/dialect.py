@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from coterie.api.door import Exchange, exchange_of, note_specialist, receipt
+from coterie.api.door import Exchange, exchange_of, receipt
 from coterie.api.response_format import FORMAT
 from coterie.api.tools.base import ToolSet
 from coterie.api.transport.sse import Events, refuse
@@ -64,6 +64,16 @@ class ModelCard(Protocol):
     def parent(self) -> str | None: ...
 
 
+class PlannedAnswer(Protocol):
+    """The part of `service.pipeline.PlannedRequest` that the dialects use."""
+
+    @property
+    def plan(self) -> RoutePlan: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    def hold_to(self, wanted: ResponseFormat | None) -> None: ...
+
+
 class DialectPipeline(Protocol):
     """The part of `service.pipeline.Pipeline` that the dialects use."""
 
@@ -71,12 +81,10 @@ class DialectPipeline(Protocol):
     def resolve(self, hints: RouteHints, prompt: Prompt | None = None) -> str: ...
     def tokenizer(self, specialist: str | None) -> Tokenizer: ...
     async def tokenise(self, specialist: str | None, prompt: Prompt) -> list[int]: ...
-    def handle(
-        self,
-        request: InferenceRequest,
-        *,
-        tell: Callable[[RoutePlan], None] | None = None,
-    ) -> AsyncIterator[Event]: ...
+    def plan(self, request: InferenceRequest) -> PlannedAnswer: ...
+    def run(
+        self, planned: Any, tell: Callable[[RoutePlan], None] | None = None
+    ) -> AsyncGenerator[Event, None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,31 +175,23 @@ def inference_request(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class AnsweringModel:
-    """Who will answer: the name that the answer carries, the specialist behind it."""
-
-    # what was asked for; `auto` shows whom it stood for
-    name: str
-    specialist: str
-    tokenizer: Tokenizer
-
-
-def answering_model(
-    service: DialectPipeline, hints: RouteHints, prompt: Prompt, steering: RequestHeaders
-) -> AnsweringModel:
-    """Who will answer to these names, noted for the receipt header."""
-    specialist = service.resolve(hints, prompt)
-    note_specialist(steering.exchange, specialist)
-    name = hints.model if hints.model and hints.model != AUTO else specialist
-    return AnsweringModel(name, specialist, service.tokenizer(specialist))
+def planned_answer(
+    service: DialectPipeline, request: InferenceRequest, exchange: Exchange
+) -> PlannedAnswer:
+    """Who answers, noted for the receipt headers."""
+    planned = service.plan(request)
+    receipt(exchange, planned.plan)
+    return planned
 
 
-def events_of(service: DialectPipeline, request: InferenceRequest, exchange: Exchange) -> Events:
-    """The pipeline's events as something that can be closed, which aborts the request."""
-    events = service.handle(request, tell=partial(receipt, exchange))
-    assert isinstance(events, AsyncGenerator)
-    return events
+def answering_name(hints: RouteHints, plan: RoutePlan) -> str:
+    """What the answer calls its model: what was asked for; `auto` shows whom it stood for."""
+    return hints.model if hints.model and hints.model != AUTO else plan.specialist
+
+
+def events_of(service: DialectPipeline, planned: PlannedAnswer, exchange: Exchange) -> Events:
+    """Closing them aborts the request."""
+    return service.run(planned, tell=partial(receipt, exchange))
 
 
 def note_usage(exchange: Exchange, finished: Finished) -> None:

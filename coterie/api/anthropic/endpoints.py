@@ -9,16 +9,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.api.anthropic import render
-from coterie.api.anthropic.parse import hints_of, parse_messages, prompt_of, with_thinking_flag
+from coterie.api.anthropic.parse import hints_of, parse_messages, prompt_of
 from coterie.api.anthropic.render import MessageShape, MessageStream
 from coterie.api.anthropic.types import CountBody, MessagesBody
 from coterie.api.body import parse
 from coterie.api.dialect import (
     DialectPipeline,
     ModelCard,
-    answering_model,
+    answering_name,
     collect,
+    inference_request,
     note_usage,
+    planned_answer,
     request_headers,
 )
 from coterie.api.door import new_id
@@ -41,17 +43,17 @@ class AnthropicDialect:
         if body.thread is not None:
             refusal = render.thread_refusal(steering.exchange.request_id)
             return Response(refusal, status_code=400, media_type=JSON)
-        chat = prompt_of(body)
-        who = answering_model(self.service, hints_of(body), chat, steering)
-        ask = parse_messages(body, steering, with_thinking_flag(chat, body, who.tokenizer))
+        ask = parse_messages(body, steering)
+        asked = inference_request(ask, steering, new_id("msg_"))
+        planned = planned_answer(self.service, asked, steering.exchange)
         shape = MessageShape(
-            id=new_id("msg_"),
-            model=who.name,
+            id=asked.id,
+            model=answering_name(ask.hints, planned.plan),
             request_id=steering.exchange.request_id,
-            reading=await answer_syntax_of(ask, who.tokenizer),
+            reading=await answer_syntax_of(ask, planned.tokenizer),
         )
-        ask = await with_answer_grammar(ask, who.tokenizer, shape.reading)
-        events = tool_events(self.service, ask, steering, shape.id)
+        ask = await with_answer_grammar(ask, planned.tokenizer, shape.reading)
+        events = tool_events(self.service, ask, planned, steering.exchange)
         if body.stream:
             return EventStream(events, MessageStream(shape), steering.exchange)
         answer = await while_connected(request.receive, collect(events, 1))
@@ -62,9 +64,7 @@ class AnthropicDialect:
         """Count the tokens a message's prompt would have."""
         body = await parse(request, CountBody, self.max_body_bytes)
         chat = prompt_of(body)
-        specialist = self.service.resolve(hints_of(body), chat)
-        chat = with_thinking_flag(chat, body, self.service.tokenizer(specialist))
-        ids = await self.service.tokenise(specialist, chat)
+        ids = await self.service.tokenise(self.service.resolve(hints_of(body), chat), chat)
         return Response(encode({"input_tokens": len(ids)}), media_type=JSON)
 
 

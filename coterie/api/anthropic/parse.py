@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from coterie.api.admin.experts import adapter_hints
 from coterie.api.anthropic.types import (
@@ -36,17 +34,14 @@ from coterie.core.request import (
 from coterie.core.value_check import is_deeper
 from coterie.models.text.tool_format import MAX_DEPTH
 
-if TYPE_CHECKING:
-    from coterie.models.text.tokenizer import Tokenizer
 
-
-def parse_messages(body: MessagesBody, steering: RequestHeaders, prompt: Chat) -> ParsedRequest:
+def parse_messages(body: MessagesBody, steering: RequestHeaders) -> ParsedRequest:
     refuse_openai_fields(body.model_extra)
     metadata = body.metadata
     wanted, field = _format(body)
     return ParsedRequest(
         hints=hints_of(body),
-        prompt=prompt,
+        prompt=prompt_of(body),
         sampling=Sampling(
             temperature=body.temperature,
             top_p=positive_top_p(body.top_p),
@@ -97,7 +92,9 @@ def prompt_of(body: CountBody) -> Chat:
     continues = turns[-1].role == "assistant"
     tools = tool_set_of(body)
     told = () if tools is None else tools.fields()
-    return Chat(tuple(turns), add_generation_prompt=not continues, tools=told)
+    # templates of thinking models read it, others do not; the vendor's default is not to think
+    flag = {"enable_thinking": body.thinking is not None and body.thinking.type != "disabled"}
+    return Chat(tuple(turns), flag, add_generation_prompt=not continues, tools=told)
 
 
 def _joined(messages: list[Message]) -> list[Message]:
@@ -112,14 +109,6 @@ def _joined(messages: list[Message]) -> list[Message]:
         calls = tuple(call for message in group for call in message.tool_calls)
         turns.append(Message(role, text, calls))
     return turns
-
-
-def with_thinking_flag(chat: Chat, body: CountBody, tokenizer: Tokenizer) -> Chat:
-    """Templates of thinking models read a flag; the vendor's default is not to think."""
-    if tokenizer.reasoning is None:
-        return chat
-    thinks = body.thinking is not None and body.thinking.type != "disabled"
-    return replace(chat, template_kwargs={"enable_thinking": thinks})
 
 
 def _system_text(system: str | list[TextBlock]) -> str:

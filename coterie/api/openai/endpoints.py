@@ -10,23 +10,23 @@ from starlette.responses import Response
 
 from coterie.api.body import parse
 from coterie.api.dialect import (
-    AnsweringModel,
     DialectPipeline,
     ParsedRequest,
-    RequestHeaders,
-    answering_model,
+    PlannedAnswer,
+    answering_name,
     collect,
     events_of,
     inference_request,
     merged,
     note_usage,
+    planned_answer,
     request_headers,
 )
-from coterie.api.door import new_id
+from coterie.api.door import Exchange, new_id
 from coterie.api.openai import chat, text
 from coterie.api.openai.chat import ChatShape, ChatStream
 from coterie.api.openai.parse import echoed, parse_chat, parse_completion, scores_prompt
-from coterie.api.openai.text import TextShape, TextStream
+from coterie.api.openai.text import TextShape, TextStream, part_id
 from coterie.api.openai.types import ChatBody, CompletionBody, CompletionFields
 from coterie.api.response_format import format_named
 from coterie.api.tools.read import answer_syntax_of, tool_events, with_answer_grammar
@@ -45,10 +45,11 @@ class OpenAIDialect:
         body = await parse(request, ChatBody, self.max_body_bytes)
         steering = request_headers(request)
         ask = parse_chat(body, steering)
-        who = answering_model(self.service, ask.hints, ask.prompt, steering)
-        shape = await self._chat_shape(body, ask, who)
-        ask = await with_answer_grammar(ask, who.tokenizer, shape.reading)
-        events = tool_events(self.service, ask, steering, shape.id)
+        asked = inference_request(ask, steering, new_id("chatcmpl-"))
+        planned = planned_answer(self.service, asked, steering.exchange)
+        shape = await self._chat_shape(body, ask, planned)
+        ask = await with_answer_grammar(ask, planned.tokenizer, shape.reading)
+        events = tool_events(self.service, ask, planned, steering.exchange)
         if body.stream:
             return EventStream(events, ChatStream(shape), steering.exchange)
         answer = await while_connected(request.receive, collect(events, shape.num_choices))
@@ -60,9 +61,18 @@ class OpenAIDialect:
         body = await parse(request, CompletionBody, self.max_body_bytes)
         steering = request_headers(request)
         asks = parse_completion(body, steering)
-        who = answering_model(self.service, asks[0].hints, asks[0].prompt, steering)
-        shape = self._text_shape(body, asks, who)
-        events = self._text_events(shape, asks, steering)
+        answer_id = new_id("cmpl-")
+        # in one go: no name can change its meaning between two prompts
+        planned = [
+            planned_answer(
+                self.service,
+                inference_request(ask, steering, part_id(answer_id, index, len(asks))),
+                steering.exchange,
+            )
+            for index, ask in enumerate(asks)
+        ]
+        shape = self._text_shape(answer_id, body, asks, planned[0])
+        events = self._text_events(shape, asks, planned, steering.exchange)
         if body.stream:
             return EventStream(events, TextStream(shape), steering.exchange)
         total = shape.num_choices * shape.num_prompts
@@ -71,12 +81,12 @@ class OpenAIDialect:
         return Response(text.whole(shape, answer), media_type=JSON)
 
     async def _chat_shape(
-        self, body: ChatBody, ask: ParsedRequest, who: AnsweringModel
+        self, body: ChatBody, ask: ParsedRequest, planned: PlannedAnswer
     ) -> ChatShape:
         return ChatShape(
-            id=new_id("chatcmpl-"),
+            id=planned.plan.request_id,
             created=int(time.time()),
-            model=who.name,
+            model=answering_name(ask.hints, planned.plan),
             num_choices=body.n or 1,
             include_usage=includes_usage(body),
             continuous_usage=tells_usage(body),
@@ -85,19 +95,23 @@ class OpenAIDialect:
             token_ids=bool(body.return_token_ids),
             names_ids=bool(body.return_tokens_as_token_ids),
             echo=echoed(body),
-            reading=await answer_syntax_of(ask, who.tokenizer),
+            reading=await answer_syntax_of(ask, planned.tokenizer),
         )
 
     def _text_shape(
-        self, body: CompletionBody, asks: Sequence[ParsedRequest], who: AnsweringModel
+        self,
+        answer_id: str,
+        body: CompletionBody,
+        asks: Sequence[ParsedRequest],
+        planned: PlannedAnswer,
     ) -> TextShape:
         return TextShape(
-            id=new_id("cmpl-"),
+            id=answer_id,
             created=int(time.time()),
-            model=who.name,
+            model=answering_name(asks[0].hints, planned.plan),
             num_choices=body.n or 1,
             prompts=tuple(ask.prompt for ask in asks),
-            tokenizer=who.tokenizer,
+            tokenizer=planned.tokenizer,
             include_usage=includes_usage(body),
             continuous_usage=tells_usage(body),
             logprobs=body.logprobs,
@@ -110,15 +124,15 @@ class OpenAIDialect:
         )
 
     def _text_events(
-        self, shape: TextShape, asks: Sequence[ParsedRequest], steering: RequestHeaders
+        self,
+        shape: TextShape,
+        asks: Sequence[ParsedRequest],
+        planned: Sequence[PlannedAnswer],
+        exchange: Exchange,
     ) -> Events:
-        # planned in one go: no name can change its meaning between two prompts
         sources = [
-            format_named(events_of(self.service, asked, steering.exchange), asks[0].format_field)
-            for asked in (
-                inference_request(ask, steering, shape.part_id(index))
-                for index, ask in enumerate(asks)
-            )
+            format_named(events_of(self.service, one, exchange), asks[0].format_field)
+            for one in planned
         ]
         return sources[0] if len(sources) == 1 else merged(sources, shape.num_choices)
 

@@ -60,6 +60,11 @@ def _is_added(text: str, token: int, tokenizer: Tokenizer) -> bool:
     return not text.startswith(tokenizer.token_bytes(token).decode(errors="replace"))
 
 
+def part_id(answer_id: str, prompt: int, num_prompts: int) -> str:
+    """The id under which one prompt of a request runs."""
+    return answer_id if num_prompts == 1 else f"{answer_id}-{prompt}"
+
+
 @dataclass(frozen=True, slots=True)
 class TextShape:
     id: str
@@ -97,8 +102,7 @@ class TextShape:
         }
 
     def part_id(self, prompt: int) -> str:
-        """The id under which one prompt of the request runs."""
-        return self.id if self.num_prompts == 1 else f"{self.id}-{prompt}"
+        return part_id(self.id, prompt, self.num_prompts)
 
     def echoed(self, prompt: int, started: Started) -> EchoedPrompt:
         return echo_of(self.prompts[prompt], started.prompt_ids, self.tokenizer)

@@ -18,10 +18,10 @@ from coterie.api.dialect import (
     CollectedChoice,
     DialectPipeline,
     ParsedRequest,
-    RequestHeaders,
+    PlannedAnswer,
     events_of,
-    inference_request,
 )
+from coterie.api.door import Exchange
 from coterie.api.response_format import FORMAT, format_named, with_param_name
 from coterie.api.tools.base import ToolSet
 from coterie.api.tools.grammar import ANSWER, answer_behind_thought, tool_constraint
@@ -192,11 +192,11 @@ _RULE = re.compile(r"arguments_(\d+): ")
 
 
 def tool_events(
-    service: DialectPipeline, ask: ParsedRequest, steering: RequestHeaders, request_id: str
+    service: DialectPipeline, ask: ParsedRequest, planned: PlannedAnswer, exchange: Exchange
 ) -> Events:
     """The events of `ask`, whose format is already its tools' grammar."""
-    asked = inference_request(ask, steering, request_id)
-    events = events_of(service, asked, steering.exchange)
+    planned.hold_to(ask.response_format)
+    events = events_of(service, planned, exchange)
     if ask.tools is None or ask.response_format is None:
         return format_named(events, ask.format_field)
     return _blaming(events, ask.tools, ask)
