@@ -1,4 +1,4 @@
-"""What the dialects share on the way in: headers that steer a request, and what is asked.
+"""What the dialects share on the way in: who sends a body, and what is asked.
 
 Turns checked bodies into `core.request` values. Writes no wire format.
 """
@@ -38,17 +38,16 @@ from coterie.core.request import (
     DEFAULT_PRIORITY,
     MAX_PRIORITY,
     InferenceRequest,
-    Limits,
     Prompt,
     ResponseFormat,
     RouteHints,
-    Sampling,
 )
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
+MAX_SESSION = 512
 
 
 class ModelCard(Protocol):
@@ -88,14 +87,16 @@ class DialectPipeline(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestHeaders:
-    """What the headers of one request say."""
+class CallerInfo:
+    """Who sends a body, when it came, and what headers or metadata say beside it."""
 
-    exchange: Exchange
-    session: str | None
+    tenant: str
+    # time.monotonic()
+    arrived_at: float
+    session: str = ""
     # vLLM's number, lower is sooner
-    urgency: int | None
-    timeout_s: float | None
+    urgency: int | None = None
+    timeout_s: float | None = None
 
     def priority(self, urgency: int | None) -> int:
         """Of a body that says `urgency`, which counts for more than the header. Higher is sooner
@@ -107,14 +108,29 @@ class RequestHeaders:
             else min(max(DEFAULT_PRIORITY - given, 0), MAX_PRIORITY)
         )
 
+    def session_key(self, own: str | None, *users: str | None) -> str | None:
+        """The first that is given: the body's own key, the header's, what names a user."""
+        return next((key[:MAX_SESSION] for key in (own, self.session, *users) if key), None)
 
-def request_headers(request: Request) -> RequestHeaders:
-    headers = request.headers
+    def salted_tenant(self, salt: str | None) -> str:
+        """A salt isolates prefix blocks inside a tenant."""
+        if not salt:
+            return self.tenant
+        return f"{self.tenant}+{hashlib.sha256(salt.encode()).hexdigest()[:16]}"
+
+
+def user_id_of(*users: str | None) -> str:
+    return next((user[:MAX_SESSION] for user in users if user), "")
+
+
+def caller_of(request: Request) -> CallerInfo:
+    headers, exchange = request.headers, exchange_of(request.scope)
     timeout_ms = _number(headers, "x-deadline-ms", 1, MAX_DEADLINE_MS)
     urgency = _number(headers, "x-vllm-priority", -(2**31), 2**31)
-    return RequestHeaders(
-        exchange=exchange_of(request.scope),
-        session=headers.get("x-session-id"),
+    return CallerInfo(
+        exchange.tenant,
+        exchange.arrived_at,
+        session=headers.get("x-session-id", "")[:MAX_SESSION],
         urgency=None if urgency is None else int(urgency),
         timeout_s=None if timeout_ms is None else timeout_ms / 1000,
     )
@@ -137,42 +153,14 @@ def _number(headers: Headers, name: str, low: float, high: float) -> float | Non
 class ParsedRequest:
     """A body, translated."""
 
-    hints: RouteHints
-    prompt: Prompt
-    sampling: Sampling
-    limits: Limits
-    # candidates in order of precedence; the first that is given wins
-    sessions: tuple[str | None, ...]
-    # isolates prefix blocks inside a tenant
-    salt: str | None = None
-    response_format: ResponseFormat | None = None
-    # what the caller calls it
-    format_field: str = FORMAT
+    request: InferenceRequest
+    stream: bool
     # None = none may be called
     tools: ToolSet | None = None
-
-
-def inference_request(
-    ask: ParsedRequest, steering: RequestHeaders, request_id: str
-) -> InferenceRequest:
-    body_key, *others = ask.sessions
-    candidates = (body_key, steering.session, *others)
-    tenant = steering.exchange.tenant
-    if ask.salt:
-        tenant = f"{tenant}+{hashlib.sha256(ask.salt.encode()).hexdigest()[:16]}"
-    return InferenceRequest(
-        id=request_id,
-        prompt=ask.prompt,
-        sampling=ask.sampling,
-        limits=ask.limits,
-        hints=ask.hints,
-        response_format=ask.response_format,
-        session=next((key[:512] for key in candidates if key), None),
-        tenant=tenant,
-        arrived_at=steering.exchange.arrived_at,
-        # what a dialect has beside its cache keys names a user
-        user_id=next((key[:512] for key in others if key), ""),
-    )
+    # which field said what the answer must look like
+    format_field: str = FORMAT
+    # answer with the plan too
+    explain: bool = False
 
 
 def planned_answer(

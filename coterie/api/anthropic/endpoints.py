@@ -17,13 +17,12 @@ from coterie.api.dialect import (
     DialectPipeline,
     ModelCard,
     answering_name,
+    caller_of,
     collect,
-    inference_request,
     note_usage,
     planned_answer,
-    request_headers,
 )
-from coterie.api.door import new_id
+from coterie.api.door import exchange_of, new_id
 from coterie.api.errors import encode
 from coterie.api.tools.read import answer_syntax_of, tool_events, with_answer_grammar
 from coterie.api.transport.sse import EventStream, while_connected
@@ -39,25 +38,24 @@ class AnthropicDialect:
     async def messages(self, request: Request) -> Response:
         """Create a message, whole or as a stream of events."""
         body = await parse(request, MessagesBody, self.max_body_bytes)
-        steering = request_headers(request)
+        exchange, caller = exchange_of(request.scope), caller_of(request)
         if body.thread is not None:
-            refusal = render.thread_refusal(steering.exchange.request_id)
+            refusal = render.thread_refusal(exchange.request_id)
             return Response(refusal, status_code=400, media_type=JSON)
-        ask = parse_messages(body, steering)
-        asked = inference_request(ask, steering, new_id("msg_"))
-        planned = planned_answer(self.service, asked, steering.exchange)
+        parsed = parse_messages(body, caller, new_id("msg_"))
+        planned = planned_answer(self.service, parsed.request, exchange)
         shape = MessageShape(
-            id=asked.id,
-            model=answering_name(ask.hints, planned.plan),
-            request_id=steering.exchange.request_id,
-            reading=await answer_syntax_of(ask, planned.tokenizer),
+            id=parsed.request.id,
+            model=answering_name(parsed.request.hints, planned.plan),
+            request_id=exchange.request_id,
+            reading=await answer_syntax_of(parsed, planned.tokenizer),
         )
-        ask = await with_answer_grammar(ask, planned.tokenizer, shape.reading)
-        events = tool_events(self.service, ask, planned, steering.exchange)
-        if body.stream:
-            return EventStream(events, MessageStream(shape), steering.exchange)
+        parsed = await with_answer_grammar(parsed, planned.tokenizer, shape.reading)
+        events = tool_events(self.service, parsed, planned, exchange)
+        if parsed.stream:
+            return EventStream(events, MessageStream(shape), exchange)
         answer = await while_connected(request.receive, collect(events, 1))
-        note_usage(steering.exchange, answer.finished)
+        note_usage(exchange, answer.finished)
         return Response(render.whole(shape, answer), media_type=JSON)
 
     async def count_tokens(self, request: Request) -> Response:

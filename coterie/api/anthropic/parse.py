@@ -16,7 +16,7 @@ from coterie.api.anthropic.types import (
     ResultBlock,
     TextBlock,
 )
-from coterie.api.dialect import ParsedRequest, RequestHeaders
+from coterie.api.dialect import CallerInfo, ParsedRequest, user_id_of
 from coterie.api.response_format import response_format_of
 from coterie.api.sampling_fields import positive_top_p, seed_of
 from coterie.api.tools.base import Tool, ToolSet, check_results, check_tools, known_names, tool_of
@@ -24,6 +24,7 @@ from coterie.api.vendor_fields import refuse_openai_fields
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
 from coterie.core.request import (
     Chat,
+    InferenceRequest,
     Limits,
     Message,
     ResponseFormat,
@@ -35,12 +36,12 @@ from coterie.core.value_check import is_deeper
 from coterie.models.text.tool_format import MAX_DEPTH
 
 
-def parse_messages(body: MessagesBody, steering: RequestHeaders) -> ParsedRequest:
+def parse_messages(body: MessagesBody, caller: CallerInfo, request_id: str) -> ParsedRequest:
     refuse_openai_fields(body.model_extra)
-    metadata = body.metadata
+    user = None if body.metadata is None else body.metadata.user_id
     wanted, field = _format(body)
-    return ParsedRequest(
-        hints=hints_of(body),
+    request = InferenceRequest(
+        id=request_id,
         prompt=prompt_of(body),
         sampling=Sampling(
             temperature=body.temperature,
@@ -51,14 +52,17 @@ def parse_messages(body: MessagesBody, steering: RequestHeaders) -> ParsedReques
         limits=Limits(
             max_tokens=body.max_tokens,
             stop=tuple(body.stop_sequences or ()),
-            priority=steering.priority(body.priority),
-            timeout_s=steering.timeout_s,
+            priority=caller.priority(body.priority),
+            timeout_s=caller.timeout_s,
         ),
-        sessions=(body.cache_key, None if metadata is None else metadata.user_id),
+        hints=hints_of(body),
         response_format=wanted,
-        format_field=field,
-        tools=tool_set_of(body),
+        session=caller.session_key(body.cache_key, user),
+        tenant=caller.tenant,
+        arrived_at=caller.arrived_at,
+        user_id=user_id_of(user),
     )
+    return ParsedRequest(request, bool(body.stream), tool_set_of(body), field)
 
 
 def _format(body: MessagesBody) -> tuple[ResponseFormat | None, str]:

@@ -8,7 +8,6 @@ import difflib
 import re
 import time
 import uuid
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 from unicodedata import combining, is_normalized, normalize
@@ -17,6 +16,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from coterie.api.admin.experts import Name
 from coterie.api.body import RequestBody, aside, check, decode
+from coterie.api.dialect import CallerInfo, ParsedRequest
 from coterie.api.openai.types import StopString, StopStrings
 from coterie.api.response_format import response_format_of
 from coterie.api.sampling_fields import bounds, sampling_field, seed_of
@@ -178,30 +178,6 @@ MAX_SHOWN = 64
 MAX_TEXT = MAX_PROMPT + MAX_BODY
 
 
-@dataclass(frozen=True, slots=True)
-class CallerInfo:
-    """Who sends a body, and when it came."""
-
-    tenant: str
-    # time.monotonic()
-    arrived_at: float
-    # from headers; the body's own wins
-    session: str = ""
-    timeout_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedInfer:
-    """A body, translated."""
-
-    request: InferenceRequest
-    user_id: str | None
-    stream: bool
-    explain: bool
-    # which field said what the answer must look like
-    format_field: str = "response_format"
-
-
 class InferBodyReader:
     """Parses, checks, normalises, and counts the request against its user's rate."""
 
@@ -212,19 +188,23 @@ class InferBodyReader:
 
     async def receive(
         self, raw: bytes | dict[str, Any], caller: CallerInfo, size: int
-    ) -> ParsedInfer:
+    ) -> ParsedRequest:
         """`size`: how many bytes it was on the wire."""
         begun = time.perf_counter()
-        asked = await aside(size, read_body, raw, caller)
+        parsed = await aside(size, read_body, raw, caller)
         self.seconds.observe(time.perf_counter() - begun)
-        self.rate.take(caller.tenant, asked.user_id or "")
-        return asked
+        self.rate.take(caller.tenant, parsed.request.user_id)
+        return parsed
 
 
-def read_body(raw: bytes | dict[str, Any], caller: CallerInfo) -> ParsedInfer:
+def read_body(raw: bytes | dict[str, Any], caller: CallerInfo) -> ParsedRequest:
     body = checked_body(decode(raw) if isinstance(raw, bytes) else raw)
-    request = _request(body, caller)
-    return ParsedInfer(request, body.user_id, body.stream, body.explain, _format_field(body))
+    return ParsedRequest(
+        _request(body, caller),
+        body.stream,
+        format_field=_format_field(body),
+        explain=body.explain,
+    )
 
 
 def checked_body(payload: Any) -> InferBody:
@@ -316,7 +296,7 @@ def _request(body: InferBody, caller: CallerInfo) -> InferenceRequest:
             grammar.model_dump() if isinstance(grammar, GrammarItem) else grammar,
             body.regex,
         ),
-        session=body.session_id or caller.session or body.user_id,
+        session=caller.session_key(body.session_id, body.user_id),
         tenant=caller.tenant,
         arrived_at=caller.arrived_at,
         user_id=body.user_id or "",

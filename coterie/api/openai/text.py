@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from coterie.api.dialect import CollectedAnswer, CollectedChoice
 from coterie.api.errors import encode
 from coterie.api.openai.chat import FINGERPRINT
+from coterie.api.openai.parse import part_id
 from coterie.api.openai.render import (
     DONE,
     KEEPALIVE,
@@ -58,11 +59,6 @@ def _is_added(text: str, token: int, tokenizer: Tokenizer) -> bool:
     if not tokenizer.is_special(token):
         return False
     return not text.startswith(tokenizer.token_bytes(token).decode(errors="replace"))
-
-
-def part_id(answer_id: str, prompt: int, num_prompts: int) -> str:
-    """The id under which one prompt of a request runs."""
-    return answer_id if num_prompts == 1 else f"{answer_id}-{prompt}"
 
 
 @dataclass(frozen=True, slots=True)
