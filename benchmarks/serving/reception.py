@@ -16,7 +16,8 @@ import sys
 import time
 from typing import Any
 
-from coterie.api.native.infer_body import CallerInfo, InferBodyReader
+from coterie.api.dialect import CallerInfo
+from coterie.api.native.infer_body import InferBodyReader
 from coterie.obs.metrics import MetricRegistry
 from coterie.service.request_limits import UserRate
 

@@ -1,4 +1,4 @@
-"""What the dialects share on the way in: headers that steer a request, and what is asked.
+"""What the dialects share on the way in: who sends a body, and what is asked.
 
 Turns checked bodies into `core.request` values. Writes no wire format.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from coterie.api.door import Exchange, exchange_of, note_specialist, receipt
+from coterie.api.door import Exchange, exchange_of, receipt
 from coterie.api.response_format import FORMAT
 from coterie.api.tools.base import ToolSet
 from coterie.api.transport.sse import Events, refuse
@@ -38,19 +38,16 @@ from coterie.core.request import (
     DEFAULT_PRIORITY,
     MAX_PRIORITY,
     InferenceRequest,
-    Limits,
     Prompt,
     ResponseFormat,
     RouteHints,
-    Sampling,
 )
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
-# top_p 0 means "only the likeliest token"; samplers want it positive
-_SMALLEST_TOP_P = 1e-9
+MAX_SESSION = 512
 
 
 class ModelCard(Protocol):
@@ -66,6 +63,16 @@ class ModelCard(Protocol):
     def parent(self) -> str | None: ...
 
 
+class PlannedAnswer(Protocol):
+    """The part of `service.pipeline.PlannedRequest` that the dialects use."""
+
+    @property
+    def plan(self) -> RoutePlan: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    def hold_to(self, wanted: ResponseFormat | None) -> None: ...
+
+
 class DialectPipeline(Protocol):
     """The part of `service.pipeline.Pipeline` that the dialects use."""
 
@@ -73,23 +80,23 @@ class DialectPipeline(Protocol):
     def resolve(self, hints: RouteHints, prompt: Prompt | None = None) -> str: ...
     def tokenizer(self, specialist: str | None) -> Tokenizer: ...
     async def tokenise(self, specialist: str | None, prompt: Prompt) -> list[int]: ...
-    def handle(
-        self,
-        request: InferenceRequest,
-        *,
-        tell: Callable[[RoutePlan], None] | None = None,
-    ) -> AsyncIterator[Event]: ...
+    def plan(self, request: InferenceRequest) -> PlannedAnswer: ...
+    def run(
+        self, planned: Any, tell: Callable[[RoutePlan], None] | None = None
+    ) -> AsyncGenerator[Event, None]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class RequestHeaders:
-    """What the headers of one request say."""
+class CallerInfo:
+    """Who sends a body, when it came, and what headers or metadata say beside it."""
 
-    exchange: Exchange
-    session: str | None
+    tenant: str
+    # time.monotonic()
+    arrived_at: float
+    session: str = ""
     # vLLM's number, lower is sooner
-    urgency: int | None
-    timeout_s: float | None
+    urgency: int | None = None
+    timeout_s: float | None = None
 
     def priority(self, urgency: int | None) -> int:
         """Of a body that says `urgency`, which counts for more than the header. Higher is sooner
@@ -101,14 +108,29 @@ class RequestHeaders:
             else min(max(DEFAULT_PRIORITY - given, 0), MAX_PRIORITY)
         )
 
+    def session_key(self, own: str | None, *users: str | None) -> str | None:
+        """The first that is given: the body's own key, the header's, what names a user."""
+        return next((key[:MAX_SESSION] for key in (own, self.session, *users) if key), None)
 
-def request_headers(request: Request) -> RequestHeaders:
-    headers = request.headers
+    def salted_tenant(self, salt: str | None) -> str:
+        """A salt isolates prefix blocks inside a tenant."""
+        if not salt:
+            return self.tenant
+        return f"{self.tenant}+{hashlib.sha256(salt.encode()).hexdigest()[:16]}"
+
+
+def user_id_of(*users: str | None) -> str:
+    return next((user[:MAX_SESSION] for user in users if user), "")
+
+
+def caller_of(request: Request) -> CallerInfo:
+    headers, exchange = request.headers, exchange_of(request.scope)
     timeout_ms = _number(headers, "x-deadline-ms", 1, MAX_DEADLINE_MS)
     urgency = _number(headers, "x-vllm-priority", -(2**31), 2**31)
-    return RequestHeaders(
-        exchange=exchange_of(request.scope),
-        session=headers.get("x-session-id"),
+    return CallerInfo(
+        exchange.tenant,
+        exchange.arrived_at,
+        session=headers.get("x-session-id", "")[:MAX_SESSION],
         urgency=None if urgency is None else int(urgency),
         timeout_s=None if timeout_ms is None else timeout_ms / 1000,
     )
@@ -131,77 +153,33 @@ def _number(headers: Headers, name: str, low: float, high: float) -> float | Non
 class ParsedRequest:
     """A body, translated."""
 
-    hints: RouteHints
-    prompt: Prompt
-    sampling: Sampling
-    limits: Limits
-    # candidates in order of precedence; the first that is given wins
-    sessions: tuple[str | None, ...]
-    # isolates prefix blocks inside a tenant
-    salt: str | None = None
-    response_format: ResponseFormat | None = None
-    # what the caller calls it
-    format_field: str = FORMAT
+    request: InferenceRequest
+    stream: bool
     # None = none may be called
     tools: ToolSet | None = None
+    # which field said what the answer must look like
+    format_field: str = FORMAT
+    # answer with the plan too
+    explain: bool = False
 
 
-def inference_request(
-    ask: ParsedRequest, steering: RequestHeaders, request_id: str
-) -> InferenceRequest:
-    body_key, *others = ask.sessions
-    candidates = (body_key, steering.session, *others)
-    tenant = steering.exchange.tenant
-    if ask.salt:
-        tenant = f"{tenant}+{hashlib.sha256(ask.salt.encode()).hexdigest()[:16]}"
-    return InferenceRequest(
-        id=request_id,
-        prompt=ask.prompt,
-        sampling=ask.sampling,
-        limits=ask.limits,
-        hints=ask.hints,
-        response_format=ask.response_format,
-        session=next((key[:512] for key in candidates if key), None),
-        tenant=tenant,
-        arrived_at=steering.exchange.arrived_at,
-        # what a dialect has beside its cache keys names a user
-        user_id=next((key[:512] for key in others if key), ""),
-    )
+def planned_answer(
+    service: DialectPipeline, request: InferenceRequest, exchange: Exchange
+) -> PlannedAnswer:
+    """Who answers, noted for the receipt headers."""
+    planned = service.plan(request)
+    receipt(exchange, planned.plan)
+    return planned
 
 
-def positive_top_p(top_p: float | None) -> float | None:
-    return None if top_p is None else max(top_p, _SMALLEST_TOP_P)
+def answering_name(hints: RouteHints, plan: RoutePlan) -> str:
+    """What the answer calls its model: what was asked for; `auto` shows whom it stood for."""
+    return hints.model if hints.model and hints.model != AUTO else plan.specialist
 
 
-def seed_of(seed: int | None) -> int | None:
-    return None if seed is None else seed % 2**63
-
-
-@dataclass(frozen=True, slots=True)
-class AnsweringModel:
-    """Who will answer: the name that the answer carries, the specialist behind it."""
-
-    # what was asked for; `auto` shows whom it stood for
-    name: str
-    specialist: str
-    tokenizer: Tokenizer
-
-
-def answering_model(
-    service: DialectPipeline, hints: RouteHints, prompt: Prompt, steering: RequestHeaders
-) -> AnsweringModel:
-    """Who will answer to these names, noted for the receipt header."""
-    specialist = service.resolve(hints, prompt)
-    note_specialist(steering.exchange, specialist)
-    name = hints.model if hints.model and hints.model != AUTO else specialist
-    return AnsweringModel(name, specialist, service.tokenizer(specialist))
-
-
-def events_of(service: DialectPipeline, request: InferenceRequest, exchange: Exchange) -> Events:
-    """The pipeline's events as something that can be closed, which aborts the request."""
-    events = service.handle(request, tell=partial(receipt, exchange))
-    assert isinstance(events, AsyncGenerator)
-    return events
+def events_of(service: DialectPipeline, planned: PlannedAnswer, exchange: Exchange) -> Events:
+    """Closing them aborts the request."""
+    return service.run(planned, tell=partial(receipt, exchange))
 
 
 def note_usage(exchange: Exchange, finished: Finished) -> None:

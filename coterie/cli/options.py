@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from coterie.cli.terminal import progress, width
 from coterie.core.config import DTYPES
 from coterie.core.errors import ConfigError, CoterieError
 from coterie.core.moe import PREDICTIONS, READS, WARMUPS
+from coterie.core.sampling import SAMPLING_FIELDS
 from coterie.core.settings import parse_budget, parse_bytes
 
 # flags that are fields of DispatchSettings; a flag that was not given stays None
@@ -177,10 +179,31 @@ def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
         metavar="N",
         help=f"most tokens of an answer (default: {max_tokens})",
     )
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 = always the likeliest")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from this share of mass")
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest")
+    for name, metavar, words in (
+        ("temperature", "T", "0 = always the likeliest"),
+        ("top_p", "P", "draw from this share of mass"),
+        ("top_k", "K", "draw from the K likeliest"),
+    ):
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=sampling_value(name), metavar=metavar, help=words)
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same answer")
+
+
+def sampling_value(name: str) -> Callable[[str], float]:
+    """Reads a value of the sampling field, in its range."""
+    field = SAMPLING_FIELDS[name]
+
+    def read(text: str) -> float:
+        try:
+            value = int(text) if field.is_whole else float(text)
+        except ValueError:
+            kind = "whole number" if field.is_whole else "number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {kind}") from None
+        if not field.takes(value):
+            raise argparse.ArgumentTypeError(f"{text} is out of range; it must be {field}")
+        return value
+
+    return read
 
 
 def count(text: str) -> int:

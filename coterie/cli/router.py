@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from coterie.cli.expert.state import experts_dir
 from coterie.cli.terminal import ActionMenu, choose, facts, note, show, width
 from coterie.core.errors import ConfigError, CoterieError
+from coterie.core.sampling import TUNED_FIELDS
 
 if TYPE_CHECKING:
     from coterie.core.plan import Candidate, RoutePlan, RouteTrace
@@ -213,7 +214,7 @@ def _task(trace: RouteTrace) -> str:
 def _sampling(plan: RoutePlan) -> str:
     values = [
         f"{name} {getattr(plan.sampling, name):g}"
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        for name in TUNED_FIELDS
         if getattr(plan.sampling, name) is not None
     ]
     return ", ".join([*values, f"max_tokens {plan.tuned.max_tokens}"])

@@ -14,27 +14,16 @@ from typing import Any
 
 from coterie.core.errors import ContextExcess, ContextLengthExceeded, InvalidRequest
 from coterie.core.request import Limits, Sampling
+from coterie.core.sampling import GENERATION_FIELDS, MAX_TOKENS, check_sampling, value_of
 
 # What OpenAI and Anthropic document for a request that says nothing.
-VENDOR_DEFAULTS = Sampling(temperature=1.0, top_p=1.0, n=1, num_beams=1)
-
-_GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
-
-# name -> (low, high, is low itself allowed)
-_RANGES: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0.0, 100.0, True),
-    "top_p": (0.0, 1.0, False),
-    "min_p": (0.0, 1.0, True),
-    "typical_p": (0.0, 1.0, False),
-    "repetition_penalty": (0.0, 100.0, False),
-    "presence_penalty": (-2.0, 2.0, True),
-    "frequency_penalty": (-2.0, 2.0, True),
-    "length_penalty": (-100.0, 100.0, True),
-    "n": (1, 128, True),
-    "num_beams": (1, 64, True),
-    "logprobs": (0, 100, True),
-    "prompt_logprobs": (0, 100, True),
-}
+_OPEN = Sampling()
+VENDOR_DEFAULTS = Sampling(
+    temperature=value_of(_OPEN, "temperature"),
+    top_p=value_of(_OPEN, "top_p"),
+    n=int(value_of(_OPEN, "n")),
+    num_beams=int(value_of(_OPEN, "num_beams")),
+)
 
 _SEED_MASK = 2**63 - 1
 # a seed of ours is told to the caller, and JSON's readers keep 53 bits of a number
@@ -51,33 +40,15 @@ def resolve_sampling(
 ) -> Sampling:
     """`asked` with nothing left open that the engine needs; refuses values out of range."""
     values: dict[str, Any] = {}
-    for name in (*_GENERATION_KEYS, "n", "num_beams"):
+    for name in (*GENERATION_FIELDS, "n", "num_beams"):
         given = getattr(asked, name)
-        if given is None and name in _GENERATION_KEYS:
+        if given is None and name in GENERATION_FIELDS:
             given = generation.get(name)
         values[name] = getattr(vendor, name) if given is None else given
     seed = draw_seed() if asked.seed is None else asked.seed & _SEED_MASK
     resolved = replace(asked, **values, seed=seed)
     check_sampling(resolved)
     return resolved
-
-
-def check_sampling(sampling: Sampling) -> None:
-    for name, (low, high, inclusive) in _RANGES.items():
-        value = getattr(sampling, name)
-        if value is None:
-            continue
-        # a nan fails both comparisons
-        inside = (low <= value if inclusive else low < value) and value <= high
-        if not inside:
-            bound = "from" if inclusive else "above"
-            raise InvalidRequest(
-                f"{name} is {value}; it must be {bound} {low} to {high}", param=name
-            )
-    if sampling.top_k is not None and sampling.top_k < -1:
-        raise InvalidRequest(f"top_k is {sampling.top_k}; it must be -1 or more", param="top_k")
-    if any(not math.isfinite(bias) for _, bias in sampling.logit_bias):
-        raise InvalidRequest("logit_bias holds a value that is not a number", param="logit_bias")
 
 
 def truncated(
@@ -132,7 +103,7 @@ def resolve_limits(
     context = min(context, limits.context_size or context)
     room = context - prompt_tokens - virtual_tokens
     asked = limits.max_tokens
-    if asked is not None and asked < 1:
+    if asked is not None and asked < MAX_TOKENS.low:
         raise InvalidRequest(f"max_tokens is {asked}; it must be at least 1", param="max_tokens")
     if clamp and asked is not None and room >= 1:
         asked = min(asked, room)

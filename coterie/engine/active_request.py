@@ -6,18 +6,18 @@ Turns drawn tokens into `Delta`s and knows when a choice is over.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from coterie.core.errors import CoterieError
+from coterie.core.errors import CoterieError, InvalidRequest
 from coterie.core.events import Delta, Finished, Started, Timings, TokenLogprob, Usage
 from coterie.core.lane import LaneConfig
 from coterie.core.moe import MoeUsage
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Sampling, own_tenant
+from coterie.core.sampling import check_sampling
 from coterie.engine.adapter_holds import AdapterPoolView, error_for_client
 from coterie.engine.beam import num_continuations
 from coterie.engine.detokenize import Detokenizer, StopMatch, TokenPieces, pieces_of, token_name
@@ -215,8 +215,6 @@ class ActiveRequest:
 
 log = logging.getLogger(__name__)
 
-MAX_CHOICES = 128
-
 
 class RequestSetup(NamedTuple):
     """Where a request comes in: its lane, its stack, and how many came before it."""
@@ -403,26 +401,13 @@ def _refuse_beams(
 
 
 def _sampling_problem(sampling: Sampling, vocab: int) -> str | None:
-    bounds = (
-        ("temperature", sampling.temperature, 0.0, math.inf),
-        ("top_p", sampling.top_p, 0.0, 1.0),
-        ("min_p", sampling.min_p, 0.0, 1.0),
-        ("typical_p", sampling.typical_p, 0.0, 1.0),
-        ("repetition_penalty", sampling.repetition_penalty, 0.0, math.inf),
-        ("presence_penalty", sampling.presence_penalty, -math.inf, math.inf),
-        ("frequency_penalty", sampling.frequency_penalty, -math.inf, math.inf),
-        ("length_penalty", sampling.length_penalty, -math.inf, math.inf),
-        ("n", sampling.n, 1, MAX_CHOICES),
-        ("num_beams", sampling.num_beams, 1, MAX_CHOICES),
-        ("logprobs", sampling.logprobs, 0, vocab),
-        ("prompt_logprobs", sampling.prompt_logprobs, 0, vocab),
-    )
-    for name, value, low, high in bounds:
-        if value is not None and not (math.isfinite(value) and low <= value <= high):
-            return f"{name} must be a number from {low:g} to {high:g}"
-    for name in ("top_p", "typical_p", "repetition_penalty"):
-        if getattr(sampling, name) == 0:
-            return f"{name} must be larger than 0"
+    try:
+        check_sampling(sampling)
+    except InvalidRequest as error:
+        return error.message
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(sampling, name) or 0) > vocab:
+            return f"{name} must be a number from 0 to {vocab}"
     rules = sampling.rules
     if rules is not None and rules.allowed_ids is not None:
         if not rules.allowed_ids:
@@ -431,9 +416,8 @@ def _sampling_problem(sampling: Sampling, vocab: int) -> str | None:
             return "allowed_token_ids names a token outside the vocabulary"
         if sampling.constraint is not None:
             return "allowed_token_ids cannot be held to beside a format; leave one of them out"
-    for token, amount in sampling.logit_bias:
-        if not 0 <= token < vocab or not math.isfinite(amount):
-            return "logit_bias names a token outside the vocabulary, or a value that is no number"
+    if any(not 0 <= token < vocab for token, _ in sampling.logit_bias):
+        return "logit_bias names a token outside the vocabulary"
     return None
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.core.errors import InvalidRequest
+from coterie.core.sampling import SAMPLING_FIELDS, value_of
 
 if TYPE_CHECKING:
     from coterie.core.plan import Assignment
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 # Below this a temperature only overflows: the most likely token is taken instead.
 MIN_TEMPERATURE = 1e-5
-
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 _STRIDE, _MIX, _MIX_AGAIN = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -58,9 +59,9 @@ class TokenPenalties:
     """Which tokens were seen and how often they were produced, kept as growing arrays."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> None:
-        self.repetition = sampling.repetition_penalty or 1.0
-        self.presence = sampling.presence_penalty or 0.0
-        self.frequency = sampling.frequency_penalty or 0.0
+        self.repetition = value_of(sampling, "repetition_penalty")
+        self.presence = value_of(sampling, "presence_penalty")
+        self.frequency = value_of(sampling, "frequency_penalty")
         seen = np.unique(np.array(prompt, dtype=np.int64))
         # token -> its place in the arrays, which have room to grow
         self._place = {token: place for place, token in enumerate(seen.tolist())}
@@ -229,21 +230,19 @@ def make_draw(
 ) -> DrawState:
     """`output` is what the choice has produced before a takeover."""
     sampling = assignment.sampling
-    penalised = (
-        (sampling.repetition_penalty or 1.0) != 1.0
-        or sampling.presence_penalty
-        or sampling.frequency_penalty
+    penalised = any(
+        value_of(sampling, name) != SAMPLING_FIELDS[name].default for name in _PENALTIES
     )
     bias = sampling.logit_bias
     allowed = None if sampling.rules is None else sampling.rules.allowed_ids
     return DrawState(
         seed=sampling.seed or 0,
         choice=choice,
-        temperature=1.0 if sampling.temperature is None else sampling.temperature,
-        top_k=max(sampling.top_k or 0, 0),
-        top_p=1.0 if sampling.top_p is None else sampling.top_p,
-        min_p=sampling.min_p or 0.0,
-        typical_p=1.0 if sampling.typical_p is None else sampling.typical_p,
+        temperature=value_of(sampling, "temperature"),
+        top_k=max(int(value_of(sampling, "top_k")), 0),
+        top_p=value_of(sampling, "top_p"),
+        min_p=value_of(sampling, "min_p"),
+        typical_p=value_of(sampling, "typical_p"),
         bias_ids=np.array([token for token, _ in bias], dtype=np.int64) if bias else None,
         bias=np.array([amount for _, amount in bias], dtype=np.float32) if bias else None,
         penalties=TokenPenalties(sampling, assignment.prompt_ids, output) if penalised else None,

@@ -14,6 +14,7 @@ from heapq import heapify, heappop, heappush
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest, WeightsError
 from coterie.core.events import Delta, Event, Failed
 from coterie.core.moe import MoeUsage
+from coterie.core.sampling import value_of
 from coterie.engine.active_request import ActiveRequest
 from coterie.engine.adapter_holds import error_for_client
 from coterie.engine.beam import BeamSearch
@@ -61,11 +62,10 @@ class RequestTracker:
         self._requests[assignment.request_id] = request
         num_beams = assignment.sampling.num_beams or 1
         if num_beams > 1:
-            penalty = assignment.sampling.length_penalty
             self._searches[assignment.request_id] = BeamSearch(
                 request.sequences[0],
                 num_beams,
-                1.0 if penalty is None else penalty,
+                value_of(assignment.sampling, "length_penalty"),
                 request.stop_ids,
             )
         if assignment.deadline is not None:

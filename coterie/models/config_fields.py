@@ -12,7 +12,7 @@ from typing import Any
 
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.core.request import Sampling
-from coterie.core.resolve import check_sampling
+from coterie.core.sampling import GENERATION_FIELDS, SAMPLING_FIELDS, check_sampling
 
 # far above every real model: a wrong number never allocates
 _MOST_LAYERS, _MOST_EXPERTS, _MOST = 1 << 14, 1 << 16, (1 << 31) - 1
@@ -130,9 +130,6 @@ CONFIG: dict[str, Check] = {
     "rope_parameters": _rope,
 }  # fmt: skip
 
-# what requests take their defaults from
-_SAMPLED = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
-
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
     """Null is a field that was left out."""
@@ -145,14 +142,15 @@ def check_generation(generation: Mapping[str, Any], where: str) -> None:
     ends = generation.get("eos_token_id")
     if ends is not None:
         _refuse(where, "eos_token_id", ends, _token_ids(ends))
-    for key in _SAMPLED:
+    # what requests take their defaults from
+    for key in GENERATION_FIELDS:
         value = generation.get(key)
         if value is None:
             continue
-        sound = type(value) is int if key == "top_k" else type(value) in (int, float)
+        is_whole = SAMPLING_FIELDS[key].is_whole
+        sound = type(value) is int if is_whole else type(value) in (int, float)
         if not sound or not math.isfinite(value):
-            kind = "whole number" if key == "top_k" else "number"
-            _refuse(where, key, value, f"must be a {kind}")
+            _refuse(where, key, value, f"must be a {'whole number' if is_whole else 'number'}")
         try:
             check_sampling(Sampling(**{key: value}))
         except InvalidRequest as error:

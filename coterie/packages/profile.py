@@ -16,6 +16,7 @@ from typing import Any
 from coterie.core.adapters import MAX_STACK, AdapterCard, AdapterProfile
 from coterie.core.errors import CoterieError
 from coterie.core.request import ResponseFormat
+from coterie.core.sampling import MAX_TOKENS, SAMPLING_FIELDS, TUNED_FIELDS
 from coterie.packages.manifest import Manifest, check_name, check_version
 from coterie.packages.paths import GRAMMAR
 
@@ -30,14 +31,13 @@ MAX_PATTERN_CHARS = 1_000
 MAX_REPEATS = 3
 # an order beyond it says nothing more
 _MAX_ORDER = 1_000_000
-# sampling values that a package may set: low, high
-_DECODING = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.01, 1.0),
-    "top_k": (0.0, 1_000_000.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1.0, 2.0),
-    "max_tokens": (1.0, 200_000.0),
+# what a package may set takes less than what a request may
+DECODING_FIELDS = {name: SAMPLING_FIELDS[name] for name in TUNED_FIELDS} | {
+    "temperature": SAMPLING_FIELDS["temperature"].narrowed(high=2.0),
+    "top_p": SAMPLING_FIELDS["top_p"].narrowed(low=0.01),
+    "top_k": SAMPLING_FIELDS["top_k"].narrowed(low=0, high=1_000_000),
+    "repetition_penalty": SAMPLING_FIELDS["repetition_penalty"].narrowed(low=1.0, high=2.0),
+    "max_tokens": MAX_TOKENS.narrowed(high=200_000),
 }
 _LANGUAGE = re.compile(r"[a-z]{2,3}")
 _TEXT_FORMATS = ("lark", "gbnf", "regex")
@@ -172,10 +172,10 @@ def _decoding(manifest: Manifest) -> dict[str, float]:
 
 def _values(stated: Mapping[str, Any]) -> dict[str, float]:
     values: dict[str, float] = {}
-    for name, (low, high) in _DECODING.items():
+    for name, field in DECODING_FIELDS.items():
         value = _number(stated.get(name), -math.inf, math.inf, math.nan)
         # a value out of range is junk, and no reason for another one
-        if low <= value <= high:
+        if field.takes(value):
             values[name] = value
     return values
 

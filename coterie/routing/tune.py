@@ -12,6 +12,7 @@ from typing import Any
 from coterie.core.adapters import AdapterProfile
 from coterie.core.plan import TunedFields
 from coterie.core.request import Chat, InferenceRequest, Prompt, Sampling
+from coterie.core.sampling import TUNED_FIELDS
 from coterie.routing.features.features import LANGUAGES, PromptFeatures
 
 # by task type, as seed 000 has them and in its spirit
@@ -41,7 +42,6 @@ TASK_VALUES: dict[str, dict[str, float]] = {
         "temperature": 0.6, "max_tokens": 2048, "top_p": 0.95, "repetition_penalty": 1.1,
     },
 }  # fmt: skip
-_SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # an adapter that says how it was judged was judged without a penalty unless it says so
 _JUDGED = {"repetition_penalty": 1.0}
 _PLACE = re.compile(r"\{(prompt|body)\}")
@@ -72,7 +72,9 @@ def values_for(task_type: str, adapter: AdapterProfile | None) -> dict[str, floa
 def filled(asked: Sampling, values: Mapping[str, float]) -> Sampling:
     """`asked` with `values` where it says nothing."""
     open_values: dict[str, Any] = {
-        name: values[name] for name in _SAMPLED if name in values and getattr(asked, name) is None
+        name: values[name]
+        for name in TUNED_FIELDS
+        if name in values and getattr(asked, name) is None
     }
     if "top_k" in open_values:
         open_values["top_k"] = int(open_values["top_k"])

@@ -13,6 +13,7 @@ from coterie.core.errors import CoterieError, from_code
 from coterie.core.events import Delta, Event, Failed, Finished, InferenceResult, Started, facts_of
 from coterie.core.plan import RoutePlan
 from coterie.core.request import Chat, Prompt, Text
+from coterie.core.sampling import TUNED_FIELDS
 
 
 class AnswerBuilder:
@@ -94,8 +95,7 @@ def expert_plan(plan: RoutePlan, max_tokens: int | None = None) -> dict[str, Any
     """The plan in the words of the native API. `max_tokens` is what became of the caller's or the
     tuned one, where that is known."""
     sampling = asdict(plan.sampling)
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    params = {name: sampling[name] for name in names}
+    params = {name: sampling[name] for name in TUNED_FIELDS}
     return {
         "experts": [asdict(adapter) for adapter in plan.adapters],
         "composition_order": [adapter.name for adapter in plan.adapters],

@@ -21,6 +21,7 @@ from coterie.core.request import (
     InferenceRequest,
     KeyRights,
     Prompt,
+    ResponseFormat,
     RouteHints,
     Sampling,
     own_tenant,
@@ -61,6 +62,29 @@ class PipelineParts:
     validators: AnswerValidators
     job_store: JobStore
     job_settings: JobSettings
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """A request whose answerer is decided. It holds its adapters until it has run or is dropped."""
+
+    run: RequestRun
+    lease: AdapterLease
+    # the dialect's values for what was left open
+    vendor: Sampling
+
+    @property
+    def plan(self) -> RoutePlan:
+        return self.run.plan
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.run.served.tokenizer
+
+    def hold_to(self, wanted: ResponseFormat | None) -> None:
+        """The answer keeps to `wanted`: the caller's format, written for whoever answers."""
+        self.run.request = replace(self.run.request, response_format=wanted)
+        self.run.response_format = wanted or self.plan.tuned.response_format
 
 
 class Pipeline:
@@ -113,11 +137,16 @@ class Pipeline:
         tell: Callable[[RoutePlan], None] | None = None,
         left: Callable[[InferenceMetrics], None] | None = None,
     ) -> AsyncGenerator[Event, None]:
-        """`request`'s events. `vendor` holds the dialect's values for what was left open. `left` is
-        told the figures of a request that was closed before its end.
+        """`request`'s events, as `plan` and `run` make them; every plan is told to `tell`."""
+        planned = self.plan(request, vendor)
+        if tell is not None:
+            tell(planned.plan)
+        return self.run(planned, tell, left)
 
-        The plan is made, told and held to before this returns: from here on the request runs on
-        the digests that its names stand for at this moment.
+    def plan(self, request: InferenceRequest, vendor: Sampling = VENDOR_DEFAULTS) -> PlannedRequest:
+        """Who answers. `vendor` holds the dialect's values for what was left open.
+
+        From here on the request runs on the digests that its names stand for at this moment.
         """
         if self._draining:
             raise Unavailable("the server is shutting down")
@@ -126,25 +155,30 @@ class Pipeline:
         run = self._planner.plan(request, vendor)
         if request.limits.priority < asked:
             run.plan = lowered(run.plan, asked, request.limits.priority)
-        lease = self._roster.catalog.hold(run.plan.adapters)
-        tell = tell or _ignored
-        tell(run.plan)
-        if run.plan.adapters:
-            return self._whole_or_without(run, lease, vendor, tell, left or _ignored)
-        return self._events(run, lease, left or _ignored)
+        return PlannedRequest(run, self._roster.catalog.hold(run.plan.adapters), vendor)
+
+    def run(
+        self,
+        planned: PlannedRequest,
+        tell: Callable[[RoutePlan], None] | None = None,
+        left: Callable[[InferenceMetrics], None] | None = None,
+    ) -> AsyncGenerator[Event, None]:
+        """The request's events. `tell` is told of a plan that takes the place of the first, `left`
+        the figures of a request that was closed before its end."""
+        if planned.plan.adapters:
+            return self._whole_or_without(planned, tell or _ignored, left or _ignored)
+        return self._events(planned.run, planned.lease, left or _ignored)
 
     async def _whole_or_without(
         self,
-        run: RequestRun,
-        lease: AdapterLease,
-        vendor: Sampling,
+        planned: PlannedRequest,
         tell: Callable[[RoutePlan], None],
         left: Callable[[InferenceMetrics], None],
     ) -> AsyncGenerator[Event, None]:
         """Its events; where its adapters cannot be loaded, those of a plan without them, unless
         the caller named them. Nothing of it was said until then but its plan."""
         began = False
-        events = self._events(run, lease, left)
+        events = self._events(planned.run, planned.lease, left)
         try:
             async with aclosing(events):
                 async for event in events:
@@ -156,15 +190,15 @@ class Pipeline:
         except WeightsError:
             if began:
                 raise
-        other = await self._without_damaged(run, vendor)
+        other = await self._without_damaged(planned)
         tell(other.plan)
         again = self._events(other, self._roster.catalog.hold(other.plan.adapters), left)
         async with aclosing(again):
             async for event in again:
                 yield event
 
-    async def _without_damaged(self, run: RequestRun, vendor: Sampling) -> RequestRun:
-        catalog, plan = self._roster.catalog, run.plan
+    async def _without_damaged(self, planned: PlannedRequest) -> RequestRun:
+        catalog, run, plan = self._roster.catalog, planned.run, planned.plan
         damaged = await catalog.look_over(plan.adapters)
         gone = damaged or list(plan.adapters)
         names = ", ".join(item.name for item in gone)
@@ -172,7 +206,8 @@ class Pipeline:
         if plan.trace is None or self._roster.router.resolve(run.request.hints).adapters:
             raise Unavailable(f"{names}: {why} on this server; it has to be installed again")
         self.registry.value("coterie_recoveries", run.served.name, "expert_left_out").add()
-        return self._planner.again(run, vendor, [LeftOutAdapter(item, why) for item in gone])
+        left = [LeftOutAdapter(item, why) for item in gone]
+        return self._planner.again(run, planned.vendor, left)
 
     def within_rights(self, request: InferenceRequest) -> InferenceRequest:
         """`request` as its key has a right to it."""

@@ -20,6 +20,7 @@ from coterie.adapters.residency import AdapterSlab
 from coterie.core.errors import ConfigError, CoterieError
 from coterie.core.lane import LaneConfig
 from coterie.core.moe import AUTOMATIC, MoeSettings
+from coterie.core.sampling import GENERATION_FIELDS
 from coterie.engine.engine import Engine
 from coterie.models.base import (
     CausalLM,
@@ -53,15 +54,7 @@ if TYPE_CHECKING:
     from coterie.moe.store.base import ExpertGeometry
 
 # generation_config keys that mean something to a request; the rest never leaves the worker
-GENERATION_KEYS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "eos_token_id",
-)
+GENERATION_KEYS = (*GENERATION_FIELDS, "eos_token_id")
 
 Progress = Callable[[int, int], None]
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
+from coterie.api.dialect import CallerInfo, ParsedRequest
 from coterie.api.native.infer_body import (
     FIELDS,
-    CallerInfo,
     InferBodyReader,
-    ParsedInfer,
     read_body,
 )
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded
@@ -26,11 +25,11 @@ from coterie.service.request_limits import UserRate, until_deadline
 SECONDS = Histogram((0.001,))
 
 
-def receive(session: str = "", **body: Any) -> ParsedInfer:
+def receive(session: str = "", **body: Any) -> ParsedRequest:
     return read_body(body, CallerInfo("tenant", time.monotonic(), session))
 
 
-def text_of(asked: ParsedInfer) -> str:
+def text_of(asked: ParsedRequest) -> str:
     assert isinstance(asked.request.prompt, Chat)
     (message,) = asked.request.prompt.messages
     return message.content
@@ -166,7 +165,7 @@ def test_what_is_given_reaches_the_request() -> None:
     assert (hints.model, hints.tune, hints.max_adapters) == (None, True, 2)
     assert [hint.name for hint in hints.adapters] == ["a@1.0"] and hints.exclude == ("b",)
     assert (hints.instruction, hints.document) == ("x", "doc")
-    assert (asked.user_id, asked.explain, request.session) == ("u", True, "from-header")
+    assert (request.user_id, asked.explain, request.session) == ("u", True, "from-header")
 
 
 def test_a_user_who_asks_too_often_is_told_when_to_come_back() -> None:

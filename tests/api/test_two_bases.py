@@ -12,6 +12,11 @@ from conftest import thinking_checkpoint
 from expert_rig import MODEL, Rig
 from served import own_home
 
+from coterie.core.request import RouteHints
+from coterie.routing import router
+from coterie.routing.features.features import PromptFeatures
+from coterie.routing.resolve import NameResolver, ResolvedRoute
+
 SQL = {
     "keywords": ["sql", "query", "table", "database", "select", "join"],
     "examples": [
@@ -50,9 +55,9 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         rig.close()
 
 
-def asked(rig: Rig, path: str, content: str) -> Any:
+def asked(rig: Rig, path: str, content: str, model: str = "auto") -> Any:
     messages = [{"role": "user", "content": content}]
-    body = {"model": "auto", "messages": messages, "max_tokens": 6, "temperature": 0}
+    body = {"model": model, "messages": messages, "max_tokens": 6, "temperature": 0}
     reply = rig.send("POST", path, body | {"seed": 1}, key="")
     assert reply.status_code == 200, reply.text
     answer = reply.json()
@@ -76,3 +81,25 @@ def test_anthropic(rig: Rig) -> None:
     assert by_expert["model"] == "tiny"
     assert [block["type"] for block in by_expert["content"]] == ["text"]
     assert asked(rig, "/v1/messages", UNRELATED)["model"] == "thinker"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_request_is_routed_once(rig: Rig, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose marks are read and whose name is told comes from the plan that it runs by."""
+    looks, names = list[str](), list[str | None]()
+    extract, resolve = router.extract, NameResolver.resolve
+
+    def counted(instruction: str, document: str) -> PromptFeatures:
+        looks.append(instruction)
+        return extract(instruction, document)
+
+    def resolved(self: NameResolver, hints: RouteHints) -> ResolvedRoute:
+        names.append(hints.model)
+        return resolve(self, hints)
+
+    monkeypatch.setattr(router, "extract", counted)
+    monkeypatch.setattr(NameResolver, "resolve", resolved)
+    asked(rig, path, RELATED)
+    assert looks == [RELATED] and not names
+    asked(rig, path, RELATED, model="tiny")
+    assert looks == [RELATED] and names == ["tiny"]

@@ -9,19 +9,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.api.anthropic import render
-from coterie.api.anthropic.parse import hints_of, parse_messages, prompt_of, with_thinking_flag
+from coterie.api.anthropic.parse import hints_of, parse_messages, prompt_of
 from coterie.api.anthropic.render import MessageShape, MessageStream
 from coterie.api.anthropic.types import CountBody, MessagesBody
 from coterie.api.body import parse
 from coterie.api.dialect import (
     DialectPipeline,
     ModelCard,
-    answering_model,
+    answering_name,
+    caller_of,
     collect,
     note_usage,
-    request_headers,
+    planned_answer,
 )
-from coterie.api.door import new_id
+from coterie.api.door import exchange_of, new_id
 from coterie.api.errors import encode
 from coterie.api.tools.read import answer_syntax_of, tool_events, with_answer_grammar
 from coterie.api.transport.sse import EventStream, while_connected
@@ -37,34 +38,31 @@ class AnthropicDialect:
     async def messages(self, request: Request) -> Response:
         """Create a message, whole or as a stream of events."""
         body = await parse(request, MessagesBody, self.max_body_bytes)
-        steering = request_headers(request)
+        exchange, caller = exchange_of(request.scope), caller_of(request)
         if body.thread is not None:
-            refusal = render.thread_refusal(steering.exchange.request_id)
+            refusal = render.thread_refusal(exchange.request_id)
             return Response(refusal, status_code=400, media_type=JSON)
-        chat = prompt_of(body)
-        who = answering_model(self.service, hints_of(body), chat, steering)
-        ask = parse_messages(body, steering, with_thinking_flag(chat, body, who.tokenizer))
+        parsed = parse_messages(body, caller, new_id("msg_"))
+        planned = planned_answer(self.service, parsed.request, exchange)
         shape = MessageShape(
-            id=new_id("msg_"),
-            model=who.name,
-            request_id=steering.exchange.request_id,
-            reading=await answer_syntax_of(ask, who.tokenizer),
+            id=parsed.request.id,
+            model=answering_name(parsed.request.hints, planned.plan),
+            request_id=exchange.request_id,
+            reading=await answer_syntax_of(parsed, planned.tokenizer),
         )
-        ask = await with_answer_grammar(ask, who.tokenizer, shape.reading)
-        events = tool_events(self.service, ask, steering, shape.id)
-        if body.stream:
-            return EventStream(events, MessageStream(shape), steering.exchange)
+        parsed = await with_answer_grammar(parsed, planned.tokenizer, shape.reading)
+        events = tool_events(self.service, parsed, planned, exchange)
+        if parsed.stream:
+            return EventStream(events, MessageStream(shape), exchange)
         answer = await while_connected(request.receive, collect(events, 1))
-        note_usage(steering.exchange, answer.finished)
+        note_usage(exchange, answer.finished)
         return Response(render.whole(shape, answer), media_type=JSON)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens a message's prompt would have."""
         body = await parse(request, CountBody, self.max_body_bytes)
         chat = prompt_of(body)
-        specialist = self.service.resolve(hints_of(body), chat)
-        chat = with_thinking_flag(chat, body, self.service.tokenizer(specialist))
-        ids = await self.service.tokenise(specialist, chat)
+        ids = await self.service.tokenise(self.service.resolve(hints_of(body), chat), chat)
         return Response(encode({"input_tokens": len(ids)}), media_type=JSON)
 
 

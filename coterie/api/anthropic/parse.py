@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from coterie.api.admin.experts import adapter_hints
 from coterie.api.anthropic.types import (
@@ -18,13 +16,15 @@ from coterie.api.anthropic.types import (
     ResultBlock,
     TextBlock,
 )
-from coterie.api.dialect import ParsedRequest, RequestHeaders, positive_top_p, seed_of
+from coterie.api.dialect import CallerInfo, ParsedRequest, user_id_of
 from coterie.api.response_format import response_format_of
+from coterie.api.sampling_fields import positive_top_p, seed_of
 from coterie.api.tools.base import Tool, ToolSet, check_results, check_tools, known_names, tool_of
 from coterie.api.vendor_fields import refuse_openai_fields
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
 from coterie.core.request import (
     Chat,
+    InferenceRequest,
     Limits,
     Message,
     ResponseFormat,
@@ -35,17 +35,14 @@ from coterie.core.request import (
 from coterie.core.value_check import is_deeper
 from coterie.models.text.tool_format import MAX_DEPTH
 
-if TYPE_CHECKING:
-    from coterie.models.text.tokenizer import Tokenizer
 
-
-def parse_messages(body: MessagesBody, steering: RequestHeaders, prompt: Chat) -> ParsedRequest:
+def parse_messages(body: MessagesBody, caller: CallerInfo, request_id: str) -> ParsedRequest:
     refuse_openai_fields(body.model_extra)
-    metadata = body.metadata
+    user = None if body.metadata is None else body.metadata.user_id
     wanted, field = _format(body)
-    return ParsedRequest(
-        hints=hints_of(body),
-        prompt=prompt,
+    request = InferenceRequest(
+        id=request_id,
+        prompt=prompt_of(body),
         sampling=Sampling(
             temperature=body.temperature,
             top_p=positive_top_p(body.top_p),
@@ -55,14 +52,17 @@ def parse_messages(body: MessagesBody, steering: RequestHeaders, prompt: Chat) -
         limits=Limits(
             max_tokens=body.max_tokens,
             stop=tuple(body.stop_sequences or ()),
-            priority=steering.priority(body.priority),
-            timeout_s=steering.timeout_s,
+            priority=caller.priority(body.priority),
+            timeout_s=caller.timeout_s,
         ),
-        sessions=(body.cache_key, None if metadata is None else metadata.user_id),
+        hints=hints_of(body),
         response_format=wanted,
-        format_field=field,
-        tools=tool_set_of(body),
+        session=caller.session_key(body.cache_key, user),
+        tenant=caller.tenant,
+        arrived_at=caller.arrived_at,
+        user_id=user_id_of(user),
     )
+    return ParsedRequest(request, bool(body.stream), tool_set_of(body), field)
 
 
 def _format(body: MessagesBody) -> tuple[ResponseFormat | None, str]:
@@ -96,7 +96,9 @@ def prompt_of(body: CountBody) -> Chat:
     continues = turns[-1].role == "assistant"
     tools = tool_set_of(body)
     told = () if tools is None else tools.fields()
-    return Chat(tuple(turns), add_generation_prompt=not continues, tools=told)
+    # templates of thinking models read it, others do not; the vendor's default is not to think
+    flag = {"enable_thinking": body.thinking is not None and body.thinking.type != "disabled"}
+    return Chat(tuple(turns), flag, add_generation_prompt=not continues, tools=told)
 
 
 def _joined(messages: list[Message]) -> list[Message]:
@@ -111,14 +113,6 @@ def _joined(messages: list[Message]) -> list[Message]:
         calls = tuple(call for message in group for call in message.tool_calls)
         turns.append(Message(role, text, calls))
     return turns
-
-
-def with_thinking_flag(chat: Chat, body: CountBody, tokenizer: Tokenizer) -> Chat:
-    """Templates of thinking models read a flag; the vendor's default is not to think."""
-    if tokenizer.reasoning is None:
-        return chat
-    thinks = body.thinking is not None and body.thinking.type != "disabled"
-    return replace(chat, template_kwargs={"enable_thinking": thinks})
 
 
 def _system_text(system: str | list[TextBlock]) -> str:

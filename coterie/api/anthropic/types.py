@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 from coterie.api.admin.experts import Experts
 from coterie.api.body import RequestBody
 from coterie.api.openai.types import MAX_MESSAGES, Urgency
+from coterie.api.sampling_fields import MaxTokens, sampling_field, top_p_from_zero
 from coterie.api.tools.base import MAX_TOOLS
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -90,11 +91,11 @@ class CountBody(RequestBody):
 
 
 class MessagesBody(CountBody):
-    max_tokens: int = Field(ge=1, le=2**63 - 1)
+    max_tokens: MaxTokens
     stream: bool | None = None
-    temperature: float | None = Field(None, ge=0, le=1)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=2**31 - 1)
+    temperature: float | None = sampling_field("temperature", high=1)
+    top_p: float | None = top_p_from_zero()
+    top_k: int | None = sampling_field("top_k", low=0)
     stop_sequences: Annotated[list[StopSequence], Field(max_length=32)] | None = None
     metadata: MessageMetadata | None = None
     cache_key: str | None = None
@@ -103,6 +104,6 @@ class MessagesBody(CountBody):
     # the same thing under its older and its newer name
     output_format: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    seed: int | None = sampling_field("seed")
     # vLLM's
     priority: Urgency | None = None

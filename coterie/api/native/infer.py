@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.api.body import read_json
-from coterie.api.dialect import note_usage, request_headers
+from coterie.api.dialect import ParsedRequest, caller_of, note_usage
 from coterie.api.door import exchange_of, receipt
 from coterie.api.errors import encode
 from coterie.api.native.infer_answer import (
@@ -15,7 +15,7 @@ from coterie.api.native.infer_answer import (
     RunningInference,
     answer_fields,
 )
-from coterie.api.native.infer_body import CallerInfo, InferBodyReader, ParsedInfer
+from coterie.api.native.infer_body import InferBodyReader
 from coterie.api.native.jobs import accepted
 from coterie.api.response_format import FORMAT, with_param_name
 from coterie.api.transport.sse import EventStream, while_connected
@@ -24,7 +24,6 @@ from coterie.core.job import JobSpec
 from coterie.service.jobs.service import JobService
 
 JSON = "application/json"
-MAX_SESSION = 512
 
 
 class InferEndpoints:
@@ -42,7 +41,8 @@ class InferEndpoints:
 
     async def infer(self, request: Request) -> Response:
         """Answer a prompt with the experts that suit it: whole, streamed, or later as a job."""
-        asked = await self._receive(request, await read_json(request, self.max_body_bytes))
+        raw = await read_json(request, self.max_body_bytes)
+        asked = await self.reception.receive(raw, caller_of(request), len(raw))
         if prefers_job(request):
             return await submit(self.jobs, asked)
         exchange = exchange_of(request.scope)
@@ -56,15 +56,8 @@ class InferEndpoints:
         note_usage(exchange, inference.answer.finished)
         return Response(encode(answer_fields(result)), media_type=JSON)
 
-    async def _receive(self, request: Request, raw: bytes) -> ParsedInfer:
-        steering = request_headers(request)
-        exchange = steering.exchange
-        session = (steering.session or "")[:MAX_SESSION]
-        caller = CallerInfo(exchange.tenant, exchange.arrived_at, session, steering.timeout_s)
-        return await self.reception.receive(raw, caller, len(raw))
 
-
-async def submit(jobs: JobService, asked: ParsedInfer) -> Response:
+async def submit(jobs: JobService, asked: ParsedRequest) -> Response:
     """Accepted as a job, or refused in the words of this API."""
     spec = JobSpec(asked.request, asked.explain)
     try:

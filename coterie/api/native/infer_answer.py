@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from coterie.api.dialect import ParsedRequest
 from coterie.api.errors import OPENAI, body_of, encode
-from coterie.api.native.infer_body import ParsedInfer
 from coterie.api.response_format import format_named, with_param_name
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.events import (
@@ -51,7 +51,7 @@ class InferencePipeline(Protocol):
 class RunningInference:
     """Planned when it is made; refusals by name are raised there. Closing `events` aborts it."""
 
-    def __init__(self, service: InferencePipeline, asked: ParsedInfer) -> None:
+    def __init__(self, service: InferencePipeline, asked: ParsedRequest) -> None:
         # the last counts: one is made again where an expert turns out to be damaged
         self._plans: list[RoutePlan] = []
         # the figures, where it was closed before its end

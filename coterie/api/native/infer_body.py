@@ -8,7 +8,6 @@ import difflib
 import re
 import time
 import uuid
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 from unicodedata import combining, is_normalized, normalize
@@ -17,9 +16,10 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from coterie.api.admin.experts import Name
 from coterie.api.body import RequestBody, aside, check, decode
-from coterie.api.dialect import seed_of
+from coterie.api.dialect import CallerInfo, ParsedRequest
 from coterie.api.openai.types import StopString, StopStrings
 from coterie.api.response_format import response_format_of
+from coterie.api.sampling_fields import bounds, sampling_field, seed_of
 from coterie.core.adapters import MAX_STACK
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import (
@@ -32,18 +32,17 @@ from coterie.core.request import (
     RouteHints,
     Sampling,
 )
+from coterie.core.sampling import MAX_TOKENS
 from coterie.obs.metrics import Histogram
 from coterie.service.request_limits import UserRate
 
 MAX_PROMPT = 500_000
 MAX_BODY = 2_000_000
 MAX_TEMPLATE = 20_000
-MAX_TOKENS = 200_000
+MAX_OUTPUT = 200_000
 MAX_GRAMMAR = 100_000
 MAX_REGEX = 10_000
-MAX_BEAMS = 64
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
-_INT64 = 2**63 - 1
 
 
 def _normal(value: Any) -> Any:
@@ -66,8 +65,8 @@ Template = Annotated[
     Field(max_length=MAX_TEMPLATE, json_schema_extra={"pattern": r"\{prompt\}"}),
     BeforeValidator(_normal),
 ]
+OutputTokens = Annotated[int, Field(**bounds(MAX_TOKENS.narrowed(high=MAX_OUTPUT)))]
 Document = Annotated[str, Field(max_length=MAX_BODY), BeforeValidator(_normal)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]
 Key = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -103,13 +102,13 @@ class InferBody(RequestBody):
     body: Document | None = Field(
         None, description="The document or data that the prompt is about."
     )
-    temperature: float | None = Field(None, ge=0, le=2)
-    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=2**31 - 1, description="0 = off.")
-    min_p: Share | None = None
-    typical_p: float | None = Field(None, gt=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=1, le=2)
+    temperature: float | None = sampling_field("temperature", high=2)
+    max_tokens: OutputTokens | None = None
+    top_p: float | None = sampling_field("top_p")
+    top_k: int | None = sampling_field("top_k", low=0, description="0 = off.")
+    min_p: float | None = sampling_field("min_p")
+    typical_p: float | None = sampling_field("typical_p")
+    repetition_penalty: float | None = sampling_field("repetition_penalty", low=1, high=2)
     force_experts: Annotated[list[Name], Field(max_length=MAX_STACK)] | None = Field(
         None, description="Exactly these, in this order: `name` or `name@version`."
     )
@@ -127,12 +126,12 @@ class InferBody(RequestBody):
     )
     model: str = Field("auto", min_length=1, max_length=512)
     stream: bool = False
-    seed: int | None = Field(None, ge=-_INT64 - 1, le=_INT64)
-    num_beams: int | None = Field(
-        None, ge=1, le=MAX_BEAMS, description="More than 1 searches instead of drawing."
+    seed: int | None = sampling_field("seed")
+    num_beams: int | None = sampling_field(
+        "num_beams", description="More than 1 searches instead of drawing."
     )
-    length_penalty: float | None = Field(
-        None, ge=-10, le=10, description="Of a beam search: above 0 favours long answers."
+    length_penalty: float | None = sampling_field(
+        "length_penalty", description="Of a beam search: above 0 favours long answers."
     )
     stop: StopString | StopStrings | None = None
     response_format: dict[str, Any] | None = Field(
@@ -179,30 +178,6 @@ MAX_SHOWN = 64
 MAX_TEXT = MAX_PROMPT + MAX_BODY
 
 
-@dataclass(frozen=True, slots=True)
-class CallerInfo:
-    """Who sends a body, and when it came."""
-
-    tenant: str
-    # time.monotonic()
-    arrived_at: float
-    # from headers; the body's own wins
-    session: str = ""
-    timeout_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedInfer:
-    """A body, translated."""
-
-    request: InferenceRequest
-    user_id: str | None
-    stream: bool
-    explain: bool
-    # which field said what the answer must look like
-    format_field: str = "response_format"
-
-
 class InferBodyReader:
     """Parses, checks, normalises, and counts the request against its user's rate."""
 
@@ -213,19 +188,23 @@ class InferBodyReader:
 
     async def receive(
         self, raw: bytes | dict[str, Any], caller: CallerInfo, size: int
-    ) -> ParsedInfer:
+    ) -> ParsedRequest:
         """`size`: how many bytes it was on the wire."""
         begun = time.perf_counter()
-        asked = await aside(size, read_body, raw, caller)
+        parsed = await aside(size, read_body, raw, caller)
         self.seconds.observe(time.perf_counter() - begun)
-        self.rate.take(caller.tenant, asked.user_id or "")
-        return asked
+        self.rate.take(caller.tenant, parsed.request.user_id)
+        return parsed
 
 
-def read_body(raw: bytes | dict[str, Any], caller: CallerInfo) -> ParsedInfer:
+def read_body(raw: bytes | dict[str, Any], caller: CallerInfo) -> ParsedRequest:
     body = checked_body(decode(raw) if isinstance(raw, bytes) else raw)
-    request = _request(body, caller)
-    return ParsedInfer(request, body.user_id, body.stream, body.explain, _format_field(body))
+    return ParsedRequest(
+        _request(body, caller),
+        body.stream,
+        format_field=_format_field(body),
+        explain=body.explain,
+    )
 
 
 def checked_body(payload: Any) -> InferBody:
@@ -317,7 +296,7 @@ def _request(body: InferBody, caller: CallerInfo) -> InferenceRequest:
             grammar.model_dump() if isinstance(grammar, GrammarItem) else grammar,
             body.regex,
         ),
-        session=body.session_id or caller.session or body.user_id,
+        session=caller.session_key(body.session_id, body.user_id),
         tenant=caller.tenant,
         arrived_at=caller.arrived_at,
         user_id=body.user_id or "",

@@ -10,19 +10,18 @@ from starlette.responses import Response
 
 from coterie.api.body import parse
 from coterie.api.dialect import (
-    AnsweringModel,
     DialectPipeline,
     ParsedRequest,
-    RequestHeaders,
-    answering_model,
+    PlannedAnswer,
+    answering_name,
+    caller_of,
     collect,
     events_of,
-    inference_request,
     merged,
     note_usage,
-    request_headers,
+    planned_answer,
 )
-from coterie.api.door import new_id
+from coterie.api.door import exchange_of, new_id
 from coterie.api.openai import chat, text
 from coterie.api.openai.chat import ChatShape, ChatStream
 from coterie.api.openai.parse import echoed, parse_chat, parse_completion, scores_prompt
@@ -30,7 +29,7 @@ from coterie.api.openai.text import TextShape, TextStream
 from coterie.api.openai.types import ChatBody, CompletionBody, CompletionFields
 from coterie.api.response_format import format_named
 from coterie.api.tools.read import answer_syntax_of, tool_events, with_answer_grammar
-from coterie.api.transport.sse import Events, EventStream, while_connected
+from coterie.api.transport.sse import EventStream, while_connected
 
 JSON = "application/json"
 
@@ -43,40 +42,43 @@ class OpenAIDialect:
     async def chat(self, request: Request) -> Response:
         """Create a chat completion, whole or as a stream of chunks."""
         body = await parse(request, ChatBody, self.max_body_bytes)
-        steering = request_headers(request)
-        ask = parse_chat(body, steering)
-        who = answering_model(self.service, ask.hints, ask.prompt, steering)
-        shape = await self._chat_shape(body, ask, who)
-        ask = await with_answer_grammar(ask, who.tokenizer, shape.reading)
-        events = tool_events(self.service, ask, steering, shape.id)
-        if body.stream:
-            return EventStream(events, ChatStream(shape), steering.exchange)
+        exchange = exchange_of(request.scope)
+        parsed = parse_chat(body, caller_of(request), new_id("chatcmpl-"))
+        planned = planned_answer(self.service, parsed.request, exchange)
+        shape = await self._chat_shape(body, parsed, planned)
+        parsed = await with_answer_grammar(parsed, planned.tokenizer, shape.reading)
+        events = tool_events(self.service, parsed, planned, exchange)
+        if parsed.stream:
+            return EventStream(events, ChatStream(shape), exchange)
         answer = await while_connected(request.receive, collect(events, shape.num_choices))
-        note_usage(steering.exchange, answer.finished)
+        note_usage(exchange, answer.finished)
         return Response(chat.whole(shape, answer), media_type=JSON)
 
     async def completions(self, request: Request) -> Response:
         """Complete text or token ids, whole or as a stream of chunks."""
         body = await parse(request, CompletionBody, self.max_body_bytes)
-        steering = request_headers(request)
-        asks = parse_completion(body, steering)
-        who = answering_model(self.service, asks[0].hints, asks[0].prompt, steering)
-        shape = self._text_shape(body, asks, who)
-        events = self._text_events(shape, asks, steering)
+        exchange, answer_id = exchange_of(request.scope), new_id("cmpl-")
+        parts = parse_completion(body, caller_of(request), answer_id)
+        # in one go: no name can change its meaning between two prompts
+        planned = [planned_answer(self.service, part.request, exchange) for part in parts]
+        shape = self._text_shape(body, answer_id, parts, planned[0])
+        field = parts[0].format_field
+        sources = [format_named(events_of(self.service, one, exchange), field) for one in planned]
+        events = sources[0] if len(sources) == 1 else merged(sources, shape.num_choices)
         if body.stream:
-            return EventStream(events, TextStream(shape), steering.exchange)
+            return EventStream(events, TextStream(shape), exchange)
         total = shape.num_choices * shape.num_prompts
         answer = await while_connected(request.receive, collect(events, total))
-        note_usage(steering.exchange, answer.finished)
+        note_usage(exchange, answer.finished)
         return Response(text.whole(shape, answer), media_type=JSON)
 
     async def _chat_shape(
-        self, body: ChatBody, ask: ParsedRequest, who: AnsweringModel
+        self, body: ChatBody, parsed: ParsedRequest, planned: PlannedAnswer
     ) -> ChatShape:
         return ChatShape(
-            id=new_id("chatcmpl-"),
+            id=parsed.request.id,
             created=int(time.time()),
-            model=who.name,
+            model=answering_name(parsed.request.hints, planned.plan),
             num_choices=body.n or 1,
             include_usage=includes_usage(body),
             continuous_usage=tells_usage(body),
@@ -85,42 +87,34 @@ class OpenAIDialect:
             token_ids=bool(body.return_token_ids),
             names_ids=bool(body.return_tokens_as_token_ids),
             echo=echoed(body),
-            reading=await answer_syntax_of(ask, who.tokenizer),
+            reading=await answer_syntax_of(parsed, planned.tokenizer),
         )
 
     def _text_shape(
-        self, body: CompletionBody, asks: Sequence[ParsedRequest], who: AnsweringModel
+        self,
+        body: CompletionBody,
+        answer_id: str,
+        parts: Sequence[ParsedRequest],
+        planned: PlannedAnswer,
     ) -> TextShape:
+        first = parts[0].request
         return TextShape(
-            id=new_id("cmpl-"),
+            id=answer_id,
             created=int(time.time()),
-            model=who.name,
+            model=answering_name(first.hints, planned.plan),
             num_choices=body.n or 1,
-            prompts=tuple(ask.prompt for ask in asks),
-            tokenizer=who.tokenizer,
+            prompts=tuple(part.request.prompt for part in parts),
+            tokenizer=planned.tokenizer,
             include_usage=includes_usage(body),
             continuous_usage=tells_usage(body),
             logprobs=body.logprobs,
             prompt_logprobs=body.prompt_logprobs,
             token_ids=bool(body.return_token_ids),
             names_ids=bool(body.return_tokens_as_token_ids),
-            skip_special=asks[0].limits.text.skip_special,
+            skip_special=first.limits.text.skip_special,
             scores_prompt=scores_prompt(body),
             echo=bool(body.echo),
         )
-
-    def _text_events(
-        self, shape: TextShape, asks: Sequence[ParsedRequest], steering: RequestHeaders
-    ) -> Events:
-        # planned in one go: no name can change its meaning between two prompts
-        sources = [
-            format_named(events_of(self.service, asked, steering.exchange), asks[0].format_field)
-            for asked in (
-                inference_request(ask, steering, shape.part_id(index))
-                for index, ask in enumerate(asks)
-            )
-        ]
-        return sources[0] if len(sources) == 1 else merged(sources, shape.num_choices)
 
 
 def includes_usage(body: CompletionFields) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from coterie.api.admin.experts import adapter_hints
-from coterie.api.dialect import ParsedRequest, RequestHeaders, positive_top_p, seed_of
+from coterie.api.dialect import CallerInfo, ParsedRequest, user_id_of
 from coterie.api.openai.types import (
     MAX_PROMPTS,
     ChatBody,
@@ -20,11 +20,13 @@ from coterie.api.openai.types import (
     ToolSpec,
 )
 from coterie.api.response_format import vendor_format_of
+from coterie.api.sampling_fields import positive_top_p, seed_of
 from coterie.api.tools.base import Tool, ToolSet, check_results, check_tools, known_names, tool_of
 from coterie.api.vendor_fields import refuse_fields
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
 from coterie.core.request import (
     Chat,
+    InferenceRequest,
     Limits,
     Message,
     Prompt,
@@ -43,27 +45,31 @@ COMPLETION_TOKENS = 16
 _SPOKEN = ("text", "input_text", "output_text")
 
 
-def parse_chat(body: ChatBody, steering: RequestHeaders) -> ParsedRequest:
+def parse_chat(body: ChatBody, caller: CallerInfo, request_id: str) -> ParsedRequest:
     _refuse_chat(body)
     _refuse_common(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     tools = tool_set_of(body)
     prompt = chat_prompt(body)
     wanted, field = vendor_format_of(body)
-    return ParsedRequest(
-        hints=_hints(body),
+    request = InferenceRequest(
+        id=request_id,
         prompt=prompt if tools is None else replace(prompt, tools=tools.fields()),
         sampling=_sampling(body, logprobs, body.prompt_logprobs),
-        limits=_limits(body, body.max_completion_tokens or body.max_tokens, steering),
-        sessions=_sessions(body),
-        salt=body.cache_salt,
+        limits=_limits(body, body.max_completion_tokens or body.max_tokens, caller),
+        hints=_hints(body),
         response_format=wanted,
-        format_field=field,
-        tools=tools,
+        session=_session(body, caller),
+        tenant=caller.salted_tenant(body.cache_salt),
+        arrived_at=caller.arrived_at,
+        user_id=user_id_of(*_users(body)),
     )
+    return ParsedRequest(request, bool(body.stream), tools, field)
 
 
-def parse_completion(body: CompletionBody, steering: RequestHeaders) -> list[ParsedRequest]:
+def parse_completion(
+    body: CompletionBody, caller: CallerInfo, answer_id: str
+) -> list[ParsedRequest]:
     """One per prompt."""
     _refuse_completion(body)
     _refuse_common(body)
@@ -72,17 +78,32 @@ def parse_completion(body: CompletionBody, steering: RequestHeaders) -> list[Par
     scored = [count for count in asked if count is not None]
     wanted, field = vendor_format_of(body)
     # an engine always makes one token; `scores_prompt` drops it from the answer
-    first = ParsedRequest(
-        hints=_hints(body),
+    first = InferenceRequest(
+        id=answer_id,
         prompt=Text(""),
         sampling=_sampling(body, body.logprobs, max(scored, default=None)),
-        limits=_limits(body, max(max_tokens, 1), steering),
-        sessions=_sessions(body),
-        salt=body.cache_salt,
+        limits=_limits(body, max(max_tokens, 1), caller),
+        hints=_hints(body),
         response_format=wanted,
-        format_field=field,
+        session=_session(body, caller),
+        tenant=caller.salted_tenant(body.cache_salt),
+        arrived_at=caller.arrived_at,
+        user_id=user_id_of(*_users(body)),
     )
-    return [replace(first, prompt=prompt) for prompt in _prompts(body)]
+    prompts = _prompts(body)
+    return [
+        ParsedRequest(
+            replace(first, id=part_id(answer_id, index, len(prompts)), prompt=prompt),
+            bool(body.stream),
+            format_field=field,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def part_id(answer_id: str, prompt: int, num_prompts: int) -> str:
+    """The id under which one prompt of a request runs."""
+    return answer_id if num_prompts == 1 else f"{answer_id}-{prompt}"
 
 
 def scores_prompt(body: CompletionBody) -> bool:
@@ -254,7 +275,7 @@ def _logit_bias(given: dict[str, float] | None) -> tuple[tuple[int, float], ...]
     return tuple(sorted((int(key), bias) for key, bias in pairs.items()))
 
 
-def _limits(body: CompletionFields, max_tokens: int | None, steering: RequestHeaders) -> Limits:
+def _limits(body: CompletionFields, max_tokens: int | None, caller: CallerInfo) -> Limits:
     stop = body.stop
     return Limits(
         max_tokens=max_tokens,
@@ -262,8 +283,8 @@ def _limits(body: CompletionFields, max_tokens: int | None, steering: RequestHea
         stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
-        priority=steering.priority(body.priority),
-        timeout_s=steering.timeout_s,
+        priority=caller.priority(body.priority),
+        timeout_s=caller.timeout_s,
         text=TextRules(
             skip_special=body.skip_special_tokens is not False,
             include_stop=bool(body.include_stop_str_in_output),
@@ -276,10 +297,14 @@ def _hints(body: CompletionFields) -> RouteHints:
     return RouteHints(body.model, adapter_hints(body.experts))
 
 
-def _sessions(body: CompletionFields) -> tuple[str | None, ...]:
+def _session(body: CompletionFields, caller: CallerInfo) -> str | None:
+    return caller.session_key(body.cache_key or body.prompt_cache_key, *_users(body))
+
+
+def _users(body: CompletionFields) -> tuple[str | None, str | None]:
+    """What names a user."""
     user_id = (body.metadata or {}).get("user_id")
-    known = user_id if isinstance(user_id, str) else None
-    return (body.cache_key or body.prompt_cache_key, known, body.user)
+    return user_id if isinstance(user_id, str) else None, body.user
 
 
 def tool_set_of(body: ChatBody) -> ToolSet | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from coterie.api.dialect import CollectedAnswer, CollectedChoice
 from coterie.api.errors import encode
 from coterie.api.openai.chat import FINGERPRINT
+from coterie.api.openai.parse import part_id
 from coterie.api.openai.render import (
     DONE,
     KEEPALIVE,
@@ -97,8 +98,7 @@ class TextShape:
         }
 
     def part_id(self, prompt: int) -> str:
-        """The id under which one prompt of the request runs."""
-        return self.id if self.num_prompts == 1 else f"{self.id}-{prompt}"
+        return part_id(self.id, prompt, self.num_prompts)
 
     def echoed(self, prompt: int, started: Started) -> EchoedPrompt:
         return echo_of(self.prompts[prompt], started.prompt_ids, self.tokenizer)

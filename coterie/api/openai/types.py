@@ -12,11 +12,18 @@ from pydantic import AfterValidator, ConfigDict, Field
 
 from coterie.api.admin.experts import Experts
 from coterie.api.body import QueryParameters, RequestBody
+from coterie.api.sampling_fields import (
+    MaxTokens,
+    MinTokens,
+    bounds,
+    sampling_field,
+    top_p_from_zero,
+)
 from coterie.api.tools.base import MAX_TOOLS
+from coterie.core.sampling import LOGIT_BIAS
 from coterie.core.value_check import is_deeper
 from coterie.models.text.chat_template import MAX_REQUEST_TEMPLATE
 
-MAX_CHOICES = 128
 MAX_PROMPTS = 128
 MAX_STOPS = 32
 MAX_GUIDED = 10_000
@@ -27,7 +34,7 @@ MAX_BAD_WORDS = 256
 MAX_DOCUMENTS = 1024
 _INT64 = 2**63 - 1
 
-Probability = Annotated[float, Field(ge=0, le=1)]
+BiasAmount = Annotated[float, Field(**bounds(LOGIT_BIAS.narrowed(-100, 100)))]
 # vLLM's: lower is sooner
 Urgency = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -135,27 +142,25 @@ class CompletionFields(ConstraintFields):
     model: str = Field(min_length=1, max_length=512)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1, le=_INT64)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: Probability | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: MaxTokens | None = None
+    temperature: float | None = sampling_field("temperature", high=2)
+    top_p: float | None = top_p_from_zero()
+    n: int | None = sampling_field("n")
     stop: StopString | StopStrings | None = None
-    seed: int | None = Field(None, ge=-_INT64 - 1, le=_INT64)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=1024
-    )
+    seed: int | None = sampling_field("seed")
+    presence_penalty: float | None = sampling_field("presence_penalty")
+    frequency_penalty: float | None = sampling_field("frequency_penalty")
+    logit_bias: dict[str, BiasAmount] | None = Field(None, max_length=1024)
     response_format: dict[str, Any] | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     # vLLM's extras
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
-    min_p: Probability | None = None
-    typical_p: float | None = Field(None, gt=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    top_k: int | None = sampling_field("top_k")
+    min_p: float | None = sampling_field("min_p")
+    typical_p: float | None = sampling_field("typical_p")
+    repetition_penalty: float | None = sampling_field("repetition_penalty")
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0, le=_INT64)
+    min_tokens: MinTokens | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -166,11 +171,11 @@ class CompletionFields(ConstraintFields):
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=_INT64)
     truncation_side: Literal["left", "right"] | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    prompt_logprobs: int | None = sampling_field("prompt_logprobs", high=20)
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = Field(None, ge=-10, le=10)
+    length_penalty: float | None = sampling_field("length_penalty")
     priority: Urgency | None = None
     cache_key: str | None = None
     prompt_cache_key: str | None = None
@@ -181,9 +186,9 @@ class CompletionFields(ConstraintFields):
 
 class ChatBody(CompletionFields):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=1, le=_INT64)
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = sampling_field("logprobs", high=20)
     tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -211,7 +216,7 @@ class CompletionBody(CompletionFields):
     # 0 is allowed together with echo: it scores the prompt
     max_tokens: int | None = Field(None, ge=0, le=_INT64)
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = sampling_field("logprobs", high=20)
     best_of: int | None = None
     suffix: str | None = None
 

@@ -18,10 +18,10 @@ from coterie.api.dialect import (
     CollectedChoice,
     DialectPipeline,
     ParsedRequest,
-    RequestHeaders,
+    PlannedAnswer,
     events_of,
-    inference_request,
 )
+from coterie.api.door import Exchange
 from coterie.api.response_format import FORMAT, format_named, with_param_name
 from coterie.api.tools.base import ToolSet
 from coterie.api.tools.grammar import ANSWER, answer_behind_thought, tool_constraint
@@ -144,43 +144,42 @@ class ChoiceReader:
         return found
 
 
-async def answer_syntax_of(ask: ParsedRequest, tokenizer: Tokenizer) -> AnswerSyntax:
-    assert isinstance(ask.prompt, Chat)
+async def answer_syntax_of(parsed: ParsedRequest, tokenizer: Tokenizer) -> AnswerSyntax:
+    prompt, tools = parsed.request.prompt, parsed.tools
+    assert isinstance(prompt, Chat)
     marks = None
-    if ask.tools is not None:
+    if tools is not None:
         form = tokenizer.tool_support.format
         marks = CallMarks(
-            form,
-            ask.tools.callable_names,
-            tokenizer.special_ids.get(form.mark),
-            ask.tools.required,
+            form, tools.callable_names, tokenizer.special_ids.get(form.mark), tools.required
         )
-    thought = await opened_thought(tokenizer, ask.prompt)
+    thought = await opened_thought(tokenizer, prompt)
     reasoning = None if tokenizer.reasoning is None else (tokenizer.reasoning, bool(thought))
     return AnswerSyntax(reasoning, marks, thought)
 
 
 async def with_answer_grammar(
-    ask: ParsedRequest, tokenizer: Tokenizer, reading: AnswerSyntax
+    parsed: ParsedRequest, tokenizer: Tokenizer, reading: AnswerSyntax
 ) -> ParsedRequest:
     """The same with the one grammar that holds its thoughts, tools and format together."""
     try:
-        return replace(ask, response_format=await _whole_format(ask, tokenizer, reading.thought))
+        wanted = await _whole_format(parsed, tokenizer, reading.thought)
     except InvalidRequest as error:
-        raise with_param_name(error, FORMAT, ask.format_field) from None
+        raise with_param_name(error, FORMAT, parsed.format_field) from None
+    return replace(parsed, request=replace(parsed.request, response_format=wanted))
 
 
 async def _whole_format(
-    ask: ParsedRequest, tokenizer: Tokenizer, thought: bool | None
+    parsed: ParsedRequest, tokenizer: Tokenizer, thought: bool | None
 ) -> ResponseFormat | None:
-    answer = ask.response_format
-    if ask.tools is not None:
-        size = len(msgspec.json.encode(ask.tools.fields()))
+    answer, tools = parsed.request.response_format, parsed.tools
+    if tools is not None:
+        size = len(msgspec.json.encode(tools.fields()))
         if size > MAX_INLINE_BYTES or (answer is not None and answer.kind == "gbnf"):
-            build = partial(tool_constraint, ask.tools, tokenizer, thought, answer)
+            build = partial(tool_constraint, tools, tokenizer, thought, answer)
             answer = await asyncio.to_thread(build)
         else:
-            answer = tool_constraint(ask.tools, tokenizer, thought, answer)
+            answer = tool_constraint(tools, tokenizer, thought, answer)
     elif answer is not None and thought is not None:
         answer = await asyncio.to_thread(answer_behind_thought, answer, tokenizer, thought)
     return answer
@@ -192,17 +191,20 @@ _RULE = re.compile(r"arguments_(\d+): ")
 
 
 def tool_events(
-    service: DialectPipeline, ask: ParsedRequest, steering: RequestHeaders, request_id: str
+    service: DialectPipeline, parsed: ParsedRequest, planned: PlannedAnswer, exchange: Exchange
 ) -> Events:
-    """The events of `ask`, whose format is already its tools' grammar."""
-    asked = inference_request(ask, steering, request_id)
-    events = events_of(service, asked, steering.exchange)
-    if ask.tools is None or ask.response_format is None:
-        return format_named(events, ask.format_field)
-    return _blaming(events, ask.tools, ask)
+    """The events of `parsed`, whose format is already its tools' grammar."""
+    grammar = parsed.request.response_format
+    planned.hold_to(grammar)
+    events = events_of(service, planned, exchange)
+    if parsed.tools is None or grammar is None:
+        return format_named(events, parsed.format_field)
+    return _blaming(events, parsed.tools, grammar, parsed.format_field)
 
 
-async def _blaming(events: Events, toolbox: ToolSet, ask: ParsedRequest) -> Events:
+async def _blaming(
+    events: Events, toolbox: ToolSet, grammar: ResponseFormat, format_field: str
+) -> Events:
     """The same events; a complaint about the grammar becomes one about a tool, or about what an
     answer that calls none has to look like."""
     async with aclosing(events):
@@ -210,9 +212,9 @@ async def _blaming(events: Events, toolbox: ToolSet, ask: ParsedRequest) -> Even
             async for event in events:
                 yield event
         except InvalidRequest as error:
-            if error.param != FORMAT or ask.response_format is None:
+            if error.param != FORMAT:
                 raise
-            raise blamed(error.message, toolbox, ask.response_format, ask.format_field) from None
+            raise blamed(error.message, toolbox, grammar, format_field) from None
 
 
 def blamed(

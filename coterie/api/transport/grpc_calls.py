@@ -16,6 +16,7 @@ from google.protobuf import json_format, struct_pb2
 
 from coterie.api.auth import AccessKeys
 from coterie.api.body import aside, check
+from coterie.api.dialect import CallerInfo, ParsedRequest
 from coterie.api.door import CLIENT_CLOSED, Exchange, log_fault, new_id, reason_of
 from coterie.api.errors import OPENAI, encode, public_message, status_of
 from coterie.api.native.feedback import FeedbackBody
@@ -26,7 +27,7 @@ from coterie.api.native.infer_answer import (
     RunningInference,
     answer_fields,
 )
-from coterie.api.native.infer_body import MAX_TIMEOUT_MS, CallerInfo, InferBodyReader, ParsedInfer
+from coterie.api.native.infer_body import MAX_TIMEOUT_MS, InferBodyReader
 from coterie.api.native.jobs import JobParameters, frame_of, view
 from coterie.api.proto.coterie.v1 import inference_pb2 as pb
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest
@@ -106,14 +107,14 @@ class InferenceCalls:
         await self._behind.records.feedback(body.job_id, call.tenant, good, body.comment or "")
         return pb.FeedbackAnswer(job_id=body.job_id, verdict=body.verdict)
 
-    async def _receive(self, request: pb.InferRequest, call: GrpcCall) -> ParsedInfer:
+    async def _receive(self, request: pb.InferRequest, call: GrpcCall) -> ParsedRequest:
         if call.deadline_s is not None:
             left_ms = max(1, int(call.deadline_s * 1000))
             given = request.timeout_ms if request.HasField("timeout_ms") else left_ms
             request.timeout_ms = min(given, left_ms, MAX_TIMEOUT_MS)
         return await self._asked(request, call)
 
-    async def _asked(self, request: pb.InferRequest, call: GrpcCall) -> ParsedInfer:
+    async def _asked(self, request: pb.InferRequest, call: GrpcCall) -> ParsedRequest:
         size = request.ByteSize()
         fields = await aside(size, fields_of, request)
         return await self._behind.reception.receive(fields, call.caller(), size)

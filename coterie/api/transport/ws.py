@@ -16,6 +16,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from coterie.api.auth import AccessKeys, OriginCheck
 from coterie.api.body import aside, decode
+from coterie.api.dialect import CallerInfo
 from coterie.api.door import (
     CLIENT_CLOSED,
     Exchange,
@@ -27,7 +28,7 @@ from coterie.api.door import (
 )
 from coterie.api.errors import OPENAI, encode, status_of
 from coterie.api.native.infer_answer import ERROR, InferencePipeline, RunningInference, error_fields
-from coterie.api.native.infer_body import CallerInfo, InferBodyReader
+from coterie.api.native.infer_body import InferBodyReader
 from coterie.core.errors import (
     CoterieError,
     InternalError,
