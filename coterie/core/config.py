@@ -221,7 +221,7 @@ class SpecialistSettings:
     weight: float = key(
         1.0, "number", "Share of time and KV among specialists on one engine.", low=0.01, high=100
     )
-    experts: MoeSettings = field(
+    moe: MoeSettings = field(
         default=AUTOMATIC,
         metadata={
             "rule": SettingRule("Where a mixture-of-experts model keeps its experts.", "table")
@@ -256,6 +256,8 @@ _SECTIONS: dict[str, type[Any]] = {
     "specialists": SpecialistSettings,
     "validators": ValidatorSettings,
 }
+# keys of earlier versions: what they are called now
+_RENAMED: dict[type[Any], dict[str, str]] = {SpecialistSettings: {"experts": "moe"}}
 # sections of which there may be several
 _LISTS = ("specialists", "validators")
 
@@ -323,6 +325,9 @@ def _section(kind: type[T], table: Any, prefix: str) -> T:
     if not isinstance(table, dict):
         raise ConfigError(f"{prefix} must be a table", param=prefix)
     rules = _rules(kind)
+    for old, new in _RENAMED.get(kind, {}).items():
+        if old in table:
+            raise ConfigError(f"{prefix}.{old} is now {prefix}.{new}", param=f"{prefix}.{old}")
     refuse_unknown(table, rules, prefix)
     return kind(**{name: _value(rules[name], table[name], f"{prefix}.{name}") for name in table})
 
@@ -333,10 +338,10 @@ def _value(rule: SettingRule, value: Any, name: str) -> Any:
     return checked(rule, value, name)
 
 
-def dispatch(given: Mapping[str, Any], prefix: str = "experts") -> MoeSettings:
-    """Checked like a file's [specialists.experts]; a None value is "not given"."""
+def moe_settings(given: Mapping[str, Any]) -> MoeSettings:
+    """Checked like a file's [specialists.moe]; a None value is "not given"."""
     table = {name: value for name, value in given.items() if value is not None}
-    return _section(MoeSettings, table, prefix)
+    return _section(MoeSettings, table, "moe")
 
 
 def _rules(kind: type[Any]) -> dict[str, SettingRule]:
@@ -379,7 +384,7 @@ def reference() -> str:
     """docs/config.md: every key with its type, default and range."""
     lines = ["# Configuration", "", "`coterie serve --config coterie.toml`. Every key is optional."]
     lines.append("A key that is not listed here is an error. Sizes: `400KB`, `2GB`, `2GiB`.")
-    for section, kind in (_SECTIONS | {"specialists.experts": MoeSettings}).items():
+    for section, kind in (_SECTIONS | {"specialists.moe": MoeSettings}).items():
         title = f"[[{section}]]" if section in _LISTS else f"[{section}]"
         lines += ["", f"## {title}", "", (kind.__doc__ or "").strip(), ""]
         lines += ["| Key | Type | Default | Range | Meaning |", "|---|---|---|---|---|"]

@@ -52,15 +52,15 @@ class SpecialistSeries:
 
     def spent(self, end: Finished) -> None:
         """Where a request's time went."""
-        timings, experts = end.timings, end.experts or MoeUsage()
+        timings, moe = end.timings, end.moe or MoeUsage()
         seconds = (
             timings.grammar_s,
             timings.queue_s,
             timings.load_s,
             timings.prefill_s,
             timings.decode_s,
-            experts.stall_s,
-            experts.io_s,
+            moe.stall_s,
+            moe.io_s,
         )
         for series, amount in zip(self._spent.values(), seconds, strict=True):
             series.add(amount)

@@ -29,7 +29,7 @@ threads = 1
 name = "tiny"
 model = "{plain}"
 context = 256
-[specialists.experts]
+[specialists.moe]
 strategy = "lru"
 cache_capacity = 4
 host_budget = "0"
@@ -38,7 +38,7 @@ workload = "tests"
 name = "packed"
 model = "{packed}"
 context = 256
-[specialists.experts]
+[specialists.moe]
 strategy = "lru"
 cache_capacity = 4
 host_budget = "0"

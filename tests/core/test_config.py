@@ -70,6 +70,12 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ('[engine]\nkv_bytes = "2 apples"', "engine.kv_bytes", "400KB"),
         ("[[specialists]]\nblock_size = 12", "specialists.0.block_size", "8, 16, 32"),
         ('[[specialists]]\ndtype = "fp8"', "specialists.0.dtype", "int4"),
+        (
+            '[[specialists]]\n[specialists.experts]\nstrategy = "lru"',
+            "specialists.0.experts",
+            "specialists.0.experts is now specialists.0.moe",
+        ),
+        ('[[specialists]]\n[specialists.moe]\nreads = "x"', "specialists.0.moe.reads", "buffered"),
         ("server = 3", "server", "must be a table"),
         ("specialists = 3", "specialists", "[[specialists]]"),
         ("specialists = []", "specialists", "[[specialists]]"),
@@ -103,6 +109,12 @@ def test_broken_or_missing_file(tmp_path: Path) -> None:
 def test_wrong_override(key: str) -> None:
     with pytest.raises(ConfigError):
         load(None, {key: "value"})
+
+
+def test_an_override_by_its_earlier_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"specialists\.0\.experts is now specialists\.0\.moe"):
+        load(None, {"specialists.0.experts.strategy": "lru"})
+    assert load(None, {"specialists.0.moe.strategy": "lru"}).specialists[0].moe.strategy == "lru"
 
 
 def test_sizes() -> None:
