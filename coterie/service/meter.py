@@ -17,7 +17,7 @@ from coterie.obs.metrics import Histogram, MetricRegistry, MetricValue
 if TYPE_CHECKING:
     pass
 
-PHASES = ("grammar", "queue", "adapters", "prefill", "decode", "expert_stall", "expert_io")
+PHASES = ("grammar", "queue", "adapters", "prefill", "decode", "moe_stall", "moe_io")
 
 
 class SpecialistSeries:

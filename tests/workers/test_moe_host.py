@@ -74,8 +74,8 @@ def test_requests_pay_for_their_own_experts(moe: Path, answers: list[tuple[int, 
     assert together.io_s == pytest.approx(report["total"]["io_s"], rel=0.05)
     assert together.demands >= report["demands"] > 0
     assert together.routing_s > 0
-    assert stats["expert_device_misses"] == report["total"]["device_misses"]
-    assert stats["expert_saved_bytes"] == report["memory_saved_bytes"] > 0
+    assert stats["moe_device_misses"] == report["total"]["device_misses"]
+    assert stats["moe_saved_bytes"] == report["memory_saved_bytes"] > 0
 
 
 def test_one_request_alone_pays_for_everything(moe: Path) -> None:
@@ -167,8 +167,8 @@ def test_updates_are_rounds_and_not_tokens(strategy: str, moe: Path) -> None:
         report, stats = llm.moe_report(), llm._engine.stats()
         assert done.moe is not None and report is not None
         assert 0 < report["dcu_calls"] <= 99 // MIN_INTERVAL + 1
-        assert report["dcu_calls"] == stats["expert_updates"]
-        assert report["swaps"] == stats["expert_swaps"]
+        assert report["dcu_calls"] == stats["moe_updates"]
+        assert report["swaps"] == stats["moe_swaps"]
         # what is done behind the last token is no request's
         assert report["dcu_calls"] - done.moe.updates in (0, 1)
         assert 0 < done.moe.swaps <= report["swaps"] - first["swaps"]
@@ -210,18 +210,18 @@ def test_gauges_tell_what_counters_tell(moe: Path) -> None:
             stats = llm._engine.stats()
         report = llm.moe_report()
     assert report is not None
-    hits = stats["expert_device_hits"] + stats["expert_prefetch_hits"]
-    late = stats["expert_device_misses"] + stats["expert_host_runs"]
-    assert stats["expert_fallback_rate"] == pytest.approx(late / (hits + late))
-    assert stats["expert_fallback_rate"] == pytest.approx(report["fallback_rate"])
-    assert stats["expert_device_evictions"] == report["tiers"]["device"]["evictions"] > 0
+    hits = stats["moe_device_hits"] + stats["moe_prefetch_hits"]
+    late = stats["moe_device_misses"] + stats["moe_host_runs"]
+    assert stats["moe_fallback_rate"] == pytest.approx(late / (hits + late))
+    assert stats["moe_fallback_rate"] == pytest.approx(report["fallback_rate"])
+    assert stats["moe_device_evictions"] == report["tiers"]["device"]["evictions"] > 0
     rates = sorted(
         (one["device_hits"] + one["prefetch_hits"])
         / sum(one[f"device_{name}"] for name in ("hits", "misses"))
         for one in report["layers"].values()
     )
-    assert stats["expert_lowest_hit_rate"] == pytest.approx(rates[0])
-    assert stats["expert_highest_hit_rate"] == pytest.approx(rates[-1])
+    assert stats["moe_lowest_hit_rate"] == pytest.approx(rates[0])
+    assert stats["moe_highest_hit_rate"] == pytest.approx(rates[-1])
 
 
 def test_a_heatmap_is_kept_and_found_again(moe: Path) -> None:
@@ -254,8 +254,8 @@ def test_hybrid_is_paid_before_the_first_request(moe: Path) -> None:
         assert llm._engine.stats()["moe_swaps"] == 0
     with opened(moe, warmup="hybrid", **pinned) as llm:
         stats = llm._engine.stats()
-        assert 2 <= stats["generated_tokens"] <= 48 and stats["expert_device_misses"] > 0
-        assert stats["expert_updates"] > 0 and stats["expert_swaps"] > 0
+        assert 2 <= stats["generated_tokens"] <= 48 and stats["moe_device_misses"] > 0
+        assert stats["moe_updates"] > 0 and stats["moe_swaps"] > 0
         # without a heatmap its pins come from the warm-up's own tokens, between them
         assert llm.moe_report()["swaps"] > 0  # type: ignore[index]
         assert stats["waiting"] == stats["running"] == 0
