@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from coterie.core.errors import ConfigError
 from coterie.moe.dispatch.base import StrategyContext
-from coterie.moe.dispatch.persistent import fallback
 from coterie.moe.dispatch.pins import spare_slots
 from coterie.moe.dispatch.repin import (
     MAX_BUDGET,
@@ -282,8 +281,9 @@ def test_persistent_falls_back_step_by_step() -> None:
         1: "layer_grouped:4",
     }
     for slots, text in expected.items():
-        assert fallback(GEOMETRY, slots) == text
-    assert fallback(ExpertGeometry(tuple(range(6)), 4, 2), 8) == "layer_grouped:3"
+        assert str(parse_strategy(resolve_strategy("persistent", GEOMETRY, slots))[0]) == text
+    six = ExpertGeometry(tuple(range(6)), 4, 2)
+    assert resolve_strategy("persistent", six, 8) == "layer_grouped:3+active_only"
     assert resolve_strategy("persistent", GEOMETRY, 12) == "layer_grouped:2+active_only"
     assert resolve_strategy("persistent+lru", GEOMETRY, 6) == "layer_grouped:4+lru"
     assert resolve_strategy("persistent", GEOMETRY, 23) == "persistent"
