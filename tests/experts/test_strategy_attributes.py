@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from coterie.core.errors import ConfigError
@@ -40,7 +42,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> type[Toy]:
     return own
 
 
-def planned(text: str, **budgets: str) -> TierSlots | None:
+def planned(text: str, **budgets: Any) -> TierSlots | None:
     return MemoryDivision(MoeSettings(strategy=text, **budgets), NEEDS).tiers(text, SIZES)
 
 
