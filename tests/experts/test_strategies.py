@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -255,8 +256,10 @@ def test_a_typo_is_answered_with_the_nearest_name() -> None:
         parse_strategy("weigted_pin")
 
 
-def test_names_are_file_names() -> None:
+def test_names_are_file_names_and_headings() -> None:
+    page = (Path(__file__).parents[2] / "docs/dispatch.md").read_text(encoding="utf-8")
     for name, strategy in STRATEGIES.items():
+        assert f"\n### {name}\n" in page
         assert strategy.name == name
         folder = "coterie.moe.dispatch" + (".adaptive" if name == "adaptive" else "")
         assert strategy.__module__ == f"{folder}.{name}"
