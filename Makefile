@@ -66,7 +66,7 @@ bench: setup
 
 bench-peers: setup
 	$(BIN)/python -m benchmarks.peers --install
-	$(BIN)/python -m benchmarks.dense_cpu
+	$(BIN)/python -m benchmarks.dense.cpu
 
 docs: setup
 	$(BIN)/python scripts/generate_docs.py

@@ -1,6 +1,6 @@
 """`make bench`: Coterie alone, every claim that needs no peer and no GPU, in a few minutes.
 
-With the peers: `make bench-peers`. On a GPU: `python -m benchmarks.dense_gpu`.
+With the peers: `make bench-peers`. On a GPU: `python -m benchmarks.dense.gpu`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import subprocess
 import sys
 
 BENCHMARKS = (
-    ("benchmarks.kernels_cpu",),
-    ("benchmarks.engine_step",),
-    ("benchmarks.gateway_cpu",),
-    ("benchmarks.dense_cpu", "--only", "coterie,transformers fp32", "--rounds", "1"),
-    ("benchmarks.adapters_cpu", "--only", "coterie", "--rounds", "1"),
-    ("benchmarks.adapters_switch",),
+    ("benchmarks.kernels.cpu",),
+    ("benchmarks.serving.engine_step",),
+    ("benchmarks.serving.gateway_cpu",),
+    ("benchmarks.dense.cpu", "--only", "coterie,transformers fp32", "--rounds", "1"),
+    ("benchmarks.adapters.cpu", "--only", "coterie", "--rounds", "1"),
+    ("benchmarks.adapters.switch",),
 )
 
 

@@ -56,7 +56,7 @@ def random_directory() -> Path:
     """Random bf16 weights of the default model's shape."""
     import torch
 
-    from benchmarks.dense_gpu import SHAPES, make_peer, save
+    from benchmarks.dense.gpu import SHAPES, make_peer, save
 
     architecture, settings = SHAPES["SmolLM2-135M"]
     return save(make_peer(architecture, settings, torch.bfloat16, "cpu"))

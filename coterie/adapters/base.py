@@ -1,6 +1,6 @@
 """An adapter as it was read, and what composing it must ask of the model.
 
-`ADAPTERS` in table.py names every kind. Knows no pool and no request.
+`ADAPTERS` in table.py names every kind.
 """
 
 from __future__ import annotations

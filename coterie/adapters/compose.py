@@ -1,7 +1,7 @@
 """A weighted stack of adapters, folded into one patch per matrix and one table of soft tokens.
 
 On the host, once per stack. Owns the order of wrapping and the checks against the model; the kinds'
-files own what wrapping means. Knows no pool and no device.
+files own what wrapping means.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """PEFT directories: adapter_config.json and adapter_model.safetensors, checked whole.
 
 What is read lies in memory of its own: nothing of an adapter points into its file. Pickle is never
-opened. Knows no model: whether the modules exist is composing's question.
+opened.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The engine's thread calls it and never waits; a loader thread works behind it. A stack is known by
 its key (`core.plan.stack_key`), lies still from `take` to `release`, and is composed again whenever
-it was pushed out. Knows no requests and no scheduling.
+it was pushed out.
 """
 
 from __future__ import annotations

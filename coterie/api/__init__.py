@@ -1,0 +1,1 @@
+"""HTTP, WebSocket and gRPC: dialects are translated, nothing else is done here."""

@@ -1,7 +1,6 @@
 """API keys: who may ask, which tenant they are, and what each may ask of the scheduler.
 
 A tenant is a stable digest of its key, so that keys never reach logs, caches or workers.
-Knows no routes: the door in `exchange.py` asks before anything is read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads a request body within its limits and turns it into a checked pydantic value.
 
 Every way a body can be wrong leaves as an `InvalidRequest`, `RequestTooLarge` or
-`UnsupportedMediaType`; a client that leaves while it sends is `ClientGone`. Knows no dialect.
+`UnsupportedMediaType`; a client that leaves while it sends is `ClientGone`.
 
 What a body costs is bounded before it is decoded: the number of its values, texts, and lists and
 objects. What is large is decoded and checked on a thread, and the first fault ends the checking.

@@ -1,6 +1,6 @@
 """How each dialect writes a `CoterieError`: status, body and retry headers.
 
-One literal row per error code. Knows nothing of requests, routes or pipelines.
+One literal row per error code.
 """
 
 from __future__ import annotations

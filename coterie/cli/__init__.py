@@ -1,0 +1,1 @@
+"""One file per command, a folder where a command has actions."""

@@ -1,0 +1,1 @@
+"""Values, errors and settings that everybody shares. Standard library alone."""

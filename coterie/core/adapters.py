@@ -1,6 +1,6 @@
 """Adapters as the gateway knows them: cards from a registry, and the budgets of every engine.
 
-Values only. Knows no file, no tensor and no kind's meaning.
+Values only.
 """
 
 from __future__ import annotations

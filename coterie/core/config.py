@@ -1,8 +1,7 @@
 """Settings: one TOML file, checked key by key. Owns names, types, ranges and defaults.
 
-Refuses to know what a setting does. An unknown key is an error that names the nearest known one, so
-that a typing mistake never runs silently. `reference()` renders docs/config.md from the same table
-that checks the file.
+An unknown key is an error that names the nearest known one, so that a typing mistake never runs
+silently. `reference()` renders docs/config.md from the same table that checks the file.
 """
 
 from __future__ import annotations

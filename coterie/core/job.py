@@ -1,6 +1,6 @@
 """A job is a request that is answered later: what is kept of it, where it stands, how it ended.
 
-Values only. Knows neither files nor threads nor who runs it.
+Values only.
 """
 
 from __future__ import annotations

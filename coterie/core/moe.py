@@ -1,6 +1,6 @@
 """Where MoE experts may live and how they are moved: the settings, and what a request cost.
 
-Plain values that a gateway may hold and send. Knows no strategy by what it does, only its name.
+Plain values that a gateway may hold and send.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a caller asks for, as frozen values. `None` always means "not given".
 
 A dialect in `api/` parses a body into an `InferenceRequest`; the router resolves what is open.
-Knows nothing of tokens, models or engines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What one key of a settings file accepts: types, ranges, sizes, and the refusal's sentence.
-
-Knows no key by name; `core/config.py` holds the table.
-"""
+"""What one key of a settings file accepts: types, ranges, sizes, and the refusal's sentence."""
 
 from __future__ import annotations
 

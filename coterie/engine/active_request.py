@@ -1,6 +1,6 @@
 """An accepted request from add to its end: its choices' text, its clock, and its events.
 
-Turns drawn tokens into `Delta`s and knows when a choice is over. Knows no blocks and no order.
+Turns drawn tokens into `Delta`s and knows when a choice is over.
 """
 
 from __future__ import annotations

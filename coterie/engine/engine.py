@@ -1,7 +1,7 @@
 """The engine of one replica: lanes over one model, one step at a time. Schedule, run, commit.
 
-Not thread-safe: one thread calls it. Every accepted request ends in exactly one Finished or
-Failed, whatever the model or a request does. Knows nothing of routing, sockets or dialects.
+Not thread-safe: one thread calls it. Every accepted request ends in exactly one Finished or Failed,
+whatever the model or a request does.
 """
 
 from __future__ import annotations

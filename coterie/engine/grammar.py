@@ -2,7 +2,7 @@
 still be completed in the tokens that are left.
 
 One `Constraint` per choice. Its state is a function of the choice's own tokens, so it can be built
-again behind any of them, by whoever takes over. Knows no logits, no batch order and no events.
+again behind any of them, by whoever takes over.
 """
 
 from __future__ import annotations

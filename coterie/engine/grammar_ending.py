@@ -2,7 +2,7 @@
 
 A search over the grammar's states, byte by byte: the cheapest text first, states that look alike
 once. Its work is bounded by a count, never by a clock, so that the same state always has the same
-way. Knows no requests and no limits but a length.
+way.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A lane's KV space: which blocks a sequence gets, shares, copies and gives back.
 
-Joins pool, prefix cache and block tables; the scheduler asks, this module answers. Knows no order,
-no priorities and no tensors.
+Joins pool, prefix cache and block tables; the scheduler asks, this module answers.
 """
 
 from __future__ import annotations

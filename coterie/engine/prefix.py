@@ -2,7 +2,7 @@
 
 A block's digest covers its owner (lane, adapters, tenant) and every token from the start, so equal
 digests mean equal KV. Unowned blocks stay until their room is needed: least recently used first,
-blocks of kept sessions last. Knows no sequences.
+blocks of kept sessions last.
 """
 
 from __future__ import annotations

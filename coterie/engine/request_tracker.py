@@ -1,7 +1,7 @@
 """Every accepted request until its end: what a drawn token, a deadline or a failure means for it.
 
-Appends to the caller's list of events; each request leaves with exactly one Finished or Failed,
-and its sequences with it. Knows no tensors and no lanes but by their schedulers.
+Appends to the caller's list of events; each request leaves with exactly one Finished or Failed, and
+its sequences with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A step plan to tensors, through the model, to drawn tokens. Owns a lane's KV tensors.
 
-Knows nothing of order, text or finishing. Fixed arrays hold the block tables; a step gathers from
-them, whatever mix of prefill chunks and decode rows it has.
+Fixed arrays hold the block tables; a step gathers from them, whatever mix of prefill chunks and
+decode rows it has.
 """
 
 from __future__ import annotations

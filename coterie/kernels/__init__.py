@@ -1,0 +1,1 @@
+"""The arithmetic: every fast path has a plain twin. Knows no models and no sequences."""

@@ -1,6 +1,6 @@
 """What attention must know about one step: where rows sit and where their keys and values live.
 
-Plain tensors on the model's device. Knows nothing of requests, schedulers or block pools.
+Plain tensors on the model's device.
 """
 
 from __future__ import annotations

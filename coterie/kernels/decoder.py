@@ -1,7 +1,7 @@
 """The parts of a dense decoder stack as values, shared by the native and the torch path.
 
 A stack is a `DecoderShape` and a list of `DecoderLayer`; `cpu.NativeDecoder` and
-`reference.decoder` are the two ways to run one. Knows no checkpoint and no architecture name.
+`reference.decoder` are the two ways to run one.
 """
 
 from __future__ import annotations

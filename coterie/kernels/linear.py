@@ -1,7 +1,6 @@
 """Matrix products with stored weights: the `Linear` contract and its plain torch form.
 
-`make_linear` is the one place that turns `Weight` values into something callable. Knows nothing
-of which layer a product belongs to.
+`make_linear` is the one place that turns `Weight` values into something callable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What adapters change in a step, as values: patches of single matrices, and the rows they are for.
 
 A stack of adapters, however many and of whatever kinds, comes down to one `Patch` per matrix and
-one table of soft tokens. Knows no adapter kind, no file and no pool.
+one table of soft tokens.
 """
 
 from __future__ import annotations

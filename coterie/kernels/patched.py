@@ -7,7 +7,7 @@ shared experts and the LM head call instead of `product(x)`.
     linear(head, rows, -1, (("head", vocab),), pick(batch.patches, logits_rows))
 
 A patch acts on the product without its bias: y = out_scale * (W (in_scale * x)) + shift + (x a^T) b
-+ bias. Knows no adapter kind; without patches for these parts, it is `product(x)` itself.
++ bias.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Models: architectures, what they are built of, their texts and grammars."""

@@ -1,6 +1,6 @@
 """A causal language model ready to run, and how one is loaded.
 
-`MODELS` names every architecture. Knows no requests, and of experts only that a runtime has them.
+`MODELS` names every architecture.
 """
 
 from __future__ import annotations

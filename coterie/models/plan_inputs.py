@@ -1,6 +1,6 @@
 """A model as a planner sees it: sizes, KV and budgets, found without loading any weights.
 
-The one place where a checkpoint, its store and the planner's values meet. Knows no strategy.
+The one place where a checkpoint, its store and the planner's values meet.
 """
 
 from __future__ import annotations

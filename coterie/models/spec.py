@@ -1,7 +1,6 @@
 """A model's shape as a value, and the reading of `config.json` keys into it.
 
 Owns which options the dense decoder family understands; every other meaning is refused by name.
-Knows no tensors.
 """
 
 from __future__ import annotations

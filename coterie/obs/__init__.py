@@ -1,0 +1,1 @@
+"""Counters, their Prometheus text, log lines. Knows no prompts and no keys."""

@@ -1,7 +1,7 @@
 """An `.expert` file as a value: everything checked in one pass, before anything is written.
 
 Small packages are kept in memory; of large ones the second pass that unpacks them is held to the
-digests of the first. Knows no trust and no registry.
+digests of the first.
 """
 
 from __future__ import annotations

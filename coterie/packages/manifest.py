@@ -1,7 +1,7 @@
 """manifest.json of an `.expert`: what it says of itself, read strictly and kept whole.
 
 Schema 2.0 is written; 1.0 (`base_model` and `adapters`) is read too. Fields that Coterie does not
-know stay in the document and under its signature. Knows no archive and no key.
+know stay in the document and under its signature.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which experts are installed here, by name, version and alias; safe between processes.
 
 Each change is one transaction and one new generation. The digest is the identity: names only point
-to it, so whoever runs a digest keeps it while names move on. Knows no server and no engine.
+to it, so whoever runs a digest keeps it while names move on.
 """
 
 from __future__ import annotations

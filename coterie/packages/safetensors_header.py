@@ -1,6 +1,6 @@
 """Checks a safetensors file by its header alone: types, shapes, offsets, size. No torch, no numpy.
 
-What passes can be mapped and read without surprise. Knows no tensor's meaning.
+What passes can be mapped and read without surprise.
 """
 
 from __future__ import annotations

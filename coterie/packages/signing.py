@@ -1,7 +1,7 @@
 """Ed25519 over a package: its manifest and the digest of every other file in it.
 
 The signed message holds the manifest without its own signature, so nothing is circular. A key is
-known by the first 16 hex digits of its public half's sha256. Knows no trust: see trust.py.
+known by the first 16 hex digits of its public half's sha256.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""From a parsed request to its events: plan, admit, submit, finish; jobs and records."""

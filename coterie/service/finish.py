@@ -1,6 +1,6 @@
 """What is done once a request has ended: judge its answer, measure, write down, learn.
 
-Turns the engine's last event into the one that leaves the system. Knows no replicas and no HTTP.
+Turns the engine's last event into the one that leaves the system.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The road of a request: plan, fit, tokenise, admit, enqueue, events, validate, write down.
 
 Each step is one call away. Refusals are raised before the first event; after it, everything is an
-event. Closing the iterator aborts the request at once. Knows no HTTP, no dialect and no torch.
+event. Closing the iterator aborts the request at once.
 """
 
 from __future__ import annotations

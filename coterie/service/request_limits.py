@@ -1,7 +1,7 @@
 """Events of a request that is answered with what there is when its time is over.
 
 `Started` always comes first, and a deadline that passes, even in the queue or while no worker
-answers, ends in `Finished` with the reason "timeout". Knows no HTTP and no dialect.
+answers, ends in `Finished` with the reason "timeout".
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns the layouts kernels read (dense, int8, int4: groups of 32 along a row; GGUF's K blocks) and
 their conversion. Nothing that is already at or below the bits asked for is rounded a second time.
-Knows nothing of files or of layers.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""How the service reaches an engine: one contract, several transports, restarts."""

@@ -1,7 +1,7 @@
 """Adapters as people write them -> adapters by digest: an installed name, a package, a directory.
 
 `NAME[@VERSION]` or a path, `=WEIGHT` behind it or not. Goes through the registry, whose checks
-(signature, content, base model) hold here too. Knows no engine; opens nothing before it is asked.
+(signature, content, base model) hold here too.
 """
 
 from __future__ import annotations

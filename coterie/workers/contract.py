@@ -1,8 +1,6 @@
-"""The contract every transport keeps between the service and an engine, and the values it carries.
+"""The contract that every transport keeps between the service and an engine.
 
-Knows no transport, no torch, no engine: a `WorkerSpec` says what to load, a `WorkerCommand` what to
-do,
-a `WorkerReport` what came of it.
+A `WorkerSpec` says what to load, a `WorkerCommand` what to do, a `WorkerReport` what came of it.
 """
 
 from __future__ import annotations

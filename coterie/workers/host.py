@@ -1,6 +1,6 @@
 """From a `WorkerSpec` to a running engine: weights, tokenizer, threads, KV budget, lanes.
 
-The only place that reads a checkpoint for serving. Knows no transport.
+The only place that reads a checkpoint for serving.
 """
 
 from __future__ import annotations

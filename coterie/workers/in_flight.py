@@ -1,7 +1,7 @@
 """What a replica owes: every accepted request, the tokens its client has, and the crashes it saw.
 
 Sends each event to its request's sink once, whatever a restarted worker repeats, and says what to
-hand to a new worker and in which company. Knows no transport and no clock but arrival times.
+hand to a new worker and in which company.
 """
 
 from __future__ import annotations

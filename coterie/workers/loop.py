@@ -1,8 +1,7 @@
 """The life of an engine behind any transport: take commands, step, report; sleep when idle.
 
-Knows neither sockets nor threads: `receive` brings commands, `publish` takes reports. What a report
-holds is checked here, where it is made: on any transport a value of a wrong type is taken out and
-fails the request it belongs to, and no other.
+What a report holds is checked here, where it is made: on any transport a value of a wrong type is
+taken out and fails the request it belongs to, and no other.
 """
 
 from __future__ import annotations

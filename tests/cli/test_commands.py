@@ -109,7 +109,9 @@ def test_help_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     from coterie.cli.main import build_parser
 
-    for parser in parsers(build_parser()):
+    found = list(parsers(build_parser()))
+    assert len(found) > 20
+    for parser in found:
         text = parser.format_help()
         assert not [line for line in text.splitlines() if len(line) > 80], parser.prog
         if len(parser.prog.split()) < 3 and parser.prog != "coterie version":

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.random_moe import Shape, write
+from benchmarks.moe.random_moe import Shape, write
 from coterie.cli.main import main
 from coterie.cli.plan import share_of
 from coterie.kernels.cpu.build import native
@@ -141,7 +141,9 @@ def test_the_flags_give_the_plan_again(model: Path, given: tuple[str, ...]) -> N
 def test_the_bound_is_one(model: Path) -> None:
     for given in ((), ("--device-budget", "25%", "--host-budget", "25%")):
         rows = planned(str(model), *given)["rows"]
-        for bound in (row for row in rows if row["strategy"] == "belady"):
+        bounds = [row for row in rows if row["strategy"] == "belady"]
+        assert bounds
+        for bound in bounds:
             same = [row for row in rows if row["device_budget"] == bound["device_budget"]]
             for key in ("prefill_tokens_s", "decode_tokens_s"):
                 assert bound[key] >= max(row[key] for row in same)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tiny import tiny_checkpoint
 
-from benchmarks.structured import response_format
-from benchmarks.structured_schemas import EMPLOYEE, MAIL, SCHEMAS
+from benchmarks.serving.structured import response_format
+from benchmarks.serving.structured_schemas import EMPLOYEE, MAIL, SCHEMAS
 from coterie.core.request import ResponseFormat
 from coterie.engine.grammar import CompiledGrammar, Constraint, GrammarCache, allowed_tokens
 from coterie.engine.grammar_ending import FEW, EndingFinder, hints_of

@@ -266,6 +266,7 @@ def test_logprobs() -> None:
         assert [other for other, _, _, _ in one.top] == np.argsort(-expected)[:3].tolist()
         assert one.data == ToyTokenizer().token_bytes(one.token_id)
         tokens += delta.token_ids
+    assert len(tokens) == 3 + 4
 
 
 @pytest.mark.parametrize("prompt_length", [1, 2, 17, 150])

@@ -150,7 +150,9 @@ def test_takeover_at_every_token_continues_the_same(wanted: ResponseFormat) -> N
 )  # fmt: skip
 def test_filters_and_penalties_work_on_what_is_allowed(filters: dict[str, Any]) -> None:
     work = [constrained(f"r{i}", REGEX, seed=i, **filters) for i in range(8)]
-    for text in texts(run(*work)).values():
+    found = texts(run(*work))
+    assert len(found) == 8
+    for text in found.values():
         assert re.fullmatch(PATTERN, text), text
 
 
@@ -192,7 +194,9 @@ def test_an_end_comes_exactly_where_the_grammar_may_end() -> None:
 
 def test_min_tokens_put_an_end_off_as_far_as_the_grammar_goes() -> None:
     work = [constrained(f"r{i}", one_of(WORDS), seed=i, min_tokens=5) for i in range(10)]
-    for (_, _), text in texts(run(*work)).items():
+    found = texts(run(*work))
+    assert len(found) == 10
+    for text in found.values():
         # those that end early are those that nothing continues
         assert text in ("CUBED", "HEEDED", "HEEDING", "CUD", "X"), text
 

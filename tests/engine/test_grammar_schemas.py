@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tiny import tiny_checkpoint
 
-from benchmarks.structured import ask, build, judge, run
-from benchmarks.structured_schemas import SCHEMAS
+from benchmarks.serving.structured import ask, build, judge, run
+from benchmarks.serving.structured_schemas import SCHEMAS
 
 
 def faults(model: Path, count: int, max_tokens: int, threads: int) -> tuple[list[str], set[str]]:

@@ -93,6 +93,7 @@ def test_penalties_do_not_see_them() -> None:
         assert token == int(logits.argmax())
         seen.add(token)
         tokens.append(token)
+    assert len(tokens) == 2 + 8
 
 
 def test_they_take_room_in_the_context() -> None:

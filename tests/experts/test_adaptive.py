@@ -115,11 +115,14 @@ def test_prefetch_takes_scratch_slots_alone() -> None:
 
 
 def test_updates_are_bounded() -> None:
-    stage = Simulator(GEOMETRY, "adaptive", 48, make("skewed", GEOMETRY, 20).heatmap())
-    for number, step in enumerate(make("drifting", GEOMETRY, 150).steps):
+    stage = Simulator(GEOMETRY, "adaptive", 24, make("skewed", GEOMETRY, 20).heatmap())
+    loads = []
+    for step in make("uniform", GEOMETRY, 150).steps:
         for _, visit in step.walk():
             stage.decode.decide(visit.demand)
-        assert len(stage.decode.update()) <= MAX_BUDGET, number
+        loads.append(len(stage.decode.update()))
+    # the traffic is not the heatmap's: experts must change places between tokens too
+    assert 0 < max(loads) <= MAX_BUDGET
 
 
 def test_a_decision_is_cheap() -> None:

@@ -174,13 +174,16 @@ def test_a_trace_is_judged_on_steps_its_heatmap_has_not_seen() -> None:
 def test_draws_follow_the_heatmap_and_never_pick_the_absent() -> None:
     pruned = ExpertGeometry((0, 1), 8, 2, absent=frozenset({(1, 0), (1, 1)}))
     load = workload.assumed_workload(pruned)
+    phases = set()
     for step in load.steps:
         for _, visit in step.walk():
+            phases.add(step.phase)
             demand = visit.demand
             assert len(set(demand.experts)) == len(demand.experts)
             assert demand.layer == 0 or min(demand.experts) >= 2
             if step.phase == "decode":
                 assert len(demand.experts) == 2 and demand.counts == (1, 1)
+    assert phases == {"prefill", "decode"}
 
 
 def test_json_holds_every_row_and_the_choice() -> None:

@@ -195,7 +195,9 @@ def test_release_gives_pages_back_and_tensors_stay(tmp_path: Path) -> None:
 
 def test_extents_are_where_the_bytes_are(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(stores.write(tmp_path / "m", stores.singles(stores.draw())))
-    for name in checkpoint.names():
+    names = checkpoint.names()
+    assert len(names) > 10
+    for name in names:
         extent = checkpoint.extent(name)
         with extent.path.open("rb") as handle:
             handle.seek(extent.offset)

@@ -13,7 +13,7 @@ import pytest
 @pytest.mark.full
 def test_smoke(tmp_path: Path) -> None:
     root, target = Path(__file__).resolve().parents[2], tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.dense_gpu", "--smoke", "--json", str(target)]
+    command = [sys.executable, "-m", "benchmarks.dense.gpu", "--smoke", "--json", str(target)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(target.read_text())

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import dispatch_sweep, dwr, moe_cpu, moe_disk, random_moe, sweep_tables
-from benchmarks.dense_cpu import System, table
+from benchmarks.dense.cpu import System, table
 from benchmarks.limits import disk_bandwidth
+from benchmarks.moe import cpu as moe_cpu
+from benchmarks.moe import disk as moe_disk
+from benchmarks.moe import dispatch_sweep, dwr, random_moe, sweep_tables
 from coterie.moe.dispatch.base import Demand
 from coterie.moe.runtime.trace import Trace
 from coterie.moe.store.base import ExpertGeometry

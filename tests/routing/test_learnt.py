@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.routing_fleet import shipped
+from benchmarks.routing.catalogs import shipped
 from coterie.core.adapters import AdapterProfile
 from coterie.routing.match import learn
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.routing_fleet import made_up, shipped
+from benchmarks.routing.catalogs import made_up, shipped
 from coterie.core.adapters import AdapterProfile
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
 from coterie.routing.match.matcher import Matcher

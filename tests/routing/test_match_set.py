@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from benchmarks import routing_set
-from benchmarks.routing import cross_validated, routed, router_of, scored
-from benchmarks.routing_fleet import shipped
-from benchmarks.routing_set import Item
+from benchmarks.routing import questions as routing_set
+from benchmarks.routing.accuracy import cross_validated, routed, router_of, scored
+from benchmarks.routing.catalogs import shipped
+from benchmarks.routing.questions import Item
 from coterie.routing.match.probes import ordinary_prompts
 
 
@@ -43,6 +43,7 @@ def test_nothing_of_it_is_learnt_from(name: str) -> None:
 
 
 def test_packages_say_much_about_when_to_use_them() -> None:
+    assert len(shipped()) == 7
     for profile in shipped():
         assert len(profile.examples) >= 300 and len(profile.counterexamples) >= 450
         assert profile.decoding == {"temperature": 0.0}

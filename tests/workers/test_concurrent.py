@@ -35,6 +35,7 @@ def sliced(cases: Iterable[tuple[str, str]]) -> list[Any]:
 def test_eight_streams_of_a_moe(architecture: str, strategy: str, tmp_path: Path) -> None:
     dispatch = replace(COLD, strategy=strategy)
     together = asyncio.run(storm(spec_of(model_copy(architecture, tmp_path), dispatch)))
+    assert len(together) == 8
     for listener in together:
         cost = listener.end.moe  # type: ignore[union-attr]
         assert cost is not None and cost.demands > 0

@@ -1,0 +1,1 @@
+"""One adapter kind per file, and the table of them."""

@@ -1,7 +1,7 @@
 """Options of PEFT's configs: which are understood, which mean nothing here, and which are refused.
 
 Every option is in one of the three sets, so that no adapter runs with a part of its meaning
-missing. Also the matching of module names, as PEFT does it. Knows no tensors.
+missing. Also the matching of module names, as PEFT does it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The running meaning of one module while a stack is folded into it, adapter by adapter.
 
 f(x) = out * (W (inner * x)) + constant + sum of (x a^T) b: closed under every kind's wrapping,
-which is why any stack comes down to one patch. Knows no kind and no model.
+which is why any stack comes down to one patch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """From a body of /v1/infer to an `InferenceRequest`: fields that do not go together, the prompt's
 final text, and the wire's word expert turned into the code's word adapter.
-
-Knows no transport: HTTP, WebSockets and gRPC all come through `Reception.receive`.
 """
 
 from __future__ import annotations

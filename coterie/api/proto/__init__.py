@@ -1,0 +1,1 @@
+"""The gRPC interface, as generated from its .proto file."""

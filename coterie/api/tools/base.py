@@ -1,6 +1,6 @@
 """The tools of a request, whichever dialect it came in: what may be called, and what must be.
 
-Checks what both vendors promise of names, schemas and results. Knows no wire format, no grammar.
+Checks what both vendors promise of names, schemas and results.
 """
 
 from __future__ import annotations

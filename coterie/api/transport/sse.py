@@ -1,7 +1,6 @@
 """Streams of pre-encoded frames, and answers that end when their client does.
 
 A refusal before the first event keeps its own HTTP status; a failure after it becomes a frame.
-Knows neither dialect: a `StreamRenderer` turns events into bytes.
 """
 
 from __future__ import annotations

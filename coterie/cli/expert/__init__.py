@@ -1,0 +1,1 @@
+"""`coterie expert`: install, list, test, pack and more."""

@@ -1,0 +1,1 @@
+"""`coterie store`: export, inspect, verify, prune, replace, profile."""

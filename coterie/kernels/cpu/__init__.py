@@ -1,0 +1,1 @@
+"""The native module of the CPU: compiled on first use from csrc/."""

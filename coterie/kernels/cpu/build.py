@@ -2,8 +2,7 @@
 
 The file name holds a key of sources, compiler and CPU, and the module's own digest: a file that was
 cut short, changed or put there by somebody else is not loaded but built again. No compiler, or
-COTERIE_NATIVE=0, means None: callers then take the torch path. Knows nothing of what the kernels
-compute.
+COTERIE_NATIVE=0, means None: callers then take the torch path.
 """
 
 from __future__ import annotations

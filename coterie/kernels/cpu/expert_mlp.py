@@ -2,7 +2,7 @@
 
 `run_experts` takes records (see `expert_layout`) wherever they lie: natively on the CPU, in torch
 on CUDA or without a compiler. Every (row, k) pair has an output row of its own; `combine` adds them
-up in the order of k, so that it does not matter which expert came first. Knows no strategy.
+up in the order of k, so that it does not matter which expert came first.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The plain torch twins of the fast paths."""

@@ -1,7 +1,6 @@
 """Plain torch twins of every fast kernel: the meaning that native and Triton code must match.
 
-Correct on any device and dtype, written for reading; speed comes second. Knows no model, and
-never looks at which backend is in use.
+Correct on any device and dtype, written for reading; speed comes second.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What architectures are built of: attention, rotary positions, MoE layers, adapters' places."""

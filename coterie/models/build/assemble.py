@@ -2,7 +2,7 @@
 kernels run them.
 
 Three ways run a stack: fused native, fused Triton, plain torch; models with attention of their own
-are walked block by block. Knows no file format and no requests.
+are walked block by block.
 """
 
 from __future__ import annotations

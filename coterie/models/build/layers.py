@@ -1,7 +1,6 @@
 """Turns a checkpoint's tensors into the parts a decoder runs: embedding, layers, LM head.
 
-Owns the family's tensor names and the precision each tensor is kept at. Knows no architecture by
-name, and not how the parts are run.
+Owns the family's tensor names and the precision each tensor is kept at.
 """
 
 from __future__ import annotations

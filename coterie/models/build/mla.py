@@ -2,7 +2,7 @@
 
 Only that vector is cached. Queries are brought to its space and the mixed vector is brought back
 per head, so that no key or value of a past token is ever computed again. Owns the tensors' names
-and order. Knows no experts.
+and order.
 """
 
 from __future__ import annotations

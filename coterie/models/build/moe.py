@@ -1,7 +1,7 @@
 """Layers with experts: the block around the experts, and the walk over the stack.
 
 Whatever places and computes experts stands behind `MoeExperts`; all else of a layer (attention,
-dense layers, the expert every token passes) is the backbone's. Knows no strategy and no tier.
+dense layers, the expert every token passes) is the backbone's.
 """
 
 from __future__ import annotations

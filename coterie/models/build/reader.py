@@ -1,7 +1,6 @@
 """Takes tensors out of a checkpoint at one precision, for one backend and device.
 
-Owns the check that every tensor is there, has its shape and is used once. Knows no tensor's
-meaning, and never touches what belongs to the expert store.
+Owns the check that every tensor is there, has its shape and is used once.
 """
 
 from __future__ import annotations

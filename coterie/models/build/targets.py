@@ -1,7 +1,7 @@
 """Where adapters may change a model: module paths of its Hugging Face form -> matrices as loaded.
 
 The reader notes every product it hands out; nothing is computed before an adapter asks. Owns which
-modules can be adapted, and the sentence for each that cannot. Knows no adapter kind.
+modules can be adapted, and the sentence for each that cannot.
 """
 
 from __future__ import annotations

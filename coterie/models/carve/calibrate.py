@@ -1,7 +1,7 @@
 """Walks a dense model over calibration text layer by layer and cuts each layer as it passes.
 
 One layer's weights are in memory at a time. Held-out text walks along with different numbers of
-active experts, which gives the report its perplexities. Knows no file that is written.
+active experts, which gives the report its perplexities.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes a carved model as an ordinary directory: config, tokenizer, safetensors, one file a layer.
 
 The directory appears under its name only when it is complete. Dense tensors keep the type they are
-stored in; quantised ones are widened exactly. Knows nothing of how the cut was found.
+stored in; quantised ones are widened exactly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What an answer must look like, as a compiled grammar over a tokenizer's vocabulary.
 
 The one place that knows llguidance: gateway (checking) and engine (enforcing) compile the same way,
-within the same limits. Knows no torch, no requests and no batches.
+within the same limits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Chat templates: Jinja programs that come with a model and turn messages into one text.
 
 Renders as transformers does. A template is untrusted code and runs in `template_sandbox`; this file
-says whose fault a failure is: the conversation's or the template's. Knows nothing of tokens.
+says whose fault a failure is: the conversation's or the template's.
 """
 
 from __future__ import annotations

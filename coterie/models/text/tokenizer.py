@@ -1,7 +1,7 @@
 """Text to token ids and back, and chats to text.
 
 From a Hugging Face directory (tokenizer.json) or rebuilt from a GGUF file. Equal to transformers on
-the same model. Knows nothing of torch: the gateway tokenises too.
+the same model.
 """
 
 from __future__ import annotations

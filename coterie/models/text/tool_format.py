@@ -1,7 +1,7 @@
 """How a model writes its calls of tools, and reads the tools and their results.
 
 One row of FORMATS per way, found from the model's chat template. A template that knows no tools (or
-writes them in a way not listed) is given ours: Hermes in plain turns. Knows no vendor's API.
+writes them in a way not listed) is given ours: Hermes in plain turns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measures this machine for experts: memory, disk, link, kernels, and the runtime's own overhead.
 
 Takes a few seconds, once; machine.py keeps the result. Uses the real store, the real kernels and
-the real runtime, so that what it says holds for them. Knows no strategy and no cost model.
+the real runtime, so that what it says holds for them.
 """
 
 from __future__ import annotations

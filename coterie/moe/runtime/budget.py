@@ -1,7 +1,6 @@
 """How many experts each tier may hold: budgets as written by the user, turned into slots.
 
 Sizes in bytes count the KV of one full context on the device; shares and counts are experts alone.
-Knows no memory but the numbers it is given.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model's experts at work: the strategy decides, loads and kernels carry out, layer by layer.
 
 Owns tiers, strategies and counters for the life of an engine. After an error everything is as if
-the failed loads had never been asked for. Knows no router, no request and no file format.
+the failed loads had never been asked for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Puts a model's experts together: which strategies run, in how many slots, with what they know.
 
-Decides from settings and free memory alone; loads nothing. Knows no router and no request.
+Decides from settings and free memory alone; loads nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What experts cost: counts, bytes and seconds per layer, per step and per sequence.
 
 Counts of a sequence are its own demands (an expert that two sequences need is counted for both);
-its bytes and seconds are its share, so that those add up to the step's. Knows no tier.
+its bytes and seconds are its share, so that those add up to the step's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where experts come from: one contract over checkpoints and packed stores.
 
 `open_store` picks by what lies in the directory. A store hands out kernel-ready records, the layout
-of kernels/expert_layout, whatever the file holds. Knows no tier, no strategy and no budget.
+of kernels/expert_layout, whatever the file holds.
 """
 
 from __future__ import annotations

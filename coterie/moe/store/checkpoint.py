@@ -1,7 +1,7 @@
 """Experts read in place from a checkpoint: safetensors or GGUF, no conversion on disk.
 
 Each read takes an expert's bytes from the file, brings them to the precision asked for and packs
-them, in the thread that reads; nothing of it stays. Knows no tier and no strategy.
+them, in the thread that reads; nothing of it stays.
 """
 
 from __future__ import annotations

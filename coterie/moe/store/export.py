@@ -1,7 +1,7 @@
 """Writes a packed store: backbone, experts and index, beside its place and then renamed into it.
 
 An export that was killed continues: finished records are named in a journal and checked before they
-are believed. Reads, converts and hashes in a few threads; writes in order. Knows no model.
+are believed. Reads, converts and hashes in a few threads; writes in order.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What kind of task a prompt is, and the rules that packages bring."""

@@ -1,7 +1,6 @@
 """What can be told of a prompt at a glance: language, JSON, code, task type, length, intent.
 
 Bounded work: of a long text the beginning and the end are looked at. Each feature is timed.
-Knows no adapter, no model and no embedding.
 """
 
 from __future__ import annotations

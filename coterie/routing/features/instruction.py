@@ -1,7 +1,7 @@
 """What of a text is the instruction and what is its material, and how the instruction opens.
 
 "Translate 'positive or negative' into French" and "Is this positive or negative? Too slow." have a
-task's words in common, but the first has them as material. Knows no topic and no adapter.
+task's words in common, but the first has them as material.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Texts as vectors of unit length. One family, `EMBEDDERS`: name -> what makes one.
 
-No download, no torch, bounded work per text. Knows no adapter and no decision.
+No download, no torch, bounded work per text.
 """
 
 from __future__ import annotations

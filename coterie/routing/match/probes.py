@@ -1,7 +1,7 @@
 """What each adapter's probe learns from: its package's examples, and those of its neighbours.
 
 Probes are kept by the texts they depend on, so that a catalog that changes a little is learnt again
-only where it changed: the same weights may be packed again with other hints. Knows no request.
+only where it changed: the same weights may be packed again with other hints.
 """
 
 from __future__ import annotations

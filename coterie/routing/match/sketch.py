@@ -1,6 +1,6 @@
 """A text as the matcher sees it: its vector, its shape, its words and those of its instruction.
 
-Two sketches are alike by the sum of five parts; `alike` is that kernel. Knows no adapter.
+Two sketches are alike by the sum of five parts; `alike` is that kernel.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The registry's rows and files are read on one thread of their own, never on the event loop. What is
 installed or removed elsewhere (`coterie expert ...`) shows within `POLL_S`. Files of an adapter
-that was removed go when its last request has ended. Knows no bases, no replicas and no HTTP.
+that was removed go when its last request has ended.
 """
 
 from __future__ import annotations

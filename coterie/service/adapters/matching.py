@@ -1,7 +1,7 @@
 """The matcher of what is installed: learnt once, by a process of its own, and swapped in whole.
 
 Requests use the one before until the next is ready; a catalog that changes while one is being built
-gets another one behind it. Knows no registry and no request.
+gets another one behind it.
 """
 
 from __future__ import annotations

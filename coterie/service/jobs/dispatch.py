@@ -1,7 +1,6 @@
 """Which jobs run now: begins those in line while there are places, and ends what is to end.
 
-When the engine is full nobody begins until it may have room again. Knows neither tenants nor
-other servers; what a run does is `jobs_run.py`'s business.
+When the engine is full nobody begins until it may have room again.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Wiring (`build.py`, after the pipeline is made; `Pipeline` starts and ends it):
     await jobs.close()     # first thing in Pipeline.close: open jobs wait for the next start
 
 Callers (`Prefer: respond-async`): `job = await jobs.submit(JobSpec(request, user_id, explain))`,
-with `request.id` a new UUID's text; `api/native/jobs.py: accepted(job)` is the 202. Knows no HTTP.
+with `request.id` a new UUID's text; `api/native/jobs.py: accepted(job)` is the 202.
 """
 
 from __future__ import annotations

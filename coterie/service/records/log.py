@@ -1,7 +1,7 @@
 """The log of inferences and the adapters' rates of success, as the event loop uses them.
 
 Rows go to the store on one thread, many to a commit; rates are answered from memory. A store that
-is locked keeps them waiting, one that fails costs them, and neither costs a request. Knows no SQL.
+is locked keeps them waiting, one that fails costs them, and neither costs a request.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ A request of some priority is refused when as many of its priority or a higher o
 waits below it takes no place from it. A `Retry-After` is a reservation: the moment at which a place
 is likely to be free behind everybody who was told one before, at the speed that was measured. The
 place is kept for a while from then on, for a request of the same tenant with the same prompt.
-Knows no replicas' insides and no HTTP.
 """
 
 from __future__ import annotations

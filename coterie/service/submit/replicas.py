@@ -1,7 +1,7 @@
 """Which replica of a specialist takes the next request, and who waits and runs at each.
 
 A worker's report is a step old, and says nothing of what is on its way: what was handed out is
-known here, and its `Started` and its end come by here too. Knows no admission rules.
+known here, and its `Started` and its end come by here too.
 """
 
 from __future__ import annotations

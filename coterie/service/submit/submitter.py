@@ -1,6 +1,6 @@
 """A request's way into a worker: admitted by what is known, then by the worker itself.
 
-Counts what each replica was given. Knows no prompts and no plans.
+Counts what each replica was given.
 """
 
 from __future__ import annotations

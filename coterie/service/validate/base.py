@@ -1,7 +1,4 @@
-"""What a validator is, what it is told about an answer, and how it says what it found.
-
-Knows no particular validator, no process and no configuration.
-"""
+"""What a validator is, what it is told about an answer, and how it says what it found."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Runs an operator's command on a text, bounded in time, memory, disk, processes and output.
 
 Starts `launch.py`, which builds the walls; the text goes in, a bounded piece of the output comes
-out. No shell, no environment, no descriptor of the server. Knows nothing of answers.
+out. No shell, no environment, no descriptor of the server.
 """
 
 from __future__ import annotations

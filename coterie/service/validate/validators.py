@@ -5,7 +5,7 @@
     await validators.close()                                       # Pipeline.close
 
 None means that nobody knows what this answer should look like, which is not a failure. Off the
-event loop where it may take more than a millisecond. Knows no request and no HTTP.
+event loop where it may take more than a millisecond.
 """
 
 from __future__ import annotations

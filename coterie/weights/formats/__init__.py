@@ -1,0 +1,1 @@
+"""GGUF and safetensors: headers, tensors, configs; never pickle."""

@@ -2,7 +2,6 @@
 
 Reads versions 2 and 3, little endian, and believes nothing: every count, length, offset and type is
 checked against the file before it is used, so a truncated or hostile file ends in a `WeightsError`.
-Knows nothing of torch, of architectures or of what the values mean.
 """
 
 from __future__ import annotations

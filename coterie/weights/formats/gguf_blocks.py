@@ -1,7 +1,4 @@
-"""GGUF's block types as values: every quantised block expanded to fp32, bit for bit as ggml does.
-
-Knows no file and no tensor's name.
-"""
+"""GGUF's block types as values: each quantised block expanded to fp32, bit for bit as ggml does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """GGUF metadata in Hugging Face words: config keys, generation keys, tensor names.
 
 One entry per architecture in `ARCHITECTURES`. Refuses what it cannot translate without loss: a key
-or tensor that is silently dropped changes the model. Knows nothing of torch.
+or tensor that is silently dropped changes the model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The tensors of a GGUF file as weights.
 
 Q8_0, Q4_0 and Q4_1 keep their bits and only change layout (int8 and int4); F32, F16 and BF16 are
-views of the mapped file; Q5 and K types are expanded to fp32, unless Q4_K and Q6_K are asked for
-as blocks. Knows nothing of architectures, except that rows may be asked for in another order.
+views of the mapped file; Q5 and K types are expanded to fp32, unless Q4_K and Q6_K are asked for as
+blocks.
 """
 
 from __future__ import annotations

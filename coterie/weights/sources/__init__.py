@@ -1,0 +1,1 @@
+"""Models by name: the package index, the hub, paths; fetched once, checked, kept."""

@@ -1,8 +1,7 @@
 """Fetching one file over HTTP: progress, retries, resume, checksum.
 
 A download grows a `.part` file beside its target and continues it after any interruption; the
-target appears only when it is complete and its checksum is right. Knows nothing of indexes or
-models.
+target appears only when it is complete and its checksum is right.
 """
 
 from __future__ import annotations

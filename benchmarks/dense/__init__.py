@@ -1,0 +1,1 @@
+"""Dense models: tokens per second beside peers."""

@@ -1,0 +1,1 @@
+"""The native kernels beside torch and the limits of the machine."""

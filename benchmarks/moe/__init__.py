@@ -1,0 +1,1 @@
+"""MoE models bigger than their memory: strategies, disk, the planner."""

@@ -1,0 +1,1 @@
+"""Whether a prompt finds its expert, and how long that takes."""

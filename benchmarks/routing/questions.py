@@ -1,0 +1,120 @@
+"""The routing set and what is said of a router on it: shares with bounds, calibration error.
+
+Reads routing_set/*.jsonl; see the README there. Knows no matcher.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coterie.packages.evaluate import wilson
+
+FOLDER = Path(__file__).parents[2] / "routing_set"
+_BINS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    prompt: str
+    body: str
+    # None = for no expert
+    expert: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What a router made of an item."""
+
+    item: Item
+    chosen: str | None
+    confidence: float
+    # experts beside the first
+    extra: int = 0
+
+    @property
+    def is_right(self) -> bool:
+        return self.chosen == self.item.expert
+
+
+def read(path: Path) -> list[Item]:
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return [Item(r["prompt"], r.get("body") or "", r.get("expert")) for r in records]
+
+
+def share(right: int, n: int) -> dict[str, Any]:
+    low, high = wilson(right, n)
+    return {
+        "n": n,
+        "count": right,
+        "share": right / n if n else 0.0,
+        "low_95": low,
+        "high_95": high,
+    }
+
+
+def calibration_error(decided: Sequence[Decided]) -> float:
+    """Expected calibration error of the decision's confidence, in ten bins of equal width."""
+    sure = np.array([item.confidence for item in decided])
+    right = np.array([item.is_right for item in decided], float)
+    bins = np.minimum((sure * _BINS).astype(int), _BINS - 1)
+    gaps = [
+        abs(sure[bins == b].mean() - right[bins == b].mean()) * (bins == b).mean()
+        for b in range(_BINS)
+        if (bins == b).any()
+    ]
+    return float(sum(gaps))
+
+
+def judged(decided: Sequence[Decided]) -> dict[str, Any]:
+    related = [item for item in decided if item.item.expert is not None]
+    unrelated = [item for item in decided if item.item.expert is None]
+    names = sorted({str(item.item.expert) for item in related})
+    wrong = [item.confidence for item in decided if item.chosen and not item.is_right]
+    return {
+        "right": share(sum(item.is_right for item in decided), len(decided)),
+        "wrong_route_confidence": float(np.mean(wrong)) if wrong else 0.0,
+        "with_further_experts": sum(item.extra > 0 for item in decided),
+        "related": share(sum(item.is_right for item in related), len(related)),
+        "false_activation": share(
+            sum(item.chosen is not None for item in unrelated), len(unrelated)
+        ),
+        "wrong_expert": sum(item.chosen not in (None, item.item.expert) for item in related),
+        "calibration_error": calibration_error(decided),
+        "by_expert": {
+            name: share(
+                sum(item.is_right for item in related if item.item.expert == name),
+                sum(item.item.expert == name for item in related),
+            )
+            for name in names
+        },
+        "activated_falsely": {
+            name: sum(item.chosen == name for item in unrelated) for name in names
+        },
+    }
+
+
+def lines(title: str, found: dict[str, Any]) -> list[str]:
+    def told(entry: dict[str, Any]) -> str:
+        return (
+            f"{entry['share']:7.2%} [{entry['low_95']:.2%}, {entry['high_95']:.2%}]"
+            f"  ({entry['count']} of {entry['n']})"
+        )
+
+    text = [
+        f"{title}",
+        f"  right                      {told(found['right'])}",
+        f"  right expert, related      {told(found['related'])}",
+        f"  an expert, unrelated       {told(found['false_activation'])}",
+        f"  expected calibration error {found['calibration_error']:7.3f}",
+        f"  confidence of wrong routes {found['wrong_route_confidence']:7.3f}",
+        f"  with further experts       {found['with_further_experts']:7}",
+    ]
+    for name, entry in found["by_expert"].items():
+        text.append(f"    {name:22} {told(entry)}  false {found['activated_falsely'][name]}")
+    return text

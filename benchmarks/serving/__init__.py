@@ -1,0 +1,1 @@
+"""The server around a model: engine steps, the gateway, structured answers."""
