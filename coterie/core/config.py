@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -337,9 +337,10 @@ def _value(rule: SettingRule, value: Any, name: str) -> Any:
     return checked(rule, value, name)
 
 
-def moe_settings(given: Mapping[str, Any]) -> MoeSettings:
+def moe_settings(given: MoeSettings | Mapping[str, Any]) -> MoeSettings:
     """Checked like a file's [specialists.moe]; a None value is "not given"."""
-    table = {name: value for name, value in given.items() if value is not None}
+    values = asdict(given) if isinstance(given, MoeSettings) else given
+    table = {name: value for name, value in values.items() if value is not None}
     return _section(MoeSettings, table, "moe")
 
 

@@ -90,7 +90,7 @@ class LLM:
             device=device,
             threads=threads,
             kv_bytes=kv_bytes,
-            dispatch=moe if isinstance(moe, MoeSettings) else moe_settings(moe),
+            dispatch=moe_settings(moe),
             adapters=adapters,
             library=str(self.adapters.library),
         )
