@@ -101,10 +101,10 @@ def disk_case(
     resident_tok_s: float,
 ) -> DiskRun:
     path = source_of(model, case)
-    dispatch = {
+    moe = {
         "strategy": case.strategy, "device_budget": args.budget, "predict": case.predict,
     }  # fmt: skip
-    with _opened(args, path, case.kind, dispatch) as llm:
+    with _opened(args, path, case.kind, moe) as llm:
         # steady state first, then the disk alone; a run of one token is taken off the long one, so
         # that decode's reads are left (both find the same prefix in the cache)
         prompt = prompt_ids(32, 1 + turn, shape.vocab)
@@ -112,10 +112,10 @@ def disk_case(
         record = read_bytes_of(llm)
         files = sorted([*path.glob("model*.safetensors"), *path.glob("experts.bin")])
         before = disk_bandwidth(files, record)
-        short = llm.generate(prompt, max_tokens=1, **_sampled(turn + 1))[0].experts
+        short = llm.generate(prompt, max_tokens=1, **_sampled(turn + 1))[0].moe
         done = llm.generate(prompt, max_tokens=args.tokens + 1, **_sampled(turn + 1))[0]
         after = disk_bandwidth(files, record)
-    counts = {name: value - asdict(short)[name] for name, value in asdict(done.experts).items()}
+    counts = {name: value - asdict(short)[name] for name, value in asdict(done.moe).items()}
     hits = counts["device_hits"] + counts["prefetch_hits"]
     fetched = counts["device_misses"] + counts["prefetch_hits"]
     return DiskRun(
@@ -147,12 +147,12 @@ def read_bytes_of(llm: Any) -> int:
     return int(total["read_bytes"] // max(1, total["host_misses"]))
 
 
-def _opened(args: argparse.Namespace, path: Path, kind: str, dispatch: dict[str, Any]) -> Any:
+def _opened(args: argparse.Namespace, path: Path, kind: str, moe: dict[str, Any]) -> Any:
     from coterie.workers.embedded import LLM
 
     return LLM(
         str(path), dtype=kind, threads=args.threads, context=1024, max_sequences=1,
-        host_budget="0", warmup="none", **dispatch,
+        moe={"host_budget": "0", "warmup": "none"} | moe,
     )  # fmt: skip
 
 

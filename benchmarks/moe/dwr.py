@@ -82,11 +82,13 @@ def measure(model: Path, case: Case, args: argparse.Namespace) -> Run:
         dtype=args.dtype,
         context=256,
         max_sequences=1,
-        strategy=args.strategy,
-        cache_capacity=case.capacity,
-        host_budget=args.host,
-        predict=args.predict,
-        warmup="none",
+        moe={
+            "strategy": args.strategy,
+            "cache_capacity": case.capacity,
+            "host_budget": args.host,
+            "predict": args.predict,
+            "warmup": "none",
+        },
     ) as llm:
         done = llm.generate(
             PROMPT,
@@ -97,8 +99,8 @@ def measure(model: Path, case: Case, args: argparse.Namespace) -> Run:
             ignore_eos=True,
         )[0]
         report = llm.moe_report()
-        assert report is not None and done.experts is not None
-        usage = done.experts
+        assert report is not None and done.moe is not None
+        usage = done.moe
         found = usage.device_hits + usage.prefetch_hits
         seconds = done.timings.prefill_s + done.timings.decode_s
         return Run(

@@ -295,7 +295,7 @@ async def _pump(
 
 def _sum(ends: Sequence[Finished]) -> Finished:
     usages, timings = [end.usage for end in ends], [end.timings for end in ends]
-    experts = [end.experts for end in ends if end.experts is not None]
+    moe = [end.moe for end in ends if end.moe is not None]
     return Finished(
         request_id=ends[0].request_id,
         choices=tuple(reason for end in ends for reason in end.choices),
@@ -317,7 +317,7 @@ def _sum(ends: Sequence[Finished]) -> Finished:
             first_token_s=min(t.first_token_s for t in timings),
             num_preemptions=sum(t.num_preemptions for t in timings),
         ),
-        experts=reduce(add, experts) if experts else None,
+        moe=reduce(add, moe) if moe else None,
         adapter_bytes=max(end.adapter_bytes for end in ends),
         # all parts of one request were planned together
         adapters=ends[0].adapters,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.options import add_dispatch, add_model, count
+from coterie.cli.options import add_model, add_moe, count
 from coterie.cli.run import open_llm
 from coterie.cli.terminal import facts, nbytes, note, table
 
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=counts, default=[8], metavar="A,B")
     parser.add_argument("--repeat", type=count, default=3, metavar="N", help="takes the median")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_dispatch(parser)
+    add_moe(parser)
 
 
 def counts(text: str) -> list[int]:

@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.options import add_dispatch, add_experts, add_model, add_sampling
+from coterie.cli.options import add_experts, add_model, add_moe, add_sampling
 from coterie.cli.run import open_llm, options
 from coterie.cli.terminal import note
 from coterie.core.errors import ContextLengthExceeded
@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_sampling(parser, max_tokens=512)
     add_experts(parser)
-    add_dispatch(parser)
+    add_moe(parser)
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -15,8 +15,8 @@ from coterie.core.moe import PREDICTIONS, READS, WARMUPS
 from coterie.core.sampling import SAMPLING_FIELDS
 from coterie.core.settings import parse_budget, parse_bytes
 
-# flags that are fields of DispatchSettings; a flag that was not given stays None
-DISPATCH = (
+# flags that are fields of MoeSettings; a flag that was not given stays None
+MOE_FLAGS = (
     "strategy",
     "device_budget",
     "host_budget",
@@ -48,7 +48,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-bytes", type=size, metavar="SIZE", help="KV memory, such as 2GB")
 
 
-def add_dispatch(parser: argparse.ArgumentParser) -> None:
+def add_moe(parser: argparse.ArgumentParser) -> None:
     """Where the experts of a mixture-of-experts model live."""
     parser.add_argument("--context", type=count, metavar="N", help="tokens of prompt plus output")
     group = parser.add_argument_group("experts of a mixture-of-experts model")
@@ -118,9 +118,9 @@ def named_expert(text: str) -> str:
     return text
 
 
-def dispatch_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of DispatchSettings that were given."""
-    given = {name: getattr(args, name) for name in DISPATCH}
+def moe_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of MoeSettings that were given."""
+    given = {name: getattr(args, name) for name in MOE_FLAGS}
     krasis = _krasis(args)
     if krasis is not None:
         if given["strategy"] is not None:

@@ -310,14 +310,13 @@ def _alike(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _named(row: dict[str, Any]) -> str:
-    from coterie.moe.dispatch.table import parse_strategy
+    from coterie.moe.dispatch.table import both_phases
     from coterie.moe.planner.simulate import BELADY
 
     name = str(row["strategy"])
     if name == BELADY:
         return "(bound)"
-    asked = "+".join(dict.fromkeys(map(str, parse_strategy(name))))
-    return name if row["runs"] in ("", asked) else f"{name} as {row['runs']}"
+    return name if row["runs"] in ("", both_phases(name)) else f"{name} as {row['runs']}"
 
 
 def _wrapped(names: Sequence[str]) -> list[str]:

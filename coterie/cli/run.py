@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.cli.options import (
-    add_dispatch,
     add_experts,
     add_model,
+    add_moe,
     add_sampling,
-    dispatch_options,
     fetch,
+    moe_options,
     token_ids,
 )
 from coterie.cli.terminal import facts, narrate, nbytes, note
@@ -69,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--trace", type=Path, metavar="FILE", help="record routing for coterie plan"
     )
     add_experts(parser)
-    add_dispatch(parser)
+    add_moe(parser)
 
 
 def open_llm(args: argparse.Namespace) -> LLM:
@@ -89,7 +89,7 @@ def open_llm(args: argparse.Namespace) -> LLM:
         # memory that nobody asked for stays the model's
         adapters=DEFAULTS if experts else AdapterSettings(device_bytes=0),
         allow_unsigned=allow_unsigned,
-        **dispatch_options(args),
+        moe=moe_options(args),
     )
     try:
         llm.prepare(experts)
@@ -140,7 +140,7 @@ def execute(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         end = stream.finished
         if args.report and end is not None:
-            note("\n" + render(report(llm, end.usage, end.timings, end.experts, load_s)))
+            note("\n" + render(report(llm, end.usage, end.timings, end.moe, load_s)))
     return 0
 
 
@@ -193,20 +193,20 @@ def _answer(
         stack, _ = llm.adapters.choose(given["experts"], llm.info.fingerprint)
         answer["experts"] = [asdict(choice) for choice in stack]
     if with_report:
-        answer["report"] = report(llm, done.usage, done.timings, done.experts, load_s)
+        answer["report"] = report(llm, done.usage, done.timings, done.moe, load_s)
     return answer
 
 
 def report(
-    llm: LLM, usage: Usage, timings: Timings, experts: MoeUsage | None, load_s: float
+    llm: LLM, usage: Usage, timings: Timings, moe: MoeUsage | None, load_s: float
 ) -> dict[str, Any]:
     """`experts` are the request's own counts, `tiers` what happened since the model was loaded."""
     told: dict[str, Any] = {"speed": speed(usage, timings) | {"load_s": round(load_s, 6)}}
     told["weight_bytes"] = llm.info.weight_bytes
     told["kv_bytes"] = llm.info.kv_bytes
     standing = llm.moe_report()
-    if experts is not None and standing is not None:
-        told |= {"experts": moe_facts(experts), "tiers": standing}
+    if moe is not None and standing is not None:
+        told |= {"experts": moe_facts(moe), "tiers": standing}
     return told
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from coterie.api.auth import check_exposure, load_keys
 from coterie.cli.machine import is_installed
-from coterie.cli.options import add_dispatch, add_model, count, dispatch_options, fetch, size
+from coterie.cli.options import add_model, add_moe, count, fetch, moe_options, size
 from coterie.core import spawn
 from coterie.core.config import LOG_LEVELS, Config, ServerSettings, load
 from coterie.core.errors import ConfigError, MissingDependency
@@ -96,7 +96,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(LOG_LEVELS)} (default: info)",
     )
     _add_adapters(parser)
-    add_dispatch(parser)
+    add_moe(parser)
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
@@ -160,8 +160,8 @@ def port(text: str) -> int:
 
 def settings(args: argparse.Namespace) -> Config:
     overrides = {key: getattr(args, option) for option, key in _SETTINGS.items()}
-    for name, value in dispatch_options(args).items():
-        overrides[f"specialists.0.experts.{name}"] = value
+    for name, value in moe_options(args).items():
+        overrides[f"specialists.0.moe.{name}"] = value
     return load(args.config, overrides)
 
 

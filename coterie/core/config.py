@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -220,7 +220,7 @@ class SpecialistSettings:
     weight: float = key(
         1.0, "number", "Share of time and KV among specialists on one engine.", low=0.01, high=100
     )
-    experts: MoeSettings = field(
+    moe: MoeSettings = field(
         default=AUTOMATIC,
         metadata={
             "rule": SettingRule("Where a mixture-of-experts model keeps its experts.", "table")
@@ -255,6 +255,8 @@ _SECTIONS: dict[str, type[Any]] = {
     "specialists": SpecialistSettings,
     "validators": ValidatorSettings,
 }
+# keys of earlier versions: what they are called now
+_RENAMED: dict[type[Any], dict[str, str]] = {SpecialistSettings: {"experts": "moe"}}
 # sections of which there may be several
 _LISTS = ("specialists", "validators")
 
@@ -322,6 +324,9 @@ def _section(kind: type[T], table: Any, prefix: str) -> T:
     if not isinstance(table, dict):
         raise ConfigError(f"{prefix} must be a table", param=prefix)
     rules = _rules(kind)
+    for old, new in _RENAMED.get(kind, {}).items():
+        if old in table:
+            raise ConfigError(f"{prefix}.{old} is now {prefix}.{new}", param=f"{prefix}.{old}")
     refuse_unknown(table, rules, prefix)
     return kind(**{name: _value(rules[name], table[name], f"{prefix}.{name}") for name in table})
 
@@ -332,10 +337,11 @@ def _value(rule: SettingRule, value: Any, name: str) -> Any:
     return checked(rule, value, name)
 
 
-def dispatch(given: Mapping[str, Any], prefix: str = "experts") -> MoeSettings:
-    """Checked like a file's [specialists.experts]; a None value is "not given"."""
-    table = {name: value for name, value in given.items() if value is not None}
-    return _section(MoeSettings, table, prefix)
+def moe_settings(given: MoeSettings | Mapping[str, Any]) -> MoeSettings:
+    """Checked like a file's [specialists.moe]; a None value is "not given"."""
+    values = asdict(given) if isinstance(given, MoeSettings) else given
+    table = {name: value for name, value in values.items() if value is not None}
+    return _section(MoeSettings, table, "moe")
 
 
 def _rules(kind: type[Any]) -> dict[str, SettingRule]:
@@ -378,7 +384,7 @@ def reference() -> str:
     """docs/config.md: every key with its type, default and range."""
     lines = ["# Configuration", "", "`coterie serve --config coterie.toml`. Every key is optional."]
     lines.append("A key that is not listed here is an error. Sizes: `400KB`, `2GB`, `2GiB`.")
-    for section, kind in (_SECTIONS | {"specialists.experts": MoeSettings}).items():
+    for section, kind in (_SECTIONS | {"specialists.moe": MoeSettings}).items():
         title = f"[[{section}]]" if section in _LISTS else f"[{section}]"
         lines += ["", f"## {title}", "", (kind.__doc__ or "").strip(), ""]
         lines += ["| Key | Type | Default | Range | Meaning |", "|---|---|---|---|---|"]

@@ -94,8 +94,8 @@ class Finished:
     choices: tuple[str, ...]
     usage: Usage
     timings: Timings
-    # only of a model with routed experts
-    experts: MoeUsage | None = None
+    # only of a mixture-of-experts model
+    moe: MoeUsage | None = None
     # KV blocks that its sequences held when they ended, shared ones once
     kv_blocks: int = 0
     # what its adapters took where the model runs
@@ -144,15 +144,15 @@ def speed(usage: Usage, timings: Timings, num_choices: int = 1) -> dict[str, flo
     }
 
 
-def moe_facts(experts: MoeUsage) -> dict[str, Any]:
+def moe_facts(usage: MoeUsage) -> dict[str, Any]:
     """`MoeUsage`'s own names, and the share of demands that found no device slot filled."""
-    values = {name: getattr(experts, name) for name in USAGE_FIELDS}
+    values = {name: getattr(usage, name) for name in USAGE_FIELDS}
     return {
         **{n: round(v, DIGITS) if isinstance(v, float) else v for n, v in values.items()},
-        "fallback_rate": round(experts.fallback_rate, DIGITS),
+        "fallback_rate": round(usage.fallback_rate, DIGITS),
         "layers": [
             {"layer": layer, "demands": demands, "hits": hits}
-            for layer, demands, hits in experts.layers
+            for layer, demands, hits in usage.layers
         ],
     }
 
@@ -163,11 +163,11 @@ def metadata(finished: Finished) -> dict[str, Any]:
 
 
 def facts_of(finished: Finished) -> dict[str, Any]:
-    """Where the time of a request went; its routed experts and its adapters, where it had any."""
+    """Where the time of a request went; its MoE experts and its adapters, where it had any."""
     choices = len(finished.choices)
     facts: dict[str, Any] = {"timings": speed(finished.usage, finished.timings, choices)}
-    if finished.experts is not None:
-        facts["experts"] = moe_facts(finished.experts)
+    if finished.moe is not None:
+        facts["experts"] = moe_facts(finished.moe)
     if finished.adapters:
         facts["adapters"] = [asdict(adapter) for adapter in finished.adapters]
         facts["adapter_bytes"] = finished.adapter_bytes

@@ -1,4 +1,4 @@
-"""Where experts may live and how they are moved: the user's wishes, and what a request cost.
+"""Where MoE experts may live and how they are moved: the settings, and what a request cost.
 
 Plain values that a gateway may hold and send.
 """
@@ -90,7 +90,7 @@ class MoeUsage:
     # that these exchanged
     updates: int = 0
     swaps: int = 0
-    # one for each layer with experts, in order
+    # one for each MoE layer, in order
     layers: tuple[LayerHits, ...] = ()
 
     @property

@@ -135,7 +135,7 @@ def _too_long(
     limits: Limits, prompt_tokens: int, virtual_tokens: int, context: int
 ) -> ContextLengthExceeded:
     used, asked = prompt_tokens + virtual_tokens, limits.max_tokens
-    soft = f", and its experts put {virtual_tokens} in front" if virtual_tokens else ""
+    soft = f", and its adapters put {virtual_tokens} in front" if virtual_tokens else ""
     if asked is None or used >= context:
         excess = ContextExcess(used, None, context)
         why = f"the prompt has {prompt_tokens} tokens{soft}. Please shorten it."

@@ -108,7 +108,7 @@ def parse_bytes(value: str | int, name: str = "size") -> int:
 
 
 def parse_budget(value: str | int, name: str = "budget") -> str:
-    """A size, or a share of all experts; checked, and kept as it was written."""
+    """A size, or a share of all MoE experts; checked, and kept as it was written."""
     text = str(value).strip()
     if not text:
         return ""

@@ -66,8 +66,8 @@ class ActiveRequest:
     blocks: set[int] = field(default_factory=set)
     prompt_scores: dict[int, TokenScore] = field(default_factory=dict)
     clock: RequestTimes = field(default_factory=RequestTimes)
-    # what its experts cost so far; None for a model without any
-    experts: MoeUsage | None = None
+    # what its MoE experts cost so far; None for a model without any
+    moe: MoeUsage | None = None
 
     @property
     def request_id(self) -> str:
@@ -170,7 +170,7 @@ class ActiveRequest:
                 num_preemptions=self.num_preemptions,
                 load_s=self.load_s,
             ),
-            self.experts,
+            self.moe,
             len(self.blocks),
             self.adapter_bytes,
             unfinished=self._unfinished(),

@@ -365,17 +365,17 @@ class MoeMaintenance:
             self._reported_at = now
             self._standing = report_stats(self._runtime.report())
         total = self._total
-        counts = {f"expert_{name}": float(getattr(total, name)) for name in USAGE_FIELDS}
+        counts = {f"moe_{name}": float(getattr(total, name)) for name in USAGE_FIELDS}
         rates = sorted(hits / max(1, demands) for _, demands, hits in total.layers) or [0.0]
         return (
             counts
             | self._standing
             | {
-                "expert_updates_failed": self._failed,
-                "expert_fallback_rate": total.fallback_rate,
-                "expert_lowest_hit_rate": rates[0],
-                "expert_median_hit_rate": rates[len(rates) // 2],
-                "expert_highest_hit_rate": rates[-1],
+                "moe_updates_failed": self._failed,
+                "moe_fallback_rate": total.fallback_rate,
+                "moe_lowest_hit_rate": rates[0],
+                "moe_median_hit_rate": rates[len(rates) // 2],
+                "moe_highest_hit_rate": rates[-1],
             }
         )
 
@@ -384,11 +384,11 @@ def report_stats(report: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a runtime's report that metrics show and no step counts."""
     tiers = report["tiers"]
     return {
-        "expert_device_evictions": tiers["device"]["evictions"],
-        "expert_host_evictions": tiers["host"]["evictions"],
-        "expert_device_bytes": tiers["device"]["budget_bytes"],
-        "expert_host_bytes": tiers["host"]["budget_bytes"],
-        "expert_saved_bytes": report["memory_saved_bytes"],
-        "expert_shortages": report["shortages"],
-        "expert_fallbacks": int(report["fallback"] != ""),
+        "moe_device_evictions": tiers["device"]["evictions"],
+        "moe_host_evictions": tiers["host"]["evictions"],
+        "moe_device_bytes": tiers["device"]["budget_bytes"],
+        "moe_host_bytes": tiers["host"]["budget_bytes"],
+        "moe_saved_bytes": report["memory_saved_bytes"],
+        "moe_shortages": report["shortages"],
+        "moe_fallbacks": int(report["fallback"] != ""),
     }

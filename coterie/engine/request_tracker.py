@@ -213,14 +213,14 @@ class RequestTracker:
         for row, cost in zip(plan.rows, usage.rows, strict=True):
             request = self._requests.get(row.sequence.request_id)
             if request is not None:
-                request.experts = cost if request.experts is None else request.experts + cost
+                request.moe = cost if request.moe is None else request.moe + cost
 
     def moved(self, plan: StepPlan, cost: MoeUsage) -> None:
         """Experts were rearranged behind this step: whoever goes on bears it whole."""
         for request_id in {row.sequence.request_id for row in plan.rows}:
             request = self._requests.get(request_id)
-            if request is not None and request.experts is not None:
-                request.experts += cost
+            if request is not None and request.moe is not None:
+                request.moe += cost
 
     def _first_token(self, request: ActiveRequest, now: float, events: list[Event]) -> None:
         request.clock.first_token = now

@@ -85,7 +85,7 @@ class PlanInputs:
 
     def ways(self, settings: MoeSettings, kv_bytes: int) -> list[MemoryDivision]:
         site = PlacementContext(torch.device(self.device), kv_bytes)
-        return divisions(settings, needs_of(set(), site))
+        return divisions(settings, needs_of((), site))
 
     def machine(self, *, again: bool = False, say: Say | None = None) -> Machine:
         """Measured once, then kept; with the pace of this model's backbone where that is cheap."""

@@ -31,77 +31,77 @@ class Metric:
 
 _MODEL = ("model_name",)
 
-EXPERT_METRICS = (
+MOE_METRICS = (
     Metric(
-        "coterie_expert_demands", "counter",
-        "Experts that layers asked for, by how they were met: from a device slot, from one filled "
-        "ahead, after a move, or computed on the host.",
+        "coterie_moe_demands", "counter",
+        "MoE experts that layers asked for, by how they were met: from a device slot, from one "
+        "filled ahead, after a move, or computed on the host.",
         ("replica", "met"),
     ),
     Metric(
-        "coterie_expert_host_lookups", "counter",
+        "coterie_moe_host_lookups", "counter",
         "Lookups in RAM for a move or a run on the host; a miss reads the disk.",
         ("replica", "result"),
     ),
-    Metric("coterie_expert_bytes", "counter", "Bytes of experts moved.", ("replica", "way")),
+    Metric("coterie_moe_bytes", "counter", "Bytes of MoE experts moved.", ("replica", "way")),
     Metric(
-        "coterie_expert_seconds", "counter",
-        "Seconds spent on experts by phase; `io` overlaps with `compute`, `stall` does not.",
+        "coterie_moe_seconds", "counter",
+        "Seconds spent on MoE experts by phase; `io` overlaps with `compute`, `stall` does not.",
         ("replica", "phase"),
     ),
     Metric(
-        "coterie_expert_changes", "counter", "Evictions, updates between tokens, and their swaps.",
+        "coterie_moe_changes", "counter", "Evictions, updates between tokens, and their swaps.",
         ("replica", "change"),
     ),
     Metric(
-        "coterie_expert_fallbacks", "counter",
+        "coterie_moe_fallbacks", "counter",
         "Since loading: allocations that failed (`shortage`), and whether less is in place than "
         "was asked for (`reduced`).",
         ("replica", "kind"),
     ),
     Metric(
-        "coterie_expert_memory_bytes", "gauge",
-        "Memory of each tier, and what all experts would take beyond both (`saved`).",
+        "coterie_moe_memory_bytes", "gauge",
+        "Memory of each tier, and what all MoE experts would take beyond both (`saved`).",
         ("replica", "tier"),
     ),
     Metric(
-        "coterie_expert_fallback_rate", "gauge",
+        "coterie_moe_fallback_rate", "gauge",
         "Share of demands that found no device slot filled, 0 to 1.", ("replica",),
     ),
     Metric(
-        "coterie_expert_layer_hit_rate", "gauge",
+        "coterie_moe_layer_hit_rate", "gauge",
         "Share of demands met from device slots, over the layers.", ("replica", "layer"),
     ),
 )  # fmt: skip
 
 # an engine's stat -> metric and its label behind the replica
-EXPERT_SERIES: dict[str, tuple[str, ...]] = {
-    "expert_device_hits": ("coterie_expert_demands", "device_hit"),
-    "expert_prefetch_hits": ("coterie_expert_demands", "prefetch_hit"),
-    "expert_device_misses": ("coterie_expert_demands", "device_miss"),
-    "expert_host_runs": ("coterie_expert_demands", "host_run"),
-    "expert_host_hits": ("coterie_expert_host_lookups", "hit"),
-    "expert_host_misses": ("coterie_expert_host_lookups", "miss"),
-    "expert_moved_bytes": ("coterie_expert_bytes", "host_to_device"),
-    "expert_read_bytes": ("coterie_expert_bytes", "disk_to_host"),
-    "expert_routing_s": ("coterie_expert_seconds", "routing"),
-    "expert_lookup_s": ("coterie_expert_seconds", "lookup"),
-    "expert_io_s": ("coterie_expert_seconds", "io"),
-    "expert_compute_s": ("coterie_expert_seconds", "compute"),
-    "expert_stall_s": ("coterie_expert_seconds", "stall"),
-    "expert_device_evictions": ("coterie_expert_changes", "device_eviction"),
-    "expert_host_evictions": ("coterie_expert_changes", "host_eviction"),
-    "expert_updates": ("coterie_expert_changes", "update"),
-    "expert_swaps": ("coterie_expert_changes", "swap"),
-    "expert_shortages": ("coterie_expert_fallbacks", "shortage"),
-    "expert_fallbacks": ("coterie_expert_fallbacks", "reduced"),
-    "expert_device_bytes": ("coterie_expert_memory_bytes", "device"),
-    "expert_host_bytes": ("coterie_expert_memory_bytes", "host"),
-    "expert_saved_bytes": ("coterie_expert_memory_bytes", "saved"),
-    "expert_fallback_rate": ("coterie_expert_fallback_rate",),
-    "expert_lowest_hit_rate": ("coterie_expert_layer_hit_rate", "lowest"),
-    "expert_median_hit_rate": ("coterie_expert_layer_hit_rate", "median"),
-    "expert_highest_hit_rate": ("coterie_expert_layer_hit_rate", "highest"),
+MOE_SERIES: dict[str, tuple[str, ...]] = {
+    "moe_device_hits": ("coterie_moe_demands", "device_hit"),
+    "moe_prefetch_hits": ("coterie_moe_demands", "prefetch_hit"),
+    "moe_device_misses": ("coterie_moe_demands", "device_miss"),
+    "moe_host_runs": ("coterie_moe_demands", "host_run"),
+    "moe_host_hits": ("coterie_moe_host_lookups", "hit"),
+    "moe_host_misses": ("coterie_moe_host_lookups", "miss"),
+    "moe_moved_bytes": ("coterie_moe_bytes", "host_to_device"),
+    "moe_read_bytes": ("coterie_moe_bytes", "disk_to_host"),
+    "moe_routing_s": ("coterie_moe_seconds", "routing"),
+    "moe_lookup_s": ("coterie_moe_seconds", "lookup"),
+    "moe_io_s": ("coterie_moe_seconds", "io"),
+    "moe_compute_s": ("coterie_moe_seconds", "compute"),
+    "moe_stall_s": ("coterie_moe_seconds", "stall"),
+    "moe_device_evictions": ("coterie_moe_changes", "device_eviction"),
+    "moe_host_evictions": ("coterie_moe_changes", "host_eviction"),
+    "moe_updates": ("coterie_moe_changes", "update"),
+    "moe_swaps": ("coterie_moe_changes", "swap"),
+    "moe_shortages": ("coterie_moe_fallbacks", "shortage"),
+    "moe_fallbacks": ("coterie_moe_fallbacks", "reduced"),
+    "moe_device_bytes": ("coterie_moe_memory_bytes", "device"),
+    "moe_host_bytes": ("coterie_moe_memory_bytes", "host"),
+    "moe_saved_bytes": ("coterie_moe_memory_bytes", "saved"),
+    "moe_fallback_rate": ("coterie_moe_fallback_rate",),
+    "moe_lowest_hit_rate": ("coterie_moe_layer_hit_rate", "lowest"),
+    "moe_median_hit_rate": ("coterie_moe_layer_hit_rate", "median"),
+    "moe_highest_hit_rate": ("coterie_moe_layer_hit_rate", "highest"),
 }
 
 
@@ -243,7 +243,7 @@ PIPELINE_METRICS = (
         "coterie_request_seconds", "counter",
         "Where the time of finished requests went: `queue` (of it `grammar`: checking a response "
         "format, and `adapters`: waiting for them), `prefill`, `decode`; of these two "
-        "`expert_stall`, beside them `expert_io`.",
+        "`moe_stall`, beside them `moe_io`.",
         ("model_name", "phase"),
     ),
     Metric(
@@ -314,9 +314,9 @@ RECOVERY_SERIES: dict[str, tuple[str, ...]] = {
     "requests_alone": ("coterie_recoveries", "request_alone"),
     "deadlines_missed": ("coterie_recoveries", "deadline_missed"),
     "values_refused": ("coterie_recoveries", "value_refused"),
-    "expert_updates_failed": ("coterie_recoveries", "experts_stayed"),
+    "moe_updates_failed": ("coterie_recoveries", "experts_stayed"),
 }
-ENGINE_SERIES = EXPERT_SERIES | ADAPTER_SERIES | RECOVERY_SERIES
+ENGINE_SERIES = MOE_SERIES | ADAPTER_SERIES | RECOVERY_SERIES
 
 
 METRICS = (
@@ -417,7 +417,7 @@ METRICS = (
     Metric("coterie_engine_events", "counter", "Engine counters.", ("replica", "event")),
     Metric("coterie_engine_state", "gauge", "How the engine stands.", ("replica", "state")),
     *PIPELINE_METRICS,
-    *EXPERT_METRICS,
+    *MOE_METRICS,
     *ADAPTER_METRICS,
     Metric(
         "vllm:lora_requests_info", "gauge",

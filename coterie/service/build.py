@@ -43,7 +43,7 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
     shared: dict[tuple[Path, str, MoeSettings], list[tuple[str, SpecialistSettings]]] = {}
     names: set[str] = set()
     for index, settings in enumerate(config.specialists):
-        _check_strategy(settings.experts.strategy, f"specialists.{index}.experts.strategy")
+        _check_strategy(settings.moe.strategy, f"specialists.{index}.moe.strategy")
         path = resolve(settings.model or DEFAULT_MODEL, progress=progress)
         name = settings.name or model_name(settings.model, path)
         if name in names:
@@ -51,7 +51,7 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
                 f"two specialists are named {name!r}; give one a name", param="specialists"
             )
         names.add(name)
-        shared.setdefault((path, settings.dtype, settings.experts), []).append((name, settings))
+        shared.setdefault((path, settings.dtype, settings.moe), []).append((name, settings))
     engines = sum(max(s.replicas for _, s in members) for members in shared.values())
     threads = config.engine.threads or max(1, cores() // engines)
     make = InprocReplica if inproc else _process_maker(config.engine)
@@ -139,7 +139,7 @@ def _group(
             threads=threads,
             kv_bytes=engine.kv_bytes,
             log_level=config.server.log_level,
-            dispatch=members[0][1].experts,
+            dispatch=members[0][1].moe,
             adapters=config.adapters,
             library=str(registry_dir() / "library") if config.adapters.device_bytes else "",
         )

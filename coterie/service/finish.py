@@ -55,7 +55,7 @@ class Finisher:
             event.choices,
             event.usage,
             event.timings,
-            event.experts,
+            event.moe,
             event.kv_blocks,
             event.adapter_bytes,
             run.plan.adapters,

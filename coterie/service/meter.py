@@ -17,7 +17,7 @@ from coterie.obs.metrics import Histogram, MetricRegistry, MetricValue
 if TYPE_CHECKING:
     pass
 
-PHASES = ("grammar", "queue", "adapters", "prefill", "decode", "expert_stall", "expert_io")
+PHASES = ("grammar", "queue", "adapters", "prefill", "decode", "moe_stall", "moe_io")
 
 
 class SpecialistSeries:
@@ -52,15 +52,15 @@ class SpecialistSeries:
 
     def spent(self, end: Finished) -> None:
         """Where a request's time went."""
-        timings, experts = end.timings, end.experts or MoeUsage()
+        timings, moe = end.timings, end.moe or MoeUsage()
         seconds = (
             timings.grammar_s,
             timings.queue_s,
             timings.load_s,
             timings.prefill_s,
             timings.decode_s,
-            experts.stall_s,
-            experts.io_s,
+            moe.stall_s,
+            moe.io_s,
         )
         for series, amount in zip(self._spent.values(), seconds, strict=True):
             series.add(amount)

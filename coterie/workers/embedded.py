@@ -17,11 +17,11 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from coterie.core.adapters import DEFAULTS, AdapterSettings
-from coterie.core.config import dispatch
+from coterie.core.config import moe_settings
 from coterie.core.errors import ConfigError, InvalidRequest, from_code
 from coterie.core.events import Delta, Event, Failed, Finished, Timings, TokenLogprob, Usage
 from coterie.core.lane import LaneConfig
-from coterie.core.moe import MoeUsage
+from coterie.core.moe import AUTOMATIC, MoeSettings, MoeUsage
 from coterie.core.plan import AdapterChoice, Assignment, Rejected
 from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
 from coterie.core.resolve import check_tokens, resolve_limits, resolve_sampling
@@ -32,6 +32,7 @@ from coterie.workers.contract import WorkerSpec
 LANE = "embedded"
 _SAMPLING = frozenset(item.name for item in fields(Sampling))
 _LIMITS = frozenset(item.name for item in fields(Limits))
+_MOE = frozenset(item.name for item in fields(MoeSettings))
 
 # a prompt is text, or token ids
 PromptLike = str | Sequence[int]
@@ -49,7 +50,8 @@ class CallOptions(NamedTuple):
 class LLM:
     """A model ready to answer.
 
-    `experts` are the fields of `DispatchSettings`: strategy, device_budget, host_budget ...
+    `moe` says where a mixture-of-experts model keeps its experts: `MoeSettings`, or a mapping with
+    its fields, {"strategy": "lru", "device_budget": "6GB"}.
     `library` is the folder where adapters are installed (None = this user's own), `adapters` the
     room for them; AdapterSettings(device_bytes=0) = none.
     `options` of the calls are the fields of `Sampling` and `Limits`: temperature, top_p,
@@ -71,10 +73,12 @@ class LLM:
         library: Path | None = None,
         adapters: AdapterSettings = DEFAULTS,
         allow_unsigned: bool = False,
-        **experts: Any,
+        moe: MoeSettings | Mapping[str, Any] = AUTOMATIC,
+        **unknown: Any,
     ) -> None:
         from coterie.workers.host import build_engine
 
+        _refuse_arguments(unknown)
         lane = LaneConfig(
             LANE, context=context, max_sequences=max_sequences, max_step_tokens=max_step_tokens
         )
@@ -87,7 +91,7 @@ class LLM:
             device=device,
             threads=threads,
             kv_bytes=kv_bytes,
-            dispatch=dispatch(experts),
+            dispatch=moe_settings(moe),
             adapters=adapters,
             library=str(self.adapters.library),
         )
@@ -251,6 +255,16 @@ class LLM:
                 inbox.append(event)
 
 
+def _refuse_arguments(unknown: Mapping[str, Any]) -> None:
+    """Fields of `MoeSettings` were arguments of their own in earlier versions."""
+    for name in unknown:
+        if name in _MOE:
+            raise ConfigError(
+                f"LLM({name}=...) is now LLM(moe={{{name!r}: ...}})", param=f"moe.{name}"
+            )
+        raise TypeError(f"LLM() has no argument {name!r}")
+
+
 def _split(options: Mapping[str, Any]) -> tuple[Sampling, Limits]:
     unknown = options.keys() - _SAMPLING - _LIMITS
     if unknown:
@@ -305,8 +319,8 @@ class Completion:
     usage: Usage
     timings: Timings
     prompt_token_ids: tuple[int, ...]
-    # only of a model with routed experts
-    experts: MoeUsage | None = None
+    # only of a mixture-of-experts model
+    moe: MoeUsage | None = None
     # the caller's own, or the one that was drawn
     seed: int = 0
 
@@ -358,7 +372,7 @@ def collect(assignment: Assignment, events: Events) -> Completion:
         end.usage,
         end.timings,
         assignment.prompt_ids,
-        end.experts,
+        end.moe,
         assignment.sampling.seed or 0,
     )
 

@@ -351,7 +351,7 @@ def test_soft_tokens_count_in_the_context_and_not_in_the_bill(lax: Rig) -> None:
     fits = lax.chat("soft", max_tokens=room - 20, stop_token_ids=MOST_TOKENS)
     assert fits.status_code == 200, fits.text
     status, message = error(lax.chat("soft", max_tokens=room - 19))
-    assert status == 400 and "its experts put 20 in front" in message
+    assert status == 400 and "its adapters put 20 in front" in message
     assert lax.chat("tiny", max_tokens=room, stop_token_ids=MOST_TOKENS).status_code == 200
 
 

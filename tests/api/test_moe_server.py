@@ -16,7 +16,7 @@ from served import Served, chat, frames
 from tiny import tiny_checkpoint
 
 from coterie.cli.main import main
-from coterie.obs.tables import EXPERT_SERIES
+from coterie.obs.tables import MOE_SERIES
 
 TOTAL = 3 * 8
 # four device slots of 24 experts and nothing in RAM: every miss reads the disk
@@ -29,7 +29,7 @@ threads = 1
 name = "tiny"
 model = "{plain}"
 context = 256
-[specialists.experts]
+[specialists.moe]
 strategy = "lru"
 cache_capacity = 4
 host_budget = "0"
@@ -38,7 +38,7 @@ workload = "tests"
 name = "packed"
 model = "{packed}"
 context = 256
-[specialists.experts]
+[specialists.moe]
 strategy = "lru"
 cache_capacity = 4
 host_budget = "0"
@@ -158,14 +158,14 @@ def test_native_answers_tell_why_they_were_slow(server: Served) -> None:
 
 def test_metrics_and_health_tell_tiers_apart(server: Served) -> None:
     server.post("/v1/chat/completions", chat())
-    demands = server.metric("coterie_expert_demands_total")
+    demands = server.metric("coterie_moe_demands_total")
     assert demands > 0 and server.metric("coterie_request_seconds_total") > 0
     text = server.get("/metrics").body.decode()
-    assert 'coterie_expert_demands_total{replica="e0r0",met="device_miss"}' in text
-    assert server.metric("coterie_expert_bytes_total") > 0
-    assert server.metric("coterie_expert_memory_bytes") > 0
+    assert 'coterie_moe_demands_total{replica="e0r0",met="device_miss"}' in text
+    assert server.metric("coterie_moe_bytes_total") > 0
+    assert server.metric("coterie_moe_memory_bytes") > 0
     # bounded: one series per stat and replica, nothing is labelled by expert or by layer
-    assert text.count("\ncoterie_expert_") == 2 * len(EXPERT_SERIES)
+    assert text.count("\ncoterie_moe_") == 2 * len(MOE_SERIES)
     experts = server.get("/health").json["specialists"]["tiny"]["experts"]
     assert experts["strategy"] == "lru" and experts["count"] == TOTAL
     assert experts["device_slots"] == 4 and experts["host_slots"] == 0

@@ -11,7 +11,7 @@ from tiny import tiny_checkpoint
 
 from coterie.cli import serve
 from coterie.cli.main import build_parser, main
-from coterie.cli.options import dispatch_options
+from coterie.cli.options import moe_options
 from coterie.core.errors import ConfigError
 
 ASKED = ["--max-tokens", "6", "--temperature", "0", "--ignore-eos", "--context", "64"]
@@ -41,18 +41,18 @@ def moe(tmp_path: Path) -> str:
 )
 def test_every_spelling_of_a_strategy(flags: list[str], strategy: str | None) -> None:
     args = build_parser().parse_args(["run", "m", "--prompt", "a", *flags])
-    assert dispatch_options(args).get("strategy") == strategy
+    assert moe_options(args).get("strategy") == strategy
 
 
 def test_serve_flags_become_settings(tmp_path: Path) -> None:
     file = tmp_path / "coterie.toml"
     file.write_text(
-        '[[specialists]]\nmodel = "m"\n[specialists.experts]\nhost_budget = "1GB"\nreads = "direct"'
+        '[[specialists]]\nmodel = "m"\n[specialists.moe]\nhost_budget = "1GB"\nreads = "direct"'
     )
     flags = ["--config", str(file), "--device-budget", "25%", "--cache-capacity", "32",
              "--warmup", "hybrid", "--workload", "code", "--predict", "protect",
              "--deterministic", "--cache-strategy", "lru"]  # fmt: skip
-    experts = serve.settings(build_parser().parse_args(["serve", *flags])).specialists[0].experts
+    experts = serve.settings(build_parser().parse_args(["serve", *flags])).specialists[0].moe
     assert experts.strategy == "lru+active_only" and experts.device_budget == "25%"
     assert experts.host_budget == "1GB" and experts.reads == "direct"
     assert experts.cache_capacity == 32 and experts.deterministic
@@ -91,10 +91,10 @@ def test_a_wrong_strategy_in_a_file_is_named_before_anything_loads(tmp_path: Pat
     from coterie.service.build import build
 
     file = tmp_path / "coterie.toml"
-    file.write_text('[[specialists]]\nmodel = "/nowhere"\n[specialists.experts]\nstrategy = "lruu"')
+    file.write_text('[[specialists]]\nmodel = "/nowhere"\n[specialists.moe]\nstrategy = "lruu"')
     with pytest.raises(ConfigError, match="did you mean lru") as refused:
         build(load(file))
-    assert refused.value.param == "specialists.0.experts.strategy"
+    assert refused.value.param == "specialists.0.moe.strategy"
 
 
 def test_report_fits_a_terminal(

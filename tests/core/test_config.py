@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from coterie.core import config as settings
-from coterie.core.config import Config, load, reference
+from coterie.core.config import Config, load, moe_settings, reference
 from coterie.core.errors import ConfigError
+from coterie.core.moe import MoeSettings
 from coterie.core.settings import parse_bytes
 
 
@@ -70,6 +71,12 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ('[engine]\nkv_bytes = "2 apples"', "engine.kv_bytes", "400KB"),
         ("[[specialists]]\nblock_size = 12", "specialists.0.block_size", "8, 16, 32"),
         ('[[specialists]]\ndtype = "fp8"', "specialists.0.dtype", "int4"),
+        (
+            '[[specialists]]\n[specialists.experts]\nstrategy = "lru"',
+            "specialists.0.experts",
+            "specialists.0.experts is now specialists.0.moe",
+        ),
+        ('[[specialists]]\n[specialists.moe]\nreads = "x"', "specialists.0.moe.reads", "buffered"),
         ("server = 3", "server", "must be a table"),
         ("specialists = 3", "specialists", "[[specialists]]"),
         ("specialists = []", "specialists", "[[specialists]]"),
@@ -103,6 +110,21 @@ def test_broken_or_missing_file(tmp_path: Path) -> None:
 def test_wrong_override(key: str) -> None:
     with pytest.raises(ConfigError):
         load(None, {key: "value"})
+
+
+def test_an_override_by_its_earlier_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"specialists\.0\.experts is now specialists\.0\.moe"):
+        load(None, {"specialists.0.experts.strategy": "lru"})
+    assert load(None, {"specialists.0.moe.strategy": "lru"}).specialists[0].moe.strategy == "lru"
+
+
+def test_moe_settings_are_checked_in_either_form() -> None:
+    assert moe_settings({"strategy": "lru", "reads": None}) == MoeSettings("lru")
+    assert moe_settings(MoeSettings("lru", device_budget="25%")).device_budget == "25%"
+    for wrong in ({"reads": "twice"}, MoeSettings(reads="twice")):
+        with pytest.raises(ConfigError, match="buffered") as refused:
+            moe_settings(wrong)
+        assert refused.value.param == "moe.reads"
 
 
 def test_sizes() -> None:

@@ -38,8 +38,9 @@ CAPACITIES = (1, 3, 12, LAYERS * EXPERTS)
 CHUNKS = (1, 7, 16, 64)
 DTYPES = ("fp32", "bf16", "int8")
 BACKINGS = ("disk", "ram")
-# strategies that compute on the host need one place there; the others read past it
-ONE_HOST_SLOT = {"cpu_only", "hot_cached_static", "adaptive"}
+# strategies that compute on the host need one place there (adaptive can do without, but is to use
+# it); the others read past it
+ONE_HOST_SLOT = {name for name, kind in STRATEGIES.items() if kind.runs_on_host} | {"adaptive"}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from coterie.engine.engine import report_stats
 from coterie.moe.runtime.budget import ExpertSizes, TierNeeds, TierSlots, size_tiers
 from coterie.moe.runtime.setup import TierAllocation
 from coterie.moe.store.base import ExpertGeometry
-from coterie.obs.tables import EXPERT_SERIES
+from coterie.obs.tables import MOE_SERIES
 from coterie.weights.shortage import MemoryShortage, is_shortage
 from tests.experts.stage import PROMPTS, Setting, Stage
 from tests.experts.tiny_moe import checkpoint_of
@@ -128,6 +128,6 @@ def test_shared_slots_compute_the_same_in_the_memory_of_one_copy(strategy: str) 
 def test_a_fallback_is_counted() -> None:
     with Stage(Setting(checkpoint_of("qwen3_moe"), "persistent", 12, "0")) as stage:
         stats = report_stats(stage.runtime.report())
-    assert stats["expert_fallbacks"] == 1
-    assert stats["expert_shortages"] == 0
-    assert {"expert_fallbacks", "expert_shortages"} <= set(EXPERT_SERIES)
+    assert stats["moe_fallbacks"] == 1
+    assert stats["moe_shortages"] == 0
+    assert {"moe_fallbacks", "moe_shortages"} <= set(MOE_SERIES)

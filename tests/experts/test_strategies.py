@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 
 from coterie.core.errors import ConfigError
 from coterie.moe.dispatch.base import StrategyContext
-from coterie.moe.dispatch.persistent import fallback
 from coterie.moe.dispatch.pins import spare_slots
 from coterie.moe.dispatch.repin import (
     MAX_BUDGET,
@@ -256,8 +256,10 @@ def test_a_typo_is_answered_with_the_nearest_name() -> None:
         parse_strategy("weigted_pin")
 
 
-def test_names_are_file_names() -> None:
+def test_names_are_file_names_and_headings() -> None:
+    page = (Path(__file__).parents[2] / "docs/dispatch.md").read_text(encoding="utf-8")
     for name, strategy in STRATEGIES.items():
+        assert f"\n### {name}\n" in page
         assert strategy.name == name
         folder = "coterie.moe.dispatch" + (".adaptive" if name == "adaptive" else "")
         assert strategy.__module__ == f"{folder}.{name}"
@@ -282,8 +284,9 @@ def test_persistent_falls_back_step_by_step() -> None:
         1: "layer_grouped:4",
     }
     for slots, text in expected.items():
-        assert fallback(GEOMETRY, slots) == text
-    assert fallback(ExpertGeometry(tuple(range(6)), 4, 2), 8) == "layer_grouped:3"
+        assert str(parse_strategy(resolve_strategy("persistent", GEOMETRY, slots))[0]) == text
+    six = ExpertGeometry(tuple(range(6)), 4, 2)
+    assert resolve_strategy("persistent", six, 8) == "layer_grouped:3+active_only"
     assert resolve_strategy("persistent", GEOMETRY, 12) == "layer_grouped:2+active_only"
     assert resolve_strategy("persistent+lru", GEOMETRY, 6) == "layer_grouped:4+lru"
     assert resolve_strategy("persistent", GEOMETRY, 23) == "persistent"

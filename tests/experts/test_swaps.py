@@ -57,13 +57,9 @@ def moe(tmp_path: Path) -> Path:
 
 
 def opened(model: Path, **given: Any) -> LLM:
-    settings: dict[str, Any] = {
-        "cache_capacity": 6,
-        "host_budget": "100%",
-        "context": 128,
-        "max_sequences": 4,
-    }
-    return LLM(str(model), dtype="fp32", threads=1, kv_bytes=2_000_000, **(settings | given))
+    moe: dict[str, Any] = {"cache_capacity": 6, "host_budget": "100%"}
+    settings: dict[str, Any] = {"kv_bytes": 2_000_000, "context": 128, "max_sequences": 4}
+    return LLM(str(model), dtype="fp32", threads=1, moe=moe | given, **settings)
 
 
 def report_of(llm: LLM) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def test_eight_streams_of_a_moe(architecture: str, strategy: str, tmp_path: Path
     together = asyncio.run(storm(spec_of(model_copy(architecture, tmp_path), dispatch)))
     assert len(together) == 8
     for listener in together:
-        cost = listener.end.experts  # type: ignore[union-attr]
+        cost = listener.end.moe  # type: ignore[union-attr]
         assert cost is not None and cost.demands > 0
 
 

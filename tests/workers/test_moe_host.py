@@ -36,20 +36,18 @@ def moe(tmp_path: Path) -> Path:
 
 
 def opened(model: Path, **given: Any) -> LLM:
-    settings: dict[str, Any] = {
+    """`given` are fields of MoeSettings, or arguments of LLM."""
+    moe: dict[str, Any] = {
         "strategy": "lru",
         "cache_capacity": 3,
         "host_budget": "0",
         "warmup": "none",
+        # a guess may still be under way when a request ends
+        "predict": "off",
     }
-    # a guess may still be under way when a request ends
-    settings["predict"] = "off"
-    return LLM(
-        str(model),
-        dtype="fp32",
-        threads=1,
-        **({"kv_bytes": 2_000_000, "context": CONTEXT, "max_sequences": 8} | settings | given),
-    )
+    moe |= {name: given.pop(name) for name in MoeSettings.__slots__ if name in given}
+    settings: dict[str, Any] = {"kv_bytes": 2_000_000, "context": CONTEXT, "max_sequences": 8}
+    return LLM(str(model), dtype="fp32", threads=1, moe=moe, **(settings | given))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +65,7 @@ def test_requests_pay_for_their_own_experts(moe: Path, answers: list[tuple[int, 
         report = llm.moe_report()
         stats = llm._engine.stats()
     assert report is not None
-    costs = [one.experts for one in done if one.experts is not None]
+    costs = [one.moe for one in done if one.moe is not None]
     assert len(costs) == 3 and all(cost.demands > 0 for cost in costs)
     together = reduce(add, costs)
     # bytes and seconds are shared out; an expert that two needed is a demand of both
@@ -76,19 +74,19 @@ def test_requests_pay_for_their_own_experts(moe: Path, answers: list[tuple[int, 
     assert together.io_s == pytest.approx(report["total"]["io_s"], rel=0.05)
     assert together.demands >= report["demands"] > 0
     assert together.routing_s > 0
-    assert stats["expert_device_misses"] == report["total"]["device_misses"]
-    assert stats["expert_saved_bytes"] == report["memory_saved_bytes"] > 0
+    assert stats["moe_device_misses"] == report["total"]["device_misses"]
+    assert stats["moe_saved_bytes"] == report["memory_saved_bytes"] > 0
 
 
 def test_one_request_alone_pays_for_everything(moe: Path) -> None:
     with opened(moe) as llm:
         [done] = llm.generate(PROMPTS[0], **GREEDY)
         report = llm.moe_report()
-    assert done.experts is not None and report is not None
-    assert done.experts.demands == report["demands"]
-    assert done.experts.read_bytes == report["total"]["read_bytes"] > 0
+    assert done.moe is not None and report is not None
+    assert done.moe.demands == report["demands"]
+    assert done.moe.read_bytes == report["total"]["read_bytes"] > 0
     decoded = (GREEDY["max_tokens"] - 1) * LAYERS * TOP_K
-    assert decoded < done.experts.demands <= decoded + LAYERS * EXPERTS
+    assert decoded < done.moe.demands <= decoded + LAYERS * EXPERTS
 
 
 def test_first_token_comes_before_all_experts_are_read(moe: Path) -> None:
@@ -167,24 +165,24 @@ def test_updates_are_rounds_and_not_tokens(strategy: str, moe: Path) -> None:
         assert first is not None and first["dcu_calls"] == 0
         [done] = llm.generate(PROMPTS[0], **long)
         report, stats = llm.moe_report(), llm._engine.stats()
-        assert done.experts is not None and report is not None
+        assert done.moe is not None and report is not None
         assert 0 < report["dcu_calls"] <= 99 // MIN_INTERVAL + 1
-        assert report["dcu_calls"] == stats["expert_updates"]
-        assert report["swaps"] == stats["expert_swaps"]
+        assert report["dcu_calls"] == stats["moe_updates"]
+        assert report["swaps"] == stats["moe_swaps"]
         # what is done behind the last token is no request's
-        assert report["dcu_calls"] - done.experts.updates in (0, 1)
-        assert 0 < done.experts.swaps <= report["swaps"] - first["swaps"]
+        assert report["dcu_calls"] - done.moe.updates in (0, 1)
+        assert 0 < done.moe.swaps <= report["swaps"] - first["swaps"]
         # those that run together share them: every one has all of them
         both = llm.generate(list(PROMPTS[:2]), **long)
         made = llm.moe_report()["dcu_calls"] - report["dcu_calls"]  # type: ignore[index]
-        assert all(made - one.experts.updates in (0, 1) for one in both if one.experts)
+        assert all(made - one.moe.updates in (0, 1) for one in both if one.moe)
 
 
 def test_strategies_without_updates_make_none(moe: Path) -> None:
     with opened(moe) as llm:
         [done] = llm.generate(PROMPTS[0], **GREEDY)
         assert llm.moe_report()["dcu_calls"] == 0  # type: ignore[index]
-    assert done.experts is not None and done.experts.updates == done.experts.swaps == 0
+    assert done.moe is not None and done.moe.updates == done.moe.swaps == 0
 
 
 @pytest.mark.parametrize("given", [{}, {"strategy": "persistent", "cache_capacity": 24}])
@@ -195,13 +193,13 @@ def test_a_request_is_told_its_hits_by_layer(given: dict[str, Any], moe: Path) -
         report = llm.moe_report()
     assert report is not None
     for one in done:
-        cost = one.experts
+        cost = one.moe
         assert cost is not None and [layer for layer, _, _ in cost.layers] == list(range(LAYERS))
         assert sum(demands for _, demands, _ in cost.layers) == cost.demands > 0
         assert sum(hits for *_, hits in cost.layers) == cost.device_hits + cost.prefetch_hits
     for layer, counted in report["layers"].items():
         met = counted["device_hits"] + counted["prefetch_hits"]
-        assert sum(one.experts.layers[layer][2] for one in done if one.experts) >= met
+        assert sum(one.moe.layers[layer][2] for one in done if one.moe) >= met
 
 
 def test_gauges_tell_what_counters_tell(moe: Path) -> None:
@@ -212,18 +210,18 @@ def test_gauges_tell_what_counters_tell(moe: Path) -> None:
             stats = llm._engine.stats()
         report = llm.moe_report()
     assert report is not None
-    hits = stats["expert_device_hits"] + stats["expert_prefetch_hits"]
-    late = stats["expert_device_misses"] + stats["expert_host_runs"]
-    assert stats["expert_fallback_rate"] == pytest.approx(late / (hits + late))
-    assert stats["expert_fallback_rate"] == pytest.approx(report["fallback_rate"])
-    assert stats["expert_device_evictions"] == report["tiers"]["device"]["evictions"] > 0
+    hits = stats["moe_device_hits"] + stats["moe_prefetch_hits"]
+    late = stats["moe_device_misses"] + stats["moe_host_runs"]
+    assert stats["moe_fallback_rate"] == pytest.approx(late / (hits + late))
+    assert stats["moe_fallback_rate"] == pytest.approx(report["fallback_rate"])
+    assert stats["moe_device_evictions"] == report["tiers"]["device"]["evictions"] > 0
     rates = sorted(
         (one["device_hits"] + one["prefetch_hits"])
         / sum(one[f"device_{name}"] for name in ("hits", "misses"))
         for one in report["layers"].values()
     )
-    assert stats["expert_lowest_hit_rate"] == pytest.approx(rates[0])
-    assert stats["expert_highest_hit_rate"] == pytest.approx(rates[-1])
+    assert stats["moe_lowest_hit_rate"] == pytest.approx(rates[0])
+    assert stats["moe_highest_hit_rate"] == pytest.approx(rates[-1])
 
 
 def test_a_heatmap_is_kept_and_found_again(moe: Path) -> None:
@@ -253,11 +251,11 @@ def test_a_heatmap_is_kept_and_found_again(moe: Path) -> None:
 def test_hybrid_is_paid_before_the_first_request(moe: Path) -> None:
     pinned = {"strategy": "static_pin", "cache_capacity": 6}
     with opened(moe, warmup="none", **pinned) as llm:
-        assert llm._engine.stats()["expert_swaps"] == 0
+        assert llm._engine.stats()["moe_swaps"] == 0
     with opened(moe, warmup="hybrid", **pinned) as llm:
         stats = llm._engine.stats()
-        assert 2 <= stats["generated_tokens"] <= 48 and stats["expert_device_misses"] > 0
-        assert stats["expert_updates"] > 0 and stats["expert_swaps"] > 0
+        assert 2 <= stats["generated_tokens"] <= 48 and stats["moe_device_misses"] > 0
+        assert stats["moe_updates"] > 0 and stats["moe_swaps"] > 0
         # without a heatmap its pins come from the warm-up's own tokens, between them
         assert llm.moe_report()["swaps"] > 0  # type: ignore[index]
         assert stats["waiting"] == stats["running"] == 0
@@ -341,12 +339,32 @@ def test_a_broken_read_costs_one_request(
 
 def test_a_dense_model_takes_no_expert_settings() -> None:
     with pytest.raises(ConfigError, match="no routed experts") as refused:
-        LLM(str(tiny_checkpoint("llama")), kv_bytes=2_000_000, device_budget="25%")
+        LLM(str(tiny_checkpoint("llama")), kv_bytes=2_000_000, moe={"device_budget": "25%"})
     assert refused.value.param == "device_budget"
     with pytest.raises(ConfigError, match="did you mean 'strategy'"):
-        LLM(str(tiny_checkpoint("llama")), stratgy="lru")
+        LLM(str(tiny_checkpoint("llama")), moe={"stratgy": "lru"})
     with pytest.raises(ConfigError, match="25%"):
-        LLM(str(tiny_checkpoint("llama")), host_budget="a lot")
+        LLM(str(tiny_checkpoint("llama")), moe={"host_budget": "a lot"})
+
+
+def test_settings_may_be_a_value(moe: Path, answers: list[tuple[int, ...]]) -> None:
+    settings = MoeSettings(strategy="lru", cache_capacity=3, host_budget="0", warmup="none")
+    with LLM(str(moe), dtype="fp32", threads=1, kv_bytes=2_000_000, moe=settings) as llm:
+        assert llm.generate(PROMPTS[0], **GREEDY)[0].token_ids == answers[0]
+        report = llm.moe_report()
+    assert report is not None and report["strategy"] == "lru"
+
+
+@pytest.mark.parametrize("name", MoeSettings.__slots__)
+def test_the_arguments_of_earlier_versions_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        LLM("nowhere", **{name: getattr(MoeSettings(), name)})
+    assert refused.value.message == f"LLM({name}=...) is now LLM(moe={{{name!r}: ...}})"
+
+
+def test_an_argument_that_never_was_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="no argument 'stratgy'"):
+        LLM("nowhere", stratgy="lru")
 
 
 def test_usages_add() -> None:

@@ -19,8 +19,7 @@ from coterie.moe.store.base import Key
 
 if TYPE_CHECKING:
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.moe.runtime.slot_map import SlotMap
-    from coterie.moe.store.base import ExpertGeometry, Key
+    from coterie.moe.store.base import ExpertGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +81,38 @@ class StrategyContext:
     host_can_run: bool = True
     # fix where each expert runs: no choice may depend on time measured during the run
     deterministic: bool = False
+    # the N of `NAME:N`, for a strategy that takes a number
+    number: int = 0
+    # another strategy serves the other phase, from the same slots
+    paired: bool = False
 
 
 class Strategy:
     """Base of all strategies. `name` is the file's name, the CLI value and the docs heading."""
 
     name: ClassVar[str]
-    # what lies in a slot is computed from there
-    uses_slots: ClassVar[bool] = True
+    # cannot do without host memory: a host tier with no slot is refused
+    runs_on_host: ClassVar[bool] = False
+    # computes from device slots what lies there: a device tier with no slot is refused
+    needs_device: ClassVar[bool] = True
+    # may be written `NAME:N`; N is `default_number` where it is not
+    takes_number: ClassVar[bool] = False
+    default_number: ClassVar[int] = 1
+    # what decodes where the name stands alone; empty = itself
+    decodes_as: ClassVar[str] = ""
 
     def __init__(self, scene: StrategyContext) -> None:
         self.scene = scene
+
+    @classmethod
+    def least_slots(cls, geometry: ExpertGeometry) -> int:
+        """Device slots without which `fallback` runs instead."""
+        return 0
+
+    @classmethod
+    def fallback(cls, phase: str, geometry: ExpertGeometry, num_slots: int) -> str:
+        """The strategy that serves `phase` in so few slots."""
+        return cls.name
 
     def start(self) -> tuple[tuple[Key, int], ...]:
         """What to load before the first request: (expert, slot)."""

@@ -9,7 +9,8 @@ from coterie.moe.dispatch.base import Demand, Strategy, Wave
 
 class CpuOnly(Strategy):
     name = "cpu_only"
-    uses_slots = False
+    runs_on_host = True
+    needs_device = False
 
     def settled(self) -> bool:
         return True

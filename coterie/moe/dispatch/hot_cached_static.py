@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.moe.dispatch.base import Demand, Strategy, StrategyContext, Wave
+from coterie.moe.dispatch.pins import spare_slots
 from coterie.moe.dispatch.repin import LiveRepin
 from coterie.moe.runtime.slot_map import SlotMap
 from coterie.moe.store.base import ExpertGeometry, Key
@@ -19,11 +20,14 @@ from coterie.moe.store.base import ExpertGeometry, Key
 
 class HotCachedStatic(Strategy):
     name = "hot_cached_static"
+    runs_on_host = True
 
-    def __init__(self, scene: StrategyContext, spare: int = 0) -> None:
-        """`spare` slots are left to the partner of another phase."""
+    def __init__(self, scene: StrategyContext) -> None:
         super().__init__(scene)
-        self._limit = max(0, scene.slots.num_slots - spare)
+        num_slots = scene.slots.num_slots
+        # the strategy of the other phase needs some that are not pinned
+        spare = spare_slots(scene.geometry, num_slots) if scene.paired else 0
+        self._limit = max(0, num_slots - spare)
         self._repin = LiveRepin(scene, self._limit, pin=True)
 
     def start(self) -> tuple[tuple[Key, int], ...]:

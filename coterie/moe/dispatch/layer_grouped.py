@@ -16,10 +16,13 @@ from coterie.moe.store.base import Key
 
 class LayerGrouped(ActiveOnly):
     name = "layer_grouped"
+    takes_number = True
+    default_number = 2
+    decodes_as = "active_only"
 
-    def __init__(self, scene: StrategyContext, groups: int = 2) -> None:
+    def __init__(self, scene: StrategyContext) -> None:
         super().__init__(scene)
-        count = groups_that_fit(scene.geometry, scene.slots.movable, groups)
+        count = groups_that_fit(scene.geometry, scene.slots.movable, scene.number)
         self._groups = split_layers(scene.geometry, count)
 
     def settled(self) -> bool:

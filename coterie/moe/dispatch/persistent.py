@@ -1,6 +1,7 @@
 """persistent: all experts are loaded at start and stay. Nothing moves afterwards.
 
-`fallback` says what to run instead when the slots do not hold all of them.
+Where the slots do not hold all of them, layer_grouped prefills with the fewest groups that fit, and
+active_only decodes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,17 @@ class Persistent(Strategy):
         super().__init__(scene)
         # takes back what a failed read left out
         self._room = evict_oldest(scene.slots)
+
+    @classmethod
+    def least_slots(cls, geometry: ExpertGeometry) -> int:
+        return geometry.total
+
+    @classmethod
+    def fallback(cls, phase: str, geometry: ExpertGeometry, num_slots: int) -> str:
+        if phase == "decode":
+            return "active_only"
+        count = groups_that_fit(geometry, num_slots, 2)
+        return f"layer_grouped:{min(count, len(geometry.layers))}"
 
     def start(self) -> tuple[tuple[Key, int], ...]:
         slots, keys = self.scene.slots, self.scene.geometry.keys()
@@ -55,10 +67,3 @@ def groups_that_fit(geometry: ExpertGeometry, slots: int, least: int) -> int:
         if max(sizes) <= slots:
             return count
     return max(1, least, len(geometry.layers)) if geometry.layers else 1
-
-
-def fallback(geometry: ExpertGeometry, slots: int) -> str:
-    """The strategy to run when `persistent` is asked for: itself, or the fewest groups that fit."""
-    if slots >= geometry.total:
-        return "persistent"
-    return f"layer_grouped:{min(groups_that_fit(geometry, slots, 2), len(geometry.layers))}"

@@ -1,11 +1,12 @@
 """The strategies by name, how a user's text becomes two of them, and Krasis's spellings.
 
-`NAME` serves both phases (layer_grouped decodes as active_only), `PREFILL+DECODE` one each.
+`NAME` serves both phases (but for one that `decodes_as` another), `PREFILL+DECODE` one each. What a
+strategy needs and how it is written stands in its class; no name is known here but as a row.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from coterie.core.errors import ConfigError
@@ -17,8 +18,7 @@ from coterie.moe.dispatch.cpu_only import CpuOnly
 from coterie.moe.dispatch.hot_cached_static import HotCachedStatic
 from coterie.moe.dispatch.layer_grouped import LayerGrouped
 from coterie.moe.dispatch.lru import Lru
-from coterie.moe.dispatch.persistent import Persistent, fallback
-from coterie.moe.dispatch.pins import spare_slots
+from coterie.moe.dispatch.persistent import Persistent
 from coterie.moe.dispatch.static_pin import StaticPin
 from coterie.moe.dispatch.weighted_pin import WeightedPin
 from coterie.moe.store.base import ExpertGeometry
@@ -35,9 +35,6 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "hot_cached_static": HotCachedStatic,
     "adaptive": Adaptive,
 }
-
-# one phase only: what serves the other when the name stands alone
-_DECODE = {"layer_grouped": "active_only"}
 
 _KRASIS = {
     "no-gpu-decode": "cpu_only",
@@ -66,33 +63,40 @@ def parse_strategy(text: str) -> tuple[StrategyChoice, StrategyChoice]:
     prefill = _choice(parts[0])
     if len(parts) == 2:
         return prefill, _choice(parts[1])
-    alone = _DECODE.get(prefill.name)
-    return prefill, prefill if alone is None else StrategyChoice(alone)
+    decodes_as = STRATEGIES[prefill.name].decodes_as
+    return prefill, _choice(decodes_as) if decodes_as else prefill
+
+
+def strategy_classes(text: str) -> tuple[type[Strategy], type[Strategy]]:
+    """What serves prefill, and what serves decode: to ask what they need."""
+    prefill, decode = parse_strategy(text)
+    return STRATEGIES[prefill.name], STRATEGIES[decode.name]
+
+
+def both_phases(text: str) -> str:
+    """The same choice, written out: `layer_grouped:2+active_only`."""
+    return "+".join(dict.fromkeys(map(str, parse_strategy(text))))
 
 
 def resolve_strategy(text: str, geometry: ExpertGeometry, num_slots: int) -> str:
-    """The same choice, with `persistent` replaced where the slots do not hold all experts."""
-    prefill, decode = map(str, parse_strategy(text))
-    instead = fallback(geometry, num_slots)
-    if instead != "persistent":
-        prefill = instead if prefill == "persistent" else prefill
-        decode = "active_only" if decode == "persistent" else decode
-    return prefill if prefill == decode else f"{prefill}+{decode}"
+    """The same choice, written out, with the fallback of what has too few slots."""
+    found = []
+    for phase, choice in zip(("prefill", "decode"), parse_strategy(text), strict=True):
+        kind = STRATEGIES[choice.name]
+        enough = num_slots >= kind.least_slots(geometry)
+        found.append(str(choice) if enough else kind.fallback(phase, geometry, num_slots))
+    return "+".join(dict.fromkeys(found))
 
 
 def build_strategies(text: str, scene: StrategyContext) -> tuple[Strategy, Strategy]:
     """Both strategies over one pool of slots; one object when both phases share one."""
-    prefill, decode = parse_strategy(text)
-    first = _make(prefill, scene, alone=prefill == decode)
-    return first, first if decode == prefill else _make(decode, scene, alone=False)
-
-
-def _make(choice: StrategyChoice, scene: StrategyContext, alone: bool) -> Strategy:
-    if choice.name == "layer_grouped":
-        return LayerGrouped(scene, choice.number or 2)
-    if choice.name == "hot_cached_static" and not alone:
-        return HotCachedStatic(scene, spare_slots(scene.geometry, scene.slots.num_slots))
-    return STRATEGIES[choice.name](scene)
+    choices = parse_strategy(text)
+    scene = replace(scene, paired=choices[0] != choices[1])
+    made = {
+        each: STRATEGIES[each.name](replace(scene, number=each.number or 0))
+        for each in dict.fromkeys(choices)
+    }
+    return made[choices[0]], made[choices[1]]
 
 
 def _from_krasis(text: str) -> str:
@@ -113,8 +117,10 @@ def _choice(text: str) -> StrategyChoice:
         near = get_close_matches(name, STRATEGIES, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(STRATEGIES)}"
         raise ConfigError(f"no strategy {name!r}; {hint}", param="strategy")
+    kind = STRATEGIES[name]
     if not colon:
-        return StrategyChoice(name, 2 if name == "layer_grouped" else None)
-    if name != "layer_grouped" or not number.isdecimal() or int(number) < 1:
-        raise ConfigError(f"{text!r}: only layer_grouped:N takes a number", param="strategy")
+        return StrategyChoice(name, kind.default_number if kind.takes_number else None)
+    if not kind.takes_number or not number.isdecimal() or int(number) < 1:
+        takers = ", ".join(f"{each}:N" for each, kind in STRATEGIES.items() if kind.takes_number)
+        raise ConfigError(f"{text!r}: only {takers} takes a number", param="strategy")
     return StrategyChoice(name, int(number))

@@ -43,7 +43,7 @@ def resting_place(store: ExpertStore, settings: MoeSettings, site: PlacementCont
     """What runs when no budget is set and memory holds every expert: all stay where they are."""
     if settings.device_budget or settings.host_budget or settings.cache_capacity:
         return None
-    needs = needs_of(set(), site)
+    needs = needs_of((), site)
     free = int(needs.free_device_bytes * AUTO_SHARE) - needs.kv_bytes
     if store.slot_bytes * store.geometry.total > free:
         return None
@@ -63,7 +63,7 @@ def choice(store: ExpertStore, settings: MoeSettings, site: PlacementContext) ->
     case = PlanCase(
         PlannedModel(store.geometry, sizes_of(store), backbone=pace), machine, name, work
     )
-    best = choose(case, divisions(settings, needs_of(set(), site)))
+    best = choose(case, divisions(settings, needs_of((), site)))
     _log.info("strategy %s%s", best.reason, "" if pace else " (experts alone, without attention)")
     return best
 

@@ -14,7 +14,7 @@ from typing import Any
 from coterie.core.errors import ConfigError
 from coterie.core.moe import MoeSettings
 from coterie.core.settings import parse_bytes
-from coterie.moe.dispatch.table import STRATEGIES, parse_strategy
+from coterie.moe.dispatch.table import STRATEGIES, both_phases, strategy_classes
 from coterie.moe.planner.machine import BackboneTimes, CostCurve, CostModel, Machine, PhaseForecast
 from coterie.moe.planner.simulate import (
     BELADY,
@@ -32,9 +32,6 @@ SAME = 0.03
 # demands that `choose` replays through each strategy, over all divisions
 QUICK = 300
 QUICK_LAYERS = 12
-# strategies that compute on the host, and the one that uses nothing else
-_HOST = frozenset({"cpu_only", "hot_cached_static"})
-_NO_DEVICE = frozenset({"cpu_only"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +63,12 @@ class MemoryDivision:
 
     def tiers(self, text: str, sizes: ExpertSizes) -> TierSlots | None:
         """The slots the runtime would give `text`; None where it would refuse."""
-        names = {choice.name for choice in parse_strategy(text)}
-        needs = replace(self.needs, device=not names <= _NO_DEVICE, host=bool(names & _HOST))
+        kinds = strategy_classes(text)
+        needs = replace(
+            self.needs,
+            device=any(kind.needs_device for kind in kinds),
+            host=any(kind.runs_on_host for kind in kinds),
+        )
         try:
             return size_tiers(self.settings, sizes, needs)
         except ConfigError:
@@ -119,12 +120,12 @@ class PlanRow:
     kv_tokens: int
     # whether decoding runs all layers in one call: there is nothing to decide or to move
     one_call: bool
-    # what the name comes to with these slots: persistent may fall back
+    # what the name comes to with these slots: some strategies fall back
     runs: str = ""
 
     @property
     def falls_back(self) -> bool:
-        return bool(self.runs) and "persistent" in self.strategy and "persistent" not in self.runs
+        return bool(self.runs) and self.runs != both_phases(self.strategy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def find_resident(parts: RuntimeParts, phase: str) -> ResidentExperts | None:
     geometry = parts.store.geometry
     layouts = {layer: parts.store.layout(layer) for layer in geometry.layers}
     mask = np.zeros((len(geometry.layers), geometry.num_experts), dtype=bool)
-    for row, layer in enumerate(geometry.layers if strategies[phase].uses_slots else ()):
+    for row, layer in enumerate(geometry.layers if strategies[phase].needs_device else ()):
         lying = [e for e in geometry.present(layer) if (layer, e) in parts.slots]
         mask[row, lying] = True
     return ResidentExperts(tables, layouts, mask)

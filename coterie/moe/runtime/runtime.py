@@ -357,7 +357,7 @@ def _started(parts: RuntimeParts) -> ExpertRuntime:
 
 
 def report(runtime: ExpertRuntime) -> dict[str, Any]:
-    """Per tier, per layer and in all; names as in ExpertUsage. `fallback_rate` is the share of
+    """Per tier, per layer and in all; names as in MoeUsage. `fallback_rate` is the share of
     demands that found nothing on the device: moved now, or computed on the host."""
     parts, total = runtime.parts, runtime.telemetry.total()
     asked = total.device_hits + total.prefetch_hits + total.device_misses + total.host_runs

@@ -6,7 +6,7 @@ Decides from settings and free memory alone; loads nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import torch
 from coterie.core.errors import ConfigError
 from coterie.moe.dispatch.base import ExpertCosts, Strategy, StrategyContext
 from coterie.moe.dispatch.persistent import split_layers
-from coterie.moe.dispatch.table import build_strategies, parse_strategy, resolve_strategy
+from coterie.moe.dispatch.table import build_strategies, resolve_strategy, strategy_classes
 from coterie.moe.runtime.budget import (
     ExpertSizes,
     TierNeeds,
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from coterie.moe.store.base import ExpertGeometry, ExpertStore
 
 _log = logging.getLogger(__name__)
-
-# strategies that compute on the host, and the one that uses nothing else
-_HOST = frozenset({"cpu_only", "hot_cached_static"})
-_NO_DEVICE = frozenset({"cpu_only"})
 
 # what `auto` runs: (store, settings, site) -> settings that name a strategy and its budgets
 StrategyChooser = Callable[["ExpertStore", "MoeSettings", "PlacementContext"], "MoeSettings"]
@@ -108,8 +104,7 @@ def allocation_for(
     store: ExpertStore, settings: MoeSettings, site: PlacementContext
 ) -> TierAllocation:
     """As the budgets say. `settings` name a strategy."""
-    names = {choice.name for choice in parse_strategy(settings.strategy)}
-    needs = needs_of(names, site)
+    needs = needs_of(strategy_classes(settings.strategy), site)
     return TierAllocation(size_tiers(settings, sizes_of(store), needs), needs)
 
 
@@ -169,12 +164,12 @@ def sizes_of(store: ExpertStore) -> ExpertSizes:
     return ExpertSizes(store.geometry.total, store.slot_bytes, store.expert_bytes)
 
 
-def needs_of(names: set[str], site: PlacementContext) -> TierNeeds:
+def needs_of(kinds: Sequence[type[Strategy]], site: PlacementContext) -> TierNeeds:
     on_cuda = site.device.type == "cuda"
     free_host = free_host_bytes()
     return TierNeeds(
-        device=not names <= _NO_DEVICE,
-        host=bool(names & _HOST),
+        device=any(kind.needs_device for kind in kinds),
+        host=any(kind.runs_on_host for kind in kinds),
         free_device_bytes=torch.cuda.mem_get_info(site.device)[0] if on_cuda else free_host,
         free_host_bytes=free_host,
         kv_bytes=site.kv_bytes,
@@ -183,7 +178,7 @@ def needs_of(names: set[str], site: PlacementContext) -> TierNeeds:
 
 
 def _that_fits(text: str, store: ExpertStore, room: TierAllocation) -> tuple[str, str]:
-    """`persistent` as what it falls back to when the slots do not hold every expert, and why."""
+    """What runs: the fallback of a strategy that has too few slots, and why."""
     geometry, tiers, told = store.geometry, room.tiers, []
     if room.failed:
         told.append(
@@ -191,12 +186,13 @@ def _that_fits(text: str, store: ExpertStore, room: TierAllocation) -> tuple[str
             f"cut to {tiers.device} device and {tiers.host} host slots"
         )
     runs = resolve_strategy(text, geometry, tiers.device)
-    if runs != resolve_strategy(text, geometry, geometry.total):
-        largest = max(len(geometry.present(layer)) for layer in geometry.layers)
-        waves = ", a layer in waves" if largest > tiers.device else ""
-        told.append(
-            f"persistent needs {geometry.total} slots and has {tiers.device}: running {runs}{waves}"
-        )
+    largest = max(len(geometry.present(layer)) for layer in geometry.layers)
+    waves = ", a layer in waves" if largest > tiers.device else ""
+    for kind in dict.fromkeys(strategy_classes(text)):
+        if (least := kind.least_slots(geometry)) > tiers.device:
+            told.append(
+                f"{kind.name} needs {least} slots and has {tiers.device}: running {runs}{waves}"
+            )
     why = "; ".join(told)
     if why:
         _log.warning("%s", why)
