@@ -76,6 +76,13 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of its own: heatmaps are written into it."""
+    folder = tmp_path_factory.mktemp("model") / "moe"
+    return str(shutil.copytree(tiny_checkpoint("qwen3_moe"), folder))
+
+
 def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ, PYTHONPATH=str(tree))
     return subprocess.run(
@@ -83,12 +90,12 @@ def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_its_commands_succeed(followed: Path) -> None:
+def test_its_commands_succeed(followed: Path, model: str) -> None:
     lines = [line for code, _ in blocks("console") for line in code.splitlines()]
     assert len(lines) == 3 and all(line.startswith("$ .venv/bin/") for line in lines)
     for line in lines:
         program, *arguments = shlex.split(line.removeprefix("$ .venv/bin/"))
-        given = [str(tiny_checkpoint("qwen3_moe")) if a == "MODEL" else a for a in arguments]
+        given = [model if each == "MODEL" else each for each in arguments]
         done = run(followed, "-m", program, *given)
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         if program == "pytest":
@@ -97,8 +104,8 @@ def test_its_commands_succeed(followed: Path) -> None:
             assert "least_used" in done.stdout + done.stderr
 
 
-def test_its_tokens_are_those_of_the_resident_model(followed: Path) -> None:
-    done = run(followed, "-c", PROGRAM, str(tiny_checkpoint("qwen3_moe")))
+def test_its_tokens_are_those_of_the_resident_model(followed: Path, model: str) -> None:
+    done = run(followed, "-c", PROGRAM, model)
     assert done.returncode == 0, done.stderr[-3000:]
     resident, *others = json.loads(done.stdout)
     assert resident["strategy"] == "persistent" and len(resident["tokens"]) == 24
