@@ -133,7 +133,7 @@ if TYPE_CHECKING:
         pytest.param(
             "engine__other",
             "class Thing: ...\n",
-            "class Thing in coterie.engine.other: one word",
+            "class Thing in coterie.engine.other: add what it is of or for",
             "docs/glossary.md",
             id="one-word",
         ),
