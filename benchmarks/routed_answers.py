@@ -59,8 +59,9 @@ def expert_tasks(items: int | None) -> tuple[list[Task], dict[str, float]]:
     """Every held-out item of the shipped experts, and the margin each manifest states."""
     tasks, margins = [], {}
     for path in sorted((ROOT / "experts").glob("*.expert")):
-        stated = read_stated(str(path))
-        name, metric = stated.name.partition("@")[0], stated.figures.metric
+        stated = read_stated(str(path))[""]
+        name, metric = stated.name.partition("@")[0], stated.metric
+        assert stated.figures is not None, f"{path.name} states no figures"
         said = stated.figures.first(items or len(stated.items))
         margins[name] = score(said.expert).share - score(said.base).share
         for item in stated.items[:items]:
