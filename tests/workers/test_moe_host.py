@@ -334,7 +334,7 @@ def test_a_broken_read_costs_one_request(
         assert done.token_ids == answer
     llm._host.experts.runtime.check()  # type: ignore[union-attr]
     llm._engine.check()
-    assert llm._engine.lane_states()[0].running == 0
+    assert llm._engine.stats()["running"] == 0
 
 
 def test_a_dense_model_takes_no_expert_settings() -> None:
