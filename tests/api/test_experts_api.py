@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expert_rig import ADMIN, CALLER, MODEL, Rig, adapter
-from peft_files import make_adapter
-from served import own_home
-from tiny import tiny_checkpoint
 
 from coterie.api.routes import described
 from coterie.core.config import Config
 from coterie.core.errors import NotFound
 from coterie.core.events import Delta, Failed
 from coterie.core.request import InferenceRequest, Limits, RouteHints, Sampling, Text
+from tests.helpers.adapters.peft_adapters import make_adapter
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.app_with_experts import ADMIN, CALLER, MODEL, Rig, adapter
+from tests.helpers.serving.server_process import own_home
 
 # of 384: an answer ends within a few tokens
 MOST_TOKENS = list(range(128, 384))

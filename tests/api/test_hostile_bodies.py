@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Served, chat
-from tiny import tiny_checkpoint
 from websockets.sync.client import connect
 
 from coterie.models.text.tokenizer import load_tokenizer
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import Served, chat
 
 LIMIT = 4_000_000
 CHAT, TEXT, MESSAGES, INFER = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/infer"

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from expert_rig import ADMIN, MODEL, Packer, adapter
-from served import Served, own_home
+
+from tests.helpers.serving.app_with_experts import ADMIN, MODEL, Packer, adapter
+from tests.helpers.serving.server_process import Served, own_home
 
 SQL = {
     "keywords": ["sql", "query", "table", "database", "select", "join"],

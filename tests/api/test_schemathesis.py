@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from fuzzed import document, tame, wanted
-from served import Served, own_home
-from tiny import tiny_checkpoint
+
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import Served, own_home
 
 SLICE, WHOLE = document(2, coverage=False), document(100, coverage=True)
 CHECKS = wanted()

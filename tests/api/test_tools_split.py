@@ -8,13 +8,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import frames
 
 from coterie.api.anthropic.render import MessageShape, MessageStream
 from coterie.api.openai.chat import ChatShape, ChatStream
 from coterie.api.tools.read import ARGUMENTS, CALL, CONTENT, REASONING, AnswerSyntax, CallMarks
 from coterie.core.events import Delta, Finished, Started, Timings, Usage
 from coterie.models.text.tool_format import FORMATS
+from tests.helpers.serving.server_process import frames
 
 NAMES = frozenset({"get", "get_more"})
 TRICKY = json.dumps({"a": '}"</tool_call>\\ {', "b": [{"c": {}}, "]"]})

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import thinking_checkpoint
-from expert_rig import MODEL, Rig
-from served import own_home
 
 from coterie.core.request import RouteHints
 from coterie.routing import router
 from coterie.routing.features.features import PromptFeatures
 from coterie.routing.resolve import NameResolver, ResolvedRoute
+from tests.helpers.models.tiny import thinking_checkpoint
+from tests.helpers.serving.app_with_experts import MODEL, Rig
+from tests.helpers.serving.server_process import own_home
 
 SQL = {
     "keywords": ["sql", "query", "table", "database", "select", "join"],

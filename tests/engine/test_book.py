@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from toy import ManualClock, drain, make_assignment, make_engine, make_lane
-
 from coterie.core.events import Finished
 from coterie.engine.request_tracker import SLACK
+from tests.helpers.models.toy_model import (
+    ManualClock,
+    drain,
+    make_assignment,
+    make_engine,
+    make_lane,
+)
 
 
 def test_deadlines_of_ended_requests_are_forgotten() -> None:

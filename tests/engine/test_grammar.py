@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from toy import (
+
+from coterie.core.events import Delta, Failed, Finished
+from coterie.core.plan import Admitted, Assignment, Rejected
+from coterie.core.request import ResponseFormat
+from coterie.engine import grammar
+from coterie.engine.draw import uniform
+from coterie.engine.engine import Engine
+from coterie.engine.grammar import GrammarCache, allowed_tokens
+from coterie.engine.sampler import SampleBatch, Sampler, mask_rows
+from tests.helpers.models.toy_model import (
     EOS,
     VOCAB,
     ToyModel,
@@ -28,15 +37,6 @@ from toy import (
     texts,
     true_output,
 )
-
-from coterie.core.events import Delta, Failed, Finished
-from coterie.core.plan import Admitted, Assignment, Rejected
-from coterie.core.request import ResponseFormat
-from coterie.engine import grammar
-from coterie.engine.draw import uniform
-from coterie.engine.engine import Engine
-from coterie.engine.grammar import GrammarCache, allowed_tokens
-from coterie.engine.sampler import SampleBatch, Sampler, mask_rows
 
 # over the toy's alphabet: "B" to "n"
 PATTERN = "(CUB|[D-H]{2,5}k)(_[a-e]{1,3}){0,4}[XY]"

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from test_grammar import NESTED, REGEX, constrained, run
-from toy import drain, make_assignment, make_engine, make_lane, outputs, taken_over, true_output
 
 from coterie.core.errors import InvalidRequest
 from coterie.core.events import Delta, Failed, Finished
@@ -21,6 +20,15 @@ from coterie.engine import grammar
 from coterie.engine.engine import Engine
 from coterie.engine.grammar import Constraint, GrammarCache, GrammarTask
 from coterie.engine.scheduler import Scheduler
+from tests.helpers.models.toy_model import (
+    drain,
+    make_assignment,
+    make_engine,
+    make_lane,
+    outputs,
+    taken_over,
+    true_output,
+)
 
 
 class Gate:
@@ -229,8 +237,8 @@ def test_what_goes_wrong_the_moment_it_is_looked_at_is_told(
 
 ENDING = """
 import sys
-sys.path.insert(0, {folder!r})
-from toy import EOS, VOCAB, ToyTokenizer
+sys.path.insert(0, {root!r})
+from tests.helpers.models.toy_model import EOS, VOCAB, ToyTokenizer
 from coterie.core.request import ResponseFormat
 from coterie.engine.grammar import GrammarCache, GrammarTask
 grammars = GrammarCache(ToyTokenizer(), VOCAB, [EOS])
@@ -245,8 +253,8 @@ grammars.work.do([GrammarTask("t", lambda n=n: work(n)) for n in range(200)])
 
 def test_a_process_ends_well_with_work_under_way() -> None:
     """A thread inside the grammar engine used to fault when the interpreter went away."""
-    folder = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", ENDING.format(folder=folder)], capture_output=True, timeout=120
+        [sys.executable, "-c", ENDING.format(root=root)], capture_output=True, timeout=120
     )
     assert done.returncode == 0, done.stderr.decode()[-500:]

@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 import pytest
-from toy import ToyAdapters, make_engine, make_lane
 
 from coterie.core.errors import ConfigError
 from coterie.core.lane import LaneConfig
@@ -18,6 +17,7 @@ from coterie.engine.lane import MAX_PASSED_OVER, AdapterTurns, DeficitRoundRobin
 from coterie.engine.scheduler import Scheduler
 from coterie.engine.sequence import BASE, Sequence, SequenceAdapters, SequenceStatus
 from coterie.engine.step import StepPlan
+from tests.helpers.models.toy_model import ToyAdapters, make_engine, make_lane
 
 order = itertools.count()
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from models.paged import Paged
-from peft_files import Stack
 from torch import Tensor
 
 from coterie.adapters.compose import compose
@@ -16,6 +14,8 @@ from coterie.adapters.files import open_adapter
 from coterie.kernels import patch
 from coterie.kernels.batch import AttentionBatch
 from coterie.models.base import CausalLM
+from tests.helpers.adapters.peft_adapters import Stack
+from tests.helpers.models.paged_model import Paged
 
 
 class Adapted:

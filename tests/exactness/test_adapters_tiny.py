@@ -14,11 +14,6 @@ from typing import Any
 import pytest
 import torch
 from adapted import Adapted, composed, our_greedy, our_logits, virtual
-from gguf_twin import write_twins
-from harness import model_at
-from models.paged import Paged
-from peft_files import ALL_LINEAR, ATTENTION, KINDS, Stack, base_model, make_adapter, peft_oracle
-from tiny import tiny_checkpoint
 from torch import Tensor
 
 from coterie.cli.main import main
@@ -26,6 +21,19 @@ from coterie.core.errors import WeightsError
 from coterie.kernels import patch
 from coterie.models.base import CausalLM, load_model
 from coterie.weights.checkpoint import open_checkpoint
+from tests.helpers.adapters.peft_adapters import (
+    ALL_LINEAR,
+    ATTENTION,
+    KINDS,
+    Stack,
+    base_model,
+    make_adapter,
+    peft_oracle,
+)
+from tests.helpers.models.gguf_conversion import write_twins
+from tests.helpers.models.paged_model import Paged
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.greedy_engine import model_at
 
 TOLERANCE = 1e-4
 SHARED = [f"shared_experts.{part}_proj" for part in ("gate", "up", "down")]

@@ -91,7 +91,7 @@ def test_other_layers_agree(emulate_amx: bool, tmp_path: Path) -> None:
         header = HERE / "amx_emulation.h"
         flags += f" -DCT_W_OFFSET=128 '-DCT_AMX_EMULATION=\"{header}\"'"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.selfcheck", "--no-speed"],
+        [sys.executable, "-m", "tests.helpers.kernels.selfcheck", "--no-speed"],
         cwd=ROOT,
         env={
             **os.environ,

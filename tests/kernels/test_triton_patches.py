@@ -76,7 +76,7 @@ def test_long_segments_and_large_ranks_are_left_to_torch() -> None:
     from coterie.kernels.decoder import DecoderShape
     from coterie.kernels.patch import PARTS, Segment
     from coterie.kernels.triton.decoder import patch_rows_of
-    from tests.kernels.patch_cases import random_stack
+    from tests.helpers.kernels.patch_inputs import random_stack
 
     shape = DecoderShape(2, 1, 8, 16, 32, 1e-6, 0.25)
     small = random_stack(shape, [1], 3, torch.bfloat16, ("low_rank",), ("q",))
@@ -135,7 +135,7 @@ def small_model(kind: str) -> tuple[Any, list[Any], Any, Any]:
 
 
 def stacks_for(case: str, shape: Any) -> tuple[Any, Any]:
-    from tests.kernels.patch_cases import random_stack
+    from tests.helpers.kernels.patch_inputs import random_stack
 
     kind, rank, dtype = case.split("/")
     # ia3 as PEFT places it: scaled keys and values, and a scaled input of down

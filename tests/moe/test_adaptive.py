@@ -21,8 +21,8 @@ from coterie.moe.dispatch.table import STRATEGIES, build_strategies
 from coterie.moe.planner.simulate import ReplaySetup, belady, replay
 from coterie.moe.runtime.slot_map import SlotMap
 from coterie.moe.store.base import ExpertGeometry
-from tests.experts.slot_simulator import Simulator
-from tests.experts.traces import TASTES, make
+from tests.helpers.moe.routing_traces import TASTES, make
+from tests.helpers.moe.slot_simulator import Simulator
 
 GEOMETRY = ExpertGeometry(tuple(range(6)), 16, 2)
 SHARES = (0.01, 0.1, 0.25, 0.5, 0.95)

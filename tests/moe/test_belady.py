@@ -13,7 +13,7 @@ from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner.simulate import ReplaySetup, belady, replay
 from coterie.moe.runtime.trace import Trace
 from coterie.moe.store.base import ExpertGeometry, Key
-from tests.experts.traces import TASTES, make
+from tests.helpers.moe.routing_traces import TASTES, make
 
 
 def by_search(sets: list[frozenset[Key]], slots: int) -> int:

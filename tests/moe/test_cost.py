@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plan_cases import GEOMETRY, case, machine, skewed
 
 from coterie.moe.dispatch.base import Demand, Wave
 from coterie.moe.dispatch.table import STRATEGIES
@@ -24,6 +23,7 @@ from coterie.moe.planner.simulate import ReplaySetup, forecast, optimum, replay
 from coterie.moe.planner.workload import Workload
 from coterie.moe.runtime.budget import TierSlots
 from coterie.moe.runtime.trace import Trace
+from tests.helpers.moe.planner_cases import GEOMETRY, case, machine, skewed
 
 
 def prices(device: str = "cpu", *, host_tier: bool = True, **changes: object) -> CostModel:

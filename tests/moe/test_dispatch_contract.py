@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.experts import contract, tiny_moe
+from tests.helpers.moe import dispatch_contract, tiny_moe
 
-CASES = contract.covering_cases()
-CHECKS = dict(contract.checks("cpu"))
+CASES = dispatch_contract.covering_cases()
+CHECKS = dict(dispatch_contract.checks("cpu"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=map(str, CASES))
-def test_promise_one(case: contract.Case) -> None:
-    contract.keeps_promise_one(case)
+def test_promise_one(case: dispatch_contract.Case) -> None:
+    dispatch_contract.keeps_promise_one(case)
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
@@ -26,20 +26,21 @@ def test_check(check: Callable[[], str]) -> None:
 
 
 def test_sample_covers_every_value_of_every_strategy() -> None:
-    for strategy in contract.STRATEGIES:
+    for strategy in dispatch_contract.STRATEGIES:
         mine = [case for case in CASES if case.strategy == strategy]
         assert {case.architecture for case in mine} == set(tiny_moe.ARCHITECTURES)
-        assert {case.capacity for case in mine} == set(contract.CAPACITIES)
-        assert {case.chunk for case in mine} == set(contract.CHUNKS)
-        assert {case.dtype for case in mine} == set(contract.DTYPES)
-        assert {case.backing for case in mine} == set(contract.BACKINGS)
+        assert {case.capacity for case in mine} == set(dispatch_contract.CAPACITIES)
+        assert {case.chunk for case in mine} == set(dispatch_contract.CHUNKS)
+        assert {case.dtype for case in mine} == set(dispatch_contract.DTYPES)
+        assert {case.backing for case in mine} == set(dispatch_contract.BACKINGS)
         assert {case.batched for case in mine} == {False, True}
 
 
 @pytest.mark.parametrize("architecture", tiny_moe.ARCHITECTURES)
 def test_checkpoints_have_the_names_transformers_writes(architecture: str) -> None:
     from safetensors import safe_open
-    from tiny import tiny_checkpoint
+
+    from tests.helpers.models.tiny import tiny_checkpoint
 
     def names(path: object) -> set[str]:
         with safe_open(f"{path}/model.safetensors", "pt") as file:
@@ -57,7 +58,7 @@ CONSTANT_BYTES = 24 * 2**20
     ["adaptive", *(pytest.param(name, marks=pytest.mark.full) for name in ("lru", "cpu_only"))],
 )
 def test_experts_eight_times_the_budget_run_from_disk(strategy: str) -> None:
-    command = [sys.executable, "-m", "tests.experts.bigger_than_ram", strategy]
+    command = [sys.executable, "-m", "tests.helpers.moe.bigger_than_ram", strategy]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -72,14 +73,14 @@ def test_experts_eight_times_the_budget_run_from_disk(strategy: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("strategy", contract.STRATEGIES)
+@pytest.mark.parametrize("strategy", dispatch_contract.STRATEGIES)
 @pytest.mark.parametrize("architecture", tiny_moe.ARCHITECTURES)
 def test_every_combination(architecture: str, strategy: str) -> None:
     failed = []
-    for case in contract.all_cases():
+    for case in dispatch_contract.all_cases():
         if (case.architecture, case.strategy) == (architecture, strategy):
             try:
-                contract.keeps_promise_one(case)
+                dispatch_contract.keeps_promise_one(case)
             except AssertionError as problem:
                 failed.append(f"{case}: {problem}")
     assert not failed, "\n".join(failed[:20])

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from plan_cases import machine
 
 from coterie.moe.planner import machine as kept
 from coterie.moe.planner import measure
 from coterie.moe.planner.machine import BackboneTimes, CostCurve, Machine
 from coterie.moe.planner.measure import ZeroExpertStore, measure_overhead
+from tests.helpers.moe.planner_cases import machine
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_cases import GEOMETRY, MB, case, needs, skewed
 
 from coterie.core.errors import ConfigError
 from coterie.core.moe import MoeSettings
@@ -28,7 +27,8 @@ from coterie.moe.planner.simulate import BELADY
 from coterie.moe.runtime.budget import ExpertSizes
 from coterie.moe.runtime.trace import Trace
 from coterie.moe.store.base import ExpertGeometry
-from tests.experts.traces import make
+from tests.helpers.moe.planner_cases import GEOMETRY, MB, case, needs, skewed
+from tests.helpers.moe.routing_traces import make
 
 
 def row(strategy: str, prefill: float, decode: float, size: int = 0) -> PlanRow:

@@ -11,8 +11,8 @@ import torch
 
 from coterie.moe.runtime.runtime import ExpertRuntime
 from coterie.moe.runtime.step import ExpertStep
-from tests.experts.stage import Setting, Stage
-from tests.experts.tiny_moe import EXPERTS, LAYERS, checkpoint_of
+from tests.helpers.moe.dispatched_model import Setting, Stage
+from tests.helpers.moe.tiny_moe import EXPERTS, LAYERS, checkpoint_of
 
 Ids = list[int]
 

@@ -8,7 +8,7 @@ from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner.simulate import ReplayCounts, ReplaySetup, replay
 from coterie.moe.runtime.trace import Trace
 from coterie.moe.store.base import ExpertGeometry
-from tests.experts.traces import make
+from tests.helpers.moe.routing_traces import make
 
 GEOMETRY = ExpertGeometry((0, 2, 3, 5), 8, 2)
 SLOTS = 12

@@ -11,7 +11,7 @@ from coterie.core.errors import WeightsError
 from coterie.moe.dispatch.base import Demand
 from coterie.moe.runtime.trace import Trace
 from coterie.moe.store.base import ExpertGeometry
-from tests.experts.traces import make
+from tests.helpers.moe.routing_traces import make
 
 GEOMETRY = ExpertGeometry((1, 2), 8, 2)
 

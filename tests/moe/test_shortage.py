@@ -22,8 +22,8 @@ from coterie.moe.runtime.setup import TierAllocation
 from coterie.moe.store.base import ExpertGeometry
 from coterie.obs.tables import MOE_SERIES
 from coterie.weights.shortage import MemoryShortage, is_shortage
-from tests.experts.stage import PROMPTS, Setting, Stage
-from tests.experts.tiny_moe import checkpoint_of
+from tests.helpers.moe.dispatched_model import PROMPTS, Setting, Stage
+from tests.helpers.moe.tiny_moe import checkpoint_of
 
 TESTS = Path(__file__).parents[1]
 GEOMETRY = ExpertGeometry((0, 1, 2, 3), 8, 2)
@@ -33,7 +33,7 @@ NO_ROOM = OSError(errno.ENOMEM, "Cannot allocate memory")
 
 def loaded_with(share: float, strategy: str) -> dict[str, Any]:
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.experts.short_of_memory", str(share), strategy],
+        [sys.executable, "-m", "tests.helpers.moe.short_of_memory", str(share), strategy],
         env=os.environ | {"PYTHONPATH": str(TESTS.parent), "MALLOC_ARENA_MAX": "1"},
         capture_output=True,
         text=True,

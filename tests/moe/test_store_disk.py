@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import stores
 import torch
 
 from coterie.core.errors import WeightsError
@@ -22,6 +21,7 @@ from coterie.moe.store.checkpoint import CheckpointStore
 from coterie.moe.store.disk import PAGE, DiskReader, aligned_buffer, covering_pages
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.quantize import DenseWeight
+from tests.helpers.moe import store_files
 
 SIZE = 40 * PAGE + 123
 
@@ -85,9 +85,9 @@ def test_nothing_stays_in_the_page_cache(file: Path, reads: str) -> None:
 
 @pytest.mark.parametrize("reads", ["auto", "buffered"])
 def test_counted_bytes_are_what_the_kernel_read(tmp_path: Path, reads: str) -> None:
-    path = stores.write(tmp_path / "m", stores.singles(stores.draw()))
+    path = store_files.write(tmp_path / "m", store_files.singles(store_files.draw()))
     checkpoint = open_checkpoint(path)
-    store = stores.opened(checkpoint, reads=reads)
+    store = store_files.opened(checkpoint, reads=reads)
     out = aligned_buffer(store.slot_bytes)
     keys = store.geometry.keys()
     store.read(keys[0], out)  # opens, and reads the file system's own blocks
@@ -138,16 +138,18 @@ def test_short_reads_are_continued(file: Path, reads: str) -> None:
 
 
 def test_a_read_error_is_typed_and_the_next_read_works(tmp_path: Path) -> None:
-    weights = stores.draw()
-    checkpoint = open_checkpoint(stores.write(tmp_path / "m", stores.singles(weights)))
+    weights = store_files.draw()
+    checkpoint = open_checkpoint(store_files.write(tmp_path / "m", store_files.singles(weights)))
     disk = Faulty()
-    shape = ExpertShape(stores.HIDDEN, stores.INNER, True)
-    store = CheckpointStore(checkpoint, stores.GEOMETRY, stores.NAMES, shape, "auto", disk)
+    shape = ExpertShape(store_files.HIDDEN, store_files.INNER, True)
+    store = CheckpointStore(
+        checkpoint, store_files.GEOMETRY, store_files.NAMES, shape, "auto", disk
+    )
     disk.error = errno.EIO
     with pytest.raises(WeightsError, match="Input/output error"):
-        stores.parts_of(store, (0, 0))
+        store_files.parts_of(store, (0, 0))
     disk.error = 0
-    stores.expect(store, weights)
+    store_files.expect(store, weights)
 
 
 def test_memory_without_direct_reads_falls_back(file: Path) -> None:
@@ -165,21 +167,25 @@ def test_memory_without_direct_reads_falls_back(file: Path) -> None:
 
 
 def test_many_threads_read_at_once(tmp_path: Path) -> None:
-    weights = stores.draw()
-    checkpoint = open_checkpoint(stores.write(tmp_path / "m", stores.singles(weights)))
+    weights = store_files.draw()
+    checkpoint = open_checkpoint(store_files.write(tmp_path / "m", store_files.singles(weights)))
     disk = Faulty()
     disk.together = threading.Barrier(8)  # broken, and an error, unless 8 reads are under way
-    shape = ExpertShape(stores.HIDDEN, stores.INNER, True)
-    store = CheckpointStore(checkpoint, stores.GEOMETRY, stores.NAMES, shape, "auto", disk)
+    shape = ExpertShape(store_files.HIDDEN, store_files.INNER, True)
+    store = CheckpointStore(
+        checkpoint, store_files.GEOMETRY, store_files.NAMES, shape, "auto", disk
+    )
     keys = store.geometry.keys() * 4
     with ThreadPoolExecutor(8) as pool:
-        for key, found in zip(keys, pool.map(partial(stores.parts_of, store), keys), strict=True):
+        for key, found in zip(
+            keys, pool.map(partial(store_files.parts_of, store), keys), strict=True
+        ):
             assert all(torch.equal(found[part], weights[key][part]) for part in found)
     assert disk.read_bytes == sum(store.read_bytes(key) for key in keys)
 
 
 def test_release_gives_pages_back_and_tensors_stay(tmp_path: Path) -> None:
-    path = stores.write(tmp_path / "m", stores.singles(stores.draw()))
+    path = store_files.write(tmp_path / "m", store_files.singles(store_files.draw()))
     checkpoint = open_checkpoint(path)
     name = "model.layers.2.mlp.experts.1.up_proj.weight"
     weight = checkpoint.read(name)
@@ -194,7 +200,9 @@ def test_release_gives_pages_back_and_tensors_stay(tmp_path: Path) -> None:
 
 
 def test_extents_are_where_the_bytes_are(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(stores.write(tmp_path / "m", stores.singles(stores.draw())))
+    checkpoint = open_checkpoint(
+        store_files.write(tmp_path / "m", store_files.singles(store_files.draw()))
+    )
     names = checkpoint.names()
     assert len(names) > 10
     for name in names:

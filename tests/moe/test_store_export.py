@@ -10,21 +10,21 @@ import time
 from pathlib import Path
 
 import pytest
-import stores
 
 from coterie.core.errors import WeightsError
 from coterie.moe.store.disk import DiskReader
 from coterie.moe.store.export import ExportJournal, export
 from coterie.moe.store.packed import EXPERTS_FILE, INDEX_FILE
 from coterie.weights.checkpoint import open_checkpoint
+from tests.helpers.moe import store_files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 SLOW_EXPORT = """
 import sys, time
 from pathlib import Path
-sys.path[:0] = [{root!r}, {root!r} + "/tests/experts"]
-import stores
+sys.path.insert(0, {root!r})
+from tests.helpers.moe import store_files
 from coterie.moe.store.disk import DiskReader
 from coterie.moe.store.export import export
 from coterie.weights.checkpoint import open_checkpoint
@@ -35,7 +35,7 @@ class Slow(DiskReader):
         return super().pread(number, view, offset)
 
 checkpoint = open_checkpoint(Path(sys.argv[1]))
-store = stores.opened(checkpoint, "int8")
+store = store_files.opened(checkpoint, "int8")
 store.disk = Slow()
 export(checkpoint, store, Path(sys.argv[2]))
 """
@@ -43,7 +43,9 @@ export(checkpoint, store, Path(sys.argv[2]))
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stores.write(tmp_path_factory.mktemp("model") / "m", stores.singles(stores.draw()))
+    return store_files.write(
+        tmp_path_factory.mktemp("model") / "m", store_files.singles(store_files.draw())
+    )
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -68,7 +70,7 @@ def killed(model: Path, target: Path, records: int) -> Path:
 def run(model: Path, target: Path) -> tuple[int, int, int]:
     """(resumed, written, bytes read from the model)."""
     checkpoint = open_checkpoint(model)
-    store = stores.opened(checkpoint, "int8")
+    store = store_files.opened(checkpoint, "int8")
     done = export(checkpoint, store, target)
     return done.resumed, done.written, store.disk.read_bytes
 
@@ -90,7 +92,8 @@ def test_a_killed_export_continues(model: Path, tmp_path: Path, whole: dict[str,
     finished = len((partial / ExportJournal.NAME).read_text().splitlines()) - 2
     resumed, written, read_bytes = run(model, tmp_path / "p")
     assert resumed == finished - 1 >= 2 and written == 12 - resumed
-    assert read_bytes < sum(stores.opened(model).read_bytes(key) for key in stores.GEOMETRY.keys())  # noqa: SIM118
+    keys = store_files.GEOMETRY.keys()
+    assert read_bytes < sum(store_files.opened(model).read_bytes(key) for key in keys)
     assert content(tmp_path / "p") == whole
     assert not partial.exists()
 
@@ -136,7 +139,7 @@ def test_a_read_error_names_the_expert_and_keeps_what_is_done(
             return super().pread(number, view, offset)
 
     checkpoint = open_checkpoint(model)
-    store = stores.opened(checkpoint, "int8")
+    store = store_files.opened(checkpoint, "int8")
     store.disk = Fails()
     with pytest.raises(WeightsError, match=r"expert \d of layer \d: .*Input/output"):
         export(checkpoint, store, tmp_path / "p")
@@ -149,7 +152,7 @@ def test_a_read_error_names_the_expert_and_keeps_what_is_done(
 def test_progress_ends_at_the_total(model: Path, tmp_path: Path) -> None:
     heard: list[tuple[int, int]] = []
     checkpoint = open_checkpoint(model)
-    store = stores.opened(checkpoint)
+    store = store_files.opened(checkpoint)
     done = export(
         checkpoint, store, tmp_path / "p", lambda done, total: heard.append((done, total))
     )
@@ -162,13 +165,13 @@ def test_an_export_of_a_store_is_the_store(
 ) -> None:
     run(model, tmp_path / "p")
     checkpoint = open_checkpoint(tmp_path / "p")
-    store = stores.opened(checkpoint)
+    store = store_files.opened(checkpoint)
     export(checkpoint, store, tmp_path / "q")
     again = content(tmp_path / "q")
     assert {k: v for k, v in again.items() if k != INDEX_FILE} == {
         k: v for k, v in whole.items() if k != INDEX_FILE
     }
-    assert stores.opened(tmp_path / "q").lineage[1] == store.fingerprint
+    assert store_files.opened(tmp_path / "q").lineage[1] == store.fingerprint
 
 
 def test_a_folder_without_rights_is_a_typed_error(model: Path, tmp_path: Path) -> None:

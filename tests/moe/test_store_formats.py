@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import stores
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -17,6 +16,7 @@ from coterie.moe.store.checkpoint import open_store
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.formats.gguf_tensors import decode
 from coterie.weights.quantize import convert, dense
+from tests.helpers.moe import store_files
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -24,9 +24,11 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 @pytest.mark.parametrize("dtype", ["auto", "fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("stored", DTYPES)
 def test_one_tensor_per_expert(tmp_path: Path, stored: str, dtype: str) -> None:
-    weights = stores.draw(DTYPES[stored])
-    store = stores.opened(stores.write(tmp_path / "m", stores.singles(weights)), dtype)
-    stores.expect(store, weights, dtype)
+    weights = store_files.draw(DTYPES[stored])
+    store = store_files.opened(
+        store_files.write(tmp_path / "m", store_files.singles(weights)), dtype
+    )
+    store_files.expect(store, weights, dtype)
     kinds = {"auto": "bf16" if stored == "BF16" else "fp32"}
     assert store.layout(0).kinds == (kinds.get(dtype, dtype),) * 3
     assert store.slot_bytes == store.layout(2).nbytes and store.slot_bytes % 4096 == 0
@@ -36,24 +38,24 @@ def test_one_tensor_per_expert(tmp_path: Path, stored: str, dtype: str) -> None:
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 def test_fused_stacks(tmp_path: Path, turned: bool, dtype: str) -> None:
-    weights = stores.draw(torch.bfloat16)
-    path = stores.write(tmp_path / "m", stores.fused(weights, turned=turned))
-    stores.expect(stores.opened(path, dtype), weights, dtype)
+    weights = store_files.draw(torch.bfloat16)
+    path = store_files.write(tmp_path / "m", store_files.fused(weights, turned=turned))
+    store_files.expect(store_files.opened(path, dtype), weights, dtype)
 
 
 def test_square_stacks_lie_as_the_others_do(tmp_path: Path) -> None:
     """[E, D, 2I] with D = 2I fits either way; down_proj tells which."""
-    inner = stores.HIDDEN // 2
-    both = torch.randn(stores.EXPERTS, stores.HIDDEN, 2 * inner)
-    down = torch.randn(stores.EXPERTS, inner, stores.HIDDEN)
+    inner = store_files.HIDDEN // 2
+    both = torch.randn(store_files.EXPERTS, store_files.HIDDEN, 2 * inner)
+    down = torch.randn(store_files.EXPERTS, inner, store_files.HIDDEN)
     stem = "model.layers.0.mlp.experts"
     tensors = {f"{stem}.gate_up_proj": both, f"{stem}.down_proj": down}
-    checkpoint = open_checkpoint(stores.write(tmp_path / "m", tensors))
+    checkpoint = open_checkpoint(store_files.write(tmp_path / "m", tensors))
     store = open_store(
-        checkpoint, ExpertGeometry((0,), stores.EXPERTS, 2), stores.NAMES, "auto",
-        hidden=stores.HIDDEN, intermediate=inner, gated=True,
+        checkpoint, ExpertGeometry((0,), store_files.EXPERTS, 2), store_files.NAMES, "auto",
+        hidden=store_files.HIDDEN, intermediate=inner, gated=True,
     )  # fmt: skip
-    found = stores.parts_of(store, (0, 1))
+    found = store_files.parts_of(store, (0, 1))
     assert torch.equal(found["gate"], both[1, :, :inner].T)
     assert torch.equal(found["up"], both[1, :, inner:].T)
     assert torch.equal(found["down"], down[1].T)
@@ -61,10 +63,10 @@ def test_square_stacks_lie_as_the_others_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["auto", "int4"])
 def test_experts_with_biases(tmp_path: Path, dtype: str) -> None:
-    weights = stores.draw(gated=False)
-    tensors = stores.singles(weights, stores.PLAIN_NAMES)
-    path = stores.write(tmp_path / "m", tensors)
-    stores.expect(stores.opened(path, dtype, gated=False), weights, dtype)
+    weights = store_files.draw(gated=False)
+    tensors = store_files.singles(weights, store_files.PLAIN_NAMES)
+    path = store_files.write(tmp_path / "m", tensors)
+    store_files.expect(store_files.opened(path, dtype, gated=False), weights, dtype)
 
 
 @pytest.mark.parametrize(
@@ -83,15 +85,15 @@ def test_experts_with_biases(tmp_path: Path, dtype: str) -> None:
 def test_gguf_stacks(
     tmp_path: Path, stored: str, down: str | None, kinds: tuple[str, ...], dtype: str
 ) -> None:
-    checkpoint = stores.write_gguf(tmp_path / "m.gguf", stored, down)
-    store = stores.open_gguf(checkpoint, dtype)
+    checkpoint = store_files.write_gguf(tmp_path / "m.gguf", stored, down)
+    store = store_files.open_gguf(checkpoint, dtype)
     if dtype == "auto":
         assert store.layout(0).kinds == kinds
-    for expert in range(stores.GGUF_EXPERTS):
-        found = stores.parts_of(store, (0, expert))
+    for expert in range(store_files.GGUF_EXPERTS):
+        found = store_files.parts_of(store, (0, expert))
         for part in ("gate", "up", "down"):
             name = f"blk.0.ffn_{part}_exps.weight"
-            raw = np.split(checkpoint.raw(name), stores.GGUF_EXPERTS)[expert]
+            raw = np.split(checkpoint.raw(name), store_files.GGUF_EXPERTS)[expert]
             shape = checkpoint.shape(name)[1:]
             stored_weight = decode(torch.from_numpy(raw.copy()), checkpoint.stored_as(name), shape)
             # K blocks widen to the same numbers whether they were kept or not
@@ -101,29 +103,29 @@ def test_gguf_stacks(
 
 
 def test_gguf_types_that_would_be_widened_are_refused_by_name(tmp_path: Path) -> None:
-    checkpoint = stores.write_gguf(tmp_path / "m.gguf", "Q5_K")
+    checkpoint = store_files.write_gguf(tmp_path / "m.gguf", "Q5_K")
     with pytest.raises(WeightsError, match=r"ffn_gate_exps.*Q5_K.*--dtype"):
-        stores.open_gguf(checkpoint)
-    assert stores.open_gguf(checkpoint, "int8").layout(0).kinds == ("int8",) * 3
+        store_files.open_gguf(checkpoint)
+    assert store_files.open_gguf(checkpoint, "int8").layout(0).kinds == ("int8",) * 3
 
 
 def test_q4_0_scales_beyond_fp16_are_refused_at_the_read(tmp_path: Path) -> None:
-    checkpoint = stores.write_gguf(tmp_path / "m.gguf", "Q4_0")
+    checkpoint = store_files.write_gguf(tmp_path / "m.gguf", "Q4_0")
     extent = checkpoint.extent("blk.0.ffn_up_exps.weight")
     with (tmp_path / "m.gguf").open("r+b") as file:
         file.seek(extent.offset)
         file.write(np.float16(60000).tobytes())
-    checkpoint = stores.PlainGGUF(tmp_path / "m.gguf")
-    store = stores.open_gguf(checkpoint)
+    checkpoint = store_files.PlainGGUF(tmp_path / "m.gguf")
+    store = store_files.open_gguf(checkpoint)
     with pytest.raises(WeightsError, match=r"ffn_up_exps.*fp32"):
-        stores.parts_of(store, (0, 0))
-    stores.parts_of(store, (0, 1))
-    stores.parts_of(stores.open_gguf(checkpoint, "fp32"), (0, 0))
+        store_files.parts_of(store, (0, 0))
+    store_files.parts_of(store, (0, 1))
+    store_files.parts_of(store_files.open_gguf(checkpoint, "fp32"), (0, 0))
 
 
 @pytest.mark.parametrize(("method", "said"), [("fp8", "FP8"), ("mxfp4", "MXFP4")])
 def test_quantised_safetensors_are_refused_by_name(tmp_path: Path, method: str, said: str) -> None:
-    path = stores.write(tmp_path / "m", stores.singles(stores.draw()))
+    path = store_files.write(tmp_path / "m", store_files.singles(store_files.draw()))
     (path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
     with pytest.raises(WeightsError, match=rf"{said}.*GGUF"):
         open_checkpoint(path)
@@ -131,7 +133,9 @@ def test_quantised_safetensors_are_refused_by_name(tmp_path: Path, method: str, 
 
 def broken(path: Path, change: str) -> Path:
     """A model with something wrong in one expert."""
-    tensors = load_file(stores.write(path, stores.singles(stores.draw())) / "model.safetensors")
+    tensors = load_file(
+        store_files.write(path, store_files.singles(store_files.draw())) / "model.safetensors"
+    )
     name = "model.layers.2.mlp.experts.4.up_proj.weight"
     if change == "missing":
         del tensors[name]
@@ -157,20 +161,20 @@ def test_what_is_wrong_is_said_at_open_and_names_the_tensor(
     tmp_path: Path, change: str, said: str
 ) -> None:
     with pytest.raises(WeightsError, match=said) as caught:
-        stores.opened(broken(tmp_path / "m", change))
+        store_files.opened(broken(tmp_path / "m", change))
     assert "model.layers.2.mlp.experts.4.up_proj.weight" in caught.value.message
 
 
 def test_a_layer_of_two_types_needs_one_precision(tmp_path: Path) -> None:
     path = broken(tmp_path / "m", "mixed")
     with pytest.raises(WeightsError, match="--dtype"):
-        stores.opened(path)
-    assert stores.opened(path, "bf16").layout(2).kinds == ("bf16",) * 3
+        store_files.opened(path)
+    assert store_files.opened(path, "bf16").layout(2).kinds == ("bf16",) * 3
 
 
 def test_wrong_words_name_the_parameter(tmp_path: Path) -> None:
-    path = stores.write(tmp_path / "m", stores.singles(stores.draw()))
+    path = store_files.write(tmp_path / "m", store_files.singles(store_files.draw()))
     for arguments, param in ((("int2", "auto"), "dtype"), (("auto", "mmap"), "reads")):
         with pytest.raises(ConfigError) as caught:
-            stores.opened(path, *arguments)
+            store_files.opened(path, *arguments)
         assert caught.value.param == param

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from gguf_twin import write_twins
-from tiny import tiny_checkpoint
 from torch import Tensor
 
 from coterie.cli.main import main
@@ -19,9 +16,9 @@ from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.edit import prune
 from coterie.moe.store.packed import open_packed
 from coterie.weights.checkpoint import open_checkpoint
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
-from paged import prompt_logits
+from tests.helpers.models.gguf_conversion import write_twins
+from tests.helpers.models.paged_model import prompt_logits
+from tests.helpers.models.tiny import tiny_checkpoint
 
 IDS = torch.randint(4, 384, (20,), generator=torch.Generator().manual_seed(1)).tolist()
 

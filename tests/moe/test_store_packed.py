@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stores
 import torch
 
 from coterie.core.errors import WeightsError
@@ -24,37 +23,44 @@ from coterie.moe.store.inspect import verify
 from coterie.moe.store.packed import EXPERTS_FILE, INDEX_FILE, open_packed, read_index
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.quantize import Int8Weight
+from tests.helpers.moe import store_files
 
 Document = dict[str, Any]
 
 
 def pack(model: Path, out: Path, dtype: str = "auto", *, gated: bool = True) -> Path:
     checkpoint = open_checkpoint(model)
-    export(checkpoint, stores.opened(checkpoint, dtype, gated=gated), out)
+    export(checkpoint, store_files.opened(checkpoint, dtype, gated=gated), out)
     return out
 
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed")
-    return pack(stores.write(folder / "m", stores.singles(stores.draw())), folder / "p", "int8")
+    return pack(
+        store_files.write(folder / "m", store_files.singles(store_files.draw())),
+        folder / "p",
+        "int8",
+    )
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_packed_experts_are_the_models(tmp_path: Path, dtype: str, gated: bool) -> None:
-    weights = stores.draw(gated=gated)
-    names = stores.NAMES if gated else stores.PLAIN_NAMES
-    model = stores.write(tmp_path / "m", stores.singles(weights, names))
-    store = stores.opened(pack(model, tmp_path / "p", dtype, gated=gated), gated=gated)
+    weights = store_files.draw(gated=gated)
+    names = store_files.NAMES if gated else store_files.PLAIN_NAMES
+    model = store_files.write(tmp_path / "m", store_files.singles(weights, names))
+    store = store_files.opened(pack(model, tmp_path / "p", dtype, gated=gated), gated=gated)
     assert isinstance(store, packed_store.PackedStore)
-    stores.expect(store, weights, dtype)
+    store_files.expect(store, weights, dtype)
     assert store.staging_bytes == 0
     assert verify(store).faults == ()
 
 
 def test_the_backbone_is_as_stored_and_nothing_else(tmp_path: Path) -> None:
-    model = open_checkpoint(stores.write(tmp_path / "m", stores.singles(stores.draw())))
+    model = open_checkpoint(
+        store_files.write(tmp_path / "m", store_files.singles(store_files.draw()))
+    )
     backbone = open_checkpoint(pack(model.path, tmp_path / "p"))
     assert sorted(backbone.names()) == sorted(n for n in model.names() if ".experts." not in n)
     for name in backbone.names():
@@ -70,13 +76,13 @@ def test_the_backbone_is_as_stored_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K"])
 def test_packed_from_gguf(tmp_path: Path, kind: str) -> None:
     """Stored blocks stay as they are, in the experts and in the backbone."""
-    model = stores.write_gguf(tmp_path / "m.gguf", kind, "Q6_K")
-    source = stores.open_gguf(model)
+    model = store_files.write_gguf(tmp_path / "m.gguf", kind, "Q6_K")
+    source = store_files.open_gguf(model)
     export(model, source, tmp_path / "p")
     store = open_packed(tmp_path / "p")
     assert store.index.kinds == {0: source.layout(0).kinds}
     for key in source.geometry.keys():  # noqa: SIM118
-        wanted, found = stores.parts_of(source, key), stores.parts_of(store, key)
+        wanted, found = store_files.parts_of(source, key), store_files.parts_of(store, key)
         assert all(torch.equal(wanted[part], found[part]) for part in wanted)
     backbone = open_checkpoint(tmp_path / "p")
     name = "blk.0.attn_output.weight"
@@ -93,24 +99,26 @@ def test_packed_from_gguf(tmp_path: Path, kind: str) -> None:
 def test_another_precision_is_made_while_reading(
     tmp_path: Path, kept: str, asked: str, served: str
 ) -> None:
-    weights = stores.draw()
-    path = pack(stores.write(tmp_path / "m", stores.singles(weights)), tmp_path / "p", kept)
-    plain, store = open_packed(path), stores.opened(path, asked)
+    weights = store_files.draw()
+    path = pack(
+        store_files.write(tmp_path / "m", store_files.singles(weights)), tmp_path / "p", kept
+    )
+    plain, store = open_packed(path), store_files.opened(path, asked)
     assert store.layout(0).kinds == (served,) * 3
     values = {
-        key: stores.parts_of(plain, key)
+        key: store_files.parts_of(plain, key)
         for key in plain.geometry.keys()  # noqa: SIM118
     }
     if served != kept:
-        stores.expect(store, values, asked)
+        store_files.expect(store, values, asked)
     else:
-        stores.expect(store, values)
+        store_files.expect(store, values)
 
 
 def test_a_record_of_another_machines_offset_is_turned(packed: Path, tmp_path: Path) -> None:
     path = shutil.copytree(packed, tmp_path / "p")
     store = open_packed(path)
-    wanted = stores.parts_of(store, (0, 1))
+    wanted = store_files.parts_of(store, (0, 1))
     foreign = 128 - store.index.weight_offset
     content = bytearray((path / EXPERTS_FILE).read_bytes())
     digests = {}
@@ -124,7 +132,7 @@ def test_a_record_of_another_machines_offset_is_turned(packed: Path, tmp_path: P
         for key, record in store.index.records.items()
     }
     edit(path, lambda index: {"records": records, "weight_offset": foreign})
-    found = stores.parts_of(open_packed(path), (0, 1))
+    found = store_files.parts_of(open_packed(path), (0, 1))
     assert all(torch.equal(wanted[part], found[part]) for part in wanted)
 
 
@@ -190,7 +198,7 @@ HOSTILE: dict[str, tuple[Callable[[Document], object], str]] = {
     "digest": (row("0", 1, lambda r: r.__setitem__(2, "00")), "makes no sense"),
     "entry": (lambda d: d["layers"]["0"]["experts"].__setitem__(0, {}), "makes no sense"),
     "too few": (
-        lambda d: d["layers"]["0"].update(experts=[None] * stores.EXPERTS),
+        lambda d: d["layers"]["0"].update(experts=[None] * store_files.EXPERTS),
         "fewer than the 2",
     ),
     "lineage": (setting("lineage", [1]), "lineage"),
@@ -210,7 +218,7 @@ def test_a_hostile_index_is_refused(packed: Path, tmp_path: Path, name: str) -> 
     (path / INDEX_FILE).write_text(json.dumps(document))
     before = sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir())
     with pytest.raises(WeightsError, match=said):
-        stores.opened(path)
+        store_files.opened(path)
     assert sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir()) == before
 
 
@@ -219,7 +227,7 @@ def test_an_index_that_is_none(packed: Path, tmp_path: Path, text: str) -> None:
     path = shutil.copytree(packed, tmp_path / "p")
     (path / INDEX_FILE).write_text(text)
     with pytest.raises(WeightsError):
-        stores.opened(path)
+        store_files.opened(path)
 
 
 def test_an_edited_index_does_not_match_its_fingerprint(packed: Path, tmp_path: Path) -> None:
@@ -228,7 +236,7 @@ def test_an_edited_index_does_not_match_its_fingerprint(packed: Path, tmp_path: 
     document["layers"]["0"]["experts"][1] = None
     (path / INDEX_FILE).write_text(json.dumps(document))
     with pytest.raises(WeightsError, match="fingerprint"):
-        stores.opened(path)
+        store_files.opened(path)
 
 
 def test_truncated_and_missing_records(packed: Path, tmp_path: Path) -> None:
@@ -237,18 +245,18 @@ def test_truncated_and_missing_records(packed: Path, tmp_path: Path) -> None:
     with (path / EXPERTS_FILE).open("r+b") as file:
         file.truncate(size - 1)
     with pytest.raises(WeightsError, match="expert 5 of layer 2 ends at byte"):
-        stores.opened(path)
+        store_files.opened(path)
     (path / EXPERTS_FILE).unlink()
     with pytest.raises(WeightsError, match="No such file"):
-        stores.opened(path)
+        store_files.opened(path)
 
 
 def test_a_store_of_another_model_is_refused(packed: Path) -> None:
     checkpoint = open_checkpoint(packed)
     with pytest.raises(WeightsError, match=r"config\.json"):
-        stores.open_store(
-            checkpoint, stores.GEOMETRY, stores.NAMES, "auto",
-            hidden=stores.HIDDEN, intermediate=stores.INNER * 2, gated=True,
+        store_files.open_store(
+            checkpoint, store_files.GEOMETRY, store_files.NAMES, "auto",
+            hidden=store_files.HIDDEN, intermediate=store_files.INNER * 2, gated=True,
         )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from coterie.moe.dispatch.weighted_pin import pin_budgets
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.slot_map import SlotMap
 from coterie.moe.store.base import ExpertGeometry
-from tests.experts.slot_simulator import COSTS, Simulator
+from tests.helpers.moe.slot_simulator import COSTS, Simulator
 
 # layer 3 is dense, one expert was pruned
 GEOMETRY = ExpertGeometry((1, 2, 4, 5), 6, 2, frozenset({(2, 5)}))

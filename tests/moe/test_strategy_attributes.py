@@ -23,7 +23,7 @@ from coterie.moe.runtime.budget import ExpertSizes, TierNeeds, TierSlots
 from coterie.moe.runtime.runtime import open_experts
 from coterie.moe.runtime.slot_map import SlotMap
 from coterie.moe.store.base import ExpertGeometry
-from tests.experts.slot_simulator import COSTS
+from tests.helpers.moe.slot_simulator import COSTS
 
 GEOMETRY = ExpertGeometry((0, 1), 4, 2)
 SIZES = ExpertSizes(8, 100, 800)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_checkpoint
 
 from coterie import LLM
 from coterie.cli.main import main
@@ -17,7 +16,8 @@ from coterie.moe.planner.simulate import ReplaySetup, replay
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.base import ExpertGeometry
 from coterie.workers.warmup import HeatmapFile
-from tests.experts.traces import make
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.moe.routing_traces import make
 
 GEOMETRY = ExpertGeometry(tuple(range(6)), 16, 2)
 SLOTS = 24

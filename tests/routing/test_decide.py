@@ -19,7 +19,7 @@ from coterie.routing.decide import AdapterScorer
 from coterie.routing.features.features import PromptFeatures
 from coterie.routing.protocols import NoOutcomes
 from coterie.routing.router import CANDIDATES, Router, Specialist
-from tests.routing.fleet import BASE, OTHER, Answers, Fleet, Matched, asking, profile
+from tests.helpers.adapters.profiles import BASE, OTHER, Answers, Fleet, Matched, asking, profile
 
 SPECIALISTS = [Specialist("tiny", fingerprint=BASE), Specialist("other", fingerprint=OTHER)]
 

@@ -15,7 +15,7 @@ from coterie.routing.match import learn
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
 from coterie.routing.match.matcher import Matcher
 from coterie.routing.match.probe_store import MAX_KEPT, digest_of, write
-from tests.routing.fleet import brief
+from tests.helpers.adapters.profiles import brief
 
 TEXTS = ("Make a URL slug: Why Geese Fly", "Write a poem about JSON", "3.5 kg in grams")
 

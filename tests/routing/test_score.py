@@ -8,7 +8,7 @@ import pytest
 
 from coterie.core.settings import RoutingSettings
 from coterie.routing.decide import PRIOR_VERDICTS, AdapterScorer, room_left, smoothed
-from tests.routing.fleet import profile
+from tests.helpers.adapters.profiles import profile
 
 
 class Judged:

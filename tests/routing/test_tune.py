@@ -21,7 +21,7 @@ from coterie.core.request import (
 )
 from coterie.routing.router import Router, Specialist
 from coterie.routing.tune import TASK_VALUES
-from tests.routing.fleet import BASE, Answers, Fleet, Matched, asking, profile
+from tests.helpers.adapters.profiles import BASE, Answers, Fleet, Matched, asking, profile
 
 GENERATION = {"temperature": 0.9, "top_k": 20, "min_p": 0.05}
 SPECIALIST = Specialist("tiny", GENERATION, BASE)

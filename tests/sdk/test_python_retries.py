@@ -11,7 +11,6 @@ from typing import Any
 import coterie_client as sdk
 import httpx
 import pytest
-import sdk_rig  # noqa: F401 puts the client on the path
 from coterie_client.aio import AsyncExperts
 from coterie_client.attempts import Attempts
 from coterie_client.calls import Call
@@ -22,6 +21,7 @@ from coterie_client.settings import Settings
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import Step, answer, refusal, scripted
+
 
 GOOD = answer(
     job_id="j", text="t", tokens_generated=1, experts_used=[], latency_ms=1, finish_reason="stop",

@@ -17,7 +17,7 @@ from coterie.core.plan import AdapterChoice
 from coterie.packages.registry import AdapterRegistry
 from coterie.packages.trust import TrustStore
 from coterie.service.adapters.catalog import POLL_S, SETTLE_S, AdapterCatalog
-from tests.packages.made import lora_directory
+from tests.helpers.adapters.package_files import lora_directory
 
 
 def remove(registry: AdapterRegistry, card: AdapterCard) -> object:

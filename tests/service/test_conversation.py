@@ -13,8 +13,8 @@ from coterie.obs.metrics import MetricRegistry
 from coterie.service.adapters import conversation as module
 from coterie.service.adapters.conversation import ConversationPredictor
 from coterie.service.pipeline import Pipeline
-from tests.api.served import own_home
-from tests.service.routed import PROMPTS, answer, ask, install, serving
+from tests.helpers.serving.routed_pipeline import PROMPTS, answer, ask, install, serving
+from tests.helpers.serving.server_process import own_home
 
 A, B, C = ((AdapterChoice(name, f"digest-{name}"),) for name in "abc")
 

@@ -13,8 +13,8 @@ from coterie.core.plan import AdapterChoice, Candidate, RoutePlan, RouteTrace
 from coterie.core.request import AdapterHint, Sampling
 from coterie.service.pipeline import Pipeline
 from coterie.service.plan import AdapterLimits, LeftOutAdapter, left_out, with_left_out
-from tests.api.served import own_home
-from tests.service.routed import PROMPTS, answer, ask, install, serving
+from tests.helpers.serving.routed_pipeline import PROMPTS, answer, ask, install, serving
+from tests.helpers.serving.server_process import own_home
 
 
 def profile(

@@ -18,8 +18,8 @@ from coterie.packages.trust import TrustStore
 from coterie.routing.router import Router, Specialist
 from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.service.adapters.matching import MatcherBuilder
-from tests.packages.made import FINGERPRINT, package
-from tests.routing.fleet import Answers, asking, profile
+from tests.helpers.adapters.package_files import FINGERPRINT, package
+from tests.helpers.adapters.profiles import Answers, asking, profile
 
 
 class Workshop:

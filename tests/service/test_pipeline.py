@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from rig import own_workers
-from tiny import tiny_checkpoint
 
 from coterie.core.config import load
 from coterie.core.errors import (
@@ -43,6 +41,8 @@ from coterie.service.build import build
 from coterie.service.pipeline import Pipeline
 from coterie.service.submit.submitter import tokenise
 from coterie.workers.contract import Sink
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.worker_requests import own_workers
 
 Test = Callable[[Pipeline], Awaitable[None]]
 COUNT = iter(range(10**6))

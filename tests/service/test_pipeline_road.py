@@ -19,8 +19,8 @@ from coterie.core.events import Delta, Finished, InferenceMetrics, ValidationRes
 from coterie.core.request import AdapterHint, ResponseFormat
 from coterie.service.pipeline import Pipeline
 from coterie.service.records.store import RecordQuery, RecordStore
-from tests.api.served import own_home
-from tests.service.routed import PROMPTS, UNRELATED, answer, ask, install, serving
+from tests.helpers.serving.routed_pipeline import PROMPTS, UNRELATED, answer, ask, install, serving
+from tests.helpers.serving.server_process import own_home
 
 Test = Callable[[Pipeline], Awaitable[None]]
 Road = Callable[[Test], None]

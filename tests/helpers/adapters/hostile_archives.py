@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Iterable
 from typing import Any
 
-from tests.packages.made import document, safetensors
+from tests.helpers.adapters.package_files import document, safetensors
 
 Entry = tuple[bytes, bytes]
 

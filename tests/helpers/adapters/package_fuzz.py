@@ -1,4 +1,6 @@
-"""Throws broken packages at the registry: `python -m tests.packages.fuzz --cases 10000`.
+"""Throws broken packages at the registry.
+
+    python -m tests.helpers.adapters.package_fuzz --cases 10000
 
 Every case must end in an installed expert or in a typed refusal, write nothing outside the store
 and leave nothing behind in it; and only the bytes that were signed may pass as signed.
@@ -24,8 +26,8 @@ from coterie.packages.archive import inspect
 from coterie.packages.registry import AdapterRegistry
 from coterie.packages.signing import package_message, public_of
 from coterie.packages.trust import TrustStore
-from tests.packages import hostile
-from tests.packages.made import signed_file
+from tests.helpers.adapters import hostile_archives
+from tests.helpers.adapters.package_files import signed_file
 
 Mutation = Callable[[random.Random, bytes], bytes]
 
@@ -65,7 +67,7 @@ def package_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def tar_bytes(rng: random.Random, data: bytes) -> bytes:
-    return hostile.zipped(damaged(rng, gzip.decompress(data)))
+    return hostile_archives.zipped(damaged(rng, gzip.decompress(data)))
 
 
 def headers(rng: random.Random, data: bytes) -> bytes:
@@ -77,7 +79,7 @@ def headers(rng: random.Random, data: bytes) -> bytes:
     block[148:156] = b" " * 8
     block[148:156] = b"%06o\0 " % sum(block)
     tar[at : at + 512] = block
-    return hostile.zipped(bytes(tar))
+    return hostile_archives.zipped(bytes(tar))
 
 
 def members(rng: random.Random, data: bytes) -> bytes:
@@ -86,12 +88,14 @@ def members(rng: random.Random, data: bytes) -> bytes:
     made = []
     for name, content in entries:
         if rng.random() < 0.9:
-            made.append(hostile.entry(name, content))
+            made.append(hostile_archives.entry(name, content))
     for _ in range(rng.randint(1, 3)):
         name, content = rng.choice(_NAMES), rng.choice((b"", b"text", rng.randbytes(20)))
-        made.append(hostile.entry(name[:100], content, kind=rng.choice((b"0", b"0", b"2", b"5"))))
+        made.append(
+            hostile_archives.entry(name[:100], content, kind=rng.choice((b"0", b"0", b"2", b"5")))
+        )
     rng.shuffle(made)
-    return hostile.zipped(b"".join(made) + bytes(1024))
+    return hostile_archives.zipped(b"".join(made) + bytes(1024))
 
 
 def manifest_values(rng: random.Random, data: bytes) -> bytes:
@@ -143,7 +147,7 @@ def _entries(data: bytes) -> list[tuple[bytes, bytes]]:
 
 def _with(data: bytes, wanted: bytes, change: Callable[[bytes], bytes]) -> bytes:
     entries = [(n, change(c) if n == wanted else c) for n, c in _entries(data)]
-    return hostile.zipped(hostile.tarred(entries))
+    return hostile_archives.zipped(hostile_archives.tarred(entries))
 
 
 def _changed(rng: random.Random, value: Any) -> Any:
@@ -179,7 +183,7 @@ class Fuzzer:
         make.mkdir(parents=True)
         key = make / "key"
         self.package = signed_file(make, key, description="An expert for fuzzing").read_bytes()
-        self.bare = hostile.good()
+        self.bare = hostile_archives.good()
         self.message = package_message(inspect(self.package))
         self.trust = TrustStore(root / "trust.json")
         self.trust.trust(public_of(key.read_bytes()))

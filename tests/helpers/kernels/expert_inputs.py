@@ -10,7 +10,7 @@ from torch import Tensor
 from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout
 from coterie.weights.quantize import GgufBlocks, Weight
-from tests.kernels.cases import weight
+from tests.helpers.kernels.kernel_inputs import weight
 
 BLOCK_BYTES = {"q4_k": 144, "q6_k": 210}
 

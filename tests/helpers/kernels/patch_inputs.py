@@ -1,4 +1,4 @@
-"""Random patches and stacks for kernel checks. Needs torch alone, as cases.py."""
+"""Random patches and stacks for kernel checks. Needs torch alone, as kernel_inputs.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checks the native kernels of this machine and measures them, with torch alone (no pytest).
 
-    python -m tests.kernels.selfcheck [--no-speed]
+    python -m tests.helpers.kernels.selfcheck [--no-speed]
 
 Prints the instruction set chosen, errors against the torch twins, bitwise batch invariance, and
 rates by number of threads. Exit status 1 when a check fails. Under a minute.
@@ -26,7 +26,8 @@ from coterie.kernels.expert_layout import ExpertLayout
 from coterie.kernels.patch import Segment
 from coterie.kernels.reference import layers as reference
 from coterie.weights.quantize import dense
-from tests.kernels.cases import (
+from tests.helpers.kernels.expert_inputs import choices, records_of
+from tests.helpers.kernels.kernel_inputs import (
     KINDS,
     cache_for,
     decoder_layers,
@@ -35,8 +36,7 @@ from tests.kernels.cases import (
     rope_tables,
     weight,
 )
-from tests.kernels.expert_cases import choices, records_of
-from tests.kernels.patch_cases import random_stack
+from tests.helpers.kernels.patch_inputs import random_stack
 
 SHAPE = DecoderShape(9, 3, 64, 576, 1536, 1e-5, 64**-0.5)
 ODD = DecoderShape(6, 2, 80, 96, 160, 1e-6, 80**-0.5)

@@ -16,7 +16,8 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from weights.gguf_files import random_blocks
+
+from tests.helpers.models.gguf_files import random_blocks
 
 ARCHITECTURES = {
     "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,

@@ -76,6 +76,12 @@ CHAT_TEMPLATE = (
     "{{ '<|turn|>' + message['role'] + '\\n' + message['content'] + eos_token + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"
 )
+THINKING_TEMPLATE = (
+    "{% for message in messages %}{{ '<|turn|>' + message['role'] + '\\n' + message['content'] }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant\\n<think>\\n' }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '</think>\\n' }}{% endif %}"
+    "{% endif %}"
+)
 
 
 def tiny_checkpoint(architecture: str, seed: int = 0, **overrides: Any) -> Path:
@@ -101,11 +107,23 @@ def tiny_checkpoint(architecture: str, seed: int = 0, **overrides: Any) -> Path:
     return path
 
 
+def thinking_checkpoint(path: Path) -> Path:
+    """The tiny model with a chat template that opens a thought."""
+    shutil.copytree(tiny_checkpoint("llama", max_position_embeddings=8192), path)
+    settings = path / "tokenizer_config.json"
+    facts = json.loads(settings.read_text())
+    facts["chat_template"] = THINKING_TEMPLATE
+    settings.write_text(json.dumps(facts))
+    for beside in path.glob("chat_template*"):
+        beside.unlink()
+    return path
+
+
 @cache
 def _own_source() -> str:
     import transformers
 
-    sources = [Path(__file__), Path(__file__).with_name("dwr_static.py")]
+    sources = [Path(__file__), Path(__file__).with_name("dwr_reference.py")]
     return "".join(source.read_text() for source in sources) + str(transformers.__version__)
 
 
@@ -140,7 +158,7 @@ def _write(path: Path, kind: str, seed: int, overrides: dict[str, Any]) -> None:
     shards = settings.pop("max_shard_size", "5GB")
     dtype = getattr(torch, settings.pop("dtype", "float32"))
     if kind == "dwr":
-        from dwr_static import random_dwr
+        from tests.helpers.models.dwr_reference import random_dwr
 
         random_dwr(settings, seed).save(path, dtype)
         _write_tokenizer(path)

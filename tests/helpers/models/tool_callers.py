@@ -15,10 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tiny import tiny_checkpoint
-
 from coterie.core.request import Chat, Message, ToolCall
 from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
+from tests.helpers.models.tiny import tiny_checkpoint
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}}
 WEATHER = {

@@ -1,6 +1,6 @@
 """A model whose experts are 8x the RAM budget, run from disk in a process of its own.
 
-    python -m tests.experts.bigger_than_ram [STRATEGY]
+    python -m tests.helpers.moe.bigger_than_ram [STRATEGY]
 
 Prints as JSON what the process and the kernel say: memory that is not file pages, pages of the
 model's file in the page cache, bytes read from the disk, and what the runtime counted.
@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.experts.stage import PROMPTS, Setting, Stage
-from tests.experts.tiny_moe import checkpoint_of
+from tests.helpers.moe.dispatched_model import PROMPTS, Setting, Stage
+from tests.helpers.moe.tiny_moe import checkpoint_of
 
 # experts of 768 KiB in fp32: 96 MiB in all, of which 12 MiB may be in RAM
 INNER, EXPERTS, SHARE = 1024, 64, 8

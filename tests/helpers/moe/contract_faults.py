@@ -20,8 +20,14 @@ from coterie.moe.runtime.runtime import open_experts
 from coterie.moe.runtime.tiers import HostTier
 from coterie.moe.store.export import export
 from coterie.weights.checkpoint import open_checkpoint
-from tests.experts.stage import PROMPTS, FaultyDisk, Setting, Stage, expect_weights_error
-from tests.experts.tiny_moe import EXPERTS, LAYERS, checkpoint_of
+from tests.helpers.moe.dispatched_model import (
+    PROMPTS,
+    FaultyDisk,
+    Setting,
+    Stage,
+    expect_weights_error,
+)
+from tests.helpers.moe.tiny_moe import EXPERTS, LAYERS, checkpoint_of
 
 
 def broken_start_is_a_typed_error(device: str) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.trace import Trace
 from coterie.moe.store.base import ExpertGeometry, Key
-from tests.experts.stage import NEW_TOKENS, PROMPTS, Setting, Stage
-from tests.experts.tiny_moe import EXPERTS, LAYERS, TOP_K, checkpoint_of
+from tests.helpers.moe.dispatched_model import NEW_TOKENS, PROMPTS, Setting, Stage
+from tests.helpers.moe.tiny_moe import EXPERTS, LAYERS, TOP_K, checkpoint_of
 
 TOTAL = LAYERS * EXPERTS
 GEOMETRY = ExpertGeometry(tuple(range(LAYERS)), EXPERTS, TOP_K)

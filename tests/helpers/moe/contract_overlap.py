@@ -12,9 +12,9 @@ from typing import Any
 
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.usage import LayerSpan, merged_intervals
-from tests.experts.stage import PROMPTS, Setting, Stage, Talk
-from tests.experts.tiny_moe import EXPERTS, LAYERS, checkpoint_of
-from tests.experts.traffic import GEOMETRY
+from tests.helpers.moe.contract_moves import GEOMETRY
+from tests.helpers.moe.dispatched_model import PROMPTS, Setting, Stage, Talk
+from tests.helpers.moe.tiny_moe import EXPERTS, LAYERS, checkpoint_of
 
 LIMIT = 1.15
 # a busy machine may take a core away in the middle of a layer: the best of a few attempts counts

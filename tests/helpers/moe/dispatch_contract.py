@@ -1,6 +1,6 @@
 """The contract every expert strategy keeps, as plain functions over the strategy table.
 
-    python -m tests.experts.contract [--device cuda] [--full]
+    python -m tests.helpers.moe.dispatch_contract [--device cuda] [--full]
 
 runs without pytest and prints a table of cases. Promise 1 (docs/exactness.md): in fp32 the same
 greedy tokens as the all-resident model and logits within 1e-4; in lower precision bitwise equal
@@ -27,9 +27,9 @@ from torch import Tensor
 from coterie.core.errors import CoterieError
 from coterie.kernels.cpu.build import native
 from coterie.moe.dispatch.table import STRATEGIES
-from tests.experts import faults, overlap, traffic
-from tests.experts.stage import PROMPTS, Routes, Setting, Stage, expect_weights_error
-from tests.experts.tiny_moe import ARCHITECTURES, EXPERTS, LAYERS, checkpoint_of
+from tests.helpers.moe import contract_faults, contract_moves, contract_overlap
+from tests.helpers.moe.dispatched_model import PROMPTS, Routes, Setting, Stage, expect_weights_error
+from tests.helpers.moe.tiny_moe import ARCHITECTURES, EXPERTS, LAYERS, checkpoint_of
 
 FP32_TOLERANCE = 1e-4
 # absolute, of logits whose standard deviation is about 1.2
@@ -194,8 +194,8 @@ def checks(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
     for strategy in STRATEGIES:
         yield f"fault-{strategy}", partial(fails_cleanly, strategy, device)
         yield f"order-{strategy}", partial(order_changes_nothing, strategy, device)
-        yield f"invariants-{strategy}", partial(traffic.invariants, strategy, device)
-    for module in (traffic, faults, overlap):
+        yield f"invariants-{strategy}", partial(contract_moves.invariants, strategy, device)
+    for module in (contract_moves, contract_faults, contract_overlap):
         for name, check in module.CHECKS.items():
             yield name, partial(check, device)
 

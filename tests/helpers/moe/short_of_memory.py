@@ -1,8 +1,9 @@
 """Loads experts where the system gives less memory than was asked for, in a process of its own.
 
-`python -m tests.experts.short_of_memory SHARE STRATEGY`: from when experts are opened, the address
-space may grow by that share of all of them. Prints what runs
-then, and whether the tokens are those of a machine with room.
+    python -m tests.helpers.moe.short_of_memory SHARE STRATEGY
+
+From when experts are opened, the address space may grow by that share of all of them. Prints what
+runs then, and whether the tokens are those of a machine with room.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 
 from coterie.models.build.moe import MoeRequirements
 from coterie.moe.runtime.runtime import ExpertRuntime
-from tests.experts.stage import PROMPTS, Setting, Stage
-from tests.experts.tiny_moe import checkpoint_of
+from tests.helpers.moe.dispatched_model import PROMPTS, Setting, Stage
+from tests.helpers.moe.tiny_moe import checkpoint_of
 
 # 24 experts of 2.7 MB: far more than threads and torch take beside them
 INNER = 3584

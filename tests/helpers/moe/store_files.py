@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,7 @@ from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint, open_checkpoi
 from coterie.weights.formats.gguf import read_gguf
 from coterie.weights.formats.gguf_tensors import map_file
 from coterie.weights.quantize import DenseWeight, dense
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "weights"))
-from gguf_files import add_tensor, finish
+from tests.helpers.models.gguf_files import add_tensor, finish
 
 HIDDEN, INNER, EXPERTS, LAYERS, TOP_K = 64, 96, 6, (0, 2), 2
 STEM = "model.layers.{layer}.mlp.experts.{expert}."
@@ -166,7 +163,7 @@ def _add_stack(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
     rows = values.reshape(-1, values.shape[-1])
     number = gguf.GGMLQuantizationType[kind]
     if kind in ("Q4_K", "Q5_K", "Q6_K"):
-        from gguf_files import random_blocks
+        from tests.helpers.models.gguf_files import random_blocks
 
         raw = random_blocks(rows, kind).reshape(*values.shape[:2], -1)
     else:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from peft_files import make_adapter
-from tiny import tiny_checkpoint
 
 from coterie.api.app import create_app
 from coterie.core.config import Config, load
@@ -21,6 +19,8 @@ from coterie.packages.signing import new_key, public_of, signed
 from coterie.packages.trust import TrustStore
 from coterie.service.build import build
 from coterie.weights.checkpoint import open_checkpoint
+from tests.helpers.adapters.peft_adapters import make_adapter
+from tests.helpers.models.tiny import tiny_checkpoint
 
 ADMIN, CALLER = "key-of-the-admin", "key-of-a-caller"
 MODEL = tiny_checkpoint("llama")

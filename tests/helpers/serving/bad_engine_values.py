@@ -72,9 +72,9 @@ def folder(path: Path, unchecked: bool = False) -> Path:
         textwrap.dedent(f"""
             import sys
             if "coterie.workers.child" in sys.orig_argv:
-                sys.path.insert(0, {str(Path(__file__).parent)!r})
-                import bad_values
-                bad_values.install({unchecked})
+                sys.path.insert(0, {str(Path(__file__).resolve().parents[3])!r})
+                from tests.helpers.serving import bad_engine_values
+                bad_engine_values.install({unchecked})
         """)
     )
     return path

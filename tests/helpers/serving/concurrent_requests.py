@@ -14,10 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from peft_files import make_adapter
-from rig import GREEDY, SAMPLED, Listener, assign, begin, run, tiny_spec
-from tiny import tiny_checkpoint
-
 from coterie.core.adapters import AdapterSettings
 from coterie.core.events import Failed, Finished
 from coterie.core.moe import MoeSettings
@@ -25,6 +21,17 @@ from coterie.core.plan import AdapterChoice, Assignment
 from coterie.packages.paths import digest_of
 from coterie.workers.contract import WorkerSpec
 from coterie.workers.supervisor import ProcessReplica, RestartPolicy
+from tests.helpers.adapters.peft_adapters import make_adapter
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.worker_requests import (
+    GREEDY,
+    SAMPLED,
+    Listener,
+    assign,
+    begin,
+    run,
+    tiny_spec,
+)
 
 QUICK = RestartPolicy(backoff_s=0.05, max_backoff_s=0.2, hang_s=0)
 # a quarter of the experts in slots, half of them in RAM: something is always on its way

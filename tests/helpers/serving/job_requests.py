@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from served import Reply, Served
-from tiny import tiny_checkpoint
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import Reply, Served
 
 ASYNC = {"Prefer": "respond-async"}
 KEYS = ("key-of-one-tenant", "key-of-the-other")

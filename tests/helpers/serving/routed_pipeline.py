@@ -9,9 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from peft_files import make_adapter
-from tiny import tiny_checkpoint
-
 from coterie.core.config import load
 from coterie.core.events import Delta, Event, Failed, Finished
 from coterie.core.plan import RoutePlan
@@ -22,6 +19,8 @@ from coterie.packages.manifest import from_document
 from coterie.service.build import build
 from coterie.service.pipeline import Pipeline
 from coterie.weights.checkpoint import open_checkpoint
+from tests.helpers.adapters.peft_adapters import make_adapter
+from tests.helpers.models.tiny import tiny_checkpoint
 
 MODEL = tiny_checkpoint("llama")
 # what each expert is for, word for word

@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from api.served import Served
-
 from coterie.weights.files import file_lock
+from tests.helpers.serving.server_process import Served
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HERE = ROOT / "tests" / "sdk"
 PYTHON, TYPESCRIPT = ROOT / "sdk" / "python", ROOT / "sdk" / "typescript"
-sys.path.insert(0, str(PYTHON))
 
 # the seed's examples send "..." as their key
 CALLER, OTHER, ADMIN = "...", "key-of-another-tenant", "key-of-the-admin"

@@ -20,6 +20,8 @@ import psutil
 from coterie.weights.home import home
 
 START_S = 90.0
+# of the two tenants of the fixture `strict_server`
+KEYS = ("key-of-the-first-tenant", "key-of-the-second-tenant")
 
 
 class Served:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
-from tiny import tiny_checkpoint
 
 from coterie.core.events import Delta, Event, Failed, Finished, Started
 from coterie.core.lane import LaneConfig
 from coterie.core.plan import Admitted, Assignment, Rejected
 from coterie.core.request import Limits, Sampling
 from coterie.workers.contract import Replica, WorkerSpec
+from tests.helpers.models.tiny import tiny_checkpoint
 
 LANE = "tiny"
 GREEDY = Sampling(temperature=0.0, top_p=1.0, n=1, num_beams=1, seed=7)
