@@ -10,11 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.helpers.kernels.triton_interpreter import allow_new_numpy, random_batch, relative
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -73,36 +74,6 @@ def test_decoder_matches_reference(errors: dict[str, float], case: str) -> None:
 @pytest.mark.parametrize("part", ["neighbours", "attention"])
 def test_padded_rows_leave_the_cache_alone(errors: dict[str, float], part: str) -> None:
     assert errors[f"padding/{part}"] == 0.0
-
-
-def random_batch(
-    rows: list[int], contexts: list[int], block_size: int, generator: Any
-) -> tuple[Any, int]:
-    """Block tables over a shuffled pool; every block belongs to one sequence."""
-    from coterie.kernels.batch import AttentionBatch
-
-    counts = [-(-context // block_size) for context in contexts]
-    order = torch.randperm(sum(counts), generator=generator).int()
-    tables = torch.zeros((len(contexts), max(counts) + 1), dtype=torch.int32)
-    positions, slots, used = [], [], 0
-    for index, (count, context, new) in enumerate(zip(counts, contexts, rows, strict=True)):
-        tables[index, :count] = order[used : used + count]
-        used += count
-        where = torch.arange(context - new, context)
-        positions.append(where)
-        slots.append(tables[index, where // block_size].long() * block_size + where % block_size)
-    starts = torch.tensor([0, *rows]).cumsum(0).int()
-    lengths = torch.tensor(contexts, dtype=torch.int32)
-    batch = AttentionBatch(
-        torch.cat(positions), torch.cat(slots), starts, lengths, tables, block_size
-    )
-    return batch, sum(counts)
-
-
-def relative(got: Any, want: Any) -> float:
-    got, want = got.double(), want.double()
-    error = ((got - want).norm() / want.norm()).item()
-    return error if error == error else float("inf")
 
 
 def attention_error(name: str, generator: Any) -> float:
@@ -195,20 +166,6 @@ def padding_errors(generator: Any) -> dict[str, float]:
     same = all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
     finite = bool(got.isfinite().all()) and torch.allclose(got[:2], want, atol=1e-5)
     return {"padding/neighbours": float(not same), "padding/attention": float(not finite)}
-
-
-def allow_new_numpy() -> None:
-    """triton 3.6's interpreter turns one-element arrays into loop bounds, which numpy 2.4 no longer
-    does by itself."""
-    from triton.runtime import interpreter
-
-    original: Callable[..., None] = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
 
 
 def main() -> None:

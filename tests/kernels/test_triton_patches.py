@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.kernels.triton_interpreter import allow_new_numpy, random_batch, relative
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
@@ -157,7 +159,6 @@ def decoder_error(case: str, generator: Any) -> float:
     from coterie.kernels.patch import Segment
     from coterie.kernels.reference import layers as reference
     from coterie.kernels.triton.decoder import decoder
-    from tests.kernels.test_triton import random_batch, relative
 
     kind = case.split("/")[0]
     base = {"ia3": "qwen3", "olmoe": "olmoe"}.get(kind, "plain")
@@ -184,7 +185,6 @@ def captured_errors(generator: Any) -> dict[str, float]:
     from coterie.kernels.batch import PatchRows, places_of
     from coterie.kernels.patch import Segment
     from coterie.kernels.triton.decoder import decoder
-    from tests.kernels.test_triton import random_batch
 
     shape, layers, cos, sin = small_model("plain")
     layers = layers[:1]
@@ -211,8 +211,6 @@ def captured_errors(generator: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    from tests.kernels.test_triton import allow_new_numpy
-
     allow_new_numpy()
     torch.manual_seed(5)
     generator = torch.Generator().manual_seed(7)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import coterie_client as sdk
 import pytest
-from peft_directory import write_lora
 
 from tests.helpers.serving import sdk_clients
-from tests.helpers.serving.sdk_clients import LONG, OTHER
+from tests.helpers.serving.sdk_clients import LONG, OTHER, write_lora
 from tests.helpers.serving.server_process import Served
 
 GONE = "00000000-0000-0000-0000-000000000000"

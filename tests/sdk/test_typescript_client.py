@@ -10,9 +10,16 @@ import threading
 from pathlib import Path
 
 import pytest
-from peft_directory import write_lora
 
-from tests.helpers.serving.sdk_clients import CALLER, SEARCHED, TYPESCRIPT, node, run, tool
+from tests.helpers.serving.sdk_clients import (
+    CALLER,
+    SEARCHED,
+    TYPESCRIPT,
+    node,
+    run,
+    tool,
+    write_lora,
+)
 from tests.helpers.serving.server_process import Served
 
 CHROMIUM = "/usr/bin/chromium"

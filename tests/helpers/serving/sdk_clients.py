@@ -1,4 +1,4 @@
-"""What the SDK tests share beside fixtures: keys, Node, and one compilation of the TypeScript."""
+"""For tests of the SDKs: keys, Node, one compilation of the TypeScript, an adapter to upload."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
 
 from coterie.weights.files import file_lock
 from tests.helpers.serving.server_process import Served
@@ -120,3 +123,19 @@ def run(
         f"{command[0]} exited {done.returncode}:\n{done.stdout}{done.stderr}"
     )
     return done.stdout
+
+
+def write_lora(folder: Path, seed: int = 0) -> Path:
+    """For the tiny model in PEFT's layout, by hand: importing PEFT takes seconds."""
+    rank, width, layers = 4, 64, 3
+    folder.mkdir(parents=True)
+    draw = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(layers):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{name}.lora_A.weight"] = draw.normal(size=(rank, width)).astype(np.float32)
+        tensors[f"{name}.lora_B.weight"] = draw.normal(size=(width, rank)).astype(np.float32)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
