@@ -16,11 +16,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_infer_degrades import RELATED, SQL, UNRELATED, infer
 
 from tests.helpers.adapters.peft_adapters import make_adapter
 from tests.helpers.models.tiny import tiny_checkpoint
-from tests.helpers.serving.app_with_experts import ADMIN, MODEL, Packer, adapter
+from tests.helpers.serving.app_with_experts import (
+    ADMIN,
+    MODEL,
+    RELATED,
+    SQL,
+    UNRELATED,
+    Packer,
+    adapter,
+    infer,
+)
 from tests.helpers.serving.server_process import Served, own_home
 
 NARROW = {"dtype": "bfloat16"}

@@ -11,10 +11,10 @@ import pytest
 
 from coterie.core.request import RouteHints
 from coterie.routing import router
-from coterie.routing.features.features import PromptFeatures
+from coterie.routing.features.features import PromptFeatures, extract
 from coterie.routing.resolve import NameResolver, ResolvedRoute
 from tests.helpers.models.tiny import thinking_checkpoint
-from tests.helpers.serving.app_with_experts import MODEL, Rig
+from tests.helpers.serving.app_with_experts import MODEL, RELATED, UNRELATED, Rig
 from tests.helpers.serving.server_process import own_home
 
 SQL = {
@@ -25,8 +25,6 @@ SQL = {
         "Give me a SELECT statement that joins orders and customers",
     ],
 }
-RELATED = "Write a SQL query that lists all customers and joins their orders"
-UNRELATED = "Which river flows through the capital of Austria, and how long is it?"
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +85,7 @@ def test_anthropic(rig: Rig) -> None:
 def test_a_request_is_routed_once(rig: Rig, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose marks are read and whose name is told comes from the plan that it runs by."""
     looks, names = list[str](), list[str | None]()
-    extract, resolve = router.extract, NameResolver.resolve
+    resolve = NameResolver.resolve
 
     def counted(instruction: str, document: str) -> PromptFeatures:
         looks.append(instruction)

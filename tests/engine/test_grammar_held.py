@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_grammar import NESTED, REGEX, constrained, run
 
 from coterie.core.errors import InvalidRequest
 from coterie.core.events import Delta, Failed, Finished
@@ -20,6 +19,7 @@ from coterie.engine import grammar
 from coterie.engine.engine import Engine
 from coterie.engine.grammar import Constraint, GrammarCache, GrammarTask
 from coterie.engine.scheduler import Scheduler
+from tests.helpers.models.toy_grammars import NESTED, REGEX, constrained, run
 from tests.helpers.models.toy_model import (
     drain,
     make_assignment,

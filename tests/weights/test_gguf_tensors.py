@@ -11,7 +11,8 @@ import torch
 
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.formats.gguf import TENSOR_TYPES, TensorInfo, read_gguf
-from coterie.weights.formats.gguf_tensors import expand, read_tensor
+from coterie.weights.formats.gguf_blocks import expand
+from coterie.weights.formats.gguf_tensors import read_tensor
 from coterie.weights.quantize import DenseWeight, Int4Weight, Int8Weight, dense
 from tests.helpers.models.gguf_files import write_model
 

@@ -323,7 +323,7 @@ def make_engine(
     )
 
 
-def make_lane(name: str = "lane", **settings: Any) -> LaneConfig:
+def make_lane(name: str = "lane", /, **settings: Any) -> LaneConfig:
     defaults: dict[str, Any] = {
         "num_blocks": 64,
         "context": 256,

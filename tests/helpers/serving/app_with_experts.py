@@ -1,4 +1,4 @@
-"""An application over an engine in this process, and signed packages of real PEFT adapters."""
+"""An application over an engine in this process, packages of real PEFT adapters, and questions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,22 @@ from coterie.service.build import build
 from coterie.weights.checkpoint import open_checkpoint
 from tests.helpers.adapters.peft_adapters import make_adapter
 from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import Served
 
 ADMIN, CALLER = "key-of-the-admin", "key-of-a-caller"
 MODEL = tiny_checkpoint("llama")
+# what an expert for SQL says of itself, a question for it and one for nobody
+SQL = {
+    "keywords": ["sql", "query", "table", "database", "select", "join"],
+    "examples": [
+        "Write a SQL query that lists all customers",
+        "Turn this question into SQL: how many orders were placed in May?",
+        "Give me a SELECT statement that joins orders and customers",
+        "SQL query for the average price per category",
+    ],
+}
+RELATED = "Write a SQL query that lists all customers and joins their orders"
+UNRELATED = "Which river flows through the capital of Austria, and how long is it?"
 
 
 @cache
@@ -116,3 +129,9 @@ class Rig(Packer):
             "messages": [{"role": "user", "content": content}],
         }
         return self.send("POST", "/v1/chat/completions", body | fields, key=CALLER)
+
+
+def infer(server: Served, prompt: str, **fields: Any) -> Any:
+    reply = server.post("/v1/infer", {"prompt": prompt, "max_tokens": 8} | fields)
+    assert reply.status == 200, reply.body
+    return reply.json

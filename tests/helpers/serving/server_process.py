@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +21,8 @@ import psutil
 from coterie.weights.home import home
 
 START_S = 90.0
+# the longest that a probe may take on a machine with other work
+MAX_PROBE_S = 2.0
 # of the two tenants of the fixture `strict_server`
 KEYS = ("key-of-the-first-tenant", "key-of-the-second-tenant")
 
@@ -161,3 +164,27 @@ def frames(raw: bytes) -> list[tuple[str | None, Any]]:
         if data is not None:
             found.append((name, data if data == "[DONE]" else json.loads(data)))
     return found
+
+
+class Probe:
+    """Asks for health all the time; `worst_s` is the longest answer."""
+
+    def __init__(self, served: Served) -> None:
+        self.served, self.worst_s, self.num_answers = served, 0.0, 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Probe:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.01):
+            begun = time.monotonic()
+            assert self.served.get("/health/live").status == 200
+            self.worst_s = max(self.worst_s, time.monotonic() - begun)
+            self.num_answers += 1
