@@ -24,8 +24,6 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file tests/mypy.ini
-	$(BIN)/mypy --config-file sdk/python/pyproject.toml --cache-dir .cache/mypy_sdk sdk/python/coterie_client
 	$(BIN)/lint-imports --cache-dir .cache/import_linter
 	$(BIN)/python scripts/check_house.py
 	$(BIN)/python scripts/generate_docs.py --check
