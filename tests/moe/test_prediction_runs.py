@@ -11,7 +11,7 @@ import torch
 
 from coterie.moe.runtime.runtime import ExpertRuntime
 from coterie.moe.runtime.step import ExpertStep
-from tests.helpers.moe.dispatched_model import Setting, Stage
+from tests.helpers.moe.dispatched_model import DispatchedModel, Setting
 from tests.helpers.moe.tiny_moe import EXPERTS, LAYERS, checkpoint_of
 
 Ids = list[int]
@@ -21,8 +21,8 @@ Ids = list[int]
 def runtime() -> Iterator[ExpertRuntime]:
     """Half of the experts have slots, the others are on disk."""
     setting = Setting(checkpoint_of("qwen3_moe"), "adaptive", LAYERS * EXPERTS // 2, "0")
-    with Stage(setting) as stage:
-        yield stage.runtime
+    with DispatchedModel(setting) as dispatched:
+        yield dispatched.runtime
 
 
 def decode(runtime: ExpertRuntime, tokens: int, guess: Callable[[Ids], Ids]) -> None:

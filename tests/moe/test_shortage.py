@@ -22,7 +22,7 @@ from coterie.moe.runtime.setup import TierAllocation
 from coterie.moe.store.base import ExpertGeometry
 from coterie.obs.tables import MOE_SERIES
 from coterie.weights.shortage import MemoryShortage, is_shortage
-from tests.helpers.moe.dispatched_model import PROMPTS, Setting, Stage
+from tests.helpers.moe.dispatched_model import PROMPTS, DispatchedModel, Setting
 from tests.helpers.moe.tiny_moe import checkpoint_of
 
 TESTS = Path(__file__).parents[1]
@@ -113,21 +113,21 @@ def test_one_memory_holds_no_expert_twice() -> None:
 @pytest.mark.parametrize("strategy", ["lru", "static_pin", "hot_cached_static", "layer_grouped"])
 def test_shared_slots_compute_the_same_in_the_memory_of_one_copy(strategy: str) -> None:
     path = checkpoint_of("qwen3_moe")
-    with Stage(Setting(path, "persistent", 24, "0")) as stage:
-        logits, tokens = stage.generate(PROMPTS, 8)
-    with Stage(Setting(path, strategy, 6)) as stage:
-        assert stage.runtime.parts.device.shared
-        ours, said = stage.generate(PROMPTS, 8)
-        report = stage.runtime.report()
-        nbytes = stage.runtime.parts.store.expert_bytes
+    with DispatchedModel(Setting(path, "persistent", 24, "0")) as dispatched:
+        logits, tokens = dispatched.generate(PROMPTS, 8)
+    with DispatchedModel(Setting(path, strategy, 6)) as dispatched:
+        assert dispatched.runtime.parts.device.shared
+        ours, said = dispatched.generate(PROMPTS, 8)
+        report = dispatched.runtime.report()
+        nbytes = dispatched.runtime.parts.store.expert_bytes
         assert sum(tier["budget_bytes"] for tier in report["tiers"].values()) == nbytes
     assert torch.equal(ours, logits)
     assert torch.equal(said, tokens)
 
 
 def test_a_fallback_is_counted() -> None:
-    with Stage(Setting(checkpoint_of("qwen3_moe"), "persistent", 12, "0")) as stage:
-        stats = report_stats(stage.runtime.report())
+    with DispatchedModel(Setting(checkpoint_of("qwen3_moe"), "persistent", 12, "0")) as dispatched:
+        stats = report_stats(dispatched.runtime.report())
     assert stats["moe_fallbacks"] == 1
     assert stats["moe_shortages"] == 0
     assert {"moe_fallbacks", "moe_shortages"} <= set(MOE_SERIES)

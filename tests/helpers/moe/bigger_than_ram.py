@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.moe.dispatched_model import PROMPTS, Setting, Stage
+from tests.helpers.moe.dispatched_model import PROMPTS, DispatchedModel, Setting
 from tests.helpers.moe.tiny_moe import checkpoint_of
 
 # experts of 768 KiB in fp32: 96 MiB in all, of which 12 MiB may be in RAM
@@ -60,23 +60,23 @@ def measure(strategy: str) -> dict[str, Any]:
     slots = 2 * EXPERTS // SHARE
     on_host = strategy == "cpu_only"
     warm = Setting(checkpoint_of("qwen3_moe"), strategy, 3, "13%")
-    with Stage(warm) as small:  # kernels, threads and torch's own pools
+    with DispatchedModel(warm) as small:  # kernels, threads and torch's own pools
         small.generate(PROMPTS, 16)
     before = status_bytes("RssAnon")
     setting = Setting(path, strategy, slots, "12.5%" if on_host else "0")
-    with Stage(setting) as stage:
+    with DispatchedModel(setting) as dispatched:
         # strategies may have loaded at start
-        read, counted = disk_bytes(), stage.runtime.report()["total"]["read_bytes"]
+        read, counted = disk_bytes(), dispatched.runtime.report()["total"]["read_bytes"]
         peak = 0
         for prompt in PROMPTS:
-            stage.generate([prompt], 7)
+            dispatched.generate([prompt], 7)
             peak = max(peak, status_bytes("RssAnon"))
-        stage.runtime.check()
-        report = stage.runtime.report()
+        dispatched.runtime.check()
+        report = dispatched.runtime.report()
         tiers = report["tiers"]
         return {
             "strategy": strategy,
-            "direct": stage.disk.is_direct(file),
+            "direct": dispatched.disk.is_direct(file),
             "expert_bytes": report["expert_bytes"],
             "budget_bytes": tiers["device"]["budget_bytes"] + tiers["host"]["budget_bytes"],
             "grown_bytes": peak - before,

@@ -22,9 +22,9 @@ from coterie.moe.store.export import export
 from coterie.weights.checkpoint import open_checkpoint
 from tests.helpers.moe.dispatched_model import (
     PROMPTS,
+    DispatchedModel,
     FaultyDisk,
     Setting,
-    Stage,
     expect_weights_error,
 )
 from tests.helpers.moe.tiny_moe import EXPERTS, LAYERS, checkpoint_of
@@ -36,14 +36,14 @@ def broken_start_is_a_typed_error(device: str) -> str:
         checkpoint_of("qwen3_moe"), "persistent", LAYERS * EXPERTS, "0", device=device
     )
 
-    class Broken(Stage):
+    class Broken(DispatchedModel):
         def _open(self, wanted: MoeRequirements):  # type: ignore[no-untyped-def]
             self.disk.reads_until_fault = 5
             return super()._open(wanted)
 
     expect_weights_error(lambda: Broken(setting))
-    with Stage(setting) as stage:
-        stage.generate(PROMPTS[:1], 16)
+    with DispatchedModel(setting) as dispatched:
+        dispatched.generate(PROMPTS[:1], 16)
     return "refused, then right"
 
 
@@ -62,14 +62,14 @@ def damaged_record_is_a_typed_error(device: str) -> str:
         load_model(open_checkpoint(source), dtype="fp32", experts=keep).close()
         whole = (packed / "experts.bin").read_bytes()
         setting = Setting(packed, "active_only", 4, "0", device=device)
-        with Stage(setting) as stage:
-            expected = stage.generate(PROMPTS[:1], 16)
+        with DispatchedModel(setting) as dispatched:
+            expected = dispatched.generate(PROMPTS[:1], 16)
         (packed / "experts.bin").write_bytes(bytes(byte ^ 1 for byte in whole[:64]) + whole[64:])
-        with Stage(setting) as stage:
-            expect_weights_error(lambda: [stage.generate([p], 16) for p in PROMPTS])
-            stage.runtime.check()
+        with DispatchedModel(setting) as dispatched:
+            expect_weights_error(lambda: [dispatched.generate([p], 16) for p in PROMPTS])
+            dispatched.runtime.check()
             (packed / "experts.bin").write_bytes(whole)
-            _, tokens = stage.generate(PROMPTS[:1], 16)
+            _, tokens = dispatched.generate(PROMPTS[:1], 16)
         assert torch.equal(tokens, expected[1])
         shutil.rmtree(packed)
     return "found, then right"
@@ -80,8 +80,8 @@ def host_tier_holds_its_budget_under_threads(device: str) -> str:
     del device
     path = checkpoint_of("qwen3_moe")
     setting = Setting(path, "cpu_only", 0, "13%")
-    with Stage(setting) as stage:
-        store, host = stage.runtime.parts.store, stage.runtime.parts.host
+    with DispatchedModel(setting) as dispatched:
+        store, host = dispatched.runtime.parts.store, dispatched.runtime.parts.host
         assert isinstance(host, HostTier)
         keys, problems = list(store.geometry.keys()), []
 
@@ -122,11 +122,11 @@ def host_tier_holds_its_budget_under_threads(device: str) -> str:
 def first_token_comes_before_all_experts(device: str) -> str:
     """An ordinary directory, everything automatic: nothing is read that nobody asked for."""
     setting = Setting(checkpoint_of("olmoe"), "cpu_only", 0, "100%", device=device)
-    with Stage(setting) as stage:
-        assert isinstance(stage.disk, FaultyDisk)
-        before = stage.disk.calls
-        stage.generate([PROMPTS[0][:2]], 2)
-        total = stage.runtime.report()["total"]
+    with DispatchedModel(setting) as dispatched:
+        assert isinstance(dispatched.disk, FaultyDisk)
+        before = dispatched.disk.calls
+        dispatched.generate([PROMPTS[0][:2]], 2)
+        total = dispatched.runtime.report()["total"]
         assert before == 0
         assert 0 < total["host_misses"] < LAYERS * EXPERTS
     return f"{total['host_misses']} of {LAYERS * EXPERTS} experts read"

@@ -13,7 +13,7 @@ from typing import Any
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.usage import LayerSpan, merged_intervals
 from tests.helpers.moe.contract_moves import GEOMETRY
-from tests.helpers.moe.dispatched_model import PROMPTS, Setting, Stage, Talk
+from tests.helpers.moe.dispatched_model import PROMPTS, DispatchedModel, Sequences, Setting
 from tests.helpers.moe.tiny_moe import EXPERTS, LAYERS, checkpoint_of
 
 LIMIT = 1.15
@@ -26,23 +26,23 @@ def spent(spans: Sequence[LayerSpan], *what: str) -> float:
     return sum(end - begin for begin, end in union)
 
 
-def slowed(stage: Stage, seconds: Callable[[bool, int], float]) -> None:
+def slowed(dispatched: DispatchedModel, seconds: Callable[[bool, int], float]) -> None:
     """Every kernel call takes seconds(on the device, experts) longer, without using a core."""
-    real = stage.runtime.executor.kernel
-    on_device = {id(table) for table in stage.runtime.parts.device.tables.values()}
+    real = dispatched.runtime.executor.kernel
+    on_device = {id(table) for table in dispatched.runtime.parts.device.tables.values()}
 
     def kernel(*args: Any, only: Sequence[int] | None = None) -> None:
         real(*args, only=only)
         count = EXPERTS if only is None else len(only)
         time.sleep(seconds(id(args[3]) in on_device, count))
 
-    stage.runtime.executor.kernel = kernel
+    dispatched.runtime.executor.kernel = kernel
 
 
-def layers_of(stage: Stage, run: Callable[[], object]) -> dict[int, list[LayerSpan]]:
-    stage.runtime.spans = []
+def layers_of(dispatched: DispatchedModel, run: Callable[[], object]) -> dict[int, list[LayerSpan]]:
+    dispatched.runtime.spans = []
     run()
-    spans, stage.runtime.spans = stage.runtime.spans, None
+    spans, dispatched.runtime.spans = dispatched.runtime.spans, None
     return {layer: [s for s in spans if s.layer == layer] for layer in range(LAYERS)}
 
 
@@ -62,10 +62,10 @@ def hot_cached_static_overlaps(device: str) -> str:
     setting = Setting(path, "hot_cached_static", 4 * LAYERS, "9%", device=device)
 
     def attempt() -> tuple[float, float, float]:
-        with Stage(setting, hot) as stage:
-            slowed(stage, lambda on_device, count: 0.06 if on_device else 0.0)
-            stage.disk.delay_s = 0.025
-            spans = layers_of(stage, lambda: prompt_only(stage))[0]
+        with DispatchedModel(setting, hot) as dispatched:
+            slowed(dispatched, lambda on_device, count: 0.06 if on_device else 0.0)
+            dispatched.disk.delay_s = 0.025
+            spans = layers_of(dispatched, lambda: prompt_only(dispatched))[0]
             assert spent(spans, "device") > 0.05
             return spent(spans, "layer"), spent(spans, "device"), spent(spans, "host", "wait")
 
@@ -81,13 +81,13 @@ def reads_overlap_computation(device: str) -> str:
     )
 
     def attempt() -> tuple[float, float, float]:
-        with Stage(setting) as stage:
-            stage.generate([PROMPTS[2][:3]], 64)
-            known = len(stage.runtime.parts.device.keys())
-            slowed(stage, lambda on_device, count: 0.02 * count)
-            stage.disk.delay_s = 0.05
-            spans = layers_of(stage, lambda: prompt_only(stage))
-            assert known < len(stage.runtime.parts.device.keys()), "nothing was read"
+        with DispatchedModel(setting) as dispatched:
+            dispatched.generate([PROMPTS[2][:3]], 64)
+            known = len(dispatched.runtime.parts.device.keys())
+            slowed(dispatched, lambda on_device, count: 0.02 * count)
+            dispatched.disk.delay_s = 0.05
+            spans = layers_of(dispatched, lambda: prompt_only(dispatched))
+            assert known < len(dispatched.runtime.parts.device.keys()), "nothing was read"
             worst = max(spans.values(), key=lambda s: spent(s, "layer") / spent(s, "device"))
             return spent(worst, "layer"), spent(worst, "device"), 0.0
 
@@ -103,11 +103,13 @@ def reads_run_side_by_side(device: str) -> str:
     )
 
     def attempt() -> tuple[float, float, float]:
-        with Stage(setting) as stage:
-            stage.disk.delay_s = 0.1
-            calls = stage.disk.calls
-            spans = layers_of(stage, lambda: prompt_only(stage))[0]
-            per_expert = (stage.disk.calls - calls) / len(stage.runtime.parts.device.keys())
+        with DispatchedModel(setting) as dispatched:
+            dispatched.disk.delay_s = 0.1
+            calls = dispatched.disk.calls
+            spans = layers_of(dispatched, lambda: prompt_only(dispatched))[0]
+            per_expert = (dispatched.disk.calls - calls) / len(
+                dispatched.runtime.parts.device.keys()
+            )
             return spent(spans, "layer"), 0.1 * per_expert, 0.0
 
     ratio, said = best_ratio(attempt)
@@ -115,8 +117,8 @@ def reads_run_side_by_side(device: str) -> str:
     return f"{ratio:.2f}x one expert's read: {said}"
 
 
-def prompt_only(stage: Stage) -> None:
-    Talk(stage, PROMPTS[:1]).prompt(64)
+def prompt_only(dispatched: DispatchedModel) -> None:
+    Sequences(dispatched, PROMPTS[:1]).prompt(64)
 
 
 CHECKS: dict[str, Callable[[str], str]] = {

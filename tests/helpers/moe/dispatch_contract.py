@@ -28,7 +28,13 @@ from coterie.core.errors import CoterieError
 from coterie.kernels.cpu.build import native
 from coterie.moe.dispatch.table import STRATEGIES
 from tests.helpers.moe import contract_faults, contract_moves, contract_overlap
-from tests.helpers.moe.dispatched_model import PROMPTS, Routes, Setting, Stage, expect_weights_error
+from tests.helpers.moe.dispatched_model import (
+    PROMPTS,
+    DispatchedModel,
+    Routes,
+    Setting,
+    expect_weights_error,
+)
 from tests.helpers.moe.tiny_moe import ARCHITECTURES, EXPERTS, LAYERS, checkpoint_of
 
 FP32_TOLERANCE = 1e-4
@@ -106,22 +112,22 @@ def reference(
     everything = LAYERS * EXPERTS
     strategy = "cpu_only" if device == "cpu" else "persistent"
     setting = Setting(checkpoint_of(architecture), strategy, everything, "100%", dtype, device)
-    with Stage(setting) as stage:
-        routes = stage.record_routes()
-        return *stage.generate(PROMPTS if batched else PROMPTS[:1], chunk), routes
+    with DispatchedModel(setting) as dispatched:
+        routes = dispatched.record_routes()
+        return *dispatched.generate(PROMPTS if batched else PROMPTS[:1], chunk), routes
 
 
 def keeps_promise_one(case: Case, device: str = "cpu") -> str:
     """Raises AssertionError, or says how near it came."""
     known = reference(case.architecture, case.dtype, case.chunk, case.batched, device)
     expected, tokens, routes = known
-    with Stage(case.setting(device)) as stage:
-        _within_budget(stage, case)
+    with DispatchedModel(case.setting(device)) as dispatched:
+        _within_budget(dispatched, case)
         same_kernel = device == "cpu" and native() is not None
         exact = same_kernel or case.dtype == "fp32"
-        strayed = [] if exact else stage.follow(routes)
-        logits, own = stage.generate(case.prompts, case.chunk, None if exact else tokens)
-        _within_budget(stage, case)
+        strayed = [] if exact else dispatched.follow(routes)
+        logits, own = dispatched.generate(case.prompts, case.chunk, None if exact else tokens)
+        _within_budget(dispatched, case)
     error = float((logits - expected).abs().max())
     if same_kernel:
         assert torch.equal(logits, expected), f"not bitwise equal: off by {error:.2e}"
@@ -144,13 +150,13 @@ def _near(logits: Tensor, expected: Tensor, tolerance: float) -> str:
     return f"within {error:.1e}, diverged {float((~same).float().mean()):.1%} of tokens"
 
 
-def _within_budget(stage: Stage, case: Case) -> None:
-    parts, total = stage.runtime.parts, LAYERS * EXPERTS
+def _within_budget(dispatched: DispatchedModel, case: Case) -> None:
+    parts, total = dispatched.runtime.parts, LAYERS * EXPERTS
     slot = parts.store.slot_bytes
     slots = 0 if case.strategy == "cpu_only" else min(case.capacity, total)
     assert parts.device.budget_bytes <= slots * slot
     assert len(parts.device.keys()) <= slots
-    host = {"100%": parts.store.expert_bytes, "0.01%": slot, "0": 0}[stage.setting.host]
+    host = {"100%": parts.store.expert_bytes, "0.01%": slot, "0": 0}[dispatched.setting.host]
     # in one memory both together are what counts, and no expert is held twice
     one = parts.device.device.type == "cpu"
     assert parts.host.budget_bytes <= host + one * slots * slot
@@ -162,14 +168,14 @@ def _within_budget(stage: Stage, case: Case) -> None:
 def fails_cleanly(strategy: str, device: str = "cpu") -> str:
     """A broken read is a typed error; nothing stays in use; the next request is answered right."""
     case = Case("qwen3_moe", strategy, 3, 7, "fp32", "disk", batched=True)
-    with Stage(case.setting(device)) as stage:
+    with DispatchedModel(case.setting(device)) as dispatched:
         # a strategy that needs no reads after its start is broken there: see faults.py
         for survived in (0, 1, 5):
-            stage.disk.reads_until_fault = survived
-            expect_weights_error(lambda: stage.generate(case.prompts, case.chunk))
-            stage.disk.reads_until_fault = None
-            stage.runtime.check()
-        logits, tokens = stage.generate(case.prompts, case.chunk)
+            dispatched.disk.reads_until_fault = survived
+            expect_weights_error(lambda: dispatched.generate(case.prompts, case.chunk))
+            dispatched.disk.reads_until_fault = None
+            dispatched.runtime.check()
+        logits, tokens = dispatched.generate(case.prompts, case.chunk)
     expected, expected_tokens, _ = reference("qwen3_moe", "fp32", 7, True, device)
     assert torch.equal(tokens, expected_tokens)
     assert float((logits - expected).abs().max()) <= FP32_TOLERANCE
@@ -180,10 +186,10 @@ def order_changes_nothing(strategy: str, device: str = "cpu") -> str:
     """Reads that end in any order, guesses that come too late or not at all: the same logits."""
     case = Case("olmoe", strategy, 5, 16, "fp32", "disk", batched=True)
     expected, tokens, _ = reference("olmoe", "fp32", 16, True, device)
-    with Stage(replace(case.setting(device), predict="prefetch")) as stage:
-        stage.disk.jitter_s = 0.004
+    with DispatchedModel(replace(case.setting(device), predict="prefetch")) as dispatched:
+        dispatched.disk.jitter_s = 0.004
         for _ in range(2):
-            logits, own = stage.generate(case.prompts, case.chunk)
+            logits, own = dispatched.generate(case.prompts, case.chunk)
             assert torch.equal(own, tokens)
             assert float((logits - expected).abs().max()) <= FP32_TOLERANCE
     return "2 times the same"

@@ -88,7 +88,7 @@ class Setting:
 Routes = dict[tuple[int, int, int], tuple[Tensor, Tensor]]
 
 
-class Stage:
+class DispatchedModel:
     """One loaded model; `with` closes it and checks that nothing is left in use."""
 
     def __init__(self, setting: Setting, heatmap: Heatmap | None = None) -> None:
@@ -113,7 +113,7 @@ class Stage:
         )
         return self.runtime
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> DispatchedModel:
         return self
 
     def __exit__(self, *problem: object) -> None:
@@ -166,23 +166,23 @@ class Stage:
         self, prompts: Sequence[Sequence[int]], chunk: int, forced: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Logits [S, N, V] and tokens [S, N]: greedy, or the `forced` tokens fed back."""
-        talk = Talk(self, prompts)
-        step = [talk.prompt(chunk)]
+        sequences = Sequences(self, prompts)
+        step = [sequences.prompt(chunk)]
         logits, tokens = [], []
         for index in range(NEW_TOKENS):
             logits.append(step[-1])
             tokens.append(step[-1].argmax(-1) if forced is None else forced[:, index])
             if index + 1 < NEW_TOKENS:
-                step.append(talk.decode(tokens[-1]))
+                step.append(sequences.decode(tokens[-1]))
         return torch.stack(logits, 1), torch.stack(tokens, 1)
 
 
-class Talk:
+class Sequences:
     """Sequences with a cache of their own, blocks of which interleave."""
 
-    def __init__(self, stage: Stage, prompts: Sequence[Sequence[int]]) -> None:
-        self.stage, self.prompts = stage, prompts
-        model, count = stage.model, len(prompts)
+    def __init__(self, dispatched: DispatchedModel, prompts: Sequence[Sequence[int]]) -> None:
+        self.dispatched, self.prompts = dispatched, prompts
+        model, count = dispatched.model, len(prompts)
         width = -(-(max(map(len, prompts)) + NEW_TOKENS) // BLOCK)
         self.tables = torch.arange(count * width, dtype=torch.int32).view(width, count).T
         shape = model.kv_shape(count * width, BLOCK)
@@ -195,8 +195,8 @@ class Talk:
     def prompt(self, chunk: int) -> Tensor:
         """The last position's logits of every sequence."""
         last: dict[int, Tensor] = {}
-        grouped = self.stage.runtime.groups("prefill") is not None
-        self.stage.model.chunk_tokens = chunk
+        grouped = self.dispatched.runtime.groups("prefill") is not None
+        self.dispatched.model.chunk_tokens = chunk
         size = max(map(len, self.prompts)) if grouped else chunk
         for start in range(0, max(map(len, self.prompts)), size):
             parts = [(s, p[start : start + size]) for s, p in enumerate(self.prompts)]
@@ -208,12 +208,12 @@ class Talk:
     def decode(self, tokens: Tensor) -> Tensor:
         parts = [(s, [int(token)]) for s, token in enumerate(tokens)]
         rows = self.forward(parts, "decode")
-        self.stage.runtime.update()
+        self.dispatched.runtime.update()
         return torch.stack(rows)
 
     def forward(self, parts: Sequence[tuple[int, Sequence[int]]], phase: str) -> list[Tensor]:
-        model = self.stage.model
-        self.stage.begin(
+        model = self.dispatched.model
+        self.dispatched.begin(
             [(s, self.lengths[s] + i) for s, tokens in parts for i in range(len(tokens))]
         )
         batch, ids, ends = self._batch(parts, phase)
@@ -238,7 +238,7 @@ class Talk:
             slots.append(block * BLOCK + where % BLOCK)
             context.append(start + len(tokens))
         starts = torch.tensor([0, *(len(tokens) for _, tokens in parts)]).cumsum(0).int()
-        device = self.stage.model.device
+        device = self.dispatched.model.device
         batch = AttentionBatch(
             positions=torch.cat(positions).to(device),
             slots=torch.cat(slots).to(device),

@@ -18,14 +18,14 @@ import torch
 
 from coterie.models.build.moe import MoeRequirements
 from coterie.moe.runtime.runtime import ExpertRuntime
-from tests.helpers.moe.dispatched_model import PROMPTS, Setting, Stage
+from tests.helpers.moe.dispatched_model import PROMPTS, DispatchedModel, Setting
 from tests.helpers.moe.tiny_moe import checkpoint_of
 
 # 24 experts of 2.7 MB: far more than threads and torch take beside them
 INNER = 3584
 
 
-class Cramped(Stage):
+class Cramped(DispatchedModel):
     """From the moment its experts are opened."""
 
     growth: int
@@ -42,13 +42,13 @@ def main(share: float, strategy: str) -> None:
     torch.set_num_threads(1)
     path = checkpoint_of("qwen3_moe", moe_intermediate_size=INNER)
     setting = Setting(path, strategy, 0 if strategy == "cpu_only" else 24, "100%", "fp32")
-    with Stage(setting) as stage:
-        expected = stage.generate(PROMPTS, 8)[1].tolist()
-        nbytes = stage.runtime.parts.store.expert_bytes
+    with DispatchedModel(setting) as dispatched:
+        expected = dispatched.generate(PROMPTS, 8)[1].tolist()
+        nbytes = dispatched.runtime.parts.store.expert_bytes
     Cramped.growth = int(nbytes * share)
-    with Cramped(setting) as stage:
-        tokens = stage.generate(PROMPTS, 8)[1].tolist()
-        report = stage.runtime.report()
+    with Cramped(setting) as dispatched:
+        tokens = dispatched.generate(PROMPTS, 8)[1].tolist()
+        report = dispatched.runtime.report()
     told = {name: report[name] for name in ("strategy", "asked", "fallback", "shortages")}
     held = sum(tier["budget_bytes"] for tier in report["tiers"].values())
     print(json.dumps(told | {"same": tokens == expected, "held": held / nbytes}))

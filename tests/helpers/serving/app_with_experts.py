@@ -78,7 +78,7 @@ class Packer:
         TrustStore(store).trust(public_of(self.key().read_bytes()), "tests")
 
 
-class Rig(Packer):
+class ExpertApp(Packer):
     """One application. `send` speaks as the admin unless it is told otherwise."""
 
     def __init__(
