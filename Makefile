@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NODE := $(VENV)/.node
 
+# hundreds of processes start in the tests: each would compile the package again
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup run check house test test-all bench bench-peers clients foreign-suites docs clean
 
 setup: $(STAMP)
@@ -47,7 +50,7 @@ test: check $(NODE)
 
 # counts the lines that run, in servers and workers too, which takes half as long again; `COVERAGE=`
 # leaves that out
-COVERAGE ?= --cov --cov-report=term --cov-report=html:.cache/coverage/html
+COVERAGE ?= -p pytest_cov --cov --cov-report=term --cov-report=html:.cache/coverage/html
 test-all: check $(NODE)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30 $(COVERAGE)
 
