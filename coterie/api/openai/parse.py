@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from coterie.api.admin.experts import adapter_hints
 from coterie.api.dialect import CallerInfo, ParsedRequest, user_id_of
+from coterie.api.expert_fields import adapter_hints
 from coterie.api.openai.types import (
     MAX_PROMPTS,
     ChatBody,

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from coterie.api.admin.experts import Experts
 from coterie.api.body import QueryParameters, RequestBody
+from coterie.api.expert_fields import Experts
 from coterie.api.sampling_fields import (
     MaxTokens,
     MinTokens,
