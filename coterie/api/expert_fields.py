@@ -1,4 +1,5 @@
-"""Experts as fields of the bodies, in every dialect."""
+"""The expert fields that request bodies of every dialect have, and their translation to
+adapters."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class ExpertItem(RequestBody):
     weight: float = Field(1.0, ge=-MAX_WEIGHT, le=MAX_WEIGHT)
 
 
-# the order is the order in which they are composed
+# adapters are composed in the order of this list
 Experts = Annotated[list[ExpertItem], Field(max_length=MAX_STACK)]
 
 

@@ -1,4 +1,5 @@
-"""Sampling fields of the bodies: ranges from `core/sampling.py`, which an API may narrow."""
+"""Sampling fields of the request bodies. Ranges come from `core/sampling.py`; an API may narrow
+them."""
 
 from __future__ import annotations
 
@@ -15,18 +16,19 @@ _SMALLEST_TOP_P = 1e-9
 def sampling_field(
     name: str, low: float | None = None, high: float | None = None, description: str | None = None
 ) -> Any:
-    """The field of that name, in a narrower range where one is given. None = it was left out."""
+    """The field of that name, in a narrower range if one is given. Its value is None if the body
+    leaves it out."""
     field = SAMPLING_FIELDS[name].narrowed(low, high)
     return Field(None, **bounds(field), description=description)
 
 
 def bounds(field: SamplingField) -> dict[str, Any]:
-    """As pydantic's `Field` takes them."""
+    """The range as arguments of pydantic's `Field`."""
     return {"gt" if field.above_low else "ge": _short(field.low), "le": _short(field.high)}
 
 
 def _short(bound: float) -> float:
-    """As people write it in messages and schemas: 2, not 2.0."""
+    """The number as messages and schemas show it: 2, not 2.0."""
     return int(bound) if bound == int(bound) else bound
 
 
@@ -35,7 +37,7 @@ MinTokens = Annotated[int, Field(**bounds(MIN_TOKENS))]
 
 
 def top_p_from_zero() -> Any:
-    """For the vendors whose callers may send 0, which `positive_top_p` reads."""
+    """`top_p` for the vendors that allow 0; `positive_top_p` translates it."""
     return Field(None, ge=0, le=_short(SAMPLING_FIELDS["top_p"].high))
 
 

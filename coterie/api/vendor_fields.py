@@ -1,8 +1,8 @@
-"""Fields that clients of other servers send, and what becomes of each: one table.
+"""One table of the fields that clients of other servers send, and what happens to each.
 
-A field that changes what an answer may be is honoured or refused by its name, never dropped in
-silence. What only says how to store, bill or hurry a request is ignored. A field that a body's type
-knows is honoured; this table is about all others.
+A field that can change the answer is either applied or refused with an error, never silently
+dropped. A field that only says how to store, bill or prioritise a request is ignored. Fields that a
+body's type defines are applied; this table is about all other fields.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from coterie.core.errors import UnsupportedFeature
 
-# by field: what to do instead, or why not
+# field -> what to do instead, or why it is refused
 REFUSED: dict[str, str] = {
     # OpenAI
     "audio": "only text can be made here",
@@ -52,7 +52,7 @@ REFUSED: dict[str, str] = {
     "mcp_servers": "this server calls no tools of its own",
     "container": "this server runs no code",
 }
-# honoured on OpenAI's API; by field, what to do on Anthropic's
+# applied on OpenAI's API; field -> what to do on Anthropic's API
 ON_OPENAI_ALONE = {
     "allowed_token_ids": "",
     "bad_words": "",
@@ -70,14 +70,14 @@ ON_OPENAI_ALONE = {
     "guided_grammar": "",
     "structured_outputs": "",
 }
-# values that ask for nothing: what a field has when it is left out
+# values that change nothing: the same as leaving the field out
 _OFF: dict[str, tuple[Any, ...]] = {
     "repeat_penalty": (1, 1.0),
     "top_n_sigma": (-1, -1.0),
     "tfs_z": (1, 1.0),
     "n_predict": (-1,),
 }
-# they say how a request is stored, billed, hurried or shown, or hint at what a model may not heed
+# how a request is stored, billed, prioritised or shown, or a hint that a model may ignore
 IGNORED = frozenset(
     {
         # OpenAI
@@ -95,16 +95,16 @@ IGNORED = frozenset(
 
 
 def refuse_fields(extra: Mapping[str, Any] | None) -> None:
-    """`extra`: the fields of a body that its type does not know. Raises Unsupported."""
+    """`extra`: the fields of a body that its type does not define. Raises `UnsupportedFeature`."""
     for name, value in (extra or {}).items():
         why = REFUSED.get(name)
-        # a number that is zero asks for nothing either
+        # zero changes nothing either
         if why is not None and value and value not in _OFF.get(name, ()):
             raise UnsupportedFeature(f"{name}: {why}", param=name)
 
 
 def refuse_openai_fields(extra: Mapping[str, Any] | None) -> None:
-    """The same for a body of Anthropic's API, which knows fewer."""
+    """The same for a body of Anthropic's API, which applies fewer fields."""
     refuse_fields(extra)
     for name, value in (extra or {}).items():
         if name in ON_OPENAI_ALONE and value:

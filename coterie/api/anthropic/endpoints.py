@@ -1,4 +1,4 @@
-"""The Anthropic endpoints: parse, ask the pipeline, write."""
+"""The Anthropic endpoints: parse the body, run it through the pipeline, write the answer."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class AnthropicDialect:
 
 
 def model_fields(card: ModelCard) -> dict[str, Any]:
-    """A model as this vendor's clients list it."""
+    """A model as Anthropic's model list shows it."""
     created = datetime.fromtimestamp(card.created, UTC)
     return {
         "type": "model",
