@@ -199,7 +199,7 @@ class Pipeline:
 
     async def _without_damaged(self, planned: PlannedRequest) -> RequestRun:
         catalog, run, plan = self._roster.catalog, planned.run, planned.plan
-        damaged = await catalog.look_over(plan.adapters)
+        damaged = await catalog.find_damaged(plan.adapters)
         gone = damaged or list(plan.adapters)
         names = ", ".join(item.name for item in gone)
         why = "its files are damaged" if damaged else "it could not be loaded"

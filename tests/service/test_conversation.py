@@ -75,9 +75,9 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         stack = (AdapterChoice(f"x{i}", f"digest-{i}"),)
         known.turn(turn(f"s{i % 40}"), stack)
         known.ahead(turn(f"s{i % 40}"))
-    assert len(known._memories) == 10 == registry.value("coterie_conversations").value
+    assert len(known._states) == 10 == registry.value("coterie_conversations").value
     assert len(known._stacks) <= 10 and len(known._after) <= 10
-    assert all(len(memory.recent) <= module.MAX_RECENT for memory in known._memories.values())
+    assert all(len(memory.recent) <= module.MAX_RECENT for memory in known._states.values())
     known.turn(turn("s39"), A)
     known.turn(turn("s0"), B)
     # the conversations of last were kept
