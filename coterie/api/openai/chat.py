@@ -1,7 +1,7 @@
-"""How /v1/chat/completions writes an answer, whole or as chunks.
+"""Writes an answer of /v1/chat/completions, whole or as chunks.
 
-The plain case, text and nothing else, is three byte strings joined: one token must cost
-microseconds. Everything that was asked for on top takes the slower road through dicts.
+In the plain case, text only, a chunk is three joined byte strings, because a token may cost only
+microseconds. Everything else that a request can ask for takes the slower path through dicts.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ FINGERPRINT = f"coterie-{__version__}"
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """What one answer looks like, as its request asked."""
+    """The form of one answer, as its request asked for it."""
 
     id: str
     created: int
     model: str
     num_choices: int
     include_usage: bool = False
-    # in every chunk
+    # send the usage in every chunk
     continuous_usage: bool = False
     logprobs: bool = False
-    # alternatives of each of the prompt's tokens
+    # number of alternatives for each token of the prompt
     prompt_logprobs: int | None = None
-    # of the prompt and of every choice
+    # send the token ids of the prompt and of every choice
     token_ids: bool = False
     # logprobs name tokens by their ids
     names_ids: bool = False
-    # the turn that is gone on with, where the answer repeats it
+    # the text of the turn that the answer continues, if the answer repeats it
     echo: str = ""
     reading: AnswerSyntax = WORDS
 
@@ -74,7 +74,7 @@ class ChatShape:
 
 
 def whole(shape: ChatShape, answer: CollectedAnswer) -> bytes:
-    """The body of an answer that is not streamed."""
+    """The body of an answer without streaming."""
     choices, reasoning_tokens = [], 0
     for index, choice in enumerate(answer.choices):
         rendered, tokens = _choice(shape, index, choice)
@@ -129,13 +129,13 @@ class ChatStream:
         self.prompt_ids: tuple[int, ...] = ()
         # index of each choice's last call
         self.calls = [-1] * shape.num_choices
-        # choices that said or called something
+        # choices that have sent text or a call
         self.answered = set[int]()
         self.begun = False
         head = encode(shape.head("chat.completion.chunk"))[:-1]
         self._head = b"data: " + head + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if shape.include_usage else b"]}\n\n"
-        # a text chunk is `before[choice] + json string + after`
+        # a chunk with text is `before[choice] + JSON string + after`
         self._before = [
             self._head + b'{"index":%d,"delta":{"content":' % index
             for index in range(shape.num_choices)
@@ -167,7 +167,7 @@ class ChatStream:
         self.begun = True
         frames = []
         for index in range(self.shape.num_choices):
-            # where it may call, an answer need not have any words
+            # if tools may be called, an answer may have no text
             content = "" if self.shape.reading.calls is None else None
             delta = {"role": "assistant", "content": content, "refusal": None}
             frames.append(self._chunk({"index": index, "delta": delta} | _OPEN))
@@ -195,7 +195,7 @@ class ChatStream:
         frames = []
         for delta in deltas:
             choice = {"index": event.choice, "delta": delta} | _OPEN
-            # what belongs to the token goes out once, with its first piece
+            # the extra fields of a token are sent once, with its first piece
             frames.append(self._chunk(choice | extras))
             extras = {}
         if event.finish_reason is not None:
@@ -204,7 +204,7 @@ class ChatStream:
         return b"".join(frames)
 
     def _is_silent(self, event: Delta) -> bool:
-        """It ends without a word or a call: its content, open until now, is empty."""
+        """Whether the choice ends without text and call: then its content is the empty string."""
         ended = event.finish_reason is not None and event.choice not in self.answered
         return ended and self.shape.reading.calls is not None
 
