@@ -9,8 +9,8 @@ Two roads, each run for real through the command line of the tree at `--root` (t
 The work changes hands once on each road (gateway to worker, engine to loader thread), so a road is
 measured in two parts. **Frames** are the functions of coterie/ on the stack where a part ends, the
 outermost first; a task counts as called by the code that created it, and a comprehension is part of
-the function around it. **Files called** are those of coterie/ in which any function was called from
-a part's beginning to its end: helpers that have returned count, code of other tasks and threads does
+the function around it. **Files called** are those of coterie/ in which a function was called from a
+part's beginning to its end: helpers that have returned count, code of other tasks and threads does
 not. The last passage is told, so caches are as they are in a running server.
 """
 
@@ -73,7 +73,7 @@ class Recorder:
 
     def _see(self, frame: FrameType, event: str, argument: Any) -> None:
         code, is_own = frame.f_code, self._is_own(frame)
-        if event == "call" and code.co_name == "create_task":
+        if event == "call" and code.co_name in ("create_task", "ensure_future"):
             self._remember_creator(frame)
         if event == "c_call" and is_own:
             self._reach(argument.__name__, frame)
@@ -105,9 +105,9 @@ class Recorder:
                 (self._folder / part.name).write_text(json.dumps(found))
 
     def _remember_creator(self, frame: FrameType) -> None:
-        first = getattr(frame.f_locals.get("coro"), "cr_frame", None)
-        if first is not None:
-            self._creators.setdefault(first, self._stack(frame))
+        for argument in frame.f_locals.values():
+            if (first := getattr(argument, "cr_frame", None)) is not None:
+                self._creators.setdefault(first, self._stack(frame))
 
     def _stack(self, frame: FrameType | None) -> list[FrameType]:
         """coterie's own frames, outermost first."""
