@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 from coterie.core.errors import CoterieError, InvalidRequest, Overloaded
+from coterie.core.lane import queue_capacity
 from coterie.core.plan import Assignment, LaneState
-from coterie.engine.lane import queue_capacity
 from coterie.service.submit.replicas import ReplicaQueue, ReplicaRequest, replica_request
 
 # official clients give up beyond this
