@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable
 from itertools import groupby
 
-from coterie.api.admin.experts import adapter_hints
 from coterie.api.anthropic.types import (
     AnthropicToolSpec,
     CountBody,
@@ -18,9 +17,8 @@ from coterie.api.anthropic.types import (
 )
 from coterie.api.dialect import CallerInfo, ParsedRequest, user_id_of
 from coterie.api.response_format import response_format_of
-from coterie.api.sampling_fields import positive_top_p, seed_of
 from coterie.api.tools.base import Tool, ToolSet, check_results, check_tools, known_names, tool_of
-from coterie.api.vendor_fields import refuse_openai_fields
+from coterie.api.vendor_fields import adapter_hints, positive_top_p, refuse_openai_fields, seed_of
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
 from coterie.core.request import (
     Chat,

@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from coterie.api.admin.experts import Experts
 from coterie.api.body import RequestBody
 from coterie.api.openai.types import MAX_MESSAGES, Urgency
-from coterie.api.sampling_fields import MaxTokens, sampling_field, top_p_from_zero
 from coterie.api.tools.base import MAX_TOOLS
+from coterie.api.vendor_fields import Experts, MaxTokens, sampling_field, top_p_from_zero
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=1000)]
 

@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from coterie.api.admin.experts import Experts
 from coterie.api.body import QueryParameters, RequestBody
-from coterie.api.sampling_fields import (
+from coterie.api.tools.base import MAX_TOOLS
+from coterie.api.vendor_fields import (
+    Experts,
     MaxTokens,
     MinTokens,
     bounds,
     sampling_field,
     top_p_from_zero,
 )
-from coterie.api.tools.base import MAX_TOOLS
 from coterie.core.sampling import LOGIT_BIAS
 from coterie.core.value_check import is_deeper
 from coterie.models.text.chat_template import MAX_REQUEST_TEMPLATE
