@@ -15,10 +15,10 @@ from coterie.api.anthropic.types import (
     ResultBlock,
     TextBlock,
 )
+from coterie.api.body_fields import adapter_hints, positive_top_p, refuse_openai_fields, seed_of
 from coterie.api.dialect import CallerInfo, ParsedRequest, user_id_of
 from coterie.api.response_format import response_format_of
 from coterie.api.tools.base import Tool, ToolSet, check_results, check_tools, known_names, tool_of
-from coterie.api.vendor_fields import adapter_hints, positive_top_p, refuse_openai_fields, seed_of
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
 from coterie.core.request import (
     Chat,

@@ -1,7 +1,7 @@
 """Bodies of the OpenAI dialect, with the extra fields vLLM's clients send.
 
 Shapes and ranges only: what a field means is `openai_parse.py`'s business. Of unknown fields
-`vendor_fields.py` says which are refused; others are ignored.
+`body_fields.py` says which are refused; others are ignored.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from coterie.api.body import QueryParameters, RequestBody
-from coterie.api.tools.base import MAX_TOOLS
-from coterie.api.vendor_fields import (
+from coterie.api.body_fields import (
     Experts,
     MaxTokens,
     MinTokens,
@@ -20,6 +19,7 @@ from coterie.api.vendor_fields import (
     sampling_field,
     top_p_from_zero,
 )
+from coterie.api.tools.base import MAX_TOOLS
 from coterie.core.sampling import LOGIT_BIAS
 from coterie.core.value_check import is_deeper
 from coterie.models.text.chat_template import MAX_REQUEST_TEMPLATE
