@@ -26,7 +26,7 @@ from coterie.core.request import (
     Sampling,
     own_tenant,
 )
-from coterie.core.resolve import VENDOR_DEFAULTS
+from coterie.core.sampling import VENDOR_DEFAULTS
 from coterie.core.settings import JobSettings
 from coterie.models.grammar.check import GrammarCheck
 from coterie.models.text.tokenizer import is_long

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from coterie.api.body import RequestBody, parse, read
+from coterie.api.body_fields import Name
 from coterie.api.door import exchange_of
 from coterie.api.errors import encode
-from coterie.api.expert_fields import Name
 from coterie.core.adapters import AdapterCard
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.obs.log import log

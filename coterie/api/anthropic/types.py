@@ -1,4 +1,4 @@
-"""Bodies of the Anthropic dialect. `vendor_fields.py` says which unknown fields of a body are
+"""Bodies of the Anthropic dialect. `body_fields.py` says which unknown fields of a body are
 refused; the other unknown fields, and those of a block, are ignored."""
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from coterie.api.body import RequestBody
-from coterie.api.expert_fields import Experts
+from coterie.api.body_fields import Experts, MaxTokens, sampling_field, top_p_from_zero
 from coterie.api.openai.types import MAX_MESSAGES, Urgency
-from coterie.api.sampling_fields import MaxTokens, sampling_field, top_p_from_zero
 from coterie.api.tools.base import MAX_TOOLS
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=1000)]

@@ -1,6 +1,6 @@
 """Bodies of the OpenAI dialect, with the additional fields that vLLM's clients send.
 
-Only types and ranges; `parse.py` gives the fields their meaning. `vendor_fields.py` says which
+Only types and ranges; `parse.py` gives the fields their meaning. `body_fields.py` says which
 unknown fields are refused; the others are ignored.
 """
 
@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from coterie.api.body import QueryParameters, RequestBody
-from coterie.api.expert_fields import Experts
-from coterie.api.sampling_fields import (
+from coterie.api.body_fields import (
+    Experts,
     MaxTokens,
     MinTokens,
     bounds,

@@ -1,16 +1,24 @@
-"""One table of the fields that clients of other servers send, and what happens to each.
+"""Fields that the bodies of several APIs share: sampling, experts, and fields that no API supports.
 
-A field that can change the answer is either applied or refused with an error, never silently
-dropped. A field that only says how to store, bill or prioritise a request is ignored. Fields that a
-body's type defines are applied; this table is about all other fields.
+Sampling fields take their ranges from `core/sampling.py`; an API may narrow them.
+
+Of the fields that a body's type does not define, those that could change the answer are refused
+with an error, never silently dropped. Fields that only say how to store, bill or prioritise a
+request are ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from coterie.api.body import RequestBody
+from coterie.core.adapters import MAX_STACK, MAX_WEIGHT
 from coterie.core.errors import UnsupportedFeature
+from coterie.core.request import AdapterHint
+from coterie.core.sampling import MAX_TOKENS, MIN_TOKENS, SAMPLING_FIELDS, SamplingField
 
 # field -> what to do instead, or why it is refused
 REFUSED: dict[str, str] = {
@@ -110,3 +118,61 @@ def refuse_openai_fields(extra: Mapping[str, Any] | None) -> None:
         if name in ON_OPENAI_ALONE and value:
             why = ON_OPENAI_ALONE[name] or "is honoured on OpenAI's API alone"
             raise UnsupportedFeature(f"{name}: {why}", param=name)
+
+
+# a top_p of 0 means "only the likeliest token"; the engine wants it above 0
+_SMALLEST_TOP_P = 1e-9
+
+
+def sampling_field(
+    name: str, low: float | None = None, high: float | None = None, description: str | None = None
+) -> Any:
+    """The field of that name, in a narrower range if one is given. Its value is None if the body
+    leaves it out."""
+    field = SAMPLING_FIELDS[name].narrowed(low, high)
+    return Field(None, **bounds(field), description=description)
+
+
+def bounds(field: SamplingField) -> dict[str, Any]:
+    """The range as arguments of pydantic's `Field`."""
+    return {"gt" if field.above_low else "ge": _short(field.low), "le": _short(field.high)}
+
+
+def _short(bound: float) -> float:
+    """The number as messages and schemas show it: 2, not 2.0."""
+    return int(bound) if bound == int(bound) else bound
+
+
+MaxTokens = Annotated[int, Field(**bounds(MAX_TOKENS))]
+MinTokens = Annotated[int, Field(**bounds(MIN_TOKENS))]
+
+
+def top_p_from_zero() -> Any:
+    """`top_p` for the vendors that allow 0; `positive_top_p` translates it."""
+    return Field(None, ge=0, le=_short(SAMPLING_FIELDS["top_p"].high))
+
+
+def positive_top_p(top_p: float | None) -> float | None:
+    return None if top_p is None else max(top_p, _SMALLEST_TOP_P)
+
+
+def seed_of(seed: int | None) -> int | None:
+    return None if seed is None else seed % 2**63
+
+
+Name = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class ExpertItem(RequestBody):
+    """One expert of a request, `name` or `name@version`, and how strongly it applies."""
+
+    name: Name
+    weight: float = Field(1.0, ge=-MAX_WEIGHT, le=MAX_WEIGHT)
+
+
+# adapters are composed in the order of this list
+Experts = Annotated[list[ExpertItem], Field(max_length=MAX_STACK)]
+
+
+def adapter_hints(experts: list[ExpertItem] | None) -> tuple[AdapterHint, ...]:
+    return tuple(AdapterHint(item.name, item.weight) for item in experts or ())
