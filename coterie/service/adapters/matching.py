@@ -47,15 +47,11 @@ class MatcherBuilder:
     def __init__(self, build: Build = build_matcher) -> None:
         self._build = build
         self._profiles_wanted: tuple[AdapterProfile, ...] = ()
-        self._matcher: Matcher | None = None
+        # None while the first one is being built, and if nothing is installed
+        self.matcher: Matcher | None = None
         self._task: asyncio.Task[None] | None = None
         # why the last build failed
         self._error: Exception | None = None
-
-    @property
-    def matcher(self) -> Matcher | None:
-        """None while the first one is being built, and if nothing is installed."""
-        return self._matcher
 
     def update_profiles(self, profiles: Sequence[AdapterProfile]) -> None:
         """Build a matcher for these profiles if they have changed. Call it on the event loop; it
@@ -65,7 +61,7 @@ class MatcherBuilder:
             return
         self._profiles_wanted = profiles_wanted
         if not profiles_wanted:
-            self._matcher = None
+            self.matcher = None
         elif self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._rebuild())
 
@@ -94,7 +90,7 @@ class MatcherBuilder:
                 self._error = error
                 log("matcher_failed", level="error", error=error)
                 continue
-            self._matcher = matcher if self._profiles_wanted else None
+            self.matcher = matcher if self._profiles_wanted else None
             took_ms = round((perf_counter() - started_at) * 1e3, 3)
             log("matcher_ready", state=f"{len(built)} experts", duration_ms=took_ms)
 
