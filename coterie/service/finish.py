@@ -69,7 +69,7 @@ class Finisher:
             run, metrics_of(run, meter.so_far(event.request_id, ""), failure=event.code)
         )
 
-    def left(self, run: RequestRun, meter: RequestMeter) -> InferenceMetrics:
+    def abandoned(self, run: RequestRun, meter: RequestMeter) -> InferenceMetrics:
         """Record a request whose caller stopped reading, with its cost until then."""
         metrics = self.so_far(run, meter)
         self._without_answer(run, metrics)
@@ -85,7 +85,7 @@ class Finisher:
 
     async def _validated(self, run: RequestRun, event: Finished) -> ValidationResult | None:
         """An answer that was cut off by time or by its caller is not validated."""
-        if event.choices[0] not in WHOLE or not run.may_be_judged:
+        if event.choices[0] not in WHOLE or not run.may_be_validated:
             return None
         return await self._validators.validate("".join(run.texts), _context(run, event))
 

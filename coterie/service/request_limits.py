@@ -33,10 +33,10 @@ Events = AsyncGenerator[Event, None]
 
 
 async def until_deadline(
-    events: Events, request: InferenceRequest, left: Sequence[InferenceMetrics] = ()
+    events: Events, request: InferenceRequest, aborted: Sequence[InferenceMetrics] = ()
 ) -> Events:
     """`events` with the guarantees above. Closing it closes `events`, which aborts the request;
-    then its metrics are in `left`."""
+    then its metrics are in `aborted`."""
     progress = _Progress(request)
     async with aclosing(events):
         while True:
@@ -47,7 +47,7 @@ async def until_deadline(
                 yield item
             if isinstance(event, (Finished, Failed)):
                 return
-    for item in progress.cut(left[-1] if left else None):
+    for item in progress.cut(aborted[-1] if aborted else None):
         yield item
 
 

@@ -48,9 +48,9 @@ class AnthropicDialect:
             id=parsed.request.id,
             model=answering_name(parsed.request.hints, planned.plan),
             request_id=exchange.request_id,
-            reading=await answer_syntax_of(parsed, planned.tokenizer),
+            syntax=await answer_syntax_of(parsed, planned.tokenizer),
         )
-        parsed = await with_answer_grammar(parsed, planned.tokenizer, shape.reading)
+        parsed = await with_answer_grammar(parsed, planned.tokenizer, shape.syntax)
         events = tool_events(self.service, parsed, planned, exchange)
         if parsed.stream:
             return EventStream(events, MessageStream(shape), exchange)

@@ -19,7 +19,7 @@ from coterie.api.tools.read import (
     CALL,
     CONTENT,
     REASONING,
-    WORDS,
+    TEXT_ONLY,
     AnswerSyntax,
     ChoiceParts,
     Piece,
@@ -35,7 +35,7 @@ class MessageShape:
     id: str
     model: str
     request_id: str
-    reading: AnswerSyntax = WORDS
+    syntax: AnswerSyntax = TEXT_ONLY
 
     def message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -69,7 +69,7 @@ def usage_fields(usage: Usage) -> dict[str, int]:
 
 def whole(shape: MessageShape, answer: CollectedAnswer) -> bytes:
     choice = answer.choices[0]
-    parts = shape.reading.read(choice)
+    parts = shape.syntax.read(choice)
     payload = shape.message(_blocks(parts))
     payload |= stop_fields(parts.finish_reason, choice.stop_match, bool(parts.calls))
     return encode(payload | {"usage": usage_fields(answer.usage)} | answer.metadata)
@@ -134,8 +134,8 @@ class MessageStream:
 
     def __init__(self, shape: MessageShape) -> None:
         self.shape = shape
-        self.reader = shape.reading.reader()
-        self.begun = False
+        self.reader = shape.syntax.reader()
+        self.started = False
         self.kind: str | None = None
         self.block = -1
         self.stop: dict[str, Any] = stop_fields("stop", None)
@@ -157,9 +157,9 @@ class MessageStream:
         return b"event: error\ndata: " + body + b"\n\n"
 
     def _begin(self, usage: Usage) -> bytes:
-        if self.begun:
+        if self.started:
             return b""
-        self.begun = True
+        self.started = True
         message = self.shape.message([]) | {"stop_reason": None, "stop_sequence": None}
         message["usage"] = usage_fields(replace(usage, completion_tokens=0))
         start = event("message_start", {"message": message})

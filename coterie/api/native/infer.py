@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from coterie.api.body import read_json
 from coterie.api.dialect import ParsedRequest, caller_of, note_usage
-from coterie.api.door import exchange_of, receipt
+from coterie.api.door import exchange_of, note_plan
 from coterie.api.errors import encode
 from coterie.api.native.infer_answer import (
     InferencePipeline,
@@ -47,12 +47,12 @@ class InferEndpoints:
             return await submit(self.jobs, parsed)
         exchange = exchange_of(request.scope)
         inference = RunningInference(self.service, parsed)
-        receipt(exchange, inference.plan)
+        note_plan(exchange, inference.plan)
         if parsed.stream:
             return EventStream(inference.events, InferStream(inference), exchange)
         async with while_connected(request.receive):
             result = await inference.result()
-        receipt(exchange, inference.plan)
+        note_plan(exchange, inference.plan)
         assert inference.answer.finished is not None
         note_usage(exchange, inference.answer.finished)
         return Response(encode(answer_fields(result)), media_type=JSON)

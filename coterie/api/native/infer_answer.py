@@ -44,8 +44,8 @@ class InferencePipeline(Protocol):
         self,
         request: InferenceRequest,
         *,
-        tell: Callable[[RoutePlan], None] | None = None,
-        left: Callable[[InferenceMetrics], None] | None = None,
+        on_plan: Callable[[RoutePlan], None] | None = None,
+        on_abort: Callable[[InferenceMetrics], None] | None = None,
     ) -> AsyncGenerator[Event, None]: ...
 
 
@@ -57,14 +57,16 @@ class RunningInference:
         # the last plan is the valid one: a second is made if an expert turns out to be damaged
         self._plans: list[RoutePlan] = []
         # the metrics, if `events` was closed before the end
-        self._left: list[InferenceMetrics] = []
+        self._aborted_metrics: list[InferenceMetrics] = []
         try:
-            events = service.handle(parsed.request, tell=self._plans.append, left=self._left.append)
+            events = service.handle(
+                parsed.request, on_plan=self._plans.append, on_abort=self._aborted_metrics.append
+            )
         except CoterieError as error:
             raise with_param_name(error, "experts", "force_experts") from None
         self.job_id = parsed.request.id
         self.answer = AnswerBuilder(self.job_id, self._plans, explain=parsed.explain)
-        self.events: Events = until_deadline(events, parsed.request, self._left)
+        self.events: Events = until_deadline(events, parsed.request, self._aborted_metrics)
         self.events = format_named(self.events, parsed.format_field)
         self._arrived_at = parsed.request.arrived_at
         self._has_started = False
@@ -116,7 +118,7 @@ class RunningInference:
             ("abort",),
             Usage(*self.tokens()),
             Timings(total_s=time.monotonic() - self._arrived_at),
-            metrics=self._left[-1] if self._left else None,
+            metrics=self._aborted_metrics[-1] if self._aborted_metrics else None,
         )
         frame = self.frame(finished)
         assert frame is not None

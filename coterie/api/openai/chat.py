@@ -30,7 +30,7 @@ from coterie.api.tools.read import (
     CALL,
     CONTENT,
     REASONING,
-    WORDS,
+    TEXT_ONLY,
     AnswerSyntax,
     ChoiceReader,
     Piece,
@@ -61,7 +61,7 @@ class ChatShape:
     names_ids: bool = False
     # the text of the turn that the answer continues, if the answer repeats it
     echo: str = ""
-    reading: AnswerSyntax = WORDS
+    syntax: AnswerSyntax = TEXT_ONLY
 
     def head(self, kind: str) -> dict[str, Any]:
         return {
@@ -92,10 +92,10 @@ def whole(shape: ChatShape, answer: CollectedAnswer) -> bytes:
 
 
 def _choice(shape: ChatShape, index: int, choice: CollectedChoice) -> tuple[dict[str, Any], int]:
-    parts = shape.reading.read(choice)
+    parts = shape.syntax.read(choice)
     words = shape.echo + parts.words
     message: dict[str, Any] = {"role": "assistant", "content": words, "refusal": None}
-    if shape.reading.reasoning is not None:
+    if shape.syntax.reasoning is not None:
         message["reasoning_content"] = parts.thought or None
     if parts.calls:
         message["content"] = words or None
@@ -122,7 +122,7 @@ class ChatStream:
 
     def __init__(self, shape: ChatShape) -> None:
         self.shape = shape
-        self.readers = [shape.reading.reader() for _ in range(shape.num_choices)]
+        self.readers = [shape.syntax.reader() for _ in range(shape.num_choices)]
         self.spent = RunningUsage() if shape.continuous_usage else None
         asked = shape.logprobs or shape.token_ids or self.spent is not None
         self.plain = not asked and self.readers[0] is None
@@ -131,7 +131,7 @@ class ChatStream:
         self.calls = [-1] * shape.num_choices
         # choices that have sent text or a call
         self.answered = set[int]()
-        self.begun = False
+        self.started = False
         head = encode(shape.head("chat.completion.chunk"))[:-1]
         self._head = b"data: " + head + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if shape.include_usage else b"]}\n\n"
@@ -146,7 +146,7 @@ class ChatStream:
         if self.spent is not None:
             self.spent.take(event)
         if type(event) is Delta:
-            if self.plain and event.finish_reason is None and self.begun:
+            if self.plain and event.finish_reason is None and self.started:
                 if not event.text:
                     return b""
                 return self._before[event.choice] + encode(event.text) + self._after
@@ -162,13 +162,13 @@ class ChatStream:
         return error_frame(error, self.shape.id)
 
     def _begin(self) -> bytes:
-        if self.begun:
+        if self.started:
             return b""
-        self.begun = True
+        self.started = True
         frames = []
         for index in range(self.shape.num_choices):
             # if tools may be called, an answer may have no text
-            content = "" if self.shape.reading.calls is None else None
+            content = "" if self.shape.syntax.calls is None else None
             delta = {"role": "assistant", "content": content, "refusal": None}
             frames.append(self._chunk({"index": index, "delta": delta} | _OPEN))
             if self.shape.echo:
@@ -191,7 +191,7 @@ class ChatStream:
             deltas.append({"content": ""})
         extras = self._extras(event)
         if extras and not deltas:
-            deltas = [{} if self.shape.reading.calls is not None else {"content": ""}]
+            deltas = [{} if self.shape.syntax.calls is not None else {"content": ""}]
         frames = []
         for delta in deltas:
             choice = {"index": event.choice, "delta": delta} | _OPEN
@@ -206,7 +206,7 @@ class ChatStream:
     def _is_silent(self, event: Delta) -> bool:
         """Whether the choice ends without text and call: then its content is the empty string."""
         ended = event.finish_reason is not None and event.choice not in self.answered
-        return ended and self.shape.reading.calls is not None
+        return ended and self.shape.syntax.calls is not None
 
     def _pieces(self, event: Delta, reader: ChoiceReader | None) -> list[Piece]:
         if reader is None:

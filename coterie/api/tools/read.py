@@ -74,7 +74,7 @@ class AnswerSyntax:
 
 
 # all of an answer is text
-WORDS = AnswerSyntax()
+TEXT_ONLY = AnswerSyntax()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +105,9 @@ def _calls(pieces: list[Piece]) -> tuple[tuple[str, str], ...]:
 class ChoiceReader:
     """Splits the deltas of one choice into pieces. Feed it every delta."""
 
-    def __init__(self, reading: AnswerSyntax) -> None:
-        self._thoughts = (
-            None if reading.reasoning is None else ReasoningSplitter(*reading.reasoning)
-        )
-        self._calls = None if reading.calls is None else reading.calls.splitter()
+    def __init__(self, syntax: AnswerSyntax) -> None:
+        self._thoughts = None if syntax.reasoning is None else ReasoningSplitter(*syntax.reasoning)
+        self._calls = None if syntax.calls is None else syntax.calls.splitter()
 
     @property
     def reasoning_tokens(self) -> int:
@@ -160,11 +158,11 @@ async def answer_syntax_of(parsed: ParsedRequest, tokenizer: Tokenizer) -> Answe
 
 
 async def with_answer_grammar(
-    parsed: ParsedRequest, tokenizer: Tokenizer, reading: AnswerSyntax
+    parsed: ParsedRequest, tokenizer: Tokenizer, syntax: AnswerSyntax
 ) -> ParsedRequest:
     """The same request with one grammar for its thoughts, tools and format."""
     try:
-        grammar = await _whole_format(parsed, tokenizer, reading.thought)
+        grammar = await _whole_format(parsed, tokenizer, syntax.thought)
     except InvalidRequest as error:
         raise with_param_name(error, FORMAT, parsed.format_field) from None
     return replace(parsed, request=replace(parsed.request, response_format=grammar))
@@ -196,7 +194,7 @@ def tool_events(
 ) -> Events:
     """The events of `parsed`. Its response format must already be the grammar of its tools."""
     grammar = parsed.request.response_format
-    planned.hold_to(grammar)
+    planned.set_format(grammar)
     events = events_of(service, planned, exchange)
     if parsed.tools is None or grammar is None:
         return format_named(events, parsed.format_field)

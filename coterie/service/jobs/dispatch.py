@@ -220,8 +220,8 @@ class JobPipeline(Protocol):
         self,
         request: InferenceRequest,
         vendor: Sampling = ...,
-        tell: Callable[[RoutePlan], None] | None = None,
-        left: Callable[[InferenceMetrics], None] | None = None,
+        on_plan: Callable[[RoutePlan], None] | None = None,
+        on_abort: Callable[[InferenceMetrics], None] | None = None,
     ) -> AsyncGenerator[Event, None]: ...
 
 
@@ -286,23 +286,23 @@ class JobRun:
     ) -> tuple[list[RoutePlan], Events]:
         """The plans and events of this run. A repeated run follows the plan of the first run: what
         was installed or learnt in the meantime does not change its answer."""
-        request, plans, left = spec.request, list[RoutePlan](), list[InferenceMetrics]()
+        request, plans, metrics = spec.request, list[RoutePlan](), list[InferenceMetrics]()
         if stored is not None:
             repeated = replace(request, sampling=replace(stored.sampling, constraint=None))
             for candidate in (repeated, pinned(repeated, stored)):
                 try:
                     events = self._pipeline.handle(
-                        candidate, spec.vendor, plans.append, left.append
+                        candidate, spec.vendor, plans.append, metrics.append
                     )
                 except NotFound:
                     continue
                 if _models_of(plans[-1]) == _models_of(stored):
-                    return plans, until_deadline(events, candidate, left)
+                    return plans, until_deadline(events, candidate, metrics)
                 await events.aclose()
-                left.clear()
+                metrics.clear()
         # the first run, or its model is gone: answer the request as if it came now
-        events = self._pipeline.handle(request, spec.vendor, plans.append, left.append)
-        return plans, until_deadline(events, request, left)
+        events = self._pipeline.handle(request, spec.vendor, plans.append, metrics.append)
+        return plans, until_deadline(events, request, metrics)
 
     async def _begin(self, plan: RoutePlan) -> bool:
         """Store the plan before any text is shown: a run after a crash follows the same plan."""
