@@ -108,7 +108,7 @@ class AccessKeys:
 def _rights(words: Iterable[bytes], where: str, param: str) -> KeyRights:
     """Read `priority=9 max_running=8`, either one, or nothing. The error does not repeat a wrong
     word: it may be part of a key."""
-    found: dict[str, int] = {}
+    rights: dict[str, int] = {}
     for word in words:
         name, _, value = word.decode("latin-1").partition("=")
         low, high = _RIGHTS.get(name, (0, -1))
@@ -118,8 +118,8 @@ def _rights(words: Iterable[bytes], where: str, param: str) -> KeyRights:
                 "max_running=1..4096, apart by spaces",
                 param=param,
             )
-        found[name] = int(value)
-    return KeyRights(**found)
+        rights[name] = int(value)
+    return KeyRights(**rights)
 
 
 def load_keys(server: ServerSettings) -> AccessKeys:

@@ -97,9 +97,9 @@ def reason_of(error: CoterieError) -> str:
     if (error.param or "").startswith(_QUOTED_FIELDS):
         return f"{error.code}: {error.param}"[:MAX_REASON]
 
-    def kept(found: re.Match[str]) -> str:
-        inner = next(group for group in found.groups() if group is not None)
-        return found[0] if _NAME.fullmatch(inner) else "'...'"
+    def kept(match: re.Match[str]) -> str:
+        inner = next(group for group in match.groups() if group is not None)
+        return match[0] if _NAME.fullmatch(inner) else "'...'"
 
     message = _QUOTED.sub(kept, error.message[: 2 * MAX_REASON])
     plain = "".join(char if char.isprintable() else " " for char in message)

@@ -132,13 +132,13 @@ class ActiveRequest:
 
     def started(self, replica: str) -> Started:
         scores = None
-        asked = self.assignment.sampling.prompt_logprobs
+        num_top = self.assignment.sampling.prompt_logprobs
         ids = self.assignment.prompt_ids
-        if asked is not None:
-            found = [self.prompt_scores.get(position) for position in range(len(ids))]
+        if num_top is not None:
+            scored = [self.prompt_scores.get(position) for position in range(len(ids))]
             scores = tuple(
                 None if one is None else self.describe(token, one)
-                for token, one in zip(ids, found, strict=True)
+                for token, one in zip(ids, scored, strict=True)
             )
             self.prompt_scores.clear()
         return Started(
@@ -180,9 +180,9 @@ class ActiveRequest:
         )
 
     def _unfinished(self) -> tuple[int, ...]:
-        begun = self.beginning is None
+        has_begun = self.beginning is None
         return tuple(
-            n for n, held in sorted(self.constraints.items()) if not (begun and held.may_end)
+            n for n, held in sorted(self.constraints.items()) if not (has_begun and held.may_end)
         )
 
     def describe(self, token: int, score: TokenScore) -> TokenLogprob:
@@ -343,8 +343,8 @@ def _open_choices(request: ActiveRequest, entry: RequestSetup) -> None:
 def _open_beams(request: ActiveRequest, entry: RequestSetup) -> None:
     num_beams = request.assignment.sampling.num_beams or 1
     sequence = _sequence(request, entry, 0, restart=True)
-    wanted = num_continuations(num_beams, len(request.stop_ids))
-    sequence.draw = replace(sequence.draw, num_continuations=wanted)
+    num_kept = num_continuations(num_beams, len(request.stop_ids))
+    sequence.draw = replace(sequence.draw, num_continuations=num_kept)
     request.sequences.append(sequence)
 
 
@@ -371,14 +371,14 @@ def _sequence(
 
 
 def _context(assignment: Assignment, config: LaneConfig) -> int:
-    asked = assignment.limits.context_size
-    return config.capacity_tokens if asked is None else min(asked, config.capacity_tokens)
+    limit = assignment.limits.context_size
+    return config.capacity_tokens if limit is None else min(limit, config.capacity_tokens)
 
 
 def _max_total(assignment: Assignment, front: SequenceAdapters, config: LaneConfig) -> int:
-    room, wanted = _context(assignment, config), assignment.limits.max_tokens
+    room, most = _context(assignment, config), assignment.limits.max_tokens
     num_prompt = len(front.tokens) + len(assignment.prompt_ids)
-    return room if wanted is None else min(room, num_prompt + wanted)
+    return room if most is None else min(room, num_prompt + most)
 
 
 def _refuse_beams(

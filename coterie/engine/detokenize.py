@@ -219,10 +219,10 @@ class Detokenizer:
     def _hold(self, text: str, may_stop: bool) -> str | StopMatch:
         window = self._held + text
         if may_stop and text:
-            found = self._find(window, len(self._held))
-            if found is not None:
+            match = self._find(window, len(self._held))
+            if match is not None:
                 self._held, self._run = "", []
-                return found
+                return match
         keep = self._num_held(window)
         self._held = window[len(window) - keep :]
         return window[: len(window) - keep]

@@ -116,12 +116,12 @@ class BadWords:
         """Ids that would complete a banned sequence, after an output that starts at
         `num_prompt`."""
         num_output = len(tokens) - num_prompt
-        found = []
+        banned = []
         for ids in self.sequences:
             before = len(ids) - 1
             if before <= num_output and tuple(tokens[len(tokens) - before :]) == ids[:-1]:
-                found.append(ids[-1])
-        return found
+                banned.append(ids[-1])
+        return banned
 
 
 @dataclass(slots=True, eq=False)

@@ -101,7 +101,7 @@ class Lane:
     config: LaneConfig
     scheduler: Scheduler
     runner: Runner
-    pace: LaneThroughput = field(default_factory=LaneThroughput)
+    throughput: LaneThroughput = field(default_factory=LaneThroughput)
 
     @property
     def weight(self) -> float:
@@ -115,7 +115,7 @@ class Lane:
         scheduler = self.scheduler
         busy = len(scheduler.waiting) + len(scheduler.running)
         ahead = max(busy + 1 - self.config.max_sequences, 0)
-        return self.pace.first_token_s(self.num_pending_tokens(), ahead)
+        return self.throughput.first_token_s(self.num_pending_tokens(), ahead)
 
 
 class Engine:
@@ -167,7 +167,7 @@ class Engine:
         if rejected is not None:
             return rejected
         if lane.scheduler.is_full(assignment):
-            wait_s = lane.pace.retry_after_s(lane.config.max_queue, lane.num_pending_tokens())
+            wait_s = lane.throughput.retry_after_s(lane.config.max_queue, lane.num_pending_tokens())
             reason = f"{len(lane.scheduler.waiting)} sequences wait already"
             return Rejected("overloaded", reason, wait_s)
         self._num_added += 1
@@ -255,7 +255,7 @@ class Engine:
                 prefix_digests=lane.scheduler.space.cache.session_ends,
                 predicted_first_token_s=lane.first_token_s(),
                 preempting=any(s.num_preemptions for s in lane.scheduler.waiting),
-                step_s=lane.pace.step_s,
+                step_s=lane.throughput.step_s,
             )
             for lane in self._lanes
         )
@@ -316,7 +316,7 @@ class Engine:
         lane, counts = self._lanes[index], self._counts
         self._turns.charge(index, plan.num_tokens)
         ended = self._tracker.num_ended.pop(lane.config.name, 0)
-        lane.pace.record(now - started, plan.num_tokens, ended)
+        lane.throughput.record(now - started, plan.num_tokens, ended)
         counts["steps"] += 1
         counts["prefill_tokens"] += plan.num_prefill_tokens
         counts["generated_tokens"] += len(plan.draws)

@@ -252,26 +252,31 @@ class GrammarCache:
     ) -> GrammarTask:
         """Start the constraints with their existing outputs, on another thread. An invalid grammar
         is the error of the task."""
-        wanted = assignment.sampling.constraint
-        assert wanted is not None
-        job = GrammarTask(own_tenant(assignment.tenant), partial(self._begin, wanted, choices))
+        answer_format = assignment.sampling.constraint
+        assert answer_format is not None
+        job = GrammarTask(
+            own_tenant(assignment.tenant), partial(self._begin, answer_format, choices)
+        )
         self.work.do([job])
         return job
 
     def _begin(
-        self, wanted: ResponseFormat, choices: Sequence[tuple[Constraint, Sequence[int]]]
+        self, answer_format: ResponseFormat, choices: Sequence[tuple[Constraint, Sequence[int]]]
     ) -> int:
-        start = self._compiled.get_or_make(wanted, partial(self._compile, wanted))
+        start = self._compiled.get_or_make(answer_format, partial(self._compile, answer_format))
         for constraint, output in choices:
             constraint.begin(start, output)
         return len(choices)
 
-    def _compile(self, wanted: ResponseFormat) -> CompiledGrammar:
+    def _compile(self, answer_format: ResponseFormat) -> CompiledGrammar:
         self.warm()
         assert self._parts is not None
         vocabulary, finder = self._parts
-        matcher, letters = vocabulary.compile(wanted), vocabulary.compile_letters(wanted)
-        hints = hints_of(wanted)
+        matcher, letters = (
+            vocabulary.compile(answer_format),
+            vocabulary.compile_letters(answer_format),
+        )
+        hints = hints_of(answer_format)
         shortest = finder.find(letters.deep_copy(), NEAR_END * 8, hints, MANY)
         return CompiledGrammar(matcher, letters, shortest, vocabulary, finder, hints)
 

@@ -392,7 +392,7 @@ _STRING = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 _TOKEN = re.compile(r"<\[(\d+)\]>")
 
 
-def hints_of(wanted: ResponseFormat) -> EndingHints:
+def hints_of(answer_format: ResponseFormat) -> EndingHints:
     """The hints in a grammar. A rough reading is enough: a missed hint only makes a search
     longer."""
     letters, texts, tokens = set[int](), dict[bytes, None](), dict[int, None]()
@@ -427,13 +427,13 @@ def hints_of(wanted: ResponseFormat) -> EndingHints:
             for part in value:
                 schema(part)
 
-    if wanted.kind == "regex":
-        pattern(wanted.text)
-    elif wanted.kind == "json_schema":
+    if answer_format.kind == "regex":
+        pattern(answer_format.text)
+    elif answer_format.kind == "json_schema":
         with suppress(RecursionError):
-            schema(json.loads(wanted.text))
-    elif wanted.kind in ("lark", "gbnf"):
-        rest = _schemas_out(wanted.text, schema)
+            schema(json.loads(answer_format.text))
+    elif answer_format.kind in ("lark", "gbnf"):
+        rest = _schemas_out(answer_format.text, schema)
         for literal in _STRING.findall(rest):
             pattern(re.escape(literal))
         for body in re.findall(r"/((?:[^/\\\n]|\\.)+)/", rest):

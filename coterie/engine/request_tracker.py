@@ -81,8 +81,8 @@ class RequestTracker:
     @property
     def grammar_jobs(self) -> list[GrammarTask]:
         """The grammar tasks that sequences wait for."""
-        begun = [request.beginning for request in self._beginning.values()]
-        return [job for job in begun if job is not None] + [
+        starting = [request.beginning for request in self._beginning.values()]
+        return [job for job in starting if job is not None] + [
             draw.job for draw in self._late.values()
         ]
 

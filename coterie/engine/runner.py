@@ -129,24 +129,24 @@ class Runner:
         The second list describes the latter: (row of the plan, position of the predicted token).
         Soft tokens and the first token of the text have no score.
         """
-        wanted = [bounds[row + 1] - 1 for row in dict.fromkeys(plan.draw_rows)]
+        logit_rows = [bounds[row + 1] - 1 for row in dict.fromkeys(plan.draw_rows)]
         scored: list[tuple[int, int]] = []
         for index, (sequence, start, count, phase) in enumerate(plan.rows):
             if phase == "prefill" and sequence.draw.prompt_logprobs is not None:
                 first = max(start, sequence.num_virtual)
                 last = min(start + count, sequence.num_prompt - 1)
                 row = bounds[index] - start
-                wanted += range(row + first, row + last)
+                logit_rows += range(row + first, row + last)
                 scored += [(index, position + 1) for position in range(first, last)]
-        return wanted, scored
+        return logit_rows, scored
 
     def _score_prompts(
         self, plan: StepPlan, logits: Tensor, scored: list[tuple[int, int]]
     ) -> dict[tuple[int, int], TokenScore]:
         targets = [plan.rows[index].sequence.tokens[position] for index, position in scored]
-        asked = [plan.rows[index].sequence.draw.prompt_logprobs or 0 for index, _ in scored]
-        found = ranked(logits, targets, max(asked))
+        num_tops = [plan.rows[index].sequence.draw.prompt_logprobs or 0 for index, _ in scored]
+        scores = ranked(logits, targets, max(num_tops))
         return {
             place: one._replace(top=one.top[:num])
-            for place, num, one in zip(scored, asked, found, strict=True)
+            for place, num, one in zip(scored, num_tops, scores, strict=True)
         }

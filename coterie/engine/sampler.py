@@ -186,8 +186,8 @@ def _places(rows: Seq[int]) -> list[int]:
 def argmax(logits: Tensor) -> list[int]:
     """[R, V] to R ids; the lowest id among equal logits. On a CPU numpy is ten times faster."""
     if logits.device.type == "cpu":
-        found: list[int] = logits.detach().numpy().argmax(axis=1).tolist()
-        return found
+        ids: list[int] = logits.detach().numpy().argmax(axis=1).tolist()
+        return ids
     return [int(token) for token in logits.argmax(dim=1).tolist()]
 
 
@@ -232,12 +232,12 @@ def _draw(logits: Tensor, batch: SampleBatch, group: FilterGroup) -> list[int]:
     if not chosen:
         return []
     noise = uniforms(group.keys, [len(draws[i].tokens) - draws[i].num_prompt for i in chosen])
-    found: list[int] = (draw_filtered if group.filtered else draw_plain)(
+    ids: list[int] = (draw_filtered if group.filtered else draw_plain)(
         logits if len(chosen) == len(logits) else logits[chosen],
         group.filters,
         torch.from_numpy(noise).to(logits.device).unsqueeze(1),
     ).tolist()
-    return found
+    return ids
 
 
 def _edit_row(row: Tensor, sequence: Sequence) -> Tensor:
@@ -249,11 +249,11 @@ def _edit_row(row: Tensor, sequence: Sequence) -> Tensor:
 def _score_draws(logits: Tensor, batch: SampleBatch, tokens: list[int]) -> dict[int, TokenScore]:
     if not batch.scored:
         return {}
-    asked = [batch.draws[i].draw.logprobs or 0 for i in batch.scored]
-    scores = score(logits[batch.scored], [tokens[i] for i in batch.scored], max(asked))
+    num_tops = [batch.draws[i].draw.logprobs or 0 for i in batch.scored]
+    scores = score(logits[batch.scored], [tokens[i] for i in batch.scored], max(num_tops))
     return {
-        i: TokenScore(found.logprob, found.top[:num])
-        for i, num, found in zip(batch.scored, asked, scores, strict=True)
+        i: TokenScore(token_score.logprob, token_score.top[:num])
+        for i, num, token_score in zip(batch.scored, num_tops, scores, strict=True)
     }
 
 
@@ -340,8 +340,8 @@ def draw_filtered(logits: Tensor, filters: SampleFilters, noise: Tensor) -> Tens
     for num_candidates in (*(n for n in NUM_CANDIDATES if n < vocab), vocab):
         # the first try uses all rows: no need to gather them
         some = logits if len(rest) == len(logits) else logits[rest]
-        found, done = _draw_among(some, filters.pick(rest), noise[rest], num_candidates)
-        tokens[rest] = found
+        drawn, done = _draw_among(some, filters.pick(rest), noise[rest], num_candidates)
+        tokens[rest] = drawn
         rest = rest[~done]
         if len(rest) == 0:
             break

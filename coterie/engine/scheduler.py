@@ -202,12 +202,12 @@ class Scheduler:
     def _absent(self) -> list[Sequence]:
         """The first waiting sequence of every party with nothing running, best rank first."""
         parties = {party for party in self._num_waiting if not self._num_running[party]}
-        found: list[Sequence] = []
+        first_waiting: list[Sequence] = []
         for sequence in self.waiting if parties else ():
             if sequence.party in parties and sequence not in self.held:
                 parties.remove(sequence.party)
-                found.append(sequence)
-        return found
+                first_waiting.append(sequence)
+        return first_waiting
 
     def _enter(self, sequence: Sequence) -> bool:
         """Let it run from now on. False if there is no room."""

@@ -204,10 +204,10 @@ class RouteMeter:
             self._validation.observe(validation.duration_ms / 1000)
 
     def _decision(self, name: str) -> MetricValue:
-        found = self._decisions.get(name)
-        if found is None:
+        series = self._decisions.get(name)
+        if series is None:
             if len(self._decisions) >= MAX_NAMED:
                 return self._registry.value("coterie_route_decisions", "other")
-            found = self._registry.value("coterie_route_decisions", name)
-            self._decisions[name] = found
-        return found
+            series = self._registry.value("coterie_route_decisions", name)
+            self._decisions[name] = series
+        return series

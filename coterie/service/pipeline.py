@@ -81,11 +81,11 @@ class PlannedRequest:
     def tokenizer(self) -> Tokenizer:
         return self.run.served.tokenizer
 
-    def set_format(self, wanted: ResponseFormat | None) -> None:
-        """Constrain the answer to `wanted`: the caller's format, written for the model that
+    def set_format(self, answer_format: ResponseFormat | None) -> None:
+        """Constrain the answer to `answer_format`: the caller's format, written for the model that
         answers."""
-        self.run.request = replace(self.run.request, response_format=wanted)
-        self.run.response_format = wanted or self.plan.tuned.response_format
+        self.run.request = replace(self.run.request, response_format=answer_format)
+        self.run.response_format = answer_format or self.plan.tuned.response_format
 
 
 class Pipeline:

@@ -37,8 +37,8 @@ class RequestPlanner:
         routed_at = time.monotonic()
         self._meter.planned(plan, routed_at - began)
         served = self._fleet.find(plan.specialist)
-        wanted = request.response_format or plan.tuned.response_format
-        return RequestRun(request, plan, served, routed_at, routed_at - began, wanted)
+        answer_format = request.response_format or plan.tuned.response_format
+        return RequestRun(request, plan, served, routed_at, routed_at - began, answer_format)
 
     def plan_without(
         self, run: RequestRun, vendor: Sampling, left: list[LeftOutAdapter]
@@ -148,9 +148,15 @@ def left_out(
 
     An adapter that requires others is kept together with them, or not at all.
     """
-    known = {item.digest: found for item in plan.adapters if (found := profile(item.digest))}
+    known = {
+        item.digest: item_profile
+        for item in plan.adapters
+        if (item_profile := profile(item.digest))
+    }
     if not all(is_exact(item.weight) for item in plan.adapters):
-        known = {digest: replace(found, narrow_bytes=0) for digest, found in known.items()}
+        known = {
+            digest: replace(item_profile, narrow_bytes=0) for digest, item_profile in known.items()
+        }
     if _fits(known.values(), room):
         return []
     scores = {} if plan.trace is None else {c.digest: c.score for c in plan.trace.candidates}
@@ -226,16 +232,16 @@ def _nbytes(stack: Sequence[AdapterProfile], room: AdapterLimits) -> int:
 def _with_required(digest: str, known: dict[str, AdapterProfile]) -> dict[str, AdapterProfile]:
     """`digest` and all other adapters of the stack that it requires."""
     by_name = {profile.card.name: key for key, profile in known.items()}
-    found: dict[str, AdapterProfile] = {}
-    wanted = [digest]
-    while wanted:
-        key = wanted.pop()
-        if key in found:
+    required: dict[str, AdapterProfile] = {}
+    pending = [digest]
+    while pending:
+        key = pending.pop()
+        if key in required:
             continue
-        found[key] = known[key]
+        required[key] = known[key]
         names = (name.partition("@")[0] for name in known[key].requires)
-        wanted += [by_name[name] for name in names if name in by_name]
-    return found
+        pending += [by_name[name] for name in names if name in by_name]
+    return required
 
 
 def _why(profile: AdapterProfile, room: AdapterLimits) -> str:

@@ -332,18 +332,18 @@ class MoeHost:
         self._heatmap: HeatmapFile | None = None
         self.runtime: ExpertRuntime | None = None
 
-    def open(self, wanted: MoeRequirements) -> ExpertRuntime:
+    def open(self, requirements: MoeRequirements) -> ExpertRuntime:
         settings = self._settings
-        store = store_of(wanted, settings.reads)
+        store = store_of(requirements, settings.reads)
         try:
             known = self._known(store.geometry, store.lineage)
             runtime = open_experts(
                 store,
                 settings,
-                device=wanted.device,
+                device=requirements.device,
                 kv_bytes=self._kv_bytes,
                 heatmap=known,
-                costs=known_costs(store, wanted.device),
+                costs=known_costs(store, requirements.device),
                 chooser=chooser,
             )
         except BaseException:

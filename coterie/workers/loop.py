@@ -109,18 +109,18 @@ def drop_bad_values(report: WorkerReport, fault: Fault) -> None:
     lost: set[str] = set()
     for name, kind in REQUEST_LISTS.items():
         for item in getattr(report, name):
-            if (found := fault(item, kind)) is not None:
-                report.faults.append(f"{name}.{found}")
+            if (path := fault(item, kind)) is not None:
+                report.faults.append(f"{name}.{path}")
                 lost.add(owner_of(item))
     for name, kind in SHARED_LISTS.items():
         items = getattr(report, name)
-        wrong = [found for item in items or () if (found := fault(item, kind)) is not None]
+        wrong = [path for item in items or () if (path := fault(item, kind)) is not None]
         if wrong:
-            report.faults += [f"{name}.{found}" for found in wrong]
+            report.faults += [f"{name}.{path}" for path in wrong]
             setattr(report, name, tuple(item for item in items if fault(item, kind) is None))
     for name, value in list(report.stats.items()):
-        if (found := fault(value, float)) is not None:
-            report.faults.append(f"stats.{name}{found}")
+        if (path := fault(value, float)) is not None:
+            report.faults.append(f"stats.{name}{path}")
             del report.stats[name]
     if lost:
         fail_requests(report, lost)
@@ -140,5 +140,5 @@ def fail_requests(report: WorkerReport, lost: set[str]) -> None:
 
 def owner_of(item: Any) -> str:
     """The id of the request, or "" if it cannot be read."""
-    found = item[0] if isinstance(item, tuple) else item.request_id
-    return found if type(found) is str else ""
+    owner = item[0] if isinstance(item, tuple) else item.request_id
+    return owner if type(owner) is str else ""

@@ -184,11 +184,11 @@ async def _launch(address: str, spec: WorkerSpec) -> AsyncProcess:
 
 def socket_directory() -> Path:
     """A folder that only this user can enter, with a path short enough for a socket."""
-    wanted = state_dir() / "run"
-    if len(str(wanted)) + 16 <= MAX_DIRECTORY:
-        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _sweep(wanted)
-        return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=wanted))
+    parent = state_dir() / "run"
+    if len(str(parent)) + 16 <= MAX_DIRECTORY:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _sweep(parent)
+        return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=parent))
     return Path(tempfile.mkdtemp(prefix="coterie-"))
 
 
@@ -196,10 +196,10 @@ def is_own_directory(directory: Path) -> bool:
     """Whether it still exists and is ours: in /tmp another user may take a name that was
     removed."""
     try:
-        found = directory.lstat()
+        status = directory.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def remove_directory(directory: Path) -> None:

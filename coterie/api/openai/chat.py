@@ -124,8 +124,8 @@ class ChatStream:
         self.shape = shape
         self.readers = [shape.syntax.reader() for _ in range(shape.num_choices)]
         self.spent = RunningUsage() if shape.continuous_usage else None
-        asked = shape.logprobs or shape.token_ids or self.spent is not None
-        self.plain = not asked and self.readers[0] is None
+        needs_dicts = shape.logprobs or shape.token_ids or self.spent is not None
+        self.plain = not needs_dicts and self.readers[0] is None
         self.prompt_ids: tuple[int, ...] = ()
         # index of each choice's last call
         self.calls = [-1] * shape.num_choices

@@ -50,14 +50,14 @@ def parse_chat(body: ChatBody, caller: CallerInfo, request_id: str) -> ParsedReq
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     tools = tool_set_of(body)
     prompt = chat_prompt(body)
-    wanted, field = vendor_format_of(body)
+    answer_format, field = vendor_format_of(body)
     request = InferenceRequest(
         id=request_id,
         prompt=prompt if tools is None else replace(prompt, tools=tools.fields()),
         sampling=_sampling(body, logprobs, body.prompt_logprobs),
         limits=_limits(body, body.max_completion_tokens or body.max_tokens, caller),
         hints=_hints(body),
-        response_format=wanted,
+        response_format=answer_format,
         session=_session(body, caller),
         tenant=caller.salted_tenant(body.cache_salt),
         arrived_at=caller.arrived_at,
@@ -73,9 +73,9 @@ def parse_completion(
     _refuse_completion(body)
     _refuse_common(body)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
-    scored = [count for count in asked if count is not None]
-    wanted, field = vendor_format_of(body)
+    logprob_counts = (body.prompt_logprobs, body.logprobs if body.echo else None)
+    scored = [count for count in logprob_counts if count is not None]
+    answer_format, field = vendor_format_of(body)
     # an engine always produces at least one token; with `scores_prompt` the answer leaves it out
     first = InferenceRequest(
         id=answer_id,
@@ -83,7 +83,7 @@ def parse_completion(
         sampling=_sampling(body, body.logprobs, max(scored, default=None)),
         limits=_limits(body, max(max_tokens, 1), caller),
         hints=_hints(body),
-        response_format=wanted,
+        response_format=answer_format,
         session=_session(body, caller),
         tenant=caller.salted_tenant(body.cache_salt),
         arrived_at=caller.arrived_at,

@@ -93,11 +93,11 @@ def prompt_logprobs(
 
 
 def _ranked(token: TokenLogprob, num_top: int) -> dict[str, Any]:
-    found = {
+    ranked = {
         str(other): _rank(name, logprob, rank)
         for rank, (other, name, _, logprob) in enumerate(token.top[:num_top], 1)
     }
-    return {str(token.token_id): _rank(token.text, token.logprob, token.rank)} | found
+    return {str(token.token_id): _rank(token.text, token.logprob, token.rank)} | ranked
 
 
 def _rank(name: str, logprob: float, rank: int) -> dict[str, Any]:

@@ -135,8 +135,10 @@ def _choice(
         tokens = [] if shape.scores_prompt else choice.logprobs
         fields["logprobs"] = listed.fields(tokens, len(lead) + len(text))
         if echo is not None:
-            told = _echo_logprobs(shape, echo, started)
-            fields["logprobs"] = {key: told[key] + fields["logprobs"][key] for key in told}
+            prompt_lists = _echo_logprobs(shape, echo, started)
+            fields["logprobs"] = {
+                key: prompt_lists[key] + fields["logprobs"][key] for key in prompt_lists
+            }
     fields |= _finish(shape, choice.finish_reason, choice.stop_match)
     if shape.prompt_logprobs is not None:
         fields["prompt_logprobs"] = prompt_logprobs(_scores(started), shape.prompt_logprobs)
@@ -177,8 +179,8 @@ class TextStream:
         self.lengths = [0] * total
         self.listed: list[LegacyLogprobs | None] = [None] * total
         self.spent = RunningUsage() if shape.continuous_usage else None
-        asked = shape.logprobs is not None or shape.token_ids or shape.scores_prompt
-        self.plain = not asked and self.spent is None
+        needs_dicts = shape.logprobs is not None or shape.token_ids or shape.scores_prompt
+        self.plain = not needs_dicts and self.spent is None
         self._prompt_of = {shape.part_id(i): i for i in range(shape.num_prompts)}
         self._head = b"data: " + encode(shape.head())[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if shape.include_usage else b"]}\n\n"

@@ -342,8 +342,8 @@ class ReplicaSet:
         return sum(len(queue.running) for queue in self._queues.values())
 
     def states(self) -> list[LaneState]:
-        found = (self.state(replica) for replica in self.members)
-        return [state for state in found if state is not None]
+        reported = (self.state(replica) for replica in self.members)
+        return [state for state in reported if state is not None]
 
     def ready(self) -> bool:
         return any(replica.healthy() for replica in self.members)

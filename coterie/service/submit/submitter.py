@@ -272,20 +272,20 @@ def _encode(tokenizer: Tokenizer, prompt: Prompt, context: int | None, times: in
     return tokenizer.encode_text(prompt, text)
 
 
-def _constrained(sampling: Sampling, wanted: ResponseFormat | None) -> Sampling:
-    return sampling if wanted is None else replace(sampling, constraint=wanted)
+def _constrained(sampling: Sampling, answer_format: ResponseFormat | None) -> Sampling:
+    return sampling if answer_format is None else replace(sampling, constraint=answer_format)
 
 
 def _check_choices(run: RequestRun) -> None:
     for name in ("n", "num_beams"):
-        asked = getattr(run.plan.sampling, name) or 1
+        count = getattr(run.plan.sampling, name) or 1
         most = min(
             run.served.max_sequences, run.request.limits.max_running or run.served.max_sequences
         )
-        if asked > most:
+        if count > most:
             whose = " of this key" if most < run.served.max_sequences else ""
             raise InvalidRequest(
-                f"{name} is {asked}; at most {most} sequences{whose} run together",
+                f"{name} is {count}; at most {most} sequences{whose} run together",
                 param=name,
             )
 
@@ -306,12 +306,14 @@ def _limits(run: RequestRun, prompt_tokens: int, virtual_tokens: int) -> Limits:
     return replace(limits, max_tokens=max(limits.min_tokens, min(tuned, limits.max_tokens)))
 
 
-async def _check_format(run: RequestRun, wanted: ResponseFormat, grammars: GrammarCheck) -> None:
+async def _check_format(
+    run: RequestRun, answer_format: ResponseFormat, grammars: GrammarCheck
+) -> None:
     """Check the format before anything is reserved. An invalid format of the caller is refused; an
     invalid format of a package is dropped, because the caller did not ask for it."""
     started_at = time.monotonic()
     try:
-        await grammars.check(wanted, run.served.tokenizer)
+        await grammars.check(answer_format, run.served.tokenizer)
     except (InvalidRequest, MissingDependency) as error:
         if run.request.response_format is not None:
             raise

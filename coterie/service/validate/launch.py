@@ -238,10 +238,10 @@ def prctl(option: int, value: int) -> bool:
 def namespaces() -> list[str]:
     """Namespaces for the children of this process: without network and other processes."""
     user, group = os.geteuid(), os.getegid()
-    wanted = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
-    if call("unshare", wanted):
+    flags = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
+    if call("unshare", flags):
         return ["network", "processes"]
-    if not call("unshare", wanted | CLONE_NEWUSER):
+    if not call("unshare", flags | CLONE_NEWUSER):
         return []
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"),
                        ("gid_map", f"{group} {group} 1")):  # fmt: skip
