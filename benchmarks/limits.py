@@ -1,5 +1,4 @@
-"""The limits of this machine, measured in the same run as the results that are compared with
-them."""
+"""The limits of this machine, measured in the same run as the results."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ def best_of(run: Callable[[], object], repeats: int = 7) -> float:
 
 
 def read_bandwidth(num_bytes: int = 1 << 30) -> float:
-    """Bytes per second that all threads read from memory: a sum over a buffer larger than all
-    caches."""
+    """Bytes per second that all threads read: a sum over more bytes than all caches."""
     buffer = torch.ones(num_bytes // 4)
     return num_bytes / best_of(buffer.sum)
 

@@ -51,8 +51,7 @@ class Course:
 
 
 def courses(profiles: Sequence[AdapterProfile]) -> tuple[list[str], list[Course]]:
-    """All texts, and for each expert which of them it uses, as coterie/routing/match/probes
-    does."""
+    """All texts, and which of them each expert uses: as coterie/routing/match/probes."""
     texts = list(ordinary_prompts())
     background = np.arange(len(texts))
     own: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []

@@ -288,8 +288,7 @@ def _first_fault(error: ValidationError) -> InvalidRequest:
 
 
 def _is_field(step: str) -> bool:
-    """Whether the step is a field, not a type: types start with a capital or have Python's
-    names."""
+    """Whether the step is a field: types start with a capital or have Python's names."""
     if not step.isidentifier() or step[0].isupper():
         return False
     return step not in ("str", "int", "float", "bool")

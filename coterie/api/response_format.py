@@ -145,8 +145,7 @@ def _vendor(field: Any, param: str, closed: bool = False) -> ResponseFormat | No
 def schema_format(
     schema: dict[str, Any], strict: bool | None = None, param: str = FORMAT
 ) -> ResponseFormat:
-    """The format of a JSON schema. With `strict` False, keywords that cannot be enforced are
-    skipped."""
+    """The format of a schema. Not `strict`: skip keywords that cannot be enforced."""
     own = {key: value for key, value in schema.items() if key != "x-guidance"}
     if strict is False:
         own["x-guidance"] = {"lenient": True}

@@ -75,8 +75,7 @@ class ActiveRequest:
 
     @property
     def session(self) -> tuple[str, str]:
-        """The session that its prefix blocks belong to; without a key the tenant's default
-        session."""
+        """The session of its prefix blocks; without a key the tenant's default session."""
         return self.assignment.tenant, self.assignment.session
 
     @property
@@ -89,8 +88,7 @@ class ActiveRequest:
         return known[choice] if choice < len(known) else ()
 
     def replay(self, choice: int) -> tuple[Detokenizer, str | None]:
-        """The text state after the tokens that the client already has, and whether these are
-        all."""
+        """The text state after the tokens that the client has, and whether these are all."""
         tokens = self.emitted(choice)
         limits = self.assignment.limits
         text = Detokenizer(self.pieces, limits.stop, limits.text.include_stop)
@@ -102,8 +100,7 @@ class ActiveRequest:
         return text, reason
 
     def produce(self, choice: int, token: int, count: int, score: TokenScore | None) -> Delta:
-        """Add the `count`-th output token of a choice. Records the end if the choice ends with
-        it."""
+        """Add the `count`-th output token of a choice. Records the end of the choice."""
         text, reason, match = self._advance(self.texts[choice], token, count)
         if self.constraints and reason is None and self.complete(choice):
             text, reason = text + self.texts[choice].flush(), self.complete(choice)

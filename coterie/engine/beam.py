@@ -29,8 +29,7 @@ class BeamContinuation:
 
 
 def num_continuations(num_beams: int, num_stop_ids: int) -> int:
-    """How many of each beam's best tokens to keep, so that enough remain if some are stop
-    tokens."""
+    """How many of a beam's best tokens to keep: enough even if some are stop tokens."""
     return max(2, 1 + num_stop_ids) * num_beams
 
 

@@ -23,8 +23,7 @@ from coterie.engine.sequence import Sequence
 
 
 class BlockPool:
-    """A block is free, owned (by one or more owners), or without owner but kept by the prefix
-    cache."""
+    """A block is free, owned (once or more), or without owner but in the prefix cache."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -57,8 +56,7 @@ class BlockPool:
         self._free.append(block)
 
     def check(self, tables: Iterable[list[int]], held: set[int]) -> None:
-        """Check that every block is exactly one of: free, owned as often as in `tables`, or
-        `held`."""
+        """Check that each block is one of: free, owned as often as in `tables`, `held`."""
         counts = Counter(block for table in tables for block in table)
         free = set(self._free)
         assert len(free) == len(self._free), "a block is in the free list twice"
@@ -264,8 +262,7 @@ class KVSpace:
         self._prefix_cache = config.prefix_cache
 
     def num_missing(self, sequence: Sequence) -> int:
-        """Blocks without owner that are needed to admit `sequence`: for its tokens and one more
-        step."""
+        """Blocks without owner that `sequence` needs: for its tokens and one more step."""
         reused = self._match(sequence)
         return self._num_needed(sequence) - len(reused) + self.cache.num_unowned(reused)
 
@@ -326,8 +323,7 @@ class KVSpace:
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Let `child` share everything that `parent` has computed. False if no table row is
-        free."""
+        """Let `child` share what `parent` has computed. False if no table row is free."""
         if not self.tables.num_free:
             return False
         child.row = self.tables.acquire()

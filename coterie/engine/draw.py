@@ -113,8 +113,7 @@ class BadWords:
         self.sequences = tuple(ids for ids in spelt if ids)
 
     def banned_behind(self, tokens: Sequence[int], num_prompt: int) -> list[int]:
-        """Ids that would complete a banned sequence, after an output that starts at
-        `num_prompt`."""
+        """Ids that would complete a banned sequence; the output starts at `num_prompt`."""
         num_output = len(tokens) - num_prompt
         banned = []
         for ids in self.sequences:

@@ -229,8 +229,7 @@ class Engine:
             self._holds.wait_for_load()
 
     def settle_moe(self, updates: int) -> None:
-        """Between requests: move MoE experts to where they are used, in at most `updates`
-        rounds."""
+        """Between requests: move MoE experts to where they are used, `updates` rounds at most."""
         if self._experts is not None:
             self._experts.update(updates)
 

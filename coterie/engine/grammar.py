@@ -321,8 +321,7 @@ class _Waiter:
 
 
 class _Threads:
-    """The grammar threads of this process, shared by all its engines. The first task starts
-    them."""
+    """The grammar threads of this process, for all its engines. Started by the first task."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()

@@ -44,7 +44,8 @@ _PRICES = dict.fromkeys(b'"}])', 0.0) | dict.fromkeys(b",:", 1.0) | dict.fromkey
 _PRICES |= dict.fromkeys(b" \n\t\r", 3.0) | dict.fromkeys(b"\\", 6.0)
 _PLAIN = frozenset(range(33, 127)) - {92}
 _MARKS = b'"}]){[(,:\\'
-# texts that distinguish states: how many bytes of each are accepted, alone and after a fill
+# texts that distinguish states, by how many of their bytes are accepted: these ends, and each fill
+# followed by a quote or by the end of the text
 _ENDS = (b'"}', b'"]', b'",', b"}}", b"]}")
 _FILLS = (b"a", b"0", b"A", b"aa", b"00", b"AA")
 
@@ -393,8 +394,7 @@ _TOKEN = re.compile(r"<\[(\d+)\]>")
 
 
 def hints_of(answer_format: ResponseFormat) -> EndingHints:
-    """The hints in a grammar. A rough reading is enough: a missed hint only makes a search
-    longer."""
+    """Hints in a grammar, roughly read: a missed hint only makes a search longer."""
     letters, texts, tokens = set[int](), dict[bytes, None](), dict[int, None]()
 
     def pattern(text: str) -> None:

@@ -278,8 +278,7 @@ class RequestTracker:
         self._finish(request, events)
 
     def fail(self, plan: StepPlan, error: Exception, events: list[Event]) -> None:
-        """The step failed: no request in it can continue. Clients get the message of a typed
-        error."""
+        """The step failed: its requests fail. Clients get the message of a typed error."""
         typed = error if isinstance(error, CoterieError) else None
         for row in plan.rows:
             request = self._requests.get(row.sequence.request_id)

@@ -137,8 +137,7 @@ class Scheduler:
         return self._plan(rows, copies) if rows else None
 
     def commit(self, plan: StepPlan) -> None:
-        """After the plan was computed: advance its sequences and separate followers from
-        leaders."""
+        """After the plan was computed: advance its sequences, separate followers."""
         block_size = self.config.block_size
         for sequence, start, count, _ in plan.rows:
             end = start + count

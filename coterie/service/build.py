@@ -39,8 +39,7 @@ MakeReplica = Callable[[WorkerSpec], Replica]
 
 
 def build(config: Config, *, progress: Progress | None = None, inproc: bool = False) -> Pipeline:
-    """The pipeline that `config` describes. `inproc` runs the engines as threads of this
-    process."""
+    """The pipeline of `config`. `inproc` runs the engines as threads of this process."""
     shared: dict[tuple[Path, str, MoeSettings], list[tuple[str, SpecialistSettings]]] = {}
     names: set[str] = set()
     for index, settings in enumerate(config.specialists):

@@ -286,8 +286,7 @@ def _specialist(item: ServedSpecialist) -> Specialist:
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results. If one fails, the others are cancelled and have ended before the error is
-    raised."""
+    """All results. If one fails, the others are cancelled and end first."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return await asyncio.gather(*tasks)

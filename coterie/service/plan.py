@@ -43,8 +43,7 @@ class RequestPlanner:
     def plan_without(
         self, run: RequestRun, vendor: Sampling, left: list[LeftOutAdapter]
     ) -> RequestRun:
-        """The plan without the adapters that could not be loaded: other adapters, or the base
-        model."""
+        """The plan without the adapters that could not be loaded."""
         request = request_without(run.request, run.plan, left)
         planned = self.plan(request, vendor)
         if {item.digest for item in planned.plan.adapters} & {i.adapter.digest for i in left}:

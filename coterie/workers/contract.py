@@ -193,8 +193,7 @@ class Replica(Protocol):
         """Seconds until an unhealthy replica may be healthy again."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Accept no new requests and wait until the running ones have ended, at most
-        `timeout_s`."""
+        """Accept no new requests; wait until the running ones end, at most `timeout_s`."""
 
     async def close(self) -> None:
         """Stop at once; running requests end with Failed."""

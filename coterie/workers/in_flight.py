@@ -294,8 +294,7 @@ def _verdict_of(event: Finished | Failed) -> Admitted | Rejected:
 
 
 def _synthesised(entry: InFlightRequest) -> Finished:
-    """A `Finished` event for a request whose choices have all ended, but whose last event was
-    lost."""
+    """`Finished` for a request whose choices have ended, but whose last event was lost."""
     started = entry.started
     usage = Usage(
         prompt_tokens=len(entry.assignment.prompt_ids),

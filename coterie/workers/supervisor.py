@@ -75,7 +75,7 @@ class ProcessReplica:
         self._stats: dict[str, float] = {}
         self._adapters: tuple[AdapterLoad, ...] = ()
         self._fingerprint: str | None = None
-        # starts, and how many of them failed in a row
+        # number of started processes, including those that failed to load
         self._starts = 0
         self._load_s = 1.0
         self._next_start_at = 0.0

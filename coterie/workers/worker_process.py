@@ -193,8 +193,7 @@ def socket_directory() -> Path:
 
 
 def is_own_directory(directory: Path) -> bool:
-    """Whether it still exists and is ours: in /tmp another user may take a name that was
-    removed."""
+    """Whether it still exists and is ours: in /tmp others may take a removed name."""
     try:
         status = directory.lstat()
     except OSError:
@@ -203,8 +202,7 @@ def is_own_directory(directory: Path) -> bool:
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove the folder with its content. If something cannot be removed, it stays and is
-    logged."""
+    """Remove the folder with its content. What cannot be removed is logged."""
     try:
         if directory.is_symlink() or not directory.is_dir():
             directory.unlink(missing_ok=True)

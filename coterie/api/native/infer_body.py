@@ -181,8 +181,7 @@ MAX_TEXT = MAX_PROMPT + MAX_BODY
 
 
 class InferBodyReader:
-    """Parses, checks and normalises a body, and counts the request against its user's rate
-    limit."""
+    """Parses, checks and normalises a body, and applies the user's rate limit."""
 
     def __init__(self, rate: UserRate, seconds: Histogram) -> None:
         """`seconds` observes how long each body took to parse."""
@@ -253,8 +252,7 @@ def _format_field(body: InferBody) -> str:
 
 
 def full_text(body: InferBody) -> str:
-    """The text that the model reads. Replaced in one pass, so a `{body}` inside the prompt
-    stays."""
+    """The text that the model reads. One pass: a `{body}` inside the prompt stays."""
     document = body.body or ""
     template = body.template or ("{prompt}\n\n{body}" if document else "{prompt}")
     if document and "{body}" not in template:

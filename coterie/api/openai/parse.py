@@ -1,5 +1,4 @@
-"""Turns OpenAI bodies into `ParsedRequest` values: the meaning of each field, and what is
-refused."""
+"""Turns OpenAI bodies into `ParsedRequest` values: meanings of fields, and refusals."""
 
 from __future__ import annotations
 

@@ -111,8 +111,7 @@ class LegacyLogprobs:
         self._offsets, self._num_top, self._as_ids = offsets, num_top, as_ids
 
     def fields(self, tokens: Sequence[TokenLogprob], end: int | None = None) -> dict[str, Any]:
-        """`end` is the length of the text, when it is known: a stop string may have cut the
-        text."""
+        """`end`: length of the text, when it is known. A stop string may have cut it."""
         offsets = [self._offsets.push(token.token_id) for token in tokens]
         return self.lists(tokens, offsets if end is None else [min(at, end) for at in offsets])
 

@@ -73,8 +73,7 @@ def tool_of(name: str, description: str | None, schema: Any, strict: bool, where
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Refuse tools with equal names, because calls name their tool; and tools that are too
-    large."""
+    """Refuse tools with equal names (calls name their tool), and too large ones."""
     seen: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.name in seen:

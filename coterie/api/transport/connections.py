@@ -326,8 +326,7 @@ class HttpConnection(_WatchedProtocol, HttpToolsProtocol):
             self._refuse_handshake(transport)
 
     def _refuse_handshake(self, transport: asyncio.Transport) -> None:
-        """Close the connection: the parser would wait forever for the rest of an invalid
-        handshake."""
+        """Close the connection: the parser would wait forever for the rest."""
         if not transport.is_closing():
             message = "this is not a valid WebSocket handshake"
             transport.write(plain_answer(400, message, "bad_http"))

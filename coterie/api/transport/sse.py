@@ -38,8 +38,7 @@ class StreamRenderer(Protocol):
 
 @asynccontextmanager
 async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """Cancels the code inside the `with` block when the client disconnects, and raises
-    ClientGone."""
+    """Cancels the `with` block when the client disconnects, and raises ClientGone."""
     task = asyncio.current_task()
     assert task is not None
     is_gone = False

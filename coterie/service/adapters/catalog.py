@@ -41,8 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CatalogSnapshot:
-    """The registry at one moment. Replaced as a whole, so an alias changes for all requests at
-    once."""
+    """The registry at one moment. Replaced as a whole: an alias changes for all at once."""
 
     generation: int = -1
     versions: Mapping[tuple[str, str], AdapterCard] = field(default_factory=dict)
@@ -396,8 +395,7 @@ class AdapterLease:
 
 
 class AdapterLeases:
-    """All leases that have not ended. `on_idle` is called with digests that lost their last
-    user."""
+    """All leases that have not ended. `on_idle` gets digests without users."""
 
     def __init__(self, on_idle: Callable[[Collection[str]], None]) -> None:
         self.waiting: Counter[str] = Counter()

@@ -317,8 +317,7 @@ class JobRun:
         )
 
     async def _write(self, ending: JobEnd) -> None:
-        """Write the result. Retries while the database cannot be used, for example on a full
-        disk."""
+        """Write the result. Retries while the database cannot be used (full disk)."""
         while True:
             try:
                 await self._store.end(self._id, ending)

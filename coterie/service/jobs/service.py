@@ -51,8 +51,7 @@ class JobService:
         self.taken_up = 0
 
     async def start(self) -> None:
-        """Does not raise if the database cannot be opened: then everything except jobs is
-        served."""
+        """Does not raise without the database: then everything except jobs is served."""
         wait_s = await self._open()
         if wait_s != 0:
             self._tasks = [asyncio.create_task(self._open_later(wait_s))] if wait_s else []

@@ -199,8 +199,7 @@ class Admission:
         queue: ReplicaQueue,
         state: LaneState | None,
     ) -> float:
-        """Seconds until a request after `before` starts: each start needs the end of another
-        one."""
+        """Seconds until a request after `before` starts: each start needs an end."""
         now = self._clock()
         ends = [_left_s(request, timings.run_s(request, state), now) for request in queue.running]
         # if a place stays free while a request waits, there is no memory for more

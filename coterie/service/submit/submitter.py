@@ -57,8 +57,7 @@ class Submitter:
     def load_ahead(
         self, served: ServedSpecialist, adapters: Sequence[AdapterChoice], catalog: AdapterCatalog
     ) -> None:
-        """Load for a request that may come: only installed adapters, and only if no request
-        waits."""
+        """Load installed adapters for a request that may come, if no request waits."""
         replicas = served.replicas
         if not replicas.ready() or any(catalog.by_digest(a.digest) is None for a in adapters):
             return

@@ -37,8 +37,7 @@ class JsonSchemaValidator:
 
 
 def load() -> tuple[Any, Any]:
-    """The library and the published drafts. Called before an answer is timed: the import is
-    slow."""
+    """The library and the published drafts: a slow import, done before the timing."""
     try:
         return import_module("jsonschema"), import_module("jsonschema_specifications").REGISTRY
     except ImportError as error:
