@@ -56,10 +56,13 @@ def courses(profiles: Sequence[AdapterProfile]) -> tuple[list[str], list[Course]
     background = np.arange(len(texts))
     own: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     for profile in profiles:
-        said = [list(profile.examples)[:MAX_EXAMPLES], list(profile.counterexamples)[:MAX_EXAMPLES]]
-        first, second = (np.arange(len(part)) for part in said)
+        example_lists = [
+            list(profile.examples)[:MAX_EXAMPLES],
+            list(profile.counterexamples)[:MAX_EXAMPLES],
+        ]
+        first, second = (np.arange(len(part)) for part in example_lists)
         own.append((len(texts) + first, len(texts) + len(first) + second))
-        texts += [*said[0], *said[1]]
+        texts += [*example_lists[0], *example_lists[1]]
     share = MAX_OTHERS // (len(profiles) - 1)
     made = []
     for number, profile in enumerate(profiles):
@@ -78,20 +81,20 @@ class Bench:
 
     def __init__(self, items: Sequence[Item], profiles: Sequence[AdapterProfile]) -> None:
         self.items = items
-        learnt, self.courses = courses(profiles)
-        self.learnt = [bounded(text) for text in learnt]
-        self.requests = [bounded(routed_text(item.prompt, item.body)) for item in items]
+        training_texts, self.courses = courses(profiles)
+        self.training_texts = [bounded(text) for text in training_texts]
+        self.test_texts = [bounded(routed_text(item.prompt, item.body)) for item in items]
         none = HashedEmbedder(1)
-        rows = SketchRows([sketch(text, none) for text in (*self.learnt, *self.requests)])
-        said = rows._marks.T
-        count = len(self.learnt)
+        rows = SketchRows([sketch(text, none) for text in (*self.training_texts, *self.test_texts)])
+        word_weights = rows._marks.T
+        count = len(self.training_texts)
         # [all texts, training texts]
-        self.words: Matrix = said @ said[:count].T
+        self.words: Matrix = word_weights @ word_weights[:count].T
         self.form: Matrix = rows.form @ rows.form[:count].T
 
     def scored(self, kernel: Matrix) -> list[Scored]:
         """Each item with its likeliest expert and the score, from -1 to 1 as a matcher's."""
-        count = len(self.learnt)
+        count = len(self.training_texts)
         columns = []
         for course in self.courses:
             inside = kernel[np.ix_(course.rows, course.rows)].astype(np.float64) + 1.0
@@ -126,9 +129,9 @@ def quality_of(entries: Sequence[Scored]) -> dict[str, Any]:
 
 def embedded(made: Made, bench: Bench) -> tuple[Matrix, dict[str, float]]:
     """Vectors of all texts, and milliseconds per test text."""
-    vectors: list[Vector] = [made.embedder.embed(text) for text in bench.learnt]
+    vectors: list[Vector] = [made.embedder.embed(text) for text in bench.training_texts]
     wall, own = [], []
-    for text in bench.requests:
+    for text in bench.test_texts:
         started_at, used = time.perf_counter(), time.thread_time()
         vectors.append(made.embedder.embed(text))
         own.append((time.thread_time() - used) * 1e3)
@@ -140,7 +143,7 @@ def embedded(made: Made, bench: Bench) -> tuple[Matrix, dict[str, float]]:
 def measured(candidate: Candidate, bench: Bench) -> dict[str, Any]:
     made = candidate.make()
     vectors, took = embedded(made, bench)
-    kernels = bench.kernels(vectors @ vectors[: len(bench.learnt)].T)
+    kernels = bench.kernels(vectors @ vectors[: len(bench.training_texts)].T)
     parts = {name: quality_of(bench.scored(kernel)) for name, kernel in kernels.items()}
     return {"meaning": candidate.name, "ms": took, "bytes": made.nbytes, "parts": parts}
 
