@@ -218,7 +218,7 @@ async def grpc_beside(
     from coterie.api.transport.grpc_server import GrpcServer
 
     try:
-        server = GrpcServer(settings, pipeline, app.state.reception, app.state.keys)
+        server = GrpcServer(settings, pipeline, app.state.body_reader, app.state.keys)
         await server.start()
     except BaseException:
         await pipeline.close()

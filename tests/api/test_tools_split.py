@@ -151,7 +151,7 @@ READING = AnswerSyntax(None, CallMarks(FORMATS["hermes"], NAMES))
 
 def test_arguments_stream_as_they_are_written() -> None:
     """Nothing is held back that can be told: one character, one delta."""
-    stream = ChatStream(ChatShape("i", 0, "m", 1, reading=READING))
+    stream = ChatStream(ChatShape("i", 0, "m", 1, syntax=READING))
     raw = b"".join(map(stream.render, events(f"Well. {HERMES}")))
     chunks = [data["choices"][0] for _, data in frames(raw) if data != "[DONE]"]
     calls = [chunk["delta"]["tool_calls"][0] for chunk in chunks if "tool_calls" in chunk["delta"]]
@@ -172,7 +172,7 @@ def test_arguments_stream_as_they_are_written() -> None:
 
 
 def test_an_answer_without_a_word() -> None:
-    stream = ChatStream(ChatShape("i", 0, "m", 1, reading=READING))
+    stream = ChatStream(ChatShape("i", 0, "m", 1, syntax=READING))
     raw = b"".join(map(stream.render, events("")))
     contents = [
         data["choices"][0]["delta"].get("content") for _, data in frames(raw) if data != "[DONE]"

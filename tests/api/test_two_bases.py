@@ -48,7 +48,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertApp]:
         rig.trust(folder / "home" / "state" / "trust.json")
         made = rig.package("sql-writer", description="Writes SQL queries", routing=SQL)
         assert rig.send("POST", "/v1/experts", made).status_code == 201
-        runner.run(rig.pipeline._roster.catalog.settled())
+        runner.run(rig.pipeline._fleet.catalog.settled())
         yield rig
         rig.close()
 

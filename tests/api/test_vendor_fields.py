@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 
 from coterie.api.anthropic.types import MessagesBody
+from coterie.api.body_fields import IGNORED, ON_OPENAI_ALONE, REFUSED
 from coterie.api.door import reason_of
 from coterie.api.openai.types import ChatBody, CompletionBody
-from coterie.api.vendor_fields import IGNORED, ON_OPENAI_ALONE, REFUSED
 from coterie.core.errors import InvalidRequest
 from tests.helpers.serving.server_process import KEYS, Served
 

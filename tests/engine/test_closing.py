@@ -113,7 +113,7 @@ def test_a_search_ends_by_its_own_count(
     wanted = ResponseFormat("regex", "([a-y]{2}-){400}z")
     start = grammars._compile(wanted)
     looks = 0
-    assert start.closer.find(start.letters.deep_copy(), 5, hints_of(wanted), FEW) is None
+    assert start.finder.find(start.letters.deep_copy(), 5, hints_of(wanted), FEW) is None
     assert looks <= FEW + 64
 
 

@@ -113,7 +113,7 @@ def test_an_aborted_one_leaves_nothing(gate: Gate) -> None:
     events = drain(engine)
     assert sum(isinstance(event, Finished) for event in events) == len(work) + len(late)
     assert engine.stats()["running"] == engine.stats()["waiting"] == 0
-    assert not scheduler_of(engine).held and not engine._book.grammar_jobs
+    assert not scheduler_of(engine).held and not engine._tracker.grammar_jobs
     # nothing is left to do but what a thread is at
     assert grammar._THREADS.num_waiting == 0
     # an id may come again while the work of its first bearer is still under way
@@ -136,7 +136,7 @@ def test_one_that_is_preempted_draws_what_it_would_have(gate: Gate) -> None:
     events = until_held(engine, gate, 3)
     urgent = make_assignment("urgent", range(1, 9), max_tokens=6, priority=9)
     engine.add(urgent)
-    while "urgent" in engine._book:
+    while "urgent" in engine._tracker:
         events += engine.step()
         engine.check()
     assert engine.stats()["preemptions"] == 1 and scheduler_of(engine).held
@@ -153,7 +153,7 @@ def test_a_grammar_without_end_holds_up_nobody_and_expires(gate: Gate) -> None:
     events = until_held(engine, gate, 2)
     free = make_assignment("free", range(1, 9), max_tokens=12)
     engine.add(free)
-    while "free" in engine._book:
+    while "free" in engine._tracker:
         events += engine.step()
     assert outputs(events)["free", 0] == true_output(free)
     clock[0] = 131.0

@@ -152,11 +152,11 @@ class Changed(Counted):
 
 def hold(jobs: JobService) -> None:
     """No job begins, as when the engine is full."""
-    jobs._dispatcher.held_until = time.monotonic() + 99
+    jobs._dispatcher.not_before = time.monotonic() + 99
 
 
 def let_go(jobs: JobService) -> None:
-    jobs._dispatcher.held_until = 0.0
+    jobs._dispatcher.not_before = 0.0
     jobs._dispatcher._wake.set()
 
 

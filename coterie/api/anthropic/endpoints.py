@@ -1,8 +1,9 @@
-"""The Anthropic endpoints: parse, ask the pipeline, write."""
+"""The Anthropic endpoints: parse the body, run it through the pipeline, write the answer."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -16,16 +17,15 @@ from coterie.api.body import parse
 from coterie.api.dialect import (
     DialectPipeline,
     ModelCard,
+    WholeAnswer,
     answering_name,
     caller_of,
-    collect,
-    note_usage,
     planned_answer,
 )
 from coterie.api.door import exchange_of, new_id
 from coterie.api.errors import encode
 from coterie.api.tools.read import answer_syntax_of, tool_events, with_answer_grammar
-from coterie.api.transport.sse import EventStream, while_connected
+from coterie.api.transport.sse import EventStream
 
 JSON = "application/json"
 
@@ -48,15 +48,13 @@ class AnthropicDialect:
             id=parsed.request.id,
             model=answering_name(parsed.request.hints, planned.plan),
             request_id=exchange.request_id,
-            reading=await answer_syntax_of(parsed, planned.tokenizer),
+            syntax=await answer_syntax_of(parsed, planned.tokenizer),
         )
-        parsed = await with_answer_grammar(parsed, planned.tokenizer, shape.reading)
+        parsed = await with_answer_grammar(parsed, planned.tokenizer, shape.syntax)
         events = tool_events(self.service, parsed, planned, exchange)
         if parsed.stream:
             return EventStream(events, MessageStream(shape), exchange)
-        answer = await while_connected(request.receive, collect(events, 1))
-        note_usage(exchange, answer.finished)
-        return Response(render.whole(shape, answer), media_type=JSON)
+        return WholeAnswer(events, 1, partial(render.whole, shape), exchange)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens a message's prompt would have."""
@@ -67,7 +65,7 @@ class AnthropicDialect:
 
 
 def model_fields(card: ModelCard) -> dict[str, Any]:
-    """A model as this vendor's clients list it."""
+    """A model as Anthropic's model list shows it."""
     created = datetime.fromtimestamp(card.created, UTC)
     return {
         "type": "model",

@@ -1,9 +1,10 @@
-"""The OpenAI endpoints: parse, ask the pipeline, write. Translation lives in the modules beside."""
+"""The OpenAI endpoints: parse the body, run it through the pipeline, write the answer."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,12 +14,11 @@ from coterie.api.dialect import (
     DialectPipeline,
     ParsedRequest,
     PlannedAnswer,
+    WholeAnswer,
     answering_name,
     caller_of,
-    collect,
     events_of,
     merged,
-    note_usage,
     planned_answer,
 )
 from coterie.api.door import exchange_of, new_id
@@ -29,9 +29,7 @@ from coterie.api.openai.text import TextShape, TextStream
 from coterie.api.openai.types import ChatBody, CompletionBody, CompletionFields
 from coterie.api.response_format import format_named
 from coterie.api.tools.read import answer_syntax_of, tool_events, with_answer_grammar
-from coterie.api.transport.sse import EventStream, while_connected
-
-JSON = "application/json"
+from coterie.api.transport.sse import EventStream
 
 
 class OpenAIDialect:
@@ -46,20 +44,18 @@ class OpenAIDialect:
         parsed = parse_chat(body, caller_of(request), new_id("chatcmpl-"))
         planned = planned_answer(self.service, parsed.request, exchange)
         shape = await self._chat_shape(body, parsed, planned)
-        parsed = await with_answer_grammar(parsed, planned.tokenizer, shape.reading)
+        parsed = await with_answer_grammar(parsed, planned.tokenizer, shape.syntax)
         events = tool_events(self.service, parsed, planned, exchange)
         if parsed.stream:
             return EventStream(events, ChatStream(shape), exchange)
-        answer = await while_connected(request.receive, collect(events, shape.num_choices))
-        note_usage(exchange, answer.finished)
-        return Response(chat.whole(shape, answer), media_type=JSON)
+        return WholeAnswer(events, shape.num_choices, partial(chat.whole, shape), exchange)
 
     async def completions(self, request: Request) -> Response:
         """Complete text or token ids, whole or as a stream of chunks."""
         body = await parse(request, CompletionBody, self.max_body_bytes)
         exchange, answer_id = exchange_of(request.scope), new_id("cmpl-")
         parts = parse_completion(body, caller_of(request), answer_id)
-        # in one go: no name can change its meaning between two prompts
+        # plan all prompts without a pause, so that a name means the same for all of them
         planned = [planned_answer(self.service, part.request, exchange) for part in parts]
         shape = self._text_shape(body, answer_id, parts, planned[0])
         field = parts[0].format_field
@@ -68,9 +64,7 @@ class OpenAIDialect:
         if body.stream:
             return EventStream(events, TextStream(shape), exchange)
         total = shape.num_choices * shape.num_prompts
-        answer = await while_connected(request.receive, collect(events, total))
-        note_usage(exchange, answer.finished)
-        return Response(text.whole(shape, answer), media_type=JSON)
+        return WholeAnswer(events, total, partial(text.whole, shape), exchange)
 
     async def _chat_shape(
         self, body: ChatBody, parsed: ParsedRequest, planned: PlannedAnswer
@@ -81,13 +75,13 @@ class OpenAIDialect:
             model=answering_name(parsed.request.hints, planned.plan),
             num_choices=body.n or 1,
             include_usage=includes_usage(body),
-            continuous_usage=tells_usage(body),
+            continuous_usage=sends_usage(body),
             logprobs=bool(body.logprobs),
             prompt_logprobs=body.prompt_logprobs,
             token_ids=bool(body.return_token_ids),
             names_ids=bool(body.return_tokens_as_token_ids),
             echo=echoed(body),
-            reading=await answer_syntax_of(parsed, planned.tokenizer),
+            syntax=await answer_syntax_of(parsed, planned.tokenizer),
         )
 
     def _text_shape(
@@ -106,7 +100,7 @@ class OpenAIDialect:
             prompts=tuple(part.request.prompt for part in parts),
             tokenizer=planned.tokenizer,
             include_usage=includes_usage(body),
-            continuous_usage=tells_usage(body),
+            continuous_usage=sends_usage(body),
             logprobs=body.logprobs,
             prompt_logprobs=body.prompt_logprobs,
             token_ids=bool(body.return_token_ids),
@@ -121,7 +115,7 @@ def includes_usage(body: CompletionFields) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
-def tells_usage(body: CompletionFields) -> bool:
-    """In every chunk."""
+def sends_usage(body: CompletionFields) -> bool:
+    """Whether every chunk includes the usage."""
     options = body.stream_options
     return options is not None and bool(options.include_usage and options.continuous_usage_stats)

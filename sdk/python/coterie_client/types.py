@@ -42,7 +42,7 @@ class DeletedExpert:
 
 @dataclass(frozen=True)
 class DeletedJob:
-    """`deleted` is false for a job that was cancelled: it can still be asked for."""
+    """`deleted` is false for a job that was cancelled: it can still be read."""
 
     job_id: str
     status: Literal["queued", "processing", "succeeded", "failed", "cancelled"]
@@ -91,7 +91,7 @@ class ExpertPatch(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """How a request was routed: experts in order, values, and the reasons."""
+    """How a request was routed: the experts in order, the sampling values, and the reasons."""
 
     experts: list[AdapterChoice]
     composition_order: list[str]
@@ -138,7 +138,7 @@ class GrammarItem(TypedDict, total=False):
 
 
 class InferOptions(TypedDict, total=False):
-    """A prompt, perhaps a document beside it; everything else may be left to the router."""
+    """A prompt and optionally a document. The router chooses everything else that is left out."""
 
     # Text with `{prompt}`, and with `{body}` where the body belongs.
     template: str | None
@@ -277,7 +277,7 @@ class InstallOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class JobFault:
-    """Why a job failed, as it would have been answered at once."""
+    """Why a job failed, as a direct request would have received it."""
 
     message: str
     type: str
@@ -287,7 +287,7 @@ class JobFault:
 
 @dataclass(frozen=True)
 class JobList:
-    """One page, newest first; `next` is what to send as `after`."""
+    """One page, newest first. Send `next` as `after` to get the following page."""
 
     object: Literal["list"]
     data: list[JobView]
@@ -307,7 +307,7 @@ class JobSubmission:
 
 @dataclass(frozen=True)
 class JobView:
-    """Where a job stands. `text` is what there is so far; times are ISO 8601."""
+    """The status of a job. `text` is the text so far; times are ISO 8601."""
 
     job_id: str
     status: Literal["queued", "processing", "succeeded", "failed", "cancelled"]

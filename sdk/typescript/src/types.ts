@@ -26,7 +26,7 @@ export interface DeletedExpert {
   deleted: boolean;
 }
 
-/** `deleted` is false for a job that was cancelled: it can still be asked for. */
+/** `deleted` is false for a job that was cancelled: it can still be read. */
 export interface DeletedJob {
   jobId: string;
   status: "queued" | "processing" | "succeeded" | "failed" | "cancelled";
@@ -69,7 +69,7 @@ export interface ExpertPatch {
   alias?: string | null;
 }
 
-/** How a request was routed: experts in order, values, and the reasons. */
+/** How a request was routed: the experts in order, the sampling values, and the reasons. */
 export interface ExpertPlan {
   experts: AdapterChoice[];
   compositionOrder: string[];
@@ -109,7 +109,7 @@ export interface GrammarItem {
   text: string;
 }
 
-/** A prompt, perhaps a document beside it; everything else may be left to the router. */
+/** A prompt and optionally a document. The router chooses everything else that is left out. */
 export interface InferBody {
   /** Unicode-normalised (NFC) and trimmed before it is counted. */
   prompt: string;
@@ -241,7 +241,7 @@ export interface InstallBody {
   base?: string | null;
 }
 
-/** Why a job failed, as it would have been answered at once. */
+/** Why a job failed, as a direct request would have received it. */
 export interface JobFault {
   message: string;
   type: string;
@@ -249,7 +249,7 @@ export interface JobFault {
   code: string | null;
 }
 
-/** One page, newest first; `next` is what to send as `after`. */
+/** One page, newest first. Send `next` as `after` to get the following page. */
 export interface JobList {
   object: "list";
   data: JobView[];
@@ -265,7 +265,7 @@ export interface JobSubmission {
   estimatedWaitMs: number | null;
 }
 
-/** Where a job stands. `text` is what there is so far; times are ISO 8601. */
+/** The status of a job. `text` is the text so far; times are ISO 8601. */
 export interface JobView {
   jobId: string;
   status: "queued" | "processing" | "succeeded" | "failed" | "cancelled";

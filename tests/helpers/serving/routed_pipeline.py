@@ -81,7 +81,7 @@ def ask(prompt: str = UNRELATED, **options: Any) -> InferenceRequest:
 
 async def answer(pipeline: Pipeline, request: InferenceRequest) -> Answered:
     plans: list[RoutePlan] = []
-    events = pipeline.handle(request, tell=plans.append)
+    events = pipeline.handle(request, on_plan=plans.append)
     return Answered(plans[0], [event async for event in events])
 
 
