@@ -1,7 +1,7 @@
-"""What a caller left open, filled in; what a caller got wrong, refused. Values in, values out.
+"""Fills in values that a caller did not give, and refuses wrong ones. Values in, values out.
 
-Order of a sampling value: the request, the model's generation_config, the dialect's defaults. A
-missing seed is drawn here, once, so that a retry on another replica draws the same noise.
+Order for a sampling value: the request, the model's generation_config, the dialect's defaults. A
+missing seed is drawn here, once, so that a retry on another replica draws the same numbers.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ VENDOR_DEFAULTS = Sampling(
 )
 
 _SEED_MASK = 2**63 - 1
-# a seed of ours is told to the caller, and JSON's readers keep 53 bits of a number
+# a drawn seed is sent to the caller, and many JSON readers keep only 53 bits of a number
 _DRAWN_BITS = 53
 
 
 def draw_seed() -> int:
-    """For a request that brings none."""
+    """For a request without a seed."""
     return secrets.randbits(_DRAWN_BITS)
 
 
 def resolve_sampling(
     asked: Sampling, generation: Mapping[str, Any], vendor: Sampling = VENDOR_DEFAULTS
 ) -> Sampling:
-    """`asked` with nothing left open that the engine needs; refuses values out of range."""
+    """`asked` with every value filled in that the engine needs; refuses values out of range."""
     values: dict[str, Any] = {}
     for name in (*GENERATION_FIELDS, "n", "num_beams"):
         given = getattr(asked, name)
@@ -54,14 +54,14 @@ def resolve_sampling(
 def truncated(
     ids: Sequence[int], limits: Limits, context: int, virtual_tokens: int = 0
 ) -> Sequence[int]:
-    """The prompt as short as its caller wants it."""
+    """The prompt, shortened as its caller requested."""
     rule = limits.truncation
     if rule is None:
         return ids
     most = rule.max_tokens
     if most is None:
         room = min(context, limits.context_size or context) - virtual_tokens
-        # a prompt of nothing is refused for what it is
+        # an empty prompt is refused later, with its own message
         most = max(room - (limits.max_tokens or 1), 0)
     if len(ids) <= most:
         return ids
@@ -69,7 +69,7 @@ def truncated(
 
 
 def check_tokens(ids: Sequence[int], sampling: Sampling, vocab_size: int) -> None:
-    """Token ids a caller sent must exist."""
+    """Checks that token ids sent by a caller exist."""
     if not ids:
         raise InvalidRequest("the prompt is empty", param="prompt")
     worst = max(ids) if min(ids) >= 0 else min(ids)
@@ -95,10 +95,10 @@ def check_tokens(ids: Sequence[int], sampling: Sampling, vocab_size: int) -> Non
 def resolve_limits(
     limits: Limits, prompt_tokens: int, context: int, virtual_tokens: int = 0, clamp: bool = False
 ) -> Limits:
-    """`limits` with max_tokens set: what was asked, or all that is left of the context.
+    """`limits` with max_tokens set: the requested number, or all that is left of the context.
 
-    An explicit max_tokens that cannot be kept is refused; with `clamp` it becomes what is left.
-    `virtual_tokens` are those that soft prompts put in front of the prompt's own.
+    An explicit max_tokens that does not fit is refused; with `clamp` it is lowered to what is left.
+    `virtual_tokens` are the positions that soft prompts add before the prompt.
     """
     context = min(context, limits.context_size or context)
     room = context - prompt_tokens - virtual_tokens
@@ -123,7 +123,7 @@ def resolve_limits(
 
 
 def prompt_too_long(prompt_tokens: int, context: int, least: str = "") -> ContextLengthExceeded:
-    """`least` is put before a number that is not exact."""
+    """`least` is written before a number that is not exact."""
     return ContextLengthExceeded(
         f"This model's maximum context length is {context} tokens. However, the prompt has "
         f"{least}{prompt_tokens} tokens. Please shorten it.",

@@ -1,7 +1,7 @@
-"""Which values a sampling field may have: one table, which every way in derives from.
+"""Which values a sampling field may have: one table for all APIs, packages and the engine.
 
-The ranges are the widest that the engine computes correctly. An API, a package or a flag may take
-less (`SamplingField.narrowed`), never more.
+The ranges are the widest that the engine computes correctly. An API, a package or a flag may
+accept less (`SamplingField.narrowed`), never more.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from coterie.core.request import Sampling
 
 @dataclass(frozen=True, slots=True)
 class SamplingField:
-    """From `low` to `high`, both taken; a field whose `low` is an int holds whole numbers."""
+    """Accepts `low` to `high`, both included; a field whose `low` is an int holds whole numbers."""
 
     low: float
     high: float
-    # of a request that says nothing; None = there is none
+    # for a request that does not give the field; None = no default
     default: float | None = None
-    # `low` itself is not taken
+    # `low` itself is excluded
     above_low: bool = False
 
     @property
@@ -29,14 +29,14 @@ class SamplingField:
         return isinstance(self.low, int)
 
     def narrowed(self, low: float | None = None, high: float | None = None) -> SamplingField:
-        """The same field where less is taken; ValueError where that would be more."""
+        """The same field with a smaller range; ValueError if the range would be larger."""
         if (low is not None and low < self.low) or (high is not None and high > self.high):
             raise ValueError(f"{low} to {high} is wider than {self.low} to {self.high}")
         return SamplingField(
             self.low if low is None else low,
             self.high if high is None else high,
             self.default,
-            # a `low` that was moved up is taken itself
+            # a raised `low` is included
             self.above_low and (low is None or low == self.low),
         )
 
@@ -58,18 +58,18 @@ SAMPLING_FIELDS: dict[str, SamplingField] = {
     "repetition_penalty": SamplingField(0.0, 100.0, 1.0, above_low=True),
     "presence_penalty": SamplingField(-2.0, 2.0, 0.0),
     "frequency_penalty": SamplingField(-2.0, 2.0, 0.0),
-    # an exponent of the output's length: a larger one overflows
+    # an exponent of the output's length: a larger value overflows
     "length_penalty": SamplingField(-10.0, 10.0, 1.0),
     "n": SamplingField(1, 128, 1),
     "num_beams": SamplingField(1, 64, 1),
     "logprobs": SamplingField(0, 100),
     "prompt_logprobs": SamplingField(0, 100),
-    # one is drawn where none is given
+    # drawn if it is not given
     "seed": SamplingField(-(2**63), 2**63 - 1),
 }
-# of each token; added in float32, so that a finite number may still be too large
+# for each token; added in float32, so a finite number may still be too large
 LOGIT_BIAS = SamplingField(-1e9, 1e9)
-# not of `Sampling` but of `Limits`; how long an output may be is the context's matter
+# fields of `Limits`, not of `Sampling`; the context limits the length of an output
 MAX_TOKENS = SamplingField(1, 2**63 - 1)
 MIN_TOKENS = SamplingField(0, 2**63 - 1, 0)
 
@@ -80,7 +80,7 @@ GENERATION_FIELDS = (*TUNED_FIELDS, "typical_p")
 
 
 def value_of(sampling: Sampling, name: str) -> float:
-    """What was given, or the default of a field that has one."""
+    """The given value, or the default of a field that has one."""
     given: float | None = getattr(sampling, name)
     default = SAMPLING_FIELDS[name].default
     assert default is not None, name
