@@ -157,7 +157,7 @@ def _package(reference: str, file: str) -> tuple[Any, bytes | None]:
     path = Path(reference).expanduser()
     if path.is_file():
         package = inspect(path)
-        return package.manifest, package.kept.get(file)
+        return package.manifest, package.contents.get(file)
     registry = open_registry()
     name, _, version = reference.partition("@")
     card = registry.find(name, version or None)
