@@ -82,7 +82,7 @@ class Bench:
         self.asked = [bounded(routed_text(item.prompt, item.body)) for item in items]
         none = HashedEmbedder(1)
         rows = SketchRows([sketch(text, none) for text in (*self.learnt, *self.asked)])
-        said = rows._marks.T
+        said = rows._word_weights.T
         count = len(self.learnt)
         # [all texts, learnt texts]
         self.words: Matrix = said @ said[:count].T

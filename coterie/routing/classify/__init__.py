@@ -1,1 +1,1 @@
-"""What kind of task a prompt is, and the rules that packages bring."""
+"""The task type of a prompt, and the conditions that packages bring."""

@@ -1,6 +1,6 @@
-"""What a caller wants done: an intent by the verbs of the instruction, and one of `TASK_TYPES`.
+"""The purpose of a prompt: an intent by the verbs of the instruction, and one of `TASK_TYPES`.
 
-Words and patterns over the caller's own words; the document beside them is material, not a wish.
+Uses words and patterns of the caller's instruction only; a document is not searched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ def _set(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-# the first of these words in an instruction tells what is wanted
+# the first of these words in an instruction gives its intent
 _VERBS = {
     "extract": "extract pull parse find identify locate grab scrape extrahiere extrais extrae",
     "convert": "convert turn transform reformat normalise normalize rewrite rephrase paraphrase "
@@ -33,11 +33,11 @@ _VERBS = {
     "chat": "hello hi hey thanks thank goodbye bye hallo bonjour hola ciao привет",
 }
 _INTENTS = {verb: intent for intent, verbs in _VERBS.items() for verb in verbs.split()}
-# an instruction says what it is within so many words
+# an instruction states its purpose within this many words
 _MAX_LEADING = 40
 _ASKING = ("ask", "chat")
-# a question that speaks of these does not ask for them
-_YIELDING = ("write", "code", "convert", "calculate")
+# a question that contains verbs of these intents does not request them
+_OVERRIDDEN_BY_QUESTION = ("write", "code", "convert", "calculate")
 
 _WANTS_JSON = re.compile(
     r"\b(?:as|in|into|to|return|returns|output|produce|give me|valid|only|pure|respond with|"
@@ -51,7 +51,7 @@ _ABOUT_JSON = re.compile(
     # "a poem about JSON", but not "facts about Rome as JSON"
     r"|\b(?:about|on|of|called|titled|praising)\s+(?:(?!as\b|in\b|into\b|to\b)[\w']+\s+){0,3}json\b"
 )
-# nouns that mean code by themselves, and those that do beside a programming language
+# nouns that mean code by themselves, and nouns that mean code if a programming language is named
 _CODE = _set(
     "function functions sql regex regexp snippet code query queries algorithm dockerfile makefile "
     "endpoint subroutine struct one-liner selector funktion fonction función função funzione "
@@ -103,27 +103,27 @@ _BY_INTENT = {
 
 
 def intent_of(words: Sequence[str]) -> str:
-    """Of an instruction's words in order; "other" where none of them tells."""
-    asked = ""
+    """From the words of an instruction, in order; "other" if no word decides."""
+    question_intent = ""
     for word in words[:_MAX_LEADING]:
         intent = _INTENTS.get(word)
         if intent is None:
             continue
         if intent in _ASKING:
-            # a greeting yields to a question
-            asked = intent if asked in ("", "chat") else asked
-        elif not (asked == "ask" and intent in _YIELDING):
+            # a question replaces a greeting
+            question_intent = intent if question_intent in ("", "chat") else question_intent
+        elif not (question_intent == "ask" and intent in _OVERRIDDEN_BY_QUESTION):
             return intent
-    return asked or "other"
+    return question_intent or "other"
 
 
-def task_type_of(lowered: str, intent: str, words: Set[str], speaks_code: bool) -> str:
-    """One of `TASK_TYPES`. `lowered` is the instruction in lower case; `speaks_code` says whether
-    it names a programming language or holds code."""
+def task_type_of(lowered: str, intent: str, words: Set[str], has_code: bool) -> str:
+    """One of `TASK_TYPES`. `lowered` is the instruction in lower case; `has_code` says whether it
+    names a programming language or contains code."""
     if _EXPLAINS.search(lowered) is None:
-        found = _product(lowered, words, speaks_code)
-        if found:
-            return found
+        task_type = _product(lowered, words, has_code)
+        if task_type:
+            return task_type
         if not words.isdisjoint(_LABEL_WORDS) and _LABELS.search(lowered) is not None:
             return "classification"
     if intent == "other":
@@ -131,11 +131,11 @@ def task_type_of(lowered: str, intent: str, words: Set[str], speaks_code: bool) 
     return _BY_INTENT[intent]
 
 
-def _product(lowered: str, words: Set[str], speaks_code: bool) -> str:
-    """By what is to come out: JSON, code or a story."""
+def _product(lowered: str, words: Set[str], has_code: bool) -> str:
+    """The task type by the requested output: JSON, code or a story."""
     if "json" in words and _WANTS_JSON.search(lowered) and not _ABOUT_JSON.search(lowered):
         return "json_parsing"
-    coded = not words.isdisjoint(_CODE) or (speaks_code and not words.isdisjoint(_PERHAPS_CODE))
+    coded = not words.isdisjoint(_CODE) or (has_code and not words.isdisjoint(_PERHAPS_CODE))
     if coded and _MAKES.search(lowered) is not None and words.isdisjoint(_STORIES):
         return "code_generation"
     if not words.isdisjoint(_STORIES) and not words.isdisjoint(_WRITING):

@@ -1,1 +1,1 @@
-"""What can be told of a prompt: its instruction, its language, whether it holds code."""
+"""Facts about a prompt: its instruction, its language, whether it contains code."""

@@ -24,16 +24,16 @@ Build = Callable[[Sequence[AdapterProfile]], Matcher]
 
 def build_matcher(profiles: Sequence[AdapterProfile]) -> Matcher:
     """On a thread: it reads what is kept, or waits for the process that learns."""
-    from coterie.routing.match.learn import kept_matcher
+    from coterie.routing.match.learn import cached_matcher
 
-    return kept_matcher(profiles, _folder())
+    return cached_matcher(profiles, _folder())
 
 
 def is_learnt(profiles: Sequence[AdapterProfile]) -> bool:
     """Whether a matcher of these is built without learning."""
-    from coterie.routing.match.learn import kept_at
+    from coterie.routing.match.learn import probes_path
 
-    return kept_at(profiles, _folder()).is_file()
+    return probes_path(profiles, _folder()).is_file()
 
 
 def _folder() -> Path:
