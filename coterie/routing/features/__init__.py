@@ -1,1 +1,1 @@
-"""Facts about a prompt: its instruction, its language, whether it contains code."""
+"""Facts about a prompt: instruction, language, code, task type; and conditions over them."""

@@ -1,1 +1,0 @@
-"""The task type of a prompt, and the conditions that packages bring."""
