@@ -1,4 +1,4 @@
-"""Questions that nobody learns from: other tables, other sentences, rows to run the query on."""
+"""Held-out questions: other tables, other sentences, and rows to run the query on."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Question = tuple[str, str]
 
 def items(seed: int = 1910) -> list[Item]:
     draw = random.Random(seed)
-    found: dict[str, Item] = {}
-    while len(found) < 180:
+    unique: dict[str, Item] = {}
+    while len(unique) < 180:
         table = pick(draw, _TABLES)
         question, query = pick(draw, _SHAPES)(draw, table)
         prompt = pick(draw, _ASKS).format(
             name=table.name, columns=", ".join(table.columns()), question=question
         )
-        found.setdefault(question, Item(prompt, {"sql": query, "setup": _setup(draw, table)}, 48))
-    return list(found.values())
+        unique.setdefault(question, Item(prompt, {"sql": query, "setup": _setup(draw, table)}, 48))
+    return list(unique.values())
 
 
 def _setup(draw: random.Random, table: Table) -> str:
@@ -46,7 +46,7 @@ def _setup(draw: random.Random, table: Table) -> str:
     kinds += [f"{c} INTEGER" for c in table.numbers]
     made = f"CREATE TABLE {table.name} ({', '.join(kinds)});"
     rows = []
-    # numbers lie apart, so that every comparison and every order has one answer
+    # numbers are distinct, so that every comparison and every order has one answer
     spread = [draw.sample(range(5, 100), 9) for _ in table.numbers]
     for row in range(9):
         texts = [f"{table.key} {row}", *(pick(draw, v) for v in table.texts.values())]

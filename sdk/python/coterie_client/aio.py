@@ -111,9 +111,9 @@ class AsyncExpertClient:
             try:
                 job = await self.job(job_id)
             except (ConnectionFailed, Unavailable) as error:
-                polls.lost(error)
+                polls.no_answer(error)
             else:
-                polls.heard()
+                polls.answered()
                 if job.status not in ACTIVE:
                     return job
             await asyncio.sleep(polls.next_pause_s())

@@ -109,9 +109,9 @@ class ExpertClient:
             try:
                 job = self.job(job_id)
             except (ConnectionFailed, Unavailable) as error:
-                polls.lost(error)
+                polls.no_answer(error)
             else:
-                polls.heard()
+                polls.answered()
                 if job.status not in ACTIVE:
                     return job
             time.sleep(polls.next_pause_s())
