@@ -244,7 +244,7 @@ def _spec(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _groups(path: Path) -> ExpertGroups:
-    """How the model's router groups experts."""
+    """How the gates of the model group experts."""
     from coterie.moe.store.edit import ExpertGroups
     from coterie.weights.checkpoint import open_checkpoint
 
