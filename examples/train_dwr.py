@@ -52,13 +52,13 @@ def note(text: str) -> None:
 
 def sources(limit_bytes: int, folders: list[Path] | None = None) -> tuple[list[str], list[str]]:
     """Training texts, and held-out texts: one in fifty; no content twice."""
-    places = folders or [
+    roots = folders or [
         Path(p) for p in {*site.getsitepackages(), sysconfig.get_path("stdlib")} if Path(p).is_dir()
     ]
     seen: set[bytes] = set()
     parts: tuple[list[str], list[str]] = ([], [])
     size = 0
-    for path in (file for place in sorted(places) for file in sorted(place.rglob("*.py"))):
+    for path in (file for root in sorted(roots) for file in sorted(root.rglob("*.py"))):
         try:
             raw = path.read_bytes()
             text = raw.decode("utf-8")
@@ -123,8 +123,8 @@ class Windows:
         self.length, self.device = length, device
         self.draw = torch.Generator(device=device).manual_seed(seed)
         count = min(VALIDATION_WINDOWS, len(corpus.held_out) // (length + 1))
-        held = corpus.held_out[: count * (length + 1)].to(device)
-        self.validation = held.view(count, length + 1).long()
+        held_out = corpus.held_out[: count * (length + 1)].to(device)
+        self.validation = held_out.view(count, length + 1).long()
 
     def batch(self, rows: int) -> Tensor:
         last = len(self.tokens) - self.length - 1

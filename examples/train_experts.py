@@ -105,12 +105,14 @@ def train_one(
         Adapted(model, Shape("lora", targets=()), tokenizer.encode), recipe, items, tokenizer
     )
     plan = Plan(args.steps or recipe.steps, args.rows, recipe.rates[0])
-    found = []
+    attempts = []
     for rate in recipe.rates:
-        found.append(_attempt(recipe, model, tokenizer, replace(plan, rate=rate), rows, held_back))
-        note(f"{recipe.name}: rate {rate}: validation loss {found[-1][1]:.4f}")
-        found[-1][0].detach()
-    adapted, loss, plan = min(found, key=lambda item: item[1])
+        attempts.append(
+            _attempt(recipe, model, tokenizer, replace(plan, rate=rate), rows, held_back)
+        )
+        note(f"{recipe.name}: rate {rate}: validation loss {attempts[-1][1]:.4f}")
+        attempts[-1][0].detach()
+    adapted, loss, plan = min(attempts, key=lambda item: item[1])
     adapted.attach()
     answers = _judged(adapted, recipe, items, tokenizer, args.out / recipe.name)
     size = save(adapted, args.out / recipe.name, _BASE_NAME)

@@ -130,17 +130,17 @@ def draw_seed() -> int:
 
 
 def resolve_sampling(
-    asked: Sampling, generation: Mapping[str, Any], vendor: Sampling = VENDOR_DEFAULTS
+    requested: Sampling, generation: Mapping[str, Any], vendor: Sampling = VENDOR_DEFAULTS
 ) -> Sampling:
-    """`asked` with every value filled in that the engine needs; refuses values out of range."""
+    """`requested` with every value filled in that the engine needs; refuses values out of range."""
     values: dict[str, Any] = {}
     for name in (*GENERATION_FIELDS, "n", "num_beams"):
-        given = getattr(asked, name)
+        given = getattr(requested, name)
         if given is None and name in GENERATION_FIELDS:
             given = generation.get(name)
         values[name] = getattr(vendor, name) if given is None else given
-    seed = draw_seed() if asked.seed is None else asked.seed & _SEED_MASK
-    resolved = replace(asked, **values, seed=seed)
+    seed = draw_seed() if requested.seed is None else requested.seed & _SEED_MASK
+    resolved = replace(requested, **values, seed=seed)
     check_sampling(resolved)
     return resolved
 
@@ -152,14 +152,14 @@ def truncated(
     rule = limits.truncation
     if rule is None:
         return ids
-    most = rule.max_tokens
-    if most is None:
-        room = min(context, limits.context_size or context) - virtual_tokens
+    max_prompt_tokens = rule.max_tokens
+    if max_prompt_tokens is None:
+        available = min(context, limits.context_size or context) - virtual_tokens
         # an empty prompt is refused later, with its own message
-        most = max(room - (limits.max_tokens or 1), 0)
-    if len(ids) <= most:
+        max_prompt_tokens = max(available - (limits.max_tokens or 1), 0)
+    if len(ids) <= max_prompt_tokens:
         return ids
-    return ids[:most] if rule.keeps_start else ids[len(ids) - most :]
+    return ids[:max_prompt_tokens] if rule.keeps_start else ids[len(ids) - max_prompt_tokens :]
 
 
 def check_tokens(ids: Sequence[int], sampling: Sampling, vocab_size: int) -> None:
@@ -195,15 +195,17 @@ def resolve_limits(
     `virtual_tokens` are the positions that soft prompts add before the prompt.
     """
     context = min(context, limits.context_size or context)
-    room = context - prompt_tokens - virtual_tokens
-    asked = limits.max_tokens
-    if asked is not None and asked < MAX_TOKENS.low:
-        raise InvalidRequest(f"max_tokens is {asked}; it must be at least 1", param="max_tokens")
-    if clamp and asked is not None and room >= 1:
-        asked = min(asked, room)
-    if room < 1 or (asked is not None and asked > room):
+    tokens_left = context - prompt_tokens - virtual_tokens
+    max_tokens = limits.max_tokens
+    if max_tokens is not None and max_tokens < MAX_TOKENS.low:
+        raise InvalidRequest(
+            f"max_tokens is {max_tokens}; it must be at least 1", param="max_tokens"
+        )
+    if clamp and max_tokens is not None and tokens_left >= 1:
+        max_tokens = min(max_tokens, tokens_left)
+    if tokens_left < 1 or (max_tokens is not None and max_tokens > tokens_left):
         raise _too_long(limits, prompt_tokens, virtual_tokens, context)
-    tokens = room if asked is None else asked
+    tokens = tokens_left if max_tokens is None else max_tokens
     if not 0 <= limits.min_tokens <= tokens:
         raise InvalidRequest(
             f"min_tokens is {limits.min_tokens}; it must be from 0 to max_tokens ({tokens})",
@@ -216,11 +218,11 @@ def resolve_limits(
     return replace(limits, max_tokens=tokens)
 
 
-def prompt_too_long(prompt_tokens: int, context: int, least: str = "") -> ContextLengthExceeded:
-    """`least` is written before a number that is not exact."""
+def prompt_too_long(prompt_tokens: int, context: int, qualifier: str = "") -> ContextLengthExceeded:
+    """`qualifier` is written before a number that is not exact."""
     return ContextLengthExceeded(
         f"This model's maximum context length is {context} tokens. However, the prompt has "
-        f"{least}{prompt_tokens} tokens. Please shorten it.",
+        f"{qualifier}{prompt_tokens} tokens. Please shorten it.",
         excess=ContextExcess(prompt_tokens, None, context),
     )
 
@@ -228,18 +230,20 @@ def prompt_too_long(prompt_tokens: int, context: int, least: str = "") -> Contex
 def _too_long(
     limits: Limits, prompt_tokens: int, virtual_tokens: int, context: int
 ) -> ContextLengthExceeded:
-    used, asked = prompt_tokens + virtual_tokens, limits.max_tokens
+    used, max_tokens = prompt_tokens + virtual_tokens, limits.max_tokens
     soft = f", and its adapters put {virtual_tokens} in front" if virtual_tokens else ""
-    if asked is None or used >= context:
+    if max_tokens is None or used >= context:
         excess = ContextExcess(used, None, context)
         why = f"the prompt has {prompt_tokens} tokens{soft}. Please shorten it."
     else:
-        excess = ContextExcess(used, asked, context)
+        excess = ContextExcess(used, max_tokens, context)
         why = (
-            f"you requested {used + asked} tokens ({prompt_tokens} in the prompt{soft}, {asked} "
-            "in the completion). Please reduce the prompt or max_tokens."
+            f"you requested {used + max_tokens} tokens ({prompt_tokens} in the prompt{soft}, "
+            f"{max_tokens} in the completion). Please reduce the prompt or max_tokens."
         )
-    own = limits.context_size == context
-    whose = "context_size" if own else "This model's maximum context length"
-    message = f"{whose} is {context} tokens. However, {why}"
-    return ContextLengthExceeded(message, param="context_size" if own else None, excess=excess)
+    is_own_limit = limits.context_size == context
+    limit_name = "context_size" if is_own_limit else "This model's maximum context length"
+    message = f"{limit_name} is {context} tokens. However, {why}"
+    return ContextLengthExceeded(
+        message, param="context_size" if is_own_limit else None, excess=excess
+    )

@@ -80,7 +80,7 @@ def _typed(kind: str, value: Any, name: str) -> Any:
     is_list = isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
     if kind == "list" and is_list:
         return tuple(value)
-    wanted = {
+    expected = {
         "text": "text in quotes",
         "flag": "true or false",
         "integer": "a whole number",
@@ -91,7 +91,7 @@ def _typed(kind: str, value: Any, name: str) -> Any:
         "budget": 'a size such as "2GB" or a share such as "25%"',
         "table": "a table",
     }[kind]
-    raise ConfigError(f"{name} is {value!r}; it must be {wanted}", param=name)
+    raise ConfigError(f"{name} is {value!r}; it must be {expected}", param=name)
 
 
 def parse_bytes(value: str | int, name: str = "size") -> int:

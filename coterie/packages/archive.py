@@ -157,8 +157,8 @@ def _write_package(files: Mapping[str, Path], manifest: Manifest, out: Path) -> 
     text = manifests.write(manifest)
     parts: list[Part] = [(MANIFEST, len(text), lambda: iter((text,)))]
     parts += [_file_part(name, path) for name, path in files.items()]
-    made = write_archive(parts, out, check=lambda path: inspect(path, where=str(out)))
-    return replace(made, source=out)
+    package = write_archive(parts, out, check=lambda path: inspect(path, where=str(out)))
+    return replace(package, source=out)
 
 
 def _file_part(name: str, path: Path) -> Part:

@@ -138,10 +138,10 @@ def json_fields(answer: str, expected: dict[str, Any]) -> bool:
     if start < 0:
         return False
     try:
-        found, _ = json.JSONDecoder().raw_decode(answer[start:])
+        value, _ = json.JSONDecoder().raw_decode(answer[start:])
     except (ValueError, RecursionError):
         return False
-    return bool(_plain(found) == _plain(expected))
+    return bool(_plain(value) == _plain(expected))
 
 
 def _plain(value: Any) -> Any:
@@ -160,8 +160,8 @@ def _plain(value: Any) -> Any:
 def commit_header(answer: str, expected: dict[str, str]) -> bool:
     """A conventional commit header with the correct type and scope, and a description after it."""
     line = _bare(answer.strip().split("\n")[0])
-    found = re.fullmatch(r"([a-z]+)\(([a-z0-9_./-]+)\): \S.{4,}", line)
-    return found is not None and (found[1], found[2]) == (expected["type"], expected["scope"])
+    header = re.fullmatch(r"([a-z]+)\(([a-z0-9_./-]+)\): \S.{4,}", line)
+    return header is not None and (header[1], header[2]) == (expected["type"], expected["scope"])
 
 
 def sql_result(answer: str, expected: dict[str, str]) -> bool:

@@ -136,11 +136,11 @@ def _total(draw: random.Random, table: Table) -> Question:
 
 def _top(draw: random.Random, table: Table) -> Question:
     column, number = pick(draw, table.numbers), draw.randint(2, 9)
-    word, way = pick(draw, (("highest", "DESC"), ("lowest", "ASC"), ("largest", "DESC"),
+    word, direction = pick(draw, (("highest", "DESC"), ("lowest", "ASC"), ("largest", "DESC"),
                             ("smallest", "ASC")))  # fmt: skip
     ask = pick(draw, ("Show the {k} of the {n} {t} with the {f} {c}.",
                       "Which {n} {t} have the {f} {c}? Give the {k}."))  # fmt: skip
-    query = f"SELECT {table.key} FROM {table.name} ORDER BY {column} {way} LIMIT {number}"
+    query = f"SELECT {table.key} FROM {table.name} ORDER BY {column} {direction} LIMIT {number}"
     return ask.format(k=table.key, n=number, t=table.name, f=word, c=column), query
 
 

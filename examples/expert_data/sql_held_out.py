@@ -44,7 +44,7 @@ def items(seed: int = 1910) -> list[Item]:
 def _setup(draw: random.Random, table: Table) -> str:
     kinds = [f"{table.key} TEXT", *(f"{c} TEXT" for c in table.texts)]
     kinds += [f"{c} INTEGER" for c in table.numbers]
-    made = f"CREATE TABLE {table.name} ({', '.join(kinds)});"
+    statements = f"CREATE TABLE {table.name} ({', '.join(kinds)});"
     rows = []
     # numbers are distinct, so that every comparison and every order has one answer
     spread = [draw.sample(range(5, 100), 9) for _ in table.numbers]
@@ -52,7 +52,7 @@ def _setup(draw: random.Random, table: Table) -> str:
         texts = [f"{table.key} {row}", *(pick(draw, v) for v in table.texts.values())]
         numbers = [str(column[row] * 10) for column in spread]
         rows.append("(" + ", ".join([f"'{text}'" for text in texts] + numbers) + ")")
-    return f"{made} INSERT INTO {table.name} VALUES {', '.join(rows)};"
+    return f"{statements} INSERT INTO {table.name} VALUES {', '.join(rows)};"
 
 
 def _by_value(draw: random.Random, t: Table) -> Question:
@@ -113,7 +113,7 @@ def _total(draw: random.Random, t: Table) -> Question:
 
 def _top(draw: random.Random, t: Table) -> Question:
     column, n = pick(draw, t.numbers), draw.randint(2, 6)
-    word, way = pick(draw, (("highest", "DESC"), ("lowest", "ASC")))
+    word, direction = pick(draw, (("highest", "DESC"), ("lowest", "ASC")))
     text = pick(
         draw,
         (
@@ -121,7 +121,7 @@ def _top(draw: random.Random, t: Table) -> Question:
             f"By {column}, name the {n} {word} {t.name} ({t.key} only).",
         ),
     )
-    return text, f"SELECT {t.key} FROM {t.name} ORDER BY {column} {way} LIMIT {n}"
+    return text, f"SELECT {t.key} FROM {t.name} ORDER BY {column} {direction} LIMIT {n}"
 
 
 def _group(draw: random.Random, t: Table) -> Question:

