@@ -9,9 +9,12 @@ Two roads, each run for real through the command line of the tree at `--root` (t
 The work changes hands once on each road (gateway to worker, engine to loader thread), so a road is
 measured in two parts. **Frames** are the functions of coterie/ on the stack where a part ends, the
 outermost first; a task counts as called by the code that created it, and a comprehension is part of
-the function around it. **Files called** are those of coterie/ in which a function was called from a
-part's beginning to its end: helpers that have returned count, code of other tasks and threads does
-not. The last passage is told, so caches are as they are in a running server.
+the function around it. Of a loop that waits for work, the frames above it do not count: they were
+there before the request was. **Files called** are those of coterie/ in which a function was called
+from a part's beginning to its end: helpers that have returned count, what other tasks and threads
+call does not. The last passage is told, so caches are as they are in a running server.
+
+docs/architecture.md draws both roads, and a test holds them to the figures there.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -56,6 +60,15 @@ ROADS = {
     ),
 }
 
+COMMANDS = {
+    "chat": ["serve", "--port", "0", "--kv-bytes", "64MB"],
+    "moe": [
+        "run", "--raw", "--prompt", "Once upon a time", "--ignore-eos", "--max-tokens", "8",
+        "--strategy", "lru", "--cache-capacity", "6", "--host-budget", "0", "--warmup", "none",
+        "--kv-bytes", "8MB",
+    ],
+}  # fmt: skip
+
 
 class Recorder:
     """Sees every call in this process and writes down the last passage of each part."""
@@ -64,8 +77,8 @@ class Recorder:
         self._package, self._parts, self._folder = f"{package}/", parts, Path(folder)
         # of a task's outermost frame: the stack that created the task
         self._creators: dict[FrameType, list[FrameType]] = {}
-        # files so far, of the parts that each thread is on
-        self._files: dict[tuple[int, Part], set[str]] = {}
+        # of the parts that each thread is on: the stack where it began, and the files so far
+        self._passages: dict[tuple[int, Part], tuple[list[FrameType], set[str]]] = {}
 
     def install(self) -> None:
         threading.setprofile(self._see)
@@ -86,21 +99,20 @@ class Recorder:
         for part in self._parts:
             place = (threading.get_ident(), part)
             if name == part.begins:
-                self._files[place] = set()
-            files = self._files.get(place)
-            if files is None:
+                self._passages[place] = (self._stack(frame), set())
+            if place not in self._passages:
                 continue
+            began, files = self._passages[place]
             stack = self._stack(frame)
-            if part.inside:
-                names = [item.f_code.co_qualname for item in stack]
-                if part.begins not in names:
-                    continue
-                stack = stack[names.index(part.begins) :]
+            shared = [item for item in stack if item in began]
+            if not shared or (part.inside and shared[-1] is not began[-1]):
+                continue
             if called:
                 files.add(self._file(frame))
             if name == part.ends:
-                del self._files[place]
-                frames = [f"{self._file(item)}:{item.f_code.co_qualname}" for item in stack]
+                del self._passages[place]
+                own = stack[stack.index(shared[-1]) :]
+                frames = [f"{self._file(item)}:{item.f_code.co_qualname}" for item in own]
                 found = {"frames": frames, "files": sorted(files)}
                 (self._folder / part.name).write_text(json.dumps(found))
 
@@ -138,23 +150,26 @@ def measure(road: str, model: str, root: Path = ROOT) -> dict[str, dict[str, lis
             f"Recorder({str(root / 'coterie')!r}, ROADS[{road!r}], {name!r}).install()\n"
         )
         env = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{folder}"}
-        run = _chat if road == "chat" else _miss_experts
-        # not in the tree that this script is of: `-m` looks into the current folder first
-        run([sys.executable, "-m", "coterie"], model, {"env": env, "cwd": root})
+        command = [sys.executable, "-m", "coterie", *COMMANDS[road], model]
+        run = partial(subprocess.Popen, command, env=env, cwd=root, stdout=subprocess.DEVNULL)
+        if road == "chat":
+            with run(text=True, stderr=subprocess.PIPE) as server:
+                try:
+                    _chat(server)
+                finally:
+                    server.terminate()
+        elif (status := run().wait()) != 0:
+            sys.exit(f"{' '.join(command)}: exit status {status}")
         return {part.name: json.loads((folder / part.name).read_text()) for part in ROADS[road]}
 
 
-def _chat(coterie: list[str], model: str, started: dict[str, Any]) -> None:
-    command = [*coterie, "serve", model, "--port", "0", "--kv-bytes", "64MB"]
-    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE, **started) as server:
-        assert server.stderr is not None
-        try:
-            address = next(filter(None, (re.search(r"http://[\w.:]+", x) for x in server.stderr)))
-            threading.Thread(target=server.stderr.read, daemon=True).start()
-            for _ in range(2):
-                _ask(f"{address[0]}/v1/chat/completions")
-        finally:
-            server.terminate()
+def _chat(server: subprocess.Popen[str]) -> None:
+    assert server.stderr is not None
+    found = (re.search(r"http://[\w.:]+", line) for line in server.stderr)
+    address = next(match[0] for match in found if match)
+    threading.Thread(target=server.stderr.read, daemon=True).start()
+    for _ in range(2):
+        _ask(f"{address}/v1/chat/completions")
 
 
 def _ask(url: str) -> None:
@@ -170,13 +185,6 @@ def _ask(url: str) -> None:
                 raise
             # the model is being loaded
             time.sleep(0.5)
-
-
-def _miss_experts(coterie: list[str], model: str, started: dict[str, Any]) -> None:
-    command = [*coterie, "run", model, "--raw", "--prompt", "Once upon a time", "--ignore-eos"]
-    command += ["--max-tokens", "8", "--strategy", "lru", "--cache-capacity", "6"]
-    command += ["--host-budget", "0", "--warmup", "none", "--kv-bytes", "8MB"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, **started)
 
 
 def main() -> None:
