@@ -15,9 +15,8 @@ from coterie.core.errors import WeightsError
 from coterie.core.moe import MoeSettings
 from coterie.models.base import load_model
 from coterie.models.build.moe import MoeRequirements, store_of
-from coterie.moe.runtime.load_workers import ExpertLoad
 from coterie.moe.runtime.runtime import open_experts
-from coterie.moe.runtime.tiers import HostTier
+from coterie.moe.runtime.tiers import ExpertLoad, HostTier
 from coterie.moe.store.export import export
 from coterie.weights.checkpoint import open_checkpoint
 from tests.experts.stage import PROMPTS, FaultyDisk, Setting, Stage, expect_weights_error

@@ -17,17 +17,16 @@ from torch import Tensor
 from coterie.core.errors import InternalError
 from coterie.kernels.cpu.expert_mlp import Records, run_experts
 from coterie.moe.dispatch.base import Demand
-from coterie.moe.runtime.load_workers import ExpertLoad
 from coterie.moe.runtime.step import DemandClasses
+from coterie.moe.runtime.tiers import ExpertLoad
 from coterie.moe.runtime.usage import LayerSpan, UsageTally, seconds_outside
 
 if TYPE_CHECKING:
     from coterie.kernels.cpu.expert_mlp import RecordTable
     from coterie.kernels.expert_layout import ExpertLayout
     from coterie.moe.dispatch.base import Wave
-    from coterie.moe.runtime.load_workers import ExpertLoad
     from coterie.moe.runtime.step import ExpertStep
-    from coterie.moe.runtime.tiers import HostEntry, HostTier
+    from coterie.moe.runtime.tiers import ExpertLoad, HostEntry, HostTier
     from coterie.moe.runtime.transfer import PendingLoads, TierTransfer
     from coterie.moe.store.base import Key
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from coterie.core.moe import MoeSettings, MoeUsage
     from coterie.moe.dispatch.base import Demand, ExpertCosts
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.moe.runtime.load_workers import ExpertLoad
     from coterie.moe.runtime.step import ExpertStep
+    from coterie.moe.runtime.tiers import ExpertLoad
     from coterie.moe.runtime.trace import Trace
     from coterie.moe.runtime.transfer import TierTransfer
     from coterie.moe.runtime.usage import UsageTelemetry

@@ -9,19 +9,77 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from coterie.core.errors import InternalError
+from coterie.core.errors import CoterieError, InternalError
 from coterie.kernels.cpu.expert_mlp import RecordTable
 
 if TYPE_CHECKING:
-    from coterie.moe.runtime.load_workers import ExpertLoad
     from coterie.moe.store.base import ExpertStore, Key
+
+LoadTask = Callable[[], None]
+
+
+class ExpertLoad:
+    """The promise of one expert's bytes in one place. Told to whoever asked, once."""
+
+    __slots__ = (
+        "_lock", "_sinks", "begun_s", "done_s", "error", "event", "host_hit", "job", "key",
+        "moved_bytes", "read_bytes", "slot",
+    )  # fmt: skip
+
+    def __init__(self, key: Key, slot: int | None = None) -> None:
+        self.key, self.slot = key, slot
+        self.error: CoterieError | None = None
+        self.read_bytes = self.moved_bytes = 0
+        self.host_hit = False
+        self.begun_s = self.done_s = 0.0
+        # CUDA: recorded behind the copy; a stream that reads the slot waits for it
+        self.event: Any = None
+        # what the crew was given, while it may still be withdrawn
+        self.job: LoadTask | None = None
+        self._lock = threading.Lock()
+        self._sinks: list[SimpleQueue[ExpertLoad]] | None = []
+
+    @property
+    def done(self) -> bool:
+        return self._sinks is None
+
+    def tell(self, sink: SimpleQueue[ExpertLoad]) -> None:
+        """Put this into `sink` when it is done (now, if it is)."""
+        with self._lock:
+            if self._sinks is not None:
+                self._sinks.append(sink)
+                return
+        sink.put(self)
+
+    def finish(self, error: CoterieError | None = None) -> None:
+        with self._lock:
+            sinks, self._sinks = self._sinks, None
+            self.error, self.done_s = error, time.perf_counter()
+        for sink in sinks or ():
+            sink.put(self)
+
+    def settle(self) -> ExpertLoad:
+        """Wait for the end, whatever it is."""
+        if not self.done:
+            sink: SimpleQueue[ExpertLoad] = SimpleQueue()
+            self.tell(sink)
+            sink.get()
+        return self
+
+    def wait(self) -> ExpertLoad:
+        self.settle()
+        if self.error is not None:
+            raise self.error
+        return self
 
 
 class HostEntry:

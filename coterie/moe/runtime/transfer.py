@@ -7,7 +7,9 @@ ends in its `ExpertLoad`, with bytes, times, or the error. Chooses nothing.
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
@@ -17,8 +19,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import CoterieError, WeightsError
-from coterie.moe.runtime.load_workers import ExpertLoad, LoadWorkers
-from coterie.moe.runtime.tiers import MemoryArena
+from coterie.moe.runtime.tiers import ExpertLoad, LoadTask, MemoryArena
 from coterie.weights.shortage import MemoryShortage, is_shortage
 
 if TYPE_CHECKING:
@@ -292,3 +293,80 @@ class PendingLoads:
         for arrival in ended:
             self.retire(arrival, None)
         return [arrival for arrival in ended if arrival.error is not None]
+
+
+class LoadWorkers:
+    """Threads that run jobs: urgent ones in order; others when no urgent one waits or runs."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._threads: list[threading.Thread] = []
+        self._urgent: deque[LoadTask] = deque()
+        self._spare: deque[LoadTask] = deque()
+        self._waiting = self._urgent_running = self._spare_running = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    @property
+    def idle(self) -> bool:
+        return not (self._urgent or self._spare or self._urgent_running or self._spare_running)
+
+    def put(self, job: LoadTask, *, urgent: bool) -> None:
+        with self._changed:
+            if self._closed and not urgent:
+                return
+            (self._urgent if urgent else self._spare).append(job)
+            # a thread that was told of a job counts as waiting until it has taken it
+            jobs = len(self._urgent) + len(self._spare)
+            if jobs > self._waiting and len(self._threads) < self._size:
+                thread = threading.Thread(target=self._work, name="experts", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify()
+
+    def withdraw(self, job: LoadTask) -> bool:
+        """Take back a job that is not urgent, if it has not begun."""
+        with self._changed:
+            if job not in self._spare:
+                return False
+            self._spare.remove(job)
+            return True
+
+    def close(self) -> None:
+        """Ends what runs and what is urgent; what nobody waits for is dropped."""
+        with self._changed:
+            self._closed = True
+            self._spare.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _next(self) -> tuple[LoadTask, bool] | None:
+        if self._urgent:
+            self._urgent_running += 1
+            return self._urgent.popleft(), True
+        if self._spare and not self._urgent_running:
+            self._spare_running += 1
+            return self._spare.popleft(), False
+        return None
+
+    def _work(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._changed:
+                    while (taken := self._next()) is None and not self._closed:
+                        self._waiting += 1
+                        self._changed.wait()
+                        self._waiting -= 1
+                if taken is None:
+                    return
+                job, urgent = taken
+                try:
+                    job()
+                finally:
+                    with self._changed:
+                        self._urgent_running -= urgent
+                        self._spare_running -= not urgent
+                        if self._spare and not (self._urgent or self._urgent_running):
+                            self._changed.notify()
+                del job, taken
