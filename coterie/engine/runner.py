@@ -17,7 +17,7 @@ from torch import Tensor
 from coterie.core.lane import LaneConfig
 from coterie.engine.blocks import BlockTables
 from coterie.engine.sampler import Sampler, ranked
-from coterie.engine.step import StepPlan, StepResult, StepUsage, TokenScore, step_usage
+from coterie.engine.step import StepPlan, StepResult, TokenScore, step_usage
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.patch import Segment
 
@@ -53,7 +53,12 @@ class Runner:
         token_ids, batch, bounds = self._inputs(plan)
         wanted, scored = self._wanted_rows(plan, bounds)
         wanted_rows = self._tensor(np.array(wanted, dtype=np.int64))
-        logits, usage = self._forward(plan, token_ids, batch, wanted_rows)
+        try:
+            logits = self._model.forward(token_ids, batch, self._kv, wanted_rows)
+        finally:
+            # also after an error, so that its counts do not go into the next step
+            usage = self._model.take_usage()
+        dispatch = None if usage is None else step_usage(plan, *usage)
         forwarded = time.perf_counter()
         drawn, prompt_scores = logits, {}
         if scored:
@@ -68,18 +73,8 @@ class Runner:
             prompt_scores=prompt_scores,
             run_s=forwarded - started,
             sample_s=time.perf_counter() - forwarded,
-            dispatch=usage,
+            dispatch=dispatch,
         )
-
-    def _forward(
-        self, plan: StepPlan, token_ids: Tensor, batch: AttentionBatch, wanted: Tensor
-    ) -> tuple[Tensor, StepUsage | None]:
-        try:
-            logits = self._model.forward(token_ids, batch, self._kv, wanted)
-        finally:
-            # a step that breaks half-way leaves no counts to the next one
-            usage = self._model.take_usage()
-        return logits, None if usage is None else step_usage(plan, *usage)
 
     def _copy(self, plan: StepPlan) -> None:
         if not plan.copies:

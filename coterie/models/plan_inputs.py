@@ -197,7 +197,7 @@ class NoExperts:
     def resident(self, phase: str) -> ResidentExperts | None:
         return self.stock.resident if self.stock is not None else None
 
-    def ran(
+    def record_resident_step(
         self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
     ) -> None:
         self.routed = routed

@@ -86,7 +86,7 @@ def host_tier_holds_its_budget_under_threads(device: str) -> str:
                 entry = host.acquire(key, mine, block=True)
                 assert entry is not None
                 try:
-                    arrival = entry.arrival
+                    arrival = entry.load
                     if arrival is not None and host.claim(entry):
                         if order.random() < 0.2:
                             arrival.finish(WeightsError("injected"))

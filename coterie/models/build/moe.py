@@ -50,7 +50,7 @@ class MoeExperts(Protocol):
         """Whether `hint` is of any use now."""
 
     def resident(self, phase: str) -> ResidentExperts | None: ...
-    def ran(
+    def record_resident_step(
         self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
     ) -> None: ...
     def run(self, step: ExpertStep) -> Tensor: ...
@@ -66,7 +66,7 @@ class MoeExperts(Protocol):
 @dataclass(frozen=True, slots=True)
 class MoeLayer:
     index: int
-    router: ExpertGate
+    gate: ExpertGate
     # what the experts read, and how their sum joins the residual
     before: Callable[[Tensor], Tensor]
     after: Callable[[Tensor, Tensor], Tensor] = operator.add
@@ -85,9 +85,9 @@ class MoeStack:
         layers: Sequence[MoeLayer],
         num_layers: int,
         experts: MoeExperts,
-        express: FusedMoeStack | None = None,
+        fused: FusedMoeStack | None = None,
     ) -> None:
-        self._express = express
+        self._fused = fused
         self._backbone, self._layers, self._num_layers = backbone, layers, num_layers
         self._places = {layer.index: place for place, layer in enumerate(layers)}
         self.experts = experts
@@ -99,14 +99,14 @@ class MoeStack:
 
     def __call__(self, hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch) -> Tensor:
         owners = _owners(batch)
-        if self._express is not None:
+        if self._fused is not None:
             step = hidden, kv, batch
-            whole = run_fused(self._express, self.experts, step, owners, self.chunk_tokens)
+            whole = run_fused(self._fused, self.experts, step, owners, self.chunk_tokens)
             if whole is not None:
                 return whole
         groups = self.experts.groups(batch.phase) if batch.phase == "prefill" else None
         if groups is None:
-            return self._walk(hidden, kv, batch, owners, range(len(self._layers)))
+            return self._run_layers(hidden, kv, batch, owners, range(len(self._layers)))
         chunks = split_batch(batch, self.chunk_tokens)
         sizes = [len(chunk.positions) for chunk in chunks]
         parts = list(torch.split(hidden, sizes))
@@ -115,10 +115,10 @@ class MoeStack:
             self.experts.load_group(number)
             places = [self._places[layer] for layer in group]
             for index, chunk in enumerate(chunks):
-                parts[index] = self._walk(parts[index], kv, chunk, owned[index], places)
+                parts[index] = self._run_layers(parts[index], kv, chunk, owned[index], places)
         return torch.cat(parts)
 
-    def _walk(
+    def _run_layers(
         self,
         hidden: Tensor,
         kv: Sequence[Tensor],
@@ -126,33 +126,28 @@ class MoeStack:
         owners: Tensor | None,
         places: Sequence[int],
     ) -> Tensor:
-        """The MoE layers at `places`, each with the dense ones before it; the last one of all also
-        with those behind it."""
+        """Run the MoE layers at `places`, each with the dense layers before it. After the last MoE
+        layer of the model, also run the dense layers behind it."""
+        experts, phase = self.experts, batch.phase
         for place in places:
             layer = self._layers[place]
             first = self._layers[place - 1].index + 1 if place else 0
             hidden = self._backbone(hidden, kv, batch, first, layer.index + 1)
-            hidden = self._feed(place, hidden, batch, owners)
+            rows = layer.before(hidden)
+            started = time.perf_counter()
+            ids, weights = layer.gate(rows)
+            self._routing_s += time.perf_counter() - started
+            if experts.wants_hints and phase == "decode" and place + 1 < len(self._layers):
+                following = self._layers[place + 1]
+                experts.hint(following.index, following.gate(rows)[0])
+            out = experts.run(ExpertStep(layer.index, phase, rows, ids, weights, owners))
+            if layer.shared is not None:
+                out = out + layer.shared(rows, batch.patches)
+            hidden = layer.after(hidden, out)
         end = self._layers[-1].index + 1
         if end < self._num_layers and places[-1] == len(self._layers) - 1:
             hidden = self._backbone(hidden, kv, batch, end, self._num_layers)
         return hidden
-
-    def _feed(
-        self, place: int, hidden: Tensor, batch: AttentionBatch, owners: Tensor | None
-    ) -> Tensor:
-        layer, phase = self._layers[place], batch.phase
-        rows = layer.before(hidden)
-        started = time.perf_counter()
-        ids, weights = layer.router(rows)
-        self._routing_s += time.perf_counter() - started
-        if self.experts.wants_hints and phase == "decode" and place + 1 < len(self._layers):
-            following = self._layers[place + 1]
-            self.experts.hint(following.index, following.router(rows)[0])
-        out = self.experts.run(ExpertStep(layer.index, phase, rows, ids, weights, owners))
-        if layer.shared is not None:
-            out = out + layer.shared(rows, batch.patches)
-        return layer.after(hidden, out)
 
     def take_usage(self) -> tuple[MoeUsage, list[MoeUsage]]:
         """What the steps since the last call cost: in all, and by sequence."""
@@ -171,7 +166,7 @@ def _mask(layer: MoeLayer, geometry: ExpertGeometry) -> None:
         )
     absent = set(range(geometry.num_experts)).difference(present)
     if absent:
-        layer.router.exclude(sorted(absent))
+        layer.gate.exclude(sorted(absent))
 
 
 def _owners(batch: AttentionBatch) -> Tensor | None:
@@ -189,7 +184,7 @@ class FusedMoeStack:
     def __init__(self, decoder: NativeDecoder, layers: Sequence[MoeLayer], num_layers: int) -> None:
         self._decoder, self._layers, self._num_layers = decoder, layers, num_layers
         self._norms = [_floats(layer.norm) for layer in layers]
-        self._top_k = layers[0].router.routing.top_k
+        self._top_k = layers[0].gate.routing.top_k
         # what the decoder's layers point at now
         self._attached: ResidentExperts | None = None
         self._parts: list[abi.MoePart] = []
@@ -201,7 +196,7 @@ class FusedMoeStack:
             layer.norm is not None
             and layer.shared is None
             and layer.after is operator.add
-            and layer.router.route is not None
+            and layer.gate.route is not None
             for layer in layers
         )
 
@@ -232,7 +227,7 @@ class FusedMoeStack:
             self._parts = [
                 abi.MoePart(
                     norm.data_ptr(),
-                    layer.router.route,
+                    layer.gate.route,
                     expert_shape(found.layouts[layer.index]),
                     found.tables[layer.index].pointers,
                 )
@@ -253,7 +248,7 @@ def _floats(norm: Tensor | None) -> Tensor:
 
 
 def run_fused(
-    express: FusedMoeStack,
+    fused: FusedMoeStack,
     experts: MoeExperts,
     step: tuple[Tensor, Sequence[Tensor], AttentionBatch],
     owners: Tensor | None,
@@ -267,8 +262,8 @@ def run_fused(
     begin = time.perf_counter()
     few = len(batch.positions) <= chunk_tokens
     batches = [batch] if few else split_batch(batch, chunk_tokens)
-    out, routed = express.run(hidden, kv, batches, found)
-    experts.ran(found, routed, owners, time.perf_counter() - begin)
+    out, routed = fused.run(hidden, kv, batches, found)
+    experts.record_resident_step(found, routed, owners, time.perf_counter() - begin)
     return out
 
 

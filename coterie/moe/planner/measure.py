@@ -448,8 +448,9 @@ def _step(device: str, first: int, width: int) -> ExpertStep:
 
 
 def _overhead_run_s(runtime: ExpertRuntime, step: ExpertStep) -> float:
-    began = time.perf_counter()
-    out = runtime.run(step)
-    if out.is_cuda:
-        torch.cuda.synchronize(out.device)
-    return time.perf_counter() - began
+    with torch.inference_mode():
+        started = time.perf_counter()
+        out = runtime.run(step)
+        if out.is_cuda:
+            torch.cuda.synchronize(out.device)
+        return time.perf_counter() - started

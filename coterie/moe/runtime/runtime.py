@@ -31,8 +31,8 @@ from coterie.moe.runtime.setup import (
     uses_hints,
 )
 from coterie.moe.runtime.step import classify, demand_of, first_uses
-from coterie.moe.runtime.transfer import PendingLoads, TierTransfer
-from coterie.moe.runtime.usage import LayerSpan, UsageTally, UsageTelemetry
+from coterie.moe.runtime.transfer import TierTransfer
+from coterie.moe.runtime.usage import LayerSpan, LayerTally, UsageTally, UsageTelemetry
 from coterie.weights.shortage import is_shortage
 
 if TYPE_CHECKING:
@@ -57,15 +57,14 @@ class ExpertRuntime:
         self.parts, self.geometry = parts, parts.store.geometry
         self._host, self._device, self._slots = parts.host, parts.device, parts.slots
         self._transfer = TierTransfer(parts.store, parts.host, parts.device)
-        self._loads = PendingLoads(parts.device, self._transfer)
-        self._loads.retired = self._retired
-        self._loads.sole = self._stays
-        self.executor = LayerExecutor(parts.host, self._loads, self._transfer)
+        self._transfer.retired = self._count_load
+        self._transfer.device_only = self._device_only
+        self.executor = LayerExecutor(parts.host, parts.device, self._transfer)
         self.telemetry = UsageTelemetry(self.geometry)
         self.predictor = PredictionTracker(parts.predict)
         few = 0 < parts.slots.num_slots < self.geometry.total
-        self._heeds_hints = few and uses_hints(parts.strategies["decode"])
-        if not self._heeds_hints:
+        self._uses_hints = few and uses_hints(parts.strategies["decode"])
+        if not self._uses_hints:
             self.predictor.unused = unused_hints(parts, few)
         # loaded on a guess and not used since; the next layer's guess, until this layer has run
         self._guessed: set[Key] = set()
@@ -78,8 +77,8 @@ class ExpertRuntime:
         # swaps of the running step, made while a layer waited
         self._replaced = 0
         self._layouts = {layer: parts.store.layout(layer) for layer in self.geometry.layers}
-        self._standing = ResidentFinder(parts, self.telemetry)
-        self._rest = BackgroundFill(self._transfer, self.telemetry)
+        self._resident_finder = ResidentFinder(parts, self.telemetry)
+        self._background_fill = BackgroundFill(self._transfer, self.telemetry)
         self._out = self._out_view = torch.empty(0)
         self._layer: int | None = None
         self._closed = False
@@ -88,18 +87,13 @@ class ExpertRuntime:
         """Load what strategies want before the first request."""
         for strategy in dict.fromkeys(self.parts.strategies.values()):
             for key, slot in strategy.start():
-                self._loads.start(key, slot, None)
+                self._transfer.start(key, slot, None)
         self._finish_loads()
         self.telemetry.end_step()  # no request's step
 
     def run(self, step: ExpertStep) -> Tensor:
-        """[T, D]: every row's experts, weighted and summed in top-k order."""
-        if torch.is_inference_mode_enabled():
-            return self._run(step)
-        with torch.inference_mode():
-            return self._run(step)
-
-    def _run(self, step: ExpertStep) -> Tensor:
+        """[T, D]: every row's experts, weighted and summed in top-k order. Call it in inference
+        mode."""
         begin = time.perf_counter()
         if self._transfer.failed:
             self._reconcile()
@@ -109,18 +103,22 @@ class ExpertRuntime:
         if self.trace is not None:
             self.trace.record(demand)
         first = first_uses(self._slots, demand)
-        if self._heeds_hints:
-            self._judge(demand, first)
+        if self._uses_hints:
+            self._score_prediction(demand, first)
         strategy = self.parts.strategies[step.phase]
         before = strategy.replaced
         waves = strategy.decide(demand)
         self._replaced += strategy.replaced - before
-        job = LayerJob(step, self._layouts[step.layer], self._room(step), self.executor.kernel)
+        job = LayerJob(step, self._layouts[step.layer], self._buffer(step), self.executor.kernel)
         job.exact = self.spans is not None
         self._layer = step.layer
         job.demand, job.classes = demand, classify(demand, waves, first)
         job.tally.lookup_s = time.perf_counter() - begin
         try:
+            if self._device.pending:
+                self._transfer.sweep()
+            for key, slot in waves[0].load:
+                self._transfer.start(key, slot, job.tally)
             self.executor.run(job, waves)
         except BaseException:
             self._reconcile()
@@ -135,13 +133,13 @@ class ExpertRuntime:
     def resident(self, phase: str) -> ResidentExperts | None:
         """Where all experts are, while there is nothing to decide, move or record by layer."""
         recording = self.trace is not None or self.spans is not None
-        return None if recording else self._standing.find(phase)
+        return None if recording else self._resident_finder.find(phase)
 
-    def ran(
+    def record_resident_step(
         self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
     ) -> None:
         """Count a step that `resident` allowed: routed int32 [layers, T, K]."""
-        rows = self._standing.count(found, routed, owners, seconds)
+        rows = self._resident_finder.count(found, routed, owners, seconds)
         for strategy in dict.fromkeys(self.parts.strategies.values()):
             strategy.observe(rows)
         if self.heatmap is not None:
@@ -153,9 +151,9 @@ class ExpertRuntime:
             self.spans += job.spans(begin, time.perf_counter())
         self.telemetry.add(job.layer, job.tally)
         if job.step.owners is not None:
-            self.telemetry.attribute(job.step, job.classes, job.late, job.tally)
+            self.telemetry.attribute(job.step, job.classes, job.read_now, job.tally)
 
-    def _room(self, step: ExpertStep) -> Tensor:
+    def _buffer(self, step: ExpertStep) -> Tensor:
         """[T * K, D] fp32 that is kept between layers: fresh memory costs page faults."""
         rows, width = step.topk_ids.numel(), step.hidden.shape[1]
         if self._out_view.shape != (rows, width):
@@ -171,11 +169,11 @@ class ExpertRuntime:
     def load_group(self, index: int) -> None:
         """Start loading a group; its layers wait for their own experts."""
         for key, slot in self.parts.strategies["prefill"].load_group(index):
-            self._loads.start(key, slot, None)
+            self._transfer.start(key, slot, None)
 
     @property
     def wants_hints(self) -> bool:
-        return self.trace is not None or (self._heeds_hints and self.predictor.protects)
+        return self.trace is not None or (self._uses_hints and self.predictor.protects)
 
     def hint(self, layer: int, predicted: Tensor) -> None:
         """`layer` will probably ask for these: keep them, and load them if the link is idle. Models
@@ -183,12 +181,12 @@ class ExpertRuntime:
         experts = sorted(set(predicted.reshape(-1).tolist()))
         if self.trace is not None:
             self.trace.hint(layer, experts)
-        if self._heeds_hints and self.predictor.protects:
+        if self._uses_hints and self.predictor.protects:
             self.predictor.predict(layer, experts)
             self.parts.strategies["decode"].protect(layer, experts)
             self._hinted = layer, experts
 
-    def _judge(self, demand: Demand, first: set[Key]) -> None:
+    def _score_prediction(self, demand: Demand, first: set[Key]) -> None:
         """Tell the predictor what was really asked for, and which guesses were of use."""
         self.predictor.ask(demand.layer, demand.experts)
         if first and self._guessed:
@@ -207,7 +205,7 @@ class ExpertRuntime:
             return
         loads = self.parts.strategies["decode"].prefetch(layer, experts)
         for key, slot in loads:
-            self._loads.start(key, slot, None, urgent=False)
+            self._transfer.start(key, slot, None, urgent=False)
         if loads:
             self._guessed = {key for key in self._guessed if key in self._slots.prefetched}
             self._guessed.update(key for key, _ in loads)
@@ -219,20 +217,20 @@ class ExpertRuntime:
         before = self.update_calls, self.swaps
         self._tokens += 1
         if self._tokens == FILL_AFTER and self._host.complete:
-            self._rest.start(iter(self.geometry.keys()), self._stays)
+            self._background_fill.start(iter(self.geometry.keys()), self._device_only)
         for strategy in dict.fromkeys(self.parts.strategies.values()):
             made = strategy.updates
             loads = strategy.update()
             self.update_calls += strategy.updates - made
             for key, slot in loads:
                 self.swaps += 1
-                self._loads.start(key, slot, None, urgent=False)
+                self._transfer.start(key, slot, None, urgent=False)
         return self.update_calls - before[0], self.swaps - before[1]
 
     def end_step(self) -> tuple[MoeUsage, list[MoeUsage]]:
         """What the step cost: in all, and by sequence (one entry when owners were not told)."""
-        self._loads.sweep()
-        self._rest.sweep()
+        self._transfer.sweep()
+        self._background_fill.sweep()
         if self.trace is not None:
             self.trace.end_step()
         total, parts = self.telemetry.end_step()
@@ -257,15 +255,15 @@ class ExpertRuntime:
 
     def report(self) -> dict[str, Any]:
         """Everything counted since start, as plain values."""
-        self._loads.sweep()
+        self._transfer.sweep()
         return report(self)
 
     def close(self, *, keep_store: bool = False) -> None:
         if self._closed:
             return
         self._closed = True
-        for arrival in self._loads.settle():
-            self._device.vacate(arrival.slot or 0)
+        for load in self._transfer.settle():
+            self._device.vacate(load.slot or 0)
         self.executor.close()
         self._transfer.close()
         self._host.close()
@@ -273,35 +271,37 @@ class ExpertRuntime:
         if not keep_store:
             self.parts.store.close()
 
-    def _stays(self, key: Key) -> bool:
+    def _device_only(self, key: Key) -> bool:
         """On the device for good: a copy in RAM would be a second one."""
         if self._device.shared:
             return False
         return self._slots.num_slots >= self.geometry.total or self._slots.is_pinned(key)
 
-    def _retired(self, arrival: ExpertLoad, tally: UsageTally | None) -> None:
-        if arrival.error is not None:
+    def _count_load(self, load: ExpertLoad, tally: LayerTally | None) -> None:
+        if load.error is not None:
             return
-        mine = tally if tally is not None and arrival.key[0] == self._layer else UsageTally()
-        mine.host_hits += arrival.host_hit
-        mine.host_misses += not arrival.host_hit
-        mine.moved_bytes += arrival.moved_bytes
-        mine.read_bytes += arrival.read_bytes
-        mine.io_s += arrival.done_s - arrival.begun_s
-        if mine is not tally:
-            self.telemetry.add(arrival.key[0], mine)
+        counted: UsageTally = UsageTally()
+        if tally is not None and load.key[0] == self._layer:
+            counted = tally
+        counted.host_hits += load.host_hit
+        counted.host_misses += not load.host_hit
+        counted.moved_bytes += load.moved_bytes
+        counted.read_bytes += load.read_bytes
+        counted.io_s += load.done_s - load.started_s
+        if counted is not tally:
+            self.telemetry.add(load.key[0], counted)
 
     def _finish_loads(self) -> None:
-        for arrival in self._loads.settle():
+        for load in self._transfer.settle():
             self._reconcile()
-            if arrival.error is not None:
-                raise arrival.error
+            if load.error is not None:
+                raise load.error
 
     def _reconcile(self) -> None:
         """Forget whatever did not arrive, so that beliefs and bytes agree again."""
-        for arrival in self._loads.settle():
-            if arrival.slot is not None:
-                self._device.vacate(arrival.slot)
+        for load in self._transfer.settle():
+            if load.slot is not None:
+                self._device.vacate(load.slot)
         self._transfer.failed = False
         for key in list(self._slots.keys()):
             slot = self._slots.slot_of(key)
@@ -420,13 +420,13 @@ def _layer(runtime: ExpertRuntime, layer: int) -> dict[str, float]:
 class BackgroundFill:
     def __init__(self, transfer: TierTransfer, telemetry: UsageTelemetry) -> None:
         self._transfer, self._telemetry = transfer, telemetry
-        # read by the crew, not counted yet
+        # read by the load threads, not counted yet
         self._read: SimpleQueue[tuple[Key, int]] = SimpleQueue()
 
     def start(self, keys: Iterator[Key], elsewhere: Callable[[Key], bool]) -> None:
         """All but those that lie elsewhere for good."""
         wanted = (key for key in keys if not elsewhere(key))
-        self._transfer.fill(wanted, lambda key, size: self._read.put((key, size)))
+        self._transfer.fill_host(wanted, lambda key, size: self._read.put((key, size)))
 
     def sweep(self) -> None:
         """Count what has come, for the layers: no request asked for it."""

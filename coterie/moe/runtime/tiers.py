@@ -28,11 +28,11 @@ LoadTask = Callable[[], None]
 
 
 class ExpertLoad:
-    """The promise of one expert's bytes in one place. Told to whoever asked, once."""
+    """One expert's bytes on their way to one place: done, failed, or still to come."""
 
     __slots__ = (
-        "_lock", "_sinks", "begun_s", "done_s", "error", "event", "host_hit", "job", "key",
-        "moved_bytes", "read_bytes", "slot",
+        "_lock", "_queues", "done_s", "error", "event", "host_hit", "key", "moved_bytes",
+        "read_bytes", "slot", "started_s", "task",
     )  # fmt: skip
 
     def __init__(self, key: Key, slot: int | None = None) -> None:
@@ -40,39 +40,39 @@ class ExpertLoad:
         self.error: CoterieError | None = None
         self.read_bytes = self.moved_bytes = 0
         self.host_hit = False
-        self.begun_s = self.done_s = 0.0
+        self.started_s = self.done_s = 0.0
         # CUDA: recorded behind the copy; a stream that reads the slot waits for it
         self.event: Any = None
-        # what the crew was given, while it may still be withdrawn
-        self.job: LoadTask | None = None
+        # what a load thread runs; it can be withdrawn until it starts
+        self.task: LoadTask | None = None
         self._lock = threading.Lock()
-        self._sinks: list[SimpleQueue[ExpertLoad]] | None = []
+        self._queues: list[SimpleQueue[ExpertLoad]] | None = []
 
     @property
     def done(self) -> bool:
-        return self._sinks is None
+        return self._queues is None
 
-    def tell(self, sink: SimpleQueue[ExpertLoad]) -> None:
-        """Put this into `sink` when it is done (now, if it is)."""
+    def notify(self, queue: SimpleQueue[ExpertLoad]) -> None:
+        """Put this into `queue` when it is done (now, if it is)."""
         with self._lock:
-            if self._sinks is not None:
-                self._sinks.append(sink)
+            if self._queues is not None:
+                self._queues.append(queue)
                 return
-        sink.put(self)
+        queue.put(self)
 
     def finish(self, error: CoterieError | None = None) -> None:
         with self._lock:
-            sinks, self._sinks = self._sinks, None
+            queues, self._queues = self._queues, None
             self.error, self.done_s = error, time.perf_counter()
-        for sink in sinks or ():
-            sink.put(self)
+        for queue in queues or ():
+            queue.put(self)
 
     def settle(self) -> ExpertLoad:
-        """Wait for the end, whatever it is."""
+        """Wait until it is done or has failed."""
         if not self.done:
-            sink: SimpleQueue[ExpertLoad] = SimpleQueue()
-            self.tell(sink)
-            sink.get()
+            queue: SimpleQueue[ExpertLoad] = SimpleQueue()
+            self.notify(queue)
+            queue.get()
         return self
 
     def wait(self) -> ExpertLoad:
@@ -85,13 +85,13 @@ class ExpertLoad:
 class HostEntry:
     """An expert's place in host RAM. Pinned while someone reads or writes it."""
 
-    __slots__ = ("arrival", "key", "pins", "place", "reading", "record")
+    __slots__ = ("key", "load", "pins", "place", "reading", "record")
 
-    def __init__(self, key: Key, place: int, record: Tensor, arrival: ExpertLoad) -> None:
+    def __init__(self, key: Key, place: int, record: Tensor, load: ExpertLoad) -> None:
         self.key, self.place, self.record = key, place, record
         self.pins = 1
         # None once the bytes are here
-        self.arrival: ExpertLoad | None = arrival
+        self.load: ExpertLoad | None = load
         # one thread has taken it upon itself to read them
         self.reading = False
 
@@ -132,9 +132,9 @@ class HostTier:
         self._home = {key: place for place, key in enumerate(keys)}
         return places
 
-    def acquire(self, key: Key, arrival: ExpertLoad, *, block: bool = False) -> HostEntry | None:
-        """Pin `key`'s entry, made for `arrival` if there is none; None when every slot is in use.
-        An entry whose `arrival` is not None has no bytes yet: see `claim`."""
+    def acquire(self, key: Key, load: ExpertLoad, *, block: bool = False) -> HostEntry | None:
+        """Pin `key`'s entry, made for `load` if there is none; None when every slot is in use.
+        An entry whose `load` is not None has no bytes yet: see `claim`."""
         with self._changed:
             while True:
                 entry = self._entries.get(key)
@@ -145,7 +145,7 @@ class HostTier:
                     return entry
                 place = self._make_room(key)
                 if place is not None:
-                    return self._enter(key, place, arrival)
+                    return self._enter(key, place, load)
                 if not block:
                     return None
                 self._changed.wait()
@@ -154,7 +154,7 @@ class HostTier:
         """Pin `key`'s entry if its bytes are here. Counts a hit, never a miss."""
         with self._changed:
             entry = self._entries.get(key)
-            if entry is None or entry.arrival is not None:
+            if entry is None or entry.load is not None:
                 return None
             entry.pins += 1
             self._entries.move_to_end(key)
@@ -183,7 +183,7 @@ class HostTier:
     def claim(self, entry: HostEntry) -> bool:
         """Whether the caller is the one to read this entry's bytes."""
         with self._changed:
-            mine = entry.arrival is not None and not entry.reading
+            mine = entry.load is not None and not entry.reading
             entry.reading = entry.reading or mine
             self.misses[entry.key[0]] += mine
             return mine
@@ -196,7 +196,7 @@ class HostTier:
     def filled(self, entry: HostEntry) -> None:
         with self._changed:
             layer, expert = entry.key
-            entry.arrival = None
+            entry.load = None
             self.tables[layer].set(expert, entry.record)
             self._ready[layer].add(expert)
 
@@ -204,7 +204,7 @@ class HostTier:
         with self._changed:
             for entry in entries:
                 entry.pins -= 1
-                if entry.pins == 0 and entry.arrival is not None:
+                if entry.pins == 0 and entry.load is not None:
                     self._remove(entry)  # its bytes never came
             self._changed.notify_all()
 
@@ -237,15 +237,15 @@ class HostTier:
             taken = [entry.place for entry in self._entries.values()]
             if sorted(taken + self._free) != list(range(self.num_slots)):
                 raise InternalError("host tier: slots do not add up")
-            here = {key for key, entry in self._entries.items() if entry.arrival is None}
+            here = {key for key, entry in self._entries.items() if entry.load is None}
             named = {(layer, e) for layer, experts in self._ready.items() for e in experts}
             if here != named:
                 raise InternalError("host tier: a table names an expert that is not here")
 
-    def _enter(self, key: Key, place: int, arrival: ExpertLoad) -> HostEntry:
+    def _enter(self, key: Key, place: int, load: ExpertLoad) -> HostEntry:
         offset, _ = self._places[place]
         record = self._arena.view(offset, self._nbytes[key[0]])
-        entry = self._entries[key] = HostEntry(key, place, record, arrival)
+        entry = self._entries[key] = HostEntry(key, place, record, load)
         return entry
 
     def _make_room(self, key: Key) -> int | None:

@@ -6,6 +6,7 @@ its bytes and seconds are its share, so that those add up to the step's.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -52,6 +53,16 @@ class UsageTally:
 
     def as_dict(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in FIELDS}
+
+
+class LayerTally(UsageTally):
+    """The counts of one running layer, and when it waited for bytes. Two threads may add waits."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[float, float]] = []
+
+    def waited(self, begin: float) -> None:
+        self.waits.append((begin, time.perf_counter()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,8 @@ class CheckpointStore:
         self._pieces = locate_parts(checkpoint, geometry, names, shape)
         self._layouts = {layer: self._layout(layer, shape, dtype) for layer in geometry.layers}
         self._targets = {layer: RecordTarget(layout) for layer, layout in self._layouts.items()}
-        # made when they are first needed
-        self._readings: dict[Key, ExpertReadPlan] = {}
+        # each is made at its first use
+        self._plans: dict[Key, ExpertReadPlan] = {}
         sizes = {layer: layout.nbytes for layer, layout in self._layouts.items()}
         self.slot_bytes = max(sizes.values(), default=0)
         self.expert_bytes = sum(sizes[layer] for layer, _ in self._pieces)
@@ -83,12 +83,13 @@ class CheckpointStore:
         return read_bytes(self._expert(key))
 
     def read(self, key: Key, out: Tensor) -> int:
-        way, staging = self._reading(key), self._staging()
-        way.fetch(self.disk, staging)
+        plan, staging = self._plan(key), self._staging()
+        for each in plan.ranges:
+            self.disk.read(each.path, each.offset, each.nbytes, staging[each.at :])
         started = time.perf_counter()
-        way.pack(staging, out)
+        plan.pack(staging, out)
         self.spent.add(pack_s=time.perf_counter() - started)
-        return way.nbytes
+        return plan.nbytes
 
     def tensors(self) -> frozenset[str]:
         return frozenset(piece.name for pieces in self._pieces.values() for piece in pieces)
@@ -104,11 +105,11 @@ class CheckpointStore:
             raise WeightsError(f"{self._checkpoint.path}: has no expert {key[1]} in layer {key[0]}")
         return self._pieces[key]
 
-    def _reading(self, key: Key) -> ExpertReadPlan:
-        found = self._readings.get(key)
-        if found is None:
-            found = self._readings[key] = ExpertReadPlan(self._expert(key), self._targets[key[0]])
-        return found
+    def _plan(self, key: Key) -> ExpertReadPlan:
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = ExpertReadPlan(self._expert(key), self._targets[key[0]])
+        return plan
 
     def _layout(self, layer: int, shape: ExpertShape, dtype: str) -> ExpertLayout:
         """One for the whole layer: slots and kernels know no other."""
@@ -167,7 +168,7 @@ class RecordTarget:
 
 
 class ExpertReadPlan:
-    """One expert's way."""
+    """How one expert's bytes are read and packed into its record."""
 
     __slots__ = ("_pieces", "_plain", "_starts", "_target", "nbytes", "ranges")
 
@@ -182,10 +183,6 @@ class ExpertReadPlan:
             and start % 4 == 0
             for piece, start in zip(pieces, self._starts, strict=True)
         )
-
-    def fetch(self, disk: DiskReader, staging: Tensor) -> None:
-        for each in self.ranges:
-            disk.read(each.path, each.offset, each.nbytes, staging[each.at :])
 
     def pack(self, staging: Tensor, out: Tensor) -> None:
         library = native() if self._plain else None
