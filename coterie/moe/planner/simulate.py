@@ -79,8 +79,8 @@ class _Simulation:
         can_run = outlook.tiers.host > 0
         share = outlook.tiers.host / outlook.geometry.total
         costs = self.prices.profile.costs().with_host(share, outlook.tiers.shared)
-        scene = StrategyContext(outlook.geometry, self.slots, load.heatmap, costs, can_run)
-        self.prefill, self.decode = build_strategies(text, scene)
+        context = StrategyContext(outlook.geometry, self.slots, load.heatmap, costs, can_run)
+        self.prefill, self.decode = build_strategies(text, context)
         self.both = tuple(dict.fromkeys((self.prefill, self.decode)))
         for strategy in self.both:
             strategy.start()
@@ -281,11 +281,11 @@ class ReplayResult:
 def replay(text: str, trace: Trace, stage: ReplaySetup) -> ReplayResult:
     """Strategy `text` (names as the CLI takes them) over the whole trace, from empty slots."""
     slots = SlotMap(stage.num_slots)
-    scene = StrategyContext(
+    context = StrategyContext(
         trace.geometry, slots, stage.heatmap, stage.costs, stage.host_can_run, stage.deterministic
     )
     prefill, decode = build_strategies(
-        resolve_strategy(text, trace.geometry, stage.num_slots), scene
+        resolve_strategy(text, trace.geometry, stage.num_slots), context
     )
     both = tuple(dict.fromkeys((prefill, decode)))
     result = ReplayResult()
@@ -311,7 +311,7 @@ def _walk(strategy: Strategy, step: TraceStep, stage: ReplaySetup, result: Repla
             if stage.predict == "prefetch" and following.predicted:
                 loads = strategy.prefetch(following.demand.layer, following.predicted)
                 result.prefetch_moves += len(loads)
-        first = first_uses(strategy.scene.slots, visit.demand)
+        first = first_uses(strategy.context.slots, visit.demand)
         waves = strategy.decide(visit.demand)
         classes = classify(visit.demand, waves, first)
         layer, phase = visit.demand.layer, step.phase

@@ -116,7 +116,7 @@ def allocate_parts(
     text, why = _that_fits(settings.strategy, store, room)
     slots = SlotMap(tiers.device)
     costs = site.costs or guessed_costs(store, site.device)
-    scene = StrategyContext(
+    context = StrategyContext(
         geometry=store.geometry,
         slots=slots,
         heatmap=site.heatmap,
@@ -124,7 +124,7 @@ def allocate_parts(
         host_can_run=tiers.host > 0,
         deterministic=settings.deterministic,
     )
-    prefill, decode = build_strategies(text, scene)
+    prefill, decode = build_strategies(text, context)
     on_cuda = site.device.type == "cuda"
     # what is idle depends on time: a fixed placement may only protect
     timid = settings.deterministic and settings.predict != "off" and uses_hints(decode)
