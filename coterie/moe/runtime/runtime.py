@@ -1,7 +1,7 @@
-"""A model's experts at work: the strategy decides, loads and kernels carry out, layer by layer.
+"""Runs a model's experts, layer by layer: the strategy decides, transfers and kernels execute.
 
-Owns tiers, strategies and counters for the life of an engine. After an error everything is as if
-the failed loads had never been asked for.
+Owns tiers, strategies and counters for the life of an engine. After an error the state is as if
+the failed loads had never been started.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from coterie.moe.runtime.usage import UsageTelemetry
     from coterie.moe.store.base import ExpertStore, Key
 
-# tokens after which experts that nobody has asked for are read too, where RAM holds them all
+# where RAM has room for all experts: after this many tokens, the unused ones are read too
 FILL_AFTER = 32
 
 
 class ExpertRuntime:
-    """One thread (the engine's) calls it."""
+    """Only one thread (the engine's) may call it."""
 
     def __init__(self, parts: RuntimeParts) -> None:
         self.parts, self.geometry = parts, parts.store.geometry
@@ -66,15 +66,15 @@ class ExpertRuntime:
         self._uses_hints = few and uses_hints(parts.strategies["decode"])
         if not self._uses_hints:
             self.predictor.unused = unused_hints(parts, few)
-        # loaded on a guess and not used since; the next layer's guess, until this layer has run
-        self._guessed: set[Key] = set()
-        self._hinted: tuple[int, list[int]] | None = None
-        # recorders, off unless asked for
+        # prefetched and not used since; and the next layer's prediction, until this layer has run
+        self._prefetched: set[Key] = set()
+        self._predicted: tuple[int, list[int]] | None = None
+        # recorders, off unless somebody sets them
         self.heatmap: Heatmap | None = None
         self.trace: Trace | None = None
         self.spans: list[LayerSpan] | None = None
         self.update_calls = self.swaps = self._tokens = 0
-        # swaps of the running step, made while a layer waited
+        # swaps that decisions of the running step made
         self._replaced = 0
         self._layouts = {layer: parts.store.layout(layer) for layer in self.geometry.layers}
         self._resident_finder = ResidentFinder(parts, self.telemetry)
@@ -84,12 +84,12 @@ class ExpertRuntime:
         self._closed = False
 
     def start(self) -> None:
-        """Load what strategies want before the first request."""
+        """Load what strategies need before the first request."""
         for strategy in dict.fromkeys(self.parts.strategies.values()):
             for key, slot in strategy.start():
                 self._transfer.start(key, slot, None)
         self._finish_loads()
-        self.telemetry.end_step()  # no request's step
+        self.telemetry.end_step()  # these loads belong to no request
 
     def run(self, step: ExpertStep) -> Tensor:
         """[T, D]: every row's experts, weighted and summed in top-k order. Call it in inference
@@ -131,14 +131,14 @@ class ExpertRuntime:
         return result
 
     def resident(self, phase: str) -> ResidentExperts | None:
-        """Where all experts are, while there is nothing to decide, move or record by layer."""
+        """Where all experts are, if no layer needs a decision, a move or a record."""
         recording = self.trace is not None or self.spans is not None
         return None if recording else self._resident_finder.find(phase)
 
     def record_resident_step(
         self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
     ) -> None:
-        """Count a step that `resident` allowed: routed int32 [layers, T, K]."""
+        """Count a step that `resident` allowed to run as a whole: routed int32 [layers, T, K]."""
         rows = self._resident_finder.count(found, routed, owners, seconds)
         for strategy in dict.fromkeys(self.parts.strategies.values()):
             strategy.observe(rows)
@@ -154,7 +154,7 @@ class ExpertRuntime:
             self.telemetry.attribute(job.step, job.classes, job.read_now, job.tally)
 
     def _buffer(self, step: ExpertStep) -> Tensor:
-        """[T * K, D] fp32 that is kept between layers: fresh memory costs page faults."""
+        """[T * K, D] fp32 that all layers reuse: new memory costs page faults."""
         rows, width = step.topk_ids.numel(), step.hidden.shape[1]
         if self._out_view.shape != (rows, width):
             if self._out.numel() < rows * width:
@@ -167,7 +167,7 @@ class ExpertRuntime:
         return self.parts.strategies[phase].groups() if phase == "prefill" else None
 
     def load_group(self, index: int) -> None:
-        """Start loading a group; its layers wait for their own experts."""
+        """Start to load a group of layers. Each layer then waits for its own experts."""
         for key, slot in self.parts.strategies["prefill"].load_group(index):
             self._transfer.start(key, slot, None)
 
@@ -176,28 +176,28 @@ class ExpertRuntime:
         return self.trace is not None or (self._uses_hints and self.predictor.protects)
 
     def hint(self, layer: int, predicted: Tensor) -> None:
-        """`layer` will probably ask for these: keep them, and load them if the link is idle. Models
-        guess while they decode only: a prompt asks for most experts anyway."""
+        """`layer` will probably need these: keep them, and load them if the link is idle. Models
+        predict only while they decode: a prompt needs most experts anyway."""
         experts = sorted(set(predicted.reshape(-1).tolist()))
         if self.trace is not None:
             self.trace.hint(layer, experts)
         if self._uses_hints and self.predictor.protects:
             self.predictor.predict(layer, experts)
             self.parts.strategies["decode"].protect(layer, experts)
-            self._hinted = layer, experts
+            self._predicted = layer, experts
 
     def _score_prediction(self, demand: Demand, first: set[Key]) -> None:
-        """Tell the predictor what was really asked for, and which guesses were of use."""
+        """Report to the predictor which experts are needed, and which prefetches were useful."""
         self.predictor.ask(demand.layer, demand.experts)
-        if first and self._guessed:
-            self.predictor.used(len(first & self._guessed))
-            self._guessed -= first
+        if first and self._prefetched:
+            self.predictor.used(len(first & self._prefetched))
+            self._prefetched -= first
 
     def _prefetch(self) -> None:
-        """Behind a layer's own loads, while the link is idle."""
-        if self._hinted is None:
+        """Load predicted experts, after the layer's own loads and only while the link is idle."""
+        if self._predicted is None:
             return
-        (layer, experts), self._hinted = self._hinted, None
+        (layer, experts), self._predicted = self._predicted, None
         if not self.predictor.prefetches:
             return
         self.predictor.link(idle := self._transfer.idle)
@@ -207,13 +207,13 @@ class ExpertRuntime:
         for key, slot in loads:
             self._transfer.start(key, slot, None, urgent=False)
         if loads:
-            self._guessed = {key for key in self._guessed if key in self._slots.prefetched}
-            self._guessed.update(key for key, _ in loads)
+            self._prefetched = {key for key in self._prefetched if key in self._slots.prefetched}
+            self._prefetched.update(key for key, _ in loads)
             self.predictor.fetch(len(loads), len(loads) * self._layouts[layer].nbytes)
 
     def update(self) -> tuple[int, int]:
-        """Between tokens: let the strategies rearrange slots, in the background. How many of them
-        found it time to look again, and the experts exchanged."""
+        """Called between tokens: let the strategies change slots, in the background. Returns the
+        number of updates and of experts exchanged."""
         before = self.update_calls, self.swaps
         self._tokens += 1
         if self._tokens == FILL_AFTER and self._host.complete:
@@ -228,7 +228,7 @@ class ExpertRuntime:
         return self.update_calls - before[0], self.swaps - before[1]
 
     def end_step(self) -> tuple[MoeUsage, list[MoeUsage]]:
-        """What the step cost: in all, and by sequence (one entry when owners were not told)."""
+        """What the step cost: in total, and by sequence (one entry when owners are not known)."""
         self._transfer.sweep()
         self._background_fill.sweep()
         if self.trace is not None:
@@ -241,7 +241,7 @@ class ExpertRuntime:
         return replace(total, swaps=made), [replace(part, swaps=made) for part in parts]
 
     def check(self) -> None:
-        """Raises unless slots, tiers and beliefs agree and nothing is in use between steps."""
+        """Raise unless slots and tiers agree and nothing is in use between steps."""
         self._finish_loads()
         self._host.check()
         self._device.check()
@@ -254,7 +254,7 @@ class ExpertRuntime:
             raise InternalError("more experts than slots")
 
     def report(self) -> dict[str, Any]:
-        """Everything counted since start, as plain values."""
+        """All counters since start, as plain values."""
         self._transfer.sweep()
         return report(self)
 
@@ -272,7 +272,7 @@ class ExpertRuntime:
             self.parts.store.close()
 
     def _device_only(self, key: Key) -> bool:
-        """On the device for good: a copy in RAM would be a second one."""
+        """Whether `key` stays on the device for good, so that a copy in RAM is not needed."""
         if self._device.shared:
             return False
         return self._slots.num_slots >= self.geometry.total or self._slots.is_pinned(key)
@@ -298,7 +298,7 @@ class ExpertRuntime:
                 raise load.error
 
     def _reconcile(self) -> None:
-        """Forget whatever did not arrive, so that beliefs and bytes agree again."""
+        """Forget experts whose bytes were not loaded, so that slots and tiers agree again."""
         for load in self._transfer.settle():
             if load.slot is not None:
                 self._device.vacate(load.slot)
@@ -322,8 +322,8 @@ def open_experts(
     costs: ExpertCosts | None = None,
     chooser: StrategyChooser | None = None,
 ) -> ExpertRuntime:
-    """Size the tiers, build the strategies and load what they want at start. `kv_bytes` of one full
-    context come off a device budget in bytes; `chooser` names what `auto` runs."""
+    """Size the tiers, build the strategies and load what they need at start. `kv_bytes` of one full
+    context are taken from a device budget in bytes; `chooser` chooses the strategy for `auto`."""
     site = PlacementContext(torch.device(device), kv_bytes, heatmap, costs, chooser)
     settings = choose_strategy(store, settings, site)
     room = allocation_for(store, settings, site)
@@ -334,7 +334,7 @@ def open_experts(
             except Exception as problem:
                 if not is_shortage(problem):
                     raise
-                room = room.less(store.geometry, problem)
+                room = room.reduced(store.geometry, problem)
     except BaseException:
         store.close()
         raise
@@ -346,7 +346,7 @@ def _started(parts: RuntimeParts) -> ExpertRuntime:
         runtime = ExpertRuntime(parts)
         runtime.start()
     except BaseException:
-        # the store is the caller's: another try reads from it
+        # the caller keeps the store: another attempt reads from it
         if runtime is not None:
             runtime.close(keep_store=True)
         else:
@@ -357,12 +357,12 @@ def _started(parts: RuntimeParts) -> ExpertRuntime:
 
 
 def report(runtime: ExpertRuntime) -> dict[str, Any]:
-    """Per tier, per layer and in all; names as in MoeUsage. `fallback_rate` is the share of
-    demands that found nothing on the device: moved now, or computed on the host."""
+    """Counters per tier, per layer and in total; names as in MoeUsage. `fallback_rate` is the share
+    of demands whose expert was not on the device: it was moved, or computed on the host."""
     parts, total = runtime.parts, runtime.telemetry.total()
     asked = total.device_hits + total.prefetch_hits + total.device_misses + total.host_runs
     late = total.device_misses + total.host_runs
-    held = parts.device.budget_bytes + parts.host.budget_bytes
+    allocated = parts.device.budget_bytes + parts.host.budget_bytes
     return {
         "strategy": parts.strategy,
         "asked": parts.asked,
@@ -378,7 +378,7 @@ def report(runtime: ExpertRuntime) -> dict[str, Any]:
         "tiers": {"device": _device(runtime), "host": _host(runtime)},
         "layers": {layer: _layer(runtime, layer) for layer in runtime.geometry.layers},
         "expert_bytes": parts.store.expert_bytes,
-        "memory_saved_bytes": max(0, parts.store.expert_bytes - held),
+        "memory_saved_bytes": max(0, parts.store.expert_bytes - allocated),
     }
 
 
@@ -418,18 +418,20 @@ def _layer(runtime: ExpertRuntime, layer: int) -> dict[str, float]:
 
 
 class BackgroundFill:
+    """Reads all experts into RAM, one after another, while no step waits for a load."""
+
     def __init__(self, transfer: TierTransfer, telemetry: UsageTelemetry) -> None:
         self._transfer, self._telemetry = transfer, telemetry
         # read by the load threads, not counted yet
         self._read: SimpleQueue[tuple[Key, int]] = SimpleQueue()
 
     def start(self, keys: Iterator[Key], elsewhere: Callable[[Key], bool]) -> None:
-        """All but those that lie elsewhere for good."""
+        """Read all but those that stay elsewhere for good."""
         wanted = (key for key in keys if not elsewhere(key))
         self._transfer.fill_host(wanted, lambda key, size: self._read.put((key, size)))
 
     def sweep(self) -> None:
-        """Count what has come, for the layers: no request asked for it."""
+        """Count what was read, by layer: it belongs to no request."""
         while not self._read.empty():
             key, size = self._read.get()
             tally = self._telemetry.layers[key[0]]

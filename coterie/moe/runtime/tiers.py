@@ -1,7 +1,8 @@
 """The two tiers above the disk: experts cached in host RAM, and fixed slots on the device.
 
-A tier knows whose bytes lie where and who is using them, and never holds more than its slots.
-It neither reads nor copies (transfer.py does) and chooses nothing but the host tier's victim.
+A tier records which expert is in which slot and what is in use, and never holds more than its
+slots. It does not read or copy (transfer.py does). The only choice it makes is which expert the
+host tier evicts.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class ExpertLoad:
 
 
 class HostEntry:
-    """An expert's place in host RAM. Pinned while someone reads or writes it."""
+    """An expert's place in host RAM. It is pinned while a thread reads or writes it."""
 
     __slots__ = ("key", "load", "pins", "place", "reading", "record")
 
@@ -92,14 +93,14 @@ class HostEntry:
         self.pins = 1
         # None once the bytes are here
         self.load: ExpertLoad | None = load
-        # one thread has taken it upon itself to read them
+        # a thread has claimed the read of its bytes
         self.reading = False
 
 
 class HostTier:
-    """A cache in RAM over the store, least recently used first out. All methods are thread-safe.
+    """A cache of the store in RAM; evicts the least recently used. All methods are thread-safe.
 
-    With room for every expert nothing is ever evicted.
+    With room for every expert nothing is evicted.
     """
 
     def __init__(self, store: ExpertStore, num_slots: int, *, pinned: bool = False) -> None:
@@ -115,7 +116,7 @@ class HostTier:
         self._changed = threading.Condition()
         self._ready: dict[int, set[int]] = {layer: set() for layer in geometry.layers}
         self.tables = {layer: RecordTable(geometry.num_experts) for layer in geometry.layers}
-        # lookups that found an expert here (or on its way), and those that had to read the disk
+        # lookups that found an expert here (or being read), and those that had to read the disk
         self.hits: Counter[int] = Counter()
         self.misses: Counter[int] = Counter()
         self.evictions: Counter[int] = Counter()
@@ -123,7 +124,7 @@ class HostTier:
     def _cut(self, store: ExpertStore) -> list[tuple[int, int]]:
         if not self.complete:
             return [(at * store.slot_bytes, store.slot_bytes) for at in range(self.num_slots)]
-        # every expert has a place of its own length, in the order of keys
+        # every expert has a place of exactly its size, in the order of keys
         places, offset = [], 0
         keys = store.geometry.keys()
         for layer, _ in keys:
@@ -133,8 +134,8 @@ class HostTier:
         return places
 
     def acquire(self, key: Key, load: ExpertLoad, *, block: bool = False) -> HostEntry | None:
-        """Pin `key`'s entry, made for `load` if there is none; None when every slot is in use.
-        An entry whose `load` is not None has no bytes yet: see `claim`."""
+        """Pin `key`'s entry, and make it for `load` if there is none; None when every slot is in
+        use. An entry whose `load` is not None has no bytes yet: see `claim`."""
         with self._changed:
             while True:
                 entry = self._entries.get(key)
@@ -177,11 +178,11 @@ class HostTier:
             return entries
 
     def holds(self, layer: int, experts: Sequence[int]) -> bool:
-        """The bytes of all are here."""
+        """Whether the bytes of all of them are here."""
         return self._ready[layer].issuperset(experts)
 
     def claim(self, entry: HostEntry) -> bool:
-        """Whether the caller is the one to read this entry's bytes."""
+        """Whether the caller must read this entry's bytes (True for one caller only)."""
         with self._changed:
             mine = entry.load is not None and not entry.reading
             entry.reading = entry.reading or mine
@@ -189,7 +190,7 @@ class HostTier:
             return mine
 
     def missed(self, layer: int) -> None:
-        """Count a read that goes past this tier."""
+        """Count a read that does not go through this tier."""
         with self._changed:
             self.misses[layer] += 1
 
@@ -205,11 +206,11 @@ class HostTier:
             for entry in entries:
                 entry.pins -= 1
                 if entry.pins == 0 and entry.load is not None:
-                    self._remove(entry)  # its bytes never came
+                    self._remove(entry)  # its read failed
             self._changed.notify_all()
 
     def drop(self, key: Key) -> None:
-        """Forget `key` (unless it is in use): the device holds it for good."""
+        """Remove `key` (unless it is in use), because the device holds it for good."""
         with self._changed:
             entry = self._entries.get(key)
             if entry is not None and entry.pins == 0:
@@ -232,7 +233,8 @@ class HostTier:
             return [entry.key for entry in self._entries.values() if entry.pins]
 
     def check(self) -> None:
-        """Every place is free or holds exactly one entry, and tables name what is here."""
+        """Raise unless every place is free or has exactly one entry, and tables list what is
+        here."""
         with self._changed:
             taken = [entry.place for entry in self._entries.values()]
             if sorted(taken + self._free) != list(range(self.num_slots)):
@@ -270,11 +272,11 @@ class HostTier:
 
 
 class DeviceTier:
-    """Slots of equal size on the device; on a machine without one, a second arena in RAM, or, where
-    the host tier holds every expert for good (`shared`), names for its records.
+    """Slots of equal size on the device. On a machine without one they are a second arena in RAM,
+    or, where the host tier holds every expert for good (`shared`), references to its records.
 
-    `Residency` says what strategies believe lies in a slot, this says what does. One thread (the
-    engine's) begins fills; the thread that filled a slot says so.
+    `SlotMap` records what strategies have placed in a slot, this class what is really there. The
+    engine's thread calls `begin`; the thread that filled a slot calls `filled`.
     """
 
     def __init__(
@@ -292,7 +294,7 @@ class DeviceTier:
         self._slots = [whole[at * size : (at + 1) * size] for at in range(num_slots)]
         self._nbytes = {layer: store.layout(layer).nbytes for layer in store.geometry.layers}
         self._keys: list[Key | None] = [None] * num_slots
-        # loads under way, by slot
+        # running loads, by slot
         self.pending: dict[int, ExpertLoad] = {}
         geometry = store.geometry
         self._where: dict[Key, int] = {}
@@ -312,7 +314,7 @@ class DeviceTier:
         return self._keys[slot]
 
     def begin(self, key: Key, slot: int) -> None:
-        """From now on `slot` is for `key`; nobody reads it until `filled`."""
+        """Reserve `slot` for `key`; it must not be read until `filled`."""
         self.vacate(slot, evicted=True)
         old = self._where.get(key)
         if old is not None:
@@ -321,14 +323,14 @@ class DeviceTier:
             self._keys[slot], self._where[key] = key, slot
 
     def filled(self, key: Key, slot: int, record: Tensor) -> None:
-        """The bytes lie in `record`; of no use when another slot is for `key` by now."""
+        """The bytes are in `record`. Has no effect when `key` has another slot by now."""
         with self._lock:
             if self._where.get(key) == slot:
                 self.tables[key[0]].set(key[1], record)
                 self._ready[key[0]].add(key[1])
 
     def holds(self, layer: int, experts: tuple[int, ...]) -> bool:
-        """The bytes of all are here, or their copies are in the device's own order."""
+        """Whether the bytes of all are here, or their copies are queued on the device's stream."""
         return self._ready[layer].issuperset(experts)
 
     def vacate(self, slot: int, *, evicted: bool = False) -> None:
@@ -353,21 +355,21 @@ class DeviceTier:
             self._arena.close()
 
     def check(self) -> None:
-        """Slots and their names agree both ways."""
+        """Raise unless slots and keys agree in both directions."""
         named = {key: slot for slot, key in enumerate(self._keys) if key is not None}
         if named != self._where:
             raise InternalError("device tier: a slot is not where it is said to be")
 
 
 PAGE = 4096
-# below this, huge pages would round more than they speed up
+# below this size huge pages cost more memory by rounding than they give in speed
 _HUGE_FROM_BYTES = 8 * 2**20
 
 _log = logging.getLogger(__name__)
 
 
 class MemoryArena:
-    """`nbytes` of zeroed memory that costs nothing until it is written."""
+    """`nbytes` of zeroed memory; the system gives each page when it is first written."""
 
     def __init__(self, nbytes: int, pinned: bool = False) -> None:
         self.nbytes = -(-nbytes // PAGE) * PAGE
@@ -378,7 +380,7 @@ class MemoryArena:
         memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if self.nbytes >= _HUGE_FROM_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        # the tensor keeps the mapping alive; it goes when the last view does
+        # the tensor keeps the mapping alive until the last view is deleted
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         if pinned:
             self._register()
@@ -393,7 +395,7 @@ class MemoryArena:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def _register(self) -> None:
-        # torch's own pinned allocator rounds up to powers of two, which would break the budget
+        # torch's pinned allocator rounds up to powers of two, which would exceed the budget
         code = _cudart().cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 0)
         self.pinned = int(code) == 0
         if not self.pinned:
