@@ -1,7 +1,7 @@
-"""Experts read in place from a checkpoint: safetensors or GGUF, no conversion on disk.
+"""Experts read directly from a checkpoint (safetensors or GGUF), without a conversion on disk.
 
-Each read takes an expert's bytes from the file, brings them to the precision asked for and packs
-them, in the thread that reads; nothing of it stays.
+Each read takes an expert's bytes from the file, converts them to the requested precision and packs
+them, all in the calling thread. It keeps no copy.
 """
 
 from __future__ import annotations
@@ -33,10 +33,6 @@ from coterie.moe.store.disk import DiskReader, aligned_buffer, covering_pages
 from coterie.moe.store.tensors import StoredPart, fit_to_kind, kind_of, locate_parts
 from coterie.weights.files import FileExtent
 from coterie.weights.quantize import DTYPES, DenseWeight, Weight, dense
-
-if TYPE_CHECKING:
-    from coterie.moe.store.disk import DiskReader
-    from coterie.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from coterie.weights.checkpoint import Checkpoint
@@ -112,7 +108,7 @@ class CheckpointStore:
         return plan
 
     def _layout(self, layer: int, shape: ExpertShape, dtype: str) -> ExpertLayout:
-        """One for the whole layer: slots and kernels know no other."""
+        """One layout for the whole layer, as slots and kernels need it."""
         kinds: tuple[str, ...] = ()
         for expert in self.geometry.present(layer):
             matrices = [p for p in self._pieces[layer, expert] if not p.part.endswith("_bias")]
@@ -134,7 +130,7 @@ class CheckpointStore:
         return buffer
 
 
-# stored type and the layout's kind, where only the order of bytes differs
+# (stored type, kind of the layout) where only the order of bytes differs
 _SAME = frozenset({("BF16", "bf16"), ("F32", "fp32")})
 _KINDS = {"bf16": abi.KIND_BF16, "fp32": abi.KIND_F32}
 
@@ -150,12 +146,12 @@ class ReadRange:
 
 
 class RecordTarget:
-    """What all records of one layout have in common."""
+    """What all records of one layout share."""
 
     def __init__(self, layout: ExpertLayout) -> None:
         self.layout, self.places = layout, layout.parts()
         self.kinds = {place.name: place.kind for place in self.places}
-        # what no part covers
+        # bytes that belong to no part
         ends = [0, *(place.offset + place.nbytes for place in self.places)]
         begins = [*(place.offset for place in self.places), layout.nbytes]
         self.gaps = [(a, b) for a, b in zip(ends, begins, strict=True) if a < b]
@@ -176,7 +172,7 @@ class ExpertReadPlan:
         self._pieces, self._target = pieces, target
         self.ranges, self.nbytes = _ranges(pieces)
         self._starts = tuple(_start(self.ranges, piece.extent) for piece in pieces)
-        # every piece is stored as the layout wants it
+        # every piece is stored in the type of the layout
         self._plain = len(target.calls) == len(pieces) and all(
             (piece.stored, target.kinds[piece.part]) in _SAME
             and piece.column is None
@@ -193,7 +189,7 @@ class ExpertReadPlan:
         for (kind, rows, columns, offset), start in zip(
             self._target.calls, self._starts, strict=True
         ):
-            # one thread: readers pack in a pool of their own
+            # one thread: the caller is already one of several load threads
             pack(kind, rows, columns, source + start, 0, 0, target + offset, 1)
         for first, last in self._target.gaps:
             out[first:last].zero_()
@@ -210,12 +206,12 @@ class ExpertReadPlan:
 
 
 def read_bytes(pieces: Sequence[StoredPart]) -> int:
-    """What one expert takes from the disk: whole pages."""
+    """The bytes that one expert takes from the disk: whole pages."""
     return _ranges(pieces)[1]
 
 
 def _ranges(pieces: Sequence[StoredPart]) -> tuple[tuple[ReadRange, ...], int]:
-    """As few reads as possible: pieces that touch the same or neighbouring pages come together."""
+    """As few reads as possible: pieces in the same or adjacent pages are read together."""
     merged: list[FileExtent] = []
     for piece in sorted(pieces, key=lambda p: (p.extent.path, p.extent.offset, p.extent.nbytes)):
         new, last = piece.extent, merged[-1] if merged else None
@@ -233,7 +229,7 @@ def _ranges(pieces: Sequence[StoredPart]) -> tuple[tuple[ReadRange, ...], int]:
 
 
 def _start(ranges: Sequence[ReadRange], wanted: FileExtent) -> int:
-    """Where the bytes of `wanted` lie in the staging buffer."""
+    """The position of the bytes of `wanted` in the staging buffer."""
     for each in ranges:
         ahead = wanted.offset - each.offset
         if each.path == wanted.path and 0 <= ahead <= each.nbytes - wanted.nbytes:
@@ -242,7 +238,7 @@ def _start(ranges: Sequence[ReadRange], wanted: FileExtent) -> int:
 
 
 def _refuse_rounding(piece: StoredPart, weight: Weight, kind: str) -> None:
-    """Q4_0 scales beyond fp16's range do not fit int4; rounding them again would go unseen."""
+    """Refuse Q4_0 scales that are beyond fp16's range: int4 cannot store them exactly."""
     if piece.stored == "Q4_0" and kind == "int4" and isinstance(weight, DenseWeight):
         raise WeightsError(
             f"{piece.extent.path}: expert tensor {piece.name!r} has scales that int4 cannot hold. "
@@ -261,8 +257,8 @@ def open_store(
     intermediate: int,
     gated: bool,
 ) -> ExpertStore:
-    """The experts of `checkpoint` at `dtype` (auto: as stored). Everything that can be known
-    without reading an expert is checked here."""
+    """The experts of `checkpoint` at `dtype` (auto: as stored). Checks everything that can be
+    checked without reading an expert."""
     from coterie.moe.store.disk import DiskReader
     from coterie.moe.store.packed import INDEX_FILE, expect_model, open_packed
 
