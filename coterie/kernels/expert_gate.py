@@ -64,7 +64,7 @@ class ExpertGate:
     """A router: its product, its rule, and what may not be picked."""
 
     def __init__(self, rule: GateRule, product: Linear, bias: Tensor | None = None) -> None:
-        self.routing, self.product, self._bias = rule, product, bias
+        self.rule, self.product, self._bias = rule, product, bias
         # -2 for experts that are not there, 0 for the others
         self._penalty: Tensor | None = None
         # the native form; None: torch
@@ -86,8 +86,8 @@ class ExpertGate:
         if self.route is None:
             return self._in_torch(hidden)
         rows = hidden.float().contiguous()
-        ids = torch.empty(len(rows), self.routing.top_k, dtype=torch.int32)
-        weights = torch.empty(len(rows), self.routing.top_k)
+        ids = torch.empty(len(rows), self.rule.top_k, dtype=torch.int32)
+        weights = torch.empty(len(rows), self.rule.top_k)
         self._call(
             ctypes.byref(self.route),
             rows.data_ptr(),
@@ -104,10 +104,10 @@ class ExpertGate:
             logits = logits + self._bias
         if self._penalty is not None:
             self._penalty = self._penalty.to(logits.device)
-        return choose_experts(self.routing, logits, self._penalty)
+        return choose_experts(self.rule, logits, self._penalty)
 
     def _native(self, matrix: abi.Matrix) -> abi.Route:
-        rule = self.routing
+        rule = self.rule
         if self._bias is not None:
             self._bias = self._bias.float().contiguous()
         bias = None if self._bias is None else self._bias.data_ptr()

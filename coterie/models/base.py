@@ -101,7 +101,11 @@ class CausalLM:
         # of what is always in memory; experts are their runtime's
         self.weight_bytes = parts.nbytes
         self.kv_dtype = kv_dtype(dtype)
-        self._embed, self._head, self._norm = parts.ends.embedding, parts.ends.head, parts.norm
+        self._embed, self._head, self._norm = (
+            parts.embedding_and_head.embedding,
+            parts.embedding_and_head.head,
+            parts.norm,
+        )
         self._backbone, self._moe = parts.backbone, moe
         # what adapters may change; costs nothing before one asks
         self.targets: AdaptableModel = parts.targets

@@ -184,7 +184,7 @@ class FusedMoeStack:
     def __init__(self, decoder: NativeDecoder, layers: Sequence[MoeLayer], num_layers: int) -> None:
         self._decoder, self._layers, self._num_layers = decoder, layers, num_layers
         self._norms = [_floats(layer.norm) for layer in layers]
-        self._top_k = layers[0].gate.routing.top_k
+        self._top_k = layers[0].gate.rule.top_k
         # what the decoder's layers point at now
         self._attached: ResidentExperts | None = None
         self._parts: list[abi.MoePart] = []
@@ -288,7 +288,7 @@ MoeFactory = Callable[[MoeRequirements], "MoeExperts"]
 
 
 def _geometry(moe: MoeSpec) -> ExpertGeometry:
-    return ExpertGeometry(moe.layers, moe.num_experts, moe.routing.top_k)
+    return ExpertGeometry(moe.layers, moe.num_experts, moe.gate_rule.top_k)
 
 
 def moe_factory(dispatch: MoeSettings | None) -> MoeFactory:

@@ -81,7 +81,7 @@ class LayerCarver:
         for index in range(self._spec.num_layers):
             layer = read_layer(self._reader, index)
             # nobody adapts this model: what is noted would keep every layer in memory
-            self._reader.noted.clear()
+            self._reader.targets.clear()
             cut = self._cut(main, layer, carving)
             for _, active, stream in tried:
                 self._pass(stream, layer, _change(cut, active))

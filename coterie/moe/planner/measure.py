@@ -176,22 +176,22 @@ def measure_link(bank: Sequence[Tensor], target: ComputeTarget) -> TransferCost:
     """Host memory to device slots: copies by threads on a CPU, copies from pinned memory on
     CUDA."""
     half = len(bank) // 2
-    source, target = list(bank[:half]), list(bank[half : 2 * half])
+    sources, slots = list(bank[:half]), list(bank[half : 2 * half])
     if target.is_cuda:
-        source = [record.pin_memory() for record in source]
-        target = [record.to(target.device) for record in target]
+        sources = [record.pin_memory() for record in sources]
+        slots = [record.to(target.device) for record in slots]
     copy = _copy_to_cuda if target.is_cuda else _copy_in_ram
     with ThreadPoolExecutor(DEPTH) as pool:
 
         def copy_all() -> None:
-            for _ in pool.map(copy, target, source):
+            for _ in pool.map(copy, slots, sources):
                 pass
 
         copy_all()
         spent = time.process_time()
         wall = _times(copy_all, target, 3)
         core = 0.0 if target.is_cuda else (time.process_time() - spent) / 4
-    alone = _times(partial(copy, target[0], source[1]), target, 5)
+    alone = _times(partial(copy, slots[0], sources[1]), target, 5)
     return TransferCost(lower_quartile(wall) / half, lower_quartile(alone), core / half)
 
 
