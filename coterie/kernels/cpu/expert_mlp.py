@@ -23,14 +23,14 @@ from coterie.kernels.expert_layout import KINDS, ExpertLayout
 
 
 class RecordTable:
-    """The records at hand of one layer, by expert; kept across calls."""
+    """The records of one layer that are in memory, by expert; reused by many calls."""
 
     def __init__(self, num_experts: int) -> None:
         self.pointers = (ctypes.c_void_p * num_experts)()
         self._records: dict[int, Tensor] = {}
 
     def set(self, expert: int, record: Tensor) -> None:
-        """record: uint8, contiguous; stays alive as long as it is here."""
+        """record: uint8, contiguous; the table keeps it alive."""
         self._records[expert] = record
         self.pointers[expert] = record.data_ptr()
 
@@ -40,13 +40,13 @@ class RecordTable:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the records lie; None when there is none."""
+        """The device of the records; None when there are none."""
         for record in self._records.values():
             return record.device
         return None
 
     def pick(self, experts: Iterable[int] | None = None) -> list[tuple[int, Tensor]]:
-        """The records of `experts`, or all."""
+        """The records of `experts`, or of all."""
         if experts is None:
             return list(self._records.items())
         return [(expert, self._records[expert]) for expert in experts]
@@ -107,7 +107,7 @@ def _table(records: Records, only: Sequence[int] | None) -> RecordTable:
 
 
 def _check(layout: ExpertLayout, topk_ids: Tensor, out: Tensor) -> None:
-    """What the native call takes on trust."""
+    """Check what the native call does not check."""
     fits = out.shape == (topk_ids.numel(), layout.hidden) and out.is_contiguous()
     if not fits or out.dtype != torch.float32 or out.device.type != "cpu":
         raise InternalError("experts on the CPU need a contiguous fp32 row there for every pair")
@@ -141,7 +141,7 @@ def run_experts_torch(
     records: Sequence[tuple[int, Tensor]],
     out: Tensor,
 ) -> None:
-    """The torch twin, on the records' device: fp32 on the CPU, x's dtype elsewhere."""
+    """The same in torch, on the records' device: fp32 on the CPU, otherwise x's dtype."""
     device = records[0][1].device
     dtype = torch.float32 if device.type == "cpu" else x.dtype
     x = x.to(device=device, dtype=dtype)

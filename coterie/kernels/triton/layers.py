@@ -22,7 +22,7 @@ from coterie.kernels.triton.patches import RANKS, SITE, fetch_site, patch_head, 
 
 
 class HeadPatches(NamedTuple):
-    """What rows read of their patches of q, k and v."""
+    """The patches of q, k and v that rows read."""
 
     rows: PatchRows
     layer: int
@@ -60,7 +60,7 @@ def _add_norm(
 
 @triton.jit
 def _norm_halves(first, second, weight, half, inside, eps, HEAD_DIM: tl.constexpr):
-    """RMS norm of one head held as two halves, rounded to the weight's type before it."""
+    """RMS norm of one head in two halves, rounded to the weight's type before the weight."""
     dtype = weight.dtype.element_ty
     squares = tl.sum(first * first, 0) + tl.sum(second * second, 0)
     scale = tl.rsqrt(squares / HEAD_DIM + eps)
@@ -71,7 +71,7 @@ def _norm_halves(first, second, weight, half, inside, eps, HEAD_DIM: tl.constexp
     return first, second
 
 
-# the site's number changes from layer to layer: one compilation serves them all
+# the site's number changes from layer to layer: one compilation is enough for all
 @triton.jit(do_not_specialize=["q_site"])
 def _place_heads(
     qkv, bias, q_norm, k_norm, cos, sin, positions, slots, q, kv, table, terms,
@@ -172,7 +172,8 @@ def place_heads(
     batch: AttentionBatch,
     patches: HeadPatches | None = None,
 ) -> Tensor:
-    """Biased, normed and rotated queries [T, heads, head_dim]; keys and values go to the cache."""
+    """Queries [T, heads, head_dim] with bias, norm and rotation; writes keys and values to the
+    cache."""
     rows, heads = len(qkv), shape.num_heads + 2 * shape.num_kv_heads
     q = torch.empty((rows, shape.num_heads, shape.head_dim), dtype=qkv.dtype, device=qkv.device)
     unused: Any = qkv

@@ -16,10 +16,10 @@ import triton.language as tl
 from coterie.kernels.batch import KINDS, WORDS
 from coterie.kernels.patch import PARTS
 
-# ranks that one program holds at once, at most
+# the most ranks that one program has at once
 RANKS = 16
 
-# what a step's patches may be: bf16 of few ranks, of any rank, or everything
+# kinds of a step's patches: bf16 of few ranks, bf16 of any rank, or all patches
 _DEEP, _FULL = tl.constexpr(KINDS.index("deep")), tl.constexpr(KINDS.index("wide"))
 # words of one site in a step's table
 SITE = tl.constexpr(WORDS)
@@ -64,7 +64,7 @@ def _vector(site, WORD: tl.constexpr, column, inside, missing):
 
 @triton.jit
 def _pieces(terms, first, rank, room, SPLITS: tl.constexpr, RANKS: tl.constexpr):
-    """x a^T of one row [.., RANKS], still to be summed over the pieces of x made apart."""
+    """x a^T of one row [.., RANKS], not yet summed over the pieces of x."""
     PADDED: tl.constexpr = triton.next_power_of_2(SPLITS)
     r, split = first + tl.arange(0, RANKS), tl.arange(0, PADDED)
     live = (split < SPLITS)[:, None] & (r < rank)[None, :]
@@ -81,8 +81,8 @@ def _scaled(y, site, column, inside, KIND: tl.constexpr):
 
 @triton.jit
 def _fetch(first, nbytes):
-    """Has a run of memory (of a long one, its beginning) brought to the device's L2 cache, and
-    does not wait. One warp, of which one thread asks."""
+    """Prefetch a range of memory (of a long one, its start) into the device's L2 cache, without
+    waiting. One thread of one warp does it."""
     size = tl.minimum(nbytes, 1 << 19) // 16 * 16
     tl.inline_asm_elementwise(
         """{ .reg .pred p; elect.sync _|p, 0xffffffff;
@@ -93,8 +93,8 @@ def _fetch(first, nbytes):
 
 @triton.jit
 def fetch_site(table, row, site, sites):
-    """a and b of a row's site, for kernels that will ask for them soon; the first row of several
-    with one stack does it."""
+    """Prefetch a and b of a row's site for kernels that will read them soon. Of several rows with
+    one stack, the first does it."""
     own = table + (row * sites + site) * SITE
     a, b, nbytes = tl.load(own + _A), tl.load(own + _B), tl.load(own + _BYTES)
     above = tl.load(own - sites * SITE + _A, mask=row > 0, other=0)
@@ -103,8 +103,8 @@ def fetch_site(table, row, site, sites):
         _fetch(b, (nbytes >> 32).to(tl.int32))
 
 
-# A patch is read in one function and applied in another, so that nothing that is loaded waits for
-# something that is summed: sums end in barriers.
+# A patch is read in one function and applied in another, so that no load waits for a sum: sums end
+# in barriers.
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def read_patch(
     y, site, terms, room, column, inside, width,
     SPLITS: tl.constexpr, RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """out_scale * y + shift of some columns of one row, and what is to be added."""
+    """out_scale * y + shift of some columns of one row, and the terms to add."""
     b = _matrix(site, _B)
     tile = _tile(b, 0, column, inside, width, RANKS, KIND, ALIGN)
     pieces = _pieces(terms, 0, b[1], room, SPLITS, RANKS)
@@ -176,7 +176,7 @@ def _through(
     DEPTH: tl.constexpr, PADDED: tl.constexpr,
     RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """As `apply_patch`, with the terms made here from the whole x [DEPTH] at `source`."""
+    """As `apply_patch`, with the terms computed here from the whole x [DEPTH] at `source`."""
     inner = tl.arange(0, PADDED)
     in_source = inner < DEPTH
     a, b = _matrix(site, _A), _matrix(site, _B)
@@ -195,7 +195,7 @@ def _through(
     return y
 
 
-# the sites' numbers change from layer to layer: one compilation serves them all
+# the sites' numbers change from layer to layer: one compilation is enough for all
 @triton.jit(do_not_specialize=["before", "behind"])
 def _norm_rows(
     hidden, delta, source, terms, weight, table, summed, normed, shrunk,
@@ -241,7 +241,7 @@ def _norm_rows(
         result = ((wide * scale).to(x.dtype).to(tl.float32) * scales).to(x.dtype)
         tl.store(normed + place, result, mask=inside & (share == 0))
         target = shrunk + (row * PARTS + part) * room
-        # of the norm before it is rounded: this sum does not wait for the one above
+        # uses the norm before rounding, so that this sum does not wait for the one above
         _shrink(wide * scales, scale, a, tile, target, begin, RANKS, column, inside, WIDTH,
                 OWN, KIND, ALIGN)  # fmt: skip
 
