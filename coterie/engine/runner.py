@@ -56,9 +56,8 @@ class Runner:
         try:
             logits = self._model.forward(token_ids, batch, self._kv, wanted_rows)
         finally:
-            # also after an error, so that its counts do not go into the next step
+            # a step that breaks half-way leaves no counts to the next one
             usage = self._model.take_usage()
-        dispatch = None if usage is None else step_usage(plan, *usage)
         forwarded = time.perf_counter()
         drawn, prompt_scores = logits, {}
         if scored:
@@ -73,7 +72,7 @@ class Runner:
             prompt_scores=prompt_scores,
             run_s=forwarded - started,
             sample_s=time.perf_counter() - forwarded,
-            dispatch=dispatch,
+            dispatch=None if usage is None else step_usage(plan, *usage),
         )
 
     def _copy(self, plan: StepPlan) -> None:

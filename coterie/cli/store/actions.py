@@ -244,12 +244,12 @@ def _spec(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _groups(path: Path) -> ExpertGroups:
-    """How the store's router groups experts."""
+    """How the gates of the model group experts."""
     from coterie.moe.store.edit import ExpertGroups
     from coterie.weights.checkpoint import open_checkpoint
 
     moe = _spec(open_checkpoint(path)).moe
-    return ExpertGroups(moe.routing.groups, moe.routing.top_groups) if moe else ExpertGroups()
+    return ExpertGroups(moe.gate_rule.groups, moe.gate_rule.top_groups) if moe else ExpertGroups()
 
 
 def _counts(given: str | None, store: ExpertStore, model: Path) -> Heatmap | None:

@@ -1,8 +1,8 @@
-"""Compiles csrc/ on first use and loads it; the compiled module is kept under home()/kernels.
+"""Compiles csrc/ on first use and loads it; the compiled module is stored in home()/kernels.
 
-The file name holds a key of sources, compiler and CPU, and the module's own digest: a file that was
-cut short, changed or put there by somebody else is not loaded but built again. No compiler, or
-COTERIE_NATIVE=0, means None: callers then take the torch path.
+The file name has a key of sources, compiler and CPU, and the module's own digest: a file that is
+truncated, changed or written by somebody else is not loaded but built again. Without a compiler, or
+with COTERIE_NATIVE=0, the result is None, and callers use torch.
 """
 
 from __future__ import annotations

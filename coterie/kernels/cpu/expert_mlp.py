@@ -1,8 +1,8 @@
-"""The experts of one MoE layer, run over the rows that chose them.
+"""Runs the experts of one MoE layer over the rows that chose them.
 
-`run_experts` takes records (see `expert_layout`) wherever they lie: natively on the CPU, in torch
-on CUDA or without a compiler. Every (row, k) pair has an output row of its own; `combine` adds them
-up in the order of k, so that it does not matter which expert came first.
+`run_experts` takes records (see `expert_layout`) on any device: it runs natively on the CPU, and in
+torch on CUDA or without a compiler. Every (row, k) pair has its own output row. `combine` adds them
+in the order of k, so that the result does not depend on which expert ran first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Experts into records and out of them: the bytes of `expert_layout`, from weights and back.
+"""Packs experts into records and unpacks them: the bytes of `expert_layout`, from weights and back.
 
-Packing runs natively where it can; the torch twin gives the same bytes. Every process writes int8
-with its own offset (`weight_offset`); `rebias` turns a record from one to the other.
+Packing is native where possible; the torch version gives the same bytes. Every process writes int8
+with its own offset (`weight_offset`); `rebias` converts a record from one offset to the other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The native CPU path: packed products, paged attention, and whole decoder stacks in one call.
 
-Every result equals the torch twin in `reference` up to rounding, and a row's bits do not depend on
-the other rows of its batch.
+Every result equals that of the torch version in `reference` up to rounding, and a row's bits do not
+depend on the other rows of its batch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Plain torch twins of every fast kernel: the meaning that native and Triton code must match.
+"""Plain torch versions of every fast kernel: native and Triton code must give the same results.
 
-Correct on any device and dtype, written for reading; speed comes second.
+They are correct on any device and dtype, and written to be read, not to be fast.
 """
 
 from __future__ import annotations

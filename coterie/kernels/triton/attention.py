@@ -1,8 +1,9 @@
 """Triton paged attention: decode with the context split over programs, and prefill with a prefix.
 
-Twin of `reference.paged_attention`. One program holds the query heads that share a KV head, so K
-and V are read once per group. Split counts depend on the number of sequences: results are the same
-from run to run, but not bit for bit across batch sizes. Import it only where triton is installed.
+Computes the same as `reference.paged_attention`. One program has all query heads that share a KV
+head, so K and V are read once per group. The number of splits depends on the number of sequences:
+results are the same from run to run, but not bitwise equal for different batch sizes. Import this
+module only where triton is installed.
 """
 
 # Jitted functions are compiled by Triton: their arguments have no Python types.

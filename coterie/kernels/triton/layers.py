@@ -1,7 +1,8 @@
-"""Triton forms of what lies between a layer's matrix products, and the decoder made of them.
+"""Triton kernels for what is between a layer's matrix products.
 
-Twin of `reference.decoder`, with the same roundings. Each fused step reads its input once: at
-decode the number of launches is what costs. Import it only where triton is installed.
+They compute the same as `reference.decoder`, with the same roundings. Each fused kernel reads its
+input once: while decoding, the number of launches decides the speed. Import it only where triton is
+installed.
 """
 
 # Jitted functions are compiled by Triton: their arguments have no Python types.
@@ -80,9 +81,9 @@ def _place_heads(
     BLOCK_SIZE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, PATCH: tl.constexpr,
     RANKS: tl.constexpr, KIND: tl.constexpr, FETCHED: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, head of q, k or v): patch, bias, norm and rope; q goes to `q`, k and v
-    to their slot. A negative slot is a padded row: nothing of it is kept. Programs in front of the
-    heads' fetch what the row's next kernels read of its patches."""
+    """One program per (row, head of q, k or v): patch, bias, norm and rope; q is written to `q`, k
+    and v to their slot. A negative slot is a padded row, for which nothing is stored. Additional
+    programs before those of the heads prefetch the patches that the row's next kernels read."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) - FETCHED
     if FETCHED > 0 and head < 0:
         site = q_site + 2 - head

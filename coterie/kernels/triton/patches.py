@@ -1,8 +1,8 @@
-"""Triton kernels of a decoder layer's rows under patches, without a launch of their own.
+"""Triton kernels that apply patches to the rows of a decoder layer, without additional launches.
 
-y = out_scale * (W (in_scale * x)) + shift + (x a^T) b: the terms x a^T are made by the kernel that
-makes x, and b is applied by the kernel that reads y. Any row may have any patch; a row without one
-computes what the plain kernels compute. Import it only where triton is installed.
+y = out_scale * (W (in_scale * x)) + shift + (x a^T) b: the kernel that computes x also computes the
+terms x a^T, and the kernel that reads y applies b. Any row may have any patch; for a row without
+one the result is that of the plain kernels. Import it only where triton is installed.
 """
 
 # Jitted functions are compiled by Triton: their arguments have no Python types.
@@ -38,9 +38,9 @@ def _tile(
     matrix, first, column, inside, width,
     RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Rows first .. of a matrix [rank, width], in loads of ALIGN bytes: with ALIGN // 2 columns
-    for each thread it has all ranks of its own. Where a step has fp32 ones both types are loaded
-    under a mask: a branch would have every load wait for the one before."""
+    """Rows first .. of a matrix [rank, width], in loads of ALIGN bytes: each thread has ALIGN // 2
+    columns and all ranks of them. Where a step has fp32 matrices, both types are loaded with a
+    mask: with a branch every load would wait for the one before."""
     address, rank, wide = matrix
     r = first + tl.arange(0, RANKS)
     live = (r < rank)[:, None] & inside[None, :]
@@ -205,8 +205,8 @@ def _norm_rows(
     RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """SHARES programs per (row, part of the next product): summed = hidden + patched delta,
-    normed = rms_norm(summed) * weight, shrunk = that part's terms, each program's own ranks of
-    them. Without parts there is no norm."""
+    normed = rms_norm(summed) * weight, shrunk = the terms of that part; each program computes some
+    of their ranks. Without parts there is no norm."""
     row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part = share // SHARES
     OWN: tl.constexpr = RANKS // SHARES
@@ -252,8 +252,8 @@ def _silu_rows(
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up behind their patches, times down's in_scale; and its piece of down's terms,
-    which read it unscaled."""
+    """silu(gate) * up with their patches, times down's in_scale; and its piece of down's terms,
+    which are computed without the scale."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = column < WIDTH
