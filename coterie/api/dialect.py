@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from coterie.api.door import Exchange, exchange_of, receipt
 from coterie.api.response_format import FORMAT
 from coterie.api.tools.base import ToolSet
-from coterie.api.transport.sse import Events, refuse
+from coterie.api.transport.sse import Events, refuse, while_connected
 from coterie.core.errors import InternalError, InvalidRequest, from_code
 from coterie.core.events import (
     Delta,
@@ -215,12 +217,36 @@ class CollectedChoice:
             self.stop_match = delta.stop_match
 
 
-@dataclass(frozen=True, slots=True)
 class CollectedAnswer:
-    choices: list[CollectedChoice]
-    # one per prompt of the request
-    started: list[Started]
-    finished: Finished
+    """Takes every event of a request up to the last one; has an end once that came."""
+
+    def __init__(self, num_choices: int) -> None:
+        self.choices = [CollectedChoice() for _ in range(num_choices)]
+        # one per prompt of the request
+        self.started: list[Started] = []
+        self._finished: Finished | None = None
+        self._is_first = True
+
+    def take(self, event: Event) -> None:
+        """A failure is raised as the error it stands for."""
+        if self._is_first:
+            refuse(event)
+            self._is_first = False
+        match event:
+            case Delta():
+                self.choices[event.choice].add(event)
+            case Started():
+                self.started.append(event)
+            case Finished():
+                self._finished = event
+            case Failed():
+                raise from_code(event.code, event.message, retry_after_s=event.retry_after_s)
+
+    @property
+    def finished(self) -> Finished:
+        if self._finished is None:
+            raise InternalError("the answer ended without a result")
+        return self._finished
 
     @property
     def usage(self) -> Usage:
@@ -231,26 +257,31 @@ class CollectedAnswer:
         return metadata(self.finished)
 
 
-async def collect(events: Events, num_choices: int) -> CollectedAnswer:
-    """Every event up to the last one. A failure is raised as the error it stands for."""
-    choices = [CollectedChoice() for _ in range(num_choices)]
-    started: list[Started] = []
-    is_first = True
-    async with aclosing(events):
-        async for event in events:
-            if is_first:
-                refuse(event)
-                is_first = False
-            match event:
-                case Delta():
-                    choices[event.choice].add(event)
-                case Started():
-                    started.append(event)
-                case Finished():
-                    return CollectedAnswer(choices, started, event)
-                case Failed():
-                    raise from_code(event.code, event.message, retry_after_s=event.retry_after_s)
-    raise InternalError("the answer ended without a result")
+class WholeAnswer(Response):
+    """An answer that is sent when it has ended. A client that goes away aborts it."""
+
+    media_type = "application/json"
+
+    def __init__(
+        self,
+        events: Events,
+        num_choices: int,
+        write: Callable[[CollectedAnswer], bytes],
+        exchange: Exchange,
+    ) -> None:
+        super().__init__()
+        self.events = events
+        self.answer = CollectedAnswer(num_choices)
+        self.write = write
+        self.exchange = exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with while_connected(receive), aclosing(self.events):
+            async for event in self.events:
+                self.answer.take(event)
+        note_usage(self.exchange, self.answer.finished)
+        whole = Response(self.write(self.answer), media_type=self.media_type)
+        await whole(scope, receive, send)
 
 
 async def merged(sources: Sequence[Events], num_choices: int) -> Events:

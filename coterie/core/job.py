@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from coterie.core.events import InferenceResult
 from coterie.core.request import InferenceRequest, Sampling
-from coterie.core.resolve import VENDOR_DEFAULTS
+from coterie.core.sampling import VENDOR_DEFAULTS
 
 QUEUED, PROCESSING = "queued", "processing"
 SUCCEEDED, FAILED, CANCELLED = "succeeded", "failed", "cancelled"

@@ -60,3 +60,11 @@ class LaneConfig:
     def table_width(self) -> int:
         """Blocks of the longest sequence."""
         return -(-self.capacity_tokens // self.block_size)
+
+
+def queue_capacity(max_queue: int, *, is_expected: bool, is_new: bool) -> int:
+    """How many may wait for such a request to find room. Who was told to come (`is_expected`) finds
+    a quarter more, a tenant of which nobody is here (`is_new`) another quarter, which none of
+    those can fill."""
+    extra = max(1, max_queue // 4)
+    return max_queue + (2 * extra if is_new else extra if is_expected else 0)

@@ -20,10 +20,10 @@ from coterie.core.request import Sampling, own_tenant
 from coterie.core.sampling import check_sampling
 from coterie.engine.adapter_holds import AdapterPoolView, error_for_client
 from coterie.engine.beam import num_continuations
+from coterie.engine.blocks import root_digest
 from coterie.engine.detokenize import Detokenizer, StopMatch, TokenPieces, pieces_of, token_name
 from coterie.engine.draw import BadWords, make_draw
 from coterie.engine.grammar import Constraint, GrammarCache, GrammarTask
-from coterie.engine.prefix import root_digest
 from coterie.engine.sequence import BASE, Sequence, SequenceAdapters, SequenceStatus, TenantShare
 from coterie.engine.step import TokenScore
 

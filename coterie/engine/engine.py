@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from coterie.core.errors import CoterieError, MissingDependency, WeightsError
 from coterie.core.events import Event
@@ -24,7 +24,6 @@ from coterie.engine.active_request import RequestSetup, open_request, refuse, se
 from coterie.engine.adapter_holds import AdapterHolds, AdapterPoolView
 from coterie.engine.detokenize import TokenPieces
 from coterie.engine.grammar import GrammarCache
-from coterie.engine.lane import DeficitRoundRobin
 from coterie.engine.request_tracker import RequestTracker
 from coterie.engine.runner import Runner
 from coterie.engine.scheduler import Scheduler
@@ -392,3 +391,48 @@ def report_stats(report: Mapping[str, Any]) -> dict[str, float]:
         "moe_shortages": report["shortages"],
         "moe_fallbacks": int(report["fallback"] != ""),
     }
+
+
+# Every step reads all weights, however few tokens it computes: it is charged at least this many.
+STEP_FLOOR_TOKENS = 32
+
+
+class WeightedLane(Protocol):
+    @property
+    def weight(self) -> float: ...
+
+
+AnyLane = TypeVar("AnyLane", bound=WeightedLane)
+
+
+class DeficitRoundRobin(Generic[AnyLane]):
+    """Deficit round-robin by tokens: over time each busy lane gets tokens in proportion to its
+    weight. A lane without work saves nothing up."""
+
+    def __init__(self, lanes: Seq[AnyLane], has_work: Callable[[AnyLane], bool]) -> None:
+        self._lanes = lanes
+        self._has_work = has_work
+        self._deficits = [0.0] * len(lanes)
+        self._turn = 0
+        self._contended = False
+
+    def order(self) -> list[int]:
+        """Lanes with work, the one to serve first. Settles whose turn it is."""
+        busy = [index for index, lane in enumerate(self._lanes) if self._has_work(lane)]
+        self._contended = len(busy) > 1
+        if not self._contended:
+            self._deficits = [0.0] * len(self._lanes)
+            return busy
+        for index in range(len(self._lanes)):
+            if index not in busy:
+                self._deficits[index] = 0.0
+        while self._turn not in busy or self._deficits[self._turn] <= 0:
+            self._turn = (self._turn + 1) % len(self._lanes)
+            if self._turn in busy:
+                self._deficits[self._turn] += STEP_FLOOR_TOKENS * self._lanes[self._turn].weight
+        return sorted(busy, key=lambda index: (index - self._turn) % len(self._lanes))
+
+    def charge(self, index: int, num_tokens: int) -> None:
+        """The lane was served. Alone it owes nobody."""
+        if self._contended:
+            self._deficits[index] -= max(num_tokens, STEP_FLOOR_TOKENS)

@@ -13,14 +13,14 @@ import math
 from bisect import bisect, insort
 from collections import Counter
 from collections.abc import Hashable
+from collections.abc import Sequence as Seq
 from itertools import groupby
 
-from coterie.core.lane import LaneConfig
+from coterie.core.lane import LaneConfig, queue_capacity
 from coterie.core.plan import Assignment
 from coterie.core.request import own_tenant
 from coterie.engine.adapter_holds import AdapterHolds
-from coterie.engine.kv_space import KVSpace
-from coterie.engine.lane import AdapterTurns, queue_capacity
+from coterie.engine.blocks import KVSpace
 from coterie.engine.sequence import Party, Sequence, SequenceStatus, rank_of
 from coterie.engine.step import StepPlan, StepRow, StepSegment
 
@@ -391,3 +391,28 @@ def _less(counts: Counter[Party], party: Party) -> None:
     counts[party] -= 1
     if not counts[party]:
         del counts[party]
+
+
+# A key that was passed over this often in a row goes next, whatever the ranks say.
+MAX_PASSED_OVER = 4
+
+
+class AdapterTurns:
+    """One adapter key per step: the best-ranked sequence's, unless another has waited too long.
+
+    With K keys at work each is served at least once in MAX_PASSED_OVER + K steps.
+    """
+
+    def __init__(self) -> None:
+        self._passed_over: dict[str, int] = {}
+
+    def pick(self, keys: Seq[str]) -> str:
+        """`keys` have work, best rank first, each once."""
+        if len(keys) == 1:
+            self._passed_over.clear()
+            return keys[0]
+        passed = {key: self._passed_over.get(key, 0) for key in keys}
+        longest = max(keys, key=lambda key: passed[key])
+        chosen = longest if passed[longest] >= MAX_PASSED_OVER else keys[0]
+        self._passed_over = {key: 0 if key == chosen else passed[key] + 1 for key in keys}
+        return chosen

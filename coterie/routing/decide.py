@@ -14,10 +14,10 @@ from functools import lru_cache
 from coterie.core.adapters import MAX_STACK, AdapterCard, AdapterProfile
 from coterie.core.plan import Candidate
 from coterie.core.settings import RoutingSettings
-from coterie.routing.classify.rules import compiled
 from coterie.routing.features.features import PromptFeatures
 from coterie.routing.features.instruction import parted
 from coterie.routing.features.language import UNKNOWN, detect
+from coterie.routing.features.rules import compiled
 from coterie.routing.protocols import AdapterMatch, OutcomeRates
 from coterie.routing.resolve import (
     Lookup,

@@ -23,7 +23,7 @@ from coterie.routing.protocols import OutcomeRates
 from coterie.routing.router import Router, Specialist
 from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.service.meter import SpecialistSeries
-from coterie.service.submit.replicas import ReplicaSet
+from coterie.service.submit.admission import ReplicaSet
 from coterie.workers.contract import AdapterInfo, Replica, ReplicaInfo
 
 if TYPE_CHECKING:

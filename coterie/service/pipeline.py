@@ -26,7 +26,7 @@ from coterie.core.request import (
     Sampling,
     own_tenant,
 )
-from coterie.core.resolve import VENDOR_DEFAULTS
+from coterie.core.sampling import VENDOR_DEFAULTS
 from coterie.core.settings import JobSettings
 from coterie.models.grammar.check import GrammarCheck
 from coterie.models.text.tokenizer import is_long
@@ -40,9 +40,8 @@ from coterie.service.jobs.store import JobStore
 from coterie.service.meter import RequestMeter, RouteMeter
 from coterie.service.plan import LeftOutAdapter, RequestPlanner, RequestRun, lowered
 from coterie.service.records.log import InferenceRecords
-from coterie.service.submit.submitter import EventQueue, Submitter, assignment, tokenise
+from coterie.service.submit.submitter import Submitter, assignment, tokenise
 from coterie.service.validate.validators import AnswerValidators
-from coterie.workers.contract import Replica
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
@@ -227,7 +226,17 @@ class Pipeline:
                 run.served.series, run.request.arrived_at, run.plan.sampling.n or 1
             )
             try:
-                replica, mailbox = await self._begin(run, lease.virtual_tokens)
+                if run.plan.adapters:
+                    self._handover.preload(run.served, run.plan.adapters)
+                work = await assignment(run, lease.virtual_tokens, self._grammars)
+                is_job = run.request.submitted_at is not None
+                replica, mailbox = await self._handover.enqueue(
+                    run.served, work, is_accepted=is_job
+                )
+                self._conversations.turn(run.request, run.plan.adapters)
+            except CoterieError as error:
+                self.registry.value("coterie_rejections", run.served.name, error.code).add()
+                raise
             except asyncio.CancelledError:
                 left(self._ending.so_far(run, meter))
                 raise
@@ -257,19 +266,6 @@ class Pipeline:
                 if not ended:
                     left(self._ending.left(run, meter))
                     await replica.abort(run.request.id)
-
-    async def _begin(self, run: RequestRun, virtual_tokens: int) -> tuple[Replica, EventQueue]:
-        try:
-            if run.plan.adapters:
-                self._handover.preload(run.served, run.plan.adapters)
-            work = await assignment(run, virtual_tokens, self._grammars)
-            is_job = run.request.submitted_at is not None
-            entered = await self._handover.enqueue(run.served, work, is_accepted=is_job)
-            self._conversations.turn(run.request, run.plan.adapters)
-            return entered
-        except CoterieError as error:
-            self._roster.registry.value("coterie_rejections", run.served.name, error.code).add()
-            raise
 
     async def _ended(
         self, run: RequestRun, event: Finished | Failed, meter: RequestMeter

@@ -24,7 +24,7 @@ from coterie.core.lane import LaneConfig
 from coterie.core.moe import AUTOMATIC, MoeSettings, MoeUsage
 from coterie.core.plan import AdapterChoice, Assignment, Rejected
 from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
-from coterie.core.resolve import check_tokens, resolve_limits, resolve_sampling
+from coterie.core.sampling import check_tokens, resolve_limits, resolve_sampling
 from coterie.weights.sources.source import resolve
 from coterie.workers.adapter_names import AdapterNames, Named
 from coterie.workers.contract import WorkerSpec

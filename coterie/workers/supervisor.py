@@ -106,13 +106,14 @@ class ProcessReplica:
         return info
 
     async def submit(self, assignment: Assignment, sink: Sink) -> Admitted | Rejected:
-        if not self.healthy():
+        child = self._child
+        if child is None or not self.healthy():
             reason = f"replica {self.name} takes no requests now"
             return Rejected("unavailable", reason, self.retry_after_s())
         self._mark_busy()
         verdict = self._ledger.open(assignment, sink)
         try:
-            if not self._send(WorkerCommand("submit", assignment.request_id, assignment)):
+            if not child.send(WorkerCommand("submit", assignment.request_id, assignment)):
                 self._ledger.postpone(assignment.request_id)
         except InternalError as error:
             self._ledger.refused(assignment.request_id, str(error.__cause__))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from coterie.api.dialect import WholeAnswer
 from coterie.api.door import ClientGone, Exchange
 from coterie.api.openai.chat import ChatShape, ChatStream
 from coterie.api.transport import sse
@@ -143,3 +144,36 @@ def test_a_client_that_leaves_closes_the_source(after: int) -> None:
 
     _, error = talk(events, client)
     assert isinstance(error, ClientGone) and closed == [True]
+
+
+@pytest.mark.parametrize(("leaves", "cancelled"), [(True, False), (False, True), (True, True)])
+def test_a_whole_answer_that_is_given_up_is_closed(leaves: bool, cancelled: bool) -> None:
+    """By a client that leaves, by a server that ends, or by both at once: the server's word counts,
+    and the answer's events are closed before anything is raised."""
+    closed: list[str] = []
+
+    async def endless() -> Events:
+        try:
+            yield Started("i", "r", 3, 0)
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await asyncio.sleep(0)
+            closed.append("i")
+
+    async def run() -> None:
+        connection = Connection()
+        answer = WholeAnswer(endless(), 1, lambda _: b"{}", Exchange("req", "openai", 0.0))
+        task = asyncio.ensure_future(answer({}, connection.receive, connection.send))
+        await asyncio.sleep(0.01)
+        if leaves:
+            connection.gone.set()
+            # the watcher ends, and its callback cancels
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        if cancelled:
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError if cancelled else ClientGone):
+            await task
+        assert closed == ["i"] and not connection.sent
+
+    asyncio.run(run())

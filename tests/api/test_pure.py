@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,8 @@ from coterie.api.anthropic.parse import prompt_of
 from coterie.api.anthropic.render import MessageShape, MessageStream, stop_fields
 from coterie.api.anthropic.types import CountBody
 from coterie.api.auth import KeyRing, check_exposure, tenant_of
-from coterie.api.dialect import MAX_WAITING, collect, merged
+from coterie.api.dialect import MAX_WAITING, CollectedAnswer, WholeAnswer, merged
+from coterie.api.door import Exchange
 from coterie.api.openai.chat import ChatShape, ChatStream
 from coterie.api.openai.render import LegacyLogprobs, chat_logprobs, finish_fields
 from coterie.api.openai.text import TextShape, TextStream
@@ -166,6 +168,25 @@ async def play(*events: object) -> Events:
         if isinstance(event, Exception):
             raise event
         yield event  # type: ignore[misc]
+
+
+async def collect(events: Events, num_choices: int) -> CollectedAnswer:
+    """What a `WholeAnswer` writes, for a client that stays until its end."""
+    written: list[CollectedAnswer] = []
+
+    def write(answer: CollectedAnswer) -> bytes:
+        written.append(answer)
+        return b"{}"
+
+    async def receive() -> dict[str, Any]:
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(message: object) -> None:
+        pass
+
+    response = WholeAnswer(events, num_choices, write, Exchange("id", errors.OPENAI, 0.0))
+    await response({"type": "http"}, receive, send)
+    return written[0]
 
 
 def test_merged_requests_are_one() -> None:

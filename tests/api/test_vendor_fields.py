@@ -12,9 +12,9 @@ from conftest import KEYS
 from served import Served
 
 from coterie.api.anthropic.types import MessagesBody
+from coterie.api.body_fields import IGNORED, ON_OPENAI_ALONE, REFUSED
 from coterie.api.door import reason_of
 from coterie.api.openai.types import ChatBody, CompletionBody
-from coterie.api.vendor_fields import IGNORED, ON_OPENAI_ALONE, REFUSED
 from coterie.core.errors import InvalidRequest
 
 SCHEMA: dict[str, Any] = {

@@ -25,7 +25,6 @@ from coterie.core.adapters import AdapterCard
 from coterie.core.errors import CoterieError
 from coterie.core.plan import Rejected
 from coterie.core.request import Sampling
-from coterie.core.resolve import resolve_sampling
 from coterie.core.sampling import (
     GENERATION_FIELDS,
     LOGIT_BIAS,
@@ -34,12 +33,13 @@ from coterie.core.sampling import (
     SAMPLING_FIELDS,
     TUNED_FIELDS,
     SamplingField,
+    resolve_sampling,
     value_of,
 )
 from coterie.models.config_fields import check_generation
 from coterie.packages.manifest import from_document
 from coterie.packages.profile import profile_of
-from coterie.routing.tune import TASK_VALUES
+from coterie.routing.router import TASK_VALUES
 from tests.packages.made import document
 from tests.toy import VOCAB, make_assignment, make_engine, make_lane
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coterie.core.plan import AdapterChoice
-from coterie.engine.blocks import BlockPool, BlockTables
-from coterie.engine.prefix import PrefixCache, extend_chain, root_digest
+from coterie.engine.blocks import BlockPool, BlockTables, PrefixCache, extend_chain, root_digest
 
 
 def chain_of(tokens: list[int], root: bytes = b"r", block_size: int = 2) -> list[bytes]:

@@ -13,9 +13,8 @@ from coterie.core.lane import LaneConfig
 from coterie.core.plan import AdapterChoice, stack_key
 from coterie.engine.adapter_holds import AdapterHolds
 from coterie.engine.draw import DrawState
-from coterie.engine.engine import FIRST_GUESS_S, LaneThroughput
-from coterie.engine.lane import MAX_PASSED_OVER, AdapterTurns, DeficitRoundRobin
-from coterie.engine.scheduler import Scheduler
+from coterie.engine.engine import FIRST_GUESS_S, DeficitRoundRobin, LaneThroughput
+from coterie.engine.scheduler import MAX_PASSED_OVER, AdapterTurns, Scheduler
 from coterie.engine.sequence import BASE, Sequence, SequenceAdapters, SequenceStatus
 from coterie.engine.step import StepPlan
 

@@ -14,9 +14,9 @@ from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.plan import Candidate, RoutePlan
 from coterie.core.request import AdapterHint, Chat, RouteHints
 from coterie.core.settings import RoutingSettings
-from coterie.routing.classify.rules import compiled
 from coterie.routing.decide import AdapterScorer
 from coterie.routing.features.features import PromptFeatures
+from coterie.routing.features.rules import compiled
 from coterie.routing.protocols import NoOutcomes
 from coterie.routing.router import CANDIDATES, Router, Specialist
 from tests.routing.fleet import BASE, OTHER, Answers, Fleet, Matched, asking, profile

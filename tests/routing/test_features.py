@@ -1,4 +1,4 @@
-"""routing/features/ and classify/tasks.py: what is told, and at what cost."""
+"""routing/features/: what is told, and at what cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coterie.core.settings import TASK_TYPES
 from coterie.routing.features.features import HEAD_CHARS, TAIL_CHARS, extract, routed_text
-from coterie.routing.tune import TASK_VALUES
+from coterie.routing.router import TASK_VALUES
 
 TASKS = [
     # the seed's own examples

@@ -1,4 +1,4 @@
-"""routing/router.py and the filling in of values it relies on (core/resolve.py)."""
+"""routing/router.py and the filling in of values it relies on (core/sampling.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from coterie.core.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from coterie.core.request import InferenceRequest, Limits, RouteHints, Sampling, Text
-from coterie.core.resolve import VENDOR_DEFAULTS, check_tokens, resolve_limits, resolve_sampling
+from coterie.core.sampling import VENDOR_DEFAULTS, check_tokens, resolve_limits, resolve_sampling
 from coterie.routing.router import Router, Specialist
 
 GENERATION = {"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": 2}

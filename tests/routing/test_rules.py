@@ -1,4 +1,4 @@
-"""routing/classify/rules.py: router_hint, read and matched; nonsense is refused, not run."""
+"""routing/features/rules.py: router_hint, read and matched; nonsense is refused, not run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.routing.classify.rules import MAX_DEPTH, MAX_TOKENS, HintError, compiled, parse
 from coterie.routing.features.features import PromptFeatures, extract
+from coterie.routing.features.rules import MAX_DEPTH, MAX_TOKENS, HintError, compiled, parse
 
 PROMPT = extract('Extract the name and the date of birth as JSON from: {"a": 1}')
 

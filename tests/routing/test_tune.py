@@ -1,4 +1,4 @@
-"""routing/tune.py through the router: whose value stands, formats, templates, token limits."""
+"""routing/router.py through the router: whose value stands, formats, templates, token limits."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from coterie.core.request import (
     Sampling,
     Text,
 )
-from coterie.routing.router import Router, Specialist
-from coterie.routing.tune import TASK_VALUES
+from coterie.routing.router import TASK_VALUES, Router, Specialist
 from tests.routing.fleet import BASE, Answers, Fleet, Matched, asking, profile
 
 GENERATION = {"temperature": 0.9, "top_k": 20, "min_p": 0.05}

@@ -16,8 +16,13 @@ from coterie.core.events import Delta, Event, Finished, Started, Timings, Usage
 from coterie.core.plan import AdapterChoice, Assignment, LaneState
 from coterie.core.request import Limits, Sampling
 from coterie.service.build import build, model_name
-from coterie.service.submit.admission import MAX_RETRY_AFTER_S, Admission
-from coterie.service.submit.replicas import ReplicaQueue, ReplicaRequest, ReplicaSet
+from coterie.service.submit.admission import (
+    MAX_RETRY_AFTER_S,
+    Admission,
+    ReplicaQueue,
+    ReplicaRequest,
+    ReplicaSet,
+)
 from coterie.service.submit.submitter import MAX_WAITING, EventQueue
 
 

@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from coterie.api.body import RequestBody, parse, read
+from coterie.api.body_fields import Name
 from coterie.api.door import exchange_of
 from coterie.api.errors import encode
-from coterie.core.adapters import MAX_STACK, MAX_WEIGHT, AdapterCard
+from coterie.core.adapters import AdapterCard
 from coterie.core.errors import InvalidRequest, NotFound
-from coterie.core.request import AdapterHint
 from coterie.obs.log import log
 from coterie.service.adapters.admin import AdapterAdmin, InstallName
 
@@ -177,23 +177,7 @@ def _id(card: AdapterCard) -> str:
     return f"{card.name}@{card.version}"
 
 
-Name = Annotated[str, Field(min_length=1, max_length=128)]
 FilePath = Annotated[str, Field(min_length=1, max_length=4096)]
-
-
-class ExpertItem(RequestBody):
-    """One expert of a request, `name` or `name@version`, and how strongly it applies."""
-
-    name: Name
-    weight: float = Field(1.0, ge=-MAX_WEIGHT, le=MAX_WEIGHT)
-
-
-# the order is the order in which they are composed
-Experts = Annotated[list[ExpertItem], Field(max_length=MAX_STACK)]
-
-
-def adapter_hints(experts: list[ExpertItem] | None) -> tuple[AdapterHint, ...]:
-    return tuple(AdapterHint(item.name, item.weight) for item in experts or ())
 
 
 class InstallBody(RequestBody):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -16,16 +17,15 @@ from coterie.api.body import parse
 from coterie.api.dialect import (
     DialectPipeline,
     ModelCard,
+    WholeAnswer,
     answering_name,
     caller_of,
-    collect,
-    note_usage,
     planned_answer,
 )
 from coterie.api.door import exchange_of, new_id
 from coterie.api.errors import encode
 from coterie.api.tools.read import answer_syntax_of, tool_events, with_answer_grammar
-from coterie.api.transport.sse import EventStream, while_connected
+from coterie.api.transport.sse import EventStream
 
 JSON = "application/json"
 
@@ -54,9 +54,7 @@ class AnthropicDialect:
         events = tool_events(self.service, parsed, planned, exchange)
         if parsed.stream:
             return EventStream(events, MessageStream(shape), exchange)
-        answer = await while_connected(request.receive, collect(events, 1))
-        note_usage(exchange, answer.finished)
-        return Response(render.whole(shape, answer), media_type=JSON)
+        return WholeAnswer(events, 1, partial(render.whole, shape), exchange)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens a message's prompt would have."""

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable
 from itertools import groupby
 
-from coterie.api.admin.experts import adapter_hints
 from coterie.api.anthropic.types import (
     AnthropicToolSpec,
     CountBody,
@@ -16,11 +15,10 @@ from coterie.api.anthropic.types import (
     ResultBlock,
     TextBlock,
 )
+from coterie.api.body_fields import adapter_hints, positive_top_p, refuse_openai_fields, seed_of
 from coterie.api.dialect import CallerInfo, ParsedRequest, user_id_of
 from coterie.api.response_format import response_format_of
-from coterie.api.sampling_fields import positive_top_p, seed_of
 from coterie.api.tools.base import Tool, ToolSet, check_results, check_tools, known_names, tool_of
-from coterie.api.vendor_fields import refuse_openai_fields
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
 from coterie.core.request import (
     Chat,

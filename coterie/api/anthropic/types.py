@@ -1,4 +1,4 @@
-"""Bodies of the Anthropic dialect. Of unknown fields of a body `vendor_fields.py` says which are
+"""Bodies of the Anthropic dialect. Of unknown fields of a body `body_fields.py` says which are
 refused; others, and those of a block, are ignored."""
 
 from __future__ import annotations
@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from coterie.api.admin.experts import Experts
 from coterie.api.body import RequestBody
+from coterie.api.body_fields import Experts, MaxTokens, sampling_field, top_p_from_zero
 from coterie.api.openai.types import MAX_MESSAGES, Urgency
-from coterie.api.sampling_fields import MaxTokens, sampling_field, top_p_from_zero
 from coterie.api.tools.base import MAX_TOOLS
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=1000)]

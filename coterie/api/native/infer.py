@@ -50,7 +50,8 @@ class InferEndpoints:
         receipt(exchange, inference.plan)
         if asked.stream:
             return EventStream(inference.events, InferStream(inference), exchange)
-        result = await while_connected(request.receive, inference.result())
+        async with while_connected(request.receive):
+            result = await inference.result()
         receipt(exchange, inference.plan)
         assert inference.answer.finished is not None
         note_usage(exchange, inference.answer.finished)

@@ -14,12 +14,11 @@ from unicodedata import combining, is_normalized, normalize
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from coterie.api.admin.experts import Name
 from coterie.api.body import RequestBody, aside, check, decode
+from coterie.api.body_fields import Name, bounds, sampling_field, seed_of
 from coterie.api.dialect import CallerInfo, ParsedRequest
 from coterie.api.openai.types import StopString, StopStrings
 from coterie.api.response_format import response_format_of
-from coterie.api.sampling_fields import bounds, sampling_field, seed_of
 from coterie.core.adapters import MAX_STACK
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import (

@@ -140,7 +140,8 @@ class JobEvents(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            await while_connected(receive, self._run(send))
+            async with while_connected(receive):
+                await self._run(send)
         finally:
             await self.progress.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,12 +14,11 @@ from coterie.api.dialect import (
     DialectPipeline,
     ParsedRequest,
     PlannedAnswer,
+    WholeAnswer,
     answering_name,
     caller_of,
-    collect,
     events_of,
     merged,
-    note_usage,
     planned_answer,
 )
 from coterie.api.door import exchange_of, new_id
@@ -29,9 +29,7 @@ from coterie.api.openai.text import TextShape, TextStream
 from coterie.api.openai.types import ChatBody, CompletionBody, CompletionFields
 from coterie.api.response_format import format_named
 from coterie.api.tools.read import answer_syntax_of, tool_events, with_answer_grammar
-from coterie.api.transport.sse import EventStream, while_connected
-
-JSON = "application/json"
+from coterie.api.transport.sse import EventStream
 
 
 class OpenAIDialect:
@@ -50,9 +48,7 @@ class OpenAIDialect:
         events = tool_events(self.service, parsed, planned, exchange)
         if parsed.stream:
             return EventStream(events, ChatStream(shape), exchange)
-        answer = await while_connected(request.receive, collect(events, shape.num_choices))
-        note_usage(exchange, answer.finished)
-        return Response(chat.whole(shape, answer), media_type=JSON)
+        return WholeAnswer(events, shape.num_choices, partial(chat.whole, shape), exchange)
 
     async def completions(self, request: Request) -> Response:
         """Complete text or token ids, whole or as a stream of chunks."""
@@ -68,9 +64,7 @@ class OpenAIDialect:
         if body.stream:
             return EventStream(events, TextStream(shape), exchange)
         total = shape.num_choices * shape.num_prompts
-        answer = await while_connected(request.receive, collect(events, total))
-        note_usage(exchange, answer.finished)
-        return Response(text.whole(shape, answer), media_type=JSON)
+        return WholeAnswer(events, total, partial(text.whole, shape), exchange)
 
     async def _chat_shape(
         self, body: ChatBody, parsed: ParsedRequest, planned: PlannedAnswer

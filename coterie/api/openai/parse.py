@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from coterie.api.admin.experts import adapter_hints
+from coterie.api.body_fields import adapter_hints, positive_top_p, refuse_fields, seed_of
 from coterie.api.dialect import CallerInfo, ParsedRequest, user_id_of
 from coterie.api.openai.types import (
     MAX_PROMPTS,
@@ -20,9 +20,7 @@ from coterie.api.openai.types import (
     ToolSpec,
 )
 from coterie.api.response_format import vendor_format_of
-from coterie.api.sampling_fields import positive_top_p, seed_of
 from coterie.api.tools.base import Tool, ToolSet, check_results, check_tools, known_names, tool_of
-from coterie.api.vendor_fields import refuse_fields
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
 from coterie.core.request import (
     Chat,

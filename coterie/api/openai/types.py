@@ -1,7 +1,7 @@
 """Bodies of the OpenAI dialect, with the extra fields vLLM's clients send.
 
 Shapes and ranges only: what a field means is `openai_parse.py`'s business. Of unknown fields
-`vendor_fields.py` says which are refused; others are ignored.
+`body_fields.py` says which are refused; others are ignored.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from coterie.api.admin.experts import Experts
 from coterie.api.body import QueryParameters, RequestBody
-from coterie.api.sampling_fields import (
+from coterie.api.body_fields import (
+    Experts,
     MaxTokens,
     MinTokens,
     bounds,

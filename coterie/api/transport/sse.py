@@ -6,9 +6,9 @@ A refusal before the first event keeps its own HTTP status; a failure after it b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,7 +21,6 @@ from coterie.core.events import Delta, Event, Failed, Finished
 COMMIT_S = 2.0
 KEEPALIVE_S = 5.0
 
-T = TypeVar("T")
 Events = AsyncGenerator[Event, None]
 
 
@@ -37,18 +36,33 @@ class StreamRenderer(Protocol):
         """The frame that ends a stream that went wrong."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, cancelled as soon as the client goes away."""
-    task = asyncio.ensure_future(work)
+@asynccontextmanager
+async def while_connected(receive: Receive) -> AsyncIterator[None]:
+    """Cancels what runs inside as soon as the client goes away, and raises ClientGone."""
+    task = asyncio.current_task()
+    assert task is not None
+    is_gone = False
+
+    def cancel(_: asyncio.Future[None]) -> None:
+        nonlocal is_gone
+        is_gone = True
+        task.cancel()
+
     watcher = asyncio.ensure_future(_disconnect(receive))
+    watcher.add_done_callback(cancel)
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
+        yield
+    except asyncio.CancelledError:
+        if not is_gone:
+            raise
     finally:
+        watcher.remove_done_callback(cancel)
         await _end(watcher)
-        await _end(task)
+    if is_gone:
+        # it may have been cancelled by somebody else, too
+        if task.uncancel():
+            raise asyncio.CancelledError
+        raise ClientGone
 
 
 async def _end(task: asyncio.Future[Any]) -> None:
@@ -83,7 +97,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._run(send))
+            async with while_connected(receive):
+                await self._run(send)
         finally:
             await self.events.aclose()
 

@@ -1,1 +1,1 @@
-"""What can be told of a prompt: its instruction, its language, whether it holds code."""
+"""What can be told of a prompt: instruction, language, code, task type; and conditions over it."""

@@ -46,15 +46,11 @@ class MatcherBuilder:
     def __init__(self, build: Build = build_matcher) -> None:
         self._build = build
         self._wanted: tuple[AdapterProfile, ...] = ()
-        self._matcher: Matcher | None = None
+        # None while the first is being built, and where nothing is installed
+        self.matcher: Matcher | None = None
         self._task: asyncio.Task[None] | None = None
         # why the last one could not be built
         self._error: Exception | None = None
-
-    @property
-    def matcher(self) -> Matcher | None:
-        """None while the first is being built, and where nothing is installed."""
-        return self._matcher
 
     def follow(self, profiles: Sequence[AdapterProfile]) -> None:
         """To be called on the event loop with whatever is installed now; returns at once."""
@@ -63,7 +59,7 @@ class MatcherBuilder:
             return
         self._wanted = wanted
         if not wanted:
-            self._matcher = None
+            self.matcher = None
         elif self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._rebuild())
 
@@ -92,7 +88,7 @@ class MatcherBuilder:
                 self._error = error
                 log("matcher_failed", level="error", error=error)
                 continue
-            self._matcher = matcher if self._wanted else None
+            self.matcher = matcher if self._wanted else None
             took_ms = round((perf_counter() - begun) * 1e3, 3)
             log("matcher_ready", state=f"{len(built)} experts", duration_ms=took_ms)
 

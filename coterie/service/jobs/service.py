@@ -22,7 +22,7 @@ from coterie.core.errors import CoterieError, NotFound, Unavailable
 from coterie.core.job import FAILED, PROCESSING, QUEUED, Job, JobError, JobPage, JobQuery, JobSpec
 from coterie.core.plan import RoutePlan
 from coterie.core.request import RouteHints
-from coterie.core.resolve import draw_seed
+from coterie.core.sampling import draw_seed
 from coterie.core.settings import JobSettings
 from coterie.obs.log import log
 from coterie.service.jobs.codec import encode_spec

@@ -22,14 +22,18 @@ from coterie.core.errors import (
 from coterie.core.events import Delta, Event, Failed, Finished
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
 from coterie.core.request import Limits, Prompt, ResponseFormat, Sampling, Tokens
-from coterie.core.resolve import check_tokens, prompt_too_long, resolve_limits, truncated
+from coterie.core.sampling import check_tokens, prompt_too_long, resolve_limits, truncated
 from coterie.models.text.tokenizer import is_long
 from coterie.obs.log import log
 from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.service.finish import WHOLE
 from coterie.service.fleet import ServedSpecialist
-from coterie.service.submit.admission import Admission
-from coterie.service.submit.replicas import ReplicaQueue, ReplicaRequest, replica_request
+from coterie.service.submit.admission import (
+    Admission,
+    ReplicaQueue,
+    ReplicaRequest,
+    replica_request,
+)
 from coterie.workers.contract import Replica
 
 if TYPE_CHECKING:

@@ -1,16 +1,23 @@
-"""Fields that clients of other servers send, and what becomes of each: one table.
+"""Fields that the bodies of several APIs share: sampling, experts, and those that none of them has.
 
-A field that changes what an answer may be is honoured or refused by its name, never dropped in
-silence. What only says how to store, bill or hurry a request is ignored. A field that a body's type
-knows is honoured; this table is about all others.
+Sampling fields take their ranges from `core/sampling.py`, which an API may narrow.
+
+Of what a body's type does not know, a field that changes what an answer may be is refused by its
+name, never dropped in silence; what only says how to store, bill or hurry a request is ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from coterie.api.body import RequestBody
+from coterie.core.adapters import MAX_STACK, MAX_WEIGHT
 from coterie.core.errors import UnsupportedFeature
+from coterie.core.request import AdapterHint
+from coterie.core.sampling import MAX_TOKENS, MIN_TOKENS, SAMPLING_FIELDS, SamplingField
 
 # by field: what to do instead, or why not
 REFUSED: dict[str, str] = {
@@ -110,3 +117,60 @@ def refuse_openai_fields(extra: Mapping[str, Any] | None) -> None:
         if name in ON_OPENAI_ALONE and value:
             why = ON_OPENAI_ALONE[name] or "is honoured on OpenAI's API alone"
             raise UnsupportedFeature(f"{name}: {why}", param=name)
+
+
+# a top_p of 0 means "only the likeliest token"; the engine wants it above 0
+_SMALLEST_TOP_P = 1e-9
+
+
+def sampling_field(
+    name: str, low: float | None = None, high: float | None = None, description: str | None = None
+) -> Any:
+    """The field of that name, in a narrower range where one is given. None = it was left out."""
+    field = SAMPLING_FIELDS[name].narrowed(low, high)
+    return Field(None, **bounds(field), description=description)
+
+
+def bounds(field: SamplingField) -> dict[str, Any]:
+    """As pydantic's `Field` takes them."""
+    return {"gt" if field.above_low else "ge": _short(field.low), "le": _short(field.high)}
+
+
+def _short(bound: float) -> float:
+    """As people write it in messages and schemas: 2, not 2.0."""
+    return int(bound) if bound == int(bound) else bound
+
+
+MaxTokens = Annotated[int, Field(**bounds(MAX_TOKENS))]
+MinTokens = Annotated[int, Field(**bounds(MIN_TOKENS))]
+
+
+def top_p_from_zero() -> Any:
+    """For the vendors whose callers may send 0, which `positive_top_p` reads."""
+    return Field(None, ge=0, le=_short(SAMPLING_FIELDS["top_p"].high))
+
+
+def positive_top_p(top_p: float | None) -> float | None:
+    return None if top_p is None else max(top_p, _SMALLEST_TOP_P)
+
+
+def seed_of(seed: int | None) -> int | None:
+    return None if seed is None else seed % 2**63
+
+
+Name = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class ExpertItem(RequestBody):
+    """One expert of a request, `name` or `name@version`, and how strongly it applies."""
+
+    name: Name
+    weight: float = Field(1.0, ge=-MAX_WEIGHT, le=MAX_WEIGHT)
+
+
+# the order is the order in which they are composed
+Experts = Annotated[list[ExpertItem], Field(max_length=MAX_STACK)]
+
+
+def adapter_hints(experts: list[ExpertItem] | None) -> tuple[AdapterHint, ...]:
+    return tuple(AdapterHint(item.name, item.weight) for item in experts or ())

@@ -1,1 +1,0 @@
-"""What kind of task a prompt is, and the rules that packages bring."""
