@@ -134,7 +134,7 @@ def test_the_router_finds_the_active_group() -> None:
 
 
 def shuffled(cut: LayerCut) -> LayerCut:
-    return LayerCut(cut.shared, cut.experts, cut.router.roll(1, dims=0))
+    return LayerCut(cut.shared, cut.experts, cut.gate.roll(1, dims=0))
 
 
 def test_grouping_is_balanced_and_depends_on_the_seed_alone() -> None:

@@ -10,7 +10,7 @@ _PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
-    # transformers' own defaults where a file leaves a key out
+    # transformers' defaults for keys that are not in the file
     defaults = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131_072,

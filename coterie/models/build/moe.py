@@ -1,7 +1,7 @@
-"""Layers with experts: the block around the experts, and the walk over the stack.
+"""Runs a decoder stack with MoE layers: attention, gate, experts, residual, layer by layer.
 
-Whatever places and computes experts stands behind `MoeExperts`; all else of a layer (attention,
-dense layers, the expert every token passes) is the backbone's.
+`MoeExperts` places and computes the experts; everything else of a layer (attention, dense layers,
+the shared expert) belongs to the backbone.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
     from coterie.moe.store.base import ExpertGeometry, ExpertStore
     from coterie.weights.checkpoint import Checkpoint
 
-# (hidden [T, D], caches, batch, first, last) -> hidden behind those layers: dense ones whole, ones
-# with experts up to their experts
+# (hidden [T, D], caches, batch, first, last) -> hidden after those layers; a layer with experts
+# runs up to its experts
 Backbone = Callable[[Tensor, Sequence[Tensor], AttentionBatch, int, int], Tensor]
 
-# rows that walk through a group of layers together
+# rows that run through a group of layers together
 CHUNK_TOKENS = 512
 
 
 class MoeExperts(Protocol):
-    """What a stack asks of `experts.runtime.ExpertRuntime`."""
+    """What a stack needs from `moe.runtime.runtime.ExpertRuntime`."""
 
     geometry: ExpertGeometry
 
     @property
     def wants_hints(self) -> bool:
-        """Whether `hint` is of any use now."""
+        """Whether a call of `hint` is useful now."""
 
     def resident(self, phase: str) -> ResidentExperts | None: ...
     def record_resident_step(
@@ -67,17 +67,17 @@ class MoeExperts(Protocol):
 class MoeLayer:
     index: int
     gate: ExpertGate
-    # what the experts read, and how their sum joins the residual
+    # makes the experts' input, and adds their sum to the residual
     before: Callable[[Tensor], Tensor]
     after: Callable[[Tensor, Tensor], Tensor] = operator.add
-    # the expert every token passes
+    # the shared expert, which every token uses
     shared: Callable[[Tensor, tuple[Segment, ...]], Tensor] | None = None
-    # weight of `before`, where that is an RMS norm
+    # the weight of `before`, if that is an RMS norm
     norm: Tensor | None = None
 
 
 class MoeStack:
-    """A decoder stack some of whose layers end in experts."""
+    """A decoder stack with experts in some of its layers."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class MoeStack:
         self._places = {layer.index: place for place, layer in enumerate(layers)}
         self.experts = experts
         self.chunk_tokens = CHUNK_TOKENS
-        # spent in routers since the last `take_usage`
+        # seconds in gates since the last `take_usage`
         self._routing_s = 0.0
         for layer in layers:
             _mask(layer, experts.geometry)
@@ -150,14 +150,14 @@ class MoeStack:
         return hidden
 
     def take_usage(self) -> tuple[MoeUsage, list[MoeUsage]]:
-        """What the steps since the last call cost: in all, and by sequence."""
+        """The costs of the steps since the last call: in total, and by sequence."""
         total, by_sequence = self.experts.end_step()
         spent, self._routing_s = self._routing_s, 0.0
         return replace(total, routing_s=total.routing_s + spent), by_sequence
 
 
 def _mask(layer: MoeLayer, geometry: ExpertGeometry) -> None:
-    """Keep a router to the experts that its store has."""
+    """Limit a gate to the experts that its store has."""
     present = geometry.present(layer.index)
     if len(present) < geometry.top_k:
         raise WeightsError(
@@ -181,17 +181,19 @@ def _owners(batch: AttentionBatch) -> Tensor | None:
 
 
 class FusedMoeStack:
+    """Runs all layers in one native call, while all experts are in memory."""
+
     def __init__(self, decoder: NativeDecoder, layers: Sequence[MoeLayer], num_layers: int) -> None:
         self._decoder, self._layers, self._num_layers = decoder, layers, num_layers
         self._norms = [_floats(layer.norm) for layer in layers]
         self._top_k = layers[0].gate.rule.top_k
-        # what the decoder's layers point at now
+        # the experts that the decoder's layers point to
         self._attached: ResidentExperts | None = None
         self._parts: list[abi.MoePart] = []
 
     @staticmethod
     def fits(layers: Sequence[MoeLayer]) -> bool:
-        """Whether the native layer knows everything that these do."""
+        """Whether the native layer supports everything in these layers."""
         return all(
             layer.norm is not None
             and layer.shared is None
@@ -207,7 +209,7 @@ class FusedMoeStack:
         batches: Sequence[AttentionBatch],
         found: ResidentExperts,
     ) -> tuple[Tensor, Tensor]:
-        """hidden [T, D] behind the stack, and what the routers chose: int32 [layers, T, K]."""
+        """hidden [T, D] after the stack, and the gates' choices: int32 [layers, T, K]."""
         self._attach(found)
         parts = torch.split(hidden, [len(batch.positions) for batch in batches])
         outs, chosen = [], []
@@ -254,7 +256,7 @@ def run_fused(
     owners: Tensor | None,
     chunk_tokens: int,
 ) -> Tensor | None:
-    """The whole stack at once, if nothing stands against it now."""
+    """Run the whole stack in one call; None when that is not possible now."""
     hidden, kv, batch = step
     found = experts.resident(batch.phase)
     if found is None:
@@ -269,12 +271,12 @@ def run_fused(
 
 @dataclass(frozen=True, slots=True)
 class MoeRequirements:
-    """What a model needs of its experts."""
+    """What is needed to open a model's experts."""
 
     checkpoint: Checkpoint
     moe: MoeSpec
     hidden: int
-    # as the user asked: auto keeps what the file stores
+    # the user's choice; auto is the precision of the file
     dtype: str
     device: str
     # of one full context, reserved before experts
@@ -292,7 +294,7 @@ def _geometry(moe: MoeSpec) -> ExpertGeometry:
 
 
 def moe_factory(dispatch: MoeSettings | None) -> MoeFactory:
-    """The ordinary way: a store over the checkpoint, and a runtime as `dispatch` wishes."""
+    """The usual factory: a store over the checkpoint, and a runtime with these settings."""
 
     def opened(wanted: MoeRequirements) -> MoeExperts:
         from coterie.core.moe import MoeSettings
@@ -312,7 +314,7 @@ def store_of(wanted: MoeRequirements, reads: str) -> ExpertStore:
 def open_moe_store(
     checkpoint: Checkpoint, moe: MoeSpec, hidden: int, dtype: str, reads: str = "auto"
 ) -> ExpertStore:
-    """The experts of every MoE layer; reads none of them."""
+    """The store of all MoE layers' experts. Reads none of them."""
     from coterie.moe.store.base import ExpertNames
     from coterie.moe.store.checkpoint import open_store
 
