@@ -118,7 +118,7 @@ def test_updates_are_bounded() -> None:
     stage = Simulator(GEOMETRY, "adaptive", 24, make("skewed", GEOMETRY, 20).heatmap())
     loads = []
     for step in make("uniform", GEOMETRY, 150).steps:
-        for _, visit in step.walk():
+        for _, visit in step.visits():
             stage.decode.decide(visit.demand)
         loads.append(len(stage.decode.update()))
     # the traffic is not the heatmap's: experts must change places between tokens too
@@ -135,7 +135,7 @@ def test_a_decision_is_cheap() -> None:
     strategy.start()
     spent = []
     for step in trace.steps:
-        for _, visit in step.walk():
+        for _, visit in step.visits():
             begin = time.thread_time()
             strategy.decide(visit.demand)
             spent.append(time.thread_time() - begin)

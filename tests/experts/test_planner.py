@@ -174,7 +174,7 @@ def test_draws_follow_the_heatmap_and_never_pick_the_absent() -> None:
     load = workload.assumed_workload(pruned)
     phases = set()
     for step in load.steps:
-        for _, visit in step.walk():
+        for _, visit in step.visits():
             phases.add(step.phase)
             demand = visit.demand
             assert len(set(demand.experts)) == len(demand.experts)

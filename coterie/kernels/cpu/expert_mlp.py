@@ -67,7 +67,7 @@ def run_experts(
 ) -> None:
     """out[t * K + k] = MLP of expert topk_ids[t, k] over x[t], where that expert is in `records`
     (and in `only`, if given); other rows of out [T * K, D] fp32 are left alone. topk_ids: int32 on
-    the CPU. All records lie on one device."""
+    the CPU. All records are on one device."""
     if not len(x):
         return
     table = _table(records, only)
@@ -158,7 +158,7 @@ def run_experts_torch(
 def _by_expert(
     topk_ids: Tensor, records: Sequence[tuple[int, Tensor]]
 ) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Pairs of the experts in `records`, one expert after another, and where each one's lie."""
+    """Pairs of the experts in `records`, one expert after another, and the range of each."""
     flat = topk_ids.reshape(-1).long()
     order = torch.argsort(flat, stable=True)
     experts = torch.tensor([expert for expert, _ in records])

@@ -114,7 +114,7 @@ def decoder(
 ) -> Tensor:
     """Run `layers` over hidden [T, D]; `kv` has one cache per given layer. No final norm.
 
-    The first given layer is number `first` of the model: patches are told apart by it.
+    The first given layer is number `first` of the model, by which patches are found.
     """
     turn, patches = (cos[batch.positions], sin[batch.positions]), batch.patches
     heads = (("q", shape.q_size), ("k", shape.kv_size), ("v", shape.kv_size))

@@ -52,7 +52,7 @@ def decoder(
 ) -> Tensor:
     """Run `layers` over hidden [T, D], which is overwritten. No final norm.
 
-    The first given layer is number `first` of the model: patches are told apart by it.
+    The first given layer is number `first` of the model, by which patches are found.
     """
     if batch.patches or batch.patch_rows is not None:
         reads = find_patch_reads(shape, layers, batch, first)

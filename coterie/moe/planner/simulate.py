@@ -94,7 +94,7 @@ class _Simulation:
         groups = strategy.groups() if step.phase == "prefill" and not one_call else None
         # a group is computed while it is loaded: its time is the longer of the two
         loaded_s = 0.0
-        for group, visit in step.walk(groups):
+        for group, visit in step.visits(groups):
             if group is not None:
                 outcome.seconds = max(outcome.seconds, loaded_s)
                 loaded_s = outcome.seconds + self._load(strategy.load_group(group), outcome)
@@ -179,7 +179,7 @@ def _add_best(setup: SimulationSetup, steps: Sequence[TraceStep], outcome: Phase
     costs, backbone = setup.cost_model, setup.backbone
     running = 0.0
     for step in steps:
-        for _, visit in step.walk():
+        for _, visit in step.visits():
             running += costs.best_s(visit.demand.counts)
             outcome.limit_s += costs.limit_s(WaveCounts(resident=visit.demand.counts))
         curves = [backbone.walk, *([backbone.express] if backbone.express else [])]
@@ -301,7 +301,7 @@ def _replay_step(
     strategy: Strategy, step: TraceStep, setup: ReplaySetup, result: ReplayResult
 ) -> None:
     groups = strategy.groups() if step.phase == "prefill" else None
-    visits = list(step.walk(groups))
+    visits = list(step.visits(groups))
     for index, (group, visit) in enumerate(visits):
         if groups is not None and group is not None:
             result.group_moves += len(strategy.load_group(group))
@@ -337,7 +337,7 @@ def _sets(trace: Trace, by_layer: bool) -> list[list[Key]]:
     single = tuple((layer,) for layer in trace.geometry.layers)
     sets = []
     for step in trace.steps:
-        for _, visit in step.walk(single if by_layer and step.phase == "prefill" else None):
+        for _, visit in step.visits(single if by_layer and step.phase == "prefill" else None):
             layer = visit.demand.layer
             sets.append([(layer, expert) for expert in visit.demand.experts])
     return sets

@@ -121,14 +121,14 @@ class PredictionTracker:
         self._protect.tick(len(experts))
         self._prefetch.tick(len(experts))
         self._link.tick(len(experts))
-        guess = self._pending.pop(layer, None)
-        if guess is None or not experts:
+        predicted = self._pending.pop(layer, None)
+        if predicted is None or not experts:
             return
-        found = len(guess.intersection(experts))
+        found = len(predicted.intersection(experts))
         self.predictions += 1
         self.asked += len(experts)
         self.overlap += found
-        self.exact += guess == frozenset(experts)
+        self.exact += predicted == frozenset(experts)
         self._protect.count(found, len(experts), "slot overlap")
 
     def link(self, idle: bool) -> None:

@@ -40,7 +40,7 @@ class TraceStep:
     phase: str
     chunks: tuple[tuple[LayerVisit, ...], ...]
 
-    def walk(self, groups: LayerGroups | None = None) -> Iterator[tuple[int | None, LayerVisit]]:
+    def visits(self, groups: LayerGroups | None = None) -> Iterator[tuple[int | None, LayerVisit]]:
         """Visits in the order in which they run. The first visit of a group has its number."""
         if groups is None:
             for chunk in self.chunks:
@@ -88,7 +88,7 @@ class Trace:
     def heatmap(self) -> Heatmap:
         heat = Heatmap(self.geometry)
         for step in self.steps:
-            for _, visit in step.walk():
+            for _, visit in step.visits():
                 heat.add(visit.demand.layer, visit.demand.experts, visit.demand.counts)
         return heat
 
