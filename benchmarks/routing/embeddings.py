@@ -86,7 +86,7 @@ class Bench:
         self.test_texts = [bounded(routed_text(item.prompt, item.body)) for item in items]
         none = HashedEmbedder(1)
         rows = SketchRows([sketch(text, none) for text in (*self.training_texts, *self.test_texts)])
-        word_weights = rows._marks.T
+        word_weights = rows._word_weights.T
         count = len(self.training_texts)
         # [all texts, training texts]
         self.words: Matrix = word_weights @ word_weights[:count].T

@@ -111,7 +111,7 @@ def test_a_large_package_is_unpacked_in_a_second_pass(
     source = package(tmp_path).source
     assert isinstance(source, Path)
     found = inspect(source)
-    assert "adapter_model.safetensors" not in found.kept
+    assert "adapter_model.safetensors" not in found.contents
     into = tmp_path / "into"
     into.mkdir()
     unpack(found, into)

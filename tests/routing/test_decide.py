@@ -382,7 +382,7 @@ def _check_candidates(
     for c in candidates:
         p, match = known[c.digest], found.get(c.digest)
         similarity = match.similarity if match else 0.0
-        assert (c.success, c.memory, c.score) == scorer.worth(p, similarity)
+        assert (c.success, c.memory, c.score) == scorer.scores(p, similarity)
         assert c.probability == (match.probability if match else 0.0)
         assert c.chosen == (c.why == "chosen" or c.why.startswith("required by"))
         if c.why == "chosen":

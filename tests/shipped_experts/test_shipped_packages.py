@@ -61,7 +61,7 @@ def test_a_changed_manifest_breaks_the_signature(
 ) -> None:
     package = next(iter(packages.values()))
     changed = package.manifest.with_section("evaluation", {"metric": "exact"})
-    other = Package(changed, package.files, package.config, package.source, package.kept)
+    other = Package(changed, package.files, package.config, package.source, package.contents)
     assert package_message(other) != package_message(package)
     assert TrustStore(tmp_path / "trust.json").verify(other).state == "broken"
 
@@ -79,7 +79,7 @@ def test_the_lower_bound_is_above_the_base(name: str, packages: dict[str, Packag
 
 @pytest.mark.parametrize("name", [path.stem for path in FILES])
 def test_the_items_are_those_of_the_generator(name: str, packages: dict[str, Package]) -> None:
-    assert packages[name].kept[ITEMS] == eval_lines(EXPERTS[name])
+    assert packages[name].contents[ITEMS] == eval_lines(EXPERTS[name])
 
 
 @pytest.mark.parametrize("name", [path.stem for path in FILES])
@@ -87,7 +87,7 @@ def test_it_serves_the_languages_that_it_was_measured_in(
     name: str, packages: dict[str, Package]
 ) -> None:
     manifest = packages[name].manifest
-    assert packages[name].kept[LANGUAGE_ITEMS] == languages.lines(name)
+    assert packages[name].contents[LANGUAGE_ITEMS] == languages.lines(name)
     spoken = read_languages(manifest.section("evaluation"), name)
     assert tuple(spoken) == tuple(sorted(languages.LANGUAGES))
     assert all(len(figures.base) == 12 for figures in spoken.values())

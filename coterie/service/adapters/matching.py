@@ -25,16 +25,16 @@ Build = Callable[[Sequence[AdapterProfile]], Matcher]
 
 def build_matcher(profiles: Sequence[AdapterProfile]) -> Matcher:
     """Call it on a thread: it reads a stored matcher, or waits for the process that trains one."""
-    from coterie.routing.match.learn import kept_matcher
+    from coterie.routing.match.learn import cached_matcher
 
-    return kept_matcher(profiles, _folder())
+    return cached_matcher(profiles, _folder())
 
 
 def is_learnt(profiles: Sequence[AdapterProfile]) -> bool:
     """Whether a trained matcher for these profiles is stored."""
-    from coterie.routing.match.learn import kept_at
+    from coterie.routing.match.learn import probes_path
 
-    return kept_at(profiles, _folder()).is_file()
+    return probes_path(profiles, _folder()).is_file()
 
 
 def _folder() -> Path:

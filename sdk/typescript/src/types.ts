@@ -1,13 +1,13 @@
 /** What is sent and what is answered. Written by scripts/generate_sdk.py from docs/api/openapi.json; do not edit. */
 
-/** One adapter of a stack, known by the digest of its bytes. */
+/** One adapter of a stack, identified by the digest of its bytes. */
 export interface AdapterChoice {
   name: string;
   digest: string;
   weight: number;
 }
 
-/** One adapter that was looked at, and what became of it. */
+/** One adapter that was considered, and the result. */
 export interface Candidate {
   name: string;
   digest: string;
@@ -182,8 +182,8 @@ export interface InferenceLog {
 }
 
 /**
- * Everything measured about one request. Times in milliseconds; `submitted_at` and the like
- * are seconds since 1970, so that the stages of several requests can be laid side by side.
+ * All measurements of one request. Times are in milliseconds; `submitted_at` and other times
+ * of day are seconds since 1970, so that the stages of several requests can be compared.
  */
 export interface InferenceMetrics {
   jobId: string;
@@ -214,7 +214,7 @@ export interface InferenceMetrics {
   seed: number;
 }
 
-/** What /v1/infer answers, by whatever road: whole, at a stream's end, or as a job's result. */
+/** The answer of /v1/infer: as one body, at the end of a stream, or as the result of a job. */
 export interface InferenceResult {
   jobId: string;
   text: string;
@@ -299,7 +299,7 @@ export interface OpenAIError {
   error: Record<string, unknown>;
 }
 
-/** One decision, told. Times are milliseconds, by stage. */
+/** How one decision was made. Times are milliseconds, by stage. */
 export interface RouteTrace {
   taskType: string;
   language: string;
@@ -329,8 +329,9 @@ export interface ShownExpert {
 }
 
 /**
- * Of one answer. `validator` names who looked: json, json_schema, python, a command's name
- * ... An answer that nobody can judge has no result, which is not a valid one.
+ * The result for one answer. `validator` is its name: json, json_schema, python, a command
+ * ... An answer that no validator can check has no result. That does not mean that it is
+ * valid.
  */
 export interface ValidationResult {
   valid: boolean;
