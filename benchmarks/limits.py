@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured in the same run as the claims it is set beside."""
+"""The limits of this machine, measured in the same run as the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = 4096
 
 
 def best_of(run: Callable[[], object], repeats: int = 7) -> float:
-    """Seconds of a middling run: the median, after one warm-up."""
+    """Median seconds of a run, after one warm-up."""
     run()
     times = []
     for _ in range(repeats):
@@ -28,13 +28,13 @@ def best_of(run: Callable[[], object], repeats: int = 7) -> float:
 
 
 def read_bandwidth(num_bytes: int = 1 << 30) -> float:
-    """Bytes per second that all threads read from memory (a sum over a buffer past every cache)."""
+    """Bytes per second that all threads read: a sum over more bytes than all caches."""
     buffer = torch.ones(num_bytes // 4)
     return num_bytes / best_of(buffer.sum)
 
 
 def matmul_rate(dtype: torch.dtype = torch.float32, size: int = 1024) -> float:
-    """Floating-point operations per second of torch's own matrix product."""
+    """Floating-point operations per second of torch's matrix product."""
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     return 2 * size**3 / best_of(lambda: a @ b)
 
@@ -42,9 +42,9 @@ def matmul_rate(dtype: torch.dtype = torch.float32, size: int = 1024) -> float:
 def disk_bandwidth(
     files: Sequence[Path], chunk_bytes: int, depth: int = 8, total_bytes: int = 1 << 30
 ) -> float:
-    """Bytes per second of direct reads of `chunk_bytes` at random places of `files`, `depth` at a
-    time: what experts of that size can be read at. Past the page cache where the file system
-    allows it, else the cache is dropped before."""
+    """Bytes per second of direct reads of `chunk_bytes` at random offsets in `files`, `depth` at a
+    time: the speed at which experts of that size can be read. Bypasses the page cache if the file
+    system allows it, otherwise drops the cache before."""
     chunk_bytes = -(-chunk_bytes // PAGE) * PAGE
     draw = random.Random(0)
     usable = [file for file in files if file.stat().st_size >= chunk_bytes]

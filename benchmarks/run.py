@@ -1,4 +1,4 @@
-"""`make bench`: Coterie alone, every claim that needs no peer and no GPU, in a few minutes.
+"""`make bench`: Coterie alone, all benchmarks that need no peer and no GPU, in a few minutes.
 
 With the peers: `make bench-peers`. On a GPU: `python -m benchmarks.dense.gpu`.
 """

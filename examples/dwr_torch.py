@@ -1,4 +1,4 @@
-"""The DWR-Transformer as one trainable torch module, experts stacked and multiplied together.
+"""The DWR-Transformer as one trainable torch module, with the experts' matrices stacked.
 
 Post-norm blocks: attention, then the two best of sixteen experts, each followed by residual and
 LayerNorm. `state` gives the tensors under the names that Coterie loads.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# rows per expert are padded up to a multiple of this, so that shapes repeat
+# rows per expert are padded to a multiple of this, so that shapes repeat
 ROWS = 256
 
 
@@ -59,8 +59,8 @@ class Shape:
 
 
 class Experts(nn.Module):
-    """Sixteen MLPs as two stacks of matrices. No row is dropped: the batch of each expert is padded
-    to the longest."""
+    """Sixteen MLPs as two stacks of matrices. No row is dropped: each expert's batch is padded to
+    the longest."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Experts(nn.Module):
         experts = odds.shape[1]
         counts = torch.bincount(picked.flatten(), minlength=experts)
         uneven = experts * (counts / picked.numel() * odds.mean(0)).sum()
-        # pairs of one expert lie together; `place` is a pair's row in its expert's padded batch
+        # pairs of one expert are adjacent; `place` is a pair's row in its expert's padded batch
         owner, order = picked.flatten().sort(stable=True)
         starts = counts.cumsum(0) - counts
         place = torch.arange(len(owner), device=rows.device) - starts[owner]
@@ -94,14 +94,14 @@ class Experts(nn.Module):
         fc1_bias, fc2_bias = (b[:, None].to(narrow.dtype) for b in (self.fc1_bias, self.fc2_bias))
         inner = functional.gelu(torch.baddbmm(fc1_bias, padded, self.fc1))
         outer = torch.baddbmm(fc2_bias, inner, self.fc2)
-        found = outer.view(experts * longest, -1)[where]
-        share = weights.flatten()[order].to(found.dtype)[:, None]
-        out = torch.zeros_like(rows).index_add(0, tokens, (found * share).to(rows.dtype))
+        weighted = outer.view(experts * longest, -1)[where]
+        share = weights.flatten()[order].to(weighted.dtype)[:, None]
+        out = torch.zeros_like(rows).index_add(0, tokens, (weighted * share).to(rows.dtype))
         return out, uneven
 
 
 def _product_dtype(like: Tensor) -> torch.dtype:
-    """What autocast multiplies in, where it is on."""
+    """The type in which autocast multiplies, if it is on."""
     kind = like.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
 
@@ -156,7 +156,7 @@ class DWR(nn.Module):
     @torch.no_grad()
     def state(self) -> dict[str, Tensor]:
         """fp32 tensors on the CPU, named as coterie/models/arch/dwr.py reads them."""
-        found: dict[str, Tensor] = {
+        tensors: dict[str, Tensor] = {
             "embeddings.weight": self.embeddings.weight,
             "positions.weight": self.positions.weight,
             "output.weight": self.output.weight,
@@ -173,14 +173,15 @@ class DWR(nn.Module):
                 "router": block.experts.router,
             }
             for name, module in parts.items():
-                found[f"{stem}{name}.weight"] = module.weight
-                found[f"{stem}{name}.bias"] = module.bias
+                tensors[f"{stem}{name}.weight"] = module.weight
+                tensors[f"{stem}{name}.bias"] = module.bias
             for number in range(self.shape.experts):
                 expert = f"{stem}experts.{number}."
-                found[f"{expert}fc1.weight"] = block.experts.fc1[number].T
-                found[f"{expert}fc1.bias"] = block.experts.fc1_bias[number]
-                found[f"{expert}fc2.weight"] = block.experts.fc2[number].T
-                found[f"{expert}fc2.bias"] = block.experts.fc2_bias[number]
+                tensors[f"{expert}fc1.weight"] = block.experts.fc1[number].T
+                tensors[f"{expert}fc1.bias"] = block.experts.fc1_bias[number]
+                tensors[f"{expert}fc2.weight"] = block.experts.fc2[number].T
+                tensors[f"{expert}fc2.bias"] = block.experts.fc2_bias[number]
         return {
-            name: value.detach().float().cpu().contiguous().clone() for name, value in found.items()
+            name: value.detach().float().cpu().contiguous().clone()
+            for name, value in tensors.items()
         }

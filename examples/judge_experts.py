@@ -1,9 +1,9 @@
-"""Answers the held-out items with the base and with trained experts, and says who is right.
+"""Evaluates trained experts: answers the held-out items with and without each of them.
 
     python -m examples.judge_experts --base MODEL.gguf --trained DIR [--only NAME] [--base-only]
 
-DIR has one PEFT directory per expert. Answers come from the engine (greedy) and are kept in
-DIR/answers; examples.pack_experts takes them from there.
+DIR has one PEFT directory per expert. Answers come from the engine (greedy) and are stored in
+DIR/answers, where examples.pack_experts reads them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from examples.expert_data.table import EXPERTS, Recipe
 
 
 class Trial:
-    """Answers by the engine, kept in a folder for as long as items and weights are the same."""
+    """Answers of the engine, cached in a folder as long as items and weights are the same."""
 
-    def __init__(self, base: Path, kept: Path) -> None:
-        self._base, self._kept = base, kept
+    def __init__(self, base: Path, cache: Path) -> None:
+        self._base, self._cache = base, cache
         self._open = ExitStack()
         self._llm: LLM | None = None
 
@@ -41,14 +41,14 @@ class Trial:
 
     def texts(self, lines: bytes, directory: Path | None) -> list[str]:
         who = "base" if directory is None else digest_of(directory)[:16]
-        path = self._kept / f"{archive.Facts.of(lines).sha256[:16]}.{who}.json"
+        path = self._cache / f"{archive.PackageFile.of(lines).sha256[:16]}.{who}.json"
         if not path.is_file():
             named = None if directory is None else str(directory)
             texts = answers(self._engine(), read_items(lines), named)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(texts, indent=1))
-        found: list[str] = json.loads(path.read_text())
-        return found
+        stored: list[str] = json.loads(path.read_text())
+        return stored
 
     def _engine(self) -> LLM:
         if self._llm is None:
@@ -78,11 +78,11 @@ def main() -> None:
         recipe, began = EXPERTS[name], time.perf_counter()
         if args.base_only:
             trial.texts(eval_lines(recipe), None)
-            said = "base answered"
+            result = "base answered"
         else:
             figures = trial.figures(recipe, args.trained / name)
-            said = f"base {shown(score(figures.base))} expert {shown(score(figures.expert))}"
-        print(f"{name:14} {said}, {time.perf_counter() - began:.0f} s", flush=True)
+            result = f"base {shown(score(figures.base))} expert {shown(score(figures.expert))}"
+        print(f"{name:14} {result}, {time.perf_counter() - began:.0f} s", flush=True)
     trial.close()
 
 

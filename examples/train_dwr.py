@@ -2,8 +2,9 @@
 
     python -m examples.train_dwr OUT [--minutes 6] [--corpus-mb 160]
 
-Needs torch, tokenizers and safetensors alone; meant for one large GPU. The corpus is the Python
-source of the installed packages (files of equal content count once), one file in fifty held out.
+Needs only torch, tokenizers and safetensors; made for one large GPU. The corpus is the Python
+source of the installed packages (files with equal content count once); one file in fifty is held
+out.
 Writes a directory that `coterie run` loads, and prints the held-out loss.
 """
 
@@ -50,19 +51,19 @@ def note(text: str) -> None:
 
 
 def sources(limit_bytes: int, folders: list[Path] | None = None) -> tuple[list[str], list[str]]:
-    """Texts to train on, and texts that are held out: one in fifty, no content twice."""
-    places = folders or [
+    """Training texts, and held-out texts: one in fifty; no content twice."""
+    roots = folders or [
         Path(p) for p in {*site.getsitepackages(), sysconfig.get_path("stdlib")} if Path(p).is_dir()
     ]
     seen: set[bytes] = set()
     parts: tuple[list[str], list[str]] = ([], [])
     size = 0
-    for path in (file for place in sorted(places) for file in sorted(place.rglob("*.py"))):
+    for path in (file for root in sorted(roots) for file in sorted(root.rglob("*.py"))):
         try:
             raw = path.read_bytes()
             text = raw.decode("utf-8")
         except (OSError, UnicodeDecodeError):
-            continue  # a file of another encoding is no text for this corpus
+            continue  # a file with another encoding is not used
         digest = hashlib.sha256(raw).digest()
         if len(raw) < 200 or len(raw) > 1_000_000 or digest in seen:
             continue
@@ -115,15 +116,15 @@ def read_corpus(shape: Shape, limit_bytes: int, folders: list[Path] | None = Non
 
 
 class Windows:
-    """Random windows of the training tokens; the held-out ones are always the same."""
+    """Random windows of the training tokens; the held-out windows are always the same."""
 
     def __init__(self, corpus: Corpus, length: int, device: str, seed: int = 0) -> None:
         self.tokens = corpus.train.to(device)
         self.length, self.device = length, device
         self.draw = torch.Generator(device=device).manual_seed(seed)
         count = min(VALIDATION_WINDOWS, len(corpus.held_out) // (length + 1))
-        held = corpus.held_out[: count * (length + 1)].to(device)
-        self.validation = held.view(count, length + 1).long()
+        held_out = corpus.held_out[: count * (length + 1)].to(device)
+        self.validation = held_out.view(count, length + 1).long()
 
     def batch(self, rows: int) -> Tensor:
         last = len(self.tokens) - self.length - 1
@@ -132,7 +133,7 @@ class Windows:
 
 
 def loss_of(model: DWR, windows: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy per token, and the routers' unevenness."""
+    """Cross entropy per token, and the routers' imbalance."""
     kind = windows.device.type
     with torch.autocast(kind, dtype=torch.bfloat16, enabled=kind == "cuda"):
         logits, uneven = model(windows[:, :-1])
@@ -153,13 +154,13 @@ def rate_at(done: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How long training lasts: by the clock, or by steps (0 = no limit)."""
+    """How long training lasts: by time, or by steps (0 = no limit)."""
 
     minutes: float = 0.0
     steps: int = 0
 
     def done(self, seconds: float, step: int) -> float:
-        """Share of it that has passed."""
+        """The share of it that has passed."""
         by_clock = seconds / (60 * self.minutes) if self.minutes else 0.0
         return max(by_clock, step / self.steps if self.steps else 0.0)
 

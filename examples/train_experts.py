@@ -2,8 +2,8 @@
 
     python -m examples.train_experts --base MODEL.gguf --out DIR [--only NAME] [--steps N]
 
-Needs torch, transformers, safetensors, tokenizers and jinja2; meant for one large GPU (minutes),
-runs on a CPU (hours). Writes one PEFT directory per expert and DIR/report.json.
+Needs torch, transformers, safetensors, tokenizers and jinja2; made for one large GPU (minutes),
+also runs on a CPU (hours). Writes one PEFT directory per expert and DIR/report.json.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _side_by_side(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """One process per expert: a model this small leaves a large GPU idle between kernels."""
+    """One process per expert: so small a model leaves a large GPU idle between kernels."""
     command = [sys.executable, "-m", "examples.train_experts", "--base", str(args.base)]
     command += ["--device", args.device, "--steps", str(args.steps), "--rows", str(args.rows)]
     command += ["--items", str(args.items)]
@@ -105,12 +105,14 @@ def train_one(
         Adapted(model, Shape("lora", targets=()), tokenizer.encode), recipe, items, tokenizer
     )
     plan = Plan(args.steps or recipe.steps, args.rows, recipe.rates[0])
-    found = []
+    attempts = []
     for rate in recipe.rates:
-        found.append(_attempt(recipe, model, tokenizer, replace(plan, rate=rate), rows, held_back))
-        note(f"{recipe.name}: rate {rate}: validation loss {found[-1][1]:.4f}")
-        found[-1][0].detach()
-    adapted, loss, plan = min(found, key=lambda item: item[1])
+        attempts.append(
+            _attempt(recipe, model, tokenizer, replace(plan, rate=rate), rows, held_back)
+        )
+        note(f"{recipe.name}: rate {rate}: validation loss {attempts[-1][1]:.4f}")
+        attempts[-1][0].detach()
+    adapted, loss, plan = min(attempts, key=lambda item: item[1])
     adapted.attach()
     answers = _judged(adapted, recipe, items, tokenizer, args.out / recipe.name)
     size = save(adapted, args.out / recipe.name, _BASE_NAME)

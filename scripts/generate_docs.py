@@ -1,4 +1,4 @@
-"""Writes the reference pages from the code they describe; `--check` fails when one has drifted."""
+"""Writes the reference pages from the code they describe; `--check` fails if one is out of date."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ sys.path.insert(0, str(ROOT))
 
 
 def cli_reference() -> str:
-    """Every command with its options: argparse's own text differs between Python versions."""
+    """Every command with its options. Not argparse's own text, which differs between Python
+    versions."""
     from coterie.cli.main import COMMANDS, EPILOG, build_parser
 
     lines = ["# Command line", "", "`coterie COMMAND --help` says the same.", ""]

@@ -11,12 +11,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent / "coterie" / "api" / "proto"
 SOURCE = "coterie/v1/inference.proto"
 WRITTEN = ("coterie/v1/inference_pb2.py", "coterie/v1/inference_pb2.pyi")
-# which release of the compiler wrote it says nothing about what it says
+# the release of the compiler does not matter for the content
 _RELEASE = re.compile(r"^# Protobuf Python Version: .*$|^    \d+,$", re.MULTILINE)
 
 
 def compiled(source: Path) -> dict[str, str]:
-    """path -> text of what the compiler makes of the protos under `source`."""
+    """path -> text that the compiler writes for the protos under `source`."""
     import grpc_tools
     from grpc_tools import protoc
 
@@ -36,7 +36,7 @@ def compiled(source: Path) -> dict[str, str]:
 
 
 def drifted(source: Path = ROOT) -> dict[str, str]:
-    """What each file should hold, of those that hold something else."""
+    """For each file that is out of date: what it should contain."""
 
     def same(name: str, text: str) -> bool:
         path = ROOT / name
@@ -49,12 +49,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail on drift")
     args = parser.parse_args()
-    found = drifted()
-    for name, text in found.items():
+    outdated = drifted()
+    for name, text in outdated.items():
         print(f"{name}: {'has drifted; run make docs' if args.check else 'written'}")
         if not args.check:
             (ROOT / name).write_text(text, encoding="utf-8")
-    return 1 if found and args.check else 0
+    return 1 if outdated and args.check else 0
 
 
 if __name__ == "__main__":

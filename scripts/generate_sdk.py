@@ -1,7 +1,7 @@
-"""Writes the SDKs' types from the OpenAPI document; `--check` fails when one has drifted.
+"""Writes the SDKs' types from the OpenAPI document; `--check` fails if one is out of date.
 
-Owns how a JSON schema reads in Python and in TypeScript. Bodies become TypedDicts and interfaces,
-answers frozen dataclasses and interfaces; only what the native routes use is written.
+Defines how a JSON schema is written in Python and in TypeScript. Bodies become TypedDicts and
+interfaces, answers frozen dataclasses and interfaces; only types of the native routes are written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 Schema = Mapping[str, Any]
 PREFIX = "#/components/schemas/"
 ROUTES = re.compile(r"/v1/(infer|jobs|inferences|feedback|experts)(/|$)")
-# what is left of a body where the Python client has arguments of their own for the rest
+# fields of a body that the Python client takes as separate arguments are left out
 PYTHON_OPTIONS = {
     "InferBody": ("InferOptions", ("prompt", "stream")),
     "InstallBody": ("InstallOptions", ("path",)),
@@ -39,17 +39,17 @@ class Model:
     about: str
     fields: Mapping[str, Schema]
     required: Sequence[str]
-    # sent by the client; everything else comes from the server
+    # sent by the client; all others come from the server
     sent: bool
 
 
 def models(document: Schema) -> list[Model]:
-    """What the native routes send and answer, and all that those refer to."""
+    """The models that the native routes send and answer, and all that they refer to."""
     schemas = document["components"]["schemas"]
     sent, answered = _roots(document)
-    found = _closure(schemas, sent), _closure(schemas, answered)
-    # a body's part that an answer has too is written once, as the answer's
-    kinds = dict.fromkeys(found[1], False) | dict.fromkeys(found[0] - found[1], True)
+    closures = _closure(schemas, sent), _closure(schemas, answered)
+    # a model that is part of a body and of an answer is written once, as an answer
+    kinds = dict.fromkeys(closures[1], False) | dict.fromkeys(closures[0] - closures[1], True)
     return [_model(name, schemas[name], kinds[name]) for name in sorted(kinds)]
 
 
@@ -67,14 +67,14 @@ def _roots(document: Schema) -> tuple[set[str], set[str]]:
 
 
 def _closure(schemas: Mapping[str, Schema], names: set[str]) -> set[str]:
-    found: set[str] = set()
+    names_found: set[str] = set()
     waiting = sorted(names)
     while waiting:
         name = waiting.pop()
-        if name not in found:
-            found.add(name)
+        if name not in names_found:
+            names_found.add(name)
             waiting += _refs(schemas[name])
-    return found
+    return names_found
 
 
 def _refs(node: Any) -> Iterator[str]:
@@ -97,9 +97,9 @@ def _model(name: str, schema: Schema, sent: bool) -> Model:
 
 
 def python_types(document: Schema) -> str:
-    found = models(document)
+    all_models = models(document)
     lines = [f'"""What is sent and what is answered.\n\n{WRITTEN}\n"""', "", _PYTHON_IMPORTS]
-    for model in found:
+    for model in all_models:
         lines += ["", "", *(_typed_dict(model) if model.sent else _dataclass(model))]
     return "\n".join(lines) + "\n"
 
@@ -125,7 +125,7 @@ def _typed_dict(model: Model) -> list[str]:
 
 def _dataclass(model: Model) -> list[str]:
     lines = ["@dataclass(frozen=True)", f"class {model.name}:", *_python_about(model)]
-    # those without a default come first
+    # fields without a default come first
     for name in sorted(model.fields, key=lambda field: field not in model.required):
         schema = model.fields[name]
         kind = python_type(schema)
@@ -165,11 +165,11 @@ def python_type(schema: Schema) -> str:
 
 
 def typescript_types(document: Schema) -> str:
-    found = models(document)
+    all_models = models(document)
     lines = [f"/** What is sent and what is answered. {WRITTEN} */"]
-    for model in found:
+    for model in all_models:
         lines += ["", *_interface(model)]
-    return "\n".join([*lines, "", *_shapes(found)]) + "\n"
+    return "\n".join([*lines, "", *_shapes(all_models)]) + "\n"
 
 
 def _interface(model: Model) -> list[str]:
@@ -204,15 +204,15 @@ def typescript_type(schema: Schema) -> str:
     return _spelled(schema, texts, lambda values: " | ".join(map(json.dumps, values)))
 
 
-def _shapes(found: Sequence[Model]) -> list[str]:
-    """Which fields hold named objects: names are translated in those, and nowhere else."""
+def _shapes(all_models: Sequence[Model]) -> list[str]:
+    """Fields that hold named objects: only in these are names translated."""
     lines = [
         "/** Fields that hold named objects. Whatever is in other fields is the caller's own. */"
     ]
     lines.append(
         "export const SHAPES: Readonly<Record<string, Readonly<Record<string, string>>>> = {"
     )
-    for model in found:
+    for model in all_models:
         inner = {name: next(_refs(schema), None) for name, schema in model.fields.items()}
         pairs = ", ".join(f"{name}: {json.dumps(ref)}" for name, ref in inner.items() if ref)
         lines.append(f"  {model.name}: {{ {pairs} }}," if pairs else f"  {model.name}: {{}},")
@@ -229,7 +229,7 @@ def camel(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How a language writes the types of JSON."""
+    """How a language writes the JSON types."""
 
     scalar: Callable[[str], str]
     array: Callable[[str], str]
@@ -272,12 +272,12 @@ FILES: dict[str, Callable[[Schema], str]] = {
 
 
 def drifted(document: Schema) -> dict[str, str]:
-    """path -> what it should hold, of every file that holds something else."""
+    """path -> what it should contain, for every file that is out of date."""
     texts = {name: make(document) for name, make in FILES.items()}
-    return {name: text for name, text in texts.items() if _held(ROOT / name) != text}
+    return {name: text for name, text in texts.items() if _current_text(ROOT / name) != text}
 
 
-def _held(path: Path) -> str:
+def _current_text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
@@ -287,12 +287,12 @@ def main() -> int:
     args = parser.parse_args()
     from coterie.api.routes import reference
 
-    found = drifted(reference())
-    for name, text in found.items():
+    outdated = drifted(reference())
+    for name, text in outdated.items():
         print(f"{name}: {'has drifted; run make docs' if args.check else 'written'}")
         if not args.check:
             (ROOT / name).write_text(text, encoding="utf-8")
-    return 1 if found and args.check else 0
+    return 1 if outdated and args.check else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Prints how the tree is built: `make house`, or `python scripts/house.py [--json] [--root DIR]`.
 
-Guides, never gates: nothing here fails a build (scripts/check_house.py does). Files and code lines
+Guides, not gates: nothing here fails a build (scripts/check_house.py does). Files and code lines
 by folder, long files and functions, many parameters, branches, small modules with one importer,
 class names that several modules share, import cycles (type-checking imports counted).
 """
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "coterie"
 FILES_PER_FOLDER, FILE_LINES, FUNCTION_LINES, PARAMETERS = 15, 400, 60, 6
 SMALL_MODULE_LINES, BRANCHES = 90, 10
-# a kernel's parameters are the tensors and sizes that it reads
+# the parameters of a kernel are the tensors and sizes that it reads
 MANY_PARAMETERS_ALLOWED = f"{PACKAGE}.kernels"
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -56,8 +56,9 @@ class Function:
 
 
 def read_modules(root: Path) -> dict[str, Module]:
-    """Every module of the package under `root` by dotted name; what protoc wrote is left out."""
-    found = {}
+    """Every module of the package under `root` by dotted name; files written by protoc are left
+    out."""
+    modules = {}
     for path in sorted((root / PACKAGE).rglob("*.py")):
         if path.name.endswith("_pb2.py"):
             continue
@@ -65,10 +66,10 @@ def read_modules(root: Path) -> dict[str, Module]:
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text, str(path))
-        found[name] = Module(name, path, tree, code_lines(text, tree))
-    for module in found.values():
-        module.imports = {name for name in _imported(module, found) if name != module.name}
-    return found
+        modules[name] = Module(name, path, tree, code_lines(text, tree))
+    for module in modules.values():
+        module.imports = {name for name in _imported(module, modules) if name != module.name}
+    return modules
 
 
 def code_lines(text: str, tree: ast.Module | None = None) -> int:
@@ -107,7 +108,7 @@ def _source(module: Module, node: ast.ImportFrom) -> str:
     return ".".join([*base, *([node.module] if node.module else [])])
 
 
-def cycles(found: dict[str, Module]) -> list[list[str]]:
+def cycles(modules: dict[str, Module]) -> list[list[str]]:
     """Groups of modules that import each other, by Tarjan."""
     number: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -117,7 +118,7 @@ def cycles(found: dict[str, Module]) -> list[list[str]]:
     def visit(name: str) -> None:
         number[name] = low[name] = len(number)
         stack.append(name)
-        for other in sorted(found[name].imports):
+        for other in sorted(modules[name].imports):
             if other not in number:
                 visit(other)
                 low[name] = min(low[name], low[other])
@@ -129,45 +130,46 @@ def cycles(found: dict[str, Module]) -> list[list[str]]:
             if len(group) > 1:
                 groups.append(sorted(group))
 
-    for name in found:
+    for name in modules:
         if name not in number:
             visit(name)
     return groups
 
 
 def base_names(node: ast.ClassDef) -> set[str]:
-    """Last word of each base class: `ctypes.Structure` is `Structure`."""
+    """The last part of each base class: `ctypes.Structure` is `Structure`."""
     return {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
 
 
-def shared_class_names(found: dict[str, Module]) -> dict[str, list[str]]:
-    """Public classes only; a Protocol and a ctypes structure may name what they stand for."""
+def shared_class_names(modules: dict[str, Module]) -> dict[str, list[str]]:
+    """Public classes only; a Protocol and a ctypes structure may have the name of what they
+    describe."""
     where: dict[str, list[str]] = defaultdict(list)
-    for module in found.values():
+    for module in modules.values():
         for node in module.public_classes():
             if not base_names(node) & {"Protocol", "Structure"}:
                 where[node.name].append(module.name)
     return {name: places for name, places in sorted(where.items()) if len(places) > 1}
 
 
-def one_importer(found: dict[str, Module]) -> list[tuple[str, str, int]]:
-    """Small modules that one module of their own package imports, and nothing else."""
+def one_importer(modules: dict[str, Module]) -> list[tuple[str, str, int]]:
+    """Small modules that only one module of their own package imports."""
     importers: dict[str, set[str]] = defaultdict(set)
-    for module in found.values():
+    for module in modules.values():
         for name in module.imports:
             importers[name].add(module.name)
     return [
         (name, next(iter(importers[name])), module.lines)
-        for name, module in found.items()
+        for name, module in modules.items()
         if len(importers[name]) == 1
         and module.lines <= SMALL_MODULE_LINES
-        and found[next(iter(importers[name]))].package == module.package
+        and modules[next(iter(importers[name]))].package == module.package
         and not module.is_package
     ]
 
 
-def functions(found: dict[str, Module]) -> Iterator[Function]:
-    for module in found.values():
+def functions(modules: dict[str, Module]) -> Iterator[Function]:
+    for module in modules.values():
         for node in ast.walk(module.tree):
             if isinstance(node, FUNCTION):
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -178,8 +180,8 @@ def functions(found: dict[str, Module]) -> Iterator[Function]:
 
 
 def branches(function: FUNCTION) -> int:
-    """Ways through a function: one, and one more for each place it may turn off. A function inside
-    it counts for itself."""
+    """Number of paths through a function: one, plus one for each branch. A function inside it is
+    counted separately."""
     count, waiting = 1, list(ast.iter_child_nodes(function))
     while waiting:
         node = waiting.pop()
@@ -198,17 +200,17 @@ def branches(function: FUNCTION) -> int:
     return count
 
 
-def folders(found: dict[str, Module], root: Path) -> dict[str, dict[str, int]]:
+def folders(modules: dict[str, Module], root: Path) -> dict[str, dict[str, int]]:
     sizes: dict[str, dict[str, int]] = defaultdict(lambda: {"files": 0, "code lines": 0})
-    for module in found.values():
+    for module in modules.values():
         folder = sizes[module.path.parent.relative_to(root).as_posix()]
         folder["files"] += 1
         folder["code lines"] += module.lines
     return dict(sorted(sizes.items()))
 
 
-def long_files(found: dict[str, Module], root: Path) -> dict[str, int]:
-    sizes = {m.path.relative_to(root).as_posix(): m.lines for m in found.values()}
+def long_files(modules: dict[str, Module], root: Path) -> dict[str, int]:
+    sizes = {m.path.relative_to(root).as_posix(): m.lines for m in modules.values()}
     for path in sorted((root / PACKAGE).rglob("*")):
         if path.suffix in (".cpp", ".h", ".cu"):
             text = path.read_text(encoding="utf-8")
@@ -217,19 +219,19 @@ def long_files(found: dict[str, Module], root: Path) -> dict[str, int]:
 
 
 def measure(root: Path) -> dict[str, object]:
-    found = read_modules(root)
-    all_functions = list(functions(found))
-    by_folder = folders(found, root)
+    modules = read_modules(root)
+    all_functions = list(functions(modules))
+    by_folder = folders(modules, root)
     return {
-        "files": len(found),
-        "code lines": sum(module.lines for module in found.values()),
+        "files": len(modules),
+        "code lines": sum(module.lines for module in modules.values()),
         "folders": by_folder,
         "folders over the guide": {
             name: sizes["files"]
             for name, sizes in by_folder.items()
             if sizes["files"] > FILES_PER_FOLDER
         },
-        "files over the guide": long_files(found, root),
+        "files over the guide": long_files(modules, root),
         "functions over the guide": {
             f"{f.place} {f.name}": f.lines for f in all_functions if f.lines > FUNCTION_LINES
         },
@@ -242,14 +244,15 @@ def measure(root: Path) -> dict[str, object]:
             f"{f.place} {f.name}": f.branches for f in all_functions if f.branches > BRANCHES
         },
         "small modules with one importer": {
-            name: f"{lines} lines, for {importer}" for name, importer, lines in one_importer(found)
+            name: f"{lines} lines, for {importer}"
+            for name, importer, lines in one_importer(modules)
         },
-        "class names shared": shared_class_names(found),
-        "import cycles": cycles(found),
+        "class names shared": shared_class_names(modules),
+        "import cycles": cycles(modules),
     }
 
 
-# what each figure is held against, for the reader of the printed page
+# the guide for each figure, printed with it
 ADVICE = {
     "folders": "files and code lines in each",
     "folders over the guide": f"files; about {FILES_PER_FOLDER} is right, then a subfolder",
@@ -265,7 +268,7 @@ ADVICE = {
 
 
 def show(value: object) -> Iterator[str]:
-    """One line for each thing that was found, the largest first."""
+    """One line for each item, the largest first."""
     if isinstance(value, dict):
         ordered = list(value.items())
         if all(isinstance(size, int) for _, size in ordered):
@@ -283,15 +286,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree; this one by default")
     arguments = parser.parse_args()
-    found = measure(arguments.root.resolve())
+    figures = measure(arguments.root.resolve())
     if arguments.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(figures, indent=1))
         return
     for name, advice in ADVICE.items():
         print(f"\n{name} ({advice})")
-        print("\n".join(show(found[name])) or "  none")
+        print("\n".join(show(figures[name])) or "  none")
     print("\ntotals")
-    for name, value in found.items():
+    for name, value in figures.items():
         print(f"  {name:34} {len(value) if isinstance(value, dict | list) else value:8}")
 
 

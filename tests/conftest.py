@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -56,6 +57,26 @@ LONG_FILES = {
     "test_triton.py",
     "test_triton_patches.py",
 }
+
+
+# every test of it is marked `full`, and to collect it takes seconds in every process
+FULL_FILE = "test_schemathesis_whole.py"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    slice_only = config.option.markexpr == "not full"
+    return True if slice_only and collection_path.name == FULL_FILE else None
+
+
+def pytest_sessionstart() -> None:
+    """What is imported and collected stays to the end: the garbage collector need not visit it."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

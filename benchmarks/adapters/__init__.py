@@ -1,1 +1,1 @@
-"""What adapters cost: on a CPU, on a GPU, in the pool."""
+"""The cost of adapters: on a CPU, on a GPU, in the pool."""

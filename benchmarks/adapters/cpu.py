@@ -1,9 +1,9 @@
-"""What adapters cost on this CPU: throughput of a mixed batch against the base, beside PEFT.
+"""The cost of adapters on this CPU: throughput of a mixed batch against the base model and PEFT.
 
     python -m benchmarks.adapters.cpu [--rounds 3] [--threads 2] [--rank 16] [--adapters 16]
         [--streams 32] [--tokens 32] [--modules all|qv] [--only coterie] [--json FILE]
 
-Every stream decodes greedily behind a prompt of 32 random tokens; stream i uses adapter i modulo
+Every stream decodes greedily after a prompt of 32 random tokens; stream i uses adapter i modulo
 the number of adapters. Base, mixed and grouped batches are interleaved; medians of decode tokens
 per second, each as a share of the base of the same system. The limit beside the cost: bytes of the
 adapters in the batch over the bandwidth measured in the same run. PEFT runs the same adapters in
@@ -44,7 +44,7 @@ GOAL = 0.75
 
 
 class Bench:
-    """One engine, driven by hand."""
+    """One engine, stepped by the benchmark."""
 
     def __init__(self, model: Path, library: Path, threads: int, batching: str, room: int) -> None:
         spec = WorkerSpec(
@@ -130,7 +130,7 @@ def coterie_rates(args: argparse.Namespace, library: Path, choices: list[Adapter
 
 
 def peft_rates(args: argparse.Namespace, library: Path, choices: list[AdapterChoice]) -> Any:
-    """The peer in its own process: base, then the mixed batch, as often as there are rounds."""
+    """The rates of PEFT in its own process: in every round the base, then the mixed batch."""
     folders = [str(library / choice.digest) for choice in choices]
     base = str(files.safetensors_directory())
     command = worker("peft", base, str(args.threads), *folders)

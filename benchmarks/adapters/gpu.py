@@ -1,12 +1,12 @@
-"""What adapters cost on one CUDA device: correct first, then decoding beside the base.
+"""The cost of adapters on one CUDA device: first correctness, then decoding speed against the base.
 
     python -m benchmarks.adapters.gpu [--json FILE] [--profile] [--parts check,speed,...] [--smoke]
 
 Random weights (shapes of SmolLM2-135M and Llama-3.2-1B) and random adapters: 16 different ones of
 rank 16 on every linear module, 32 streams, stream i with adapter i modulo 16. Needs torch and
-triton alone, and about a minute. Base and adapted steps are interleaved; medians. `--profile` adds
-where the time goes, kernel by kernel; part `tune` tries the kernels at other sizes; `--smoke` runs
-the host's part on the CPU.
+triton only, and about a minute. Base and adapted steps are interleaved; medians. `--profile` adds
+the time of each kernel; part `tune` tries the kernels with other sizes; `--smoke` runs the host's
+part on the CPU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TUNED = (
 
 
 def timed(work: Callable[[], object], device: str, repeats: int) -> list[float]:
-    """Seconds of each run, the device's own work included."""
+    """Seconds of each run, including the work of the device."""
     times = []
     for _ in range(repeats):
         if device == "cuda":
@@ -73,7 +73,7 @@ def timed(work: Callable[[], object], device: str, repeats: int) -> list[float]:
 def interleaved(
     works: dict[str, Callable[[], object]], device: str, rounds: int = 10, repeats: int = 20
 ) -> dict[str, float]:
-    """Median seconds of each, taken in turns."""
+    """Median seconds of each, run in turns."""
     found: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         timed(work, device, 3)
@@ -93,7 +93,8 @@ def check(setting: Setting) -> dict[str, Any]:
 
 
 def speed(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[str, Any]:
-    """A decode step of all streams: alone, and as a loop with argmax and inputs from the host."""
+    """A decode step of all streams: only the step, and as a loop with argmax and inputs from the
+    host."""
     streams = setting.streams
     plain, mixed = (), spread(stacks, streams)
     few = (Segment(0, 1, stacks[0]),)
@@ -149,7 +150,8 @@ def prefill(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict
 
 
 def switch(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[str, Any]:
-    """What a step pays for other stacks than the step before: known ones, and ones never seen."""
+    """The cost of a step with other stacks than the step before: stacks used earlier, and new
+    ones."""
     device = torch.device(setting.device)
     rows = kernel_batch.PatchRows(setting.streams, model.spec.num_layers, device, kind=0)
     orders = [
@@ -175,7 +177,7 @@ def switch(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[
     if block is None:
         raise RuntimeError("the slab is too small")
     target = slab.view(block)
-    copies = timed(lambda: upload.arrived(upload.copy(image, target)), setting.device, 7)
+    copies = timed(lambda: upload.wait_for_copy(upload.copy(image, target)), setting.device, 7)
     upload.close()
     return {**found, "host to device": statistics.median(copies), "adapter_bytes": nbytes}
 

@@ -92,7 +92,7 @@ class Setting:
 
 
 class RandomWeights:
-    """A Checkpoint whose tensors are drawn when they are read, the same each time."""
+    """A Checkpoint whose tensors are random, made when they are read, and the same each time."""
 
     def __init__(self, config: dict[str, Any], device: str) -> None:
         self.config, self.path = config, "random"
@@ -166,7 +166,7 @@ def device_stack(
     fields: Sequence[str] = LORA,
     parts: Sequence[str] = PARTS,
 ) -> PatchStack:
-    """Random, and strong enough to show."""
+    """A random stack, strong enough to change the logits visibly."""
     draw = torch.Generator(device).manual_seed(seed)
 
     def drawn(*shape: int, scale: float) -> Tensor:
@@ -188,7 +188,8 @@ def device_stack(
 
 
 def spread(stacks: Sequence[PatchStack], streams: int) -> tuple[Segment, ...]:
-    """Streams dealt over the stacks, rows of one stack together, as the scheduler sorts them."""
+    """Distribute streams over the stacks, rows of one stack together, as the scheduler sorts
+    them."""
     share = math.ceil(streams / len(stacks))
     cuts = [(i * share, min(streams, (i + 1) * share)) for i in range(len(stacks))]
     pairs = zip(cuts, stacks, strict=True)

@@ -18,7 +18,7 @@ from coterie.models.spec import ModelSpec
 from coterie.packages.paths import digest_of
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# small enough that a stack of them leaves the model's own words standing
+# small enough that a stack of them hardly changes the model's answers
 SPREAD = 0.01
 
 
@@ -75,7 +75,7 @@ def write_adapter(
 def fill_library(
     library: Path, spec: ModelSpec, count: int, rank: int, modules: Sequence[str]
 ) -> list[AdapterChoice]:
-    """`count` adapters under their digests; those already there by name are kept."""
+    """`count` adapters under their digests; adapters that already exist under a name are kept."""
     library.mkdir(parents=True, exist_ok=True)
     known = library / f"drawn-{count}-{rank}-{len(modules)}.json"
     if known.exists():

@@ -1,10 +1,10 @@
-"""Seconds until an adapter of 5 MB can be used, by where it lies when it is asked for.
+"""Seconds until an adapter of 5 MB can be used, depending on where it is stored.
 
     python -m benchmarks.adapters.switch [--threads 2] [--repeats 20]
 
-resident: another request takes what is on the device. host: pushed out of the device, still in RAM.
-disk: read, digest checked, composed, placed. package: an `.expert` file is read, its signature and
-digests checked, unpacked, entered in the registry, then loaded as from disk.
+resident: it is on the device. host: it was evicted from the device and is still in RAM. disk: it is
+read, its digest checked, composed and copied to the device. package: an `.expert` file is read, its
+signature and digests checked, unpacked and installed in the registry, then loaded as from disk.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def wait_ready(pool: AdapterPool, stack: tuple[AdapterChoice, ...]) -> float:
 
 
 class Stage:
-    """Two adapters, and a device that holds one of them."""
+    """Two adapters, and a device with room for one of them."""
 
     def __init__(self, model: CausalLM, folder: Path) -> None:
         self.model, self.folder = model, folder
@@ -90,7 +90,7 @@ class Stage:
         return spent
 
     def host(self, repeats: int) -> list[float]:
-        """The two take turns, so each finds the other in its place."""
+        """The two are used in turns, so each has to evict the other."""
         pool = self.crowded_pool()
         for stack in self.stacks:
             wait_ready(pool, stack)

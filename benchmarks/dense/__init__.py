@@ -1,1 +1,1 @@
-"""Dense models: tokens per second beside peers."""
+"""Dense models: tokens per second compared with peers."""

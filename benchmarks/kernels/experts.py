@@ -1,4 +1,4 @@
-"""The expert kernel beside torch's own loop and the limits of the machine it runs on.
+"""The expert kernel compared with a loop of torch products and the limits of the machine.
 
     python -m benchmarks.kernels.experts [--json FILE] [--kinds bf16 ...] [--shapes 1024x384 ...]
 
@@ -68,7 +68,8 @@ class Case:
 
 
 class Layer:
-    """One kind at one shape: enough copies of the layer's experts that no cache holds them."""
+    """One kind at one shape, with so many copies of the experts that they do not fit into a
+    cache."""
 
     def __init__(self, kind: str, hidden: int, inner: int) -> None:
         self.kind, self.hidden, self.inner = kind, hidden, inner
@@ -114,7 +115,7 @@ class Layer:
             Case(f"{name}, 64 tokens/expert", self.prefill, "GFLOP", flops),
         ]
         library = native()
-        # without instructions for it, torch takes minutes over a bf16 product
+        # on a CPU without bf16 instructions torch takes minutes for a bf16 product
         if self.kind == "fp32" or (self.kind == "bf16" and library and "amx" in library.isa):
             found += TorchLoop(self).cases(name, flops)
         return found
@@ -156,7 +157,7 @@ def limits() -> list[Case]:
 
 
 def measure(group: list[Case], rounds: int, at_most_s: float = 2.0) -> None:
-    """Rounds over all cases; one too slow to repeat stays with the times it has."""
+    """Run rounds over all cases. A case that is too slow to repeat keeps the times it has."""
     for turn in range(rounds + 1):
         for case in group:
             if sum(case.taken) > at_most_s:

@@ -1,1 +1,1 @@
-"""MoE models bigger than their memory: strategies, disk, the planner."""
+"""MoE models larger than their memory: strategies, disk, the planner."""

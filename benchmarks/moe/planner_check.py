@@ -1,8 +1,8 @@
-"""Is the planner right? Predictions are saved to a file first, then every strategy runs for real.
+"""Compares the planner with reality: saves its predictions first, then runs every strategy.
 
-The trace comes from full residency; the runs share its warm-up text (whose heatmap is all that is
-known at start), are counted over other texts, and have budgets that nothing was calibrated on.
-Rounds are interleaved; the median counts.
+The trace is recorded with all experts resident. The runs use the same warm-up text (its heatmap is
+all that is known at the start), are measured on other texts, and have memory budgets that were not
+used for calibration. Rounds are interleaved; the median counts.
 
     python -m benchmarks.moe.planner_check MODEL [--budgets 12%,25%] [--disk lru] [--json FILE]
 """
@@ -90,7 +90,7 @@ class Bench:
         )
 
     def open(self, config: Config, heatmap: Heatmap | None) -> ExpertRuntime:
-        """A store of its own: a runtime closes its store."""
+        """A runtime with its own store, because a runtime closes its store."""
         prospect = self.prospect
         store = open_plan_inputs(prospect.checkpoint, prospect.dtype, prospect.device).store
         runtime = open_experts(
@@ -116,9 +116,9 @@ class Bench:
         for _ in range(args.decode):
             decode_s.append(solo.step([draw.randrange(vocab)], "decode"))
             usage = self._between()
-            found = usage.device_hits + usage.prefetch_hits
-            hits += found
-            demands += found + usage.device_misses + usage.host_runs
+            used_slots = usage.device_hits + usage.prefetch_hits
+            hits += used_slots
+            demands += used_slots + usage.device_misses + usage.host_runs
         return Measured(prefill_s, tuple(decode_s), hits / demands)
 
     def _between(self) -> MoeUsage:
@@ -129,7 +129,7 @@ class Bench:
         return taken[0]
 
     def _settle(self, runtime: ExpertRuntime) -> None:
-        """What is read in the background after a warm-up is no part of any token."""
+        """Wait for reads in the background after a warm-up: they belong to no token."""
         parts, deadline = runtime.parts, time.monotonic() + 60
         if parts.host.complete and parts.strategies["decode"].settled():
             while runtime.resident("decode") is None and time.monotonic() < deadline:
@@ -137,7 +137,7 @@ class Bench:
                 time.sleep(0.02)
 
     def record(self) -> Trace:
-        """Requests at full residency: the first for warming up, the others to be counted."""
+        """Requests with all experts resident: the first to warm up, the others are counted."""
         runtime = self.open(Config("cpu_only", "", "100%"), None)
         trace = runtime.trace = Trace(self.prospect.store.geometry)
         for seed in range(self.args.requests + 1):
@@ -146,7 +146,7 @@ class Bench:
         return trace
 
     def measure(self, config: Config, heatmap: Heatmap) -> Measured:
-        """The trace's warm-up, then other texts than its own, in the same number."""
+        """The warm-up of the trace, then the same number of other texts."""
         runtime = self.open(config, heatmap)
         try:
             self.request(0)
@@ -162,7 +162,7 @@ class Bench:
 
 
 def workload_of(trace: Trace, requests: int) -> Workload:
-    """What is known at start is the first request alone."""
+    """The workload for the planner: at the start only the first request is known."""
     steps = tuple(trace.steps)
     warm = len(steps) // (requests + 1)
     seen = Trace(trace.geometry)
@@ -182,7 +182,7 @@ def configs(args: argparse.Namespace) -> list[Config]:
 
 
 def predict(bench: Bench, wanted: Sequence[Config], load: Workload) -> dict[Config, PlanRow]:
-    """What the planner says, for each configuration, from the trace alone."""
+    """The planner's prediction for each configuration, from the trace only."""
     prospect = bench.prospect
     case = prospect.case(prospect.machine(), load)
     rows = {}
@@ -229,7 +229,7 @@ def main() -> None:
 def compare(
     config: Config, row: PlanRow, taken: Sequence[Measured], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Token by token over the rounds: the median, or on a busy machine the shortest."""
+    """Per token over the rounds: the median, or on a busy machine the shortest time."""
     middle = min if args.busy else statistics.median
     tokens, prompts = args.decode * args.requests, args.prompt * args.requests
     decode = tokens / sum(map(middle, zip(*(one.decode_s for one in taken), strict=True)))

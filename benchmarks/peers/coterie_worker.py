@@ -27,7 +27,7 @@ class Peer:
         torch.set_num_threads(threads)
         dispatch = MoeSettings(**json.loads(experts))
         model = load_model(open_checkpoint(Path(path)), dtype=dtype, dispatch=dispatch)
-        # every measurement uses fresh prompts, so the prefix cache would only cost
+        # every measurement uses new prompts, so the prefix cache would only cost time
         lane = LaneConfig(
             name="bench",
             num_blocks=2400,
@@ -84,7 +84,7 @@ class Peer:
         return streams * tokens / sum(self._run(prompts, tokens))
 
     def long_context(self, streams: int, prompt: int, tokens: int, seed: int) -> float:
-        """Decode alone, so from the run with tokens + 1 the time of prefill is taken off."""
+        """Decoding only: the time of prefill is subtracted from the run with tokens + 1."""
         prompts = [prompt_ids(prompt, seed * 1000 + i) for i in range(streams)]
         return streams * tokens / (sum(self._run(prompts, tokens + 1)) - sum(self._run(prompts, 1)))
 

@@ -92,5 +92,5 @@ def _describe(writer: Any, config: dict[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
-    # ids go in and come out; llama.cpp needs no words for that
+    # the benchmark uses token ids only, so llama.cpp needs no vocabulary
     writer.add_tokenizer_model("none")

@@ -29,9 +29,9 @@ class Peer:
         return self.batch(1, prompt, tokens, seed, mixed=False)
 
     def batch(self, streams: int, prompt: int, tokens: int, seed: int, mixed: bool) -> float:
-        """Decode alone: the time of a run with one token is taken off."""
+        """Decoding only: the time of a run with one token is subtracted."""
         ids = torch.tensor([prompt_ids(prompt, seed * 1000 + i) for i in range(streams)])
-        # "__base__" is PEFT's own word for a row without an adapter
+        # "__base__" is PEFT's name for a row without an adapter
         rows = [self.names[i % len(self.names)] if mixed else "__base__" for i in range(streams)]
         long, short = self._run(ids, tokens + 1, rows), self._run(ids, 1, rows)
         return streams * tokens / (long - short)

@@ -1,8 +1,8 @@
-"""The one protocol every measured system speaks: JSON lines on standard input and output.
+"""The protocol of every measured system: JSON lines on standard input and output.
 
 A peer's worker file makes an object with `decode`, `prefill`, `concurrent` and `long_context`, each
-returning tokens per second, and hands it to `serve`. Standard library only: a worker runs in its
-peer's own virtual environment.
+returning tokens per second, and passes it to `serve`. Standard library only: a worker runs in the
+virtual environment of its peer.
 """
 
 from __future__ import annotations

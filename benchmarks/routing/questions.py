@@ -1,6 +1,6 @@
-"""The routing set and what is said of a router on it: shares with bounds, calibration error.
+"""The routing set, and the quality of a router on it: shares with bounds, calibration error.
 
-Reads routing_set/*.jsonl; see the README there. Knows no matcher.
+Reads routing_set/*.jsonl; see the README there.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What a router made of an item."""
+    """A router's decision for an item."""
 
     item: Item
     chosen: str | None
     confidence: float
-    # experts beside the first
+    # number of experts after the first
     extra: int = 0
 
     @property
@@ -71,7 +71,7 @@ def calibration_error(decided: Sequence[Decided]) -> float:
     return float(sum(gaps))
 
 
-def judged(decided: Sequence[Decided]) -> dict[str, Any]:
+def quality_of(decided: Sequence[Decided]) -> dict[str, Any]:
     related = [item for item in decided if item.item.expert is not None]
     unrelated = [item for item in decided if item.item.expert is None]
     names = sorted({str(item.item.expert) for item in related})
@@ -99,8 +99,8 @@ def judged(decided: Sequence[Decided]) -> dict[str, Any]:
     }
 
 
-def lines(title: str, found: dict[str, Any]) -> list[str]:
-    def told(entry: dict[str, Any]) -> str:
+def lines(title: str, quality: dict[str, Any]) -> list[str]:
+    def shown(entry: dict[str, Any]) -> str:
         return (
             f"{entry['share']:7.2%} [{entry['low_95']:.2%}, {entry['high_95']:.2%}]"
             f"  ({entry['count']} of {entry['n']})"
@@ -108,13 +108,13 @@ def lines(title: str, found: dict[str, Any]) -> list[str]:
 
     text = [
         f"{title}",
-        f"  right                      {told(found['right'])}",
-        f"  right expert, related      {told(found['related'])}",
-        f"  an expert, unrelated       {told(found['false_activation'])}",
-        f"  expected calibration error {found['calibration_error']:7.3f}",
-        f"  confidence of wrong routes {found['wrong_route_confidence']:7.3f}",
-        f"  with further experts       {found['with_further_experts']:7}",
+        f"  right                      {shown(quality['right'])}",
+        f"  right expert, related      {shown(quality['related'])}",
+        f"  an expert, unrelated       {shown(quality['false_activation'])}",
+        f"  expected calibration error {quality['calibration_error']:7.3f}",
+        f"  confidence of wrong routes {quality['wrong_route_confidence']:7.3f}",
+        f"  with further experts       {quality['with_further_experts']:7}",
     ]
-    for name, entry in found["by_expert"].items():
-        text.append(f"    {name:22} {told(entry)}  false {found['activated_falsely'][name]}")
+    for name, entry in quality["by_expert"].items():
+        text.append(f"    {name:22} {shown(entry)}  false {quality['activated_falsely'][name]}")
     return text

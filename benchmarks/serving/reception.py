@@ -1,9 +1,9 @@
-"""Time of reception: from the bytes of a /v1/infer body to a checked, normalised request.
+"""Time to read a request: from the bytes of a /v1/infer body to a checked, normalised request.
 
     python -m benchmarks.serving.reception [--rounds 2000]
 
-Parsing, every range, Unicode normalisation, the template and the user's rate; not routing. Goal:
-under 1 ms at the median for a body of 2 kB.
+Includes parsing, range checks, Unicode normalisation, the template and the user's rate limit, not
+routing. Goal: a median under 1 ms for a body of 2 kB.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FIELDS: dict[str, Any] = {
     "timeout_ms": 30_000,
     "stop": ["END"],
 }
-# name -> the text a body is filled with; accents come as separate marks, which is the slow case
+# name -> the text that fills a body; accents are separate marks, which is the slow case
 TEXTS = {
     "ascii": "What does the third clause of the contract say about notice? ",
     "decomposed": "Wie lautet die Ku\u0308ndigungsfrist, und fu\u0308r wen gilt sie? ",

@@ -1,13 +1,13 @@
-"""Structured output: is every answer valid, and what does holding it to its schema cost?
+"""Structured output: is every answer valid, and how much does the constraint cost?
 
     python -m benchmarks.serving.structured [--generations 800] [--batches 8 32] [--rounds 3]
         [--threads 2] [--max-tokens 200] [--model GGUF] [--skip-throughput] [--skip-masks]
         [--json FILE]
 
 Validity: generations at temperature 1 over the eighty shapes of `structured_schemas.py`, seeded,
-judged by `jsonschema`. Throughput: the same requests with and without their schema, interleaved;
-the free ones produce as many tokens each as the constrained ones did. On a machine that does other
-work too, the share by CPU time is the steadier one. Masks: milliseconds per step
+checked by `jsonschema`. Throughput: the same requests with and without their schema, interleaved;
+the unconstrained ones produce as many tokens each as the constrained ones did. On a machine with
+other load the share by CPU time varies less. Masks: milliseconds per step
 to compute and apply the masks of 1, 8 and 32 rows.
 """
 

@@ -1,1 +1,1 @@
-"""Adapters beside a model: read, composed into stacks, held in a pool. Knows no requests."""
+"""Adapters of a model: read, composed into stacks, kept in a pool. Knows no requests."""

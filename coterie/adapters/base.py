@@ -1,4 +1,4 @@
-"""An adapter as it was read, and what composing it must ask of the model.
+"""An adapter as it was read, and what composing it needs from the model.
 
 `ADAPTERS` in kinds/table.py names every kind.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ModuleSize(NamedTuple):
-    """How many features of a module a tensor is for."""
+    """The number of a module's features that a tensor was made for."""
 
     tensor: str
     features: int
@@ -31,26 +31,27 @@ class ModuleSize(NamedTuple):
 
 
 class ModuleChange(Protocol):
-    """What an adapter does to one module, in PEFT's own terms: a dataclass in the kind's file."""
+    """What an adapter changes in one module, in PEFT's terms: a dataclass in the kind's file."""
 
     def sizes(self) -> tuple[ModuleSize, ...]:
-        """What its tensors ask of the module."""
+        """The sizes that its tensors need the module to have."""
 
 
 def check_sizes(path: str, change: ModuleChange, features: tuple[int, int], model: str) -> None:
-    """`features`: how many go into the module of `model` and how many come out."""
-    for tensor, found, side in change.sizes():
-        wanted = features[side == "out"]
-        if found != wanted:
+    """`features`: numbers of input and output features of the module of `model`."""
+    for tensor, actual, side in change.sizes():
+        expected = features[side == "out"]
+        if actual != expected:
             raise WeightsError(
-                f"{path}.{tensor} is for {found} features, {model} has {wanted}: the adapter is "
+                f"{path}.{tensor} is for {actual} features, {model} has {expected}: the adapter is "
                 "for another model"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterContent:
-    """What a kind's reader finds in a file: changes by module path, or soft tokens."""
+    """The content of an adapter file, as its kind reads it: changes by module path, or soft
+    tokens."""
 
     changes: Mapping[str, ModuleChange] = field(default_factory=dict)
     soft: Tensor | None = None  # [tokens, hidden]
@@ -67,52 +68,52 @@ class Adapter:
     # [tokens, hidden]
     soft: Tensor | None = None
     nbytes: int = 0
-    # |W_i| of the base's LM head that the file carries beside the adapter, fp32 [out]
+    # |W_i| of the base's LM head, if the file contains it with the adapter, fp32 [out]
     head_norms: Tensor | None = None
 
 
 class TargetModule(Protocol):
-    """One matrix of the model that a change can be for."""
+    """One matrix of the model that can be changed."""
 
     site: Site
     in_features: int
     out_features: int
     bias: Tensor | None  # [out]
-    # row i of the product is row order[i] of the module; None: as in the module
+    # row i of the product is row order[i] of the module; None: the same order
     order: Tensor | None
 
     def row_norms_squared(self) -> Tensor:
-        """[out] fp64: |W_i|^2 of the weight as the kernels see it. Kept after the first call."""
+        """[out] fp64: |W_i|^2 of the weight as the kernels use it. Cached after the first call."""
 
     def project(self, x: Tensor) -> Tensor:
         """x [n, in] fp32 -> W x, [n, out] fp32, without the bias."""
 
 
 class AdaptableModel(Protocol):
-    """The model, as far as adapters may change it (models/build/targets.py)."""
+    """The parts of the model that adapters may change (models/build/targets.py)."""
 
     hidden: int
 
     def modules(self) -> AdaptableModules:
-        """What there is to change, for checks that see no weights."""
+        """Everything that can be changed, for checks without weights."""
 
     def find(self, path: str) -> TargetModule:
         """The matrix at a module path. Raises WeightsError that says why it cannot be adapted:
         no such module, an embedding, a routed expert, an absorbed matrix ..."""
 
 
-# type -> words of its width, all bits but the sign, the exponent of infinity and NaN
+# type -> integer type of its width, mask of all bits except the sign, exponent of infinity and NaN
 MASKS: dict[str, tuple[type[np.signedinteger[Any]], int, int]] = {
     "F32": (np.int32, 0x7FFF_FFFF, 0x7F80_0000),
     "BF16": (np.int16, 0x7FFF, 0x7F80),
     "F16": (np.int16, 0x7FFF, 0x7C00),
 }
-# stays in a core's cache
+# fits in a core's cache
 _CHUNK = 1 << 16
 
 
 def is_finite(words: np.ndarray[Any, Any], dtype: str) -> bool:
-    """`words` is flat, in the words of `dtype`."""
+    """`words` is flat, in the integer type of `dtype`."""
     _, magnitude, infinity = MASKS[dtype]
     scratch = np.empty(min(_CHUNK, len(words)), words.dtype)
     for begin in range(0, len(words), _CHUNK):
@@ -123,8 +124,8 @@ def is_finite(words: np.ndarray[Any, Any], dtype: str) -> bool:
 
 
 def check_finite(path: Path) -> None:
-    """Every number of a safetensors file with types of `MASKS`, a little of it in RAM at a time.
-    Raises WeightsError that names the first tensor with another."""
+    """Checks every number of a safetensors file whose types are in `MASKS`, in small pieces. Raises
+    WeightsError that names the first tensor with NaN or infinity."""
     header = read_header(path)
     first = path.stat().st_size - max(facts["data_offsets"][1] for facts in header.values())
     with path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""Whether an adapter could be loaded, told from its config and its weights' file. No torch.
+"""Whether an adapter could be loaded, checked from its config and weights file. No torch.
 
-Runs the kinds' own readers over shapes in place of tensors, holds what they found against the
-modules of a base and its size against the room for adapters, then looks at every number.
+Runs the reader of its kind with shapes instead of tensors, compares the result with the modules of
+a base and its size with the memory for adapters, then checks every number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TYPES = tuple(MASKS)
 
 
 class _Shape:
-    """As much of a tensor as the readers look at."""
+    """The attributes of a tensor that the readers use."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
@@ -42,11 +42,11 @@ class _Shape:
 
 
 def check_adapter(folder: Path, bases: Mapping[str, AdaptableModules], room: int | None) -> None:
-    """Raises WeightsError that names what is wrong. `bases`: by name, what it has to fit. `room`:
-    bytes for adapters beside them; None = nobody knows."""
+    """Raises WeightsError that names what is wrong. `bases`: the models it must fit, by name.
+    `room`: bytes for adapters; None = unknown."""
     _check_shapes(folder, bases)
     _check_room(folder, bases, room)
-    # reads the whole file: last
+    # last, because it reads the whole file
     check_finite(folder / WEIGHTS)
 
 
@@ -100,10 +100,10 @@ def _shape(name: str, facts: Mapping[str, Any]) -> _Shape:
 
 
 def _check(path: str, change: ModuleChange, base: AdaptableModules, name: str) -> None:
-    found = base.shapes.get(path)
-    if found is None:
+    shape = base.shapes.get(path)
+    if shape is None:
         raise WeightsError(
             f"{path}: {name} has no such module that adapters may change; the adapter is for "
             "another model, or for embeddings, norms, routers or routed experts"
         )
-    check_sizes(path, change, found, name)
+    check_sizes(path, change, shape, name)

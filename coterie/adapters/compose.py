@@ -1,7 +1,7 @@
-"""A weighted stack of adapters, folded into one patch per matrix and one table of soft tokens.
+"""Composes a weighted stack of adapters into one patch per matrix and one table of soft tokens.
 
-On the host, once per stack. Owns the order of wrapping and the checks against the model; the kinds'
-files own what wrapping means.
+Runs on the host, once per stack. Defines the order of wrapping and checks against the model; the
+files in kinds/ define what wrapping means.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coterie.adapters.kinds.table import ADAPTERS
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.kernels.patch import Patch, Site
 
-# relative; 4-bit weights keep row norms far better than this
+# relative; 4-bit weights change row norms far less than this
 _BASE_TOLERANCE = 0.05
 
 
@@ -33,7 +33,7 @@ class ComposedStack:
 
 
 def compose(parts: Sequence[tuple[Adapter, float]], targets: AdaptableModel) -> ComposedStack:
-    """The adapters in their order, each at its weight."""
+    """The adapters in their order, each with its weight."""
     builders: dict[str, ModulePatchBuilder] = {}
     tables: list[Tensor] = []
     for adapter, weight in parts:
@@ -53,8 +53,8 @@ def compose(parts: Sequence[tuple[Adapter, float]], targets: AdaptableModel) -> 
             wrap(builders[path], change, weight)
         if adapter.head_norms is not None:
             _check_head(adapter.head_norms, builders["lm_head"].target)
-    made = ((builder.target.site, builder.patch()) for builder in builders.values())
-    patches = {site: patch for site, patch in made if patch is not None}
+    site_patches = ((builder.target.site, builder.patch()) for builder in builders.values())
+    patches = {site: patch for site, patch in site_patches if patch is not None}
     soft = torch.cat(tables) if tables else None
     nbytes = sum(patch.nbytes for patch in patches.values()) + (0 if soft is None else soft.nbytes)
     return ComposedStack(patches, soft, nbytes)
@@ -69,7 +69,7 @@ def _soft(table: Tensor, weight: float, hidden: int) -> Tensor:
 
 
 def _check_head(norms: Tensor, target: TargetModule) -> None:
-    """A file that carries a base weight must carry the served one's, up to quantisation."""
+    """A base weight in the file must be that of the served model, up to quantisation."""
     if len(norms) == target.out_features:
         own = target.row_norms_squared().sqrt().float()
         if float((norms - own).norm()) <= _BASE_TOLERANCE * float(own.norm()):
@@ -85,7 +85,7 @@ FIELDS = ("a", "b", "in_scale", "out_scale", "shift")
 
 
 class StackTensor(NamedTuple):
-    """Where one tensor lies in the run; the soft table has no site."""
+    """Where one tensor is in the image; the soft table has no site."""
 
     site: Site | None
     field: str
@@ -95,7 +95,7 @@ class StackTensor(NamedTuple):
 
 
 class StackImage:
-    """Immutable, in this machine's memory."""
+    """A composed stack as one run of bytes. Immutable, in host memory."""
 
     def __init__(self, composed: ComposedStack) -> None:
         self._parts: list[StackTensor] = []
@@ -111,13 +111,13 @@ class StackImage:
             ctypes.memmove(base + part.offset, tensor.data_ptr(), tensor.nbytes)
 
     def write(self, target: Tensor, begin: int = 0) -> None:
-        """Bytes `begin` .. `begin + len(target)`, into this machine's memory."""
+        """Writes bytes `begin` .. `begin + len(target)` to host memory."""
         count = min(target.numel(), self.nbytes - begin)
-        # ctypes lets other threads run meanwhile, and starts no threads of its own
+        # ctypes releases the interpreter lock during the copy, and starts no threads itself
         ctypes.memmove(target.data_ptr(), self.bytes.data_ptr() + begin, count)
 
     def views(self, source: Tensor) -> tuple[dict[Site, Patch], Tensor | None]:
-        """The patches and the soft table in written bytes, on whatever device they are."""
+        """The patches and the soft table as views of written bytes, on any device."""
         typed = {dtype: source.view(dtype) for dtype in {part.dtype for part in self._parts}}
         fields: dict[Site, dict[str, Tensor]] = {}
         soft = None
@@ -143,23 +143,24 @@ def _tensors(composed: ComposedStack) -> Iterator[tuple[Site | None, str, Tensor
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """Of vectors and matrices, row by row."""
+    """For vectors and matrices, row by row."""
     return (1,) if len(shape) == 1 else (shape[1], 1)
 
 
-# pinned once at start; a larger stack goes in pieces
+# pinned once at start; a larger stack is copied in pieces
 STAGING_BYTES = 32 << 20
 
 
 class StackUpload(Protocol):
     def copy(self, image: StackImage, target: Tensor) -> Any:
-        """Begin (and on a CPU end) filling `target`; what `arrived` must be given."""
+        """Starts (and on a CPU finishes) filling `target`; returns the argument of
+        `wait_for_copy`."""
 
-    def arrived(self, event: Any) -> None:
-        """Whatever is computed from now on waits for that copy. Computing thread only."""
+    def wait_for_copy(self, event: Any) -> None:
+        """Later computations wait for that copy. Call it on the computing thread."""
 
     def fence(self) -> None:
-        """Copies from now on wait for what was computed so far. Computing thread only."""
+        """Later copies wait for the computations so far. Call it on the computing thread."""
 
     def close(self) -> None:
         """Waits for the last copy."""
@@ -169,14 +170,14 @@ class HostUpload:
     def copy(self, image: StackImage, target: Tensor) -> None:
         image.write(target)
 
-    def arrived(self, event: Any) -> None:
-        """It has."""
+    def wait_for_copy(self, event: Any) -> None:
+        """The copy has finished."""
 
     def fence(self) -> None:
-        """A CPU has computed when it says so."""
+        """A CPU computation has finished when it returns."""
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """No copy is in progress."""
 
 
 class CudaUpload:
@@ -193,7 +194,7 @@ class CudaUpload:
         if fence is not None:
             self._stream.wait_event(fence)
         for begin in range(0, image.nbytes, size):
-            # the staging is read until the copy before is over
+            # the staging buffer is in use until the previous copy has finished
             if self._last is not None:
                 self._last.synchronize()
             piece = self._staging[: min(size, image.nbytes - begin)]
@@ -203,7 +204,7 @@ class CudaUpload:
                 self._last = self._stream.record_event()
         return self._last
 
-    def arrived(self, event: Any) -> None:
+    def wait_for_copy(self, event: Any) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def fence(self) -> None:

@@ -1,7 +1,6 @@
-"""PEFT directories: adapter_config.json and adapter_model.safetensors, checked whole.
+"""PEFT directories: adapter_config.json and adapter_model.safetensors, checked completely.
 
-What is read lies in memory of its own: nothing of an adapter points into its file. Pickle is never
-opened.
+An adapter is read into its own memory: nothing of it points into its file. Pickle is never opened.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """What a directory says of itself, without reading its weights."""
+    """Facts of a directory that need no reading of its weights."""
 
     kind: str
     num_virtual_tokens: int
-    # of the tensors
+    # size of the tensors
     nbytes: int
     base_model_name: str
 
 
 def describe(directory: Path) -> AdapterFacts:
-    """Cheap: the config, and the weights' header."""
+    """Fast: reads the config and the header of the weights."""
     path = _weights_file(directory)
     try:
         config = parse_config(_read(directory / CONFIG, _MAX_CONFIG_BYTES))
@@ -54,7 +53,7 @@ def describe(directory: Path) -> AdapterFacts:
         tokens = ADAPTERS[kind].stored.soft_tokens(config)
         with path.open("rb") as file:
             header = int.from_bytes(file.read(8), "little")
-        # reading the header checks that the tensors fill the file
+        # reading the header also checks that the tensors fill the file
         with safe_open(path, "pt"):
             nbytes = path.stat().st_size - header - 8
     except (SafetensorError, OSError) as error:
@@ -78,7 +77,7 @@ def open_adapter(directory: Path, digest: str) -> Adapter:
 
 
 def parse_adapter(config: bytes, weights: bytearray, digest: str) -> Adapter:
-    """From the two files' bytes, for callers that have checked those against the digest. The
+    """From the bytes of the two files, for callers that have checked them against the digest. The
     adapter keeps `weights` and points into it."""
     table = parse_config(config)
     kind, tensors = kind_of(table), _tensors(weights)
@@ -87,9 +86,9 @@ def parse_adapter(config: bytes, weights: bytearray, digest: str) -> Adapter:
     if head is None:
         content = ADAPTERS[kind].read(table, tensors)
         return Adapter(digest, kind, content.changes, content.soft, nbytes)
-    # PEFT saves the base's LM head beside an adapter of it. It is not needed, but must be the
-    # served model's: its row norms are kept to be compared when composing. The others are copied,
-    # because they lie beside the head, which is far larger.
+    # PEFT saves the base's LM head with an adapter of it. It is not needed, but must be that of the
+    # served model: its row norms are kept for a comparison when composing. The other tensors are
+    # copied, because they are in the same buffer as the much larger head.
     content = ADAPTERS[kind].read(table, {name: part.clone() for name, part in tensors.items()})
     if "lm_head" not in content.changes or head.dim() != 2:
         raise WeightsError(f"{BASE_HEAD!r} is there, but no adapter of the LM head")
@@ -137,7 +136,7 @@ def _read(path: Path, limit: int) -> bytes:
 def _tensors(data: bytearray) -> dict[str, Tensor]:
     """By name, as views of the data."""
     length = header_length(bytes(data[:8]), len(data), WEIGHTS)
-    # no gap, no overlap, no size that lies
+    # no gap, no overlap, no wrong size
     header = check_header(bytes(data[8 : 8 + length]), len(data), WEIGHTS)
     values = torch.frombuffer(data, dtype=torch.uint8)[8 + length :]
     if values.data_ptr() % _ALIGN:
@@ -166,7 +165,7 @@ def _dtype(name: str, entry: Mapping[str, Any]) -> torch.dtype:
 
 
 def _view(entry: Mapping[str, Any], values: Tensor, whole: Tensor) -> Tensor:
-    """`whole` is `values` in the entry's type."""
+    """`whole` is `values` in the type of the entry."""
     first, last = entry["data_offsets"]
     shape, size = entry["shape"], whole.element_size()
     if first % size:
@@ -176,7 +175,7 @@ def _view(entry: Mapping[str, Any], values: Tensor, whole: Tensor) -> Tensor:
 
 
 def _check_finite(tensors: Mapping[str, Tensor], typed: Mapping[torch.dtype, Tensor]) -> None:
-    # nearly always one type: one look over all
+    # nearly always one type: one check of all values
     if len(typed) == 1 and all(map(is_finite, typed.values())):
         return
     for name, tensor in tensors.items():
@@ -188,24 +187,24 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class AdapterLibrary:
-    """Reads only; `packages.registry` writes."""
+    """Only reads; `packages.registry` writes."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def facts(self, digest: str) -> AdapterFacts:
-        """Cheap: the config and a file's header."""
+        """Fast: reads the config and the header of a file."""
         return describe(self._directory(digest))
 
     def load(self, digest: str) -> Adapter:
-        """The very bytes that were checked, in memory of their own."""
+        """The checked bytes, read into their own memory."""
         directory = self._directory(digest)
         config, weights = bytes(_read_whole(directory / CONFIG)), _read_whole(directory / WEIGHTS)
-        found = adapter_digest(_sha256(config), _sha256(weights))
-        if found != digest:
+        actual = adapter_digest(_sha256(config), _sha256(weights))
+        if actual != digest:
             raise WeightsError(
                 f"adapter {digest[:12]}: the bytes in {directory} are not those it is named by "
-                f"(they are {found[:12]}). Install it again."
+                f"(they are {actual[:12]}). Install it again."
             )
         try:
             return parse_adapter(config, weights, digest)
@@ -213,7 +212,7 @@ class AdapterLibrary:
             raise WeightsError(f"adapter {digest[:12]}: {error.message}") from error
 
     def _directory(self, digest: str) -> Path:
-        # it becomes part of a path
+        # the digest becomes part of a path
         if _DIGEST.fullmatch(digest) is None:
             raise NotFound(f"{digest[:80]!r} is no adapter's digest")
         directory = self.root / digest

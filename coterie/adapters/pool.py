@@ -1,8 +1,8 @@
-"""Stacks of adapters for one engine: fixed room on the device, a cache in RAM, a library on disk.
+"""Stacks of adapters for one engine: fixed device memory, a cache in RAM, a library on disk.
 
-The engine's thread calls it and never waits; a loader thread works behind it. A stack is known by
-its key (`core.plan.stack_key`), lies still from `take` to `release`, and is composed again whenever
-it was pushed out.
+The engine's thread calls it and never waits; a loader thread does the work. A stack is identified
+by its key (`core.plan.stack_key`), does not move between `take` and `release`, and is composed
+again if it was evicted.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from coterie.kernels.patch import PatchStack
 
 MAX_STACKS = 128
-# stacks and adapters whose facts are remembered
+# stacks and adapters whose facts are cached
 MAX_KNOWN = 4096
-# a stack that failed is tried again for whoever asks this much later
+# a failed stack is tried again if it is requested after this time
 RETRY_S = 1.0
 MAX_FAILED = 256
 
@@ -50,46 +50,47 @@ class AdapterPool:
         slab: AdapterSlab | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`slab`: room on the device that was set aside before the model took the rest."""
+        """`slab`: device memory that was reserved before the model took the rest."""
         self.library, self._clock = library, clock
         self._host = HostCache(settings.host_bytes)
         slab = slab or AdapterSlab(settings.device_bytes, device)
         self._residency = StackResidency(slab, MAX_STACKS, clock)
         self._upload = upload_for(device, slab.nbytes)
         self._loader = StackLoader(library, self._host, targets, self._residency, self._upload)
-        self._known: LruCache[str, StackFacts] = LruCache(MAX_KNOWN)
+        self._stack_facts: LruCache[str, StackFacts] = LruCache(MAX_KNOWN)
         self._files: LruCache[str, AdapterFacts] = LruCache(MAX_KNOWN)
-        # of the residency's version
+        # the residency's version, and the digests at that version
         self._resident: tuple[int, tuple[str, ...]] = (0, ())
         self._lookups = {"device": 0, "host": 0, "disk": 0}
 
     def describe(self, adapters: Sequence[AdapterChoice]) -> StackFacts:
-        """What a stack is, from its files' headers. Raises when it cannot be run here."""
+        """The facts of a stack, from the headers of its files. Raises if it cannot run here."""
         key = stack_key(adapters)
-        return self._known.get_or_make(key, lambda: self._facts(key, tuple(adapters)))
+        return self._stack_facts.get_or_make(key, lambda: self._facts(key, tuple(adapters)))
 
     def want(self, adapters: Sequence[AdapterChoice]) -> None:
-        """Begin to load a stack that is not here. When too many are being loaded, whoever asks for
-        its state later begins it."""
-        self._ask(self.describe(adapters))
+        """Starts loading a stack that is not here. If too many are being loaded, a later call of
+        `state` starts it."""
+        self._load_state(self.describe(adapters))
 
     def state(self, key: str) -> str:
-        """ready, loading, full (in RAM, and no room on the device now) or failed. A stack that was
-        pushed out again is wanted again by asking."""
+        """ready, loading, full (in RAM, but the device has no memory for it now) or failed. Asking
+        for an evicted stack starts its load again."""
         entry = self._residency.entries.get(key)
-        facts = self._known.get(key) if entry is None else entry.facts
+        facts = self._stack_facts.get(key) if entry is None else entry.facts
         if facts is None:
             return "failed"
-        # whoever is asked for is not forgotten
-        if self._known.get(key) is None:
-            self._known.put(key, facts)
+        # facts of a stack in use must not leave the cache
+        if self._stack_facts.get(key) is None:
+            self._stack_facts.put(key, facts)
         if entry is None:
-            return self._ask(facts)
-        entry.asked_s = self._clock()
+            return self._load_state(facts)
+        entry.last_request_s = self._clock()
         return entry.state
 
     def prefer(self, key: str) -> None:
-        """Of the stacks that find no room, this one is next. The others keep their order."""
+        """Makes this the next of the stacks that wait for device memory. The others keep their
+        order."""
         residency = self._residency
         with residency.changed:
             entry = residency.entries.get(key)
@@ -103,16 +104,16 @@ class AdapterPool:
         return entry.error or InternalError(f"stack {key[:12]} has not failed")
 
     def take(self, key: str) -> PatchStack:
-        """A ready stack; it stays until it was released as often as taken."""
+        """A ready stack; it stays until `release` was called as often as `take`."""
         residency = self._residency
         with residency.changed:
             entry = self._ready(key)
-            # whoever it was brought in for found it where it came from
+            # for the first user after a load, the lookup counts where the stack was before
             self._lookups[entry.source if entry.is_new else "device"] += 1
             residency.take(entry)
             event, entry.event = entry.event, None
         if event is not None:
-            self._upload.arrived(event)
+            self._upload.wait_for_copy(event)
         assert entry.stack is not None
         return entry.stack
 
@@ -120,27 +121,27 @@ class AdapterPool:
         residency = self._residency
         entry = self._ready(key)
         if entry.users == 1:
-            # before anyone may write over what was computed from
+            # before another copy may overwrite the memory of this stack
             self._upload.fence()
         with residency.changed:
             if residency.release(entry):
                 self._loader.retry()
 
     def stack(self, key: str) -> PatchStack:
-        """Of a taken key."""
+        """The stack of a taken key."""
         stack = self._residency.entries[key].stack
         assert stack is not None
         return stack
 
     def stack_bytes(self, key: str) -> int:
-        """Of a taken key: what it takes on the device."""
+        """Device bytes of a taken key."""
         block = self._residency.entries[key].block
         return 0 if block is None else block.nbytes
 
     def wait(self, timeout_s: float) -> None:
-        """Until a load has ended in some way: for an engine that has nothing else to do."""
-        self._loader.news.wait(timeout_s)
-        self._loader.news.clear()
+        """Waits until a load has ended or failed: for an engine that has nothing else to do."""
+        self._loader.load_ended.wait(timeout_s)
+        self._loader.load_ended.clear()
 
     def resident(self) -> tuple[str, ...]:
         """Digests whose stacks are ready."""
@@ -153,8 +154,8 @@ class AdapterPool:
         return self._resident[1]
 
     def loads(self) -> dict[str, LoadTimes]:
-        """What loading cost, of the adapters loaded last."""
-        return self._loader.history.told()
+        """The load times of the most recently loaded adapters."""
+        return self._loader.history.latest()
 
     @property
     def version(self) -> int:
@@ -162,7 +163,7 @@ class AdapterPool:
         return self._residency.version
 
     def stats(self) -> dict[str, float]:
-        """Totals since start, and how much is where now."""
+        """Totals since start, and current sizes."""
         residency, history = self._residency, self._loader.history
         return {
             **{f"adapter_lookups_{tier}": float(n) for tier, n in self._lookups.items()},
@@ -183,7 +184,7 @@ class AdapterPool:
         }
 
     def check(self) -> None:
-        """Raises InternalError when the books do not add up."""
+        """Raises InternalError if the bookkeeping is inconsistent."""
         self._residency.check()
 
     def close(self) -> None:
@@ -211,26 +212,26 @@ class AdapterPool:
         tokens = sum(facts.num_virtual_tokens for facts in files)
         return StackFacts(key, adapters, tokens, nbytes)
 
-    def _want(self, facts: StackFacts) -> StackEntry:
+    def _find_or_load(self, facts: StackFacts) -> StackEntry:
         residency, now_s = self._residency, self._clock()
         with residency.changed:
             entry = residency.entries.get(facts.key)
             if entry is not None and entry.state == "failed":
-                if now_s - entry.waits_since_s < RETRY_S:
+                if now_s - entry.waiting_since_s < RETRY_S:
                     return entry
                 entry = None
             if entry is None:
                 self._trim()
-                here = self._host.holds(facts.key, facts.digests)
-                entry = StackEntry(facts, now_s, "host" if here else "disk")
+                is_cached = self._host.holds(facts.key, facts.digests)
+                entry = StackEntry(facts, now_s, "host" if is_cached else "disk")
                 self._loader.put(entry)
                 residency.entries[facts.key] = entry
-            entry.asked_s = now_s
+            entry.last_request_s = now_s
             return entry
 
-    def _ask(self, facts: StackFacts) -> str:
+    def _load_state(self, facts: StackFacts) -> str:
         try:
-            return self._want(facts).state
+            return self._find_or_load(facts).state
         except Overloaded:
             return "loading"
 
@@ -241,7 +242,7 @@ class AdapterPool:
         return entry
 
     def _trim(self) -> None:
-        """Failures nobody asked about go, the oldest first."""
+        """Removes the oldest failures if there are too many."""
         entries = self._residency.entries
         failed = [entry for entry in entries.values() if entry.state == "failed"]
         for entry in failed[: max(0, len(failed) - MAX_FAILED)]:

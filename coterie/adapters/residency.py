@@ -1,16 +1,17 @@
-"""Which stacks lie where on the device, who uses them, and who goes when room is needed.
+"""Which stacks are on the device, who uses them, and which are evicted when memory is needed.
 
-The rule (LRU-2 with a guard):
-- A stack somebody has taken stays where it is.
-- Of the others, those go whose last use but one is longest ago: a stack used once goes before one
-  that is used again and again, however recently. How often a stack was used outlives its eviction.
-- Only neighbours make room: of all runs of blocks that are wide enough, the one whose most useful
-  stack is least useful.
-- The guard: a stack that was brought in and not taken yet is spared while somebody asks for it,
-  until whoever needs the room has waited for HOLD_S. So stacks in a queue cannot push each other
-  out before they were of use.
+The rule (LRU-2 with protection):
+- A stack that is in use stays where it is.
+- Of the others, the one whose second last use is longest ago is evicted first: a stack used once
+  goes before one that is used again and again, however recent that use was. The use counts of a
+  stack are kept after its eviction.
+- Memory must be contiguous: of all runs of neighbouring blocks that are large enough, the run whose
+  most useful stack is least useful is evicted.
+- The protection: a stack that was loaded but not used yet is not evicted while it is being
+  requested, until the stack that needs the memory has waited for HOLD_S. So stacks in a queue
+  cannot evict each other before they were used.
 
-Bookkeeping alone; everything is called with `changed` held unless it says otherwise.
+Bookkeeping only. The caller must hold `changed` unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ from coterie.core.plan import AdapterChoice
 from coterie.kernels.patch import PatchStack
 
 HOLD_S = 2.0
-# asked for this recently = somebody asks for it
-ASKED_S = 1.0
+# a stack that was requested this recently is being requested
+RECENT_S = 1.0
 
 Clock = Callable[[], float]
 
 
 @dataclass(slots=True)
 class StackFacts:
-    """What is known of a stack without its bytes. Uses are counted in takes of any stack."""
+    """What is known of a stack without its bytes. A use is numbered by the takes of all stacks."""
 
     key: str
     adapters: tuple[AdapterChoice, ...]
     num_virtual_tokens: int
-    # of its files: what it takes on the device is known when it was composed
+    # of its files; its size on the device is known once it is composed
     nbytes: int
     last_use: int = 0
-    use_before: int = 0
+    previous_use: int = 0
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -55,29 +56,29 @@ class StackFacts:
 
 
 class StackEntry:
-    """A stack that is resident, on its way, or failed on it."""
+    """A stack that is resident, being loaded, or failed to load."""
 
     __slots__ = (
-        "asked_s", "block", "error", "event", "facts", "is_new", "source", "stack", "state",
-        "users", "waits_since_s",
+    "block", "error", "event", "facts", "is_new", "last_request_s", "source", "stack", "state",
+    "users", "waiting_since_s",
     )  # fmt: skip
 
     def __init__(self, facts: StackFacts, now_s: float, source: str) -> None:
         self.facts = facts
-        # where it was when it was asked for: "host" or "disk"
+        # where it was when it was requested: "host" or "disk"
         self.source = source
         self.state = "loading"
         self.users = 0
         self.stack: PatchStack | None = None
         self.block: SlabBlock | None = None
         self.error: CoterieError | None = None
-        # CUDA: of the copy, until someone has waited for it
+        # CUDA: event of the copy, until the first user has waited for it
         self.event: Any = None
-        self.asked_s = now_s
-        # nobody has taken it
+        self.last_request_s = now_s
+        # not taken so far
         self.is_new = True
-        # when it first found no room; since when it failed
-        self.waits_since_s = now_s
+        # when it first did not fit; for a failed stack: when it failed
+        self.waiting_since_s = now_s
 
     @property
     def key(self) -> str:
@@ -90,9 +91,9 @@ class StackResidency:
         self.changed = threading.Condition()
         self.entries: dict[str, StackEntry] = {}
         self.evictions = 0
-        # grows when a stack becomes ready or goes
+        # increases when a stack becomes ready or is evicted
         self.version = 0
-        # lowest first, so that tables by slot stay short
+        # the lowest slot is used first, so that tables by slot stay short
         self._slots = list(range(max_stacks - 1, -1, -1))
         self._max_stacks = max_stacks
         self._uses = 0
@@ -100,19 +101,19 @@ class StackResidency:
     def take(self, entry: StackEntry) -> None:
         facts = entry.facts
         self._uses += 1
-        facts.use_before, facts.last_use = facts.last_use, self._uses
+        facts.previous_use, facts.last_use = facts.last_use, self._uses
         entry.users += 1
         entry.is_new = False
 
     def release(self, entry: StackEntry) -> bool:
-        """Whether that was its last user."""
+        """Whether this was its last user."""
         if entry.users <= 0:
             raise InternalError(f"adapters {entry.key[:12]}: released more often than taken")
         entry.users -= 1
         return entry.users == 0
 
     def make_room(self, entry: StackEntry, nbytes: int, waited_s: float) -> int | None:
-        """Give `entry` a block and answer its slot; None when there is no room now."""
+        """Gives `entry` a block and returns its slot; None if there is not enough memory now."""
         victims = self._victims(nbytes, guarded=waited_s < HOLD_S)
         if victims is None:
             return None
@@ -124,13 +125,13 @@ class StackResidency:
         return self._slots.pop()
 
     def evict(self, entry: StackEntry) -> None:
-        self.give_back(entry)
+        self.free(entry)
         del self.entries[entry.key]
         self.evictions += 1
         self.version += 1
 
-    def give_back(self, entry: StackEntry) -> None:
-        """Its block and slot are free again."""
+    def free(self, entry: StackEntry) -> None:
+        """Frees its block and slot."""
         if entry.users or entry.block is None or entry.stack is None:
             raise InternalError(f"adapters {entry.key[:12]}: in use, and told to go")
         self.slab.free(entry.block)
@@ -138,7 +139,7 @@ class StackResidency:
         entry.block = entry.stack = None
 
     def cancel(self, entry: StackEntry, slot: int) -> None:
-        """What `make_room` gave, and was not filled."""
+        """Frees the block and slot of `make_room` if they were not filled."""
         if entry.block is not None:
             self.slab.free(entry.block)
             entry.block = None
@@ -151,9 +152,9 @@ class StackResidency:
             entry = self.entries[key]
             if entry.users or entry.state != "ready":
                 return None
-            if guarded and entry.is_new and now_s - entry.asked_s < ASKED_S:
+            if guarded and entry.is_new and now_s - entry.last_request_s < RECENT_S:
                 return None
-            return (entry.facts.use_before, entry.facts.last_use)
+            return (entry.facts.previous_use, entry.facts.last_use)
 
         victims = self.slab.cheapest(nbytes, cost)
         if victims is None or victims or self._slots:
@@ -168,11 +169,11 @@ class StackResidency:
 
     @property
     def resident(self) -> int:
-        """Stacks on the device. Needs no lock."""
+        """Number of stacks on the device. Needs no lock."""
         return self._max_stacks - len(self._slots)
 
     def check(self) -> None:
-        """Every block has its entry, every resident entry its block and a slot of its own."""
+        """Every block has its entry; every resident entry has its block and its own slot."""
         with self.changed:
             self.slab.check()
             placed = [entry for entry in self.entries.values() if entry.stack is not None]
@@ -184,8 +185,8 @@ class StackResidency:
                 raise InternalError("adapters: a resident stack has no bytes")
 
 
-# adapters that are told one by one
-MAX_TOLD = 64
+# adapters whose load times are reported one by one
+MAX_LISTED = 64
 STAGES = ("disk", "compose", "place")
 
 
@@ -203,17 +204,17 @@ class LoadHistory:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self._adapters: LruCache[str, LoadTimes] = LruCache(MAX_TOLD)
+        self._adapters: LruCache[str, LoadTimes] = LruCache(MAX_LISTED)
 
-    def read(self, digest: str, seconds: float) -> None:
+    def record_read(self, digest: str, seconds: float) -> None:
         self.counts["disk"] += 1
         self.seconds["disk"] += seconds
         self._of(digest).disk_s += seconds
 
-    def found(self) -> None:
+    def record_cached(self) -> None:
         self.counts["host"] += 1
 
-    def loaded(self, digests: Iterable[str], compose_s: float, place_s: float) -> None:
+    def record_load(self, digests: Iterable[str], compose_s: float, place_s: float) -> None:
         self.counts["loads"] += 1
         self.seconds["compose"] += compose_s
         self.seconds["place"] += place_s
@@ -223,15 +224,15 @@ class LoadHistory:
             times.compose_s += compose_s
             times.place_s += place_s
 
-    def told(self) -> dict[str, LoadTimes]:
-        """The adapters loaded last."""
+    def latest(self) -> dict[str, LoadTimes]:
+        """The most recently loaded adapters."""
         return dict(self._adapters.items())
 
     def _of(self, digest: str) -> LoadTimes:
         return self._adapters.get_or_make(digest, LoadTimes)
 
 
-# blocks begin and end on this many bytes: what the widest loads of any device ask for
+# alignment of blocks: enough for the widest loads of every device
 ALIGN = 256
 
 Cost = TypeVar("Cost", bound=tuple[float, ...])
@@ -250,7 +251,7 @@ class AdapterSlab:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes // ALIGN * ALIGN
         self.used_bytes = 0
-        # costs nothing on a CPU until it is written
+        # on a CPU no memory is used until it is written
         self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         self._blocks = [SlabBlock(0, self.nbytes)] if self.nbytes else []
 
@@ -258,7 +259,7 @@ class AdapterSlab:
         return self._bytes[block.offset : block.offset + block.nbytes]
 
     def reserve(self, nbytes: int, owner: str) -> SlabBlock | None:
-        """The first hole that is wide enough; None when there is none."""
+        """The first free block that is large enough; None if there is none."""
         need = max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
         for index, block in enumerate(self._blocks):
             if block.owner or block.nbytes < need:
@@ -286,8 +287,8 @@ class AdapterSlab:
 
     def cheapest(self, nbytes: int, cost: Callable[[str], Cost | None]) -> list[str] | None:
         """Owners to evict so that `nbytes` fit in one piece: of all runs of neighbours that are
-        wide enough, the one whose costliest owner costs least. `cost` None = not to be evicted.
-        None when no such run exists."""
+        large enough, the one whose most expensive owner is cheapest. `cost` None = must not be
+        evicted. None if there is no such run."""
         best: tuple[tuple[float, ...], list[str]] | None = None
         costs = {block.owner: cost(block.owner) for block in self._blocks if block.owner}
         for owners in self._runs(nbytes, costs):
@@ -297,7 +298,7 @@ class AdapterSlab:
         return None if best is None else best[1]
 
     def _runs(self, nbytes: int, costs: dict[str, Cost | None]) -> Iterator[list[str]]:
-        """The shortest run from each block on."""
+        """The shortest run that starts at each block."""
         for first in range(len(self._blocks)):
             width, owners = 0, []
             for block in self._blocks[first:]:
@@ -315,7 +316,7 @@ class AdapterSlab:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def check(self) -> None:
-        """Blocks cover the buffer without gaps, no two holes touch, and the count is right."""
+        """Blocks cover the buffer without gaps, free blocks are merged, and the sum is correct."""
         at, was_free, used = 0, False, 0
         for block in self._blocks:
             if block.offset != at or block.nbytes <= 0 or (was_free and not block.owner):

@@ -1,6 +1,6 @@
-"""What the vendors' routes answer, as types for the OpenAPI document.
+"""The answers of the routes, as types for the OpenAPI document.
 
-The fields that are always there are required; both vendors' clients and ours allow more.
+Fields that are always present are required. Clients must accept further fields.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     finish_reason: Literal["stop", "length", "tool_calls"]
     logprobs: dict[str, Any] | None = None
-    # why it ended where the vendor has no word for it
+    # vLLM's field: the stop string or token, or a reason that OpenAI has no word for
     stop_reason: str | int | None = None
 
 
@@ -61,7 +61,7 @@ class _Completed(BaseModel):
     created: int
     model: str
     usage: CompletionUsage
-    # what it cost: docs/api.md
+    # details that OpenAI's format has no field for: docs/api.md
     coterie: dict[str, Any] = {}
 
 
@@ -89,7 +89,7 @@ class OpenAIModel(BaseModel):
     created: int
     owned_by: str
     root: str
-    # the specialist that an expert is for
+    # for an expert: the specialist that it belongs to
     parent: str | None
     max_model_len: int
 
@@ -117,7 +117,7 @@ class ContentBlock(BaseModel):
     type: Literal["text", "thinking", "tool_use"]
     text: str | None = None
     thinking: str | None = None
-    # of a tool_use
+    # for a tool_use
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
@@ -158,7 +158,7 @@ class GenerationParams(BaseModel):
 
 
 class ExpertPlan(BaseModel):
-    """How a request was routed: experts in order, values, and the reasons."""
+    """How a request was routed: the experts in order, the sampling values, and the reasons."""
 
     experts: list[AdapterChoice]
     composition_order: list[str]
@@ -216,7 +216,7 @@ class TokenizeAnswer(BaseModel):
     count: int
     max_model_len: int
     tokens: list[int]
-    # null unless asked for
+    # null unless return_token_strs was set
     token_strs: list[str] | None
 
 
@@ -225,7 +225,7 @@ class DetokenizeAnswer(BaseModel):
 
 
 class TokenizerFacts(BaseModel):
-    """As a tokenizer_config.json says them; named special tokens where it has them."""
+    """The settings of tokenizer_config.json, and the named special tokens if there are any."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -255,7 +255,7 @@ class ReadinessAnswer(BaseModel):
 
 
 class AboutAnswer(BaseModel):
-    """What this server is; a page for who accepts one."""
+    """What this server is. A client that accepts HTML gets a page."""
 
     name: str
     version: str
@@ -290,7 +290,7 @@ class Expert(BaseModel):
 
 
 class ListedExpert(Expert):
-    # whether its name means this version
+    # whether this is the version that the name means
     current: bool
 
 

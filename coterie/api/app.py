@@ -1,4 +1,4 @@
-"""The HTTP application: routes, error handlers, keys, and the pipeline's life around them."""
+"""The HTTP application: routes, error handlers, keys; starts and closes the pipeline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from coterie.service.pipeline import Pipeline
 
 MAX_METHOD = 16
-# told once: None when the pipeline can serve, the error when it cannot start
+# called once: with None when the pipeline can serve, with the error if it cannot start
 OnStart = Callable[[BaseException | None], None]
 
 
@@ -50,42 +50,42 @@ def create_app(
     on_start: OnStart | None = None,
     starting: asyncio.Task[None] | None = None,
 ) -> FastAPI:
-    """Answers from the first moment: 503 with a retry hint until the models are loaded.
+    """The application answers at once: 503 with a retry hint until the models are loaded.
 
-    `starting` is the pipeline's start when it is already under way.
+    `starting` is the task that starts the pipeline, if it already runs.
     """
     server = config.server
     keys = load_keys(server)
     check_exposure(server.host, keys.callers is not None, server.insecure)
     pipeline.rights = keys.rights()
     for file in exposed_key_files(server):
-        mend = f"every user of this machine can read it: chmod 600 {file}"
-        log("key_file_exposed", level="warning", path=str(file), reason=mend)
+        reason = f"every user of this machine can read it: chmod 600 {file}"
+        log("key_file_exposed", level="warning", path=str(file), reason=reason)
     app = FastAPI(
         title="Coterie",
         version=__version__,
         openapi_url="/openapi.json",
-        # those pages would load scripts from elsewhere
+        # FastAPI's documentation pages would load scripts from other servers
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
         lifespan=_lifespan(pipeline, on_start, starting),
     )
     seconds = pipeline.registry.histogram("coterie_reception_seconds")
-    reception = InferBodyReader(UserRate(server.user_rate), seconds)
-    rows = routes(_endpoints(pipeline, reception, server))
+    body_reader = InferBodyReader(UserRate(server.user_rate), seconds)
+    rows = routes(_endpoints(pipeline, body_reader, server))
     add_routes(app, rows)
-    # gRPC lets in and counts by the same ones
-    app.state.reception, app.state.keys = reception, keys
+    # the gRPC server uses the same ones
+    app.state.body_reader, app.state.keys = body_reader, keys
     app.state.body_timeout_s = server.body_timeout_s
     origins = OriginCheck(server, keys.callers is not None)
-    socket = InferSocket(pipeline, reception, keys, origins, server.idle_timeout_s)
+    socket = InferSocket(pipeline, body_reader, keys, origins, server.idle_timeout_s)
     app.add_api_websocket_route(ws.PATH, socket.connect)
     app.add_exception_handler(CoterieError, _refused)
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_middleware(Door, keys=keys, max_queue=config.engine.max_queue, origins=origins)
     if server.cors_origins:
-        # outside the door: a preflight carries no key
+        # outside of the door, because a preflight request has no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(server.cors_origins),
@@ -98,7 +98,7 @@ def create_app(
 
 
 def _endpoints(
-    pipeline: Pipeline, reception: InferBodyReader, server: ServerSettings
+    pipeline: Pipeline, body_reader: InferBodyReader, server: ServerSettings
 ) -> EndpointSet:
     limit = server.max_body_bytes
     return EndpointSet(
@@ -106,7 +106,7 @@ def _endpoints(
         AnthropicDialect(pipeline, limit),
         NativeEndpoints(pipeline, limit),
         ExpertEndpoints(pipeline.adapters, limit, server.max_upload_bytes),
-        InferEndpoints(pipeline, pipeline.jobs, reception, limit),
+        InferEndpoints(pipeline, pipeline.jobs, body_reader, limit),
         JobEndpoints(pipeline.jobs),
         FeedbackEndpoints(pipeline.records, limit),
     )
@@ -124,14 +124,14 @@ def _document_once(app: FastAPI, rows: Sequence[RouteRow]) -> None:
 def _lifespan(
     pipeline: Pipeline, on_start: OnStart | None, starting: asyncio.Task[None] | None
 ) -> Any:
-    def tell(task: asyncio.Task[None]) -> None:
+    def report(task: asyncio.Task[None]) -> None:
         if on_start is not None and not task.cancelled():
             on_start(task.exception())
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         task = starting or asyncio.ensure_future(pipeline.start())
-        task.add_done_callback(tell)
+        task.add_done_callback(report)
         try:
             yield
         finally:
@@ -149,38 +149,39 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
-    """Unknown routes and methods."""
+    """The answer for unknown routes and methods."""
     assert isinstance(error, HTTPException)
     exchange = exchange_of(request.scope)
-    asked = f"{request.method[:MAX_METHOD]} {shown_path(request.scope)}"
+    route = f"{request.method[:MAX_METHOD]} {shown_path(request.scope)}"
     if error.status_code == 405:
         allowed = _allowed(request)
-        exchange.reason = f"{asked} is not allowed: this route takes {allowed}"
+        exchange.reason = f"{route} is not allowed: this route takes {allowed}"
         code, headers = "method_not_supported", {"allow": allowed}
         kind = "invalid_request_error"
     else:
         near = _nearest(request)
         hint = f"; did you mean {near}?" if near else "; GET /openapi.json lists them"
-        exchange.reason = f"this server has no route {asked}{hint}"
+        exchange.reason = f"this server has no route {route}{hint}"
         code, headers, kind = None, dict(error.headers or {}), "not_found_error"
     body = errors.plain(kind, exchange.reason, exchange.request_id, exchange.dialect, code)
     return Response(body, error.status_code, headers, "application/json")
 
 
 def _nearest(request: Request) -> str | None:
-    """The route whose path is most like the one that was asked for."""
+    """The route whose path is most similar to the requested one."""
     paths = {
         path
         for route in request.app.routes
         if isinstance(path := getattr(route, "path", None), str) and "{" not in path
     }
-    asked = str(request.scope["path"])[:MAX_PATH].rstrip("/")
-    found = difflib.get_close_matches(asked.replace("/v1/v1/", "/v1/"), paths, 1, 0.75)
-    return found[0] if found else None
+    path = str(request.scope["path"])[:MAX_PATH].rstrip("/")
+    matches = difflib.get_close_matches(path.replace("/v1/v1/", "/v1/"), paths, 1, 0.75)
+    return matches[0] if matches else None
 
 
 def _allowed(request: Request) -> str:
-    """Each method of a path is a route of its own; the router names those of the first alone."""
+    """All methods of the path. Each method is a separate route; starlette names only the first
+    route's methods."""
     path = request.scope["path"]
     methods = {
         method

@@ -1,4 +1,4 @@
-"""API keys: who may ask, which tenant they are, and what each may ask of the scheduler.
+"""API keys: who may send requests, as which tenant, and with which scheduling rights.
 
 A tenant is a stable digest of its key, so that keys never reach logs, caches or workers.
 """
@@ -17,9 +17,9 @@ from coterie.core.config import ServerSettings
 from coterie.core.errors import ConfigError, Forbidden, MisdirectedRequest, Unauthenticated
 from coterie.core.request import EVERY_RIGHT, MAX_PRIORITY, KeyRights
 
-# without keys everyone is the same tenant
+# the tenant of every caller when there are no keys
 OPEN_TENANT = "local"
-# what may stand behind a key on its line: name -> lowest and highest value
+# rights that may follow a key on its line: name -> (lowest, highest value)
 _RIGHTS = {"priority": (0, MAX_PRIORITY), "max_running": (1, 4096)}
 _ADMIN_PATHS = frozenset({"/v1/experts", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
@@ -59,13 +59,13 @@ class KeyRing:
         return cls(keys, word)
 
     def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """The tenant whose key the headers carry."""
+        """The tenant of the key in the headers. Raises if there is no valid key."""
         given = _key_in(headers)
         if given is None:
             raise Unauthenticated(
                 f"no {self._word}: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
             )
-        # every key is compared, so that the time tells nothing about which one was near
+        # compare with every key, so that the time does not show which key was similar
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         if not any(matches):
             raise Unauthenticated(f"this {self._word} is not known here")
@@ -82,9 +82,9 @@ def is_open_to_all(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AccessKeys:
-    """Who may ask, and who may change what is served. Two separate rings: a key of one opens
-    nothing of the other. Without `callers` everybody may ask; without `admins` nobody may change
-    anything."""
+    """The keys of callers and the keys of admins. They are separate: a caller's key gives no admin
+    right, an admin key gives no right to send requests. Without `callers` everybody may send
+    requests; without `admins` nobody may use the admin endpoints."""
 
     callers: KeyRing | None = None
     admins: KeyRing | None = None
@@ -101,14 +101,14 @@ class AccessKeys:
         return self.admins.tenant(headers)
 
     def rights(self) -> dict[str, KeyRights]:
-        """By tenant."""
+        """Scheduling rights by tenant."""
         return {OPEN_TENANT: EVERY_RIGHT} if self.callers is None else self.callers.rights
 
 
 def _rights(words: Iterable[bytes], where: str, param: str) -> KeyRights:
-    """`priority=9 max_running=8`, either, or nothing. A word that is wrong is not repeated: it
-    may be a piece of a key."""
-    found: dict[str, int] = {}
+    """Read `priority=9 max_running=8`, either one, or nothing. The error does not repeat a wrong
+    word: it may be part of a key."""
+    rights: dict[str, int] = {}
     for word in words:
         name, _, value = word.decode("latin-1").partition("=")
         low, high = _RIGHTS.get(name, (0, -1))
@@ -118,12 +118,12 @@ def _rights(words: Iterable[bytes], where: str, param: str) -> KeyRights:
                 "max_running=1..4096, apart by spaces",
                 param=param,
             )
-        found[name] = int(value)
-    return KeyRights(**found)
+        rights[name] = int(value)
+    return KeyRights(**rights)
 
 
 def load_keys(server: ServerSettings) -> AccessKeys:
-    """Both rings as the settings name them."""
+    """Both key rings that the settings name."""
 
     def ring(file: str, param: str, word: str) -> KeyRing | None:
         return KeyRing.load(Path(file), param, word) if file else None
@@ -135,7 +135,7 @@ def load_keys(server: ServerSettings) -> AccessKeys:
 
 
 def exposed_key_files(server: ServerSettings) -> list[Path]:
-    """Those that every user of this machine can read."""
+    """The key files that every user of this machine can read."""
     files = [Path(file) for file in (server.api_key_file, server.admin_key_file) if file]
     return [file for file in files if is_open_to_all(file)]
 
@@ -145,17 +145,18 @@ def is_admin_path(path: str) -> bool:
 
 
 def _key_in(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    found: bytes | None = None
+    bearer: bytes | None = None
     for name, value in headers:
         if name == b"x-api-key":
             return value.strip()
         if name == b"authorization" and value[:7].lower() == b"bearer ":
-            found = value[7:].strip()
-    return found
+            bearer = value[7:].strip()
+    return bearer
 
 
 def is_loopback(host: str) -> bool:
-    """Addresses by their range; of names only `localhost`, because any other may point anywhere."""
+    """Whether only this machine can reach `host`. Of the names only `localhost` counts: any other
+    name may resolve to any address."""
     import ipaddress
 
     try:
@@ -165,7 +166,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, has_keys: bool, insecure: bool) -> None:
-    """Refuses to put an open door on a public address by accident."""
+    """Refuse to serve without keys on a public address, unless the operator says it is intended."""
     if is_loopback(host) or has_keys or insecure:
         return
     raise ConfigError(
@@ -180,7 +181,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class OriginCheck:
-    """`has_keys`: a page knows no key, so that any name will do where none are listed."""
+    """Refuses requests of foreign web pages. `has_keys`: with keys, any host name is accepted if
+    none is listed, because a web page does not know a key."""
 
     def __init__(self, server: ServerSettings, has_keys: bool) -> None:
         self._origins = frozenset(origin.rstrip("/").lower() for origin in server.cors_origins)
@@ -189,7 +191,7 @@ class OriginCheck:
         self._names = frozenset(names | {"localhost", server.host.lower()})
 
     def check(self, headers: Headers) -> None:
-        """Refuses what was not meant for us."""
+        """Refuse a request that was not meant for this server."""
         host = origin = None
         for name, value in headers:
             if name == b"host":
@@ -208,7 +210,8 @@ class OriginCheck:
             )
 
     def _is_ours(self, host: str) -> bool:
-        """An address cannot be made to point elsewhere."""
+        """Whether the Host header names this server. An IP address always does: it cannot be made
+        to point elsewhere, as a DNS name can."""
         name = _name_of(host)
         if name in self._names or name.endswith(".localhost"):
             return True
@@ -234,5 +237,5 @@ def _name_of(host: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """It may be anything."""
+    """A header's text, shortened for a message: it may be anything."""
     return "".join(char if "!" <= char <= "~" else "?" for char in text[:MAX_SHOWN])

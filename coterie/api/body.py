@@ -1,10 +1,10 @@
 """Reads a request body within its limits and turns it into a checked pydantic value.
 
-Every way a body can be wrong leaves as an `InvalidRequest`, `RequestTooLarge` or
-`UnsupportedMediaType`; a client that leaves while it sends is `ClientGone`.
+An invalid body raises `InvalidRequest`, `RequestTooLarge` or `UnsupportedMediaType`; a client that
+disconnects while it sends raises `ClientGone`.
 
-What a body costs is bounded before it is decoded: the number of its values, texts, and lists and
-objects. What is large is decoded and checked on a thread, and the first fault ends the checking.
+The cost of a body is limited before it is decoded: the number of its values, texts, lists and
+objects. A large body is decoded and checked on a thread. The check ends at the first error.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from starlette.requests import ClientDisconnect, Request
 from coterie.api.door import ClientGone
 from coterie.core.errors import InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMediaType
 
-# of one body, a text's own characters aside: a value costs a thread 0.1 us, a text or key 0.5 us, a
-# list or object 1 us, and what holds the interpreter holds up the event loop too
+# limits of one body. On a thread a value takes 0.1 us, a text or key 0.5 us (without its
+# characters), a list or object 1 us; and a thread that holds the interpreter lock delays the event
+# loop too.
 MAX_VALUES, MAX_TEXTS, MAX_CONTAINERS = 300_000, 60_000, 30_000
-# up to here a body cannot be slow, whatever it holds
+# a body up to this size is always fast
 MAX_INLINE_BYTES = 16_000
-# of a body that is refused for its size
+# how much of a body that is too large is read and dropped
 MAX_PASSED_BYTES, PASS_S = 32_000_000, 5.0
-# bodies that are being received, all together, in multiples of the largest
+# limit for all bodies that are being received together, in multiples of the largest allowed body
 MAX_BODIES_AT_ONCE = 64
-# memory of bodies from this size on goes back to the system
+# the memory of bodies of at least this size is returned to the system
 LARGE_BYTES = 500_000
 TRIM_AFTER_S = 1.0
 
 Model = TypeVar("Model", bound=BaseModel)
 P = ParamSpec("P")
 T = TypeVar("T")
-# the subject of pydantic's sentences; ours is the field
+# the subject of pydantic's sentences; we replace it with the field
 _SUBJECT = re.compile(r"^\w+ should ")
 _decode = msgspec.json.Decoder(strict=True).decode
-# one, so that large bodies wait for each other and never all run beside the event loop
+# one thread, so that large bodies wait for each other and do not delay the event loop all at once
 _thread = ThreadPoolExecutor(1, "bodies")
 
 
@@ -55,10 +56,11 @@ if "fail_fast" in core_schema.DictSchema.__annotations__:
 
 
 def _end_at_first_fault(schema: Any) -> None:
-    """Every list in `schema` stops at its first wrong item: each would be an error of its own."""
+    """Let every list in `schema` stop at its first wrong item; otherwise each wrong item would be
+    an error."""
     if isinstance(schema, dict):
         kind = schema.get("type")
-        # a field may be called so too
+        # a field may also be named "type"
         if isinstance(kind, str) and kind in _FAIL_FAST:
             schema["fail_fast"] = True
         for part in schema.values():
@@ -69,7 +71,7 @@ def _end_at_first_fault(schema: Any) -> None:
 
 
 class RequestBody(BaseModel):
-    """Base of every body: unknown fields pass, numbers are never guessed from strings."""
+    """Base of all bodies: unknown fields are allowed, numbers are not read from strings."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -83,7 +85,7 @@ class RequestBody(BaseModel):
 
 
 class _Receiving:
-    """Bytes of the bodies that are being received now."""
+    """Counts the bytes of the bodies that are being received now."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -98,9 +100,9 @@ _receiving = _Receiving()
 
 
 async def read_json(request: Request, limit_bytes: int) -> bytes:
-    """The body of a request that says it is JSON, or says nothing.
+    """The body of a request whose content type is JSON or not given.
 
-    A page of any origin may post texts and forms without asking first; it may not post JSON.
+    A web page of any origin can post texts and forms without a preflight request, but not JSON.
     """
     given = request.headers.get("content-type")
     kind = (given or "").partition(";")[0].strip().lower()
@@ -115,9 +117,9 @@ _JSON_KIND = re.compile(r"application/[a-z0-9.\-]+\+json")
 
 
 async def read(request: Request, limit_bytes: int) -> bytes:
-    """The whole body. A declared or counted size over the limit stops the reading at once."""
+    """The whole body. Stops at once if the declared or counted size exceeds the limit."""
     declared = request.headers.get("content-length", "")
-    # the server has checked that it is a number; the count below is what protects us
+    # the server has checked that it is a number; the count below is the real protection
     if declared.isascii() and declared.isdigit() and int(declared[:19]) > limit_bytes:
         await _pass_over(request)
         raise _too_large(limit_bytes)
@@ -143,7 +145,8 @@ async def read(request: Request, limit_bytes: int) -> bytes:
 
 
 async def _pass_over(request: Request) -> None:
-    """Reads on for a while: most clients send all of a body before they read the answer."""
+    """Read and drop the rest for a while: most clients send the whole body before they read the
+    answer."""
     if "expect" in request.headers:
         return
     left = MAX_PASSED_BYTES
@@ -161,7 +164,7 @@ def _too_large(limit_bytes: int) -> RequestTooLarge:
 
 
 async def aside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`work` on the thread for large bodies; here when `size`, in bytes, is small."""
+    """Run `work` on the thread for large bodies, or here if `size` (in bytes) is small."""
     if size <= MAX_INLINE_BYTES:
         return work(*args, **kwargs)
     loop = asyncio.get_running_loop()
@@ -176,7 +179,8 @@ _trims: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
 
 
 def _trim_soon(loop: asyncio.AbstractEventLoop) -> None:
-    """What a large body took is free by then, and the C library would keep it."""
+    """Return the memory of a large body to the system later, when it is free: the C library would
+    keep it."""
 
     def trim() -> None:
         del _trims[loop]
@@ -187,15 +191,15 @@ def _trim_soon(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _trim() -> None:
-    # of glibc alone
+    # only glibc has it
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def decode(raw: bytes) -> Any:
-    """Strict JSON: UTF-8 only, no NaN or Infinity, no lone surrogates; no more than a body may
-    hold."""
+    """Decode strict JSON: UTF-8 only, no NaN or Infinity, no lone surrogates, within the limits of
+    a body."""
     if not raw.strip():
         raise InvalidRequest("the body is empty; send a JSON object")
     if len(raw) > MAX_INLINE_BYTES:
@@ -211,10 +215,10 @@ def decode(raw: bytes) -> Any:
 
 
 def _check_structure(raw: bytes) -> None:
-    """Counts on the bytes: decoding a million small values takes seconds."""
+    """Check the limits by counting bytes, before decoding: a million small values take seconds."""
     if _is_small(raw):
         return
-    # what stands in texts does not count: away with escapes, then every other piece is a text
+    # text inside strings does not count: remove escapes, then every second piece is a string
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     if plain.count(b'"') // 2 > MAX_TEXTS:
         raise RequestTooLarge(f"the body holds more than {MAX_TEXTS} texts and names")
@@ -253,10 +257,10 @@ def check(model: type[Model], payload: Any) -> Model:
 
 
 def _refuse_unknown(model: type[BaseModel], payload: dict[str, Any]) -> None:
-    """The first alone: each would be an error of its own."""
+    """Refuse the first unknown field; otherwise pydantic would make one error for each."""
     for name in payload:
         if name not in model.model_fields:
-            # a name may be anything, also a prompt in the wrong place
+            # the name may be any text, even a prompt in the wrong place: do not repeat it
             shown = name if name.isidentifier() and len(name) <= MAX_SHOWN else ""
             known = ", ".join(model.model_fields)
             raise InvalidRequest(f"unknown field `{shown}`; there is: {known}", param=shown or None)
@@ -266,13 +270,13 @@ MAX_SHOWN = 64
 
 
 def _first_fault(error: ValidationError) -> InvalidRequest:
-    """The first fault in the words of its field. The value itself is never repeated: it may be
-    a prompt, and errors are logged by clients."""
+    """The first error, with the name of its field. The value is never repeated: it may be a prompt,
+    and clients log errors."""
     faults = error.errors(include_url=False, include_input=False, include_context=False)
     field = faults[0]["loc"][:1]
-    # each member of a union complains; the one that came furthest is the one that was meant
+    # every member of a union reports an error; the deepest one is probably the intended member
     fault = max((f for f in faults if f["loc"][:1] == field), key=lambda f: len(f["loc"]))
-    # the members of a union add their own names to the path; a caller knows fields and indexes
+    # the members of a union add their names to the path; a caller knows only fields and indexes
     path = [str(step) for step in fault["loc"] if isinstance(step, int) or _is_field(step)]
     param = ".".join(path) or None
     message = _SUBJECT.sub("must ", fault["msg"].removeprefix("Value error, "))
@@ -284,7 +288,7 @@ def _first_fault(error: ValidationError) -> InvalidRequest:
 
 
 def _is_field(step: str) -> bool:
-    """Types are named in capitals or like Python's own; fields never are."""
+    """Whether the step is a field: types start with a capital or have Python's names."""
     if not step.isidentifier() or step[0].isupper():
         return False
     return step not in ("str", "int", "float", "bool")
@@ -294,7 +298,7 @@ MAX_NAME_SHOWN = 64
 
 
 class QueryParameters(BaseModel):
-    """Base of every set of parameters; numbers are read from their text."""
+    """Base of all query parameters; here numbers are read from text."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 

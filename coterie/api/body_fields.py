@@ -1,9 +1,10 @@
-"""Fields that the bodies of several APIs share: sampling, experts, and those that none of them has.
+"""Fields that the bodies of several APIs share: sampling, experts, and fields that no API supports.
 
-Sampling fields take their ranges from `core/sampling.py`, which an API may narrow.
+Sampling fields take their ranges from `core/sampling.py`; an API may narrow them.
 
-Of what a body's type does not know, a field that changes what an answer may be is refused by its
-name, never dropped in silence; what only says how to store, bill or hurry a request is ignored.
+Of the fields that a body's type does not define, those that could change the answer are refused
+with an error, never silently dropped. Fields that only say how to store, bill or prioritise a
+request are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from coterie.core.errors import UnsupportedFeature
 from coterie.core.request import AdapterHint
 from coterie.core.sampling import MAX_TOKENS, MIN_TOKENS, SAMPLING_FIELDS, SamplingField
 
-# by field: what to do instead, or why not
+# field -> what to do instead, or why it is refused
 REFUSED: dict[str, str] = {
     # OpenAI
     "audio": "only text can be made here",
@@ -59,7 +60,7 @@ REFUSED: dict[str, str] = {
     "mcp_servers": "this server calls no tools of its own",
     "container": "this server runs no code",
 }
-# honoured on OpenAI's API; by field, what to do on Anthropic's
+# applied on OpenAI's API; field -> what to do on Anthropic's API
 ON_OPENAI_ALONE = {
     "allowed_token_ids": "",
     "bad_words": "",
@@ -77,14 +78,14 @@ ON_OPENAI_ALONE = {
     "guided_grammar": "",
     "structured_outputs": "",
 }
-# values that ask for nothing: what a field has when it is left out
+# values that change nothing: the same as leaving the field out
 _OFF: dict[str, tuple[Any, ...]] = {
     "repeat_penalty": (1, 1.0),
     "top_n_sigma": (-1, -1.0),
     "tfs_z": (1, 1.0),
     "n_predict": (-1,),
 }
-# they say how a request is stored, billed, hurried or shown, or hint at what a model may not heed
+# how a request is stored, billed, prioritised or shown, or a hint that a model may ignore
 IGNORED = frozenset(
     {
         # OpenAI
@@ -102,16 +103,16 @@ IGNORED = frozenset(
 
 
 def refuse_fields(extra: Mapping[str, Any] | None) -> None:
-    """`extra`: the fields of a body that its type does not know. Raises Unsupported."""
+    """`extra`: the fields of a body that its type does not define. Raises `UnsupportedFeature`."""
     for name, value in (extra or {}).items():
         why = REFUSED.get(name)
-        # a number that is zero asks for nothing either
+        # zero changes nothing either
         if why is not None and value and value not in _OFF.get(name, ()):
             raise UnsupportedFeature(f"{name}: {why}", param=name)
 
 
 def refuse_openai_fields(extra: Mapping[str, Any] | None) -> None:
-    """The same for a body of Anthropic's API, which knows fewer."""
+    """The same for a body of Anthropic's API, which applies fewer fields."""
     refuse_fields(extra)
     for name, value in (extra or {}).items():
         if name in ON_OPENAI_ALONE and value:
@@ -126,18 +127,19 @@ _SMALLEST_TOP_P = 1e-9
 def sampling_field(
     name: str, low: float | None = None, high: float | None = None, description: str | None = None
 ) -> Any:
-    """The field of that name, in a narrower range where one is given. None = it was left out."""
+    """The field of that name, in a narrower range if one is given. Its value is None if the body
+    leaves it out."""
     field = SAMPLING_FIELDS[name].narrowed(low, high)
     return Field(None, **bounds(field), description=description)
 
 
 def bounds(field: SamplingField) -> dict[str, Any]:
-    """As pydantic's `Field` takes them."""
+    """The range as arguments of pydantic's `Field`."""
     return {"gt" if field.above_low else "ge": _short(field.low), "le": _short(field.high)}
 
 
 def _short(bound: float) -> float:
-    """As people write it in messages and schemas: 2, not 2.0."""
+    """The number as messages and schemas show it: 2, not 2.0."""
     return int(bound) if bound == int(bound) else bound
 
 
@@ -146,7 +148,7 @@ MinTokens = Annotated[int, Field(**bounds(MIN_TOKENS))]
 
 
 def top_p_from_zero() -> Any:
-    """For the vendors whose callers may send 0, which `positive_top_p` reads."""
+    """`top_p` for the vendors that allow 0; `positive_top_p` translates it."""
     return Field(None, ge=0, le=_short(SAMPLING_FIELDS["top_p"].high))
 
 
@@ -168,7 +170,7 @@ class ExpertItem(RequestBody):
     weight: float = Field(1.0, ge=-MAX_WEIGHT, le=MAX_WEIGHT)
 
 
-# the order is the order in which they are composed
+# adapters are composed in the order of this list
 Experts = Annotated[list[ExpertItem], Field(max_length=MAX_STACK)]
 
 

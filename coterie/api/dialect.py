@@ -1,7 +1,4 @@
-"""What the dialects share on the way in: who sends a body, and what is asked.
-
-Turns checked bodies into `core.request` values. Writes no wire format.
-"""
+"""What the dialects share: the caller, the parsed request, and the collected answer."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coterie.api.door import Exchange, exchange_of, receipt
+from coterie.api.door import Exchange, exchange_of, note_plan
 from coterie.api.response_format import FORMAT
 from coterie.api.tools.base import ToolSet
 from coterie.api.transport.sse import Events, refuse, while_connected
@@ -72,7 +69,7 @@ class PlannedAnswer(Protocol):
     def plan(self) -> RoutePlan: ...
     @property
     def tokenizer(self) -> Tokenizer: ...
-    def hold_to(self, wanted: ResponseFormat | None) -> None: ...
+    def set_format(self, answer_format: ResponseFormat | None) -> None: ...
 
 
 class DialectPipeline(Protocol):
@@ -84,25 +81,25 @@ class DialectPipeline(Protocol):
     async def tokenise(self, specialist: str | None, prompt: Prompt) -> list[int]: ...
     def plan(self, request: InferenceRequest) -> PlannedAnswer: ...
     def run(
-        self, planned: Any, tell: Callable[[RoutePlan], None] | None = None
+        self, planned: Any, on_plan: Callable[[RoutePlan], None] | None = None
     ) -> AsyncGenerator[Event, None]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class CallerInfo:
-    """Who sends a body, when it came, and what headers or metadata say beside it."""
+    """The tenant that sent a body, when it came, and the values from headers or metadata."""
 
     tenant: str
     # time.monotonic()
     arrived_at: float
     session: str = ""
-    # vLLM's number, lower is sooner
+    # vLLM's priority: lower is sooner
     urgency: int | None = None
     timeout_s: float | None = None
 
     def priority(self, urgency: int | None) -> int:
-        """Of a body that says `urgency`, which counts for more than the header. Higher is sooner
-        here, with 5 in the middle; what the caller's key may have is the planner's business."""
+        """The priority from `urgency` of the body, which overrides the header. Here higher is
+        sooner and 5 is the default. The pipeline limits it to the rights of the key."""
         given = self.urgency if urgency is None else urgency
         return (
             DEFAULT_PRIORITY
@@ -111,11 +108,11 @@ class CallerInfo:
         )
 
     def session_key(self, own: str | None, *users: str | None) -> str | None:
-        """The first that is given: the body's own key, the header's, what names a user."""
+        """The first value that is given: the key in the body, the header, the user."""
         return next((key[:MAX_SESSION] for key in (own, self.session, *users) if key), None)
 
     def salted_tenant(self, salt: str | None) -> str:
-        """A salt isolates prefix blocks inside a tenant."""
+        """The tenant with a salt, which separates prefix blocks inside a tenant."""
         if not salt:
             return self.tenant
         return f"{self.tenant}+{hashlib.sha256(salt.encode()).hexdigest()[:16]}"
@@ -153,55 +150,55 @@ def _number(headers: Headers, name: str, low: float, high: float) -> float | Non
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A body, translated."""
+    """A body, translated to core values."""
 
     request: InferenceRequest
     stream: bool
-    # None = none may be called
+    # None = no tool may be called
     tools: ToolSet | None = None
-    # which field said what the answer must look like
+    # the field of the body that held the answer format
     format_field: str = FORMAT
-    # answer with the plan too
+    # include the plan in the answer
     explain: bool = False
 
 
 def planned_answer(
     service: DialectPipeline, request: InferenceRequest, exchange: Exchange
 ) -> PlannedAnswer:
-    """Who answers, noted for the receipt headers."""
+    """Plan the request and note the plan for the response headers."""
     planned = service.plan(request)
-    receipt(exchange, planned.plan)
+    note_plan(exchange, planned.plan)
     return planned
 
 
 def answering_name(hints: RouteHints, plan: RoutePlan) -> str:
-    """What the answer calls its model: what was asked for; `auto` shows whom it stood for."""
+    """The model name in the answer: the requested name; for `auto` the one that was chosen."""
     return hints.model if hints.model and hints.model != AUTO else plan.specialist
 
 
 def events_of(service: DialectPipeline, planned: PlannedAnswer, exchange: Exchange) -> Events:
-    """Closing them aborts the request."""
-    return service.run(planned, tell=partial(receipt, exchange))
+    """The events of the request. Closing them aborts it."""
+    return service.run(planned, on_plan=partial(note_plan, exchange))
 
 
 def note_usage(exchange: Exchange, finished: Finished) -> None:
-    """Notes what the log line and the receipt headers say."""
+    """Note the token counts for the log and the response headers."""
     exchange.prompt_tokens = finished.usage.prompt_tokens
     exchange.completion_tokens = finished.usage.completion_tokens
     exchange.headers["x-coterie-queue-ms"] = f"{finished.timings.queue_s * 1000:.0f}"
 
 
-# events of all sources that wait for a slow reader; past it each source's own mailbox folds them
+# events of all sources that may wait for a slow reader; then the queue of each source merges deltas
 MAX_WAITING = 64
 
 
 @dataclass(slots=True)
 class CollectedChoice:
-    """One finished choice, as the dialects render it."""
+    """One finished choice, for the dialects to render."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    # number of token ids behind each text
+    # number of token ids of each text
     sizes: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str = "stop"
@@ -218,7 +215,7 @@ class CollectedChoice:
 
 
 class CollectedAnswer:
-    """Takes every event of a request up to the last one; has an end once that came."""
+    """Collects all events of a request; `finished` is available after the last one."""
 
     def __init__(self, num_choices: int) -> None:
         self.choices = [CollectedChoice() for _ in range(num_choices)]
@@ -228,7 +225,7 @@ class CollectedAnswer:
         self._is_first = True
 
     def take(self, event: Event) -> None:
-        """A failure is raised as the error it stands for."""
+        """Add an event. Raises the error if it is a failure."""
         if self._is_first:
             refuse(event)
             self._is_first = False
@@ -258,7 +255,8 @@ class CollectedAnswer:
 
 
 class WholeAnswer(Response):
-    """An answer that is sent when it has ended. A client that goes away aborts it."""
+    """A response that is sent when the answer is complete. If the client disconnects, the request
+    is aborted."""
 
     media_type = "application/json"
 
@@ -285,9 +283,9 @@ class WholeAnswer(Response):
 
 
 async def merged(sources: Sequence[Events], num_choices: int) -> Events:
-    """The events of several requests as if they were one with `len(sources) * num_choices` choices.
+    """The events of several requests as one request with `len(sources) * num_choices` choices.
 
-    Closing it closes every source. The first failure ends all.
+    Closing it closes all sources. The first failure ends all.
     """
     inbox: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue(MAX_WAITING)
     pumps = [asyncio.ensure_future(_pump(inbox, i, source)) for i, source in enumerate(sources)]
@@ -342,7 +340,7 @@ def _sum(ends: Sequence[Finished]) -> Finished:
             reasoning_tokens=sum(u.reasoning_tokens for u in usages),
             stored_tokens=sum(u.stored_tokens for u in usages),
         ),
-        # of the one that took longest: parts of several would not add up to its time
+        # the times of the slowest part: times of several parts would not add up
         timings=replace(
             max(timings, key=lambda t: t.total_s),
             first_token_s=min(t.first_token_s for t in timings),

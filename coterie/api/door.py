@@ -1,8 +1,7 @@
-"""One HTTP exchange from door to log line: request id, key, dialect, headers, access log.
+"""The first code of every HTTP request: request id, key, dialect, headers, access log.
 
-A plain ASGI layer; a stream's chunks after its start go past it, straight to the server. The
-log holds ids, counts, times, paths and why something was refused; never a prompt, a key, a header
-or a query string.
+A plain ASGI middleware. The chunks of a stream after its start bypass it. The log has ids, counts,
+times, paths and the reasons of refusals; never a prompt, a key, a header or a query string.
 """
 
 from __future__ import annotations
@@ -27,44 +26,44 @@ _SCOPE_KEY = "coterie.exchange"
 SEED = "x-coterie-seed"
 ADAPTER = "x-coterie-adapter"
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:\-]")
-# what both a path and a name in a message may be made of
+# all characters except those that may appear in a logged path
 _UNSAFE_IN_PATH = re.compile(r"[^A-Za-z0-9._:@+~/\-]")
 _QUOTED = re.compile(r"'([^']*)'|`([^`]*)`|\"([^\"]*)\"")
 _NAME = re.compile(r"[\w.:@+/\-]{1,64}")
 MAX_PATH, MAX_REASON = 128, 300
-# parts of these are quoted in what is said about them, without marks
+# errors about these fields quote parts of them, without quotation marks
 _QUOTED_FIELDS = (
     "grammar", "regex", "response_format", "tools", "output", "chat_template", "guided_",
     "structured_outputs", "json_schema", "ebnf",
 )  # fmt: skip
-# routes whose errors have the shape of their own vendor, whatever the headers say
+# routes whose errors are always in OpenAI's format, independent of the headers
 _OPENAI_PATHS = ("/v1/chat", "/v1/completions", "/v1/infer", "/v1/jobs", "/v1/experts")
 
 
 class ClientGone(Exception):
-    """The client closed its connection; nobody is left to answer."""
+    """The client closed its connection; there is no one to answer."""
 
 
 @dataclass(slots=True)
 class Exchange:
-    """What is known about one exchange while it runs."""
+    """One request and its answer while they run."""
 
     request_id: str
     dialect: str
     # time.monotonic()
     arrived_at: float
     tenant: str = OPEN_TENANT
-    # places in a lane's queue, for those who find none free
+    # size of a lane's queue, for the headers of a 429
     max_queue: int | None = None
     status: int = 0
-    # why it was refused, in words that may be logged
+    # why it was refused, without text of the caller
     reason: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
     headers: dict[str, str] = field(default_factory=dict)
-    # by the ids of its inferences
+    # seeds by the ids of its inferences
     seeds: dict[str, int | None] = field(default_factory=dict)
-    # the server's own send, for chunks after the first
+    # the send function of the server, for chunks after the first
     send: Send | None = None
 
     def elapsed_ms(self) -> float:
@@ -77,7 +76,7 @@ def exchange_of(scope: Scope) -> Exchange:
 
 
 def dialect_of(scope: Scope) -> str:
-    """By path where it is one vendor's; elsewhere a header tells the clients apart."""
+    """The dialect: by path if the path belongs to one vendor, otherwise by a header."""
     path = scope["path"]
     if _is_at(path, "/v1/messages"):
         return errors.ANTHROPIC
@@ -88,18 +87,19 @@ def dialect_of(scope: Scope) -> str:
 
 
 def shown_path(scope: Scope) -> str:
-    """A path that matched no route may be anything: cut, and without what needs an escape."""
+    """A path for logs and messages. A path without route may be anything, so it is cut and unusual
+    characters are removed."""
     return _UNSAFE_IN_PATH.sub("?", str(scope["path"])[:MAX_PATH])
 
 
 def reason_of(error: CoterieError) -> str:
-    """The error in words that may be logged: names are kept, what a caller wrote is not."""
+    """The error without text of the caller, for the log. Names are kept."""
     if (error.param or "").startswith(_QUOTED_FIELDS):
         return f"{error.code}: {error.param}"[:MAX_REASON]
 
-    def kept(found: re.Match[str]) -> str:
-        inner = next(group for group in found.groups() if group is not None)
-        return found[0] if _NAME.fullmatch(inner) else "'...'"
+    def kept(match: re.Match[str]) -> str:
+        inner = next(group for group in match.groups() if group is not None)
+        return match[0] if _NAME.fullmatch(inner) else "'...'"
 
     message = _QUOTED.sub(kept, error.message[: 2 * MAX_REASON])
     plain = "".join(char if char.isprintable() else " " for char in message)
@@ -124,9 +124,9 @@ def _request_id(scope: Scope) -> str:
 
 
 class Door:
-    """Lets in, stamps headers, turns what went wrong into an answer, logs.
+    """Checks the key, adds headers, turns errors into answers, logs.
 
-    Around every route; only CORS, which answers preflights, is further out.
+    It is around every route; only CORS, which answers preflight requests, is outside of it.
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class Door:
         exchange.max_queue = self.max_queue
         scope[_SCOPE_KEY] = exchange
 
-        async def stamped(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *_stamps(exchange)]
+                message["headers"] = [*message.get("headers", ()), *_plan_headers(exchange)]
             await send(message)
 
         try:
@@ -161,11 +161,11 @@ class Door:
                 if self.origins is not None:
                     self.origins.check(scope["headers"])
                 exchange.tenant = self.keys.tenant(scope["path"], scope["headers"])
-            await self.app(scope, receive, stamped)
+            await self.app(scope, receive, send_with_headers)
         except ClientGone:
             exchange.status = CLIENT_CLOSED
         except Exception as error:
-            await _answer(error, exchange, scope, receive, stamped)
+            await _answer(error, exchange, scope, receive, send_with_headers)
         finally:
             log_exchange(exchange, scope, scope["method"])
 
@@ -176,7 +176,7 @@ async def _answer(
     if not isinstance(error, CoterieError):
         log_fault(error, exchange.request_id)
         error = InternalError("the server failed to answer; the log has the request id")
-    # once a stream has begun its status is out, and the stream has written its own error frame
+    # if a stream has started, its status is sent, and the stream has written an error frame
     if exchange.status == 0:
         await error_response(error, exchange)(scope, receive, send)
 
@@ -192,7 +192,7 @@ def error_response(error: CoterieError, exchange: Exchange) -> Response:
 
 
 def log_fault(error: Exception, request_id: str) -> None:
-    """Where our own code failed; `obs.trace` keeps the error's text out of the log."""
+    """Log an error of our own code; `obs.log` keeps the text of the error out of the log."""
     log("unhandled error", level="error", error=error, request_id=request_id)
 
 
@@ -201,11 +201,11 @@ def note_specialist(exchange: Exchange, name: str) -> None:
     exchange.headers["x-coterie-specialist"] = safe[:128]
 
 
-def receipt(exchange: Exchange, plan: RoutePlan) -> None:
-    """What the request runs on, known before its first byte goes out."""
+def note_plan(exchange: Exchange, plan: RoutePlan) -> None:
+    """Note the plan for the response headers, before the first byte is sent."""
     note_specialist(exchange, plan.specialist)
     exchange.headers["x-coterie-confidence"] = f"{plan.confidence:.4f}"
-    # one for each prompt of the request; a plan may be told again before its first event
+    # one for each prompt of the request; a plan may be replaced before its first event
     exchange.seeds[plan.request_id] = plan.sampling.seed
     exchange.headers[SEED] = ",".join(map(str, exchange.seeds.values()))
     exchange.headers.pop(ADAPTER, None)
@@ -216,23 +216,23 @@ def receipt(exchange: Exchange, plan: RoutePlan) -> None:
         exchange.headers[ADAPTER] = ",".join(stack)
 
 
-def _stamps(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+def _plan_headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
     request_id = exchange.request_id.encode("ascii")
-    stamps = [
+    headers = [
         (b"x-request-id", request_id),
         (b"openai-processing-ms", b"%d" % round(exchange.elapsed_ms())),
     ]
     if exchange.dialect == errors.ANTHROPIC:
-        stamps[1] = (b"request-id", request_id)
-    stamps += [(name.encode(), value.encode()) for name, value in exchange.headers.items()]
-    return stamps
+        headers[1] = (b"request-id", request_id)
+    headers += [(name.encode(), value.encode()) for name, value in exchange.headers.items()]
+    return headers
 
 
 def log_exchange(exchange: Exchange, scope: Scope, method: str) -> None:
     is_refused = 400 <= exchange.status < 500 and exchange.status != CLIENT_CLOSED
     log(
         "request",
-        # probes come every second and say nothing new
+        # health probes come every second
         level="debug" if scope["path"] in OPEN_PATHS else "info",
         request_id=exchange.request_id,
         tenant_digest=exchange.tenant,

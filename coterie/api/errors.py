@@ -1,6 +1,6 @@
 """How each dialect writes a `CoterieError`: status, body and retry headers.
 
-One literal row per error code.
+`ROWS` has one row per error code.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from coterie.obs.log import log
 
 encode = msgspec.json.Encoder().encode
 
-# openai-python gives up on a Retry-After beyond this
+# openai-python ignores a Retry-After above this
 MAX_RETRY_AFTER_S = 120.0
 OPENAI, ANTHROPIC = "openai", "anthropic"
-# a path from the root, but no route of ours and no part of an URL; its last part is kept
+# an absolute file path, but no route of this server and no part of a URL; its last part is kept
 _SERVER_PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/|health)(?:[^\s/'\":,;()]+/)+(?=[^\s/'\":,;()])")
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
-    """What one error code is called on the wire."""
+    """How one error code is written on the wire."""
 
     openai_status: int
     openai_type: str
@@ -54,11 +54,11 @@ ROWS: dict[str, ErrorRow] = {
     "weights_error": ErrorRow(500, "server_error", "weights_error", 500, "api_error"),
     "internal_error": ErrorRow(500, "server_error", "internal_error", 500, "api_error"),
 }
-# config_error and missing_dependency are ours to mend, not the caller's
+# for config_error and missing_dependency: the operator has to fix them, not the caller
 _FALLBACK = ROWS["internal_error"]
 
 
-# OpenAI's word for a 404 is about models; of these fields it would mislead
+# OpenAI's code for a 404 is about models; it would be wrong for these fields
 _NOT_FOUND = {"job_id": "job_not_found", "action": "not_found"}
 
 
@@ -72,8 +72,8 @@ def status_of(error: CoterieError, dialect: str) -> int:
 
 
 def public_message(error: CoterieError) -> str:
-    """The message for a caller. Where the fault is the server's, files keep their last name: where
-    they lie is the operator's business, and is logged."""
+    """The message for a caller. In errors of the server, file paths are cut to the file name: the
+    full path is only logged, for the operator."""
     if row_of(error).openai_status < 500:
         return error.message
     message = _SERVER_PATH.sub("", error.message)
@@ -95,7 +95,7 @@ def anthropic_body(message: str, type_: str, request_id: str) -> bytes:
 
 
 def body_of(error: CoterieError, dialect: str, request_id: str) -> bytes:
-    """The JSON body, also the payload of an error inside a stream."""
+    """The JSON body; also the payload of an error inside a stream."""
     row = row_of(error)
     if dialect == ANTHROPIC:
         return anthropic_body(_in_anthropic_words(error), row.anthropic_type, request_id)
@@ -106,7 +106,8 @@ def body_of(error: CoterieError, dialect: str, request_id: str) -> bytes:
 
 
 def _in_anthropic_words(error: CoterieError) -> str:
-    """Clients read the numbers in these two sentences and ask again for less."""
+    """The message in Anthropic's wording. Clients read the numbers in these two sentences and send
+    a smaller request."""
     excess = getattr(error, "excess", None)
     if not isinstance(excess, ContextExcess):
         return public_message(error)
@@ -120,8 +121,9 @@ def _in_anthropic_words(error: CoterieError) -> str:
 
 
 def headers_of(error: CoterieError, dialect: str, max_queue: int | None = None) -> dict[str, str]:
-    """Retry advice. Both vendors' clients obey `x-should-retry` before anything else, and would
-    otherwise retry every 408, 409, 429 and 5xx. `max_queue` is the limit a 429 names."""
+    """Headers that say whether and when to retry. The clients of both vendors obey `x-should-retry`
+    first; without it they retry every 408, 409, 429 and 5xx. `max_queue` is the limit that a 429
+    names."""
     headers: dict[str, str] = {}
     status = status_of(error, dialect)
     if error.retry_after_s is not None:
@@ -132,7 +134,7 @@ def headers_of(error: CoterieError, dialect: str, max_queue: int | None = None) 
         headers["x-should-retry"] = "false" if error.retry_after_s is None else "true"
     if status == 429 and error.retry_after_s is not None:
         wait_s = min(error.retry_after_s, MAX_RETRY_AFTER_S)
-        # a user's rate is no number of requests that may wait
+        # for a user's rate limit the size of the queue is not the limit
         limit = None if error.param == "user_id" else max_queue
         headers.update(_rate_limit(wait_s, dialect, limit))
     if status == 401:
@@ -151,7 +153,7 @@ def _rate_limit(wait_s: float, dialect: str, max_queue: int | None) -> dict[str,
 
 
 def duration(seconds: float) -> str:
-    """OpenAI's way to write one: `250ms`, `1s`, `6m0s`."""
+    """A duration as OpenAI writes it: `250ms`, `1s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     whole = math.ceil(seconds)
@@ -159,7 +161,7 @@ def duration(seconds: float) -> str:
 
 
 def plain(kind: str, message: str, request_id: str, dialect: str, code: str | None) -> bytes:
-    """A body for what never was a `CoterieError`: unknown routes and methods."""
+    """A body for errors that are not a `CoterieError`: unknown routes and methods."""
     if dialect == ANTHROPIC:
         return anthropic_body(message, kind, request_id)
     return openai_body(message, _BAD, code=code)

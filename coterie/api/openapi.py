@@ -1,7 +1,7 @@
-"""The OpenAPI 3.1 document, made from the route table. Owns its shape; knows no endpoint.
+"""Makes the OpenAPI 3.1 document from the route table.
 
 Every status that a route can answer is declared, and every JSON body has a schema: SDK types are
-generated from this, and the fuzz tests hold the server to it.
+generated from it, and the fuzz tests check the server against it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WHY = {
 }
 
 
-# every field of these is written, also one that has a default
+# all fields of these types are always written, also fields with a default
 _WHOLE = (
     AdapterChoice,
     Candidate,
@@ -49,34 +49,34 @@ _WHOLE = (
     RouteTrace,
     ValidationResult,
 )
-# one segment of a path is never empty
+# a segment of a path is never empty
 _SEGMENT: dict[str, Any] = {"type": "string", "minLength": 1}
 _SEGMENTS = {"action": {"enum": ["pin", "unpin", "rollback"]}}
 
 
 @dataclass(frozen=True, slots=True)
 class RouteReplies:
-    """What a route answers."""
+    """The answers of a route."""
 
-    # bodies of `status`; several where the caller's dialect decides
+    # bodies with `status`; several if they depend on the caller's dialect
     answers: tuple[type[Any], ...] = ()
     refusals: tuple[int, ...] = ()
     status: int = 200
-    # of an answer that is not JSON
+    # for an answer that is not JSON
     media_type: str = ""
-    # name of a stream's event -> its data; empty = the vendor's own
+    # name of a stream's event -> its data; empty = as the vendor defines it
     events: Mapping[str, type[Any]] | None = None
-    # other statuses that are no errors
+    # other statuses that are not errors
     also: Mapping[int, type[Any] | None] = field(default_factory=dict)
 
 
 def document(rows: Sequence[RouteRow]) -> dict[str, Any]:
-    """The same for the same version."""
+    """The document; always the same for the same version."""
     paths: dict[str, Any] = {}
     for row in rows:
         if row.documented:
             path = paths.setdefault(_PARAMETER.sub(r"{\1}", row.path), {})
-            # a HEAD is a GET without its body
+            # HEAD is GET without the body: it is not documented
             for method in (name for name in row.methods if name != "HEAD"):
                 path[method.lower()] = _operation(row, method)
     return {
@@ -115,7 +115,7 @@ def _operation(row: RouteRow, method: str) -> dict[str, Any]:
 def _security(row: RouteRow) -> list[dict[str, list[str]]]:
     if row.tag == "experts":
         return [{"admin": []}]
-    # a server without a key file asks for none
+    # a key is optional, because a server without a key file needs none
     return [] if 401 not in row.replies.refusals else [{"bearer": []}, {"key": []}, {}]
 
 
@@ -142,7 +142,7 @@ def _query_parameters(row: RouteRow) -> list[dict[str, Any]]:
 
 
 def _given(field: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A parameter that is there has a value: null is only the default of one that is not."""
+    """The schema without null: null is only the default of a parameter that is left out."""
     for choice in field.get("anyOf", ()):
         if choice != {"type": "null"}:
             return {**choice, **{key: field[key] for key in ("description",) if key in field}}
@@ -168,7 +168,7 @@ def _responses(row: RouteRow) -> dict[str, Any]:
 
 
 def _refusals(row: RouteRow) -> list[int]:
-    """The row's own, and those of the door before it."""
+    """The error statuses of the row, and those of the door before it."""
     given = set(row.replies.refusals)
     if 401 in given:
         given |= {403, 421}
@@ -190,7 +190,7 @@ def _content(replies: RouteReplies) -> dict[str, Any]:
 
 
 def _event(events: Mapping[str, type[Any]]) -> dict[str, Any]:
-    """One server-sent event; its data is JSON in a text."""
+    """One server-sent event; its data is JSON as text."""
     data: dict[str, Any] = {"type": "string", "contentMediaType": JSON}
     if not events:
         return _object(["data"], data=data)
@@ -283,9 +283,9 @@ class RouteRow:
     replies: RouteReplies
     body: type[BaseModel] | None = None
     query: type[BaseModel] | None = None
-    # name -> schema of request headers with a meaning
+    # name -> schema, for request headers that the route reads
     headers: Mapping[str, Any] = field(default_factory=dict)
-    # False for a second spelling of a route
+    # False for a second path of the same route
     documented: bool = True
-    # the body may also be a file's bytes
+    # the body may also be the bytes of a file
     takes_file: bool = False

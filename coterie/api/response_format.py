@@ -1,8 +1,8 @@
-"""From the fields of a body that hold its answer to a shape to one `ResponseFormat`.
+"""Turns the fields of a body that constrain its answer into one `ResponseFormat`.
 
 Reads OpenAI's `response_format`, Anthropic's `output_format`, the native fields, and those of vLLM,
-SGLang and llama.cpp. Shapes only: whether a schema or grammar can be enforced is told by
-`models/grammar/check.py`, and named here as the caller's own field.
+SGLang and llama.cpp. Only the form is checked here. `models/grammar/check.py` checks whether a
+schema or grammar can be enforced; this module puts the name of the caller's field into its errors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from coterie.core.errors import CoterieError, InvalidRequest, UnsupportedFeature
 from coterie.core.events import Event
 from coterie.core.request import ResponseFormat
 
-# what deeper down every format is called
+# the name that the layers below use for every format
 FORMAT = "response_format"
-# Lark's first rule, or llguidance's own mark; GBNF writes `root ::=`
+# how a Lark grammar is recognised: its first rule, or a directive of llguidance; GBNF has `root
+# ::=`
 _LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start[ \t]*:)")
 
 
@@ -34,8 +35,8 @@ def response_format_of(
     param: str = FORMAT,
     closed: bool = False,
 ) -> ResponseFormat | None:
-    """None where the answer is free. `param` names `body_field` in complaints; with `closed` an
-    object has the properties that its schema names, and no others."""
+    """The format of the answer; None if it is free. `param` is the name of `body_field` in errors.
+    With `closed` an object has only the properties that its schema names."""
     given = [
         name
         for name, value in ((param, body_field), ("grammar", grammar), ("regex", regex))
@@ -51,7 +52,7 @@ def response_format_of(
 
 
 class ConstrainedBody(Protocol):
-    """The fields of other servers that hold an answer to a shape."""
+    """The fields by which other servers constrain an answer."""
 
     response_format: dict[str, Any] | None
     guided_json: Any
@@ -66,13 +67,13 @@ class ConstrainedBody(Protocol):
 
 
 def vendor_format_of(body: ConstrainedBody) -> tuple[ResponseFormat | None, str]:
-    """The one shape that a body of the OpenAI dialect asks for, and the field it came in."""
+    """The format that a body of the OpenAI dialect asks for, and the field that held it."""
     given: list[tuple[str, ResponseFormat]] = []
     for name, read in _READERS.items():
         value = getattr(body, name)
-        found = None if value is None else read(value, name)
-        if found is not None:
-            given.append((name, found))
+        answer_format = None if value is None else read(value, name)
+        if answer_format is not None:
+            given.append((name, answer_format))
     if len(given) > 1:
         names = [name for name, _ in given]
         raise InvalidRequest(f"give {names[0]} or {names[1]}, not both", param=names[1])
@@ -80,7 +81,7 @@ def vendor_format_of(body: ConstrainedBody) -> tuple[ResponseFormat | None, str]
 
 
 def format_named(events: AsyncGenerator[Event, None], field: str) -> AsyncGenerator[Event, None]:
-    """The same events; what is wrong with the format is said of the caller's `field`."""
+    """The same events; an error about the format names the caller's `field`."""
     return events if field == FORMAT else _renamed(events, field)
 
 
@@ -93,10 +94,11 @@ async def _renamed(events: AsyncGenerator[Event, None], field: str) -> AsyncGene
             raise with_param_name(error, FORMAT, field) from None
 
 
-def with_param_name(error: CoterieError, theirs: str, ours: str) -> CoterieError:
-    """Deeper down a field has the vendors' name."""
-    if error.param == theirs:
-        error.param = ours
+def with_param_name(error: CoterieError, inner_name: str, body_name: str) -> CoterieError:
+    """The error with the body's name of the field, if it is about the field that the layers below
+    call `inner_name`."""
+    if error.param == inner_name:
+        error.param = body_name
     return error
 
 
@@ -117,13 +119,13 @@ def _vendor(field: Any, param: str, closed: bool = False) -> ResponseFormat | No
             f"{param}: structural tags are not available", param=f"{param}.type"
         )
     if kind == "json_object":
-        # as llama.cpp and others have it
+        # llama.cpp and others accept this form
         kind = "json_schema"
     if kind != "json_schema":
         raise InvalidRequest(
             f"{param}.type must be text, json_object or json_schema", param=f"{param}.type"
         )
-    # OpenAI wraps the schema, Anthropic does not
+    # OpenAI puts the schema into an object, Anthropic does not
     path: str = param
     holder: Any = field
     if "schema" not in field:
@@ -143,7 +145,7 @@ def _vendor(field: Any, param: str, closed: bool = False) -> ResponseFormat | No
 def schema_format(
     schema: dict[str, Any], strict: bool | None = None, param: str = FORMAT
 ) -> ResponseFormat:
-    """With `strict` False, keywords that cannot be enforced are passed over."""
+    """The format of a schema. Not `strict`: skip keywords that cannot be enforced."""
     own = {key: value for key, value in schema.items() if key != "x-guidance"}
     if strict is False:
         own["x-guidance"] = {"lenient": True}
@@ -154,7 +156,7 @@ def schema_format(
 
 
 def _schema(value: Any, param: str) -> ResponseFormat:
-    """A schema, or the text of one."""
+    """A schema, given as an object or as JSON text."""
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value)
@@ -177,7 +179,7 @@ def _regex(value: Any, param: str) -> ResponseFormat:
 
 
 def _structured(value: Any, param: str) -> ResponseFormat | None:
-    """vLLM's newer way to ask for one of the same things."""
+    """vLLM's newer field for the same formats."""
     for name in ("structural_tag", "whitespace_pattern", "disable_any_whitespace",
                  "disable_additional_properties"):  # fmt: skip
         if value.get(name):

@@ -1,7 +1,7 @@
-"""The explicit list of routes: who answers, what is taken and what can come back.
+"""The table of all routes: endpoint, request body, and the possible answers.
 
-Bodies are read and checked by the endpoints themselves, because a body limit must hold while
-reading; `openapi.py` makes the document from this table.
+The endpoints read and check bodies themselves, because the size limit must apply while reading.
+`openapi.py` makes the document from this table.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from coterie.api.openai.types import (
 from coterie.api.openapi import RouteReplies, RouteRow, document
 from coterie.core.events import InferenceResult
 
-# endpoints are only described, never called
+# stands in for the services of endpoints that are only described, never called
 _NOBODY: Any = None
 _GET, _POST, _PROBE = ("GET",), ("POST",), ("GET", "HEAD")
 _DELETE = ("DELETE",)
 _PLAIN = "text/plain"
 
-# what can be refused, by kind of route
+# error statuses, by kind of route
 _LOOK = (401, 500, 503)
 _FIND = (401, 404, 500, 503)
 _COUNT = (400, 401, 404, 413, 500, 503)
@@ -74,7 +74,7 @@ _PREFER: Mapping[str, Any] = {"Prefer": {"type": "string", "examples": ["respond
 
 @dataclass(frozen=True, slots=True)
 class EndpointSet:
-    """Who answers the routes."""
+    """The endpoints of all routes."""
 
     openai: OpenAIDialect
     anthropic: AnthropicDialect
@@ -226,7 +226,7 @@ def add_routes(app: FastAPI, rows: Sequence[RouteRow]) -> None:
 
 
 def described() -> Sequence[RouteRow]:
-    """The rows without a server; nobody answers them."""
+    """The rows without a server, for documentation; their endpoints cannot be called."""
     return routes(
         EndpointSet(
             OpenAIDialect(_NOBODY, 0),
@@ -241,5 +241,5 @@ def described() -> Sequence[RouteRow]:
 
 
 def reference() -> dict[str, Any]:
-    """The document without a server: only the endpoints' names and texts are read."""
+    """The document without a server: only names and docstrings of the endpoints are read."""
     return document(described())

@@ -1,1 +1,1 @@
-"""One file per command, a folder where a command has actions."""
+"""One file per command, or a folder for a command with several actions."""

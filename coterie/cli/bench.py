@@ -1,4 +1,4 @@
-"""`coterie bench`: how fast a model runs on this machine, beside what its memory allows."""
+"""`coterie bench`: how fast a model runs on this machine, compared with its memory bandwidth."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 
 
 class BenchRunner:
-    """Runs on random prompts, so that no prefix is ever found in the cache."""
+    """Uses random prompts, so that the prefix cache never has a hit."""
 
     def __init__(self, llm: LLM, repeat: int) -> None:
         self.llm = llm
@@ -107,7 +107,7 @@ class BenchRunner:
         return tokens / (time.perf_counter() - started)
 
     def together(self, streams: int, tokens: int) -> float:
-        """Prompts of 128 tokens and their answers, as one run from start to end."""
+        """Prompts of 128 tokens and their answers, measured as one run."""
         prompts = [self.prompt(128) for _ in range(streams)]
         started = time.perf_counter()
         self.llm.generate(prompts, **_greedy(tokens))
@@ -119,7 +119,7 @@ def _greedy(tokens: int) -> dict[str, Any]:
 
 
 def bandwidth_bytes_s(threads: int) -> float:
-    """Reading an array much larger than any cache, best of seven."""
+    """Reads an array much larger than any cache; best of seven."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""`coterie carve`: a mixture of experts from a dense model, without training."""
+"""`coterie carve`: makes a mixture of experts from a dense model, without training."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ def execute(args: argparse.Namespace) -> int:
     carving = plan_carving(spec.intermediate, args.experts, args.active, args.shared, args.seed)
     out = args.out or Path(f"{_stem(path)}-carved-{carving.experts}x{carving.active}")
     tokenizer = load_tokenizer(path)
-    walk = LayerCarver(checkpoint, spec)
+    carver = LayerCarver(checkpoint, spec)
     texts = held_out(tokenizer) if args.report else {}
-    cuts = walk.cuts(carving, calibration(tokenizer, args.calibration), texts, _actives(carving))
+    cuts = carver.cuts(carving, calibration(tokenizer, args.calibration), texts, _actives(carving))
     with progress("carving") as tick, CarvedDirectory(checkpoint, carving, out) as target:
         for layer, cut in enumerate(cuts):
             size = target.add(layer, cut)
-            # layers are alike
+            # all layers have the same size
             tick((layer + 1) * size, spec.num_layers * size)
-        target.finish({"perplexity": [_row(item) for item in walk.measured]})
+        target.finish({"perplexity": [_row(item) for item in carver.measured]})
     print(_summary(out, carving))
     if args.report:
-        print("\n" + _table(carving, walk.measured))
+        print("\n" + _table(carving, carver.measured))
     return 0
 
 
@@ -76,13 +76,13 @@ def _stem(path: Path) -> str:
 
 
 def _actives(carving: CarvingPlan) -> list[int]:
-    """From the number asked for, doubling, to all."""
-    found = []
+    """From the requested number, doubling, up to all."""
+    numbers = []
     active = carving.active
     while active < carving.experts:
-        found.append(active)
+        numbers.append(active)
         active *= 2
-    return [*found, carving.experts]
+    return [*numbers, carving.experts]
 
 
 def _row(item: MeasuredPerplexity) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""`coterie chat`: a conversation in the terminal, or through a pipe, one line a turn."""
+"""`coterie chat`: a conversation in the terminal or through a pipe, one line per turn."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def execute(args: argparse.Namespace) -> int:
 
 
 class ChatLoop:
-    def __init__(self, llm: LLM, system: str | None, given: dict[str, Any]) -> None:
+    def __init__(self, llm: LLM, system: str | None, options: dict[str, Any]) -> None:
         self.llm = llm
-        self.given = given
+        self.options = options
         self.system = [{"role": "system", "content": system}] if system else []
         self.turns: list[dict[str, str]] = []
         self.is_terminal = sys.stdin.isatty()
 
     def run(self) -> int:
         if self.is_terminal:
-            # line editing; there is none on some systems
+            # line editing; some systems do not have it
             with suppress(ImportError):
                 importlib.import_module("readline")
             note("type a message; /reset forgets, /exit leaves")
@@ -79,10 +79,10 @@ class ChatLoop:
 
     def _answer(self, line: str) -> None:
         self.turns.append({"role": "user", "content": line})
-        said: list[str] = []
+        pieces: list[str] = []
         try:
-            for delta in self.llm.stream([*self.system, *self.turns], **self.given):
-                said.append(delta.text)
+            for delta in self.llm.stream([*self.system, *self.turns], **self.options):
+                pieces.append(delta.text)
                 sys.stdout.write(delta.text)
                 sys.stdout.flush()
         except KeyboardInterrupt:
@@ -93,4 +93,4 @@ class ChatLoop:
             return
         sys.stdout.write("\n")
         sys.stdout.flush()
-        self.turns.append({"role": "assistant", "content": "".join(said)})
+        self.turns.append({"role": "assistant", "content": "".join(pieces)})

@@ -1,4 +1,4 @@
-"""`coterie doctor`: what this machine has, what will be used, what is missing, how to mend it."""
+"""`coterie doctor`: what this machine has, what will be used, what is missing and how to fix it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ examples:
   coterie doctor --json     for scripts; exit code 1 when something is missing
 """
 
-# module -> (package to install, what it is for, is the engine impossible without it)
+# module -> (package to install, its purpose, whether the engine cannot run without it)
 PACKAGES = {
     "torch": ("torch", "running models", True),
     "numpy": ("numpy", "running models", True),
@@ -55,7 +55,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def examine() -> machine.Facts:
-    """Everything as plain values; nothing is written, nothing is fetched."""
+    """Everything as plain values; writes and fetches nothing."""
     packages = {name: machine.package_version(name, item[0]) for name, item in PACKAGES.items()}
     report: machine.Facts = {
         "python": sys.version.split()[0],
@@ -105,7 +105,8 @@ def _missing(report: machine.Facts) -> list[machine.Facts]:
 
 
 def _exposed_keys(config: Path | None) -> list[machine.Facts]:
-    """Key files that every user of this machine can read: ours, and those that `config` names."""
+    """Key files that every user of this machine can read: our own, and those that `config`
+    names."""
     files = [file for file in (state_dir() / "keys").glob("*") if file.suffix != ".pub"]
     exposed = [file for file in files if is_open_to_all(file)]
     if config is not None:

@@ -1,4 +1,4 @@
-"""`coterie keys`: keys that sign experts, and those that this machine trusts."""
+"""`coterie keys`: keys that sign experts, and keys that this machine trusts."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     menu = ActionMenu(parser)
-    made = menu.add("new", new, "make a key pair", _NEW)
-    made.add_argument("path", nargs="?", metavar="FILE", help="(default: in the state folder)")
-    made.add_argument("--comment", default="", metavar="TEXT", help="whose key it is")
-    made.add_argument("--trust", action="store_true", help="trust it on this machine")
-    _add_json(made)
-    made = menu.add("trust", trust, "install what this key signed", _TRUST)
-    made.add_argument("key", metavar="KEY", help="a .pub file, or 64 hex digits")
-    made.add_argument("--comment", default="", metavar="TEXT", help="whose key it is")
-    made.add_argument("--expires", metavar="WHEN", help="2027-12-31 or 90d (default: never)")
-    _add_json(made)
-    made = menu.add("revoke", revoke, "never again install what this key signed", _REVOKE)
-    made.add_argument("id", metavar="ID", help="a key id, or the start of one")
-    _add_json(made)
+    action = menu.add("new", new, "make a key pair", _NEW)
+    action.add_argument("path", nargs="?", metavar="FILE", help="(default: in the state folder)")
+    action.add_argument("--comment", default="", metavar="TEXT", help="whose key it is")
+    action.add_argument("--trust", action="store_true", help="trust it on this machine")
+    _add_json(action)
+    action = menu.add("trust", trust, "install what this key signed", _TRUST)
+    action.add_argument("key", metavar="KEY", help="a .pub file, or 64 hex digits")
+    action.add_argument("--comment", default="", metavar="TEXT", help="whose key it is")
+    action.add_argument("--expires", metavar="WHEN", help="2027-12-31 or 90d (default: never)")
+    _add_json(action)
+    action = menu.add("revoke", revoke, "never again install what this key signed", _REVOKE)
+    action.add_argument("id", metavar="ID", help="a key id, or the start of one")
+    _add_json(action)
     _add_json(menu.add("list", listing, "keys that are trusted, expired or revoked", _LIST))
 
 
@@ -81,14 +81,20 @@ def new(args: argparse.Namespace) -> int:
 
     path = Path(args.path) if args.path else keys_dir() / "publisher.key"
     public = signing.new_key(path)
-    beside = path.with_name(f"{path.name}.pub")
-    beside.write_text(f"ed25519 {public.hex()} {args.comment}".rstrip() + "\n", encoding="utf-8")
+    public_path = path.with_name(f"{path.name}.pub")
+    public_path.write_text(
+        f"ed25519 {public.hex()} {args.comment}".rstrip() + "\n", encoding="utf-8"
+    )
     if args.trust:
         open_trust().trust(public, args.comment)
-    report = {"private_key": str(path), "public_key": str(beside), "key_id": signing.key_id(public)}
+    report = {
+        "private_key": str(path),
+        "public_key": str(public_path),
+        "key_id": signing.key_id(public),
+    }
     pairs = [
         ("private key", f"{path} (keep it)"),
-        ("public key", f"{beside} (give it away)"),
+        ("public key", f"{public_path} (give it away)"),
         ("key id", signing.key_id(public)),
     ]
     return show(args, report, facts(pairs))
@@ -149,7 +155,7 @@ def _day(at: float) -> str:
 
 
 def _when(text: str) -> float:
-    """Seconds since 1970 of `90d` from now, or of a day's end in UTC."""
+    """Seconds since 1970: of `90d` from now, or of the end of a day in UTC."""
     days = re.fullmatch(r"(\d{1,5})d", text)
     if days:
         return time.time() + int(days.group(1)) * 86_400

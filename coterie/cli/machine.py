@@ -1,4 +1,4 @@
-"""What `doctor` and `bench` can find out about this machine. Reads, never changes anything."""
+"""What `doctor` and `bench` can measure on this machine. Changes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 Facts = dict[str, Any]
 
-# flag in /proc/cpuinfo -> what it is called here; in the order kernels prefer them
+# flag in /proc/cpuinfo -> its name here; in the order that kernels prefer
 _FLAGS = {
     "amx_int8": "amx-int8",
     "amx_bf16": "amx-bf16",
@@ -42,15 +42,15 @@ def cpu() -> Facts:
     from coterie.workers.memory import cores
 
     text = _read("/proc/cpuinfo")
-    given: set[str] = set()
+    flags_found: set[str] = set()
     name = platform.processor() or platform.machine()
     for line in text.splitlines():
         key, _, value = line.partition(":")
         if key.strip().lower() in ("flags", "features"):
-            given = set(value.split())
+            flags_found = set(value.split())
         elif key.strip() == "model name":
             name = value.strip()
-    flags = [label for flag, label in _FLAGS.items() if flag in given]
+    flags = [label for flag, label in _FLAGS.items() if flag in flags_found]
     return {"name": name, "cores": cores(), "flags": flags, "kernels": _kernels(flags)}
 
 
@@ -73,14 +73,14 @@ def memory() -> Facts:
 
 
 def compiler() -> str | None:
-    """The first line of what the C++ compiler says about itself."""
+    """The first line of the C++ compiler's version text."""
     from coterie.kernels.cpu.build import find_compiler
 
     path = find_compiler()
     if path is None:
         return None
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    return said.stdout.splitlines()[0] if said.stdout else path
+    process = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    return process.stdout.splitlines()[0] if process.stdout else path
 
 
 def is_installed(module: str) -> bool:
@@ -91,22 +91,22 @@ def is_installed(module: str) -> bool:
 
 
 def package_version(module: str, package: str) -> str | None:
-    """Of the package that has the module, mostly `package`."""
+    """The version of the package that provides the module, usually `package`."""
     if not is_installed(module):
         return None
-    # takes longer to import than the whole command line
+    # this import takes longer than the whole command line
     from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
     try:
         return version(package)
     except PackageNotFoundError:
-        # of a fork by another name; reads what every package on this machine has
+        # a fork with another name; this reads the metadata of every installed package
         names = packages_distributions().get(module)
         return version(names[0]) if names else "unknown"
 
 
 def torch_facts() -> Facts:
-    """Imports torch: a driver that does not fit shows only then."""
+    """Imports torch: only this shows a driver that does not fit."""
     if not is_installed("torch"):
         return {"version": None, "cuda": None, "triton": None}
     import torch
@@ -142,7 +142,7 @@ def cached_models() -> list[Facts]:
 
 
 def used(torch: Facts, models: list[Facts]) -> Facts:
-    """What `coterie serve` without arguments takes. `dtype` is None until the model is here."""
+    """What `coterie serve` without arguments uses. `dtype` is None until the model is fetched."""
     from coterie.weights.sources.source import DEFAULT_MODEL
     from coterie.workers.memory import auto_kv_bytes, cores
 

@@ -1,7 +1,7 @@
-"""The `coterie` command: one parser, one table of commands, one place that turns errors into lines.
+"""The `coterie` command: one parser, one table of commands, one place that reports errors.
 
-Standard library only, so that `--help` is instant and `python -m coterie` works where nothing can
-be installed. What a command needs is imported when it runs.
+Uses only the standard library, so that `--help` is fast and `python -m coterie` works where
+nothing can be installed. A command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COTERIE_DEBUG  1 = show tracebacks
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports a usage error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # the reader of our output went away; nothing is left to be flushed into
+        # the reader of our output is gone; do not flush into a closed pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

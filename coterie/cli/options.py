@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they become settings."""
+"""Options that several commands share, and how they are turned into settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coterie.core.moe import PREDICTIONS, READS, WARMUPS
 from coterie.core.sampling import SAMPLING_FIELDS
 from coterie.core.settings import parse_budget, parse_bytes
 
-# flags that are fields of MoeSettings; a flag that was not given stays None
+# flags that are fields of MoeSettings; a flag that is not given stays None
 MOE_FLAGS = (
     "strategy",
     "device_budget",
@@ -49,7 +49,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_moe(parser: argparse.ArgumentParser) -> None:
-    """Where the experts of a mixture-of-experts model live."""
+    """Where the experts of a mixture-of-experts model are kept."""
     parser.add_argument("--context", type=count, metavar="N", help="tokens of prompt plus output")
     group = parser.add_argument_group("experts of a mixture-of-experts model")
     add = group.add_argument
@@ -94,7 +94,7 @@ def add_moe(parser: argparse.ArgumentParser) -> None:
 
 
 def add_experts(parser: argparse.ArgumentParser) -> None:
-    """Experts as `.expert` files and the registry know them."""
+    """Experts from `.expert` files and from the registry."""
     group = parser.add_argument_group("experts to answer with")
     group.add_argument(
         "--expert",
@@ -119,7 +119,7 @@ def named_expert(text: str) -> str:
 
 
 def moe_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of MoeSettings that were given."""
+    """The fields of MoeSettings for which a flag was given."""
     given = {name: getattr(args, name) for name in MOE_FLAGS}
     krasis = _krasis(args)
     if krasis is not None:
@@ -130,7 +130,7 @@ def moe_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _krasis(args: argparse.Namespace) -> str | None:
-    """`--expert-divisor` chooses prefill, `--cache-strategy` decode (and prefill, when alone),
+    """`--expert-divisor` selects prefill, `--cache-strategy` decode (and prefill if given alone),
     `--no-gpu-decode` moves decode to the CPU."""
     divisor, cache = args.expert_divisor, args.cache_strategy
     if divisor is not None and divisor < 0:
@@ -140,7 +140,7 @@ def _krasis(args: argparse.Namespace) -> str | None:
         prefill = ("chunked", "persistent")[divisor] if divisor < 2 else f"layer_grouped:{divisor}"
     decode = cache
     if cache == "lru":
-        # its decode keeps compact buffers per layer
+        # decode keeps compact buffers per layer
         prefill, decode = prefill or "lru", "active_only"
     if args.no_gpu_decode:
         prefill, decode = prefill or cache, "cpu_only"
@@ -157,7 +157,7 @@ def _known(text: str) -> str:
 
 
 def strategy(text: str) -> str:
-    """A strategy's name that is known, as it was written."""
+    """A known strategy, as it was written."""
     try:
         return _known(text)
     except ConfigError as error:
@@ -190,7 +190,7 @@ def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
 
 
 def sampling_value(name: str) -> Callable[[str], float]:
-    """Reads a value of the sampling field, in its range."""
+    """Reads a value of the sampling field and checks its range."""
     field = SAMPLING_FIELDS[name]
 
     def read(text: str) -> float:
@@ -227,7 +227,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def fetch(model: str | None) -> Path:
-    """The model's file, downloaded with a progress bar when it is not here yet."""
+    """The model's file, downloaded with a progress bar if it is not on this machine."""
     from coterie.weights.sources.source import DEFAULT_MODEL, resolve
 
     with progress(f"fetching {model or DEFAULT_MODEL}") as tick:

@@ -1,4 +1,4 @@
-"""`coterie plan`: what every strategy would give on this machine, before a model is loaded."""
+"""`coterie plan`: the speed of every strategy on this machine, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _answers(rows: Sequence[PlanRow], choice: PlanChoice) -> dict[str, Any]:
 def _asked(
     text: str | None, case: PlanCase, ways: Sequence[MemoryDivision], rows: list[PlanRow]
 ) -> PlanChoice | None:
-    """The strategy that was named, with the better of its divisions; its row joins the others."""
+    """The requested strategy with the better of its divisions; its row is added to the others."""
     from coterie.moe.planner.plan import SAME, PlanChoice, forecast_row
 
     if text in (None, "auto"):
@@ -135,8 +135,8 @@ def _taken(rows: Sequence[PlanRow], choice: PlanChoice) -> PlanRow:
 
 
 def _flags(args: argparse.Namespace, subject: PlannedModel, row: PlanRow) -> list[str]:
-    """What gives this plan again, and runs it: as it was asked for, and where nothing was asked
-    for, the shares of all experts that were chosen."""
+    """Flags that give this plan again, and run it: those that were given, and otherwise the chosen
+    shares of all experts."""
     total = subject.sizes.total
     given = {
         "--strategy": row.strategy,
@@ -157,7 +157,7 @@ def _flags(args: argparse.Namespace, subject: PlannedModel, row: PlanRow) -> lis
 
 
 def share_of(slots: int, total: int) -> str:
-    """The shortest percentage that comes to so many slots."""
+    """The shortest percentage that gives this number of slots."""
     for digits in range(12):
         step = 10.0**-digits
         text = f"{math.ceil(100 * slots / total / step - 1e-9) * step:.{digits}f}%"
@@ -233,7 +233,7 @@ def _facts(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _by_budget(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """One table per way of dividing the memory."""
+    """One table per division of the memory."""
     tables: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         tables.setdefault((row["device_budget"], row["host_budget"]), []).append(row)
@@ -241,7 +241,7 @@ def _by_budget(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _shown(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """A table; one line for a division of the memory that gives nothing the chosen one does not."""
+    """A table; or one line for a division of the memory that is no better than the chosen one."""
     from coterie.moe.planner.plan import SAME
     from coterie.moe.planner.simulate import BELADY
 
@@ -279,7 +279,7 @@ def _is(row: dict[str, Any], chosen: dict[str, Any]) -> bool:
 
 
 def _alike(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Fastest first; rows that nobody could tell apart stand together, the bound alone."""
+    """Fastest first; rows with practically equal speed are grouped, except the bound."""
     from coterie.moe.planner.plan import SAME
     from coterie.moe.planner.simulate import BELADY
 
@@ -338,7 +338,7 @@ def _joined(document: dict[str, Any]) -> str:
 
 
 def _one_call(rows: Sequence[dict[str, Any]]) -> str:
-    """Which of them are spared the way through the runtime at every layer."""
+    """The strategies that need no runtime call at every layer."""
     names = [row["strategy"] for row in rows if row["one_call"] and "+" not in row["strategy"]]
     if not names:
         return ""
@@ -346,7 +346,7 @@ def _one_call(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _worth_showing(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All strategies; of the pairs (all are in the JSON) the best three."""
+    """All strategies; of the pairs (the JSON has all of them) only the best three."""
     pairs = [row for row in rows if "+" in row["strategy"]]
     pairs.sort(key=lambda row: (-row["prefill_tokens_s"], -row["decode_tokens_s"]))
     return [row for row in rows if "+" not in row["strategy"] or row in pairs[:3]]

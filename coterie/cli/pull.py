@@ -1,4 +1,4 @@
-"""`coterie pull`: have a model on this machine."""
+"""`coterie pull`: fetches a model to this machine."""
 
 from __future__ import annotations
 

@@ -42,21 +42,23 @@ and mem(ory) are the three terms of the score; prob(ability) decides.
 """
 MAX_PROMPT_BYTES = 2_000_000
 _FIGURES = ("sim", "succ", "mem", "score", "prob")
-# characters of one of them, and the least for a name and a reason
+# width of a figure, and the least width for a name and a reason
 _FIGURE = 5
 MIN_WORDS = 28
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     menu = ActionMenu(parser)
-    made = menu.add("explain", explain, "the candidates for a prompt, their scores, why", _EXPLAIN)
-    made.add_argument("prompt", metavar="PROMPT", help="what is asked; - reads it from stdin")
-    made.add_argument("--body", metavar="FILE", help="the document beside it; - reads stdin")
-    made.add_argument("--max-experts", type=int, metavar="N", help="most experts, 1 to 10")
-    made.add_argument("--exclude", action="append", metavar="NAME", help="never this one")
-    made.add_argument("--rows", type=int, default=10, metavar="N", help="candidates shown (10)")
-    made.add_argument("--config", metavar="FILE", help="TOML file with a [routing] section")
-    made.add_argument("--json", action="store_true", help="print JSON")
+    action = menu.add(
+        "explain", explain, "the candidates for a prompt, their scores, why", _EXPLAIN
+    )
+    action.add_argument("prompt", metavar="PROMPT", help="what is asked; - reads it from stdin")
+    action.add_argument("--body", metavar="FILE", help="the document beside it; - reads stdin")
+    action.add_argument("--max-experts", type=int, metavar="N", help="most experts, 1 to 10")
+    action.add_argument("--exclude", action="append", metavar="NAME", help="never this one")
+    action.add_argument("--rows", type=int, default=10, metavar="N", help="candidates shown (10)")
+    action.add_argument("--config", metavar="FILE", help="TOML file with a [routing] section")
+    action.add_argument("--json", action="store_true", help="print JSON")
 
 
 execute = choose
@@ -67,10 +69,12 @@ def explain(args: argparse.Namespace) -> int:
         raise ConfigError("PROMPT and --body cannot both be read from stdin", param="body")
     if args.max_experts is not None and not 1 <= args.max_experts <= 10:
         raise ConfigError("--max-experts must be from 1 to 10", param="max_experts")
-    prompt = _legible(_read("-") if args.prompt == "-" else args.prompt)
+    prompt = _printable(_read("-") if args.prompt == "-" else args.prompt)
     if not prompt.strip():
         raise ConfigError("the prompt is empty", param="prompt")
-    plan = asyncio.run(_plan(args, prompt, "" if args.body is None else _legible(_read(args.body))))
+    plan = asyncio.run(
+        _plan(args, prompt, "" if args.body is None else _printable(_read(args.body)))
+    )
     return show(args, _report(plan), _text(plan, args.rows))
 
 
@@ -84,8 +88,8 @@ def _read(source: str) -> str:
         raise ConfigError(f"cannot read {source}: {error.strerror}", param="body") from error
 
 
-def _legible(text: str) -> str:
-    """Bytes that are no UTF-8 come as halves of surrogate pairs, which nothing can write."""
+def _printable(text: str) -> str:
+    """Bytes that are not UTF-8 arrive as single surrogates, which cannot be written."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
@@ -107,18 +111,18 @@ async def _plan(args: argparse.Namespace, prompt: str, body: str) -> RoutePlan:
 
 
 def _bases(catalog: AdapterCatalog, adapter_bytes: int) -> list[Specialist]:
-    """One for every base model that an installed expert was made for: none has to be loaded."""
+    """One specialist for every base model that an installed expert was made for; none is loaded."""
     from coterie.routing.router import Specialist
 
-    found = sorted({base for card in catalog.cards() for base in card.bases})
+    fingerprints = sorted({base for card in catalog.cards() for base in card.bases})
     return [
         Specialist(f"base {base[:12]}".rstrip(), fingerprint=base, adapter_bytes=adapter_bytes)
-        for base in found or [""]
+        for base in fingerprints or [""]
     ]
 
 
 class _RecordedOutcomes:
-    """What servers of this home have recorded."""
+    """Outcomes that servers have recorded in this home folder."""
 
     def __init__(self, rates: Mapping[str, tuple[int, int]]) -> None:
         self._rates = rates
@@ -142,7 +146,7 @@ def _outcomes() -> OutcomeRates | None:
         finally:
             store.close()
     except CoterieError as error:
-        # the rest can be told all the same
+        # the rest of the explanation needs no outcomes
         note(f"coterie: {error.message}")
         return None
 
@@ -187,11 +191,13 @@ def _text(plan: RoutePlan, rows: int) -> str:
     pairs += [("why", reason) for reason in plan.reasons]
     pairs += [("task", _task(trace)), ("sampling", _sampling(plan))]
     pairs += [("degraded", note) for note in trace.degraded]
-    took = trace.timings_ms
+    timings_ms = trace.timings_ms
     stages = [
-        f"{name} {took[name]:.3f}" for name in ("features", "match", "decide") if name in took
+        f"{name} {timings_ms[name]:.3f}"
+        for name in ("features", "match", "decide")
+        if name in timings_ms
     ]
-    pairs.append(("took", f"{took['total']:.3f} ms ({', '.join(stages)})"))
+    pairs.append(("took", f"{timings_ms['total']:.3f} ms ({', '.join(stages)})"))
     parts = [facts(pairs)]
     if trace.candidates:
         shown = trace.candidates[: max(rows, 1)]
@@ -204,11 +210,11 @@ def _text(plan: RoutePlan, rows: int) -> str:
 
 
 def _task(trace: RouteTrace) -> str:
-    told = trace.features
+    features = trace.features
     language = "unknown language" if trace.language == "und" else f"language {trace.language}"
-    extras = [name for name in ("has_json", "has_code", "has_document") if told.get(name)]
-    code = [f"code {told['code_language']}"] if told.get("code_language") else []
-    return ", ".join([trace.task_type, f"intent {told['intent']}", language, *code, *extras])
+    extras = [name for name in ("has_json", "has_code", "has_document") if features.get(name)]
+    code = [f"code {features['code_language']}"] if features.get("code_language") else []
+    return ", ".join([trace.task_type, f"intent {features['intent']}", language, *code, *extras])
 
 
 def _sampling(plan: RoutePlan) -> str:
@@ -222,7 +228,7 @@ def _sampling(plan: RoutePlan) -> str:
 
 def candidates_table(candidates: Sequence[Candidate]) -> str:
     """Never wider than the terminal: long names are cut, long reasons wrapped; one block per
-    candidate where the terminal is too narrow for columns."""
+    candidate if the terminal is too narrow for columns."""
     rows = [(item, _figures(item)) for item in candidates]
     room = width() - len(_FIGURES) * (_FIGURE + 2) - 2
     if room < MIN_WORDS:

@@ -86,7 +86,7 @@ def open_llm(args: argparse.Namespace) -> LLM:
         threads=args.threads or 0,
         kv_bytes=args.kv_bytes or 0,
         context=args.context or 0,
-        # memory that nobody asked for stays the model's
+        # memory for adapters is reserved only if experts are requested
         adapters=DEFAULTS if experts else AdapterSettings(device_bytes=0),
         allow_unsigned=allow_unsigned,
         moe=moe_options(args),
@@ -100,7 +100,7 @@ def open_llm(args: argparse.Namespace) -> LLM:
 
 
 def _find(experts: list[str], allow_unsigned: bool) -> None:
-    """Wrong names end the command before a model is loaded; what nobody signed is told."""
+    """Ends the command for unknown names before a model is loaded; reports unsigned directories."""
     from coterie.workers.adapter_names import AdapterNames, parse
 
     names = AdapterNames(allow_unsigned=allow_unsigned)
@@ -110,16 +110,16 @@ def _find(experts: list[str], allow_unsigned: bool) -> None:
     finally:
         names.close()
     for path, card in names.imported.items():
-        # of a package, --allow-unsigned has been told
+        # for a package, the registry has already reported --allow-unsigned
         if not card.signer and Path(path).is_dir():
             note(f"{path}: not signed, used because you named it ({card.digest[:12]})")
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")
-    given = {name: getattr(args, name, None) for name in names}
-    given["experts"] = getattr(args, "expert", None)
-    return {name: value for name, value in given.items() if value is not None}
+    options_given = {name: getattr(args, name, None) for name in names}
+    options_given["experts"] = getattr(args, "expert", None)
+    return {name: value for name, value in options_given.items() if value is not None}
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -145,7 +145,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _text(args: argparse.Namespace) -> str:
-    """Read before the model is: a wrong command ends at once."""
+    """Read before the model is loaded, so that a wrong command ends at once."""
     if args.prompt_ids is not None:
         if args.chat:
             raise InvalidRequest("--chat needs --prompt")
@@ -200,44 +200,45 @@ def _answer(
 def report(
     llm: LLM, usage: Usage, timings: Timings, moe: MoeUsage | None, load_s: float
 ) -> dict[str, Any]:
-    """`experts` are the request's own counts, `tiers` what happened since the model was loaded."""
-    told: dict[str, Any] = {"speed": speed(usage, timings) | {"load_s": round(load_s, 6)}}
-    told["weight_bytes"] = llm.info.weight_bytes
-    told["kv_bytes"] = llm.info.kv_bytes
-    standing = llm.moe_report()
-    if moe is not None and standing is not None:
-        told |= {"experts": moe_facts(moe), "tiers": standing}
-    return told
+    """`experts` are the counts of this request, `tiers` the counts since the model was loaded."""
+    result: dict[str, Any] = {"speed": speed(usage, timings) | {"load_s": round(load_s, 6)}}
+    result["weight_bytes"] = llm.info.weight_bytes
+    result["kv_bytes"] = llm.info.kv_bytes
+    moe_state = llm.moe_report()
+    if moe is not None and moe_state is not None:
+        result |= {"experts": moe_facts(moe), "tiers": moe_state}
+    return result
 
 
-def render(told: Mapping[str, Any]) -> str:
-    rates = told["speed"]
-    memory = f"weights {nbytes(told['weight_bytes'])}, KV {nbytes(told['kv_bytes'])}"
+def render(report: Mapping[str, Any]) -> str:
+    rates = report["speed"]
+    memory = f"weights {nbytes(report['weight_bytes'])}, KV {nbytes(report['kv_bytes'])}"
     lines = [
         ("prefill", f"{rates['prefill_tok_s']:.1f} tok/s in {seconds(rates['prefill_s'])}"),
         ("ttft", f"{seconds(rates['ttft_s'])} after {seconds(rates['load_s'])} of loading"),
         ("decode", f"{rates['decode_tok_s']:.1f} tok/s in {seconds(rates['decode_s'])}"),
     ]
-    if "experts" in told:
-        lines += _experts(told["experts"], told["tiers"])
+    if "experts" in report:
+        tiers = report["tiers"]
+        lines += _experts(report["experts"], tiers)
         memory += (
-            f", experts {nbytes(_held(told['tiers']))} of {nbytes(told['tiers']['expert_bytes'])}; "
-            f"saved {nbytes(told['tiers']['memory_saved_bytes'])}"
+            f", experts {nbytes(_budget_bytes(tiers))} of {nbytes(tiers['expert_bytes'])}; "
+            f"saved {nbytes(tiers['memory_saved_bytes'])}"
         )
     return facts([*lines, ("memory", memory)])
 
 
-def _held(standing: Mapping[str, Any]) -> float:
-    return float(sum(tier["budget_bytes"] for tier in standing["tiers"].values()))
+def _budget_bytes(moe_state: Mapping[str, Any]) -> float:
+    return float(sum(tier["budget_bytes"] for tier in moe_state["tiers"].values()))
 
 
-def _experts(used: Mapping[str, Any], standing: Mapping[str, Any]) -> list[tuple[str, str]]:
-    device, host = standing["tiers"]["device"], standing["tiers"]["host"]
-    guessed = [("guesses", _guesses(standing["prediction"]))]
+def _experts(used: Mapping[str, Any], moe_state: Mapping[str, Any]) -> list[tuple[str, str]]:
+    device, host = moe_state["tiers"]["device"], moe_state["tiers"]["host"]
+    guessed = [("guesses", _guesses(moe_state["prediction"]))]
     times = ("routing", "lookup", "compute", "stall")
     return [
-        ("strategy", str(standing["strategy"])),
-        *([("fallback", str(standing["fallback"]))] if standing["fallback"] else []),
+        ("strategy", str(moe_state["strategy"])),
+        *([("fallback", str(moe_state["fallback"]))] if moe_state["fallback"] else []),
         (
             "device",
             f"{device['slots']} slots; hits {used['device_hits']}, ahead {used['prefetch_hits']}, "
@@ -250,32 +251,34 @@ def _experts(used: Mapping[str, Any], standing: Mapping[str, Any]) -> list[tuple
             f"computed here {used['host_runs']}; {nbytes(used['read_bytes'])} read from disk, "
             f"{host['evictions']} evictions",
         ),
-        # several reads are under way at once: their seconds may exceed the clock's
+        # several reads run at the same time: their seconds may add up to more than the elapsed time
         ("time", ", ".join(f"{name} {seconds(used[f'{name}_s'])}" for name in times)),
         ("io", f"{seconds(used['io_s'])} in all reads and copies, beside the above"),
         (
             "changes",
-            f"updates {standing['dcu_calls']}, swaps {standing['swaps']}, "
+            f"updates {moe_state['dcu_calls']}, swaps {moe_state['swaps']}, "
             f"fallback rate {100 * used['fallback_rate']:.1f}%",
         ),
-        *(guessed if standing["prediction"]["predictions"] else []),
-        *_unused(standing["prediction"]),
+        *(guessed if moe_state["prediction"]["predictions"] else []),
+        *_unused(moe_state["prediction"]),
     ]
 
 
-def _unused(known: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was asked for by name and has no effect."""
-    asked = known["mode"] in ("protect", "prefetch") and not known["protecting"]
-    return [("guesses", f"{known['mode']} not used: {known['why_off']}")] if asked else []
+def _unused(prediction: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A prediction mode that was requested and has no effect."""
+    if prediction["mode"] not in ("protect", "prefetch") or prediction["protecting"]:
+        return []
+    return [("guesses", f"{prediction['mode']} not used: {prediction['why_off']}")]
 
 
-def _guesses(known: Mapping[str, Any]) -> str:
-    """How the next layer's experts were foretold, and what that was used for."""
-    why = f"; off: {known['why_off']}" if known["why_off"] else ""
+def _guesses(prediction: Mapping[str, Any]) -> str:
+    """How well the next layer's experts were predicted, and what that was used for."""
+    why = f"; off: {prediction['why_off']}" if prediction["why_off"] else ""
     return (
-        f"{100 * known['slot_overlap']:.0f}% of experts, {100 * known['exact_match']:.0f}% of "
-        f"layers exactly; {known['prefetched']} fetched ahead, {known['useful_prefetches']} of "
-        f"them used{why}"
+        f"{100 * prediction['slot_overlap']:.0f}% of experts, "
+        f"{100 * prediction['exact_match']:.0f}% of layers exactly; "
+        f"{prediction['prefetched']} fetched ahead, "
+        f"{prediction['useful_prefetches']} of them used{why}"
     )
 
 

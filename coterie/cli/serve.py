@@ -166,7 +166,7 @@ def settings(args: argparse.Namespace) -> Config:
 
 
 def execute(args: argparse.Namespace) -> int:
-    # before anything loads a native library
+    # before any native library is loaded
     spawn.pin_native_threads()
     config = settings(args)
     for name in ("fastapi", "uvicorn", "msgspec", "zmq"):
@@ -207,7 +207,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def listen(server: ServerSettings) -> socket.socket:
-    """The listening socket, so that a taken port or an open door is told before a model loads."""
+    """The listening socket: a port in use or an unprotected address is reported before a model
+    loads."""
     keys = load_keys(server)
     check_exposure(server.host, keys.callers is not None, server.insecure)
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET

@@ -1,6 +1,6 @@
 """Runs the HTTP application: signals, banner, exit.
 
-Imported by `serve` alone, because it needs the web framework.
+Imported only by `serve`, because it needs the web framework.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
     from coterie.service.pipeline import Pipeline
 
-# past the drain: what stopping the workers and writing the last frames may take
+# time after the drain to stop the workers and to write the last frames
 CLOSE_S = 5.0
-# after a second Ctrl-C: what stopping the workers may take
+# time to stop the workers after a second Ctrl-C
 FORCED_CLOSE_S = 5.0
-# open files beside connections: databases, sockets to workers, model files
+# open files other than connections: databases, sockets to workers, model files
 OTHER_FILES = 256
 # most installed experts that the banner names
 MAX_NAMED = 8
@@ -78,13 +78,13 @@ class _Server(uvicorn.Server):
         else:
             ending.cancel()
             await asyncio.gather(ending, return_exceptions=True)
-            # the base class leaves the application's own shutdown out then
+            # in this case the base class does not run the application's shutdown
             await asyncio.wait_for(self.pipeline.close(), FORCED_CLOSE_S)
             await self.lifespan.shutdown()
 
     async def _end_requests(self) -> None:
-        """Beside the base class, which waits for connections: closing the pipeline is what ends a
-        stream that outlasts the drain with an error frame."""
+        """Runs while the base class waits for connections: closing the pipeline ends streams that
+        last longer than the drain, with an error frame."""
         if self.starting.done():
             await self.pipeline.drain()
             await self.pipeline.close()
@@ -93,13 +93,13 @@ class _Server(uvicorn.Server):
 async def run(
     config: Config, pipeline: Pipeline, starting: asyncio.Task[None], listener: socket.socket
 ) -> None:
-    """Serves until a signal. `starting` is the pipeline's start, already under way."""
+    """Serves until a signal. `starting` is the pipeline's start, which is already running."""
     url = _url(config.server, listener)
     failures: list[BaseException] = []
 
     def on_start(error: BaseException | None) -> None:
         if error is None:
-            # what is there to stay is not looked at again while requests run
+            # permanent objects are not examined by the garbage collector while requests run
             gc.collect()
             gc.freeze()
             print(banner(url, pipeline, asks_key=bool(config.server.api_key_file)), flush=True)
@@ -108,8 +108,8 @@ async def run(
             server.should_exit = True
 
     app = create_app(pipeline, config, on_start, starting)
-    most = _room_for_connections(config.server.max_connections)
-    made = protocols(OpenConnections(config.server, pipeline.registry, most))
+    most = _max_connections(config.server.max_connections)
+    protocol_classes = protocols(OpenConnections(config.server, pipeline.registry, most))
     server = _Server(
         uvicorn.Config(
             app,
@@ -119,38 +119,40 @@ async def run(
             server_header=False,
             timeout_graceful_shutdown=math.ceil(config.server.drain_s + CLOSE_S),
             lifespan="on",
-            http=made.http,
-            ws=made.websocket,
+            http=protocol_classes.http,
+            ws=protocol_classes.websocket,
             timeout_keep_alive=math.ceil(config.server.idle_timeout_s),
-            # a message is one body
+            # a message is one request body
             ws_max_size=config.server.max_body_bytes,
         ),
         pipeline,
         starting,
     )
     note(f"coterie: listening on {url}, loading models")
-    async with grpc_beside(config.server, pipeline, app):
+    async with grpc_server_if_enabled(config.server, pipeline, app):
         await server.serve(sockets=[listener])
     if failures:
         raise _startup_error(failures[0])
 
 
-def _room_for_connections(wanted: int) -> int:
-    """As many as there may be open files for; the system's first limit is often 1,024."""
+def _max_connections(requested: int) -> int:
+    """As many as the limit of open files allows; the system's default limit is often 1,024."""
     try:
         import resource
     except ImportError:
-        return wanted
+        return requested
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + OTHER_FILES
+    needed = requested + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
-    room = max(soft - OTHER_FILES, 1)
-    note(f"coterie: {room} connections instead of {wanted}: the limit of open files is {soft}")
-    return room
+        return requested
+    allowed = max(soft - OTHER_FILES, 1)
+    note(
+        f"coterie: {allowed} connections instead of {requested}: the limit of open files is {soft}"
+    )
+    return allowed
 
 
 def _startup_error(error: BaseException) -> CoterieError:
@@ -168,20 +170,22 @@ def _url(server: ServerSettings, listener: socket.socket) -> str:
 def banner(url: str, pipeline: Pipeline, asks_key: bool) -> str:
     pairs = [("Coterie", f"{__version__}, Python {sys.version.split()[0]}"), ("url", url)]
     specialists = pipeline.health().specialists
-    for name, known in specialists.items():
+    for name, info in specialists.items():
         sizes = [
-            f"{nbytes(known[key])} {label}"
+            f"{nbytes(info[key])} {label}"
             for key, label in (("weight_bytes", "weights"), ("kv_bytes", "KV"))
-            if key in known
+            if key in info
         ]
-        about = [known["dtype"], known["device"], f"context {known['max_model_len']}", *sizes]
+        about = [info["dtype"], info["device"], f"context {info['max_model_len']}", *sizes]
         pairs.append(("model", f"{name} ({', '.join(about)})"))
-        experts = known.get("experts")
+        experts = info.get("experts")
         if experts:
-            held = f"{nbytes(experts['held_bytes'])} of {nbytes(experts['expert_bytes'])} in memory"
+            memory = (
+                f"{nbytes(experts['held_bytes'])} of {nbytes(experts['expert_bytes'])} in memory"
+            )
             slots = f"{experts['device_slots']} device and {experts['host_slots']} host slots"
             pairs.append(
-                ("experts", f"{experts['count']} by {experts['strategy']}: {slots}, {held}")
+                ("experts", f"{experts['count']} by {experts['strategy']}: {slots}, {memory}")
             )
             pairs += [("fallback", experts["fallback"])] if experts["fallback"] else []
     if installed := _installed(pipeline):
@@ -201,24 +205,24 @@ def _installed(pipeline: Pipeline) -> str:
     return f"{', '.join(fitting[:MAX_NAMED])}{more}"
 
 
-# the requests have ended with the pipeline by then
+# by then all requests have ended with the pipeline
 GRACE_S = 1.0
 
 
 @asynccontextmanager
-async def grpc_beside(
+async def grpc_server_if_enabled(
     settings: ServerSettings, pipeline: Pipeline, app: FastAPI
 ) -> AsyncIterator[None]:
-    """Around `serve`, which drains and closes the pipeline at its end."""
+    """Runs around `serve`, which drains and closes the pipeline at its end."""
     if settings.grpc_port < 0:
         yield
         return
-    # what goes wrong is raised here; its core would write lines of its own between ours
+    # errors are raised here; gRPC's core would write its own lines between ours
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from coterie.api.transport.grpc_server import GrpcServer
 
     try:
-        server = GrpcServer(settings, pipeline, app.state.reception, app.state.keys)
+        server = GrpcServer(settings, pipeline, app.state.body_reader, app.state.keys)
         await server.start()
     except BaseException:
         await pipeline.close()

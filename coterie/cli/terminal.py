@@ -1,6 +1,6 @@
-"""What commands show: progress, tables and key-value lists that fit the terminal.
+"""Output of commands: progress, tables and key-value lists that fit the terminal.
 
-Progress goes to stderr, results to stdout. Uses rich for the bar when it is there.
+Progress goes to stderr, results to stdout. Uses rich for the bar if it is installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def note(text: str) -> None:
 
 
 class _LineHandler(logging.Handler):
-    """The log as lines for people; what is said again at once is left out."""
+    """The log as lines for people; a line that repeats the one before is left out."""
 
     _last = ""
 
@@ -41,18 +41,18 @@ class _LineHandler(logging.Handler):
 
 
 def narrate(level: int = logging.INFO) -> None:
-    """Show what this process logs while it works, as plain lines."""
+    """Shows what this process logs while it works, as plain lines."""
     logger = logging.getLogger("coterie")
     if not any(isinstance(handler, _LineHandler) for handler in logger.handlers):
-        said = _LineHandler()
-        said.setLevel(level)
-        logger.addHandler(said)
+        handler = _LineHandler()
+        handler.setLevel(level)
+        logger.addHandler(handler)
         logger.setLevel(min(level, logging.INFO))
 
 
 @contextmanager
 def progress(label: str) -> Iterator[Tick]:
-    """A callback for (bytes done, bytes in all). Shows nothing until it is called."""
+    """A callback for (bytes done, bytes in total). Shows nothing until it is called."""
     bar = _rich_bar(label) if sys.stderr.isatty() else None
     tick: Any = bar or _LineProgress(label)
     try:
@@ -109,12 +109,12 @@ def _rich_bar(label: str) -> Any:
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> str:
-    """`name  value` lines, values wrapped behind their names."""
+    """`name  value` lines; long values are wrapped after their names."""
     indent = max(len(name) for name, _ in pairs) + 2
     lines: list[str] = []
     for name, value in pairs:
-        room = max(width() - indent, 20)
-        first, *rest = textwrap.wrap(value, room, break_on_hyphens=False) or [""]
+        columns = max(width() - indent, 20)
+        first, *rest = textwrap.wrap(value, columns, break_on_hyphens=False) or [""]
         lines.append(f"{name:<{indent}}{first}")
         lines += [" " * indent + line for line in rest]
     return "\n".join(lines)
@@ -123,8 +123,8 @@ def facts(pairs: Sequence[tuple[str, str]]) -> str:
 def table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], words: Collection[str] = ()
 ) -> str:
-    """Aligned columns, numbers to the right, the first one and those of `words` to the left; one
-    block per row where the terminal is too narrow for them."""
+    """Aligned columns: numbers to the right, the first column and those in `words` to the left; one
+    block per row if the terminal is too narrow."""
     grid = [list(headers), *[list(row) for row in rows]]
     widths = [max(len(row[i]) for row in grid) for i in range(len(headers))]
     if sum(widths) + 2 * (len(widths) - 1) > width():
@@ -150,22 +150,22 @@ Act = Callable[[argparse.Namespace], int]
 
 
 class ActionMenu:
-    """Adds actions to a command's parser; without one, the command prints its help."""
+    """Adds actions to a command's parser; without an action, the command prints its help."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         parser.set_defaults(act=None, menu_parser=parser)
         self._choices = parser.add_subparsers(title="actions", metavar="ACTION", dest="action")
 
     def add(self, name: str, act: Act, about: str, epilog: str) -> argparse.ArgumentParser:
-        made: argparse.ArgumentParser = self._choices.add_parser(
+        parser: argparse.ArgumentParser = self._choices.add_parser(
             name,
             help=about,
             description=textwrap.fill(about, width()),
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        made.set_defaults(act=act)
-        return made
+        parser.set_defaults(act=act)
+        return parser
 
 
 def choose(args: argparse.Namespace) -> int:

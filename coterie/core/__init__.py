@@ -1,1 +1,1 @@
-"""Values, errors and settings that everybody shares. Standard library alone."""
+"""Values, errors and settings that every other folder uses. Imports only the standard library."""

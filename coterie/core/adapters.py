@@ -1,4 +1,4 @@
-"""Adapters as the gateway knows them: cards from a registry, and the budgets of every engine.
+"""Adapters as the gateway sees them: cards from a registry, and the memory budgets of an engine.
 
 Values only.
 """
@@ -13,7 +13,7 @@ from coterie.core.settings import key
 
 # most adapters in one request
 MAX_STACK = 10
-# beyond it nothing is left of the model that an adapter was trained beside
+# with a larger weight the output depends on the adapter alone, which was not trained for that
 MAX_WEIGHT = 10.0
 
 
@@ -51,7 +51,7 @@ class AdapterCard:
     kind: str
     # fingerprints of the base models it was made for
     bases: tuple[str, ...]
-    # of a soft prompt: they count in KV and context
+    # only for a soft prompt: its positions count in KV and context
     num_virtual_tokens: int
     nbytes: int
     installed_at: float
@@ -67,48 +67,48 @@ class AdapterProfile:
 
     card: AdapterCard
     keywords: tuple[str, ...] = ()
-    # prompts it is for, and prompts that look like it and are not
+    # prompts it is for, and similar prompts that it is not for
     examples: tuple[str, ...] = ()
     counterexamples: tuple[str, ...] = ()
     # boolean expression over features and keywords; empty = none
     router_hint: str = ""
-    # 0 to 1; 0.5 = neither preferred nor held back
+    # 0 to 1; 0.5 = neither preferred nor avoided
     priority: float = 0.5
     capabilities: tuple[str, ...] = ()
     # names of other adapters
     requires: tuple[str, ...] = ()
     incompatible_with: tuple[str, ...] = ()
-    # most adapters in a stack with this one; 0 = no limit of its own
+    # most adapters in a stack with this one; 0 = no limit from this adapter
     max_chain: int = 0
     # lower is composed first
     load_order: int = 0
     response_format: ResponseFormat | None = None
-    # sampling values it was judged with: {"temperature": 0.0}
+    # sampling values it was evaluated with: {"temperature": 0.0}
     decoding: Mapping[str, float] = field(default_factory=dict)
     # text with {prompt} and {body}; empty = the prompt as it is
     template: str = ""
-    # share of its held-out items it got right; None = not judged
+    # share of its held-out items that it answered correctly; None = not evaluated
     quality: float | None = None
-    # what it takes beside a model in fp32; 0 = nobody knows
+    # device memory it needs beside a model in fp32; 0 = unknown
     device_bytes: int = 0
-    # regular expression that a right answer matches whole, whatever it says; empty = not stated
+    # regular expression that matches every correct answer from start to end; empty = not stated
     answer_pattern: str = ""
     # codes of the languages it was measured in ("en", "de"); empty = not stated
     languages: tuple[str, ...] = ()
-    # the same where all factors of its stack can stay in bf16; 0 = its own cannot
+    # the same if all factors of its stack can stay in bf16; 0 = its own factors cannot
     narrow_bytes: int = 0
-    # more on a base whose modules have biases
+    # extra bytes on a base whose modules have biases
     shift_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptableModules:
-    """What of a model adapters may change."""
+    """The parts of a model that adapters may change."""
 
     hidden: int
     # path -> features in, features out
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    # a scale of a module with a bias brings a shift along
+    # an adapter that scales a module with a bias also needs a shift for that bias
     has_bias: bool = False
 
 

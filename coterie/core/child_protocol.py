@@ -1,4 +1,4 @@
-"""Questions to a process of our own that may hang or die of one: a stranger's grammar, an answer.
+"""Questions to a child process that may hang or crash: a caller's grammar, a generated answer.
 
     children = ChildPool(ChildProgram(module, env, start_s=30.0))      # in the server
     answer = await children.ask(question, None, answer_s=2.0)
@@ -6,12 +6,12 @@
 
     serve(prepare, memory_bytes=1 << 30)                               # the program's main()
 
-A frame is four bytes of length and so many bytes. The program reads frames on its standard input
-and answers each on its standard output. The first one sets it up (empty where there is nothing to
-say) and is answered with an empty frame once the program is ready.
+A frame is a length of four bytes and that many bytes. The program reads frames on its standard
+input and answers each on its standard output. The first frame sets the program up (it may be
+empty) and is answered with an empty frame once the program is ready.
 
-A process takes one question at a time. One that died or took too long is replaced when the next
-question comes. What is asked, and how much time and memory it may cost, is each use's own.
+A process takes one question at a time. A process that died or took too long is replaced when the
+next question comes. Each user of this module defines its questions and their limits.
 """
 
 from __future__ import annotations
@@ -32,67 +32,68 @@ from coterie.core.errors import Unavailable
 from coterie.core.spawn import DEVNULL, PIPE, AsyncProcess, Stream, environment, start
 
 LENGTH = struct.Struct("<I")
-# a question to its answer, in the process
+# in the process: takes a question, returns its answer
 Answer = Callable[[bytes], bytes]
-# what processes differ by; equal ones are interchangeable
+# processes with an equal setup are interchangeable
 Setup = TypeVar("Setup")
 
 
 class ChildNotStarted(Exception):
-    """No process could be made ready for questions."""
+    """No process became ready for questions."""
 
 
 class ChildDied(Exception):
-    """The process ended in the middle of a question, once or as often as that was allowed."""
+    """The process ended during a question, as often as there were attempts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildProgram:
-    """`python -m module`, with this environment and nothing else of the server's."""
+    """`python -m module`, with this environment and nothing else from the server."""
 
     module: str
     env: Mapping[str, str]
-    # until it is ready
+    # time until it must be ready
     start_s: float
     max_children: int = 1
-    # None = the server's own
+    # None = the server's own stderr
     stderr: Stream = DEVNULL
 
 
 def bare_environment(**more: str) -> dict[str, str]:
-    """What our own modules need to be found, and no secret."""
-    kept = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
-    return environment({**kept, **more})
+    """The variables that are needed to find our modules, and no secrets."""
+    inherited = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
+    return environment({**inherited, **more})
 
 
 class ChildPool(Generic[Setup]):
-    """Starts nothing until it is asked. For one event loop."""
+    """Starts no process before the first question. For one event loop."""
 
     def __init__(
         self, program: ChildProgram, greet: Callable[[Setup], bytes] | None = None
     ) -> None:
-        """`greet` makes the first frame of a setup, on a thread."""
+        """`greet` makes the first frame for a setup, on a thread."""
         self._program, self._greet = program, greet
-        self._places = asyncio.Semaphore(program.max_children)
-        # alive, and those of them that nobody asks now, longest free first
+        self._permits = asyncio.Semaphore(program.max_children)
+        # all that run, and those that are idle, longest idle first
         self._children: set[_Child[Setup]] = set()
         self._free: list[_Child[Setup]] = []
         self._answering: set[asyncio.Task[bytes]] = set()
         self._closed = False
-        # questions that have no answer yet
+        # questions without an answer so far
         self.num_waiting = 0
 
     async def ask(
         self, question: bytes, setup: Setup, *, answer_s: float | None, attempts: int = 1
     ) -> bytes:
-        """Raises TimeoutError, ChildDied (a process that died may have died of something else: with
-        two `attempts` the question gets a second one), ChildNotStarted, or Unavailable once closed.
+        """Raises TimeoutError, ChildDied, ChildNotStarted, or Unavailable once the pool is closed.
 
-        Whoever is cancelled leaves a process that ends what it began and is then used again.
+        A process may die for a reason that is not the question: with two `attempts` the question is
+        sent again. If the caller is cancelled, the process finishes its answer and is then used
+        again.
         """
         self.num_waiting += 1
         try:
-            await self._places.acquire()
+            await self._permits.acquire()
             work = asyncio.ensure_future(self._answered(question, setup, answer_s, attempts))
             self._answering.add(work)
             work.add_done_callback(self._leave)
@@ -101,7 +102,7 @@ class ChildPool(Generic[Setup]):
             self.num_waiting -= 1
 
     async def close(self) -> None:
-        """At once: whoever still waits is refused."""
+        """Closes at once: callers that still wait get an error."""
         self._closed = True
         for child in self._children:
             child.process.kill()
@@ -111,7 +112,7 @@ class ChildPool(Generic[Setup]):
 
     def _leave(self, work: asyncio.Task[bytes]) -> None:
         self._answering.discard(work)
-        self._places.release()
+        self._permits.release()
 
     async def _answered(
         self, question: bytes, setup: Setup, answer_s: float | None, attempts: int
@@ -136,7 +137,7 @@ class ChildPool(Generic[Setup]):
         raise ChildDied(f"{self._program.module} ended")
 
     async def _take(self, setup: Setup) -> _Child[Setup]:
-        """One that is free and set up so, else a new one."""
+        """An idle process with this setup, or a new one."""
         self._refuse_closed()
         for child in self._free[::-1]:
             if child.process.returncode is not None:
@@ -205,13 +206,13 @@ class _Child(Generic[Setup]):
 
 
 def serve(prepare: Callable[[bytes], Answer], *, memory_bytes: int = 0, cpu_s: float = 0.0) -> None:
-    """The program's side: `prepare` takes the first frame and returns what answers the others.
+    """The program's side: `prepare` takes the first frame and returns a function for the others.
 
-    Past `memory_bytes` in all or `cpu_s` for one answer (0 = no limit) the system ends the process;
-    so does the end of its input, in the middle of an answer too.
+    The system ends the process when it uses more than `memory_bytes`, or `cpu_s` for one answer (0
+    = no limit). It also ends when its input is closed, even during an answer.
     """
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    # whatever a library prints must not look like an answer
+    # output that a library prints must not be read as an answer
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -224,15 +225,16 @@ def serve(prepare: Callable[[bytes], Answer], *, memory_bytes: int = 0, cpu_s: f
     answer = prepare(first)
     _send(answers, b"")
     while (question := _receive(questions)) is not None:
-        # Python would not get to a handler of its own: the signal's default ends the process
+        # Python could not run a handler during the call: the signal's default action ends the
+        # process
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        found = answer(question)
+        reply = answer(question)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        _send(answers, found)
+        _send(answers, reply)
 
 
 def _end_with_parent() -> None:
-    """Its input has no writer any more once the server is gone."""
+    """Once the server is gone, the standard input has no writer."""
     hung_up = select.poll()
     hung_up.register(0, 0)
     hung_up.poll()
@@ -240,7 +242,7 @@ def _end_with_parent() -> None:
 
 
 def _receive(stream: BinaryIO) -> bytes | None:
-    """None at the end."""
+    """None at the end of the input."""
     head = stream.read(LENGTH.size)
     return stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
 

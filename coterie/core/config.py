@@ -1,7 +1,7 @@
-"""Settings: one TOML file, checked key by key. Owns names, types, ranges and defaults.
+"""Settings: one TOML file, checked key by key. Defines names, types, ranges and defaults.
 
-An unknown key is an error that names the nearest known one, so that a typing mistake never runs
-silently. `reference()` renders docs/config.md from the same table that checks the file.
+An unknown key is an error that names the nearest known one, so that a typing mistake is always
+noticed. `reference()` writes docs/config.md from the same table that checks the file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ServerSettings:
     api_key_file: str = key(
         "",
         "text",
-        "File with one API key per line, with its rights behind it; empty = no keys are asked for.",
+        "File with one API key per line, each followed by its rights; empty = no keys are needed.",
     )
     admin_key_file: str = key(
         "", "text", "File with one admin key per line; empty = experts cannot be changed over HTTP."
@@ -96,7 +96,7 @@ class ServerSettings:
     write_timeout_s: float = key(
         120.0,
         "number",
-        "Seconds a client may take nothing of its answer before it is cut.",
+        "Seconds a client may read nothing of its answer before its connection is closed.",
         low=0.1,
         high=3600,
     )
@@ -116,7 +116,7 @@ class ServerSettings:
         "addresses, `localhost` and `host`.",
     )
     cors_origins: tuple[str, ...] = key(
-        (), "list", "Origins whose pages may call, `*` = any; empty = this server's own alone."
+        (), "list", "Origins whose pages may call, `*` = any; empty = only this server's own."
     )
     clamp_max_tokens: bool = key(
         False,
@@ -126,7 +126,7 @@ class ServerSettings:
     drain_s: float = key(
         30.0, "number", "Seconds running requests get to end at shutdown.", low=0, high=3600
     )
-    log_level: str = key("info", "text", "Least severe log line that is written.", among=LOG_LEVELS)
+    log_level: str = key("info", "text", "Least severe level that is logged.", among=LOG_LEVELS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class SpecialistSettings:
     dtype: str = key(
         "auto",
         "text",
-        "Precision of the weights; `auto` loses nothing against the file.",
+        "Precision of the weights; `auto` is never less precise than the file.",
         among=DTYPES,
     )
     context: int = key(
@@ -255,9 +255,9 @@ _SECTIONS: dict[str, type[Any]] = {
     "specialists": SpecialistSettings,
     "validators": ValidatorSettings,
 }
-# keys of earlier versions: what they are called now
+# keys that were renamed since earlier versions
 _RENAMED: dict[type[Any], dict[str, str]] = {SpecialistSettings: {"experts": "moe"}}
-# sections of which there may be several
+# sections that may appear several times
 _LISTS = ("specialists", "validators")
 
 

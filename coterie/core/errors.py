@@ -1,26 +1,26 @@
-"""Everything that can go wrong, as one tree with stable codes.
+"""All errors, as one tree with stable codes.
 
     CoterieError
     +-- InvalidRequest            the caller's input; names the parameter
     |   +-- ContextLengthExceeded prompt (plus output) does not fit the context
-    |   +-- Unsupported           valid for the vendor, not built here
+    |   +-- UnsupportedFeature    valid for the vendor, not built here
     +-- RequestTooLarge           body over the limit
     +-- UnsupportedMediaType      a body that does not say it is JSON
-    +-- Misdirected               a host name that is not this server's
+    +-- MisdirectedRequest        sent to a host name that is not this server's
     +-- Unauthenticated           no key, or a wrong one
     +-- Forbidden                 a key without the right
     +-- NotFound                  no such model, job or route
-    +-- Conflict                  what is asked was done already, or is being done
-    +-- Overloaded                queue full or budget spent; retry later
-    +-- Unavailable               nobody healthy can serve this now
+    +-- Conflict                  the change was made already, or is being made
+    +-- Overloaded                the queue is full or a budget is used up; retry later
+    +-- Unavailable               no healthy replica can serve this now
     +-- DeadlineExceeded          the request's own deadline passed
-    +-- WorkerCrashed             the request was present in repeated crashes
+    +-- WorkerCrashed             the request was running in repeated crashes
     +-- WeightsError              a model file is missing, broken or unknown
     +-- ConfigError               a setting is wrong; names the key
     +-- MissingDependency         an optional package is not installed
     +-- InternalError             our bug
 
-An error knows what it means, never how a dialect writes it: `api/` maps `code` to status and body.
+An error says what went wrong. How an API writes it is decided in `api/`, by `code`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from dataclasses import dataclass
 
 
 class CoterieError(Exception):
-    """Base. `code` is stable and documented; `retry_after_s` is None when a retry cannot help."""
+    """Base class. `code` is stable and documented; `retry_after_s` is None when a retry cannot
+    help."""
 
     code = "internal_error"
 
@@ -44,8 +45,8 @@ class CoterieError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ContextExcess:
-    """How a request does not fit its context; tokens. `max_tokens` None = the prompt alone is too
-    long."""
+    """By how much a request exceeds its context, in tokens. `max_tokens` is None if the prompt
+    alone is too long."""
 
     prompt: int
     max_tokens: int | None
@@ -57,7 +58,7 @@ class InvalidRequest(CoterieError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """`excess` has the numbers behind the message, for dialects with words of their own."""
+    """`excess` holds the numbers of the message, for dialects that write their own message."""
 
     code = "context_length_exceeded"
 
@@ -162,5 +163,5 @@ ERRORS: dict[str, type[CoterieError]] = {leaf.code: leaf for leaf in _LEAVES}
 
 
 def from_code(code: str, message: str, *, retry_after_s: float | None = None) -> CoterieError:
-    """The error a `Failed` event or a `Rejected` verdict stands for."""
+    """The error that a `Failed` event or a `Rejected` answer describes."""
     return ERRORS.get(code, InternalError)(message, retry_after_s=retry_after_s)

@@ -1,4 +1,7 @@
-"""What leaves the system. Every accepted request ends in exactly one `Finished` or `Failed`."""
+"""Events and results that are sent to callers.
+
+Every accepted request ends in exactly one `Finished` or `Failed`.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from coterie.core.plan import AdapterChoice
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     token_id: int
-    # its name: its text, or `bytes:\\x..` where its bytes are no text by themselves
+    # its text, or `bytes:\\x..` if its bytes alone are not valid text
     text: str
     # the token's bytes; a token may hold part of a character
     data: bytes
     logprob: float
-    # (token id, name, bytes, logprob), most likely first
+    # (token id, text, bytes, logprob), most likely first
     top: tuple[tuple[int, str, bytes, float], ...] = ()
-    # 1 = nothing was likelier; 0 = not asked for
+    # 1 = no token was more likely; 0 = not requested
     rank: int = 0
 
 
@@ -31,7 +34,7 @@ class Usage:
     # prompt tokens whose KV was reused
     cached_tokens: int = 0
     reasoning_tokens: int = 0
-    # prompt tokens behind the reused ones that the same prompt would reuse from now on
+    # prompt tokens after the reused ones that the same prompt could reuse from now on
     stored_tokens: int = 0
 
 
@@ -45,9 +48,9 @@ class Timings:
     decode_s: float = 0.0
     total_s: float = 0.0
     num_preemptions: int = 0
-    # of queue_s: passed over because its adapters were not in place
+    # part of queue_s: waiting for its adapters to be loaded
     load_s: float = 0.0
-    # of queue_s: checking what the answer is held to; the gateway fills it in
+    # part of queue_s: checking the response format; the gateway fills it in
     grammar_s: float = 0.0
 
 
@@ -59,9 +62,9 @@ class Started:
     replica: str
     prompt_tokens: int
     cached_tokens: int
-    # only when sampling.prompt_logprobs was asked; the first token has none
+    # only if sampling.prompt_logprobs was given; the first token has none
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    # most tokens of a choice, and the prompt as it runs; the gateway fills in both
+    # most tokens of a choice, and the prompt that is run; the gateway fills in both
     max_tokens: int | None = None
     prompt_ids: tuple[int, ...] = ()
     # prompt tokens that become reusable with this request
@@ -72,9 +75,9 @@ class Started:
 class Delta:
     """New tokens of one choice.
 
-    Sent for every token, also when the text is still held back (a possible stop string, half a
-    character): `text` is then empty. Text already sent is never taken back. The last delta of a
-    choice carries its finish_reason: stop, length, timeout or abort.
+    Sent for every token, even while its text cannot be sent yet (it may be part of a stop string,
+    or of a character): `text` is then empty. Text that was sent is never withdrawn. The last delta
+    of a choice has its finish_reason: stop, length, timeout or abort.
     """
 
     request_id: str
@@ -94,18 +97,18 @@ class Finished:
     choices: tuple[str, ...]
     usage: Usage
     timings: Timings
-    # only of a mixture-of-experts model
+    # only for a mixture-of-experts model
     moe: MoeUsage | None = None
-    # KV blocks that its sequences held when they ended, shared ones once
+    # KV blocks that its sequences had when they ended; shared ones are counted once
     kv_blocks: int = 0
-    # what its adapters took where the model runs
+    # device memory of its adapters
     adapter_bytes: int = 0
-    # what the request ran on, in order; the gateway fills it in from the plan
+    # the adapters it ran with, in order; the gateway fills it in from the plan
     adapters: tuple[AdapterChoice, ...] = ()
-    # of the first choice; the gateway fills in both
+    # for the first choice; the gateway fills in both
     validation: ValidationResult | None = None
     metrics: InferenceMetrics | None = None
-    # choices whose text was cut before their grammar let it end
+    # choices that ended before their grammar was complete
     unfinished: tuple[int, ...] = ()
 
 
@@ -124,8 +127,8 @@ DIGITS = 6
 
 
 def speed(usage: Usage, timings: Timings, num_choices: int = 1) -> dict[str, float]:
-    """Seconds and tokens per second; a rate that was not measured is 0. Of `queue_s`, `grammar_s`
-    went to checking a response format and `adapters_s` to waiting for adapters."""
+    """Seconds and tokens per second; a rate that was not measured is 0. `queue_s` includes
+    `grammar_s` (checking a response format) and `adapters_s` (waiting for adapters)."""
     prompt = usage.prompt_tokens - usage.cached_tokens
     # the first token of each choice belongs to the prefill
     drawn = usage.completion_tokens - num_choices
@@ -145,7 +148,8 @@ def speed(usage: Usage, timings: Timings, num_choices: int = 1) -> dict[str, flo
 
 
 def moe_facts(usage: MoeUsage) -> dict[str, Any]:
-    """`MoeUsage`'s own names, and the share of demands that found no device slot filled."""
+    """The fields of `MoeUsage`, and the share of demands that no device slot could serve at
+    once."""
     values = {name: getattr(usage, name) for name in USAGE_FIELDS}
     return {
         **{n: round(v, DIGITS) if isinstance(v, float) else v for n, v in values.items()},
@@ -163,7 +167,7 @@ def metadata(finished: Finished) -> dict[str, Any]:
 
 
 def facts_of(finished: Finished) -> dict[str, Any]:
-    """Where the time of a request went; its MoE experts and its adapters, where it had any."""
+    """Where the time of a request went, and its MoE experts and adapters if it had any."""
     choices = len(finished.choices)
     facts: dict[str, Any] = {"timings": speed(finished.usage, finished.timings, choices)}
     if finished.moe is not None:
@@ -172,7 +176,7 @@ def facts_of(finished: Finished) -> dict[str, Any]:
         facts["adapters"] = [asdict(adapter) for adapter in finished.adapters]
         facts["adapter_bytes"] = finished.adapter_bytes
     if finished.unfinished:
-        # choices that were cut before their grammar let them end
+        # choices that ended before their grammar was complete
         facts["unfinished"] = list(finished.unfinished)
     return facts
 
@@ -183,9 +187,9 @@ def _rate(count: int, seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ValidationResult:
-    """Of one answer. `validator` names who looked: json, json_schema, python, a command's name ...
+    """The result for one answer. `validator` is its name: json, json_schema, python, a command ...
 
-    An answer that nobody can judge has no result, which is not a valid one.
+    An answer that no validator can check has no result. That does not mean that it is valid.
     """
 
     valid: bool
@@ -196,8 +200,8 @@ class ValidationResult:
 
 @dataclass(frozen=True, slots=True)
 class InferenceMetrics:
-    """Everything measured about one request. Times in milliseconds; `submitted_at` and the like are
-    seconds since 1970, so that the stages of several requests can be laid side by side."""
+    """All measurements of one request. Times are in milliseconds; `submitted_at` and other times of
+    day are seconds since 1970, so that the stages of several requests can be compared."""
 
     job_id: str
     submitted_at: float
@@ -208,15 +212,15 @@ class InferenceMetrics:
     # name@version, in order of composition
     experts_used: tuple[str, ...]
     num_experts: int
-    # KV blocks of this request at its longest, and its adapters; not shared weights. 0 where it
-    # ended without its engine's last word
+    # the most KV blocks that this request had, and its adapters; not shared weights. 0 if its
+    # engine could not report them
     vram_peak_mb: float
     input_tokens: int
     output_tokens: int
     tokens_per_second: float
     success: bool
     error: str | None
-    # None = nobody judged it
+    # None = not validated
     validation_passed: bool | None
     finish_reason: str = ""
     task_type: str = ""
@@ -227,15 +231,15 @@ class InferenceMetrics:
     routed_at: float = 0.0
     first_token_at: float = 0.0
     finished_at: float = 0.0
-    # as the caller named its own user
+    # the user's name as the caller sent it
     user_id: str = ""
-    # what its noise was drawn from; the same request with it gets the same answer
+    # the seed of its sampling; the same request with this seed gets the same answer
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceResult:
-    """What /v1/infer answers, by whatever road: whole, at a stream's end, or as a job's result."""
+    """The answer of /v1/infer: as one body, at the end of a stream, or as the result of a job."""
 
     job_id: str
     text: str
@@ -248,13 +252,13 @@ class InferenceResult:
     model: str
     task_type: str
     confidence: float
-    # what could not be done as wished
+    # requests that could not be fulfilled completely
     degraded: tuple[str, ...] = ()
-    # the caller's own, or the one that was drawn: with it the same request is answered the same
+    # given by the caller or drawn; the same request with this seed gets the same answer
     seed: int = 0
     validation: ValidationResult | None = None
     metrics: InferenceMetrics | None = None
-    # where the time went: `timings`, and of a mixture `experts`; as `coterie` on the vendors' APIs
+    # where the time went: `timings`, and `experts` for a MoE model; `coterie` on the vendors' APIs
     telemetry: Mapping[str, Any] | None = None
-    # ExpertPlan, when it was asked for
+    # ExpertPlan, if it was requested
     plan: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""A job is a request that is answered later: what is kept of it, where it stands, how it ended.
+"""A job is a request that is answered later: its stored request, its state and its result.
 
 Values only.
 """
@@ -19,12 +19,12 @@ MAX_PAGE = 100
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """All that a run needs, kept from acceptance to end."""
+    """Everything that is needed to run the job, stored until it ends."""
 
     request: InferenceRequest
-    # the plan goes into the result
+    # include the plan in the result
     explain: bool = False
-    # the dialect's values for what was left open
+    # the dialect's defaults for values that were not given
     vendor: Sampling = VENDOR_DEFAULTS
 
 
@@ -38,7 +38,7 @@ class JobError:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Where a job stands. Times are seconds since 1970."""
+    """The state of a job. Times are seconds since 1970."""
 
     id: str
     status: str
@@ -47,11 +47,11 @@ class Job:
     submitted_at: float
     started_at: float | None = None
     finished_at: float | None = None
-    # so far
+    # the text generated so far
     text: str = ""
     result: InferenceResult | None = None
     error: JobError | None = None
-    # until it begins; None once it has
+    # None once the job has started
     estimated_wait_ms: float | None = None
 
     @property
@@ -61,7 +61,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobQuery:
-    """Newest first. `after` is a page's `next`."""
+    """Results are sorted newest first. `after` is the `next` of the page before."""
 
     tenant: str
     status: str | None = None

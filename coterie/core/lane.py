@@ -1,4 +1,4 @@
-"""What a lane is given: one specialist's queue bound, batch bounds and fixed KV quota."""
+"""The settings of a lane: one specialist's queue limit, batch limits and fixed KV quota."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from coterie.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LaneConfig:
-    """A specialist inside an engine. `context` and `num_blocks` are open (0) until the worker knows
-    the model and divides the engine's KV bytes."""
+    """A specialist inside an engine. `context` and `num_blocks` are 0 until the worker has read the
+    model and divided the engine's KV bytes."""
 
     name: str
     # most tokens of prompt plus output; 0 = what the model was trained for
     context: int = 0
-    # the lane's own KV; 0 = by weight, of the engine's KV bytes
+    # the lane's own KV blocks; 0 = a share of the engine's KV bytes, by weight
     num_blocks: int = 0
     block_size: int = 16
-    # sequences that may wait; one more is refused
+    # sequences that may wait; further ones are refused
     max_queue: int = 256
     # sequences computed together
     max_sequences: int = 64
-    # tokens computed in one step: bounds how long a prefill chunk delays running streams
+    # tokens computed in one step: limits how long a prefill chunk delays running streams
     max_step_tokens: int = 512
     # sessions whose blocks are kept longest
     kv_cache_slots: int = 16
     prefix_cache: bool = True
-    # divides the engine's KV bytes and its tokens among the lanes
+    # this lane's share of the engine's KV bytes and tokens
     weight: float = 1.0
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class LaneConfig:
             )
 
     def require_quota(self) -> None:
-        """For an engine, where nothing may be open any more."""
+        """For an engine, where both values must be set."""
         for key in ("context", "num_blocks"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"lane {self.name}: {key} must be at least 1", param=key)
@@ -58,7 +58,7 @@ class LaneConfig:
 
     @property
     def table_width(self) -> int:
-        """Blocks of the longest sequence."""
+        """Number of blocks of the longest sequence."""
         return -(-self.capacity_tokens // self.block_size)
 
 

@@ -1,4 +1,4 @@
-"""One bounded cache for whoever keeps what was used last."""
+"""The bounded cache of recently used values that all folders use."""
 
 from __future__ import annotations
 
@@ -12,61 +12,62 @@ Value = TypeVar("Value")
 
 
 class LruCache(Generic[Key, Value]):
-    """At most `limit` values, or values of `limit` in all by `size`; the least recently used leaves
-    first. Any thread may call it."""
+    """Holds at most `limit` values, or values whose sizes (by `size`) add up to `limit`. The least
+    recently used value is evicted first. Thread-safe."""
 
     def __init__(self, limit: int, size: Callable[[Value], int] = lambda _: 1) -> None:
-        """`size` of a value never changes."""
+        """The `size` of a value must never change."""
         self.limit = limit
-        # the sizes of all values
+        # sum of the sizes of all values
         self.used = 0
-        # values that left for others
+        # values removed to make room for others
         self.evictions = 0
         self._size = size
         self._lock = threading.Lock()
         # least recently used first
-        self._held: OrderedDict[Key, Value] = OrderedDict()
+        self._values: OrderedDict[Key, Value] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._values)
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._held
+        return key in self._values
 
     def get(self, key: Key) -> Value | None:
         """Counts as a use."""
         with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-            return self._held.get(key)
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
 
     def peek(self, key: Key) -> Value | None:
         """Does not count as a use."""
-        return self._held.get(key)
+        return self._values.get(key)
 
     def get_or_make(self, key: Key, make: Callable[[], Value]) -> Value:
-        """What is kept, or what `make` answers, kept from now on; two threads may both make it."""
-        found = self.get(key)
-        if found is None:
-            found = make()
-            self.put(key, found)
-        return found
+        """The cached value, or the result of `make`, which is then cached; two threads may both
+        make it."""
+        value = self.get(key)
+        if value is None:
+            value = make()
+            self.put(key, value)
+        return value
 
     def put(self, key: Key, value: Value) -> list[Value]:
-        """Counts as a use. What had to leave for it, the least recently used first. A value that
-        alone is over the limit is not kept."""
+        """Counts as a use. Returns the values that were evicted for it, the least recently used
+        first. A value that alone exceeds the limit is not stored."""
         size = self._size(value)
         with self._lock:
             self._drop(key)
-            left: list[Value] = []
+            evicted: list[Value] = []
             if size > self.limit:
-                return left
+                return evicted
             while self.used + size > self.limit:
-                left.append(self._drop_oldest())
-            self._held[key] = value
+                evicted.append(self._drop_oldest())
+            self._values[key] = value
             self.used += size
-            self.evictions += len(left)
-            return left
+            self.evictions += len(evicted)
+            return evicted
 
     def pop(self, key: Key) -> Value | None:
         with self._lock:
@@ -80,24 +81,24 @@ class LruCache(Generic[Key, Value]):
     def items(self) -> list[tuple[Key, Value]]:
         """The least recently used first."""
         with self._lock:
-            return list(self._held.items())
+            return list(self._values.items())
 
     def values(self) -> list[Value]:
         return [value for _, value in self.items()]
 
     def clear(self) -> None:
         with self._lock:
-            self._held.clear()
+            self._values.clear()
             self.used = 0
 
     def _drop(self, key: Key) -> Value | None:
-        if key not in self._held:
+        if key not in self._values:
             return None
-        value = self._held.pop(key)
+        value = self._values.pop(key)
         self.used -= self._size(value)
         return value
 
     def _drop_oldest(self) -> Value:
-        _, value = self._held.popitem(last=False)
+        _, value = self._values.popitem(last=False)
         self.used -= self._size(value)
         return value

@@ -1,6 +1,6 @@
-"""Where MoE experts may live and how they are moved: the settings, and what a request cost.
+"""Where MoE experts are kept and how they are moved: the settings, and what a request cost.
 
-Plain values that a gateway may hold and send.
+Plain values that the gateway can use and send.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class MoeSettings:
     deterministic: bool = key(False, "flag", "Fix where each expert is computed.")
 
 
-# nothing was asked for
+# no setting was given
 AUTOMATIC = MoeSettings()
 
 
-# of one layer: its number, the experts asked for, and those of them that a device slot had; no
-# dataclass, as every row of every step has one for each layer
+# for one layer: its number, the experts it needed, and how many of them were in a device slot; a
+# tuple instead of a dataclass, because every row of every step has one for each layer
 LayerHits = tuple[int, int, int]
 
 
@@ -68,13 +68,13 @@ class MoeUsage:
     """
 
     device_hits: int = 0
-    # first use of something that was loaded before it was asked for
+    # first use of an expert that was loaded before it was needed
     prefetch_hits: int = 0
-    # moved to the device because this step asked for it
+    # moved to the device because this step needed it
     device_misses: int = 0
     # computed on the host instead
     host_runs: int = 0
-    # host lookups (for a move or a host run) that found the expert in RAM, and that did not
+    # host lookups (for a move or a host run) that found the expert in RAM, and those that did not
     host_hits: int = 0
     host_misses: int = 0
     # host to device, and disk to host
@@ -84,10 +84,10 @@ class MoeUsage:
     lookup_s: float = 0.0
     io_s: float = 0.0
     compute_s: float = 0.0
-    # time in which nothing could be computed because bytes were awaited
+    # time in which nothing could be computed because data was still being moved
     stall_s: float = 0.0
-    # rounds in which a strategy looked at its slots again while the request ran, and the experts
-    # that these exchanged
+    # how often a strategy reconsidered its slots while the request ran, and the experts that were
+    # exchanged by that
     updates: int = 0
     swaps: int = 0
     # one for each MoE layer, in order
@@ -114,5 +114,5 @@ class MoeUsage:
         return MoeUsage(**counts, layers=layers)
 
 
-# all that are one number
+# all fields that are one number
 USAGE_FIELDS = tuple(item.name for item in fields(MoeUsage) if item.name != "layers")

@@ -1,4 +1,4 @@
-"""Decisions as values: who answers, whether it is permitted, and what a replica is asked to run."""
+"""Decisions as values: who answers, whether it is permitted, and what a replica has to run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coterie.core.request import Limits, Prompt, ResponseFormat, Sampling
 
 @dataclass(frozen=True, slots=True)
 class AdapterChoice:
-    """One adapter of a stack, known by the digest of its bytes."""
+    """One adapter of a stack, identified by the digest of its bytes."""
 
     name: str
     digest: str
@@ -19,7 +19,8 @@ class AdapterChoice:
 
 
 def stack_key(adapters: Sequence[AdapterChoice]) -> str:
-    """Names a stack by what it computes: its digests and weights in order. Empty for none."""
+    """Names a stack by what it computes: its digests and weights in order. Empty for an empty
+    stack."""
     if not adapters:
         return ""
     hasher = blake2b(digest_size=16, person=b"coterie-stack")
@@ -31,13 +32,13 @@ def stack_key(adapters: Sequence[AdapterChoice]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TunedFields:
-    """What the router put in place of the caller's own; None = the request's stands."""
+    """Values that the router sets in place of the caller's; None = the request's value stays."""
 
     prompt: Prompt | None = None
-    # shortened to the room that is left, where a caller's own would be refused
+    # shortened to the space that is left, where an explicit value of a caller would be refused
     max_tokens: int | None = None
     response_format: ResponseFormat | None = None
-    # what the chosen adapter says that its answers match; they are judged by it, not held to it
+    # the pattern that the chosen adapter states for its answers; only validated, not enforced
     answer_pattern: str = ""
 
 
@@ -52,18 +53,19 @@ class RoutePlan:
     confidence: float
     reasons: tuple[str, ...]
     tuned: TunedFields = TunedFields()
-    # how it was decided; None where the caller's names alone decided
+    # how it was decided; None if the caller named everything
     trace: RouteTrace | None = None
-    # what it runs at where the caller's key has no right to the priority asked for
+    # the priority it runs at if the caller's key does not allow the requested one
     lowered_priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one replica is asked to run: tokens, not text.
+    """What one replica has to run: tokens, not text.
 
-    `emitted` holds, per choice, the token ids the client already has: a replica that takes over
-    after a crash continues behind them. Choices in `finished` are complete and are not run again.
+    `emitted` holds, per choice, the token ids that the client already has: a replica that takes
+    over after a crash continues after them. Choices in `finished` are complete and are not run
+    again.
     """
 
     request_id: str
@@ -97,7 +99,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class LaneState:
-    """How a lane stands, published by its worker after each step."""
+    """The state of a lane, published by its worker after each step."""
 
     lane: str
     queued: int
@@ -108,18 +110,18 @@ class LaneState:
     prefix_digests: tuple[str, ...]
     predicted_first_token_s: float
     preempting: bool
-    # what a step took lately; 0 = none was made
+    # duration of recent steps; 0 = no step yet
     step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One adapter that was looked at, and what became of it."""
+    """One adapter that was considered, and the result."""
 
     # name@version
     name: str
     digest: str
-    # each 0 to 1: of the prompt with the adapter, its rate of valid answers, room left in memory
+    # each 0 to 1: similarity of prompt and adapter, rate of valid answers, free memory
     similarity: float
     success: float
     memory: float
@@ -133,15 +135,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class RouteTrace:
-    """One decision, told. Times are milliseconds, by stage."""
+    """How one decision was made. Times are milliseconds, by stage."""
 
     task_type: str
     # ISO 639-1, or "und"
     language: str
-    # named features that are not texts of the caller: has_json, has_code, code_language, length ...
+    # named features that hold no text of the caller: has_json, has_code, code_language, length ...
     features: Mapping[str, str | float | bool] = field(default_factory=dict)
     candidates: tuple[Candidate, ...] = ()
     threshold: float = 0.0
-    # what could not be done as wished: "dropped x: ..." ; told to the caller
+    # what could not be done as requested: "dropped x: ..."; reported to the caller
     degraded: tuple[str, ...] = ()
     timings_ms: Mapping[str, float] = field(default_factory=dict)

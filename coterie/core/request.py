@@ -1,6 +1,6 @@
-"""What a caller asks for, as frozen values. `None` always means "not given".
+"""A caller's request, as frozen values. `None` always means "not given".
 
-A dialect in `api/` parses a body into an `InferenceRequest`; the router resolves what is open.
+A dialect in `api/` parses a body into an `InferenceRequest`; the router fills in what is missing.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# the model name that leaves the choice to the router
+# this model name lets the router choose
 AUTO = "auto"
 DEFAULT_PRIORITY, MAX_PRIORITY = 5, 9
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the assistant made; `arguments` is JSON text, as the model wrote it."""
+    """A call that the assistant made; `arguments` is JSON text, exactly as the model wrote it."""
 
     id: str
     name: str
@@ -26,27 +26,27 @@ class ToolCall:
 class Message:
     role: str
     content: str
-    # only of an assistant's turn
+    # only in a message of the assistant
     tool_calls: tuple[ToolCall, ...] = ()
-    # only of a turn with role "tool": the call that it answers
+    # only in a message with role "tool": the call that it answers
     tool_call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages for the model's own chat template."""
+    """Messages for the model's chat template."""
 
     messages: tuple[Message, ...]
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     # False when the last message is an assistant turn that the model is to continue
     add_generation_prompt: bool = True
-    # without a new turn the assistant's last one is closed too, not to be continued
+    # if no new turn is added, the assistant's last turn is closed instead of continued
     closes_last: bool = False
     # functions the model may call: {"name", "description", "parameters"}
     tools: tuple[dict[str, Any], ...] = ()
-    # the caller's own in place of the model's
+    # a template of the caller instead of the model's
     template: str | None = None
-    # put BOS and the like in front of what the template wrote
+    # put BOS and other special tokens before what the template wrote
     add_special_tokens: bool = False
 
 
@@ -55,7 +55,7 @@ class Text:
     """Raw text, tokenised without a template."""
 
     text: str
-    # with BOS and the like, as the tokenizer says
+    # with BOS and other special tokens, as the tokenizer defines
     add_special_tokens: bool = True
 
 
@@ -71,7 +71,7 @@ Prompt = Chat | Text | Tokens
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """What every answer must look like, enforced while tokens are drawn.
+    """The form of every answer, enforced while tokens are drawn.
 
     `kind` is json_object, json_schema, lark, gbnf or regex; `text` is the schema as JSON, the
     grammar or the pattern.
@@ -87,7 +87,8 @@ class TokenRules:
 
     # only these; None = all
     allowed_ids: tuple[int, ...] | None = None
-    # never as the model's tokenizer writes them, at the start of a word or inside
+    # these are never drawn in the form that the tokenizer writes them, at the start of a word or
+    # inside
     bad_words: tuple[str, ...] = ()
 
 
@@ -109,11 +110,11 @@ class Sampling:
     n: int | None = None
     num_beams: int | None = None
     length_penalty: float | None = None
-    # number of alternatives per token; 0 = only the chosen token's own; None = no logprobs
+    # number of alternatives per token; 0 = only the chosen token; None = no logprobs
     logprobs: int | None = None
     # the same for the prompt's tokens (completions with echo)
     prompt_logprobs: int | None = None
-    # the request's response_format, put here for the engine: only tokens that keep to it are drawn
+    # the request's response_format, copied here for the engine: other tokens are not drawn
     constraint: ResponseFormat | None = None
     rules: TokenRules | None = None
 
@@ -122,17 +123,17 @@ class Sampling:
 class TextRules:
     """How an answer's tokens become its text."""
 
-    # special tokens are no text
+    # special tokens are left out of the text
     skip_special: bool = True
-    # the stop string or token that ends an answer is its last text
+    # the stop string or token that ends an answer is included in its text
     include_stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTruncation:
-    """Shortens a prompt that has more tokens."""
+    """Shortens a prompt that has more tokens than this."""
 
-    # None = as many as fit beside max_tokens
+    # None = as many as fit together with max_tokens
     max_tokens: int | None
     # the beginning is kept, not the end
     keeps_start: bool = False
@@ -152,9 +153,10 @@ class Limits:
     timeout_s: float | None = None
     # cap on prompt plus output
     context_size: int | None = None
-    # of its tenant, that run at once; 0 = as many as the others leave. By the tenant's rights
+    # most sequences of its tenant that run at once; 0 = no limit. Comes from the tenant's rights
     max_running: int = 0
-    # it was refused before and comes when it was told to: some room is beyond a full queue
+    # it was refused before and comes back at the announced time: a full queue still has places for
+    # it
     is_expected: bool = False
     text: TextRules = TextRules()
     # None = a prompt that is too long is refused
@@ -171,39 +173,39 @@ class AdapterHint:
 
 @dataclass(frozen=True, slots=True)
 class RouteHints:
-    """What the caller said about who should answer."""
+    """What the caller says about who should answer."""
 
     # `base`, `adapter`, `base:adapter`, `adapter@version`, `a+b`, or None
     model: str | None = None
-    # behind those that `model` names; where any is named, the router adds none by content
+    # added after those that `model` names; if any is named, the router chooses none by content
     adapters: tuple[AdapterHint, ...] = ()
     # never chosen by content
     exclude: tuple[str, ...] = ()
     # most that are chosen by content; None = MAX_STACK
     max_adapters: int | None = None
-    # values left open are tuned by task type, whoever was named
+    # missing values are set by task type, also if the caller named adapters
     tune: bool = False
-    # the caller's own words and the document beside them, where the prompt holds both
+    # the caller's instruction and the document, if the prompt holds both
     instruction: str = ""
     document: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRights:
-    """What one key may ask of the scheduler."""
+    """What the scheduler allows to one key."""
 
-    # its requests run at this priority at most
+    # highest priority of its requests
     priority: int = DEFAULT_PRIORITY
-    # sequences of it that run at once; 0 = as many as the others leave
+    # most of its sequences that run at once; 0 = no limit
     max_running: int = 0
 
 
-# without keys everybody is the operator
+# without keys everybody has the operator's rights
 EVERY_RIGHT = KeyRights(MAX_PRIORITY)
 
 
 def own_tenant(tenant: str) -> str:
-    """Whose key it is. A salt isolates a tenant's prefix blocks, nothing else of it."""
+    """The tenant without its salt. A salt separates a tenant's prefix blocks and nothing else."""
     return tenant.partition("+")[0]
 
 
@@ -217,11 +219,11 @@ class InferenceRequest:
     response_format: ResponseFormat | None
     # key of a conversation whose blocks are kept longest; None = the tenant's default session
     session: str | None
-    # who asks; prefix blocks never cross tenants
+    # who sends the request; prefix blocks are never shared between tenants
     tenant: str
-    # time.monotonic() at reception, of a job: when it was begun
+    # time.monotonic() when it was received; for a job: when it was started
     arrived_at: float
-    # of a job: when it was accepted, in seconds since 1970
+    # only for a job: when it was accepted, in seconds since 1970
     submitted_at: float | None = None
-    # as the caller named its own user; only for the log
+    # the user's name as the caller sent it; only for the log
     user_id: str = ""

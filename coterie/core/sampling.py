@@ -1,10 +1,10 @@
-"""Which values a sampling field may have, what a caller left open filled in, what is wrong refused.
+"""Which values a sampling field may have; fills in missing values and refuses wrong ones.
 
-One table, which every way in derives from. Its ranges are the widest that the engine computes
-correctly: an API, a package or a flag may take less (`SamplingField.narrowed`), never more.
+One table for all APIs, packages and the engine. Its ranges are the widest that the engine computes
+correctly: an API, a package or a flag may accept less (`SamplingField.narrowed`), never more.
 
-Order of a sampling value: the request, the model's generation_config, the dialect's defaults. A
-missing seed is drawn here, once, so that a retry on another replica draws the same noise.
+Order for a sampling value: the request, the model's generation_config, the dialect's defaults. A
+missing seed is drawn here, once, so that a retry on another replica draws the same numbers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from coterie.core.request import Limits, Sampling
 
 @dataclass(frozen=True, slots=True)
 class SamplingField:
-    """From `low` to `high`, both taken; a field whose `low` is an int holds whole numbers."""
+    """Accepts `low` to `high`, both included; a field whose `low` is an int holds whole numbers."""
 
     low: float
     high: float
-    # of a request that says nothing; None = there is none
+    # for a request that does not give the field; None = no default
     default: float | None = None
-    # `low` itself is not taken
+    # `low` itself is excluded
     above_low: bool = False
 
     @property
@@ -35,14 +35,14 @@ class SamplingField:
         return isinstance(self.low, int)
 
     def narrowed(self, low: float | None = None, high: float | None = None) -> SamplingField:
-        """The same field where less is taken; ValueError where that would be more."""
+        """The same field with a smaller range; ValueError if the range would be larger."""
         if (low is not None and low < self.low) or (high is not None and high > self.high):
             raise ValueError(f"{low} to {high} is wider than {self.low} to {self.high}")
         return SamplingField(
             self.low if low is None else low,
             self.high if high is None else high,
             self.default,
-            # a `low` that was moved up is taken itself
+            # a raised `low` is included
             self.above_low and (low is None or low == self.low),
         )
 
@@ -64,18 +64,18 @@ SAMPLING_FIELDS: dict[str, SamplingField] = {
     "repetition_penalty": SamplingField(0.0, 100.0, 1.0, above_low=True),
     "presence_penalty": SamplingField(-2.0, 2.0, 0.0),
     "frequency_penalty": SamplingField(-2.0, 2.0, 0.0),
-    # an exponent of the output's length: a larger one overflows
+    # an exponent of the output's length: a larger value overflows
     "length_penalty": SamplingField(-10.0, 10.0, 1.0),
     "n": SamplingField(1, 128, 1),
     "num_beams": SamplingField(1, 64, 1),
     "logprobs": SamplingField(0, 100),
     "prompt_logprobs": SamplingField(0, 100),
-    # one is drawn where none is given
+    # drawn if it is not given
     "seed": SamplingField(-(2**63), 2**63 - 1),
 }
-# of each token; added in float32, so that a finite number may still be too large
+# for each token; added in float32, so a finite number may still be too large
 LOGIT_BIAS = SamplingField(-1e9, 1e9)
-# not of `Sampling` but of `Limits`; how long an output may be is the context's matter
+# fields of `Limits`, not of `Sampling`; the context limits the length of an output
 MAX_TOKENS = SamplingField(1, 2**63 - 1)
 MIN_TOKENS = SamplingField(0, 2**63 - 1, 0)
 
@@ -86,7 +86,7 @@ GENERATION_FIELDS = (*TUNED_FIELDS, "typical_p")
 
 
 def value_of(sampling: Sampling, name: str) -> float:
-    """What was given, or the default of a field that has one."""
+    """The given value, or the default of a field that has one."""
     given: float | None = getattr(sampling, name)
     default = SAMPLING_FIELDS[name].default
     assert default is not None, name
@@ -120,27 +120,27 @@ VENDOR_DEFAULTS = Sampling(
 )
 
 _SEED_MASK = 2**63 - 1
-# a seed of ours is told to the caller, and JSON's readers keep 53 bits of a number
+# a drawn seed is sent to the caller, and many JSON readers keep only 53 bits of a number
 _DRAWN_BITS = 53
 
 
 def draw_seed() -> int:
-    """For a request that brings none."""
+    """For a request without a seed."""
     return secrets.randbits(_DRAWN_BITS)
 
 
 def resolve_sampling(
-    asked: Sampling, generation: Mapping[str, Any], vendor: Sampling = VENDOR_DEFAULTS
+    requested: Sampling, generation: Mapping[str, Any], vendor: Sampling = VENDOR_DEFAULTS
 ) -> Sampling:
-    """`asked` with nothing left open that the engine needs; refuses values out of range."""
+    """`requested` with every value filled in that the engine needs; refuses values out of range."""
     values: dict[str, Any] = {}
     for name in (*GENERATION_FIELDS, "n", "num_beams"):
-        given = getattr(asked, name)
+        given = getattr(requested, name)
         if given is None and name in GENERATION_FIELDS:
             given = generation.get(name)
         values[name] = getattr(vendor, name) if given is None else given
-    seed = draw_seed() if asked.seed is None else asked.seed & _SEED_MASK
-    resolved = replace(asked, **values, seed=seed)
+    seed = draw_seed() if requested.seed is None else requested.seed & _SEED_MASK
+    resolved = replace(requested, **values, seed=seed)
     check_sampling(resolved)
     return resolved
 
@@ -148,22 +148,22 @@ def resolve_sampling(
 def truncated(
     ids: Sequence[int], limits: Limits, context: int, virtual_tokens: int = 0
 ) -> Sequence[int]:
-    """The prompt as short as its caller wants it."""
+    """The prompt, shortened as its caller requested."""
     rule = limits.truncation
     if rule is None:
         return ids
-    most = rule.max_tokens
-    if most is None:
-        room = min(context, limits.context_size or context) - virtual_tokens
-        # a prompt of nothing is refused for what it is
-        most = max(room - (limits.max_tokens or 1), 0)
-    if len(ids) <= most:
+    max_prompt_tokens = rule.max_tokens
+    if max_prompt_tokens is None:
+        available = min(context, limits.context_size or context) - virtual_tokens
+        # an empty prompt is refused later, with its own message
+        max_prompt_tokens = max(available - (limits.max_tokens or 1), 0)
+    if len(ids) <= max_prompt_tokens:
         return ids
-    return ids[:most] if rule.keeps_start else ids[len(ids) - most :]
+    return ids[:max_prompt_tokens] if rule.keeps_start else ids[len(ids) - max_prompt_tokens :]
 
 
 def check_tokens(ids: Sequence[int], sampling: Sampling, vocab_size: int) -> None:
-    """Token ids a caller sent must exist."""
+    """Checks that token ids sent by a caller exist."""
     if not ids:
         raise InvalidRequest("the prompt is empty", param="prompt")
     worst = max(ids) if min(ids) >= 0 else min(ids)
@@ -189,21 +189,23 @@ def check_tokens(ids: Sequence[int], sampling: Sampling, vocab_size: int) -> Non
 def resolve_limits(
     limits: Limits, prompt_tokens: int, context: int, virtual_tokens: int = 0, clamp: bool = False
 ) -> Limits:
-    """`limits` with max_tokens set: what was asked, or all that is left of the context.
+    """`limits` with max_tokens set: the requested number, or all that is left of the context.
 
-    An explicit max_tokens that cannot be kept is refused; with `clamp` it becomes what is left.
-    `virtual_tokens` are those that soft prompts put in front of the prompt's own.
+    An explicit max_tokens that does not fit is refused; with `clamp` it is lowered to what is left.
+    `virtual_tokens` are the positions that soft prompts add before the prompt.
     """
     context = min(context, limits.context_size or context)
-    room = context - prompt_tokens - virtual_tokens
-    asked = limits.max_tokens
-    if asked is not None and asked < MAX_TOKENS.low:
-        raise InvalidRequest(f"max_tokens is {asked}; it must be at least 1", param="max_tokens")
-    if clamp and asked is not None and room >= 1:
-        asked = min(asked, room)
-    if room < 1 or (asked is not None and asked > room):
+    tokens_left = context - prompt_tokens - virtual_tokens
+    max_tokens = limits.max_tokens
+    if max_tokens is not None and max_tokens < MAX_TOKENS.low:
+        raise InvalidRequest(
+            f"max_tokens is {max_tokens}; it must be at least 1", param="max_tokens"
+        )
+    if clamp and max_tokens is not None and tokens_left >= 1:
+        max_tokens = min(max_tokens, tokens_left)
+    if tokens_left < 1 or (max_tokens is not None and max_tokens > tokens_left):
         raise _too_long(limits, prompt_tokens, virtual_tokens, context)
-    tokens = room if asked is None else asked
+    tokens = tokens_left if max_tokens is None else max_tokens
     if not 0 <= limits.min_tokens <= tokens:
         raise InvalidRequest(
             f"min_tokens is {limits.min_tokens}; it must be from 0 to max_tokens ({tokens})",
@@ -216,11 +218,11 @@ def resolve_limits(
     return replace(limits, max_tokens=tokens)
 
 
-def prompt_too_long(prompt_tokens: int, context: int, least: str = "") -> ContextLengthExceeded:
-    """`least` is put before a number that is not exact."""
+def prompt_too_long(prompt_tokens: int, context: int, qualifier: str = "") -> ContextLengthExceeded:
+    """`qualifier` is written before a number that is not exact."""
     return ContextLengthExceeded(
         f"This model's maximum context length is {context} tokens. However, the prompt has "
-        f"{least}{prompt_tokens} tokens. Please shorten it.",
+        f"{qualifier}{prompt_tokens} tokens. Please shorten it.",
         excess=ContextExcess(prompt_tokens, None, context),
     )
 
@@ -228,18 +230,20 @@ def prompt_too_long(prompt_tokens: int, context: int, least: str = "") -> Contex
 def _too_long(
     limits: Limits, prompt_tokens: int, virtual_tokens: int, context: int
 ) -> ContextLengthExceeded:
-    used, asked = prompt_tokens + virtual_tokens, limits.max_tokens
+    used, max_tokens = prompt_tokens + virtual_tokens, limits.max_tokens
     soft = f", and its adapters put {virtual_tokens} in front" if virtual_tokens else ""
-    if asked is None or used >= context:
+    if max_tokens is None or used >= context:
         excess = ContextExcess(used, None, context)
         why = f"the prompt has {prompt_tokens} tokens{soft}. Please shorten it."
     else:
-        excess = ContextExcess(used, asked, context)
+        excess = ContextExcess(used, max_tokens, context)
         why = (
-            f"you requested {used + asked} tokens ({prompt_tokens} in the prompt{soft}, {asked} "
-            "in the completion). Please reduce the prompt or max_tokens."
+            f"you requested {used + max_tokens} tokens ({prompt_tokens} in the prompt{soft}, "
+            f"{max_tokens} in the completion). Please reduce the prompt or max_tokens."
         )
-    own = limits.context_size == context
-    whose = "context_size" if own else "This model's maximum context length"
-    message = f"{whose} is {context} tokens. However, {why}"
-    return ContextLengthExceeded(message, param="context_size" if own else None, excess=excess)
+    is_own_limit = limits.context_size == context
+    limit_name = "context_size" if is_own_limit else "This model's maximum context length"
+    message = f"{limit_name} is {context} tokens. However, {why}"
+    return ContextLengthExceeded(
+        message, param="context_size" if is_own_limit else None, excess=excess
+    )

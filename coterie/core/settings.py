@@ -1,4 +1,4 @@
-"""What one key of a settings file accepts: types, ranges, sizes, and the refusal's sentence."""
+"""What one key of a settings file accepts: types, ranges, sizes, and the error for other values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class SettingRule:
-    """What a key accepts, and the sentence that documents it."""
+    """What a key accepts, and the text that documents it."""
 
     doc: str
     kind: str  # text | integer | number | flag | bytes | list | budget | name | table
@@ -72,7 +72,7 @@ def _typed(kind: str, value: Any, name: str) -> Any:
         return value
     if kind == "budget" and isinstance(value, (str, int)) and not isinstance(value, bool):
         return parse_budget(value, name)
-    # nan and inf have no place in a setting: both fail this comparison
+    # nan and inf are refused: both fail this comparison
     if kind == "number" and number and -1e300 < value < 1e300:
         return float(value)
     if kind == "bytes" and (isinstance(value, str) or (number and isinstance(value, int))):
@@ -80,7 +80,7 @@ def _typed(kind: str, value: Any, name: str) -> Any:
     is_list = isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
     if kind == "list" and is_list:
         return tuple(value)
-    wanted = {
+    expected = {
         "text": "text in quotes",
         "flag": "true or false",
         "integer": "a whole number",
@@ -91,7 +91,7 @@ def _typed(kind: str, value: Any, name: str) -> Any:
         "budget": 'a size such as "2GB" or a share such as "25%"',
         "table": "a table",
     }[kind]
-    raise ConfigError(f"{name} is {value!r}; it must be {wanted}", param=name)
+    raise ConfigError(f"{name} is {value!r}; it must be {expected}", param=name)
 
 
 def parse_bytes(value: str | int, name: str = "size") -> int:
@@ -108,7 +108,7 @@ def parse_bytes(value: str | int, name: str = "size") -> int:
 
 
 def parse_budget(value: str | int, name: str = "budget") -> str:
-    """A size, or a share of all MoE experts; checked, and kept as it was written."""
+    """A size, or a share of all MoE experts; checked, and returned as it was written."""
     text = str(value).strip()
     if not text:
         return ""
@@ -141,7 +141,7 @@ def allowed(rule: SettingRule) -> str:
     return f"from {rule.low}" if rule.low is not None else ""
 
 
-# what a validator can be bound to, beside an adapter's name
+# a validator can be bound to these, or to an adapter's name
 TASK_TYPES = (
     "json_parsing",
     "code_generation",
@@ -156,7 +156,7 @@ TASK_TYPES = (
 
 @dataclass(frozen=True, slots=True)
 class RoutingSettings:
-    """How requests that name nobody find their experts."""
+    """How experts are chosen for requests that name none."""
 
     enabled: bool = key(True, "flag", "Choose experts by content; off = `auto` is the base alone.")
     threshold: float = key(
@@ -188,8 +188,8 @@ class JobSettings:
 
 @dataclass(frozen=True, slots=True)
 class ValidatorSettings:
-    """A command of yours that judges answers: the text comes on its standard input, exit status 0
-    is valid, what it prints is the error."""
+    """A command of the operator that judges answers: it reads the text on its standard input, exit
+    status 0 means valid, and its output is the error message."""
 
     name: str = key("", "name", "How results name it.")
     command: tuple[str, ...] = key((), "list", "Program and arguments; no shell is involved.")

@@ -1,17 +1,18 @@
-"""The one way by which a running server starts another program: posix_spawn, never fork().
+"""The only way in which a running server starts another program: posix_spawn, never fork().
 
-fork() runs the handlers that native libraries registered with pthread_atfork. OpenBLAS's waits for
-its own threads, for ever when one of them is inside a product, and with it waits the event loop.
-asyncio, uvloop and multiprocessing all fork; posix_spawn runs no handler and copies no page tables.
+fork() runs the handlers that native libraries registered with pthread_atfork. The handler of
+OpenBLAS waits for its own threads. If one of them is inside a matrix product, it waits for ever,
+and the event loop with it. asyncio, uvloop and multiprocessing all fork; posix_spawn runs no
+handler and copies no page tables.
 
     process = await start([sys.executable, "-m", "coterie.some.child"], environment(), stdout=PIPE)
     answer = await process.stdout.read()
     status = await process.wait()
     process.close()
 
-`start` is for an event loop, `spawn` for a thread. The program leads a session of its own (a Ctrl-C
-in the terminal is for the server) and gets the three standard streams, no more. Where it
-asks to end with its parent (PR_SET_PDEATHSIG), that is the thread that started it.
+`start` is for an event loop, `spawn` for a thread. The program gets its own session (so a Ctrl-C
+in the terminal reaches only the server) and only the three standard streams. If it asks to end
+with its parent (PR_SET_PDEATHSIG), the parent is the thread that started it.
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-# for a standard stream: a pipe, or nothing; a number is a descriptor of ours, None the server's own
+# a standard stream is a pipe, nothing, a descriptor of this process (a number) or inherited (None)
 PIPE = -1
 DEVNULL = -3
 Stream = int | None
 
-# where a descriptor of a process cannot be had, its end is asked for this often
+# if the system gives no descriptor for a process, its end is polled at this interval
 _POLL_S = 0.02
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
 def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """`base` (by default what this process was started with), and the same coterie as ours, also
-    where that is a bare checkout which was started elsewhere."""
-    found = unpinned_environment() if base is None else dict(base)
-    inherited = found.get("PYTHONPATH")
-    found["PYTHONPATH"] = f"{_ROOT}{os.pathsep}{inherited}" if inherited else _ROOT
-    return found
+    """`base` (default: the environment this process was started with), changed so that the program
+    imports the same coterie as this process, even from a checkout in another directory."""
+    env = unpinned_environment() if base is None else dict(base)
+    inherited = env.get("PYTHONPATH")
+    env["PYTHONPATH"] = f"{_ROOT}{os.pathsep}{inherited}" if inherited else _ROOT
+    return env
 
 
 class ChildProcess:
-    """A program that was started, for a thread that may wait for it. `stdin` and so on are blocking
-    binary files where a pipe was asked for."""
+    """A started program, for a thread that may wait for it. `stdin`, `stdout` and `stderr` are
+    blocking binary files where a pipe was requested."""
 
     def __init__(self, pid: int, pipes: Sequence[BinaryIO | None]) -> None:
         self.pid = pid
@@ -63,14 +64,15 @@ class ChildProcess:
         return self._descriptor
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal, once it has ended."""
-        # one who reaps at a time, and none who signals: a reaped number may be another process's
+        """The exit status, negative for a signal; None while it runs."""
+        # only one thread reaps, and none sends a signal meanwhile: a reaped pid may belong to a new
+        # process
         with self._lock:
             if self.returncode is None:
                 try:
                     pid, status = os.waitpid(self.pid, os.WNOHANG)
                 except ChildProcessError:
-                    # somebody else in this process reaped it
+                    # another part of this process reaped it
                     pid, status = self.pid, 0
                 if pid:
                     self.returncode = os.waitstatus_to_exitcode(status)
@@ -92,7 +94,7 @@ class ChildProcess:
         return code
 
     def kill(self, group: bool = False) -> None:
-        """Whoever has ended is left alone. `group`: all that it started and did not move away."""
+        """Does nothing to a process that has ended. `group`: also all processes of its group."""
         with self._lock:
             if self.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -113,7 +115,7 @@ def spawn(
     stdout: Stream = None,
     stderr: Stream = None,
 ) -> ChildProcess:
-    """Raises OSError where the program cannot be started."""
+    """Raises OSError if the program cannot be started."""
     with _streams((stdin, stdout, stderr)) as (ours, theirs):
         actions: list[tuple[int, ...]] = [
             *((os.POSIX_SPAWN_DUP2, fd, target) for target, fd in theirs.items()),
@@ -125,7 +127,7 @@ def spawn(
             dict(env),
             file_actions=actions,
             setsid=True,
-            # what Python ignores would be ignored by the program too
+            # signals that Python ignores would be ignored by the program too
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
             setsigmask=[],
         )
@@ -133,7 +135,7 @@ def spawn(
 
 
 class _Input(asyncio.StreamReaderProtocol):
-    """Of a pipe that is written to. asyncio's own cannot be aborted once it is closed."""
+    """For a pipe that is written to. asyncio's own protocol cannot be aborted once it is closed."""
 
     lost = False
 
@@ -143,7 +145,7 @@ class _Input(asyncio.StreamReaderProtocol):
 
 
 class AsyncProcess:
-    """A program that was started, for an event loop: its pipes are streams."""
+    """A started program, for an event loop: its pipes are asyncio streams."""
 
     def __init__(self, child: ChildProcess) -> None:
         self._child = child
@@ -162,19 +164,20 @@ class AsyncProcess:
         return self._child.returncode
 
     async def wait(self) -> int:
-        """The end of the process itself; its pipes may still hold what it said."""
+        """Waits for the end of the process; its pipes may still hold unread output."""
         return await asyncio.shield(self._exited)
 
     def kill(self, group: bool = False) -> None:
         self._child.kill(group)
 
     def close(self) -> None:
-        """Drops the pipes, with what was not read. A process that reads its input sees the end."""
+        """Closes the pipes and drops unread output. A process that reads its input sees the end of
+        it."""
         if self.stdin is not None and not self._input.lost:
             self.stdin.transport.abort()
         for transport in self._reading:
             transport.close()
-        # a pipe that a transport has is the transport's to close
+        # a pipe that belongs to a transport is closed by the transport
         self._child.close()
 
     async def connect(self) -> None:
@@ -206,7 +209,7 @@ class AsyncProcess:
             self._loop.add_reader(descriptor, self._ended, descriptor)
 
     def _ended(self, descriptor: int) -> None:
-        # first: poll closes the descriptor
+        # before poll, which closes the descriptor
         self._loop.remove_reader(descriptor)
         code = self._child.poll()
         if code is not None:
@@ -214,7 +217,7 @@ class AsyncProcess:
 
     def _wait(self) -> None:
         code = self._child.wait()
-        # a loop that was closed has nobody who waits
+        # if the loop is closed, nobody waits
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._exited.set_result, code)
 
@@ -227,20 +230,21 @@ async def start(
     stdout: Stream = None,
     stderr: Stream = None,
 ) -> AsyncProcess:
-    """As `spawn`, on the event loop, which waits until the program is loaded: a millisecond."""
+    """Like `spawn`, on the event loop, which is blocked until the program is loaded: a
+    millisecond."""
     process = AsyncProcess(spawn(command, env, stdin=stdin, stdout=stdout, stderr=stderr))
     connecting = asyncio.ensure_future(process.connect())
     try:
-        # uvloop that is cancelled while it takes a pipe over leaves it to be closed twice
+        # if uvloop is cancelled while it takes over a pipe, the pipe is closed twice
         await asyncio.shield(connecting)
     except BaseException:
         process.kill()
-        await asyncio.shield(_gone(process, connecting))
+        await asyncio.shield(_close_when_connected(process, connecting))
         raise
     return process
 
 
-async def _gone(process: AsyncProcess, connecting: asyncio.Future[None]) -> None:
+async def _close_when_connected(process: AsyncProcess, connecting: asyncio.Future[None]) -> None:
     await asyncio.wait([connecting])
     process.close()
     await process.wait()
@@ -248,7 +252,8 @@ async def _gone(process: AsyncProcess, connecting: asyncio.Future[None]) -> None
 
 @contextlib.contextmanager
 def _streams(wanted: Sequence[Stream]) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
-    """Our ends and the program's, by standard stream. What is left of either is closed."""
+    """The ends of this process and those of the program, by standard stream. Closes what
+    remains."""
     ours: dict[int, int] = {}
     theirs: dict[int, int] = {}
     opened: list[int] = []
@@ -270,7 +275,8 @@ def _streams(wanted: Sequence[Stream]) -> Iterator[tuple[dict[int, int], dict[in
 
 
 def _above_standard(descriptor: int) -> int:
-    """In a server that was started without standard streams the first descriptors are theirs."""
+    """Moves a descriptor above 2. A server started without standard streams gets 0 to 2 for
+    files."""
     if descriptor > 2:
         return descriptor
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
@@ -279,10 +285,11 @@ def _above_standard(descriptor: int) -> int:
 
 
 def _inheritable() -> Iterator[int]:
-    """Python opens none that are; whoever started the server, and a library, may have."""
+    """Python opens no inheritable descriptor; the process that started the server, or a library,
+    may."""
     for name in os.listdir("/dev/fd"):
         descriptor = int(name)
-        # the listing's own is gone by now
+        # the descriptor of the listing itself is closed by now
         with contextlib.suppress(OSError):
             if descriptor > 2 and os.get_inheritable(descriptor):
                 yield descriptor
@@ -312,7 +319,7 @@ _before: dict[str, str | None] = {}
 
 
 def pin_native_threads() -> None:
-    """To be called before any of them is loaded: they read their variable once."""
+    """Call it before the native libraries are loaded: they read their variable only once."""
     for name in VARIABLES:
         _before.setdefault(name, os.environ.get(name))
         os.environ[name] = "1"
@@ -320,10 +327,10 @@ def pin_native_threads() -> None:
 
 def unpinned_environment() -> dict[str, str]:
     """This process's environment as it was before `pin_native_threads`."""
-    found = dict(os.environ)
+    env = dict(os.environ)
     for name, value in _before.items():
         if value is None:
-            found.pop(name, None)
+            env.pop(name, None)
         else:
-            found[name] = value
-    return found
+            env[name] = value
+    return env

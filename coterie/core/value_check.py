@@ -1,7 +1,7 @@
-"""Whether a value is what its type says, all the way down, before it leaves its process.
+"""Checks that a value has the type it declares, at every level, before it leaves its process.
 
-Values travel as msgpack, which knows Python's own numbers and texts alone: a numpy float passes for
-a float everywhere but there. Checks are made once per type, from its annotations.
+Values are sent as msgpack, which accepts only Python's own numbers and texts: a numpy float works
+like a float everywhere else. One check is made per type, from its annotations.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Look = Callable[[Any], str | None]
 
 
 class ValueCheck(NamedTuple):
-    """A value of a type in `plain` is right; any other is looked at: None, or the path to the first
-    that is wrong and the name of its type."""
+    """A value whose type is in `plain` is correct. Any other is inspected: the result is None, or
+    the path to the first wrong value and the name of its type."""
 
     plain: frozenset[type]
     look: Look
@@ -28,15 +28,16 @@ class ValueCheck(NamedTuple):
 
 
 def fault_of(value: Any, kind: Any) -> str | None:
-    """`usage.prompt_tokens: int64`; None where every value is plain and of its type."""
-    found = check_of(kind)(value)
-    return None if found is None else found.lstrip(".")
+    """For instance `usage.prompt_tokens: int64`; None if every value has its declared plain
+    type."""
+    fault = check_of(kind)(value)
+    return None if fault is None else fault.lstrip(".")
 
 
 @cache
 def check_of(kind: Any) -> ValueCheck:
     if is_dataclass(kind):
-        return ValueCheck(frozenset(), _record(kind))
+        return ValueCheck(frozenset(), _dataclass_fields(kind))
     if kind in _SCALARS:
         return ValueCheck(_SCALARS[kind], _named)
     if kind is Any:
@@ -45,15 +46,15 @@ def check_of(kind: Any) -> ValueCheck:
     if origin in (Union, UnionType):
         return _either([check_of(one) for one in arguments])
     if origin is tuple and arguments[-1:] != (...,):
-        return ValueCheck(frozenset(), _row([check_of(one) for one in arguments]))
+        return ValueCheck(frozenset(), _fixed_tuple([check_of(one) for one in arguments]))
     if origin in (tuple, list):
-        return ValueCheck(frozenset(), _many(origin, check_of(arguments[0])))
+        return ValueCheck(frozenset(), _collection(origin, check_of(arguments[0])))
     if origin is dict:
-        return ValueCheck(frozenset(), _table(check_of(arguments[0]), check_of(arguments[1])))
+        return ValueCheck(frozenset(), _mapping(check_of(arguments[0]), check_of(arguments[1])))
     raise TypeError(f"{kind} is no type of a value that travels")
 
 
-# an int may stand for a float, as everywhere in Python; nothing else may stand for another
+# an int is accepted for a float, as everywhere in Python; no other type replaces another
 _SCALARS: dict[Any, frozenset[type]] = {
     kind: frozenset({kind}) for kind in (int, str, bool, bytes, NoneType)
 } | {float: frozenset({float, int})}
@@ -63,11 +64,11 @@ def _named(value: Any) -> str:
     return f": {type(value).__name__}"
 
 
-def _record(kind: Any) -> Look:
+def _dataclass_fields(kind: Any) -> Look:
     hints = get_type_hints(kind)
     names = [item.name for item in fields(kind)]
     checks = [check_of(hints[name]) for name in names]
-    # one name alone would give no tuple
+    # attrgetter with one name would return no tuple
     values_of = attrgetter(*names, names[0])
     parts = [*zip(names, *zip(*checks, strict=True), strict=True)]
 
@@ -75,8 +76,8 @@ def _record(kind: Any) -> Look:
         if type(value) is not kind:
             return _named(value)
         for item, (name, plain, deeper) in zip(values_of(value), parts, strict=False):
-            if type(item) not in plain and (found := deeper(item)) is not None:
-                return f".{name}{found}"
+            if type(item) not in plain and (fault := deeper(item)) is not None:
+                return f".{name}{fault}"
         return None
 
     return look
@@ -87,54 +88,54 @@ def _either(checks: list[ValueCheck]) -> ValueCheck:
     deeper = [check.look for check in checks if check.look is not _named]
 
     def look(value: Any) -> str | None:
-        found = [one(value) for one in deeper]
-        # the longest path: of the kind that fitted best
-        return None if None in found else max((one or "" for one in found), key=len, default="")
+        faults = [one(value) for one in deeper]
+        # the longest path belongs to the type that fitted best
+        return None if None in faults else max((one or "" for one in faults), key=len, default="")
 
     return ValueCheck(plain, look if deeper else _named)
 
 
-def _row(checks: list[ValueCheck]) -> Look:
+def _fixed_tuple(checks: list[ValueCheck]) -> Look:
     def look(value: Any) -> str | None:
         if type(value) is not tuple or len(value) != len(checks):
             return _named(value)
-        for place, (item, check) in enumerate(zip(value, checks, strict=True)):
-            if (found := check(item)) is not None:
-                return f"[{place}]{found}"
+        for position, (item, check) in enumerate(zip(value, checks, strict=True)):
+            if (fault := check(item)) is not None:
+                return f"[{position}]{fault}"
         return None
 
     return look
 
 
-def _many(kind: type, check: ValueCheck) -> Look:
+def _collection(kind: type, check: ValueCheck) -> Look:
     plain, deeper = check
-    wanted = frozenset({kind})
+    accepted = frozenset({kind})
 
     def look(value: Any) -> str | None:
-        if type(value) not in wanted:
+        if type(value) not in accepted:
             return _named(value)
-        for place, item in enumerate(value):
-            if type(item) not in plain and (found := deeper(item)) is not None:
-                return f"[{place}]{found}"
+        for position, item in enumerate(value):
+            if type(item) not in plain and (fault := deeper(item)) is not None:
+                return f"[{position}]{fault}"
         return None
 
     return look
 
 
-def _table(key: ValueCheck, check: ValueCheck) -> Look:
+def _mapping(key: ValueCheck, check: ValueCheck) -> Look:
     def look(value: Any) -> str | None:
         if type(value) is not dict:
             return _named(value)
         for name, item in value.items():
-            if (found := key(name) or check(item)) is not None:
-                return f"[{name!r}]{found}"
+            if (fault := key(name) or check(item)) is not None:
+                return f"[{name!r}]{fault}"
         return None
 
     return look
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects stand in each other more than `levels` deep."""
+    """Whether lists and objects are nested more than `levels` deep."""
     layer: list[Any] = [value]
     for _ in range(levels + 1):
         layer = [

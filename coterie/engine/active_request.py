@@ -1,6 +1,6 @@
-"""An accepted request from add to its end: its choices' text, its clock, and its events.
+"""An accepted request from start to end: the text of its choices, its times, and its events.
 
-Turns drawn tokens into `Delta`s and knows when a choice is over.
+Turns drawn tokens into `Delta`s and detects when a choice has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from coterie.engine.step import TokenScore
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Moments of the lane's clock; None = not yet."""
+    """Times of the lane's clock; None = not yet."""
 
     scheduled: float | None = None
     first_token: float | None = None
@@ -46,11 +46,11 @@ class ActiveRequest:
     max_output: int
     num_choices: int
     bad_words: BadWords | None = None
-    # by choice, where the answer has to keep to a grammar
+    # by choice, if the answer must follow a grammar
     constraints: dict[int, Constraint] = field(default_factory=dict)
-    # begins them; None where they are begun
+    # the task that starts the constraints; None when they have started
     beginning: GrammarTask | None = None
-    # choices still to be computed; a beam search has other sequences than choices
+    # sequences that are still computed; in a beam search they are not the choices
     sequences: list[Sequence] = field(default_factory=list)
     texts: dict[int, Detokenizer] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
@@ -58,15 +58,15 @@ class ActiveRequest:
     num_cached: int = 0
     num_stored: int = 0
     num_preemptions: int = 0
-    # how long its adapters were waited for
+    # how long it waited for its adapters
     load_s: float = 0.0
-    # of its stack
+    # bytes of its adapter stack
     adapter_bytes: int = 0
-    # every KV block that an ended sequence held
+    # all KV blocks of its ended sequences
     blocks: set[int] = field(default_factory=set)
     prompt_scores: dict[int, TokenScore] = field(default_factory=dict)
     clock: RequestTimes = field(default_factory=RequestTimes)
-    # what its MoE experts cost so far; None for a model without any
+    # cost of its MoE experts so far; None for a dense model
     moe: MoeUsage | None = None
 
     @property
@@ -75,7 +75,7 @@ class ActiveRequest:
 
     @property
     def session(self) -> tuple[str, str]:
-        """Whose prefix blocks these become; without a key the tenant's default session."""
+        """The session of its prefix blocks; without a key the tenant's default session."""
         return self.assignment.tenant, self.assignment.session
 
     @property
@@ -88,7 +88,7 @@ class ActiveRequest:
         return known[choice] if choice < len(known) else ()
 
     def replay(self, choice: int) -> tuple[Detokenizer, str | None]:
-        """The text state behind the tokens the client already has, and whether they were all."""
+        """The text state after the tokens that the client has, and whether these are all."""
         tokens = self.emitted(choice)
         limits = self.assignment.limits
         text = Detokenizer(self.pieces, limits.stop, limits.text.include_stop)
@@ -100,7 +100,7 @@ class ActiveRequest:
         return text, reason
 
     def produce(self, choice: int, token: int, count: int, score: TokenScore | None) -> Delta:
-        """The `count`-th output token of a choice. Its end, if it is the end, is recorded."""
+        """Add the `count`-th output token of a choice. Records the end of the choice."""
         text, reason, match = self._advance(self.texts[choice], token, count)
         if self.constraints and reason is None and self.complete(choice):
             text, reason = text + self.texts[choice].flush(), self.complete(choice)
@@ -111,7 +111,7 @@ class ActiveRequest:
         return Delta(self.assignment.request_id, choice, text, (token,), logprobs, reason, match)
 
     def produce_all(self, choice: int, output: Iterable[int]) -> list[Delta]:
-        """A whole output at once (a beam search ends), behind what the client already has."""
+        """Add a whole output at once (a beam search ends), after what the client already has."""
         known = len(self.emitted(choice))
         deltas = []
         for count, token in enumerate(output, 1):
@@ -122,20 +122,20 @@ class ActiveRequest:
         return deltas
 
     def cut(self, choice: int, reason: str) -> Delta:
-        """End a choice from outside, with all text it has."""
+        """End a choice early, with all the text it has."""
         self.reasons[choice] = reason
         text = self.texts[choice].flush() if choice in self.texts else ""
         return Delta(self.request_id, choice, text, (), finish_reason=reason)
 
     def started(self, replica: str) -> Started:
         scores = None
-        asked = self.assignment.sampling.prompt_logprobs
+        num_top = self.assignment.sampling.prompt_logprobs
         ids = self.assignment.prompt_ids
-        if asked is not None:
-            found = [self.prompt_scores.get(position) for position in range(len(ids))]
+        if num_top is not None:
+            scored = [self.prompt_scores.get(position) for position in range(len(ids))]
             scores = tuple(
                 None if one is None else self.describe(token, one)
-                for token, one in zip(ids, found, strict=True)
+                for token, one in zip(ids, scored, strict=True)
             )
             self.prompt_scores.clear()
         return Started(
@@ -177,9 +177,9 @@ class ActiveRequest:
         )
 
     def _unfinished(self) -> tuple[int, ...]:
-        begun = self.beginning is None
+        has_begun = self.beginning is None
         return tuple(
-            n for n, held in sorted(self.constraints.items()) if not (begun and held.may_end)
+            n for n, held in sorted(self.constraints.items()) if not (has_begun and held.may_end)
         )
 
     def describe(self, token: int, score: TokenScore) -> TokenLogprob:
@@ -190,7 +190,7 @@ class ActiveRequest:
         return token_name(self.pieces.tokenizer, token)
 
     def complete(self, choice: int) -> str | None:
-        """The finish reason of a choice whose grammar lets nothing follow."""
+        """The finish reason of a choice whose grammar allows no further token."""
         constraint = self.constraints.get(choice) if self.beginning is None else None
         return "stop" if constraint is not None and constraint.is_complete else None
 
@@ -199,7 +199,7 @@ class ActiveRequest:
     ) -> tuple[str, str | None, str | int | None]:
         """(text to send, finish reason, what matched) after one more output token."""
         if token in self.stop_ids and count > self.min_output:
-            # an end token's own text is sent where it was asked for
+            # the text of an end token is sent if the request asked for it
             limits = self.assignment.limits
             last = text.push(token, may_stop=False) if limits.text.include_stop else ""
             assert not isinstance(last, StopMatch)
@@ -217,7 +217,7 @@ log = logging.getLogger(__name__)
 
 
 class RequestSetup(NamedTuple):
-    """Where a request comes in: its lane, its stack, and how many came before it."""
+    """What a new request needs: its lane, its adapter stack, and its number in order of arrival."""
 
     config: LaneConfig
     front: SequenceAdapters
@@ -228,7 +228,7 @@ class RequestSetup(NamedTuple):
 def sequence_adapters(
     assignment: Assignment, adapters: AdapterPoolView | None, vocab: int
 ) -> SequenceAdapters | Rejected:
-    """What the request's adapters ask for, or why they cannot run here."""
+    """The adapters of the request, or the reason why they cannot run here."""
     if not assignment.adapters:
         return BASE
     if adapters is None:
@@ -247,7 +247,7 @@ def sequence_adapters(
 def refuse(
     assignment: Assignment, front: SequenceAdapters, config: LaneConfig, vocab: int
 ) -> Rejected | None:
-    """Why this lane can never run `assignment`; None when it can."""
+    """Why this lane can never run `assignment`; None if it can."""
     if not assignment.prompt_ids:
         return _invalid("the prompt has no tokens")
     if min(assignment.prompt_ids) < 0 or max(assignment.prompt_ids) >= vocab:
@@ -273,10 +273,10 @@ def refuse(
 def open_request(
     assignment: Assignment, entry: RequestSetup, pieces: TokenPieces, eos_ids: frozenset[int]
 ) -> ActiveRequest:
-    """The request with its sequences, behind whatever the client already has.
+    """The request with its sequences, which continue after what the client already has.
 
-    Choices that turn out to be complete are in `reasons`, as are those named finished. A grammar
-    that takes long is still `beginning`: its sequences are held. Raises what is wrong with it.
+    Choices that are already complete are in `reasons`. If a grammar takes long to start, it is
+    still `beginning` and its sequences wait. Raises the error of an invalid grammar.
     """
     limits = assignment.limits
     ends = frozenset() if limits.ignore_eos else eos_ids
@@ -313,7 +313,7 @@ def _begin_constraints(request: ActiveRequest, grammars: GrammarCache) -> None:
     made = {n: grammars.constraint(request.assignment, request.max_output) for n in choices}
     request.constraints = made
     job = grammars.begin(request.assignment, [(made[n], request.emitted(n)) for n in choices])
-    # asked once: it may be done at any moment, and with what is wrong
+    # read `done` once: the task may end at any moment, also with an error
     if job.done:
         job.result()
     else:
@@ -332,7 +332,7 @@ def _open_choices(request: ActiveRequest, entry: RequestSetup) -> None:
         if leader is None:
             leader = sequence
         else:
-            # its prompt is the leader's: it draws from the same logits and forks
+            # it has the same prompt as the leader: it draws from the leader's logits and then forks
             sequence.status = SequenceStatus.FOLLOWING
             leader.followers.append(sequence)
 
@@ -340,8 +340,8 @@ def _open_choices(request: ActiveRequest, entry: RequestSetup) -> None:
 def _open_beams(request: ActiveRequest, entry: RequestSetup) -> None:
     num_beams = request.assignment.sampling.num_beams or 1
     sequence = _sequence(request, entry, 0, restart=True)
-    wanted = num_continuations(num_beams, len(request.stop_ids))
-    sequence.draw = replace(sequence.draw, num_continuations=wanted)
+    num_kept = num_continuations(num_beams, len(request.stop_ids))
+    sequence.draw = replace(sequence.draw, num_continuations=num_kept)
     request.sequences.append(sequence)
 
 
@@ -368,20 +368,20 @@ def _sequence(
 
 
 def _context(assignment: Assignment, config: LaneConfig) -> int:
-    asked = assignment.limits.context_size
-    return config.capacity_tokens if asked is None else min(asked, config.capacity_tokens)
+    limit = assignment.limits.context_size
+    return config.capacity_tokens if limit is None else min(limit, config.capacity_tokens)
 
 
 def _max_total(assignment: Assignment, front: SequenceAdapters, config: LaneConfig) -> int:
-    room, wanted = _context(assignment, config), assignment.limits.max_tokens
+    room, most = _context(assignment, config), assignment.limits.max_tokens
     num_prompt = len(front.tokens) + len(assignment.prompt_ids)
-    return room if wanted is None else min(room, num_prompt + wanted)
+    return room if most is None else min(room, num_prompt + most)
 
 
 def _refuse_beams(
     assignment: Assignment, front: SequenceAdapters, config: LaneConfig
 ) -> Rejected | None:
-    """Beams advance together: all of them must fit at their longest."""
+    """Beams advance together, so all of them must fit at full length."""
     num_beams = assignment.sampling.num_beams or 1
     if num_beams == 1:
         return None

@@ -1,14 +1,14 @@
-"""Who holds a resident stack of adapters, who waits for one, and who makes way for whom.
+"""Which sequences hold a resident stack of adapters, which wait for one, and which give theirs up.
 
-A sequence that runs holds its stack; a preempted one gives it up. Serves every lane of an engine.
-Knows the pool only by `AdapterPoolView`, and nothing of blocks, steps or tensors.
+A running sequence holds its stack; a preempted one releases it. One object serves all lanes of an
+engine. It uses the pool only through `AdapterPoolView`.
 
-Nobody waits for somebody else's stack: whoever's is not there is passed over. For a key that found
-no room in PATIENCE_STEPS rounds one resident stack is closed, that with the least left to produce:
-it drains, as only its running requests and higher priorities may use it. When that is not enough,
-the next one. Of several such keys the highest priority goes first, then the longest wait, and the
-pool gives room to that one before the others. Where a stack's users all have a lower priority than
-who waits, they yield at once.
+A sequence whose stack is not resident is skipped; the others do not wait for it. If a key found no
+room in PATIENCE_STEPS rounds, one resident stack is closed, the one with the fewest tokens left to
+produce. A closed stack drains: only requests that already use it and requests of higher priority
+may use it. If that is not enough, the next stack is closed. Of several keys without room, the
+highest priority goes first, then the longest wait; the pool gives room to that key first. If all
+users of a stack have a lower priority than the waiting sequence, they are preempted at once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from coterie.kernels.patch import PatchStack
 
 PATIENCE_STEPS = 8
-# while nothing can run before something is loaded; a new request comes in as much later
-NAP_S = 0.002
+# length of one wait while nothing can run before a load ends; a new request waits at most this long
+WAIT_S = 0.002
 
 
 class StackFacts(Protocol):
-    """What is known of a stack before anything is loaded."""
+    """Facts about a stack that are known before it is loaded."""
 
     @property
     def key(self) -> str: ...
@@ -41,36 +41,37 @@ class StackFacts(Protocol):
 
 
 class AdapterPoolView(Protocol):
-    """What the engine's thread asks of a pool (adapters/pool.py)."""
+    """The part of a pool (adapters/pool.py) that the engine's thread uses."""
 
     def describe(self, adapters: Seq[AdapterChoice]) -> StackFacts:
-        """Cheap. Raises a CoterieError when the stack can never run here."""
+        """Fast. Raises a CoterieError if the stack can never run here."""
 
     def want(self, adapters: Seq[AdapterChoice]) -> None:
-        """Begin to load; idempotent."""
+        """Start to load; idempotent."""
 
     def state(self, key: str) -> str:
-        """ready, loading, full (loaded, but no room where the model runs) or failed. Asking keeps
-        a key wanted."""
+        """ready, loading, full (loaded, but no room on the device) or failed. A call also keeps the
+        key wanted."""
 
     def prefer(self, key: str) -> None:
-        """Of the full ones this is the next to get room; the others keep their order."""
+        """Of the keys in state full, this one gets room next; the others keep their order."""
 
     def failure(self, key: str) -> CoterieError: ...
 
     def take(self, key: str) -> PatchStack:
-        """Of a ready key: it stays as it is until as many releases. Raises when it is not."""
+        """Take a ready key: it stays resident until it is released as often. Raises if it is not
+        ready."""
 
     def release(self, key: str) -> None: ...
 
     def stack(self, key: str) -> PatchStack:
-        """Of a taken key."""
+        """The stack of a taken key."""
 
     def stack_bytes(self, key: str) -> int:
-        """Of a taken key: what it takes where the model runs."""
+        """Bytes on the device of a taken key."""
 
     def wait(self, timeout_s: float) -> None:
-        """Until something may have changed."""
+        """Wait until something may have changed."""
 
     def stats(self) -> dict[str, float]: ...
 
@@ -82,47 +83,47 @@ class AdapterHolds:
         self, adapters: AdapterPoolView, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._adapters, self._now = adapters, clock
-        # requests that were passed over: since when, and until when, 0 = still
-        self._passed: dict[str, tuple[float, float]] = {}
-        # by key: who has its stack taken, and who waits for it
+        # skipped requests: since when, and until when (0 = still)
+        self._skipped: dict[str, tuple[float, float]] = {}
+        # by key: sequences that hold its stack, and sequences that wait for it
         self.holders: dict[str, set[Sequence]] = {}
         self.waiting: dict[str, set[Sequence]] = {}
-        # keys that wait since they found no room -> the round in which they first did not
+        # keys that found no room -> the first round in which they found none
         self._full: dict[str, int] = {}
-        # stacks that drain, for which key, and the priority of that one's best
+        # stacks that are closed, for which key, and the highest priority that waits for that key
         self._closed: list[str] = []
         self._closed_for = ""
         self._closed_priority = 0
         self._round = self._closed_at = 0
-        # what the pool said in this round of keys that are not ready
+        # states of keys that are not ready, as the pool reported them in this round
         self._states: dict[str, str] = {}
 
     def queue(self, sequence: Sequence) -> None:
-        """It waits from now on; its stack is loaded meanwhile."""
+        """Let the sequence wait; its stack is loaded in the meantime."""
         self.waiting.setdefault(sequence.adapter_key, set()).add(sequence)
         self._adapters.want(sequence.front.adapters)
 
-    def ask(self, sequence: Sequence) -> str:
-        """ "seated": its stack is taken and it may run; "waiting", or "failed"."""
+    def try_hold(self, sequence: Sequence) -> str:
+        """Try to hold the stack: "held" (it may run), "waiting" or "failed"."""
         answer = self._answer(sequence)
         if answer == "waiting":
-            if sequence.request_id not in self._passed:
-                self._passed[sequence.request_id] = (self._now(), 0.0)
-        elif sequence.request_id in self._passed:
-            since, until = self._passed[sequence.request_id]
-            self._passed[sequence.request_id] = (since, until or self._now())
+            if sequence.request_id not in self._skipped:
+                self._skipped[sequence.request_id] = (self._now(), 0.0)
+        elif sequence.request_id in self._skipped:
+            since, until = self._skipped[sequence.request_id]
+            self._skipped[sequence.request_id] = (since, until or self._now())
         return answer
 
     def waited_s(self, request_id: str) -> float:
-        """How long it was passed over since this was last asked; nothing is remembered of it."""
-        since, until = self._passed.pop(request_id, (0.0, 0.0))
+        """How long the request was skipped since the last call. Resets the count."""
+        since, until = self._skipped.pop(request_id, (0.0, 0.0))
         return (until or self._now()) - since if since else 0.0
 
     def _answer(self, sequence: Sequence) -> str:
         key = sequence.adapter_key
         holders = self.holders.get(key)
         if holders is not None and sequence in holders:
-            return "seated"
+            return "held"
         if key in self._closed and not self._passes(sequence):
             return "waiting"
         if holders is None:
@@ -134,19 +135,19 @@ class AdapterHolds:
         try:
             self.join(sequence)
         except CoterieError:
-            # pushed out since its state was asked
+            # evicted since its state was read
             return "waiting"
         self._quit(self.waiting, sequence)
         self._full.pop(key, None)
-        return "seated"
+        return "held"
 
     def join(self, sequence: Sequence) -> None:
-        """A stack that is ready, or that a sibling holds, is taken once more."""
+        """Hold a stack that is ready, or that a sibling holds."""
         self._adapters.take(sequence.adapter_key)
         self.holders.setdefault(sequence.adapter_key, set()).add(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """It ended or yields, whether it held its stack or not."""
+        """Release the stack of a sequence that ended or is preempted, if it held one."""
         if self._quit(self.holders, sequence):
             self._adapters.release(sequence.adapter_key)
         self._quit(self.waiting, sequence)
@@ -160,12 +161,12 @@ class AdapterHolds:
     def failure(self, key: str) -> CoterieError:
         return self._adapters.failure(key)
 
-    def nap(self) -> None:
-        """Nothing can run before something is loaded: leave the core to the loader."""
-        self._adapters.wait(NAP_S)
+    def wait_for_load(self) -> None:
+        """Wait briefly: nothing can run before a load ends, so leave the core to the loader."""
+        self._adapters.wait(WAIT_S)
 
     def next_round(self) -> None:
-        """Decide for whom, and which, stacks are closed. Once before each admission."""
+        """Decide which stacks are closed, and for which key. Called once before each admission."""
         self._round += 1
         self._states.clear()
         self._full = {key: since for key, since in self._full.items() if key in self.waiting}
@@ -180,13 +181,14 @@ class AdapterHolds:
         if any(key in self.holders for key in self._closed):
             self._closed_at = self._round
             return
-        # the pool needs some rounds to use the room that it got
+        # the pool needs some rounds to use the new room
         due = not self._closed or self._round - self._closed_at >= PATIENCE_STEPS
         if due and self._state(first) == "full":
             self._close_one(self._round - self._full[first] >= PATIENCE_STEPS)
 
     def yielding(self, sequences: Seq[Sequence]) -> list[Sequence]:
-        """Those that hold a closed stack and have a lower priority than who it is closed for."""
+        """The sequences that hold a closed stack and have a lower priority than the one it was
+        closed for."""
         if not self._closed:
             return []
         return [
@@ -198,7 +200,7 @@ class AdapterHolds:
         ]
 
     def check(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> None:
-        """Raises AssertionError when a lane's sequences and the holds do not agree."""
+        """Raises AssertionError if a lane's sequences and the holds do not agree."""
         for sequence in running:
             if sequence.adapter_key:
                 assert sequence in self.holders[sequence.adapter_key]
@@ -225,8 +227,8 @@ class AdapterHolds:
             self._closed_at = self._round
 
     def _passes(self, sequence: Sequence) -> bool:
-        """A closed stack is open to higher priorities, and to requests that run on it already:
-        beams wait for each other."""
+        """Whether the sequence may use a closed stack: if its priority is higher, or if its request
+        already uses the stack, because beams wait for each other."""
         holders = self.holders.get(sequence.adapter_key, ())
         running = any(one.request_id == sequence.request_id for one in holders)
         return running or sequence.priority > self._closed_priority
@@ -254,8 +256,8 @@ class AdapterHolds:
 
 
 def error_for_client(error: CoterieError, adapters: Seq[AdapterChoice]) -> CoterieError:
-    """What a client reads of it. Of files that are damaged or gone, the adapters' names: the
-    error's own words name places of this machine, and the client's model does exist."""
+    """The error for a client. If files are damaged or missing, it names only the adapters: the
+    original message names paths of this machine, and "not found" would be about the model."""
     if not isinstance(error, (WeightsError, NotFound)):
         return error
     names = ", ".join(adapter.name for adapter in adapters)

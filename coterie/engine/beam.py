@@ -1,8 +1,9 @@
-"""Beam search over one request: which beams live on, and which hypotheses are the best so far.
+"""Beam search for one request: which beams continue, and which hypotheses are the best so far.
 
-Equal to transformers' with `early_stopping=False`. Beams are ordinary sequences that fork, with
-copy-on-write, whenever a beam has more than one heir; their order is decided when all have
-reported. Nothing is emitted before the end, and a search starts again after a crash.
+Gives the same result as transformers with `early_stopping=False`. Beams are ordinary sequences. A
+beam with more than one continuation is forked, with copy-on-write KV blocks. The next beams are
+chosen when all beams have reported. No text is sent before the end; after a crash the search starts
+again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class BeamContinuation:
 
 
 def num_continuations(num_beams: int, num_stop_ids: int) -> int:
-    """So many of each beam's best tokens that enough are left when stop tokens are among them."""
+    """How many of a beam's best tokens to keep: enough even if some are stop tokens."""
     return max(2, 1 + num_stop_ids) * num_beams
 
 
@@ -40,7 +41,7 @@ class BeamSearch:
         self._length_penalty = length_penalty
         self._stop_ids = stop_ids
         self._kept = num_continuations(num_beams, len(stop_ids))
-        # live beams with their summed log probabilities, best first
+        # live beams with their sums of log probabilities, best first
         self._live: list[tuple[float, Sequence]] = [(0.0, first)]
         self._reports: dict[int, BeamScores] = {}
         self._num_made = 1
@@ -52,43 +53,45 @@ class BeamSearch:
         return [sequence for _, sequence in self._live]
 
     def best(self, choice: int) -> tuple[int, ...]:
-        """The choice's output as far as the search has come; empty when there is none."""
+        """The choice's best output so far; empty if there is none."""
         live = [tuple(s.tokens[s.num_prompt :]) for s in self.sequences]
         outputs = [one.output for one in self.done] + live
         return outputs[choice] if choice < len(outputs) else ()
 
     def report(self, sequence: Sequence, scores: BeamScores) -> bool:
-        """One beam's continuations. True when all beams have theirs."""
+        """Add the continuations of one beam. True if all beams have reported."""
         self._reports[id(sequence)] = scores
         return len(self._reports) == len(self._live)
 
     def advance(self, scheduler: Scheduler) -> bool:
-        """Choose the next beams and give them their sequences. False when the search is over."""
+        """Choose the next beams and update their sequences. False if the search is over."""
         best = self._best_continuations()
         length = self._live[0][1].num_output + 1
         full = self._live[0][1].num_prompt + length >= self._live[0][1].max_total
-        ended = [full or heir.token in self._stop_ids for heir in best]
-        for heir, over in zip(best[: self.num_beams], ended, strict=False):
+        ended = [full or continuation.token in self._stop_ids for continuation in best]
+        for continuation, over in zip(best[: self.num_beams], ended, strict=False):
             if over:
-                self._add_done(heir, length)
-        heirs = [heir for heir, over in zip(best, ended, strict=True) if not over]
+                self._add_done(continuation, length)
+        continuations = [
+            continuation for continuation, over in zip(best, ended, strict=True) if not over
+        ]
         self._reports.clear()
-        if not heirs or not self._can_improve(heirs[0].score, length):
+        if not continuations or not self._can_improve(continuations[0].score, length):
             return False
-        self._pass_on(heirs[: self.num_beams], scheduler)
+        self._continue_with(continuations[: self.num_beams], scheduler)
         return True
 
     def _best_continuations(self) -> list[BeamContinuation]:
-        heirs = [
+        continuations = [
             BeamContinuation(score + logprob, sequence, token)
             for score, sequence in self._live
             for token, logprob in zip(*self._reports[id(sequence)], strict=True)
         ]
-        return sorted(heirs, key=lambda heir: -heir.score)[: self._kept]
+        return sorted(continuations, key=lambda continuation: -continuation.score)[: self._kept]
 
-    def _add_done(self, heir: BeamContinuation, length: int) -> None:
-        output = (*heir.parent.tokens[heir.parent.num_prompt :], heir.token)
-        self.done.append(BeamHypothesis(heir.score / length**self._length_penalty, output))
+    def _add_done(self, continuation: BeamContinuation, length: int) -> None:
+        output = (*continuation.parent.tokens[continuation.parent.num_prompt :], continuation.token)
+        self.done.append(BeamHypothesis(continuation.score / length**self._length_penalty, output))
         self.done = sorted(self.done, key=lambda one: -one.score)[: self.num_beams]
 
     def _can_improve(self, best_score: float, length: int) -> bool:
@@ -97,21 +100,22 @@ class BeamSearch:
         possible: float = best_score / length**self._length_penalty
         return possible > self.done[-1].score
 
-    def _pass_on(self, heirs: list[BeamContinuation], scheduler: Scheduler) -> None:
-        """A parent's first heir takes its place, the others fork; parents without heirs end."""
+    def _continue_with(self, continuations: list[BeamContinuation], scheduler: Scheduler) -> None:
+        """A parent's sequence takes its first continuation; the others fork it. Parents without
+        continuations end."""
         taken: set[int] = set()
         live: list[tuple[float, Sequence]] = []
-        for heir in heirs:
-            sequence = heir.parent
+        for continuation in continuations:
+            sequence = continuation.parent
             if id(sequence) in taken:
                 sequence = self._fork(sequence, scheduler)
-            taken.add(id(heir.parent))
-            live.append((heir.score, sequence))
-        # only now: a fork copies its parent as it was
-        for heir, (_, sequence) in zip(heirs, live, strict=True):
-            sequence.tokens.append(heir.token)
+            taken.add(id(continuation.parent))
+            live.append((continuation.score, sequence))
+        # append tokens after all forks, because a fork copies its parent's tokens
+        for continuation, (_, sequence) in zip(continuations, live, strict=True):
+            sequence.tokens.append(continuation.token)
             if sequence.draw.penalties is not None:
-                sequence.draw.penalties.produced(heir.token)
+                sequence.draw.penalties.produced(continuation.token)
         for sequence in self.sequences:
             if id(sequence) not in taken:
                 scheduler.end(sequence)

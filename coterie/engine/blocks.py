@@ -1,8 +1,8 @@
-"""A lane's KV blocks: the fixed pool, the prefix cache over it, and who gets which block.
+"""A lane's KV blocks: the fixed pool, the prefix cache, and which sequence gets which block.
 
-`BlockPool` counts owners and knows nothing of what a block holds, `BlockTables` has the running
-sequences' blocks as one array, as kernels want them, `PrefixCache` finds full blocks again by the
-hash chain of everything before them, and `KVSpace` joins the three: the scheduler asks it alone.
+`BlockPool` counts the owners of each block. `BlockTables` has the blocks of all running sequences
+in one array, as kernels need them. `PrefixCache` finds full blocks by the hash chain of all tokens
+before and in them. `KVSpace` joins the three; the scheduler uses only `KVSpace`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coterie.engine.sequence import Sequence
 
 
 class BlockPool:
-    """A block is free, owned (one or more owners), or unowned but held by the prefix cache."""
+    """A block is free, owned (once or more), or without owner but in the prefix cache."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -41,11 +41,11 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """One more owner; also revives a block that only the prefix cache held."""
+        """Add an owner; also to a block that only the prefix cache kept."""
         self.owners[block] += 1
 
     def release(self, block: int) -> bool:
-        """One owner less. True: nobody owns it now, and the caller frees or keeps it."""
+        """Remove an owner. True if it has no owner now: then the caller frees or keeps it."""
         left = self.owners[block] - 1
         assert left >= 0, f"block {block} released more often than acquired"
         self.owners[block] = left
@@ -56,7 +56,7 @@ class BlockPool:
         self._free.append(block)
 
     def check(self, tables: Iterable[list[int]], held: set[int]) -> None:
-        """Every block is exactly one of free, owned as often as `tables` say, or `held`."""
+        """Check that each block is one of: free, owned as often as in `tables`, `held`."""
         counts = Counter(block for table in tables for block in table)
         free = set(self._free)
         assert len(free) == len(self._free), "a block is in the free list twice"
@@ -67,7 +67,7 @@ class BlockPool:
 
 
 class BlockTables:
-    """Row r lists the blocks of the running sequence that holds r; unused entries are 0."""
+    """Row r has the blocks of the running sequence with row r; unused entries are 0."""
 
     def __init__(self, num_rows: int, width: int) -> None:
         self.array: NDArray[np.int32] = np.zeros((num_rows, width), dtype=np.int32)
@@ -89,7 +89,8 @@ DIGEST_BYTES = 16
 
 
 def root_digest(lane: str, adapters: Seq[AdapterChoice], tenant: str) -> bytes:
-    """Where a chain starts. Every part is length-prefixed, so no two inputs read the same."""
+    """The start of a hash chain. Every part has its length before it, so different inputs cannot
+    give the same bytes."""
     hasher = blake2b(digest_size=DIGEST_BYTES, person=b"coterie-kv")
     parts = [lane, tenant]
     for adapter in adapters:
@@ -103,7 +104,7 @@ def root_digest(lane: str, adapters: Seq[AdapterChoice], tenant: str) -> bytes:
 def extend_chain(
     chain: list[bytes], root: bytes, tokens: Seq[int], block_size: int, num_blocks: int
 ) -> None:
-    """Append the digests of the full blocks up to `num_blocks` that `chain` lacks."""
+    """Append the missing digests of the full blocks, up to `num_blocks`."""
     parent = chain[-1] if chain else root
     for index in range(len(chain), num_blocks):
         data = array("q", tokens[index * block_size : (index + 1) * block_size]).tobytes()
@@ -112,11 +113,11 @@ def extend_chain(
 
 
 class PrefixCache:
-    """Hands out blocks of `pool`, forgetting cached ones when none is free.
+    """Allocates blocks of `pool`, and evicts cached blocks if none is free.
 
-    A block's digest covers its owner (lane, adapters, tenant) and every token from the start, so
-    equal digests mean equal KV. Unowned blocks stay until their room is needed: least recently used
-    first, blocks of kept sessions last.
+    The digest of a block covers its scope (lane, adapters, tenant) and all tokens from the start,
+    so equal digests mean equal KV. Blocks without owner stay until their memory is needed: the
+    least recently used are evicted first, blocks of kept sessions last.
     """
 
     def __init__(self, pool: BlockPool, *, enabled: bool, max_sessions: int) -> None:
@@ -124,18 +125,18 @@ class PrefixCache:
         self._enabled = enabled
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        # unowned cached blocks, oldest first; those of kept sessions apart
+        # cached blocks without owner, oldest first; those of kept sessions are in the second
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._kept: set[int] = set()
         # session -> its blocks, least recently finished first
         self._sessions: LruCache[Hashable, tuple[int, ...]] = LruCache(max_sessions)
         self._pins: dict[int, int] = {}
-        # hex digests of the sessions' ends, newest last, rebuilt when they change
+        # hex digests of the last blocks of the sessions, newest last; rebuilt when they change
         self._ends: tuple[str, ...] = ()
 
     @property
     def num_available(self) -> int:
-        """Blocks `take` can still hand out."""
+        """Number of blocks that `take` can still return."""
         return self._pool.num_free + len(self._idle) + len(self._kept)
 
     @property
@@ -147,7 +148,7 @@ class PrefixCache:
         return self._ends
 
     def match(self, chain: Seq[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix of `chain`. Changes nothing."""
+        """The blocks of the longest cached prefix of `chain`."""
         blocks = []
         for digest in chain:
             block = self._block_of.get(digest)
@@ -160,14 +161,14 @@ class PrefixCache:
         return sum(self._pool.owners[block] == 0 for block in blocks)
 
     def share(self, block: int) -> None:
-        """One more owner of a matched block."""
+        """Add an owner to a matched block."""
         if self._pool.owners[block] == 0:
             self._idle.pop(block, None)
             self._kept.discard(block)
         self._pool.share(block)
 
     def take(self) -> int | None:
-        """A block with one owner, evicting if need be; None when every block is owned."""
+        """A block with one owner; evicts a cached block if needed. None if all blocks are owned."""
         if not self._pool.num_free and not self._evict():
             return None
         return self._pool.acquire()
@@ -183,13 +184,14 @@ class PrefixCache:
             self._idle[block] = None
 
     def insert(self, block: int, digest: bytes) -> None:
-        """`block` (owned, full, computed) can be found by `digest`. A twin keeps the place."""
+        """Let `block` (owned, full, computed) be found by `digest`. If another block with the
+        digest is already cached, that one stays."""
         if self._enabled and digest not in self._block_of:
             self._block_of[digest] = block
             self._digest_of[block] = digest
 
     def keep(self, session: Hashable, chain: Seq[bytes]) -> None:
-        """`chain`'s cached blocks become the session's entry, in place of its former one."""
+        """Make the cached blocks of `chain` the session's entry, instead of its previous one."""
         blocks = tuple(self.match(chain))
         if not blocks or not self._sessions.limit:
             return
@@ -204,7 +206,7 @@ class PrefixCache:
         self._list_ends()
 
     def check(self, tables: Seq[list[int]]) -> None:
-        """Raises AssertionError when the books do not add up."""
+        """Raises AssertionError if the counts are inconsistent."""
         self._pool.check(tables, set(self._idle) | self._kept)
         assert not self._kept & set(self._idle)
         assert {b: d for d, b in self._block_of.items()} == self._digest_of
@@ -218,7 +220,7 @@ class PrefixCache:
         assert pins == self._pins and len(self._sessions) <= self._sessions.limit
 
     def _evict(self) -> bool:
-        """Forget one unowned block; sessions give theirs up when nothing else is left."""
+        """Evict one block without owner; blocks of sessions only if there are no others."""
         while not self._idle and self._kept:
             self._unpin(self._sessions.pop_oldest())
             self._list_ends()
@@ -230,7 +232,7 @@ class PrefixCache:
         return True
 
     def _unpin(self, blocks: Seq[int]) -> None:
-        # to the old end, head before tail, so that the tail of the chain is forgotten first
+        # put them at the old end, the head first, so that the tail of the chain is evicted first
         for block in blocks:
             self._pins[block] -= 1
             if self._pins[block] == 0:
@@ -245,7 +247,7 @@ class PrefixCache:
 
 
 class KVSpace:
-    """Which blocks a sequence gets, shares, copies and gives back."""
+    """Allocates, shares, copies and frees the blocks of sequences."""
 
     def __init__(self, config: LaneConfig) -> None:
         config.require_quota()
@@ -260,14 +262,15 @@ class KVSpace:
         self._prefix_cache = config.prefix_cache
 
     def num_missing(self, sequence: Sequence) -> int:
-        """Unowned blocks it takes to admit `sequence`: its tokens and one step more."""
+        """Blocks without owner that `sequence` needs: for its tokens and one more step."""
         reused = self._match(sequence)
         return self._num_needed(sequence) - len(reused) + self.cache.num_unowned(reused)
 
     def admit(self, sequence: Sequence, spare_blocks: int) -> bool:
-        """Reuse cached blocks, allocate the rest; False, and nothing changed, when it cannot.
+        """Reuse cached blocks and allocate the rest. False if there are too few; then nothing
+        changes.
 
-        `spare_blocks` are left for the sequences that run already.
+        `spare_blocks` are left for the running sequences.
         """
         if not self.tables.num_free:
             return False
@@ -287,8 +290,8 @@ class KVSpace:
         return True
 
     def num_stored(self, sequence: Sequence) -> int:
-        """Tokens of its prompt, soft ones left out, that the same prompt finds once this one is
-        computed, and could not before: never the last, which is computed each time."""
+        """Number of prompt tokens, without soft tokens, that this prompt adds to the cache. The
+        last token is never counted: it is always computed."""
         if not self._prefix_cache:
             return 0
         num_full = (sequence.num_prompt - 1) // self.block_size
@@ -297,13 +300,13 @@ class KVSpace:
         return max(num_full * self.block_size - max(known, sequence.num_virtual), 0)
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Its next token can be written without another block."""
+        """Whether its next token can be written without another block."""
         index = sequence.num_computed // self.block_size
         blocks = sequence.blocks
         return index < len(blocks) and self.pool.owners[blocks[index]] == 1
 
     def extend(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """Make the next token's place writable: a new block, or its own copy of a shared one."""
+        """Make the position of the next token writable: add a block, or copy a shared one."""
         index = sequence.num_computed // self.block_size
         block = self.cache.take()
         if block is None:
@@ -320,7 +323,7 @@ class KVSpace:
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """`child` shares everything `parent` has computed; False when no table row is free."""
+        """Let `child` share what `parent` has computed. False if no table row is free."""
         if not self.tables.num_free:
             return False
         child.row = self.tables.acquire()
@@ -333,7 +336,7 @@ class KVSpace:
         return True
 
     def computed(self, sequence: Sequence, count: int) -> None:
-        """`count` more tokens have their KV: full blocks can be found from now on."""
+        """Note that `count` more tokens have KV: full blocks can be found from now on."""
         before = sequence.num_computed // self.block_size
         sequence.num_computed += count
         after = sequence.num_computed // self.block_size
@@ -343,12 +346,12 @@ class KVSpace:
                 self.cache.insert(sequence.blocks[index], sequence.chain[index])
 
     def keep(self, session: Hashable, sequence: Sequence) -> None:
-        """The sequence ended well: its blocks become its session's."""
+        """The sequence ended normally: its blocks become those of its session."""
         self.cache.keep(session, sequence.chain[: sequence.num_computed // self.block_size])
 
     def release(self, sequence: Sequence) -> None:
-        """Give everything back; full blocks stay findable until their room is needed."""
-        # the tail first: it is then forgotten before the head that others may share
+        """Free everything. Full blocks stay cached until their memory is needed."""
+        # the tail first, so that it is evicted before the head, which others may share
         for block in reversed(sequence.blocks):
             self.cache.release(block)
         sequence.blocks.clear()
@@ -377,7 +380,7 @@ class KVSpace:
         return self._prefix_cache and sequence.draw.prompt_logprobs is None
 
     def _match(self, sequence: Sequence) -> list[int]:
-        """Reusable blocks; the last token is always computed, for its logits."""
+        """The blocks to reuse. The last token is always computed, for its logits."""
         if not self._reads_cache(sequence):
             return []
         num_full = (len(sequence.tokens) - 1) // self.block_size

@@ -1,7 +1,8 @@
-"""Tokens of one choice to text that can be sent: whole characters, nothing a stop might take back.
+"""Turns the tokens of one choice into text that can be sent: whole characters, and no text that may
+belong to a stop string.
 
-What was sent plus what `flush` gives equals `tokenizer.decode` of the tokens, cut at the stop.
-Knows token ids and strings, nothing of sequences or events.
+The sent text plus the result of `flush` equals `tokenizer.decode` of the tokens, cut at the stop
+string.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class TokenPieces(dict[int, str | None]):
-    """What each token adds to a text in the middle of which it stands; shared by all choices.
+    """The text of each token inside a longer text; shared by all choices.
 
-    None: bytes that are no text by themselves. Special tokens are no text, "", unless they are
-    not to be skipped.
+    None: bytes that are no characters by themselves. Special tokens have the text "" if they are
+    skipped.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
@@ -33,20 +34,20 @@ class TokenPieces(dict[int, str | None]):
         return piece
 
     def decode(self, ids: Sequence[int], before: int | None) -> str:
-        """The text of `ids` behind the token `before` (None: at the start of the output)."""
+        """The text of `ids` after the token `before` (None: at the start of the output)."""
         if before is None:
             return self.text(ids)
         lead = self.text([before])
         return self.text([before, *ids])[len(lead) :]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Of a whole text's tokens."""
+        """The text of all tokens of a whole text."""
         return self.tokenizer.decode(ids, skip_special=self.skip_special)
 
     def spoils(self, run: Sequence[int], text: str) -> bool:
-        """A bad byte behind `run`, which reads `text`, would make all of it unreadable.
+        """Whether an invalid byte after `run`, whose text is `text`, would change that text.
 
-        Byte-fallback decoders are so, byte-level ones are not: a trait of the tokenizer.
+        This is so for byte-fallback decoders, and not for byte-level ones.
         """
         if self._spoils is None:
             self._spoils = self._is_spoiled(run, text)
@@ -54,7 +55,7 @@ class TokenPieces(dict[int, str | None]):
 
     @cached_property
     def _bad_byte(self) -> int | None:
-        """A token that is one byte and no character."""
+        """A token that is one byte and not a character."""
         for token in range(self.tokenizer.vocab_size):
             data = self.tokenizer.token_bytes(token)
             if len(data) == 1 and data[0] >= 0x80 and not self.tokenizer.is_special(token):
@@ -72,8 +73,8 @@ class TokenPieces(dict[int, str | None]):
             text = data.decode()
         except UnicodeDecodeError:
             return None
-        # a byte-fallback token of a plain character stands or falls with its run; twice, because
-        # a space at the start of a text may be dropped
+        # the text of a byte-fallback token for a plain character depends on its run. The token is
+        # tried twice in a row, because a space at the start of a text may be dropped.
         if len(data) == 1 and self._is_spoiled([token, token], text):
             return None
         return text
@@ -89,9 +90,9 @@ def pieces_of(tokenizer: Tokenizer, skip_special: bool = True) -> TokenPieces:
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
-    """How a token is listed, apart from every other, and its bytes.
+    """A unique name for a token in lists, and its bytes.
 
-    Part of a character has the name that OpenAI gives it, `bytes:` and its bytes.
+    A part of a character is named as OpenAI does: `bytes:` and its bytes.
     """
     data = tokenizer.token_bytes(token)
     if not data:
@@ -104,16 +105,16 @@ def token_name(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
 
 
 class TextOffsets:
-    """Where each token of one text begins in it. Feed every token once.
+    """The offset of each token in one text. Feed every token once.
 
-    A token that holds the middle of a character begins where that character does; one that is no
-    text begins where the next one will.
+    A token in the middle of a character has the offset of that character. A token without text has
+    the offset of the next one.
     """
 
     def __init__(self, pieces: TokenPieces, start: int = 0) -> None:
         self._pieces = pieces
         self._text = Detokenizer(pieces)
-        # of the text up to the tokens whose bytes do not yet make characters
+        # length of the text before the tokens whose bytes are no characters yet
         self._length = start
         self._run = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_run = 0
@@ -132,7 +133,7 @@ class TextOffsets:
 
 
 class StopMatch(NamedTuple):
-    """A stop string was completed; `text` is what may still be sent."""
+    """A stop string was completed; `text` is the text before it that can be sent."""
 
     text: str
     match: str
@@ -146,25 +147,25 @@ class Detokenizer:
     def __init__(
         self, pieces: TokenPieces, stops: Sequence[str] = (), include_stop: bool = False
     ) -> None:
-        """With `include_stop` a stop string is the text's end, not what comes behind it."""
+        """With `include_stop` the stop string is part of the text."""
         self._pieces = pieces
         self._include_stop = include_stop
         self._stops = tuple(stop for stop in stops if stop)
         self._longest = max(map(len, self._stops), default=0)
-        # text that may turn out to be the start of a stop string
+        # text that may be the start of a stop string
         self._held = ""
-        # tokens whose bytes do not yet make characters
+        # tokens whose bytes are no characters yet
         self._run: list[int] = []
-        # the last token that was text by itself; None before the first
+        # the last token that had text by itself; None before the first
         self._before: int | None = None
 
     @property
     def is_whole(self) -> bool:
-        """No token waits for the rest of its character."""
+        """Whether no token waits for the rest of its character."""
         return not self._run
 
     def push(self, token: int, may_stop: bool = True) -> str | StopMatch:
-        """Text that can be sent now, or the stop string that this token completed."""
+        """The text that can be sent now, or the stop string that this token completed."""
         text = self._pieces[token]
         if text and self._before is not None and not self._run:
             self._before = token
@@ -173,7 +174,7 @@ class Detokenizer:
         return self._hold(text, may_stop) if self._stops else text
 
     def flush(self) -> str:
-        """Everything held back: the choice ended for another reason than a stop string."""
+        """All text that was kept back. Called when the choice ended without a stop string."""
         text = self._held + (self._end_run() if self._run else "")
         self._held = ""
         return text
@@ -189,7 +190,7 @@ class Detokenizer:
             self._run.append(token)
             text = self._end_run()
         elif self._before is None:
-            # the first word's space may not belong to the text: the tokenizer knows
+            # the space of the first word may not belong to the text: the tokenizer decides
             text = self._pieces.decode([token], None)
         else:
             text = piece
@@ -197,7 +198,7 @@ class Detokenizer:
         return text
 
     def _whole_run(self) -> str:
-        """The run's text once its bytes are characters that nothing behind them can spoil."""
+        """The text of the run, if its bytes are characters that no later byte can change."""
         data = b"".join(map(self._pieces.tokenizer.token_bytes, self._run))
         try:
             text = data.decode()
@@ -218,16 +219,16 @@ class Detokenizer:
     def _hold(self, text: str, may_stop: bool) -> str | StopMatch:
         window = self._held + text
         if may_stop and text:
-            found = self._find(window, len(self._held))
-            if found is not None:
+            match = self._find(window, len(self._held))
+            if match is not None:
                 self._held, self._run = "", []
-                return found
+                return match
         keep = self._num_held(window)
         self._held = window[len(window) - keep :]
         return window[: len(window) - keep]
 
     def _find(self, window: str, old: int) -> StopMatch | None:
-        """The stop completed first, had the text come one character at a time."""
+        """The stop string that would be completed first if the text came character by character."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = window.find(stop, max(0, old - len(stop) + 1))
@@ -239,7 +240,7 @@ class Detokenizer:
         return StopMatch(window[: best[0] if self._include_stop else best[1]], best[2])
 
     def _num_held(self, window: str) -> int:
-        """Length of the longest end of `window` that a stop string begins with."""
+        """Length of the longest suffix of `window` that is the start of a stop string."""
         for length in range(min(self._longest - 1, len(window)), 0, -1):
             tail = window[-length:]
             if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):

@@ -1,7 +1,7 @@
-"""How one choice draws its tokens: parameters resolved once, noise, and the counts of penalties.
+"""How one choice draws its tokens: resolved parameters, noise, and the counts of penalties.
 
-Everything here depends on the request alone, so a token never depends on batch, preemption or
-process.
+Everything here depends only on the request, so a token never depends on the batch, a preemption or
+the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from coterie.core.request import Sampling
     from coterie.engine.grammar import Constraint
 
-# Below this a temperature only overflows: the most likely token is taken instead.
+# a lower temperature would overflow: the most likely token is taken instead
 MIN_TEMPERATURE = 1e-5
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -30,7 +30,7 @@ _STRIDE, _MIX, _MIX_AGAIN = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB13
 
 
 def noise_key(seed: int, choice: int) -> int:
-    """Where a choice's noise starts: 64 bits that share nothing with those of its neighbours."""
+    """The start of a choice's noise: 64 bits that are independent of those of similar seeds."""
     data = (seed % 2**64).to_bytes(8, "little") + choice.to_bytes(8, "little")
     digest = blake2b(data, digest_size=8, person=b"coterie-noise").digest()
     return int.from_bytes(digest, "little")
@@ -39,31 +39,31 @@ def noise_key(seed: int, choice: int) -> int:
 def uniforms(keys: NDArray[np.uint64], positions: Sequence[int]) -> NDArray[np.float64]:
     """The noise of token `positions[r]` of the choice with `keys[r]`: uniform in [0, 1).
 
-    SplitMix64 at a given place of its stream, so no state is carried from token to token.
+    SplitMix64 at a given position of its stream, so there is no state between tokens.
     """
     state = keys + (np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(_STRIDE)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(_MIX)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(_MIX_AGAIN)
     state ^= state >> np.uint64(31)
-    # 52 bits: scaled by any total the product stays below that total
+    # 52 bits, so that the product with a total is always less than the total
     noise: NDArray[np.float64] = (state >> np.uint64(12)) * 2.0**-52
     return noise
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """One number of the same noise."""
+    """One number of this noise."""
     return float(uniforms(np.array([noise_key(seed, choice)], dtype=np.uint64), [position])[0])
 
 
 class TokenPenalties:
-    """Which tokens were seen and how often they were produced, kept as growing arrays."""
+    """The tokens that occurred and how often they were produced, in growing arrays."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> None:
         self.repetition = value_of(sampling, "repetition_penalty")
         self.presence = value_of(sampling, "presence_penalty")
         self.frequency = value_of(sampling, "frequency_penalty")
         seen = np.unique(np.array(prompt, dtype=np.int64))
-        # token -> its place in the arrays, which have room to grow
+        # token -> its index in the arrays, which have spare entries
         self._place = {token: place for place, token in enumerate(seen.tolist())}
         self._ids: NDArray[np.int64] = np.concatenate([seen, np.zeros(64, dtype=np.int64)])
         self._counts: NDArray[np.float32] = np.zeros(len(self._ids), dtype=np.float32)
@@ -86,7 +86,8 @@ class TokenPenalties:
         return twin
 
     def apply(self, logits: NDArray[np.float32]) -> None:
-        """In place on one row [V]: repetition over prompt and output, the others over output."""
+        """Change one row [V] in place: the repetition penalty counts prompt and output, the others
+        count the output."""
         seen = len(self._place)
         ids, counts = self._ids[:seen], self._counts[:seen]
         values = logits[ids]
@@ -99,31 +100,32 @@ class TokenPenalties:
 
 
 class BadWords:
-    """Token sequences that may not be completed; fixed, so a takeover bans the same."""
+    """Token sequences that must not be completed. They are fixed, so another worker that continues
+    the request bans the same."""
 
     def __init__(self, words: Iterable[str], encode: Callable[[str], list[int]]) -> None:
-        """`encode` writes a text without BOS and the like."""
+        """`encode` must not add special tokens such as BOS."""
         spelt: dict[tuple[int, ...], None] = {}
         for word in words:
-            # most vocabularies have another token for a word behind a space
+            # most vocabularies have a different token for a word after a space
             for text in (word.lstrip(), " " + word.lstrip()):
                 spelt[tuple(encode(text))] = None
         self.sequences = tuple(ids for ids in spelt if ids)
 
     def banned_behind(self, tokens: Sequence[int], num_prompt: int) -> list[int]:
-        """Ids that would complete one, behind an output that begins at `num_prompt`."""
+        """Ids that would complete a banned sequence; the output starts at `num_prompt`."""
         num_output = len(tokens) - num_prompt
-        found = []
+        banned = []
         for ids in self.sequences:
             before = len(ids) - 1
             if before <= num_output and tuple(tokens[len(tokens) - before :]) == ids[:-1]:
-                found.append(ids[-1])
-        return found
+                banned.append(ids[-1])
+        return banned
 
 
 @dataclass(slots=True, eq=False)
 class DrawState:
-    """Resolved `Sampling` of one choice, fixed but for the counts of its penalties.
+    """The resolved `Sampling` of one choice. Only the counts of its penalties change.
 
     Neutral values switch a filter off.
     """
@@ -138,20 +140,20 @@ class DrawState:
     bias_ids: NDArray[np.int64] | None = None
     bias: NDArray[np.float32] | None = None
     penalties: TokenPenalties | None = None
-    # ids that may not come before the output has `min_output` tokens
+    # ids that are forbidden until the output has `min_output` tokens
     banned: tuple[int, ...] = ()
     min_output: int = 0
     bad_words: BadWords | None = None
-    # ascending; None = every token may be drawn
+    # ascending; None = all tokens may be drawn
     allowed: NDArray[np.int64] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    # continuations wanted by a beam search; 0 = draw a token
+    # number of continuations for a beam search; 0 = draw a token
     num_continuations: int = 0
-    # its place in the grammar that the output keeps to
+    # its state in the grammar that the output must follow
     constraint: Constraint | None = None
 
-    # derived: the argmax decides; that of the raw logits, with nothing else asked
+    # derived: is_greedy = the argmax decides; is_plain = the argmax of the raw logits, nothing else
     is_greedy: bool = field(init=False)
     is_plain: bool = field(init=False)
     has_filters: bool = field(init=False)
@@ -177,14 +179,14 @@ class DrawState:
         return bool(self.min_output) or any(one is not None for one in edits)
 
     def banned_behind(self, tokens: Sequence[int], num_prompt: int) -> Sequence[int]:
-        """Ids that may not follow the output, which begins at `num_prompt`."""
+        """Ids that must not follow the output, which starts at `num_prompt`."""
         early = self.banned if len(tokens) - num_prompt < self.min_output else ()
         if self.bad_words is None:
             return early
         return [*early, *self.bad_words.banned_behind(tokens, num_prompt)]
 
     def produced(self, token: int) -> None:
-        """The output has one more token. Raises InvalidRequest where the grammar was too much."""
+        """Note one more output token. Raises InvalidRequest if the grammar failed."""
         if self.penalties is not None:
             self.penalties.produced(token)
         if self.constraint is not None:
@@ -193,16 +195,16 @@ class DrawState:
                 raise InvalidRequest(f"the grammar cannot be followed: {self.constraint.error}")
 
     def edits(self, tokens: Sequence[int], num_prompt: int) -> bool:
-        """The logits have to be changed before they are used."""
+        """Whether the logits have to be changed before they are used."""
         if self.bias is not None or self.penalties is not None or self.allowed is not None:
             return True
         return self.constraint is None and bool(self.banned_behind(tokens, num_prompt))
 
     def edit(self, logits: NDArray[np.float32], tokens: Sequence[int], num_prompt: int) -> None:
-        """In place on one row [V]: bias, penalties, bans, then what is allowed.
+        """Change one row [V] in place: bias, penalties, bans, allowed ids.
 
-        Under a grammar a ban is the grammar's matter: where it lets only the banned follow, they
-        do. Among the allowed ids it is the same.
+        With a grammar, the constraint applies the bans: if it allows only banned tokens, they may
+        come. The same holds for allowed ids.
         """
         if self.bias is not None:
             logits[self.bias_ids] += self.bias
@@ -228,7 +230,7 @@ def make_draw(
     constraint: Constraint | None = None,
     bad_words: BadWords | None = None,
 ) -> DrawState:
-    """`output` is what the choice has produced before a takeover."""
+    """`output`: what the choice has produced on another worker before."""
     sampling = assignment.sampling
     penalised = any(
         value_of(sampling, name) != SAMPLING_FIELDS[name].default for name in _PENALTIES

@@ -1,7 +1,7 @@
-"""The engine of one replica: lanes over one model, one step at a time. Schedule, run, commit.
+"""The engine of one replica: several lanes with one model. Each step is schedule, run, commit.
 
-Not thread-safe: one thread calls it. Every accepted request ends in exactly one Finished or Failed,
-whatever the model or a request does.
+Not thread-safe: one thread calls it. Every accepted request ends with exactly one Finished or
+Failed, whatever the model or a request does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 HORIZON_S = 30.0
-# before anything was measured
+# estimate before anything was measured
 FIRST_GUESS_S = 1.0
 MAX_RETRY_S = 600.0
 
@@ -50,7 +50,7 @@ class LaneThroughput:
         self._steps = 0.0
 
     def record(self, step_s: float, num_tokens: int, num_ended: int) -> None:
-        """One step of this lane took `step_s` for `num_tokens` and ended `num_ended` requests."""
+        """Note one step of this lane: its duration, its tokens, and the requests that ended."""
         keep = math.exp(-step_s / HORIZON_S)
         self._busy_s = self._busy_s * keep + step_s
         self._tokens = self._tokens * keep + num_tokens
@@ -62,14 +62,15 @@ class LaneThroughput:
         return self._busy_s / self._steps if self._steps else 0.0
 
     def first_token_s(self, pending_tokens: int, num_ahead: int) -> float:
-        """`pending_tokens` are computed first; `num_ahead` requests have to end before it runs."""
+        """Estimated time to the first token, if `pending_tokens` are computed first and `num_ahead`
+        requests have to end first."""
         if not self._steps:
             return 0.0
         compute_s = pending_tokens * self._busy_s / max(self._tokens, 1.0)
         return self.step_s + compute_s + num_ahead * self._end_interval_s(pending_tokens)
 
     def retry_after_s(self, queue: int, pending_tokens: int) -> float:
-        """When an eighth of a full queue has moved on, at the rate at which requests end."""
+        """Time until an eighth of a full queue has started, at the rate at which requests end."""
         if not self._steps:
             return FIRST_GUESS_S
         moved = max(queue // 8, 1)
@@ -100,7 +101,7 @@ class Lane:
     config: LaneConfig
     scheduler: Scheduler
     runner: Runner
-    pace: LaneThroughput = field(default_factory=LaneThroughput)
+    throughput: LaneThroughput = field(default_factory=LaneThroughput)
 
     @property
     def weight(self) -> float:
@@ -114,7 +115,7 @@ class Lane:
         scheduler = self.scheduler
         busy = len(scheduler.waiting) + len(scheduler.running)
         ahead = max(busy + 1 - self.config.max_sequences, 0)
-        return self.pace.first_token_s(self.num_pending_tokens(), ahead)
+        return self.throughput.first_token_s(self.num_pending_tokens(), ahead)
 
 
 class Engine:
@@ -146,18 +147,18 @@ class Engine:
         self._lane_named = {lane.config.name: lane for lane in self._lanes}
         self._turns = DeficitRoundRobin(self._lanes, lambda lane: lane.scheduler.has_work)
         schedulers = {lane.config.name: lane.scheduler for lane in self._lanes}
-        self._book = RequestTracker(schedulers, replica, clock)
+        self._tracker = RequestTracker(schedulers, replica, clock)
         self._outbox: list[Event] = []
         self._num_added = 0
         self._counts = dict.fromkeys(COUNTERS, 0.0)
         self._experts = None if model.experts is None else MoeMaintenance(model.experts)
 
     def add(self, assignment: Assignment) -> Admitted | Rejected:
-        """Take a request into its lane's queue, or say why not. Never raises for bad input."""
+        """Put a request into its lane's queue, or return why not. Never raises for bad input."""
         lane = self._lane_named.get(assignment.lane)
         if lane is None:
             return Rejected("not_found", f"no lane {assignment.lane!r} here", None)
-        if assignment.request_id in self._book:
+        if assignment.request_id in self._tracker:
             return Rejected("invalid_request", "a request with this id is running", None)
         front = sequence_adapters(assignment, self._adapters, self._vocab)
         if isinstance(front, Rejected):
@@ -166,7 +167,7 @@ class Engine:
         if rejected is not None:
             return rejected
         if lane.scheduler.is_full(assignment):
-            wait_s = lane.pace.retry_after_s(lane.config.max_queue, lane.num_pending_tokens())
+            wait_s = lane.throughput.retry_after_s(lane.config.max_queue, lane.num_pending_tokens())
             reason = f"{len(lane.scheduler.waiting)} sequences wait already"
             return Rejected("overloaded", reason, wait_s)
         self._num_added += 1
@@ -175,32 +176,32 @@ class Engine:
             request = open_request(assignment, entry, self._pieces, self._eos_ids)
         except CoterieError as error:
             return Rejected(error.code, error.message, error.retry_after_s)
-        self._book.open(request, self._outbox)
+        self._tracker.open(request, self._outbox)
         return Admitted(self._replica)
 
     def warm_grammars(self) -> None:
-        """Half a second's work of the first constrained request, done before; any thread may."""
+        """Do half a second of work that the first constrained request would need. Thread-safe."""
         with suppress(MissingDependency):
             self._grammars.warm()
 
     def abort(self, request_id: str) -> None:
         """Free the request's blocks at once; its Finished comes with the next step."""
-        self._book.abort(request_id, self._outbox)
+        self._tracker.abort(request_id, self._outbox)
 
     def has_work(self) -> bool:
         return bool(self._outbox) or any(lane.scheduler.has_work for lane in self._lanes)
 
     def step(self) -> list[Event]:
-        """Schedule, run, commit. Returns what happened since the last call."""
+        """Schedule, run, commit. Returns the events since the last call."""
         started = time.perf_counter()
         events, self._outbox = self._outbox, []
         self._grammars.work.begin_step()
-        self._book.settle(events)
-        self._book.expire(events)
+        self._tracker.settle(events)
+        self._tracker.expire(events)
         index, plan = self._schedule(events)
         if plan is None:
             if not events:
-                self._nap()
+                self._wait_for_background()
             return events
         lane = self._lanes[index]
         scheduled = time.perf_counter()
@@ -211,34 +212,34 @@ class Engine:
             return events
         ran = time.perf_counter()
         lane.scheduler.commit(plan)
-        self._book.commit(plan, result, events)
+        self._tracker.commit(plan, result, events)
         self._account(index, plan, result, (started, scheduled, ran))
         if self._experts is not None:
             moved = self._experts.after_step(plan, result)
             if moved is not None:
-                self._book.moved(plan, moved)
+                self._tracker.charge_moe_updates(plan, moved)
         return events
 
-    def _nap(self) -> None:
-        """Nothing can run before something is loaded or worked out."""
-        jobs = self._book.grammar_jobs
+    def _wait_for_background(self) -> None:
+        """Wait briefly, because nothing can run before an adapter or a grammar is ready."""
+        jobs = self._tracker.grammar_jobs
         if jobs:
-            self._grammars.work.nap(jobs)
+            self._grammars.work.wait_for_any(jobs)
         elif self._holds is not None and self._holds.waiting:
-            self._holds.nap()
+            self._holds.wait_for_load()
 
     def settle_moe(self, updates: int) -> None:
-        """Between requests: at most `updates` rounds of moving experts where they are used."""
+        """Between requests: move MoE experts to where they are used, `updates` rounds at most."""
         if self._experts is not None:
             self._experts.update(updates)
 
     def _failed(self, plan: StepPlan, error: Exception, events: list[Event]) -> None:
         fields = {"replica": self._replica}
         if isinstance(error, WeightsError):
-            # names files, never a prompt
+            # the message names files, never a prompt
             fields["reason"] = error.message
         log.exception("step_failed", extra=fields)
-        self._book.fail(plan, error, events)
+        self._tracker.fail(plan, error, events)
 
     def lane_states(self) -> tuple[LaneState, ...]:
         resident = () if self._adapters is None else self._adapters.resident()
@@ -253,13 +254,13 @@ class Engine:
                 prefix_digests=lane.scheduler.space.cache.session_ends,
                 predicted_first_token_s=lane.first_token_s(),
                 preempting=any(s.num_preemptions for s in lane.scheduler.waiting),
-                step_s=lane.pace.step_s,
+                step_s=lane.throughput.step_s,
             )
             for lane in self._lanes
         )
 
     def stats(self) -> dict[str, float]:
-        """Totals since start, and how many blocks and sequences are in use now."""
+        """Totals since start, and the numbers of blocks and sequences in use."""
         schedulers = [lane.scheduler for lane in self._lanes]
         total = sum(lane.config.num_blocks for lane in self._lanes)
         available = sum(scheduler.space.cache.num_available for scheduler in schedulers)
@@ -283,7 +284,7 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Raises AssertionError when the books do not add up."""
+        """Raises AssertionError if the counts are inconsistent."""
         for lane in self._lanes:
             lane.scheduler.check()
 
@@ -292,7 +293,7 @@ class Engine:
             scheduler = self._lanes[index].scheduler
             plan = scheduler.schedule()
             for sequence in scheduler.started:
-                self._book.start(sequence, events)
+                self._tracker.start(sequence, events)
             scheduler.started.clear()
             if scheduler.failed_loads:
                 self._fail_adapters(scheduler, events)
@@ -304,7 +305,7 @@ class Engine:
         failed_loads, scheduler.failed_loads = scheduler.failed_loads, []
         assert self._holds is not None
         for sequence in failed_loads:
-            self._book.fail_adapters(sequence, self._holds.failure(sequence.adapter_key), events)
+            self._tracker.fail_adapters(sequence, self._holds.failure(sequence.adapter_key), events)
 
     def _account(
         self, index: int, plan: StepPlan, result: StepResult, times: tuple[float, float, float]
@@ -313,8 +314,8 @@ class Engine:
         now = time.perf_counter()
         lane, counts = self._lanes[index], self._counts
         self._turns.charge(index, plan.num_tokens)
-        ended = self._book.num_ended.pop(lane.config.name, 0)
-        lane.pace.record(now - started, plan.num_tokens, ended)
+        ended = self._tracker.num_ended.pop(lane.config.name, 0)
+        lane.throughput.record(now - started, plan.num_tokens, ended)
         counts["steps"] += 1
         counts["prefill_tokens"] += plan.num_prefill_tokens
         counts["generated_tokens"] += len(plan.draws)
@@ -333,17 +334,17 @@ class MoeMaintenance:
         self._total = MoeUsage()
         self._reported_at = -REPORT_EVERY_S
         self._standing: dict[str, float] = {}
-        # updates that could not be made
+        # updates that failed
         self._failed = 0
 
     def after_step(self, plan: StepPlan, result: StepResult) -> MoeUsage | None:
-        """What was done for those who go on, if anything."""
+        """Update the experts. Returns the cost for the requests that continue, if there was one."""
         if result.dispatch is not None:
             self._total += result.dispatch.total
         return self.update(1) if plan.num_tokens > plan.num_prefill_tokens else None
 
     def update(self, rounds: int) -> MoeUsage | None:
-        """A move that fails costs a log line: whoever needs that expert meets the error."""
+        """A failed move is only logged: a request that needs that expert gets the error."""
         updates = swaps = 0
         try:
             for _ in range(rounds):
@@ -380,7 +381,7 @@ class MoeMaintenance:
 
 
 def report_stats(report: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a runtime's report that metrics show and no step counts."""
+    """The numbers of a runtime's report that are metrics and are not counted by steps."""
     tiers = report["tiers"]
     return {
         "moe_device_evictions": tiers["device"]["evictions"],
@@ -393,7 +394,7 @@ def report_stats(report: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-# Every step reads all weights, however few tokens it computes: it is charged at least this many.
+# A step reads all weights even for few tokens, so it is charged at least this many tokens.
 STEP_FLOOR_TOKENS = 32
 
 
@@ -407,7 +408,7 @@ AnyLane = TypeVar("AnyLane", bound=WeightedLane)
 
 class DeficitRoundRobin(Generic[AnyLane]):
     """Deficit round-robin by tokens: over time each busy lane gets tokens in proportion to its
-    weight. A lane without work saves nothing up."""
+    weight. A lane without work collects no credit."""
 
     def __init__(self, lanes: Seq[AnyLane], has_work: Callable[[AnyLane], bool]) -> None:
         self._lanes = lanes
@@ -417,7 +418,7 @@ class DeficitRoundRobin(Generic[AnyLane]):
         self._contended = False
 
     def order(self) -> list[int]:
-        """Lanes with work, the one to serve first. Settles whose turn it is."""
+        """Lanes with work, in the order in which to serve them."""
         busy = [index for index, lane in enumerate(self._lanes) if self._has_work(lane)]
         self._contended = len(busy) > 1
         if not self._contended:
@@ -433,6 +434,6 @@ class DeficitRoundRobin(Generic[AnyLane]):
         return sorted(busy, key=lambda index: (index - self._turn) % len(self._lanes))
 
     def charge(self, index: int, num_tokens: int) -> None:
-        """The lane was served. Alone it owes nobody."""
+        """Charge a lane that was served. A lane that is alone is not charged."""
         if self._contended:
             self._deficits[index] -= max(num_tokens, STEP_FLOOR_TOKENS)

@@ -1,8 +1,8 @@
-"""Holds drawn tokens to a grammar: which may follow, whether the text is complete, and that it can
-still be completed in the tokens that are left.
+"""Constrains drawn tokens to a grammar: which tokens may follow, whether the text is complete, and
+that it can still be completed with the remaining tokens.
 
-One `Constraint` per choice. Its state is a function of the choice's own tokens, so it can be built
-again behind any of them, by whoever takes over.
+There is one `Constraint` per choice. Its state depends only on the tokens of the choice, so another
+worker that continues the request can build it again.
 """
 
 from __future__ import annotations
@@ -32,60 +32,60 @@ if TYPE_CHECKING:
     from coterie.core.plan import Assignment
     from coterie.models.text.tokenizer import Tokenizer
 
-# compiled grammars that are kept; the least recently used go first
+# number of compiled grammars that are cached
 MAX_COMPILED = 64
-# with so many tokens left, and twice the shortest answer's, every token is looked at
+# with this many tokens left, plus twice the length of the shortest answer, every token is checked
 NEAR_END = 64
-# tokens of a known way that one drawn token may have spelled
+# tokens of a known ending that one drawn token may replace
 MAX_SKIPPED = 12
 
 
 class CompiledGrammar(NamedTuple):
-    """A grammar at its start, and the shortest answer found for it (None = none was)."""
+    """A grammar in its start state, and the shortest answer that was found (None = none was)."""
 
     matcher: LLMatcher
-    # the same over single bytes
+    # the same grammar over single bytes
     letters: LLMatcher
     shortest: list[int] | None
     vocabulary: GrammarVocabulary
-    closer: EndingFinder
+    finder: EndingFinder
     hints: EndingHints
 
 
 class Constraint:
-    """One choice's place in its grammar, from `begin` on; one thread at a time works on it.
+    """The state of one choice in its grammar, after `begin`. One thread at a time uses it.
 
-    Near the end of what may be produced, a token is taken only if the text can be completed in the
-    tokens left behind it; else the next token of the known way to its end is taken instead.
+    Near the token limit, a drawn token is accepted only if the text can still be completed with the
+    tokens that are left after it; otherwise the next token of a known ending is taken instead.
     """
 
     __slots__ = (
-        "_ends_here", "_horizon", "_left", "_letters", "_look_at", "_matcher", "_start", "_unspelt",
-        "_way", "allowed", "error", "is_complete", "may_end", "shunned", "tenant",
+        "_ending", "_ends_here", "_horizon", "_left", "_letters", "_look_at", "_matcher", "_start",
+        "_unspelt", "allowed", "error", "is_complete", "may_end", "shunned", "tenant",
     )  # fmt: skip
 
     def __init__(self, max_output: int, shunned: Sequence[int] = (), tenant: str = "") -> None:
-        """`shunned` tokens come only where nothing else may."""
+        """`shunned` tokens are allowed only if no other token is."""
         self.shunned, self.tenant = tuple(shunned), tenant
-        # bits of the tokens that may follow; None where the grammar has failed
+        # bit mask of the tokens that may follow; None if the grammar has failed
         self.allowed: NDArray[np.uint32] | None = None
-        # nothing may follow; the text may end behind what was sent of it
+        # is_complete: no token may follow; may_end: the text may end after the part that was sent
         self.is_complete = self.may_end = self._ends_here = False
-        # why the grammar cannot be followed any further
+        # why the grammar failed
         self.error: str | None = None
         self._left = max_output
-        # tokens that complete the text from here; None = not looked for yet, or there is no way
-        self._way: list[int] | None = None
-        # tokens that `_letters` has not been told of
+        # tokens that complete the text from here; None = not searched yet, or not found
+        self._ending: list[int] | None = None
+        # tokens that `_letters` has not consumed yet
         self._unspelt: list[int] = []
 
     def begin(self, start: CompiledGrammar, output: Sequence[int]) -> None:
-        """At the start of a grammar, behind the `output` that there is already."""
+        """Start a grammar and consume the `output` that already exists."""
         self._start = start
         self._matcher, self._letters = start.matcher.deep_copy(), start.letters.deep_copy()
         shortest = start.shortest
         self._horizon = NEAR_END + 2 * len(shortest or ())
-        # a way is looked for when no more than these are left
+        # an ending is searched when no more tokens than these are left
         self._look_at = self._left - 1
         if shortest is not None and len(shortest) <= self._left:
             self._note(list(shortest))
@@ -95,13 +95,13 @@ class Constraint:
         self.may_end = self._ends_here
 
     def sent(self) -> None:
-        """The token last taken is part of the text. Whoever draws says so: one that is still being
-        worked out when a text is cut is not."""
+        """Note that the last token is part of the text. A token whose grammar work had not ended
+        when the text was cut is not part of it."""
         self.may_end = self._ends_here
 
     def take(self, token: int) -> int:
-        """One more token of the output: `token`, or what must come instead for the text to end in
-        time. A grammar that fails keeps its reason in `error`."""
+        """Add one token to the output. Returns `token`, or the token that must come instead so that
+        the text ends in time. If the grammar fails, `error` has the reason."""
         token = self._advance(token)
         self._look_ahead()
         return token
@@ -113,24 +113,26 @@ class Constraint:
             return token
         self._left -= 1
         self._unspelt.append(token)
-        if self._way is not None:
-            token = self._hold_to_way(self._way, token)
+        if self._ending is not None:
+            token = self._keep_to_ending(self._ending, token)
         elif self._left <= self._look_at:
-            way = self._find(SOME)
-            # without one every token is a new chance, and looking is dear
+            ending = self._find(SOME)
+            # if none is found, a later state may have one; but the search is slow, so not every
+            # time
             self._look_at = self._left - max(self._left // 16, 1)
-            if way is not None:
-                self._note(way)
+            if ending is not None:
+                self._note(ending)
         self.is_complete = matcher.is_stopped()
         self._ends_here = self.is_complete or matcher.is_accepting()
         return token
 
-    def _note(self, way: list[int]) -> None:
-        """There is a way: it is held on to near the end, and looked for again before that. A token
-        may make it longer by seven."""
-        spare = self._left - len(way)
+    def _note(self, ending: list[int]) -> None:
+        """Note a known ending. Near the token limit it is kept up to date; before that it is
+        searched again after some tokens. One token may make the ending up to seven tokens
+        longer."""
+        spare = self._left - len(ending)
         if self._left <= self._horizon or spare < NEAR_END // 2:
-            self._way = way
+            self._ending = ending
         self._look_at = self._left - max(spare // 8, 1)
 
     def _look_ahead(self) -> None:
@@ -147,65 +149,65 @@ class Constraint:
     def _fail(self) -> None:
         self.error = self.error or " ".join(self._matcher.get_error().split())[:300]
 
-    def _hold_to_way(self, way: list[int], token: int) -> int:
-        if way and token == way[0]:
-            self._way = way[1:]
+    def _keep_to_ending(self, ending: list[int], token: int) -> int:
+        if ending and token == ending[0]:
+            self._ending = ending[1:]
             return token
-        after = self._way_behind(way)
+        after = self._ending_after(ending)
         if after is not None:
-            self._way = after
+            self._ending = after
             return token
         vocabulary = self._start.vocabulary
-        if not way and vocabulary.end >= vocabulary.num_ids:
-            # no token ends a text of this model
-            self._way = None
+        if not ending and vocabulary.end >= vocabulary.num_ids:
+            # this model has no token that ends a text
+            self._ending = None
             return token
         self._matcher.rollback(1)
-        token = way[0] if way else vocabulary.end
+        token = ending[0] if ending else vocabulary.end
         self._matcher.consume_token(token)
         self._unspelt[-1] = token
-        self._way = way[1:]
+        self._ending = ending[1:]
         return token
 
-    def _way_behind(self, way: list[int]) -> list[int] | None:
-        """From the state behind one more token, when the way before it was `way`."""
+    def _ending_after(self, ending: list[int]) -> list[int] | None:
+        """The ending after one more token, if the ending before it was `ending`."""
         if self._matcher.is_stopped():
             return []
-        for skipped in range(min(len(way), MAX_SKIPPED), -1, -1):
-            known = way[skipped:]
+        for skipped in range(min(len(ending), MAX_SKIPPED), -1, -1):
+            known = ending[skipped:]
             if len(known) <= self._left and self._completes(known):
                 return known
-        # close to the end the known way is as good as any
-        return self._find(SOME if self._left > 2 * len(way) + 8 else FEW)
+        # near the end a long search is not worth it
+        return self._find(SOME if self._left > 2 * len(ending) + 8 else FEW)
 
-    def _completes(self, way: list[int]) -> bool:
-        if not way:
+    def _completes(self, ending: list[int]) -> bool:
+        if not ending:
             return bool(self._matcher.is_accepting())
-        ended = [*way, self._start.vocabulary.end]
+        ended = [*ending, self._start.vocabulary.end]
         return bool(self._matcher.validate_tokens(ended) == len(ended))
 
     def _find(self, effort: int) -> list[int] | None:
-        """A way from here, in the tokens left."""
+        """Search an ending from here that fits into the remaining tokens."""
         start, letters = self._start, self._letters
-        # the newest token may yet be taken back
+        # the newest token may still be replaced
         *kept, newest = ([*start.vocabulary.spelled(token)] for token in self._unspelt)
         if not letters.consume_tokens([letter for spelt in kept for letter in spelt]):
             return None
         self._unspelt = self._unspelt[-1:]
         if not letters.consume_tokens(newest):
             return None
-        way = start.closer.find(letters, self._left, start.hints, effort)
+        ending = start.finder.find(letters, self._left, start.hints, effort)
         letters.rollback(len(newest))
-        return way if way is None or self._completes(way) else None
+        return ending if ending is None or self._completes(ending) else None
 
 
 def allowed_tokens(
     constraints: Sequence[Constraint], banned: Sequence[Sequence[int]], size: int
 ) -> NDArray[np.bool_]:
-    """[R, size]: which tokens may follow. Of each row's `banned` and shunned tokens, only where
-    nothing else may.
+    """[R, size]: which tokens may follow. The `banned` and shunned tokens of a row may follow only
+    if no other token may.
 
-    A grammar that fails allows everything here, and tells in `take`.
+    A failed grammar allows everything here; `take` reports its error.
     """
     allowed = np.ones((len(constraints), size), dtype=np.bool_)
     for row, constraint in enumerate(constraints):
@@ -223,66 +225,71 @@ def allowed_tokens(
 
 
 class GrammarCache:
-    """Compiled grammars of one engine, over its vocabulary."""
+    """The compiled grammars of one engine, for its vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, num_ids: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._num_ids, self._eos_ids = tokenizer, num_ids, eos_ids
         self._parts: tuple[GrammarVocabulary, EndingFinder] | None = None
         self._compiled: LruCache[ResponseFormat, CompiledGrammar] = LruCache(MAX_COMPILED)
-        # for the vocabulary, which takes long
+        # for building the vocabulary, which takes long
         self._building = Lock()
         self.work = GrammarWork()
 
     def warm(self) -> None:
-        """Ready the vocabulary, on a thread of the caller's: the first request then waits less."""
+        """Build the vocabulary on the caller's thread, so that the first request waits less."""
         with self._building:
             if self._parts is None:
                 words = GrammarVocabulary(self._tokenizer, self._num_ids, self._eos_ids)
                 self._parts = words, EndingFinder(words)
 
     def constraint(self, assignment: Assignment, max_output: int) -> Constraint:
-        """A choice's own, not begun."""
+        """A new constraint for one choice; `begin` starts it."""
         shunned = self._eos_ids if assignment.limits.ignore_eos else ()
         return Constraint(max_output, shunned, own_tenant(assignment.tenant))
 
     def begin(
         self, assignment: Assignment, choices: Sequence[tuple[Constraint, Sequence[int]]]
     ) -> GrammarTask:
-        """Begin them behind the outputs that they have, on another thread. What is wrong with the
-        grammar is the job's error."""
-        wanted = assignment.sampling.constraint
-        assert wanted is not None
-        job = GrammarTask(own_tenant(assignment.tenant), partial(self._begin, wanted, choices))
+        """Start the constraints with their existing outputs, on another thread. An invalid grammar
+        is the error of the task."""
+        answer_format = assignment.sampling.constraint
+        assert answer_format is not None
+        job = GrammarTask(
+            own_tenant(assignment.tenant), partial(self._begin, answer_format, choices)
+        )
         self.work.do([job])
         return job
 
     def _begin(
-        self, wanted: ResponseFormat, choices: Sequence[tuple[Constraint, Sequence[int]]]
+        self, answer_format: ResponseFormat, choices: Sequence[tuple[Constraint, Sequence[int]]]
     ) -> int:
-        start = self._compiled.get_or_make(wanted, partial(self._compile, wanted))
+        start = self._compiled.get_or_make(answer_format, partial(self._compile, answer_format))
         for constraint, output in choices:
             constraint.begin(start, output)
         return len(choices)
 
-    def _compile(self, wanted: ResponseFormat) -> CompiledGrammar:
+    def _compile(self, answer_format: ResponseFormat) -> CompiledGrammar:
         self.warm()
         assert self._parts is not None
-        vocabulary, closer = self._parts
-        matcher, letters = vocabulary.compile(wanted), vocabulary.compile_letters(wanted)
-        hints = hints_of(wanted)
-        shortest = closer.find(letters.deep_copy(), NEAR_END * 8, hints, MANY)
-        return CompiledGrammar(matcher, letters, shortest, vocabulary, closer, hints)
+        vocabulary, finder = self._parts
+        matcher, letters = (
+            vocabulary.compile(answer_format),
+            vocabulary.compile_letters(answer_format),
+        )
+        hints = hints_of(answer_format)
+        shortest = finder.find(letters.deep_copy(), NEAR_END * 8, hints, MANY)
+        return CompiledGrammar(matcher, letters, shortest, vocabulary, finder, hints)
 
 
-# of one step; what is not done by then is passed over in it
+# how long one step waits for grammar work; sequences whose work is not done are skipped in the step
 STEP_BUDGET_S = 0.03
 MAX_THREADS = 8
-# at the end of the process, for the piece that a thread is at
+# how long to wait at the end of the process for running work
 MAX_END_S = 10.0
 
 
 class GrammarTask:
-    """One piece of work. `done` is set last."""
+    """One piece of grammar work. `done` is set last."""
 
     __slots__ = ("done", "error", "run", "tenant", "value", "waiter")
 
@@ -299,12 +306,12 @@ class GrammarTask:
         return self.value
 
     def drop(self) -> None:
-        """Nobody wants it any more: it is not begun, unless it is already."""
+        """Cancel it, unless it has already started."""
         _THREADS.drop(self)
 
 
 class _Waiter:
-    """Set when the last of some jobs is done."""
+    """An event that is set when the last of several tasks is done."""
 
     __slots__ = ("event", "left")
 
@@ -314,15 +321,15 @@ class _Waiter:
 
 
 class _Threads:
-    """Of this process, whatever the number of engines in it. Started by the first job."""
+    """The grammar threads of this process, for all its engines. Started by the first task."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
-        # by tenant, whose turn it is first
+        # tasks by tenant; the tenant whose turn it is comes first
         self._queues: OrderedDict[str, deque[GrammarTask]] = OrderedDict()
         self._threads: list[threading.Thread] = []
         self._is_over = False
-        # set with every job that ends
+        # set whenever a task ends
         self.ended = threading.Event()
 
     def submit(self, jobs: Sequence[GrammarTask]) -> _Waiter:
@@ -351,8 +358,8 @@ class _Threads:
             return sum(map(len, self._queues.values()))
 
     def end(self) -> None:
-        """A thread that is inside the grammar engine when the interpreter goes away takes the
-        process with it."""
+        """Stop the threads. If a thread is inside the grammar engine when the interpreter exits,
+        the process crashes."""
         with self._lock:
             self._is_over = True
             self._queues.clear()
@@ -362,7 +369,7 @@ class _Threads:
             thread.join(max(until - time.monotonic(), 0.0))
 
     def _start(self) -> None:
-        # a step computes on all cores: half of them keep up with it
+        # the model computes on all cores; half of them are enough for grammar work
         count = min(max((os.cpu_count() or 1) // 2, 1), MAX_THREADS)
         for number in range(count):
             name = f"grammar-{number}"
@@ -378,7 +385,7 @@ class _Threads:
             except Exception as error:
                 job.error = error
             except BaseException as error:
-                # native code that panics raises no Exception; the thread goes on all the same
+                # a panic in native code raises no Exception; the thread must continue
                 job.error = InternalError(f"{type(error).__name__} in a grammar")
             with self._lock:
                 job.done = True
@@ -406,11 +413,11 @@ _THREADS = _Threads()
 
 
 class GrammarWork:
-    """One engine's: what it has under way, and what its step may still wait."""
+    """The grammar work of one engine, and how long its current step may still wait."""
 
     def __init__(self) -> None:
         self._left_s = STEP_BUDGET_S
-        # since start: seconds that the engine's thread waited, and work it did not wait for
+        # since start: seconds that the engine's thread waited, and tasks it did not wait for
         self.waited_s = 0.0
         self.num_late = 0
 
@@ -418,7 +425,7 @@ class GrammarWork:
         self._left_s = STEP_BUDGET_S
 
     def do(self, jobs: Sequence[GrammarTask]) -> None:
-        """Have them done; comes back when they are, or when the step has waited long enough."""
+        """Run the tasks. Returns when they are done, or when the step has waited long enough."""
         if not jobs:
             return
         waiter = _THREADS.submit(jobs)
@@ -429,8 +436,8 @@ class GrammarWork:
         self.waited_s += spent
         self.num_late += sum(not job.done for job in jobs)
 
-    def nap(self, jobs: Sequence[GrammarTask]) -> None:
-        """Nothing else can run: wait for some job to end."""
+    def wait_for_any(self, jobs: Sequence[GrammarTask]) -> None:
+        """Nothing else can run: wait until a task ends."""
         _THREADS.ended.clear()
         if not any(job.done for job in jobs):
             started = time.perf_counter()

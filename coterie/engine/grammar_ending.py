@@ -1,8 +1,8 @@
-"""Finds a short way to end a text that keeps to a grammar, from wherever it stands.
+"""Finds a short ending for a text that follows a grammar, from any state of the grammar.
 
-A search over the grammar's states, byte by byte: the cheapest text first, states that look alike
-once. Its work is bounded by a count, never by a clock, so that the same state always has the same
-way.
+It is a search over the grammar's states, byte by byte: the cheapest text first, and of similar
+states only one. The work is limited by a count, not by a clock, so the same state always gets the
+same ending. A "path" is a list of single bytes and special tokens, an ending is a list of tokens.
 """
 
 from __future__ import annotations
@@ -25,60 +25,61 @@ if TYPE_CHECKING:
 
     from coterie.models.grammar.grammar import GrammarVocabulary
 
-# longer ways are not looked for
+# longer endings are not searched
 MAX_TOKENS = 512
-# bytes of a way
+# most bytes of an ending
 MAX_BYTES = 4096
-# states looked at in one search, about 10 us each: with a way in hand, without one, at the start
+# states that one search may visit, about 10 us each: if an ending is known, if not, at the start
 FEW, SOME, MANY = 200, 1000, 6000
-# where more bytes than these may follow, a text is open
+# if more different bytes than this may follow, the state is inside free text
 OPEN = 64
-# what a state costs that looks like one before it, up to so many of them
+# additional cost of a state that is similar to earlier ones: per earlier state, at most so many
 AGAIN, MAX_AGAIN = 0.5, 8
-# circles of a walk that are looked at
+# loops of a walk that are tried to be cut out
 MAX_CUTS = 24
 LONGEST_WORD = 32
 
-# what a byte costs beside its length: the higher, the later it is tried
+# cost of a byte in addition to its length: bytes with higher cost are tried later
 _PRICES = dict.fromkeys(b'"}])', 0.0) | dict.fromkeys(b",:", 1.0) | dict.fromkeys(b"{[(", 4.0)
 _PRICES |= dict.fromkeys(b" \n\t\r", 3.0) | dict.fromkeys(b"\\", 6.0)
 _PLAIN = frozenset(range(33, 127)) - {92}
 _MARKS = b'"}]){[(,:\\'
-# states are told apart by how far each of these goes, and whether an end or a quote comes behind
+# texts that distinguish states, by how many of their bytes are accepted: these ends, and each fill
+# followed by a quote or by the end of the text
 _ENDS = (b'"}', b'"]', b'",', b"}}", b"]}")
 _FILLS = (b"a", b"0", b"A", b"aa", b"00", b"AA")
 
 
 class SearchPass(NamedTuple):
-    """How a search is made: narrow and blunt first."""
+    """Settings of one pass of the search: the narrow and coarse pass is first."""
 
-    # states with the same number of bytes that are gone on from
+    # how many states with the same number of bytes are continued
     width: int
-    # last bytes by which states are told apart that allow the same
+    # how many last bytes distinguish states that allow the same bytes
     context: int
-    # of the effort
+    # share of the effort
     share: float
 
 
 SEARCH_PASSES = (SearchPass(4, 0, 0.25), SearchPass(16, 1, 0.25))
-# what it costs a walk to come back to a state that looks the same, and its share of the effort
+# walks: cost of returning to a similar state, and the share of the effort
 WALKS = ((0.4, 0.4), (3.0, 0.1))
 
 
 class EndingFinder:
-    """Over one vocabulary. Any thread may use it."""
+    """Finds endings for one vocabulary. Any thread may use it."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._ids = vocabulary.byte_ids
         self.num_words, self.end = vocabulary.num_letter_words, vocabulary.end
         known = [token for token in self._ids if token >= 0]
-        # the words of a mask that tell of bytes, and where in them
+        # which words of a token mask contain byte tokens, and at which bits
         self._places = np.array(sorted({token // 32 for token in known}), dtype=np.int64)
         place_of = {word: place for place, word in enumerate(self._places.tolist())}
         self._bits = np.array(
             [place_of[t // 32] * 32 + t % 32 if t >= 0 else 0 for t in self._ids], dtype=np.int64
         )
-        # bytes that the model has a token for
+        # whether the model has a token for the byte
         self._is_byte = np.array([0 <= token < vocabulary.num_ids for token in self._ids])
         self._byte_of = {token: bytes([byte]) for byte, token in enumerate(self._ids)}
         fills = [self.spell(text) for text in _FILLS]
@@ -104,24 +105,24 @@ class EndingFinder:
     def find(
         self, matcher: LLMatcher, limit: int, hints: EndingHints, effort: int = SOME
     ) -> list[int] | None:
-        """At most `limit` tokens behind which the text may end; None = no way was found.
+        """At most `limit` tokens after which the text may end; None if no ending was found.
 
-        `matcher` is over bytes, and as it was when this returns.
+        `matcher` works on bytes. When this returns, it is in the same state as before.
         """
         if matcher.is_accepting():
             return []
         search = _Search(self, matcher, min(limit, MAX_TOKENS), hints)
         try:
             for again, share in WALKS:
-                way = search.walk(again, int(effort * share))
-                if way is not None:
-                    return way
-            for manner in SEARCH_PASSES:
-                way = search.spread(manner, int(effort * manner.share))
-                if way is not None:
-                    return way
+                ending = search.walk(again, int(effort * share))
+                if ending is not None:
+                    return ending
+            for search_pass in SEARCH_PASSES:
+                ending = search.spread(search_pass, int(effort * search_pass.share))
+                if ending is not None:
+                    return ending
         except _Failed:
-            # the matcher gave up: no way is known from here
+            # the matcher failed: no ending is known from here
             return None
         return None
 
@@ -129,30 +130,31 @@ class EndingFinder:
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         return words[self._places]
 
-    def allowed(self, found: NDArray[np.uint32]) -> list[int]:
-        bits = np.unpackbits(found.view(np.uint8), bitorder="little")
+    def allowed(self, mask_words: NDArray[np.uint32]) -> list[int]:
+        bits = np.unpackbits(mask_words.view(np.uint8), bitorder="little")
         return [int(b) for b in np.flatnonzero(bits[self._bits].view(np.bool_) & self._is_byte)]
 
-    def sign(self, matcher: LLMatcher, found: NDArray[np.uint32]) -> bytes:
-        """The same for states that go on alike, as far as can be told cheaply."""
+    def sign(self, matcher: LLMatcher, mask_words: NDArray[np.uint32]) -> bytes:
+        """A signature that is equal for states with the same continuations, as far as a cheap check
+        can see."""
         ends = bytes(matcher.validate_tokens(probe) for probe in self._probes)
-        return found.tobytes() + ends
+        return mask_words.tobytes() + ends
 
     def segment(self, path: list[int]) -> list[int]:
-        """The fewest tokens that spell a path of single bytes and special tokens."""
-        way: list[int] = []
+        """The shortest list of tokens that spells a path of single bytes and special tokens."""
+        ending: list[int] = []
         text = b""
         for token in path:
             byte = self._byte_of.get(token)
             if byte is None:
-                way += [*self._fewest(text), token]
+                ending += [*self._fewest(text), token]
                 text = b""
             else:
                 text += byte
-        return way + self._fewest(text)
+        return ending + self._fewest(text)
 
     def _fewest(self, text: bytes) -> list[int]:
-        # (tokens so far, the last one, where it begins)
+        # (number of tokens, the last token, its start)
         best: list[tuple[int, int, int]] = [(0, -1, 0)]
         for end in range(1, len(text) + 1):
             options = [
@@ -160,39 +162,39 @@ class EndingFinder:
                 for start in range(max(end - LONGEST_WORD, 0), end)
                 if (token := self._tokens.get(text[start:end])) is not None
             ]
-            # a byte that no token spells: such a way is far too long
+            # no token spells this byte: the result is too long to be used
             best.append(min(options, default=(MAX_BYTES, -1, end - 1)))
-        way: list[int] = []
+        ending: list[int] = []
         end = len(text)
         while end:
-            way.append(best[end][1])
+            ending.append(best[end][1])
             end = best[end][2]
-        return way[::-1]
+        return ending[::-1]
 
 
 class _Failed(Exception):
-    """The grammar is too much for its matcher, which is of no use any more."""
+    """The matcher failed, for example at its own limits; it cannot be used any more."""
 
 
 class _Search:
-    """One state's. `looks` counts the states that were looked at."""
+    """The search from one state. `looks` counts the visited states."""
 
     def __init__(
-        self, closer: EndingFinder, matcher: LLMatcher, limit: int, hints: EndingHints
+        self, finder: EndingFinder, matcher: LLMatcher, limit: int, hints: EndingHints
     ) -> None:
-        self.closer, self.matcher, self.limit, self.hints = closer, matcher, limit, hints
+        self.finder, self.matcher, self.limit, self.hints = finder, matcher, limit, hints
         self.looks = 0
-        self._words = np.zeros(closer.num_words, dtype=np.uint32)
-        self._texts = [closer.spell(text) for text in hints.texts]
-        # by what a state looks like, the numbers of bytes at which one was met
+        self._words = np.zeros(finder.num_words, dtype=np.uint32)
+        self._texts = [finder.spell(text) for text in hints.texts]
+        # signature of a state -> numbers of bytes at which such a state was met
         self._seen: dict[bytes, set[int]] = {}
 
     def walk(self, again: float, effort: int) -> list[int] | None:
-        """Straight on: to the next state that is cheap and was not often come by. Every text that
-        may be begun can be ended, so this only has to leave the circles."""
+        """Go on without branching, always to the cheapest state that was not visited often. Every
+        valid beginning can be completed, so the walk only has to get out of loops."""
         matcher = self.matcher
         path: list[int] = []
-        # by number of bytes: what the state there looks like
+        # number of bytes -> signature of the state there
         marks: dict[int, bytes] = {0: b""}
         visits: dict[bytes, int] = {}
         last, ended = self.looks + effort, False
@@ -218,8 +220,9 @@ class _Search:
         return self._fitting(self._straight(path, marks)) if ended else None
 
     def _look(self, move: list[int]) -> bytes | None:
-        """What the state behind `move` looks like; empty where the text may end, None for none."""
-        matcher, closer = self.matcher, self.closer
+        """The signature of the state after `move`; empty if the text may end there, None if the
+        matcher has stopped."""
+        matcher, finder = self.matcher, self.finder
         self.looks += 1
         if not matcher.consume_tokens(move):
             raise _Failed
@@ -227,12 +230,12 @@ class _Search:
         if matcher.is_accepting():
             mark = b""
         elif not matcher.is_stopped():
-            mark = closer.sign(matcher, closer.mask(matcher, self._words))
+            mark = finder.sign(matcher, finder.mask(matcher, self._words))
         matcher.rollback(len(move))
         return mark
 
     def _straight(self, path: list[int], marks: dict[int, bytes]) -> list[int]:
-        """Without the circles that a walk made, where it can do without."""
+        """The path without a loop that the walk made, if it still ends without it."""
         firsts: dict[bytes, int] = {}
         cuts = [(firsts.setdefault(mark, at), at) for at, mark in marks.items()]
         for start, end in sorted(cuts, key=lambda cut: cut[0] - cut[1])[:MAX_CUTS]:
@@ -243,15 +246,15 @@ class _Search:
         return path
 
     def _ends(self, path: list[int]) -> bool:
-        whole = [*path, self.closer.end]
+        whole = [*path, self.finder.end]
         return bool(self.matcher.validate_tokens(whole) == len(whole))
 
     def _fitting(self, path: list[int]) -> list[int] | None:
-        way = self.closer.segment(path)
-        return way if len(way) <= self.limit and -1 not in way else None
+        ending = self.finder.segment(path)
+        return ending if len(ending) <= self.limit and -1 not in ending else None
 
-    def spread(self, manner: SearchPass, effort: int) -> list[int] | None:
-        # (price, order, path)
+    def spread(self, search_pass: SearchPass, effort: int) -> list[int] | None:
+        # (cost, order of insertion, path)
         queue: list[tuple[float, int, list[int]]] = [(0.0, 0, [])]
         self._seen.clear()
         served: dict[int, int] = {}
@@ -259,14 +262,14 @@ class _Search:
         while queue and self.looks < last:
             price, _, path = heappop(queue)
             size = len(path)
-            if served.get(size, 0) >= manner.width or size > MAX_BYTES:
+            if served.get(size, 0) >= search_pass.width or size > MAX_BYTES:
                 continue
             served[size] = served.get(size, 0) + 1
-            for cost, ended, further in self._expand(path, price, manner.context):
+            for cost, ended, further in self._expand(path, price, search_pass.context):
                 if ended:
-                    way = self._fitting(further)
-                    if way is not None:
-                        return way
+                    ending = self._fitting(further)
+                    if ending is not None:
+                        return ending
                     continue
                 order += 1
                 heappush(queue, (cost, order, further))
@@ -275,11 +278,11 @@ class _Search:
     def _expand(
         self, path: list[int], price: float, context: int
     ) -> list[tuple[float, bool, list[int]]]:
-        """What may follow `path`: its price, whether the text may end there, and the path to it."""
+        """What may follow `path`: (cost, whether the text may end there, the longer path)."""
         matcher = self.matcher
         if path and not matcher.consume_tokens(path):
             raise _Failed
-        found: list[tuple[float, bool, list[int]]] = []
+        next_steps: list[tuple[float, bool, list[int]]] = []
         for cost, move in self._moves():
             mark, further, total = self._look(move), path + move, price + cost
             if mark is None:
@@ -290,27 +293,28 @@ class _Search:
                     continue
                 total += AGAIN * min(len(sizes), MAX_AGAIN)
                 sizes.add(len(further))
-            found.append((total, not mark, further))
+            next_steps.append((total, not mark, further))
         if path:
             matcher.rollback(len(path))
-        return found
+        return next_steps
 
     def _context(self, path: list[int], size: int) -> bytes:
-        """The last bytes, those alike made equal: two places in a pattern may allow the same."""
-        spelt = [self.closer.byte_of(token) for token in path[len(path) - size :]]
+        """The last bytes, with similar bytes made equal. They distinguish positions in a pattern
+        that allow the same bytes."""
+        spelt = [self.finder.byte_of(token) for token in path[len(path) - size :]]
         return bytes(byte if byte in self.hints.letters else _kind(byte) for byte in spelt)
 
     def _moves(self) -> Iterable[tuple[float, list[int]]]:
-        matcher, closer = self.matcher, self.closer
+        matcher, finder = self.matcher, self.finder
         forced = matcher.compute_ff_bytes()
         if forced:
-            spelt = closer.spell(forced)
+            spelt = finder.spell(forced)
             if matcher.validate_tokens(spelt) == len(spelt):
                 return [(1 + len(spelt) / 4, spelt)]
-        allowed = closer.allowed(closer.mask(matcher, self._words))
+        allowed = finder.allowed(finder.mask(matcher, self._words))
         is_open = len(allowed) > OPEN
         few = sorted((_price(byte, is_open), byte) for byte in self._few(allowed))
-        moves = [(1 + price, [self.closer.id_of(byte)]) for price, byte in few]
+        moves = [(1 + price, [self.finder.id_of(byte)]) for price, byte in few]
         named = [(1.0, [token]) for token in self.hints.tokens]
         named += [(1 + len(text) / 4, text) for text in self._texts]
         for cost, move in named:
@@ -319,13 +323,13 @@ class _Search:
         return moves
 
     def _few(self, allowed: list[int]) -> list[int]:
-        """Of the bytes that may follow, those worth a look."""
+        """The bytes that are worth trying, of those that may follow."""
         letters = self.hints.letters
         plain = [byte for byte in allowed if byte in letters or byte in _PLAIN] or allowed[:4]
         if len(allowed) <= OPEN // 4:
             return plain
         if len(allowed) > OPEN and not letters:
-            # any text will do, and blanks come many to a token
+            # any text is fine here; spaces need the fewest tokens
             return [byte for byte in b'"' if byte in allowed] + [32 if 32 in allowed else plain[0]]
         kept, kinds = list[int](), set[int]()
         for byte in plain:
@@ -340,12 +344,12 @@ def _price(byte: int, is_open: bool) -> float:
     if byte >= 128:
         return 4.0
     usual = 0.5 if bytes([byte]).isalnum() else 0.6
-    # inside an open text every mark is a letter, but for the quote that ends it
+    # in free text every punctuation mark costs as much as a letter, except the quote that ends it
     return usual if is_open and byte not in b'"\\' else _PRICES.get(byte, usual)
 
 
 def _kind(byte: int) -> int:
-    """A byte that stands for its like."""
+    """A byte that represents all similar bytes."""
     if 48 <= byte <= 57:
         return 48 if byte == 48 else 49
     if 97 <= byte <= 122:
@@ -355,11 +359,11 @@ def _kind(byte: int) -> int:
     return byte if byte in _MARKS else 33 if 32 < byte < 127 else 32 if byte < 128 else 128
 
 
-# texts of a grammar that are tried as a whole
+# most texts of a grammar that are tried as a whole
 MAX_HINTS = 48
 # characters of an example
 MAX_EXAMPLE = 256
-# bytes that formats of JSON schemas are put together with
+# bytes that occur in the formats of JSON schemas
 _FORMATS = b"@.:/-+TZPD0a"
 _EXAMPLES = {
     "date": b"2000-01-01",
@@ -376,7 +380,7 @@ _EXAMPLES = {
 
 
 class EndingHints(NamedTuple):
-    """What of a grammar's own text may lead to its end: bytes, whole texts, special tokens."""
+    """Parts of a grammar's text that may lead to its end: bytes, whole texts, special tokens."""
 
     letters: frozenset[int]
     texts: tuple[bytes, ...]
@@ -389,8 +393,8 @@ _STRING = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 _TOKEN = re.compile(r"<\[(\d+)\]>")
 
 
-def hints_of(wanted: ResponseFormat) -> EndingHints:
-    """Crude on purpose: what is missed only makes a search longer."""
+def hints_of(answer_format: ResponseFormat) -> EndingHints:
+    """Hints in a grammar, roughly read: a missed hint only makes a search longer."""
     letters, texts, tokens = set[int](), dict[bytes, None](), dict[int, None]()
 
     def pattern(text: str) -> None:
@@ -400,10 +404,10 @@ def hints_of(wanted: ResponseFormat) -> EndingHints:
         letters.update(byte for byte in plain.encode() if 32 <= byte < 127)
         for run in _RUN.findall(re.sub(r"\[[^\]]*\]|\{[0-9,]*\}", ".", plain)):
             texts[re.sub(r"\\(.)", r"\1", run).encode()] = None
-        # line ends and the like are written as escapes, but stand in the example as they are
-        shown = example(text)
-        letters.update(shown)
-        texts[shown] = None
+        # line ends and similar characters are escapes in the pattern, but plain in the example
+        sample = example(text)
+        letters.update(sample)
+        texts[sample] = None
 
     def schema(value: Any) -> None:
         if isinstance(value, dict):
@@ -423,24 +427,24 @@ def hints_of(wanted: ResponseFormat) -> EndingHints:
             for part in value:
                 schema(part)
 
-    if wanted.kind == "regex":
-        pattern(wanted.text)
-    elif wanted.kind == "json_schema":
+    if answer_format.kind == "regex":
+        pattern(answer_format.text)
+    elif answer_format.kind == "json_schema":
         with suppress(RecursionError):
-            schema(json.loads(wanted.text))
-    elif wanted.kind in ("lark", "gbnf"):
-        rest = _schemas_out(wanted.text, schema)
+            schema(json.loads(answer_format.text))
+    elif answer_format.kind in ("lark", "gbnf"):
+        rest = _schemas_out(answer_format.text, schema)
         for literal in _STRING.findall(rest):
             pattern(re.escape(literal))
         for body in re.findall(r"/((?:[^/\\\n]|\\.)+)/", rest):
             pattern(body)
-        tokens = dict.fromkeys(int(found) for found in _TOKEN.findall(rest))
+        tokens = dict.fromkeys(int(number) for number in _TOKEN.findall(rest))
     kept = sorted((text for text in texts if len(text) > 1), key=len)[:MAX_HINTS]
     return EndingHints(frozenset(letters), tuple(kept), tuple(tokens)[:MAX_HINTS])
 
 
 def example(pattern: str) -> bytes:
-    """A short text that matches, or something near it; empty for what Python does not read."""
+    """A short text that matches, or nearly matches; empty if Python cannot parse the pattern."""
     try:
         return _matching(_parser.parse(pattern))[:MAX_EXAMPLE].encode()
     except (re.error, RecursionError, OverflowError, Warning):
@@ -488,26 +492,26 @@ def _member(items: list[tuple[Any, Any]]) -> str:
 
 
 def _listed(items: list[tuple[Any, Any]]) -> list[int]:
-    found: list[int] = []
+    codes: list[int] = []
     for kind, value in items:
         if str(kind) == "LITERAL":
-            found.append(value)
+            codes.append(value)
         elif str(kind) == "RANGE":
-            found += range(value[0], min(value[1], value[0] + 128) + 1)
-    return found
+            codes += range(value[0], min(value[1], value[0] + 128) + 1)
+    return codes
 
 
 def _schemas_out(text: str, schema: Any) -> str:
-    """Lark without the JSON schemas in it, which `schema` is told."""
+    """The Lark text without its JSON schemas; `schema` is called with each of them."""
     decoder, parts, start = json.JSONDecoder(), list[str](), 0
-    for found in re.finditer(r"%json\s*", text):
-        if found.start() < start:
+    for match in re.finditer(r"%json\s*", text):
+        if match.start() < start:
             continue
         try:
-            value, end = decoder.raw_decode(text, found.end())
+            value, end = decoder.raw_decode(text, match.end())
             schema(value)
         except (ValueError, RecursionError):
             continue
-        parts.append(text[start : found.start()])
+        parts.append(text[start : match.start()])
         start = end
     return "".join((*parts, text[start:]))

@@ -1,7 +1,7 @@
-"""Every accepted request until its end: what a drawn token, a deadline or a failure means for it.
+"""All accepted requests until their end: applies drawn tokens, deadlines and failures to them.
 
-Appends to the caller's list of events; each request leaves with exactly one Finished or Failed, and
-its sequences with it.
+Appends to the caller's list of events. Each request ends with exactly one Finished or Failed; then
+its sequences end too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from coterie.engine.step import BeamScores, LateDraw, StepPlan, StepResult, Step
 
 log = logging.getLogger(__name__)
 
-# deadlines of ended requests that may lie around
+# deadlines of ended requests that may stay in the heap
 SLACK = 64
-# what a client is told; an exception's own words may quote somebody's prompt
+# the message for clients; the text of an exception may quote a prompt
 FAILED = "the engine failed on this request; the log has the reason"
-# a weights error's own words name files of this machine
+# the message for clients; the text of a weights error names files of this machine
 UNREADABLE = "weights of {lane} could not be read or are damaged; the server's log has the reason"
 
 
@@ -41,7 +41,7 @@ class RequestTracker:
         self._requests: dict[str, ActiveRequest] = {}
         self._searches: dict[str, BeamSearch] = {}
         self._deadlines: list[tuple[float, str]] = []
-        # requests whose grammars are not begun, and draws whose tokens are not settled
+        # requests whose grammars have not started, and draws whose tokens are not final
         self._beginning: dict[str, ActiveRequest] = {}
         self._late: dict[Sequence, LateDraw] = {}
         # requests that ended, by lane
@@ -51,7 +51,7 @@ class RequestTracker:
         return request_id in self._requests
 
     def open(self, request: ActiveRequest, events: list[Event]) -> None:
-        """Queue the request's sequences; one that is complete already ends at once."""
+        """Queue the sequences of the request. A request that is already complete ends at once."""
         assignment = request.assignment
         for choice, reason in request.reasons.items():
             if choice not in assignment.finished:
@@ -80,20 +80,20 @@ class RequestTracker:
 
     @property
     def grammar_jobs(self) -> list[GrammarTask]:
-        """What sequences are held for."""
-        begun = [request.beginning for request in self._beginning.values()]
-        return [job for job in begun if job is not None] + [
+        """The grammar tasks that sequences wait for."""
+        starting = [request.beginning for request in self._beginning.values()]
+        return [job for job in starting if job is not None] + [
             draw.job for draw in self._late.values()
         ]
 
     def settle(self, events: list[Event]) -> None:
-        """Let go of the sequences whose grammars were worked out by now, first come first."""
+        """Continue the sequences whose grammar tasks are done, in order of arrival."""
         for request in list(self._beginning.values()):
             job = request.beginning
             if job is not None and job.done:
                 self._begun(request, job, events)
         for sequence in [sequence for sequence, draw in self._late.items() if draw.job.done]:
-            # its request may have ended with another of its choices
+            # its request may have ended because of another of its choices
             draw = self._late.pop(sequence, None)
             if draw is not None:
                 self._settled(sequence, draw, events)
@@ -133,7 +133,7 @@ class RequestTracker:
             self._cut(request, "abort", events)
 
     def expire(self, events: list[Event]) -> None:
-        """End every request whose deadline has passed, with the text it has."""
+        """End all requests whose deadline has passed, with the text they have."""
         while self._deadlines and self._deadlines[0][0] <= self._now():
             deadline, request_id = heappop(self._deadlines)
             if self._awaited(deadline, request_id):
@@ -167,7 +167,7 @@ class RequestTracker:
         requests, scores = self._requests, result.scores
         for index, sequence in enumerate(plan.draws):
             drawer = requests.get(sequence.request_id)
-            # the request may have ended with an earlier draw of this step
+            # the request may have ended because of an earlier draw of this step
             if drawer is None:
                 if index in result.late:
                     result.late[index].job.drop()
@@ -203,7 +203,7 @@ class RequestTracker:
         try:
             self._produce(request, sequence, token, score, events)
         except InvalidRequest as error:
-            # a grammar that turned out to be too much
+            # the grammar failed
             self._fail(request, events, error)
         except Exception:
             log.exception("request_broke", extra=self._fields(request))
@@ -215,8 +215,8 @@ class RequestTracker:
             if request is not None:
                 request.moe = cost if request.moe is None else request.moe + cost
 
-    def moved(self, plan: StepPlan, cost: MoeUsage) -> None:
-        """Experts were rearranged behind this step: whoever goes on bears it whole."""
+    def charge_moe_updates(self, plan: StepPlan, cost: MoeUsage) -> None:
+        """Charge the cost of moving experts after this step to all requests that continue."""
         for request_id in {row.sequence.request_id for row in plan.rows}:
             request = self._requests.get(request_id)
             if request is not None and request.moe is not None:
@@ -264,7 +264,7 @@ class RequestTracker:
         self._finish(request, events)
 
     def _cut(self, request: ActiveRequest, reason: str, events: list[Event]) -> None:
-        """End a request from outside: everything is freed, held text is sent."""
+        """End a request early: free everything and send the text that was kept back."""
         search = self._searches.get(request.request_id)
         for choice in range(request.num_choices):
             if choice in request.reasons:
@@ -278,7 +278,7 @@ class RequestTracker:
         self._finish(request, events)
 
     def fail(self, plan: StepPlan, error: Exception, events: list[Event]) -> None:
-        """The step broke: nobody in it can go on. What a typed error says reaches the clients."""
+        """The step failed: its requests fail. Clients get the message of a typed error."""
         typed = error if isinstance(error, CoterieError) else None
         for row in plan.rows:
             request = self._requests.get(row.sequence.request_id)
@@ -289,7 +289,7 @@ class RequestTracker:
                 self._fail(request, events, typed)
 
     def fail_adapters(self, sequence: Sequence, error: CoterieError, events: list[Event]) -> None:
-        """Its adapters cannot be loaded: its request fails, and no other."""
+        """The adapters of the sequence cannot be loaded: only its request fails."""
         request = self._requests.get(sequence.request_id)
         if request is None:
             return
@@ -341,6 +341,6 @@ class RequestTracker:
             heapify(self._deadlines)
 
     def _awaited(self, deadline: float, request_id: str) -> bool:
-        # the id may belong to a later request by now
+        # a later request may have the same id
         request = self._requests.get(request_id)
         return request is not None and request.assignment.deadline == deadline

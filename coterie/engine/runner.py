@@ -1,7 +1,7 @@
-"""A step plan to tensors, through the model, to drawn tokens. Owns a lane's KV tensors.
+"""Turns a step plan into tensors, runs the model and draws tokens. Owns the KV tensors of a lane.
 
-Fixed arrays hold the block tables; a step gathers from them, whatever mix of prefill chunks and
-decode rows it has.
+Fixed arrays hold the block tables; a step with any mix of prefill chunks and decode rows gathers
+from them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Runner:
         adapters: bool = False,
         work: GrammarWork | None = None,
     ) -> None:
-        """With `adapters` rows may have some. `work` is where grammars are worked out."""
+        """With `adapters` rows may use adapters. `work` runs the grammar tasks."""
         self._model = model
         self._tables = tables
         self._sampler = Sampler(work)
@@ -47,7 +47,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Copies, forward, draws. Raises whatever the model raises."""
+        """Copy blocks, run the model, draw tokens. Raises what the model raises."""
         started = time.perf_counter()
         self._copy(plan)
         token_ids, batch, bounds = self._inputs(plan)
@@ -56,7 +56,7 @@ class Runner:
         try:
             logits = self._model.forward(token_ids, batch, self._kv, wanted_rows)
         finally:
-            # a step that breaks half-way leaves no counts to the next one
+            # take the counts even if the step fails, so that the next step does not get them
             usage = self._model.take_usage()
         forwarded = time.perf_counter()
         drawn, prompt_scores = logits, {}
@@ -83,7 +83,7 @@ class Runner:
             layer[:, targets] = layer[:, sources]
 
     def _inputs(self, plan: StepPlan) -> tuple[Tensor, AttentionBatch, list[int]]:
-        """Token ids, where they go, and the first row of each sequence (and their end)."""
+        """Token ids, the batch description, and the first row of each sequence (and the end)."""
         rows, num_rows, size = plan.rows, len(plan.rows), self._block_size
         table_rows = np.array([row[0].row for row in rows])
         starts = np.array([row[1] for row in rows])
@@ -112,7 +112,7 @@ class Runner:
             block_size=size,
             phase="prefill" if plan.num_prefill_tokens else "decode",
             patches=tuple(
-                Segment(bounds[first], bounds[last], stack) for first, last, stack in plan.shares
+                Segment(bounds[first], bounds[last], stack) for first, last, stack in plan.segments
             ),
         )
         return self._tensor(np.array(tokens)), batch, bounds
@@ -124,29 +124,29 @@ class Runner:
     def _wanted_rows(
         self, plan: StepPlan, bounds: list[int]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Rows whose logits are needed: one per drawing row, then every scored prompt position.
+        """Rows whose logits are needed: one per drawing row, then all scored prompt positions.
 
-        The second list names the latter: (row of the plan, position of the token it predicts).
-        Soft tokens, and the first token of the text, have no score.
+        The second list describes the latter: (row of the plan, position of the predicted token).
+        Soft tokens and the first token of the text have no score.
         """
-        wanted = [bounds[row + 1] - 1 for row in dict.fromkeys(plan.draw_rows)]
+        logit_rows = [bounds[row + 1] - 1 for row in dict.fromkeys(plan.draw_rows)]
         scored: list[tuple[int, int]] = []
         for index, (sequence, start, count, phase) in enumerate(plan.rows):
             if phase == "prefill" and sequence.draw.prompt_logprobs is not None:
                 first = max(start, sequence.num_virtual)
                 last = min(start + count, sequence.num_prompt - 1)
                 row = bounds[index] - start
-                wanted += range(row + first, row + last)
+                logit_rows += range(row + first, row + last)
                 scored += [(index, position + 1) for position in range(first, last)]
-        return wanted, scored
+        return logit_rows, scored
 
     def _score_prompts(
         self, plan: StepPlan, logits: Tensor, scored: list[tuple[int, int]]
     ) -> dict[tuple[int, int], TokenScore]:
         targets = [plan.rows[index].sequence.tokens[position] for index, position in scored]
-        asked = [plan.rows[index].sequence.draw.prompt_logprobs or 0 for index, _ in scored]
-        found = ranked(logits, targets, max(asked))
+        num_tops = [plan.rows[index].sequence.draw.prompt_logprobs or 0 for index, _ in scored]
+        scores = ranked(logits, targets, max(num_tops))
         return {
             place: one._replace(top=one.top[:num])
-            for place, num, one in zip(scored, asked, found, strict=True)
+            for place, num, one in zip(scored, num_tops, scores, strict=True)
         }

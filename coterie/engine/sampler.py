@@ -1,8 +1,8 @@
-"""Logits to tokens for every draw of a step, with logprobs and beam continuations where asked.
+"""Draws tokens from logits for all draws of a step, with logprobs and beam continuations if needed.
 
 Order: logit bias, penalties, bans (early end, bad words), allowed ids, grammar, temperature, top-k,
 top-p, min-p, typical.
-Logprobs are the log softmax of the raw logits, before any of these. Rows never influence each
+Logprobs are the log softmax of the raw logits, before all of these. Rows never influence each
 other.
 """
 
@@ -25,8 +25,8 @@ from coterie.engine.step import BeamScores, LateDraw, TokenScore
 
 
 class SampleResult(NamedTuple):
-    """One token per draw; scores and continuations by draw, where asked for. Of draws in `late`
-    the token is not settled yet."""
+    """One token per draw; scores and continuations by draw, if needed. The tokens of draws in
+    `late` are not final yet."""
 
     tokens: list[int]
     scores: dict[int, TokenScore]
@@ -35,7 +35,8 @@ class SampleResult(NamedTuple):
 
 
 class FilterGroup(NamedTuple):
-    """Draws with a temperature, all with filters or none; the tensors fit `indices`."""
+    """Draws with a temperature, either all with filters or all without. Each row of the tensors
+    belongs to an entry of `indices`."""
 
     indices: list[int]
     filtered: bool
@@ -51,7 +52,8 @@ class FilterGroup(NamedTuple):
 
 
 class SampleBatch:
-    """What each of some draws needs. A steady batch is sorted out once, not at every step."""
+    """The draws of a step, grouped by what they need. A batch that stays the same is grouped only
+    once, not at every step."""
 
     def __init__(self, draws: Seq[Sequence], device: torch.device) -> None:
         self.draws = list(draws)
@@ -59,11 +61,11 @@ class SampleBatch:
         self.is_plain = all(draw.is_plain for draw in params)
         self.beams = [i for i, draw in enumerate(params) if draw.num_continuations]
         self.edited = [i for i, draw in enumerate(params) if draw.may_edit and i not in self.beams]
-        held = [
+        constrained_draws = [
             (i, draw.constraint) for i, draw in enumerate(params) if draw.constraint is not None
         ]
-        self.constrained = [i for i, _ in held]
-        self.constraints = [constraint for _, constraint in held]
+        self.constrained = [i for i, _ in constrained_draws]
+        self.constraints = [constraint for _, constraint in constrained_draws]
         self.scored = [i for i, draw in enumerate(params) if draw.logprobs is not None]
         self.groups = []
         for filtered in (True, False):
@@ -80,23 +82,23 @@ class SampleBatch:
 
 
 class Sampler:
-    """Keeps nothing but how the last batch was sorted out."""
+    """Its only state is the grouping of the last batch."""
 
     def __init__(self, work: GrammarWork | None = None) -> None:
         self._batch: SampleBatch | None = None
         self._work = work or GrammarWork()
 
     def sample(self, logits: Tensor, draws: Seq[Sequence], rows: Seq[int]) -> SampleResult:
-        """`rows` names, in order, the row each draw takes its token from; equal ones share logits.
+        """`rows`: for each draw, the row that it draws from; draws with equal rows share logits.
 
-        logits: fp32 [R, V], one for each different row; those of constrained rows are used up.
+        logits: fp32 [R, V], one for each different row. The logits of constrained rows are changed.
         """
         if not draws:
             return SampleResult([], {}, {})
         if len(draws) != len(logits):
             logits = logits[_places(rows)]
         batch = self._batch
-        # sequences are equal only to themselves
+        # sequences compare by identity
         if batch is None or batch.draws != draws:
             batch = self._batch = SampleBatch(draws, logits.device)
         if batch.is_plain:
@@ -104,7 +106,7 @@ class Sampler:
         edited = _edit(logits, batch)
         drawn: dict[int, int] = {}
         if batch.constrained:
-            # logprobs are of the logits as they came
+            # logprobs need the unchanged logits
             raw = edited is logits and bool(batch.scored)
             edited, drawn = self._constrain(edited.clone() if raw else edited, batch)
         tokens = [0] * len(draws) if batch.num_drawn == len(draws) else argmax(edited)
@@ -123,8 +125,8 @@ class Sampler:
         )
 
     def _settle(self, logits: Tensor, batch: SampleBatch, tokens: list[int]) -> dict[int, LateDraw]:
-        """Tell each grammar its token, which may become another; those that take their time, and
-        those that broke, are returned."""
+        """Give each grammar its token; a grammar may replace the token. Returns the draws whose
+        grammar is slow or has failed."""
         jobs = [
             GrammarTask(constraint.tenant, partial(constraint.take, tokens[index]))
             for index, constraint in zip(batch.constrained, batch.constraints, strict=True)
@@ -135,14 +137,14 @@ class Sampler:
             if job.done and job.error is None:
                 tokens[index] = job.result()
             else:
-                asked = batch.draws[index].draw.logprobs
-                row = None if asked is None else logits[index : index + 1].clone()
-                late[index] = LateDraw(job, partial(_late_token, job, row, asked or 0))
+                num_top = batch.draws[index].draw.logprobs
+                row = None if num_top is None else logits[index : index + 1].clone()
+                late[index] = LateDraw(job, partial(_late_token, job, row, num_top or 0))
         return late
 
     def _constrain(self, logits: Tensor, batch: SampleBatch) -> tuple[Tensor, dict[int, int]]:
-        """Logits in which nothing that a grammar forbids has weight, and the tokens of rows that
-        are drawn already. Changes the logits of constrained rows."""
+        """Mask the tokens that a grammar forbids. Returns the logits, and the tokens of rows that
+        are already drawn. Changes the logits of constrained rows."""
         drawers = [batch.draws[i] for i in batch.constrained]
         banned = [one.draw.banned_behind(one.tokens, one.num_prompt) for one in drawers]
         allowed = allowed_tokens(batch.constraints, banned, logits.shape[1])
@@ -166,9 +168,10 @@ def _late_token(
 
 
 def mask_rows(logits: Tensor, rows: list[int], allowed: NDArray[np.bool_]) -> Tensor:
-    """In place, wherever the logits lie: what `allowed` [len(rows), V] leaves out loses all weight.
+    """Set the logits of tokens that are not in `allowed` [len(rows), V] to minus infinity, in
+    place, on any device.
 
-    The plain twin of drawing among the few tokens that are left.
+    The plain twin of drawing among the few allowed tokens.
     """
     refused = torch.from_numpy(~allowed).to(logits.device, non_blocking=True)
     logits[rows] = logits[rows].masked_fill_(refused, -torch.inf)
@@ -181,15 +184,15 @@ def _places(rows: Seq[int]) -> list[int]:
 
 
 def argmax(logits: Tensor) -> list[int]:
-    """[R, V] to R ids, the lowest among equals. numpy's is ten times torch's on a CPU."""
+    """[R, V] to R ids; the lowest id among equal logits. On a CPU numpy is ten times faster."""
     if logits.device.type == "cpu":
-        found: list[int] = logits.detach().numpy().argmax(axis=1).tolist()
-        return found
+        ids: list[int] = logits.detach().numpy().argmax(axis=1).tolist()
+        return ids
     return [int(token) for token in logits.argmax(dim=1).tolist()]
 
 
 def ranked(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenScore]:
-    """The same as `score`, with how many tokens are likelier."""
+    """The same as `score`, with the number of likelier tokens."""
     picked = logits.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
     ranks = (logits > picked).sum(dim=1).add(1).tolist()
     scores = score(logits, tokens, num_top)
@@ -210,7 +213,7 @@ def score(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenScore]:
 
 
 def _edit(logits: Tensor, batch: SampleBatch) -> Tensor:
-    """A copy with bias, bans and penalties, or the same tensor when there are none."""
+    """A copy with bias, bans and penalties, or the same tensor if there are none."""
     rows = [i for i in batch.edited if _edits(batch.draws[i])]
     if not rows:
         return logits
@@ -229,12 +232,12 @@ def _draw(logits: Tensor, batch: SampleBatch, group: FilterGroup) -> list[int]:
     if not chosen:
         return []
     noise = uniforms(group.keys, [len(draws[i].tokens) - draws[i].num_prompt for i in chosen])
-    found: list[int] = (draw_filtered if group.filtered else draw_plain)(
+    ids: list[int] = (draw_filtered if group.filtered else draw_plain)(
         logits if len(chosen) == len(logits) else logits[chosen],
         group.filters,
         torch.from_numpy(noise).to(logits.device).unsqueeze(1),
     ).tolist()
-    return found
+    return ids
 
 
 def _edit_row(row: Tensor, sequence: Sequence) -> Tensor:
@@ -246,16 +249,16 @@ def _edit_row(row: Tensor, sequence: Sequence) -> Tensor:
 def _score_draws(logits: Tensor, batch: SampleBatch, tokens: list[int]) -> dict[int, TokenScore]:
     if not batch.scored:
         return {}
-    asked = [batch.draws[i].draw.logprobs or 0 for i in batch.scored]
-    scores = score(logits[batch.scored], [tokens[i] for i in batch.scored], max(asked))
+    num_tops = [batch.draws[i].draw.logprobs or 0 for i in batch.scored]
+    scores = score(logits[batch.scored], [tokens[i] for i in batch.scored], max(num_tops))
     return {
-        i: TokenScore(found.logprob, found.top[:num])
-        for i, num, found in zip(batch.scored, asked, scores, strict=True)
+        i: TokenScore(token_score.logprob, token_score.top[:num])
+        for i, num, token_score in zip(batch.scored, num_tops, scores, strict=True)
     }
 
 
 def _continue_beam(row: Tensor, sequence: Sequence) -> BeamScores:
-    """The best continuations of one beam; processors work on log probabilities here."""
+    """The best continuations of one beam. Here processors work on log probabilities."""
     logprobs = torch.log_softmax(row, dim=0)
     if _edits(sequence):
         logprobs = _edit_row(logprobs, sequence)
@@ -263,12 +266,12 @@ def _continue_beam(row: Tensor, sequence: Sequence) -> BeamScores:
     return BeamScores(tuple(best.indices.tolist()), tuple(best.values.tolist()))
 
 
-# with more candidates the row is drawn with all others
+# a row with more candidates is drawn together with the other rows
 MAX_CANDIDATES = 2048
 
 
 def draw_among(ids: NDArray[np.int64], values: NDArray[np.float32], sequence: Sequence) -> int:
-    """One of `ids` (ascending), whose logits are `values`, by the sequence's own noise."""
+    """Draw one of `ids` (ascending), whose logits are `values`, with the sequence's noise."""
     draw = sequence.draw
     if len(ids) == 1:
         return int(ids[0])
@@ -290,13 +293,13 @@ def _filtered(values: NDArray[np.float32], draw: DrawState, noise: NDArray[np.fl
     return int(draw_filtered(row, filters, torch.from_numpy(noise).unsqueeze(1))[0])
 
 
-# Nearly always the kept tokens are among the first so many; rows where they are not try the next,
-# and at last are sorted whole.
+# Nearly always the kept tokens are among the first 256. Rows where they are not try 4096, and at
+# last are sorted completely.
 NUM_CANDIDATES = (256, 4096)
 
 
 class SampleFilters(NamedTuple):
-    """Parameters of R rows, each [R, 1]."""
+    """Filter parameters of R rows, each [R, 1]."""
 
     temperature: Tensor
     top_k: Tensor
@@ -322,7 +325,8 @@ def make_filters(draws: Seq[DrawState], device: torch.device) -> SampleFilters:
 
 
 def draw_plain(logits: Tensor, filters: SampleFilters, noise: Tensor) -> Tensor:
-    """[R, V] and uniforms [R, 1] to token ids [R]: the whole distribution, in token-id order."""
+    """[R, V] and uniforms [R, 1] to token ids [R]: draws from the whole distribution, in token-id
+    order."""
     weights = torch.softmax(logits / filters.temperature, dim=-1).double()
     return _invert(weights, noise).squeeze(1)
 
@@ -334,10 +338,10 @@ def draw_filtered(logits: Tensor, filters: SampleFilters, noise: Tensor) -> Tens
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     rest = torch.arange(len(logits), device=logits.device)
     for num_candidates in (*(n for n in NUM_CANDIDATES if n < vocab), vocab):
-        # the first try is over all rows: no need to gather them
+        # the first try uses all rows: no need to gather them
         some = logits if len(rest) == len(logits) else logits[rest]
-        found, done = _draw_among(some, filters.pick(rest), noise[rest], num_candidates)
-        tokens[rest] = found
+        drawn, done = _draw_among(some, filters.pick(rest), noise[rest], num_candidates)
+        tokens[rest] = drawn
         rest = rest[~done]
         if len(rest) == 0:
             break
@@ -347,14 +351,14 @@ def draw_filtered(logits: Tensor, filters: SampleFilters, noise: Tensor) -> Tens
 def _draw_among(
     logits: Tensor, filters: SampleFilters, noise: Tensor, num_candidates: int
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [R], and where the candidates were enough to know the filtered set [R]."""
+    """Tokens [R], and for which rows the candidates were enough to know the filtered set [R]."""
     values, ids = _best(logits, num_candidates)
     kept, threshold = _rank_filters(logits, values, ids, filters)
     lowest = torch.where(kept, values, torch.inf).amin(dim=1, keepdim=True)
-    # equal tokens may lie beyond the last candidate, so the cut must be above it; top-k's own cut
-    # too, for the mass of its set to be known
+    # there may be tokens with an equal logit after the last candidate, so the cut must be above it.
+    # The same holds for top-k's cut, so that the mass of its set is known.
     lowest = torch.where(filters.top_k > 0, torch.minimum(lowest, threshold), lowest)
-    # what a grammar has masked cannot be drawn: before it, all that can is known
+    # if the last candidate is masked by a grammar, all tokens that can be drawn are known
     known = (lowest > values[:, -1:]) | (values[:, -1:] == -torch.inf)
     done = known.squeeze(1) | (num_candidates == logits.shape[1])
     weights = (values - values[:, :1]).double().exp() * kept
@@ -366,7 +370,7 @@ def _draw_among(
 
 
 def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` highest, by value and then id, both descending: [R, C] values and ids."""
+    """The `count` highest logits, by value and then id, both descending: [R, C] values and ids."""
     if count == logits.shape[1]:
         values, order = logits.flip(1).sort(dim=1, descending=True, stable=True)
         return values, count - 1 - order
@@ -393,10 +397,10 @@ def _rank_filters(
         sums = relative.cumsum(dim=1)
         mass = sums[:, -1:]
         if not bool(limited.all()):
-            # without top-k the mass is that of the whole vocabulary
+            # without top-k the mass is the sum over the whole vocabulary
             whole = torch.log_softmax(logits, dim=1).gather(1, ids[:, :1]).double().neg().exp()
             mass = torch.where(limited, mass, whole)
-        # a token stays while those ranked above it hold less than top_p
+        # a token is kept if the tokens above it have less mass than top_p
         above = (sums - relative) / mass
         kept = kept & ((above < top_p) | (top_p >= 1))
         kept[:, 0] = True
@@ -404,7 +408,7 @@ def _rank_filters(
 
 
 def _typical(weights: Tensor, typical_p: Tensor) -> Tensor:
-    """Of the tokens with weight, those nearest to the expected information, up to the mass."""
+    """Of the tokens with weight, keep those nearest to the expected information, up to the mass."""
     share = weights / weights.cumsum(dim=1)[:, -1:]
     information = -share.log()
     entropy = (share * information).nan_to_num(nan=0.0).cumsum(dim=1)[:, -1:]
@@ -416,7 +420,7 @@ def _typical(weights: Tensor, typical_p: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, noise: Tensor) -> Tensor:
-    """Places [R, 1] where the cumulated weights [R, N] first pass noise times their total."""
+    """Positions [R, 1] where the cumulative weights [R, N] first exceed noise times their total."""
     sums = weights.cumsum(dim=1)
     place = torch.searchsorted(sums, noise * sums[:, -1:], right=True)
     return place.clamp(max=weights.shape[1] - 1)

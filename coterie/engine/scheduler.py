@@ -1,10 +1,10 @@
-"""One lane's order of work: who waits, who runs, what the next step computes, who yields.
+"""Schedules one lane: which sequences wait and run, what the next step computes, what is preempted.
 
-A step goes to the running sequences in rank order (priority, then arrival). Whoever lacks a block
-takes it from the worst-ranked, so the best-ranked always moves. Who waits for adapters is passed
-over. A party (a tenant's urgent requests, or its others) of which nothing runs goes before those
-that run already, so that no key and no priority keeps another out. Knows blocks only through
-`KVSpace`, stacks of adapters only through `AdapterHolds`, and nothing of text, routing or tensors.
+A step serves the running sequences in rank order (priority, then arrival). A sequence that needs a
+block takes it from the worst-ranked one, so the best-ranked always makes progress. Sequences that
+wait for adapters are skipped. A party (the urgent requests of a tenant, or its other requests) with
+nothing running goes before parties that already run, so that no tenant and no priority can block
+another one. Uses blocks only through `KVSpace` and adapter stacks only through `AdapterHolds`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coterie.engine.blocks import KVSpace
 from coterie.engine.sequence import Party, Sequence, SequenceStatus, rank_of
 from coterie.engine.step import StepPlan, StepRow, StepSegment
 
-# Logits of every prompt position are wanted: a chunk is kept this short to bound their memory.
+# if logits of all prompt positions are needed, a chunk is at most this long, to limit their memory
 MAX_SCORED_ROWS = 128
 
 
@@ -32,32 +32,33 @@ class Scheduler:
     def __init__(
         self, config: LaneConfig, holds: AdapterHolds | None = None, *, grouped: bool = False
     ) -> None:
-        """`grouped`: one step serves one stack of adapters, in turns."""
+        """`grouped`: each step serves only one stack of adapters; the stacks take turns."""
         self.config = config
         self.space = KVSpace(config)
         self.holds = holds
         # both sorted by rank, best first
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        # of both, and of those that follow one: their grammars are being worked out, and nothing of
-        # them is computed meanwhile
+        # sequences (waiting, running or following) whose grammar tasks run: they are not computed
+        # until the tasks are done
         self.held: set[Sequence] = set()
-        # prompt tokens of all that wait
+        # prompt tokens of all waiting sequences
         self.num_waiting_tokens = 0
         self.num_preemptions = 0
-        # by party: who runs, and who waits
+        # per party: how many sequences run, and how many wait
         self._num_running: Counter[Party] = Counter()
         self._num_waiting: Counter[Party] = Counter()
-        # sequences that began to run since this was last emptied
+        # sequences that started to run; the caller empties the list
         self.started: list[Sequence] = []
-        # sequences whose adapters cannot be loaded, likewise: the caller ends them
+        # sequences whose adapters cannot be loaded; the caller ends them and empties the list
         self.failed_loads: list[Sequence] = []
         self._step = 0
         self._turns = AdapterTurns() if grouped else None
 
     def is_full(self, assignment: Assignment) -> bool:
-        """For this request. Lower priorities that wait take no place from it; who was told to come
-        now, and a tenant of which nobody is here, finds some room beyond the bound."""
+        """Whether the queue is full for this request. Waiting requests of lower priority do not
+        count. A request with a reservation, or of a tenant without any request here, may exceed the
+        limit a little."""
         rank = (-assignment.limits.priority, math.inf, 0, 0)
         most = queue_capacity(
             self.config.max_queue,
@@ -83,7 +84,7 @@ class Scheduler:
             self.holds.queue(sequence)
 
     def end(self, sequence: Sequence, session: Hashable | None = None) -> None:
-        """Free everything at once. With `session` its blocks become that session's entry."""
+        """Free everything at once. With `session` its blocks are kept for that session."""
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
             self.num_waiting_tokens -= sequence.num_prompt
@@ -99,9 +100,9 @@ class Scheduler:
         sequence.status = SequenceStatus.ENDED
 
     def schedule(self) -> StepPlan | None:
-        """The next step's work; None when nothing can be computed."""
+        """The plan of the next step; None if nothing can be computed."""
         if self.holds is not None and self.holds.waiting:
-            self._make_way(self.holds)
+            self._preempt_for_closed(self.holds)
         if self.waiting:
             self._admit()
         self._step += 1
@@ -111,7 +112,7 @@ class Scheduler:
         rows: list[StepRow] = []
         copies: list[tuple[int, int]] = []
         position = 0
-        # whoever is preempted on the way stands behind `position`: victims are the worst-ranked
+        # preempted sequences are always after `position`, because the worst-ranked are preempted
         while position < len(self.running):
             sequence = self.running[position]
             position += 1
@@ -136,7 +137,7 @@ class Scheduler:
         return self._plan(rows, copies) if rows else None
 
     def commit(self, plan: StepPlan) -> None:
-        """The plan was computed: advance its sequences and let followers go their own way."""
+        """After the plan was computed: advance its sequences, separate followers."""
         block_size = self.config.block_size
         for sequence, start, count, _ in plan.rows:
             end = start + count
@@ -150,7 +151,7 @@ class Scheduler:
                 sequence.followers = []
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """`child` goes on from all that `parent` has computed, or waits to recompute it."""
+        """`child` continues from what `parent` has computed, or waits and recomputes it."""
         if self.space.fork(parent, child):
             child.status = SequenceStatus.RUNNING
             self._num_running[child.party] += 1
@@ -161,7 +162,7 @@ class Scheduler:
             self.add(child)
 
     def check(self) -> None:
-        """Raises AssertionError when an invariant is broken."""
+        """Raises AssertionError if an invariant is broken."""
         assert self.waiting == sorted(self.waiting, key=rank_of)
         assert self.running == sorted(self.running, key=rank_of)
         assert all(s.status is SequenceStatus.WAITING and s.row is None for s in self.waiting)
@@ -187,8 +188,8 @@ class Scheduler:
                 return
 
     def _admit_absent(self) -> bool:
-        """One of each party of which nothing runs. False when one of them finds no room: what
-        becomes free is for it."""
+        """Admit one sequence of each party with nothing running. False if one of them does not fit:
+        then the next free blocks are for it."""
         for head in self._absent():
             if self._is_barred(head):
                 continue
@@ -198,17 +199,17 @@ class Scheduler:
         return True
 
     def _absent(self) -> list[Sequence]:
-        """The first in line of every party that waits and of which nothing runs, best first."""
+        """The first waiting sequence of every party with nothing running, best rank first."""
         parties = {party for party in self._num_waiting if not self._num_running[party]}
-        found: list[Sequence] = []
+        first_waiting: list[Sequence] = []
         for sequence in self.waiting if parties else ():
             if sequence.party in parties and sequence not in self.held:
                 parties.remove(sequence.party)
-                found.append(sequence)
-        return found
+                first_waiting.append(sequence)
+        return first_waiting
 
     def _enter(self, sequence: Sequence) -> bool:
-        """It runs from now on; False when there is no room."""
+        """Let it run from now on. False if there is no room."""
         spare = sum(not self.space.is_ready(s) for s in self.running if s.num_pending)
         if not self.space.admit(sequence, spare):
             return False
@@ -219,13 +220,14 @@ class Scheduler:
         return True
 
     def _is_barred(self, sequence: Sequence) -> bool:
-        """Whatever room there is, it cannot run: its grammar, its tenant's share, its adapters."""
+        """Whether it cannot run for a reason other than room: grammar, tenant's limit, adapters."""
         if sequence in self.held or self._is_capped(sequence):
             return True
         return bool(sequence.adapter_key) and not self._holds_adapters(sequence)
 
     def _is_capped(self, sequence: Sequence) -> bool:
-        """As many of its tenant run as may. One that is wider than that is alone."""
+        """Whether its tenant already runs as many sequences as allowed. A request with more
+        sequences than that may run alone."""
         if not sequence.share.max_running:
             return False
         running = self._num_of(sequence.share.tenant)
@@ -235,15 +237,15 @@ class Scheduler:
         return self._num_running[tenant, False] + self._num_running[tenant, True]
 
     def _holds_adapters(self, sequence: Sequence) -> bool:
-        """Its adapters are there and taken. One that finds no blocks then keeps them, or it could
-        miss the one for ever whenever it finds the other."""
+        """Whether its adapters are loaded and held. If it then gets no blocks, it still keeps them:
+        otherwise it might never get both at the same time."""
         assert self.holds is not None, "a sequence with adapters where there are none"
-        answer = self.holds.ask(sequence)
+        answer = self.holds.try_hold(sequence)
         if answer == "failed":
             self.failed_loads.append(sequence)
-        return answer == "seated"
+        return answer == "held"
 
-    def _make_way(self, holds: AdapterHolds) -> None:
+    def _preempt_for_closed(self, holds: AdapterHolds) -> None:
         holds.next_round()
         for sequence in holds.yielding(self.running):
             self._preempt(sequence)
@@ -264,14 +266,16 @@ class Scheduler:
         insort(self.running, sequence, key=rank_of)
 
     def _has_budget(self, head: Sequence) -> bool:
-        """A step could compute some of `head`. Admitted later, it finds more in the cache."""
+        """Whether a step has tokens left for `head`. If admitted later, it may find more in the
+        cache."""
         ahead = sum(s.num_pending for s in self.running if s.rank < head.rank)
         return ahead < self.config.max_step_tokens
 
     def _yield_to(self, head: Sequence) -> bool:
-        """Preempt the worst-ranked for a strictly higher priority; False when nobody has to go.
+        """Preempt the worst-ranked sequence for a strictly higher priority. False if there is none.
 
-        When nobody can move (beams that wait for a sibling in the queue) rank alone decides.
+        If no sequence can make progress (beams that wait for a sibling in the queue), the rank
+        decides.
         """
         if not self.running:
             return False
@@ -282,13 +286,13 @@ class Scheduler:
             return True
         lower = [s for s in self.running if s.priority < head.priority]
         if self._num_running[head.party]:
-            # what alone stands for its party stays
+            # the only running sequence of a party is not preempted
             lower = [s for s in lower if self._num_running[s.party] > 1]
         return self._preempt_for(head, lower)
 
     def _share_with(self, head: Sequence) -> bool:
-        """Preempt for a tenant of which nothing runs: the worst-ranked of the tenant that has the
-        most, which keeps at least one."""
+        """Preempt for a tenant with nothing running: the worst-ranked sequence of the tenant that
+        runs the most. That tenant keeps at least one."""
         if self._num_of(head.share.tenant):
             return False
         counts = Counter(sequence.share.tenant for sequence in self.running)
@@ -297,7 +301,7 @@ class Scheduler:
         return self._preempt_for(head, theirs[1:])
 
     def _preempt_for(self, head: Sequence, yielding: list[Sequence]) -> bool:
-        """The last of `yielding`, if `head` fits once all of them are gone."""
+        """Preempt the last of `yielding`, if `head` fits after all of them are preempted."""
         reclaimed = sum(len(sequence.blocks) for sequence in yielding)
         room = self.space.cache.num_available + reclaimed
         if not yielding or self.space.num_missing(head) > room:
@@ -306,7 +310,7 @@ class Scheduler:
         return True
 
     def _kept_tokens(self, key: str | None, budget: int) -> dict[Party, int]:
-        """Of a step's prompt tokens, what is kept for each party when several have some."""
+        """The prompt tokens of a step that are reserved for each party, if several have prompts."""
         if len(self._num_running) < 2:
             return {}
         pending: Counter[Party] = Counter()
@@ -317,7 +321,7 @@ class Scheduler:
         return {party: min(tokens, most) for party, tokens in pending.items() if most}
 
     def _make_room(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """The next token has a place; False when `sequence` itself had to yield."""
+        """Make room for the next token. False if `sequence` itself was preempted."""
         while not self.space.is_ready(sequence):
             if self.space.extend(sequence, copies):
                 return True
@@ -337,7 +341,7 @@ class Scheduler:
         self.add(sequence)
 
     def _pick_key(self) -> tuple[str | None, int]:
-        """Whose turn it is, None for everybody's, and how many of theirs decode."""
+        """The adapter key whose turn it is (None = all), and how many of its sequences decode."""
         if self._turns is None or self.holds is None or not self.holds.holders:
             return None, sum(len(s.tokens) - s.num_computed == 1 for s in self.running)
         decoding: dict[str, int] = {}
@@ -357,7 +361,7 @@ class Scheduler:
         return min(count, MAX_SCORED_ROWS)
 
     def _plan(self, rows: list[StepRow], copies: list[tuple[int, int]]) -> StepPlan:
-        shares = self._share(rows) if self.holds is not None and self.holds.holders else ()
+        segments = self._segments(rows) if self.holds is not None and self.holds.holders else ()
         draws: list[Sequence] = []
         draw_rows: list[int] = []
         num_tokens = num_prefill = 0
@@ -371,43 +375,46 @@ class Scheduler:
                 if sequence.followers:
                     draws += sequence.followers
                     draw_rows += [index] * len(sequence.followers)
-        return StepPlan(self._step, rows, copies, draws, draw_rows, num_tokens, num_prefill, shares)
+        return StepPlan(
+            self._step, rows, copies, draws, draw_rows, num_tokens, num_prefill, segments
+        )
 
-    def _share(self, rows: list[StepRow]) -> list[StepSegment]:
-        """Sort rows by their stacks, those without first, else as they were."""
+    def _segments(self, rows: list[StepRow]) -> list[StepSegment]:
+        """Sort rows by adapter stack, rows without one first; otherwise keep the order."""
         assert self.holds is not None
         rows.sort(key=lambda row: row.sequence.adapter_key)
-        shares, first = [], 0
+        segments, first = [], 0
         for key, some in groupby(rows, key=lambda row: row.sequence.adapter_key):
             last = first + len(list(some))
             if key:
-                shares.append(StepSegment(first, last, self.holds.stack(key)))
+                segments.append(StepSegment(first, last, self.holds.stack(key)))
             first = last
-        return shares
+        return segments
 
 
 def _less(counts: Counter[Party], party: Party) -> None:
-    """Parties that are gone are not kept: the number of keys has no bound here."""
+    """Decrease a count and remove it at 0: the number of parties over time has no limit."""
     counts[party] -= 1
     if not counts[party]:
         del counts[party]
 
 
-# A key that was passed over this often in a row goes next, whatever the ranks say.
+# a key that was skipped this often in a row goes next, independent of rank
 MAX_PASSED_OVER = 4
 
 
 class AdapterTurns:
-    """One adapter key per step: the best-ranked sequence's, unless another has waited too long.
+    """Picks one adapter key per step: that of the best-ranked sequence, unless another key has
+    waited too long.
 
-    With K keys at work each is served at least once in MAX_PASSED_OVER + K steps.
+    With K active keys each is served at least once in MAX_PASSED_OVER + K steps.
     """
 
     def __init__(self) -> None:
         self._passed_over: dict[str, int] = {}
 
     def pick(self, keys: Seq[str]) -> str:
-        """`keys` have work, best rank first, each once."""
+        """`keys`: the keys with work, best rank first, each once."""
         if len(keys) == 1:
             self._passed_over.clear()
             return keys[0]

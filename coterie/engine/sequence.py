@@ -1,4 +1,4 @@
-"""One choice of one request on its way through a lane: the engine's only mutable record."""
+"""One choice of one request in a lane: the engine's only mutable record."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from coterie.engine.draw import DrawState
 
 
 class SequenceStatus(Enum):
-    # a follower shares its leader's prompt: it has no blocks until the leader's prefill ends
+    # a follower has the same prompt as its leader and no blocks until the leader's prefill ends
     FOLLOWING = "following"
     WAITING = "waiting"
     RUNNING = "running"
     ENDED = "ended"
 
 
-# who shares with whom: a tenant, and whether its priority is above the usual
+# the unit of fair sharing: a tenant, and whether the priority is above the default
 Party = tuple[str, bool]
 
-# (-priority, arrived_at, admission order, choice): the smallest is served first, the largest yields
+# (-priority, arrived_at, admission order, choice): the smallest is served first, the largest is
+# preempted first
 Rank = tuple[int, float, int, int]
 
 
 class SequenceAdapters(NamedTuple):
-    """A stack of adapters and the soft tokens it puts in front of a prompt; empty = no adapters."""
+    """A stack of adapters and the soft tokens that it puts before a prompt; empty = no adapters."""
 
     key: str = ""
     adapters: tuple[AdapterChoice, ...] = ()
-    # ids from the vocabulary's size on
+    # token ids, starting at the size of the vocabulary
     tokens: Seq[int] = ()
 
 
@@ -40,8 +41,7 @@ BASE = SequenceAdapters()
 
 
 class TenantShare(NamedTuple):
-    """Whose it is, and how many sequences of that tenant may run at once: 0 = as many as the
-    others leave."""
+    """The tenant, and how many of its sequences may run at once; 0 = no limit of its own."""
 
     tenant: str = ""
     max_running: int = 0
@@ -52,21 +52,21 @@ NOBODY = TenantShare()
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`num_computed` tokens have their keys and values in `blocks`; a step computes what is behind.
+    """`num_computed` tokens have their keys and values in `blocks`; a step computes the next ones.
 
-    A sequence decodes when exactly its newest token is not computed yet; a preempted one starts
-    again at zero and recomputes prompt and output alike.
+    A sequence decodes when only its newest token is not computed yet. A preempted sequence starts
+    again at zero and recomputes prompt and output.
     """
 
     request_id: str
     choice: int
-    # prompt, then output; a prompt begins with the soft tokens of its adapters
+    # prompt, then output; a prompt starts with the soft tokens of its adapters
     tokens: list[int]
     num_prompt: int
-    # tokens, prompt included, at which it ends
+    # number of tokens, including the prompt, at which it ends
     max_total: int
     front: SequenceAdapters
-    # digest of whom its blocks belong to: lane, adapters, tenant
+    # digest of the scope of its blocks: lane, adapters, tenant
     root: bytes
     rank: Rank
     draw: DrawState
@@ -74,10 +74,10 @@ class Sequence:
     followers: list[Sequence] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     blocks: list[int] = field(default_factory=list)
-    # digests of its full blocks, as far as they were needed
+    # digests of its full blocks, computed as needed
     chain: list[bytes] = field(default_factory=list)
     num_computed: int = 0
-    # tokens whose KV was found in the prefix cache when it first ran
+    # tokens that were found in the prefix cache when it first ran
     num_cached: int = 0
     num_preemptions: int = 0
     # its row in the lane's block tables while it runs
@@ -105,7 +105,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens a step still has to compute; 0 while a beam waits for its siblings."""
+        """Tokens that are not computed yet; 0 while a beam waits for its siblings."""
         return len(self.tokens) - self.num_computed
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler decides for one step, and what comes back: frozen values."""
+"""The plan of one step, made by the scheduler, and its result: frozen values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class StepRow(NamedTuple):
-    """Tokens [start, start + num_tokens) of `sequence` are computed."""
+    """The step computes tokens [start, start + num_tokens) of `sequence`."""
 
     sequence: Sequence
     start: int
@@ -26,7 +26,7 @@ class StepRow(NamedTuple):
 
 
 class StepSegment(NamedTuple):
-    """Rows first .. last (exclusive) of a plan run with `stack`."""
+    """Rows first to last (exclusive) of a plan, which run with `stack`."""
 
     first: int
     last: int
@@ -36,25 +36,26 @@ class StepSegment(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     step: int
-    # those with adapters behind those without, equal stacks together
+    # rows without adapters first, rows of the same stack together
     rows: Seq[StepRow]
-    # (source, target) blocks copied before anything is computed
+    # (source, target) blocks to copy before the computation
     copies: Seq[tuple[int, int]]
-    # who draws a token, in this order, and from which row: a leader's followers draw with it
+    # the sequences that draw a token, in this order, and their rows: followers draw from the row of
+    # their leader
     draws: Seq[Sequence]
     draw_rows: Seq[int]
     num_tokens: int
     num_prefill_tokens: int
-    # in order; rows in none run the model as it is
-    shares: Seq[StepSegment] = ()
+    # in order; rows that are in no segment run without adapters
+    segments: Seq[StepSegment] = ()
 
 
 class TokenScore(NamedTuple):
-    """log softmax of the raw logits at the token, its alternatives most likely first."""
+    """The log softmax of the raw logits at the token, and its alternatives, most likely first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
-    # 1 = nothing was likelier; 0 = not looked for
+    # 1 = no token was likelier; 0 = not computed
     rank: int = 0
 
 
@@ -66,22 +67,22 @@ class BeamScores(NamedTuple):
 
 
 class LateDraw(NamedTuple):
-    """A draw whose grammar was not worked out within its step. Once `job` is done, `finish` says
-    the token, and its score where that was asked for."""
+    """A draw whose grammar work did not end within its step. When `job` is done, `finish` returns
+    the token, and its score if it was asked for."""
 
     job: GrammarTask
     finish: Callable[[], tuple[int, TokenScore | None]]
 
 
 class StepUsage(NamedTuple):
-    """What the experts of a step cost: all of it, and each row's share in the plan's order."""
+    """The cost of a step's MoE experts: the total, and each row's share in the plan's order."""
 
     total: MoeUsage
     rows: Seq[MoeUsage]
 
 
 def step_usage(plan: StepPlan, total: MoeUsage, rows: Seq[MoeUsage]) -> StepUsage:
-    """Routing is one product for all rows: each bears its tokens' share of it."""
+    """Routing is one product for all rows: each row is charged in proportion to its tokens."""
     token_s = total.routing_s / plan.num_tokens
     shared = [
         replace(cost, routing_s=token_s * row.num_tokens)
@@ -94,13 +95,13 @@ def step_usage(plan: StepPlan, total: MoeUsage, rows: Seq[MoeUsage]) -> StepUsag
 class StepResult:
     # one token per draw
     tokens: Seq[int]
-    # by index into the draws, where asked for
+    # by index into the draws, if asked for
     scores: Mapping[int, TokenScore] = field(default_factory=dict)
     beams: Mapping[int, BeamScores] = field(default_factory=dict)
     late: Mapping[int, LateDraw] = field(default_factory=dict)
-    # by (sequence row index in the plan, position of the prompt token)
+    # by (index of the row in the plan, position of the prompt token)
     prompt_scores: Mapping[tuple[int, int], TokenScore] = field(default_factory=dict)
     run_s: float = 0.0
     sample_s: float = 0.0
-    # None where the model has no routed experts
+    # None if the model has no routed experts
     dispatch: StepUsage | None = None

@@ -1,8 +1,8 @@
-"""Log lines as JSON objects, one per line, tied together by request ids.
+"""Log lines as JSON objects, one per line, linked by request ids.
 
-Owns what may be written: a fixed list of field names (also for `extra=` of stdlib loggers), so that
-a prompt, an answer or a key has no field to travel in. Tracebacks carry the exception's type and
-frames, never its message (a message may quote what a caller sent); a CoterieError adds its code.
+Defines what may be written: a fixed list of field names (also for `extra=` of stdlib loggers), so
+that no field can hold a prompt, an answer or a key. Tracebacks hold the exception's type and
+frames, never its message (it may quote a caller's input); a CoterieError adds its code.
 """
 
 from __future__ import annotations

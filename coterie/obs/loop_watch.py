@@ -1,9 +1,9 @@
-"""Measures how late the event loop is, and says what it is doing while it is stuck.
+"""Measures how late the event loop runs, and logs what it is doing while it is blocked.
 
-The loop beats; a thread beside it listens. The lag is a histogram. When a beat is over a second
-late, the frames of the loop's thread are logged at once (names and lines, never values), and when
-it goes on, how long it took. A native call that keeps the interpreter's lock is told when it
-returns: until then no thread can write.
+The loop schedules a regular callback (a beat); a thread checks it. The lag is a histogram. When a
+beat is over a second late, the frames of the loop's thread are logged at once (names and lines,
+never values). When the loop goes on, the length of the block is logged. A native call that keeps
+the interpreter lock is logged only after it returns: until then no thread can write.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ BLOCKED_S = 1.0
 
 
 class LoopWatch:
-    """`with LoopWatch(registry):` on the event loop that is to be watched."""
+    """`with LoopWatch(registry):` on the event loop to watch."""
 
     def __init__(self, registry: MetricRegistry) -> None:
         self._lag = registry.histogram("coterie_event_loop_lag_seconds")
         self._blocks = registry.value("coterie_event_loop_blocks")
         self._beat_at = 0.0
-        # by the thread alone: when the beat came that was the last before a block it told of
-        self._told_of = 0.0
+        # used by the thread only: time of the last beat before the block that was logged last
+        self._logged_beat_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._closed = threading.Event()
 
@@ -39,7 +39,7 @@ class LoopWatch:
         self._thread_id = threading.get_ident()
         self._beat_at = time.monotonic()
         self._timer = self._loop.call_later(BEAT_S, self._beat, self._beat_at + BEAT_S)
-        threading.Thread(target=self._listen, name="loop-watch", daemon=True).start()
+        threading.Thread(target=self._check_beats, name="loop-watch", daemon=True).start()
         return self
 
     def __exit__(
@@ -62,17 +62,17 @@ class LoopWatch:
         self._beat_at = now
         self._timer = self._loop.call_later(BEAT_S, self._beat, now + BEAT_S)
 
-    def _listen(self) -> None:
+    def _check_beats(self) -> None:
         while not self._closed.wait(BEAT_S):
             beat_at = self._beat_at
             lag_s = time.monotonic() - beat_at - BEAT_S
-            if lag_s > BLOCKED_S and self._told_of != beat_at:
-                self._told_of = beat_at
-                self._tell(lag_s)
+            if lag_s > BLOCKED_S and self._logged_beat_at != beat_at:
+                self._logged_beat_at = beat_at
+                self._log_block(lag_s)
 
-    def _tell(self, lag_s: float) -> None:
+    def _log_block(self, lag_s: float) -> None:
         frame = sys._current_frames().get(self._thread_id)
-        # no lookup of lines: the disk may be what is slow
+        # do not look up source lines: a slow disk may be the cause
         stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
         frames = [f"{item.filename}:{item.lineno} {item.name}" for item in stack]
         log("event_loop_blocked", level="error", wait_s=round(lag_s, 3), frames=frames)

@@ -1,5 +1,5 @@
 """Counters, gauges and histograms of the tables, and their Prometheus text. One thread writes and
-reads them; where a value comes from is not known here.
+reads them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from coterie.obs.tables import ENGINE_GAUGES, ENGINE_SERIES, METRICS, Metric
 
 
 class MetricValue:
-    """One series of a counter or gauge; `set` on a counter is for totals counted elsewhere."""
+    """One series of a counter or gauge; use `set` on a counter only for totals counted
+    elsewhere."""
 
     __slots__ = ("value",)
 
@@ -41,7 +42,8 @@ class Histogram:
 
 
 class MetricRegistry:
-    """Every series that has been touched. Hold on to a series where it is hot."""
+    """All series that have been used. Code that runs often should keep a reference to its
+    series."""
 
     def __init__(self, metrics: tuple[Metric, ...] = METRICS) -> None:
         self._metrics = {metric.name: metric for metric in metrics}
@@ -70,7 +72,7 @@ class MetricRegistry:
                 self.value("coterie_engine_events", replica, name).set(amount)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drops the series of metrics whose labels come and go."""
+        """Removes all series of these metrics, whose label values change over time."""
         for name in names:
             self._values.pop(name, None)
 

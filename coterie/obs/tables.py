@@ -1,13 +1,14 @@
-"""Every metric there is: name, kind, help, labels; and which of an engine's stats each one shows.
+"""All metrics: name, kind, help, labels; and which value of an engine's stats each one shows.
 
-Names are vLLM's where one exists, so that its dashboards and autoscalers work; `coterie_`
-otherwise. Labels are bounded: tiers, phases and stages, never MoE experts; of single adapters only
-those that a worker tells (the last 64 it loaded), by the first digits of their digest.
+Names are vLLM's where one exists, so that its dashboards and autoscalers work; otherwise they start
+with `coterie_`. The number of label values is limited: tiers, phases and stages, never MoE experts.
+Single adapters appear only as reported by a worker (the last 64 it loaded), by the first digits of
+their digest.
 
-An engine's `stats()` uses free names: a key that ends in `_s` is seconds spent in that phase since
-start (`schedule_s`, `run_s`, `commit_s`) and becomes `coterie_step_seconds_total`; those in
-`ENGINE_GAUGES` say how things stand now; those in `ENGINE_SERIES` are about MoE experts and
-adapters; any other key counts events (`steps`, `preemptions`) and becomes
+An engine's `stats()` uses free names: a key that ends in `_s` is the seconds spent in that phase
+since start (`schedule_s`, `run_s`, `commit_s`) and becomes `coterie_step_seconds_total`; keys in
+`ENGINE_GAUGES` are current values; keys in `ENGINE_SERIES` are about MoE experts, adapters and
+recoveries; any other key counts events (`steps`, `preemptions`) and becomes
 `coterie_engine_events_total`.
 """
 
@@ -20,7 +21,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A counter's name is written with `_total` behind it."""
+    """A counter's name is written with the suffix `_total`."""
 
     name: str
     kind: str  # counter | gauge | histogram
@@ -74,7 +75,7 @@ MOE_METRICS = (
     ),
 )  # fmt: skip
 
-# an engine's stat -> metric and its label behind the replica
+# an engine's stat -> metric and its label after the replica
 MOE_SERIES: dict[str, tuple[str, ...]] = {
     "moe_device_hits": ("coterie_moe_demands", "device_hit"),
     "moe_prefetch_hits": ("coterie_moe_demands", "prefetch_hit"),
@@ -105,7 +106,7 @@ MOE_SERIES: dict[str, tuple[str, ...]] = {
 }
 
 
-# enough to tell installed adapters apart; names move, digests do not
+# enough to distinguish installed adapters; a name may get a new version, a digest stays
 DIGEST_DIGITS = 12
 
 ADAPTER_METRICS = (
@@ -145,14 +146,14 @@ ADAPTER_METRICS = (
     ),
 )  # fmt: skip
 
-# those with a label per adapter: set anew from what a worker tells
+# metrics with a label per adapter: rebuilt from each report of a worker
 OWN_METRICS = (
     "coterie_adapter_resident",
     "coterie_adapter_own_loads",
     "coterie_adapter_own_load_seconds",
 )
 
-# an engine's stat -> metric and its label behind the replica
+# an engine's stat -> metric and its label after the replica
 ADAPTER_SERIES: dict[str, tuple[str, ...]] = {
     "adapter_lookups_device": ("coterie_adapter_lookups", "device"),
     "adapter_lookups_host": ("coterie_adapter_lookups", "host"),
@@ -175,7 +176,7 @@ ADAPTER_SERIES: dict[str, tuple[str, ...]] = {
 
 
 class AdapterLoadTimes(Protocol):
-    """One adapter's loads, as a worker tells them."""
+    """One adapter's loads, as a worker reports them."""
 
     @property
     def digest(self) -> str: ...
@@ -194,7 +195,7 @@ class AdapterLoadTimes(Protocol):
 def adapter_series(
     replica: str, loads: Iterable[AdapterLoadTimes]
 ) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """(metric, labels, value) of every adapter that a worker tells."""
+    """(metric, labels, value) for every adapter that a worker reports."""
     resident, count, seconds = OWN_METRICS
     for load in loads:
         labels = (replica, load.digest[:DIGEST_DIGITS])
@@ -204,7 +205,7 @@ def adapter_series(
             yield seconds, (*labels, stage), getattr(load, f"{stage}_s")
 
 
-# reception and routing are to take less than a millisecond each
+# reception and routing should take less than a millisecond each
 ROUTER_BUCKETS_S = (
     0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1,
 )  # fmt: skip
@@ -299,13 +300,13 @@ REQUEST_BUCKETS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
-# 1, 2, 5, 10 ... as vLLM's, up to a million
+# 1, 2, 5, 10 ... as in vLLM, up to a million
 TOKEN_BUCKETS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
 CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 ENGINE_GAUGES = frozenset({"running", "waiting", "kv_usage", "cached_blocks"})
-# how often a replica recovered from something
+# how often a replica recovered from a fault
 RECOVERY_SERIES: dict[str, tuple[str, ...]] = {
     "failed_starts": ("coterie_recoveries", "failed_start"),
     "silences": ("coterie_recoveries", "worker_silent"),

@@ -1,1 +1,1 @@
-"""The `.expert` file: what is in one, who signed it, and which ones are installed."""
+"""The `.expert` file: its content, its signature, and the registry of installed ones."""

@@ -1,4 +1,4 @@
-"""Kinds of adapters, as far as files tell: PEFT's name, the tensors, bytes beside a model.
+"""The kinds of adapters as stored in files: PEFT's name, the tensors, device memory.
 
 No torch. `ADAPTERS` (adapters/kinds/table.py) adds how a kind is read and applied.
 """
@@ -18,27 +18,27 @@ from coterie.packages.safetensors_header import read_header
 
 # adapter_config.json
 PeftConfig = Mapping[str, Any]
-# of a safetensors file: name -> dtype, shape, data_offsets
+# header of a safetensors file: name -> dtype, shape, data_offsets
 TensorHeader = Mapping[str, Mapping[str, Any]]
 
 MAX_SOFT_TOKENS = 1 << 16
-# what PEFT writes beside the adapter of a head: the base's own weight, which is not loaded
+# PEFT writes this with an adapter of the output head: the base's own weight, which is not loaded
 BASE_HEAD = "base_model.model.lm_head.base_layer.weight"
 
-# tensors lie at multiples of the one, stacks at multiples of the other (adapters/compose.py)
+# alignment of a tensor, and of a stack (adapters/compose.py)
 _TENSOR_ALIGN, _STACK_ALIGN = 64, 256
 _WIDE, _NARROW = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSize:
-    """Bytes beside a model; they add up over a stack."""
+    """Device memory in bytes; sizes of a stack add up."""
 
-    # in fp32
+    # if stored in fp32
     wide: int
-    # in a stack whose factors can all stay in bf16; 0 = this one's cannot
+    # if all factors of the stack can stay in bf16; 0 = the factors of this adapter cannot
     narrow: int
-    # more on a base with biases
+    # extra bytes on a base with biases
     shifts: int
 
 
@@ -47,20 +47,20 @@ class AdapterFormat:
     """How one kind is stored."""
 
     peft_type: str
-    # every module's tensors: what their names end in behind the module's path
+    # what follows a module's path in the names of its tensors
     suffixes: tuple[str, ...]
-    # of kinds with the same peft_type: what is set in the configs of this one alone
+    # if several kinds have the same peft_type: the config key that only this kind sets
     option: str = ""
-    # suffixes of what scales a module's output: on a base with biases each brings a shift of the
-    # same length along
+    # suffixes of tensors that scale a module's output: on a base with biases each of them also
+    # needs a shift of the same length
     output_scales: tuple[str, ...] = ()
-    # whether tensors stored in bf16 stay so: with this config, scaling them loses nothing
+    # whether tensors stored in bf16 can stay in bf16: with this config, scaling them is exact
     keeps_bf16: Callable[[PeftConfig], bool] | None = None
-    # the option that says how many soft tokens there are
+    # the config key with the number of soft tokens
     tokens_option: str = ""
 
     def device_size(self, header: TensorHeader, config: PeftConfig) -> DeviceSize:
-        """Every tensor in fp32, or all in bf16. A kind that is composed into something larger
+        """The size with every tensor in fp32, or all in bf16. A kind whose composed form is larger
         than what it stores overrides this."""
         shapes = {name: facts for name, facts in header.items() if name != BASE_HEAD}
         scales = [f for name, f in shapes.items() if name.endswith(self.output_scales)]
@@ -82,12 +82,12 @@ class AdapterFormat:
 
 
 def is_exact(strength: float) -> bool:
-    """Multiplying bf16 by it changes no digit."""
+    """Whether a bf16 number can be multiplied by it without rounding."""
     return abs(math.frexp(strength)[0]) == 0.5
 
 
 def has_exact_scalings(config: PeftConfig) -> bool:
-    """Every scaling that a LoRA's config may give a module is a power of two."""
+    """Whether every scaling that a LoRA's config can give a module is a power of two."""
     ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
     alphas = [config.get("lora_alpha", 8), *(config.get("alpha_pattern") or {}).values()]
     if not all(type(n) in (int, float) for n in (*ranks, *alphas)):
@@ -111,32 +111,32 @@ FORMATS: dict[str, AdapterFormat] = {
 
 
 def kind_of(config: PeftConfig, where: str = CONFIG) -> str:
-    """The name in FORMATS and ADAPTERS."""
+    """The adapter's kind: a key of FORMATS and ADAPTERS."""
     peft_type = config.get("peft_type")
-    found = [
+    matches = [
         name
-        for name, known in FORMATS.items()
-        if known.peft_type == peft_type and (not known.option or config.get(known.option))
+        for name, stored in FORMATS.items()
+        if stored.peft_type == peft_type and (not stored.option or config.get(stored.option))
     ]
-    if not found:
-        listed = ", ".join(dict.fromkeys(known.peft_type for known in FORMATS.values()))
+    if not matches:
+        supported = ", ".join(dict.fromkeys(stored.peft_type for stored in FORMATS.values()))
         raise WeightsError(
-            f"{where}: peft_type={str(peft_type)[:40]!r} is not supported; one of {listed}"
+            f"{where}: peft_type={str(peft_type)[:40]!r} is not supported; one of {supported}"
         )
-    # the one that an option names, before the one without options
-    return max(found, key=lambda name: bool(FORMATS[name].option))
+    # a kind with a matching option is preferred over one without
+    return max(matches, key=lambda name: bool(FORMATS[name].option))
 
 
 def device_size(folder: Path) -> DeviceSize:
-    """Of the adapter in a PEFT directory, told from its config and its file's header."""
+    """For the adapter in a PEFT directory, from its config and the header of its tensor file."""
     config = json.loads((folder / CONFIG).read_bytes())
     return FORMATS[kind_of(config)].device_size(read_header(folder / WEIGHTS), config)
 
 
 def _nbytes(tensors: Iterable[Mapping[str, Any]], width: int) -> int:
-    sizes = (_up(width * math.prod(facts["shape"]), _TENSOR_ALIGN) for facts in tensors)
-    return _up(sum(sizes), _STACK_ALIGN)
+    sizes = (_round_up(width * math.prod(facts["shape"]), _TENSOR_ALIGN) for facts in tensors)
+    return _round_up(sum(sizes), _STACK_ALIGN)
 
 
-def _up(nbytes: int, align: int) -> int:
+def _round_up(nbytes: int, align: int) -> int:
     return -(-nbytes // align) * align

@@ -1,7 +1,7 @@
 """An `.expert` file as a value: everything checked in one pass, before anything is written.
 
-Small packages are kept in memory; of large ones the second pass that unpacks them is held to the
-digests of the first.
+Small packages are kept in memory. A large one is read a second time to unpack it, and the content
+must then have the digests of the first reading.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from coterie.packages.safetensors_header import check_header, header_length
 from coterie.packages.strict_json import parse
 from coterie.packages.tar_stream import BLOCK, LIMITS, PackageLimits, entries
 
-# packages up to this are unpacked from memory
+# packages up to this size are unpacked from memory
 _KEEP_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
-# integrity's fields that say who signed
-_OF_SIGNATURES = frozenset({"signature", "signature_algorithm", "pubkey", "key_id"})
+# fields of `integrity` that describe the signature
+_SIGNATURE_FIELDS = frozenset({"signature", "signature_algorithm", "pubkey", "key_id"})
 
 Source = Path | bytes
 
@@ -62,26 +62,26 @@ class Package:
     files: Mapping[str, PackageFile]
     config: ConfigFacts
     source: Source = field(repr=False)
-    # contents of texts, and of tensors where the package is small
-    kept: Mapping[str, bytes] = field(repr=False)
+    # contents of text files, and of tensor files if the package is small
+    contents: Mapping[str, bytes] = field(repr=False)
 
     @property
     def digest(self) -> str:
         return adapter_digest(self.files[CONFIG].sha256, self.files[WEIGHTS].sha256)
 
     def read_text(self, name: str) -> str:
-        return self.kept[name].decode()
+        return self.contents[name].decode()
 
 
 def inspect(source: Source, limits: PackageLimits = LIMITS, where: str = "") -> Package:
-    """Reads all of it and checks all of it. Writes nothing. `where`: what errors call it."""
+    """Reads and checks the whole package. Writes nothing. `where`: its name in error messages."""
     where = where or _where(source)
     files: dict[str, PackageFile] = {}
-    kept: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     total = 0
     with _opened(source, where) as (raw, size):
         if not size:
-            # files of /proc say so too, and reading one may never end
+            # files below /proc also report size 0, and reading one may never end
             raise WeightsError(f"{where}: refused, it is empty.")
         if size > limits.compressed_bytes:
             raise WeightsError(f"{where}: refused, larger than a package may be.")
@@ -91,74 +91,74 @@ def inspect(source: Source, limits: PackageLimits = LIMITS, where: str = "") -> 
             check_together([*files, entry.name], where)
             for chunk in entry.chunks:
                 checker.feed(chunk)
-            contents = checker.finish()
+            data = checker.finish()
             files[entry.name] = PackageFile(entry.size, checker.sha256)
-            if contents is not None:
-                kept[entry.name] = contents
-    return assemble(files, kept, source, where)
+            if data is not None:
+                contents[entry.name] = data
+    return assemble(files, contents, source, where)
 
 
 def assemble(
-    files: Mapping[str, PackageFile], kept: Mapping[str, bytes], source: Source, where: str
+    files: Mapping[str, PackageFile], contents: Mapping[str, bytes], source: Source, where: str
 ) -> Package:
-    """The package that files make whose contents passed, each for itself."""
+    """The package of these files, each of which was checked alone."""
     for name in (MANIFEST, CONFIG, WEIGHTS):
         if name not in files:
             raise WeightsError(f"{where}: refused, it lacks {name}.")
-    manifest = manifests.read(kept[MANIFEST], f"{where}: {MANIFEST}")
+    manifest = manifests.read(contents[MANIFEST], f"{where}: {MANIFEST}")
     _check_stated(manifest, files, where)
-    config = read_config(kept[CONFIG], f"{where}: {CONFIG}")
-    return Package(manifest, files, config, source, kept)
+    config = read_config(contents[CONFIG], f"{where}: {CONFIG}")
+    return Package(manifest, files, config, source, contents)
 
 
 def unpack(package: Package, into: Path, names: Callable[[str], bool] = lambda name: True) -> None:
-    """Writes the files whose names are wanted below `into`, an empty directory of the caller's."""
-    wanted = {name for name in package.files if names(name)}
-    for name in wanted & package.kept.keys():
+    """Writes the files that `names` accepts below `into`, an empty directory of the caller."""
+    selected = {name for name in package.files if names(name)}
+    for name in selected & package.contents.keys():
         path = into / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(package.kept[name])
-    rest = wanted - package.kept.keys()
-    for name, chunks in _streams(package.source) if rest else ():
-        if name in rest:
+        path.write_bytes(package.contents[name])
+    missing = selected - package.contents.keys()
+    for name, chunks in _streams(package.source) if missing else ():
+        if name in missing:
             _write(into / name, chunks, package.files[name])
-            rest.discard(name)
+            missing.discard(name)
         else:
             for _ in chunks:
                 continue
-    if rest:
+    if missing:
         raise WeightsError(f"{_where(package.source)}: changed while it was read. Try again.")
 
 
 def repack(package: Package, manifest: Manifest, out: Path) -> Package:
-    """The same files under another manifest, which is written as it is."""
+    """The same files with another manifest, which is written unchanged."""
     try:
         folder = tempfile.TemporaryDirectory(prefix=".expert-", dir=out.parent)
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror})", param="out") from error
-    with folder as made:
-        unpack(package, Path(made), lambda name: name != MANIFEST)
-        files = {name: Path(made, name) for name in package.files if name != MANIFEST}
+    with folder as folder_path:
+        unpack(package, Path(folder_path), lambda name: name != MANIFEST)
+        files = {name: Path(folder_path, name) for name in package.files if name != MANIFEST}
         return _write_package(files, manifest, out)
 
 
 def pack(files: Mapping[str, Path], manifest: Manifest, out: Path) -> Package:
     """Writes `files` (package name -> file) and the manifest. Equal input gives equal bytes.
 
-    The manifest's integrity.files is made here; what was written is read back and checked.
+    The manifest's integrity.files is computed here; the written file is read back and checked.
     """
-    own = {name: path for name, path in files.items() if name != MANIFEST}
-    integrity = {k: v for k, v in manifest.integrity.items() if k not in _OF_SIGNATURES}
-    integrity["files"] = {name: file_sha256(path) for name, path in sorted(own.items())}
-    return _write_package(own, manifest.with_section("integrity", integrity), out)
+    others = {name: path for name, path in files.items() if name != MANIFEST}
+    integrity = {k: v for k, v in manifest.integrity.items() if k not in _SIGNATURE_FIELDS}
+    integrity["files"] = {name: file_sha256(path) for name, path in sorted(others.items())}
+    return _write_package(others, manifest.with_section("integrity", integrity), out)
 
 
 def _write_package(files: Mapping[str, Path], manifest: Manifest, out: Path) -> Package:
     text = manifests.write(manifest)
     parts: list[Part] = [(MANIFEST, len(text), lambda: iter((text,)))]
     parts += [_file_part(name, path) for name, path in files.items()]
-    made = write_archive(parts, out, check=lambda path: inspect(path, where=str(out)))
-    return replace(made, source=out)
+    package = write_archive(parts, out, check=lambda path: inspect(path, where=str(out)))
+    return replace(package, source=out)
 
 
 def _file_part(name: str, path: Path) -> Part:
@@ -185,9 +185,9 @@ def _check_stated(manifest: Manifest, files: Mapping[str, PackageFile], where: s
 
 
 def _streams(source: Source) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """A second reading: what comes is held to the digests of the first."""
+    """A second reading, which must give the digests of the first."""
     if isinstance(source, Path) and source.is_dir():
-        # texts are always kept
+        # text files are always in memory
         for path in source.rglob("*.safetensors"):
             yield path.relative_to(source).as_posix(), _chunks(path)
         return
@@ -213,7 +213,7 @@ def _where(source: Source) -> str:
 
 @contextmanager
 def _opened(source: Source, where: str) -> Iterator[tuple[BinaryIO, int]]:
-    """The bytes and how many they are."""
+    """The stream and its size in bytes."""
     if isinstance(source, bytes):
         yield io.BytesIO(source), len(source)
         return
@@ -227,7 +227,7 @@ def _opened(source: Source, where: str) -> Iterator[tuple[BinaryIO, int]]:
 
 
 _LEVEL = 6
-# the most that a block of deflate can hold as it is
+# the most bytes of an uncompressed deflate block
 _STORED_BYTES = 0xFFFF
 # no name, no time, no operating system
 _GZIP_HEADER = bytes((0x1F, 0x8B, 8, 0, 0, 0, 0, 0, 0, 0xFF))
@@ -238,26 +238,26 @@ Part = tuple[str, int, Callable[[], Iterator[bytes]]]
 
 
 def write_archive(parts: Iterable[Part], out: Path, check: Callable[[Path], T]) -> T:
-    """`out` appears when it is complete and `check` liked it, or not at all."""
+    """`out` appears only when it is complete and `check` accepted it."""
     try:
-        handle, made = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
+        handle, draft = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror})", param="out") from error
     try:
         with os.fdopen(handle, "wb") as file:
             for piece in _gzipped(_tarred(sorted(parts, key=lambda part: part[0]))):
                 file.write(piece)
-        checked = check(Path(made))
-        os.chmod(made, 0o644)
-        os.replace(made, out)
+        checked = check(Path(draft))
+        os.chmod(draft, 0o644)
+        os.replace(draft, out)
     except BaseException:
-        os.unlink(made)
+        os.unlink(draft)
         raise
     return checked
 
 
 def _tarred(parts: Iterable[Part]) -> Iterator[tuple[bytes, bool]]:
-    """Pieces, each with whether it is worth compressing."""
+    """Pieces of the tar file, each with whether it should be compressed."""
     for name, size, chunks in parts:
         yield _header(name, size), True
         for chunk in chunks():
@@ -285,8 +285,8 @@ def _header(name: str, size: int) -> bytes:
 
 
 def _gzipped(pieces: Iterable[tuple[bytes, bool]]) -> Iterator[bytes]:
-    """One gzip member. Trained weights hardly get smaller, and inflating them takes longer than all
-    the rest of an installation: they are stored."""
+    """One gzip member. Trained weights can hardly be compressed, and decompressing them would take
+    longer than the rest of an installation: they are stored uncompressed."""
     deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, -15)
     crc = size = 0
     yield _GZIP_HEADER
@@ -295,16 +295,16 @@ def _gzipped(pieces: Iterable[tuple[bytes, bool]]) -> Iterator[bytes]:
         if worth_it:
             yield deflate.compress(piece)
             continue
-        # up to a whole byte; what follows does not refer back
+        # ends at a whole byte; later data does not refer to earlier data
         yield deflate.flush(zlib.Z_FULL_FLUSH)
-        yield from _stored(piece)
+        yield from _stored_blocks(piece)
         deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, -15)
     yield deflate.flush()
     yield crc.to_bytes(4, "little") + (size & 0xFFFFFFFF).to_bytes(4, "little")
 
 
-def _stored(data: bytes) -> Iterator[bytes]:
-    """Blocks of deflate that hold their bytes as they are."""
+def _stored_blocks(data: bytes) -> Iterator[bytes]:
+    """Deflate blocks that hold their bytes uncompressed."""
     for at in range(0, len(data), _STORED_BYTES):
         block = data[at : at + _STORED_BYTES]
         length = len(block)
@@ -320,14 +320,15 @@ _ARCHIVES = {
     b"\x89HDF": "an HDF5 file",
 }
 
-# opcodes that name or call what is to be run
-_CALLING = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "REDUCE", "EXT1"})
-# no text reads as that many of them, and reading millions takes half a minute
+# pickle opcodes that name or call code
+_CALL_OPCODES = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "REDUCE", "EXT1"})
+# no text can be read as that many opcodes, and reading millions takes half a minute
 _MAX_OPCODES = 10_000
 
 
 class FileChecker:
-    """Hashes one file and keeps what its checks need: all of a text, the header of tensors."""
+    """Hashes one file and keeps what its checks need: a whole text file, or the header of
+    tensors."""
 
     def __init__(self, name: str, size: int, where: str, *, keep: bool) -> None:
         self.name, self.size = name, size
@@ -350,7 +351,7 @@ class FileChecker:
         self._head = self._head[: self._head_needed]
 
     def finish(self) -> bytes | None:
-        """The contents where they were kept. Raises when they are not what the name says."""
+        """The contents if they were kept. Raises if they do not match what the name says."""
         _refuse_archives(self._head[:16], self._where)
         if is_tensors(self.name):
             length = header_length(self._head, self.size, self._where)
@@ -384,9 +385,9 @@ def _check_text(data: bytes, where: str) -> None:
 
 
 def _is_pickle(data: bytes) -> bool:
-    """Whether pickle's opcodes, up to their end, call something or make up all of it.
+    """Whether the data is a pickle: its opcodes, up to their end, call code or fill the whole file.
 
-    Old pickles are ASCII. Nothing is executed; texts fail within their first words.
+    Old pickles are ASCII. Nothing is executed; ordinary text fails within its first words.
     """
     stream, names = io.BytesIO(data), set()
     try:
@@ -397,7 +398,7 @@ def _is_pickle(data: bytes) -> bool:
     except (ValueError, UnicodeError, OverflowError, IndexError):
         return False
     whole = len(names) > 3 and not data[stream.tell() :].strip()
-    return whole or not names.isdisjoint(_CALLING)
+    return whole or not names.isdisjoint(_CALL_OPCODES)
 
 
 MAX_BYTES = 4 << 20

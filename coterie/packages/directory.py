@@ -1,7 +1,8 @@
-"""A PEFT directory on this machine, read as if it were a package.
+"""Reads a PEFT directory on this machine as if it were a package.
 
-Takes what the allow-list has and says what it left out. A manifest.json in it is honoured; without
-one, the folder's name and the digest make one. A directory without safetensors is refused.
+Takes the files on the allow-list and reports those it left out. A manifest.json in it is used;
+otherwise one is made from the folder's name and the digest. A directory without safetensors is
+refused.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class CollectedFiles:
 
 
 def collect(directory: Path) -> CollectedFiles:
-    """Every file of `directory` that a package may hold. Adapter files must be there."""
+    """All files of `directory` that a package may hold. The adapter files must exist."""
     if not directory.is_dir():
         raise WeightsError(f"{directory}: no such directory. Check the path.")
     files: dict[str, Path] = {}
@@ -54,31 +55,33 @@ def collect(directory: Path) -> CollectedFiles:
             left_out.append(name)
     for name in (CONFIG, WEIGHTS):
         if name not in files:
-            raise WeightsError(f"{directory}: {_why_not(directory, name)}")
+            raise WeightsError(f"{directory}: {_why_missing(directory, name)}")
     check_together(files, str(directory))
     return CollectedFiles(files, tuple(sorted(left_out)))
 
 
 def open_directory(directory: Path) -> Package:
-    """Checks every file as `inspect` does, without copying any."""
+    """Checks every file as `inspect` does, without copying."""
     files: dict[str, PackageFile] = {}
-    kept: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     texts = 0
     for name, path in collect(directory).files.items():
-        files[name], contents = _checked(name, path)
+        files[name], data = _checked(name, path)
         texts += 0 if is_tensors(name) else files[name].size
         if texts > LIMITS.texts_bytes or len(files) > LIMITS.entries:
             raise WeightsError(f"{directory}: refused, more texts than an expert has. Check it.")
-        if contents is not None:
-            kept[name] = contents
-    if MANIFEST not in kept:
-        made = _made_up(directory, files, kept[CONFIG])
-        kept[MANIFEST] = manifests.write(manifests.from_document(made))
-        files[MANIFEST] = PackageFile.of(kept[MANIFEST])
-    return assemble(files, kept, directory, str(directory))
+        if data is not None:
+            contents[name] = data
+    if MANIFEST not in contents:
+        document = _default_manifest(directory, files, contents[CONFIG])
+        contents[MANIFEST] = manifests.write(manifests.from_document(document))
+        files[MANIFEST] = PackageFile.of(contents[MANIFEST])
+    return assemble(files, contents, directory, str(directory))
 
 
-def _made_up(directory: Path, files: dict[str, PackageFile], config: bytes) -> dict[str, Any]:
+def _default_manifest(
+    directory: Path, files: dict[str, PackageFile], config: bytes
+) -> dict[str, Any]:
     base = read_config(config, f"{directory}: {CONFIG}").base_model
     digest = adapter_digest(files[CONFIG].sha256, files[WEIGHTS].sha256)
     return {
@@ -112,8 +115,8 @@ def _listed(directory: Path) -> list[Path]:
 
 
 def _refuse_leak(path: Path, directory: Path) -> None:
-    """Whoever made the folder must not choose which other files of this machine are taken along.
-    Only the Hugging Face cache keeps its files elsewhere, in `blobs` beside `snapshots`."""
+    """The author of the folder must not be able to include other files of this machine. Only the
+    Hugging Face cache keeps its files elsewhere, in `blobs` next to `snapshots`."""
     if not path.is_symlink():
         return
     target, home = path.resolve(), directory.resolve()
@@ -123,18 +126,18 @@ def _refuse_leak(path: Path, directory: Path) -> None:
 
 
 def _walk(directory: Path, depth: int) -> list[Path]:
-    found: list[Path] = []
+    paths: list[Path] = []
     for path in sorted(directory.iterdir()):
         if path.is_file():
-            found.append(path)
+            paths.append(path)
         elif path.is_dir() and not path.is_symlink() and depth > 1:
-            found += _walk(path, depth - 1)
-        if len(found) > _MAX_FILES:
+            paths += _walk(path, depth - 1)
+        if len(paths) > _MAX_FILES:
             raise WeightsError(f"{directory}: too many files for an adapter. Check the path.")
-    return found
+    return paths
 
 
-def _why_not(directory: Path, name: str) -> str:
+def _why_missing(directory: Path, name: str) -> str:
     if name == WEIGHTS and any(is_pickle(path.name) for path in directory.iterdir()):
         return (
             "holds its weights as a pickle, which can run code and is refused. Save it again "

@@ -1,7 +1,7 @@
-"""How an expert's answers are judged: metrics by name, 95% bounds, and the items of a package.
+"""Evaluates an expert's answers: metrics by name, 95% intervals, and the test items of a package.
 
-Every metric is a yes or no per item and forgives form where it can (code fences, prose around the
-answer), so that a base model that was not trained on the form is judged by what it says. Runs no
+Every metric is a yes or no per item. Where possible it ignores the form (code fences, text around
+the answer), so that a base model that was not trained on the form is judged by content. Runs no
 model; SQL runs in an empty in-memory database under an authorizer.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from coterie.core.errors import WeightsError
 
-# an expert is tried by so many items at most
+# most items that an expert is evaluated with
 MAX_ITEMS = 2000
 _MAX_LINE_BYTES = 20_000
 _MAX_ANSWER_TOKENS = 512
@@ -38,7 +38,7 @@ class EvalItem:
 
 @dataclass(frozen=True, slots=True)
 class EvalScore:
-    """`low` and `high` bound the share of right answers with 95% (Wilson)."""
+    """`low` and `high` are the 95% interval of the share of correct answers (Wilson)."""
 
     right: int
     n: int
@@ -54,20 +54,20 @@ def score(verdicts: Sequence[bool]) -> EvalScore:
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:
-    """The interval of 95% for a share of `right` in `n`."""
+    """The 95% interval for a share of `right` in `n`."""
     if n == 0:
         return 0.0, 1.0
     share, z2 = right / n, _Z_95 * _Z_95
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = _Z_95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    # rounding must not make a bound of nothing, or of everything, something else
+    # rounding must not move the bounds 0 and 1
     low = 0.0 if right == 0 else max(0.0, middle - half)
     high = 1.0 if right == n else min(1.0, middle + half)
     return low, high
 
 
 def read_items(data: bytes, file: str = "tests/eval.jsonl") -> list[EvalItem]:
-    """The lines of a package's items; raises WeightsError for a line that is no item."""
+    """The items of a package, one per line; raises WeightsError for a line that is not an item."""
     lines = [line for line in data.splitlines() if line.strip()]
     if len(lines) > MAX_ITEMS:
         raise WeightsError(f"{file}: {len(lines)} items; {MAX_ITEMS} at most")
@@ -103,7 +103,8 @@ def _is_message(value: Any) -> bool:
 
 
 def judge(metric: str, answer: str, expected: Any) -> bool:
-    """Whether an answer is right. Raises WeightsError for a metric or an item that is none."""
+    """Whether an answer is correct. Raises WeightsError for an unknown metric or an invalid
+    item."""
     if metric not in METRICS:
         raise WeightsError(f"no metric {metric!r}; there are {', '.join(sorted(METRICS))}")
     try:
@@ -113,7 +114,8 @@ def judge(metric: str, answer: str, expected: Any) -> bool:
 
 
 def exact(answer: str, expected: str | list[str]) -> bool:
-    """The same text, but for white space, quotes or a full stop around it; or one of several."""
+    """The same text, ignoring white space, quotes and a full stop around it; or one of several
+    texts."""
     right = [expected] if isinstance(expected, str) else expected
     return _bare(answer) in [_bare(text) for text in right]
 
@@ -123,7 +125,7 @@ def _bare(text: str) -> str:
 
 
 def label(answer: str, expected: dict[str, Any]) -> bool:
-    """The first of the labels in `among` that the answer names is `label`."""
+    """The first label in `among` that the answer contains is `label`."""
     among = {name.lower() for name in expected["among"]}
     words = re.findall(r"[a-z0-9_-]+", answer.lower())
     first = next((word for word in words if word in among), None)
@@ -136,14 +138,14 @@ def json_fields(answer: str, expected: dict[str, Any]) -> bool:
     if start < 0:
         return False
     try:
-        found, _ = json.JSONDecoder().raw_decode(answer[start:])
+        value, _ = json.JSONDecoder().raw_decode(answer[start:])
     except (ValueError, RecursionError):
         return False
-    return bool(_plain(found) == _plain(expected))
+    return bool(_plain(value) == _plain(expected))
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and texts that say the same are the same."""
+    """Makes numbers and texts with the same meaning equal."""
     if isinstance(value, dict):
         return {key.strip().lower(): _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -156,26 +158,26 @@ def _plain(value: Any) -> Any:
 
 
 def commit_header(answer: str, expected: dict[str, str]) -> bool:
-    """A conventional commit header of the right type and scope, and words behind it."""
+    """A conventional commit header with the correct type and scope, and a description after it."""
     line = _bare(answer.strip().split("\n")[0])
-    found = re.fullmatch(r"([a-z]+)\(([a-z0-9_./-]+)\): \S.{4,}", line)
-    return found is not None and (found[1], found[2]) == (expected["type"], expected["scope"])
+    header = re.fullmatch(r"([a-z]+)\(([a-z0-9_./-]+)\): \S.{4,}", line)
+    return header is not None and (header[1], header[2]) == (expected["type"], expected["scope"])
 
 
 def sql_result(answer: str, expected: dict[str, str]) -> bool:
-    """Its query gives the rows that the expected query gives; `setup` makes the table."""
-    found = re.search(r"\bselect\b[^;`]*", answer, re.IGNORECASE)
-    if found is None:
+    """Its query returns the rows of the expected query; `setup` makes the table."""
+    query = re.search(r"\bselect\b[^;`]*", answer, re.IGNORECASE)
+    if query is None:
         return False
-    wanted = _rows(expected["setup"], expected["sql"])
-    given = _rows(expected["setup"], found[0])
-    if wanted is None:
+    expected_rows = _rows(expected["setup"], expected["sql"])
+    rows = _rows(expected["setup"], query[0])
+    if expected_rows is None:
         raise WeightsError(f"the expected query does not run: {expected['sql']}")
-    if given is None:
+    if rows is None:
         return False
     if "order by" in expected["sql"].lower():
-        return given == wanted
-    return sorted(map(repr, given)) == sorted(map(repr, wanted))
+        return rows == expected_rows
+    return sorted(map(repr, rows)) == sorted(map(repr, expected_rows))
 
 
 _MAX_ROWS, _MAX_SQL_STEPS = 1000, 200
@@ -183,15 +185,15 @@ _ALLOWED = frozenset((sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE
 
 
 def _rows(setup: str, query: str) -> list[tuple[Any, ...]] | None:
-    """None where the query is refused or fails."""
+    """None if the query is refused or fails."""
     database = sqlite3.connect(":memory:")
     try:
         database.set_authorizer(_only_tables)
         database.executescript(setup)
         database.set_authorizer(_only_reading)
-        # called every thousand operations: a query without end is stopped
-        left = iter(range(_MAX_SQL_STEPS))
-        database.set_progress_handler(lambda: next(left, -1) < 0, 1000)
+        # called every thousand operations: stops an endless query
+        steps_left = iter(range(_MAX_SQL_STEPS))
+        database.set_progress_handler(lambda: next(steps_left, -1) < 0, 1000)
         return database.execute(query).fetchmany(_MAX_ROWS)
     except (sqlite3.Error, sqlite3.Warning, UnicodeError):
         return None
@@ -218,16 +220,17 @@ METRICS: dict[str, Metric] = {
 
 
 ITEMS = "tests/eval.jsonl"
-# items that state the language they are written in, and where their figures stand in a manifest
+# items that state their language, and the manifest key of their figures
 LANGUAGE_ITEMS = "tests/languages.jsonl"
 LANGUAGES = "languages"
-# share of items whose verdict may be another on another machine: kernels round differently
+# share of items that may have another verdict on another machine: kernels round differently
 TOLERANCE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class EvalComparison:
-    """`base` and `expert`: whether the answer to each item was right, in the items' order."""
+    """`base` and `expert`: whether the answer to each item was correct, in the order of the
+    items."""
 
     metric: str
     base: tuple[bool, ...]
@@ -239,7 +242,7 @@ class EvalComparison:
 
     @property
     def is_better(self) -> bool:
-        """Whether the lower 95% bound of the expert is above what the base scored."""
+        """Whether the lower 95% bound of the expert is above the score of the base."""
         return score(self.expert).low > score(self.base).share
 
     def section(self, items: str = ITEMS) -> dict[str, Any]:
@@ -253,27 +256,27 @@ class EvalComparison:
         }
 
     def reproduces(self, stated: EvalComparison) -> bool:
-        """Whether both scores are those of `stated`, but for its tolerance of the items."""
+        """Whether both scores equal those of `stated`, within its tolerance."""
         allowed = math.ceil(stated.tolerance * len(stated.base))
         return all(
-            len(own) == len(said) and abs(sum(own) - sum(said)) <= allowed
-            for own, said in ((self.base, stated.base), (self.expert, stated.expert))
+            len(own) == len(their) and abs(sum(own) - sum(their)) <= allowed
+            for own, their in ((self.base, stated.base), (self.expert, stated.expert))
         )
 
 
 def _side(verdicts: Sequence[bool]) -> dict[str, Any]:
-    found = score(verdicts)
+    result = score(verdicts)
     return {
-        "right": found.right,
-        "score": round(found.share, 4),
-        "low_95": round(found.low, 4),
-        "high_95": round(found.high, 4),
+        "right": result.right,
+        "score": round(result.share, 4),
+        "low_95": round(result.low, 4),
+        "high_95": round(result.high, 4),
         "verdicts": "".join("1" if right else "0" for right in verdicts),
     }
 
 
 def read_figures(section: Mapping[str, Any], where: str) -> EvalComparison:
-    """Raises WeightsError when the manifest states none, or none that make sense."""
+    """Raises WeightsError if the manifest states no figures, or invalid ones."""
     metric, tolerance = section.get("metric"), section.get("tolerance", TOLERANCE)
     if not isinstance(metric, str) or metric not in METRICS:
         raise WeightsError(
@@ -289,7 +292,7 @@ def read_figures(section: Mapping[str, Any], where: str) -> EvalComparison:
 
 
 def read_languages(section: Mapping[str, Any], where: str) -> dict[str, EvalComparison]:
-    """By language, of those that the `evaluation` section has figures of."""
+    """Figures by language, for the languages in the `evaluation` section."""
     stated = section.get(LANGUAGES, {})
     if not isinstance(stated, dict):
         raise WeightsError(f"{where}: evaluation.{LANGUAGES} is no map of figures by language.")
@@ -310,6 +313,6 @@ def _verdicts(side: Any, where: str) -> tuple[bool, ...]:
     return verdicts
 
 
-def shown(found: EvalScore) -> str:
+def shown(result: EvalScore) -> str:
     """`0.93 [0.88, 0.96]`."""
-    return f"{found.share:.3f} [{found.low:.3f}, {found.high:.3f}]"
+    return f"{result.share:.3f} [{result.low:.3f}, {result.high:.3f}]"

@@ -1,7 +1,7 @@
-"""manifest.json of an `.expert`: what it says of itself, read strictly and kept whole.
+"""manifest.json of an `.expert`, read strictly and kept completely.
 
-Schema 2.0 is written; 1.0 (`base_model` and `adapters`) is read too. Fields that Coterie does not
-know stay in the document and under its signature.
+Schema 2.0 is written; 1.0 (`base_model` and `adapters`) can also be read. Fields that Coterie does
+not know stay in the document and are covered by its signature.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LISTS = ("capabilities", "limitations")
 
 @dataclass(frozen=True, slots=True)
 class BaseModelRef:
-    """A model that the expert was made for. One model has a fingerprint per file of it."""
+    """A model that the expert was made for. Each file of a model has its own fingerprint."""
 
     name: str
     fingerprint: str = ""
@@ -40,7 +40,7 @@ class Manifest:
     name: str
     version: str
     base_models: tuple[BaseModelRef, ...]
-    # all of it, as JSON values; what is signed. Nobody changes it in place
+    # the whole document, as JSON values; this is what is signed. It must not be modified
     document: Mapping[str, Any]
 
     @property
@@ -64,16 +64,17 @@ class Manifest:
         return tuple(str(item) for item in self.document.get("capabilities", ()))
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """`routing`, `evaluation` and so on; empty when it is not there."""
-        found = self.document.get(name, {})
-        return found if isinstance(found, dict) else {}
+        """`routing`, `evaluation` and so on; empty if it does not exist."""
+        value = self.document.get(name, {})
+        return value if isinstance(value, dict) else {}
 
     def with_section(self, name: str, value: Mapping[str, Any]) -> Manifest:
         document = {**self.document, name: dict(value)}
         return Manifest(self.name, self.version, self.base_models, document)
 
     def stated_files(self) -> dict[str, str] | None:
-        """Path -> sha256 as the manifest has them, without its own; None = it lists none."""
+        """Path -> sha256 as the manifest lists them, without the manifest itself; None = no
+        list."""
         return _stated(self.integrity.get("files"))
 
 
@@ -104,7 +105,7 @@ def from_document(document: Mapping[str, Any], where: str = MANIFEST) -> Manifes
 
 
 def write(manifest: Manifest) -> bytes:
-    """Readable, and the same bytes for the same document."""
+    """Readable text; equal documents give equal bytes."""
     text = json.dumps(
         dict(manifest.document), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False
     )
@@ -130,7 +131,7 @@ def _bases(document: Mapping[str, Any], where: str) -> tuple[BaseModelRef, ...]:
 
 
 def _old_bases(document: Mapping[str, Any], where: str) -> tuple[BaseModelRef, ...]:
-    """Schema 1.0: one model, and adapters of which exactly one can be in the package."""
+    """Schema 1.0: one model, and a list of adapters, of which the package can hold exactly one."""
     adapters = document.get("adapters", [])
     if not isinstance(adapters, list) or len(adapters) > 1:
         raise WeightsError(
@@ -168,12 +169,12 @@ def _stated(files: Any) -> dict[str, str] | None:
         return None
     stated: dict[str, str] = {}
     for path, digest in pairs:
-        found = _SHA256.fullmatch(digest) if isinstance(digest, str) else None
-        if not isinstance(path, str) or found is None or path in stated:
+        match = _SHA256.fullmatch(digest) if isinstance(digest, str) else None
+        if not isinstance(path, str) or match is None or path in stated:
             return None
-        # a manifest cannot hold its own digest; old packers wrote one all the same
+        # a manifest cannot contain its own digest, but old packers wrote one
         if path != MANIFEST:
-            stated[path] = found.group(1)
+            stated[path] = match.group(1)
     return stated
 
 
@@ -202,28 +203,28 @@ def check_version(version: object) -> str:
 
 
 def name_from(text: str) -> str:
-    """The nearest permitted name: for directories that nobody named."""
+    """The nearest permitted name, for a directory without a manifest."""
     cleaned = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:64]
     return cleaned if _NAME.fullmatch(cleaned) and cleaned != AUTO else "expert"
 
 
 def near_names(name: str, known: Sequence[str]) -> list[str]:
-    """Those that a slip of the finger may have meant, the likeliest first."""
+    """Known names that are similar to a mistyped one, the most likely first."""
     return difflib.get_close_matches(name, known, n=3, cutoff=0.5)
 
 
 def version_of(digest: str) -> str:
-    """For adapters that carry none: other bytes, other version."""
+    """For adapters without a version: it is made from the digest."""
     return f"0.0.0-{digest[:12]}"
 
 
 def version_order(version: str) -> tuple[tuple[int, ...], bool, tuple[tuple[bool, int, str], ...]]:
-    """Sorts as semantic versions do: a pre-release comes before its release."""
-    found = _VERSION.fullmatch(version)
-    if found is None:
+    """Sorts like semantic versions: a pre-release comes before its release."""
+    match = _VERSION.fullmatch(version)
+    if match is None:
         return (0, 0, 0), False, ()
-    numbers = tuple(int(part or 0) for part in found.group(1, 2, 3))
-    label = found.group(4)
+    numbers = tuple(int(part or 0) for part in match.group(1, 2, 3))
+    label = match.group(4)
     parts = label.split(".") if label else []
     ranks = tuple((not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in parts)
     return numbers, label is None, ranks

@@ -1,7 +1,7 @@
 """Which files an `.expert` may hold, by name: an allow-list, and plain names only.
 
-Whatever could mean another place on some file system, or a format that can run code, is refused
-here, by name, before a byte of it is read.
+Names that could mean another location on some file system, or a format that can run code, are
+refused here, before any byte of the file is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def adapter_digest(config_sha256: str, weights_sha256: str) -> str:
-    """Of the two files' own sha256, in hex."""
+    """From the sha256 of the two files, in hex."""
     text = f"coterie-adapter-1\n{CONFIG}:{config_sha256}\n{WEIGHTS}:{weights_sha256}\n"
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -56,7 +56,7 @@ _LICENCE = re.compile(r"LICEN[CS]E([.-][A-Za-z0-9.-]{1,40})?")
 _SOFT_PROMPT = re.compile(r"soft_prompts/[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _TEST = re.compile(r"tests/.+\.(json|jsonl|txt|md|csv|tsv|toml|yaml|yml|gbnf|sql)")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-# these open devices on Windows, with any suffix
+# on Windows these names open devices, with any suffix
 _DEVICES = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
 _PICKLES = (
     ".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".npy", ".npz", ".h5",
@@ -73,14 +73,14 @@ def is_pickle(name: str) -> bool:
 
 
 def is_known(name: str) -> bool:
-    """Whether the allow-list has it."""
+    """Whether it is on the allow-list."""
     if name in _ROOT_FILES:
         return True
     return any(rule.fullmatch(name) for rule in (_LICENCE, _SOFT_PROMPT, _TEST))
 
 
 def check_path(raw: bytes, where: str) -> str:
-    """The entry's name, or a refusal that says what is wrong with it."""
+    """The entry's name; raises an error that says what is wrong with it."""
     shown = repr(raw[:80].decode("utf-8", "replace"))
     try:
         name = raw.decode("ascii")
@@ -110,7 +110,7 @@ def check_path(raw: bytes, where: str) -> str:
 
 
 def check_together(names: Iterable[str], where: str) -> None:
-    """No two names may be one file, on any file system, and no file may also be a folder."""
+    """No two names may mean the same file on any file system, and no file may also be a folder."""
     seen: dict[str, str] = {}
     for name in names:
         folded = name.casefold()

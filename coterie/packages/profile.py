@@ -1,7 +1,7 @@
-"""What a package says about when and how to use it: an `AdapterProfile` from manifest and grammar.
+"""The profile of a package, read from manifest and grammar: when and how to use its adapter.
 
-Whoever allowed an unsigned package allowed no particular form of it: what is junk here is left out,
-field by field, and what is kept is bounded. Raises nothing but what reading files raises.
+An operator who allows an unsigned package does not vouch for its fields: invalid fields are left
+out one by one, and valid ones are limited in size. Raises only errors from reading files.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MAX_HINT_CHARS = 1_000
 MAX_TEMPLATE_CHARS = 20_000
 MAX_FORMAT_CHARS = 100_000
 MAX_PATTERN_CHARS = 1_000
-# of the prompt or the body in a template
+# how often a template may contain the prompt or the body
 MAX_REPEATS = 3
-# an order beyond it says nothing more
+# larger values make no difference
 _MAX_ORDER = 1_000_000
-# what a package may set takes less than what a request may
+# the ranges for a package are narrower than those for a request
 DECODING_FIELDS = {name: SAMPLING_FIELDS[name] for name in TUNED_FIELDS} | {
     "temperature": SAMPLING_FIELDS["temperature"].narrowed(high=2.0),
     "top_p": SAMPLING_FIELDS["top_p"].narrowed(low=0.01),
@@ -69,14 +69,15 @@ def profile_of(card: AdapterCard, manifest: Manifest, grammar: str = "") -> Adap
 
 
 def read_profile(card: AdapterCard, manifest: Manifest, folder: Path) -> AdapterProfile:
-    """`folder` is where the package's other files lie."""
+    """`folder` holds the other files of the package."""
     path = folder / GRAMMAR
     grammar = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return profile_of(card, manifest, grammar)
 
 
 def _text(value: Any, most: int) -> str:
-    """A text as it is, or nothing: a cut hint or grammar would mean something else."""
+    """The text, or nothing if it is too long: a shortened hint or grammar would mean something
+    else."""
     return value.strip() if isinstance(value, str) and len(value) <= most else ""
 
 
@@ -89,7 +90,7 @@ def _texts(value: Any, most: int) -> tuple[str, ...]:
 
 def _names(value: Any) -> tuple[str, ...]:
     """Names of other adapters, `name` or `name@version`."""
-    kept: dict[str, None] = {}
+    names: dict[str, None] = {}
     for text in _texts(value, 2 * MAX_KEYWORD_CHARS):
         name, at, version = text.partition("@")
         try:
@@ -98,8 +99,8 @@ def _names(value: Any) -> tuple[str, ...]:
                 check_version(version)
         except CoterieError:
             continue
-        kept[text] = None
-    return tuple(kept)
+        names[text] = None
+    return tuple(names)
 
 
 def _number(value: Any, low: float, high: float, otherwise: float) -> float:
@@ -109,14 +110,14 @@ def _number(value: Any, low: float, high: float, otherwise: float) -> float:
 
 
 def _template(value: Any) -> str:
-    """A prompt may be long: one that is repeated often would fill the memory."""
+    """A prompt may be long: repeated too often it would fill the memory."""
     text = value if isinstance(value, str) and len(value) <= MAX_TEMPLATE_CHARS else ""
     repeats = max(text.count("{prompt}"), text.count("{body}"))
     return text if "{prompt}" in text and repeats <= MAX_REPEATS else ""
 
 
 def _format(value: Any, grammar: str) -> ResponseFormat | None:
-    """As the manifest has it (`{"type": ...}`), else the grammar that came along."""
+    """The format in the manifest (`{"type": ...}`), otherwise the package's grammar file."""
     stated = _stated_format(value) if isinstance(value, dict) else None
     if stated is not None:
         return stated
@@ -130,20 +131,20 @@ def _stated_format(value: Mapping[str, Any]) -> ResponseFormat | None:
     if kind == "json_object":
         return ResponseFormat("json_object")
     if kind == "json_schema":
-        # OpenAI's shape, or the schema itself
+        # in OpenAI's form, or the schema itself
         inner = value.get("json_schema")
         schema = inner.get("schema") if isinstance(inner, dict) else value.get("schema")
         text = json.dumps(schema) if isinstance(schema, dict) else ""
     else:
-        found = value.get("text")
-        text = found if kind in _TEXT_FORMATS and isinstance(found, str) else ""
+        source = value.get("text")
+        text = source if kind in _TEXT_FORMATS and isinstance(source, str) else ""
     if not text.strip() or len(text) > MAX_FORMAT_CHARS:
         return None
     return ResponseFormat(str(kind), text)
 
 
 def _pattern(check: Mapping[str, Any]) -> str:
-    """The regular expression of `check`, where it is one."""
+    """The regular expression in `check`, if it is valid."""
     text = _text(check.get("text"), MAX_PATTERN_CHARS) if check.get("type") == "regex" else ""
     try:
         re.compile(text)
@@ -153,7 +154,7 @@ def _pattern(check: Mapping[str, Any]) -> str:
 
 
 def _languages(capabilities: tuple[str, ...]) -> tuple[str, ...]:
-    """`language:de` among the capabilities."""
+    """Taken from capabilities like `language:de`."""
     codes = (
         item.removeprefix("language:") for item in capabilities if item.startswith("language:")
     )
@@ -161,7 +162,7 @@ def _languages(capabilities: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _decoding(manifest: Manifest) -> dict[str, float]:
-    """The manifest's own, what it was trained with, or how its figures were measured."""
+    """Stated in the manifest, or used in training, or used for its evaluation."""
     for stated in (manifest.document.get("decoding"), manifest.section("training").get("decoding")):
         if isinstance(stated, dict) and (values := _values(stated)):
             return values
@@ -174,7 +175,7 @@ def _values(stated: Mapping[str, Any]) -> dict[str, float]:
     values: dict[str, float] = {}
     for name, field in DECODING_FIELDS.items():
         value = _number(stated.get(name), -math.inf, math.inf, math.nan)
-        # a value out of range is junk, and no reason for another one
+        # a value out of range is invalid; it is not replaced by another
         if field.takes(value):
             values[name] = value
     return values

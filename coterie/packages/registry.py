@@ -1,7 +1,7 @@
-"""Which experts are installed here, by name, version and alias; safe between processes.
+"""The installed experts, by name, version and alias; safe to use from several processes.
 
-Each change is one transaction and one new generation. The digest is the identity: names only point
-to it, so whoever runs a digest keeps it while names move on.
+Each change is one transaction and one new generation. An adapter is identified by its digest; names
+only point to it, so a digest that is in use stays while a name gets another version.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from coterie.packages.signing import package_message
 from coterie.packages.sqlite import connect, database_errors, transaction
 from coterie.packages.trust import TrustStore
 
-# imported and removed adapters stay this long: someone may still be running them
+# imported and removed adapters are kept this long, because a request may still use them
 GRACE_S = 24 * 3600.0
 
 
@@ -42,7 +42,7 @@ class AdapterRegistry:
         self._connection = connect(self._path)
         self._tables = RegistryTables(self._connection)
         self._mutex = threading.RLock()
-        with self._asking() as tables:
+        with self._reading() as tables:
             if not tables.prepare():
                 raise WeightsError(f"{self._path}: made by a newer Coterie. Update this one.")
 
@@ -53,7 +53,7 @@ class AdapterRegistry:
     def close(self) -> None:
         self._connection.close()
 
-    # --- putting experts in
+    # --- installing
 
     def install(
         self,
@@ -66,38 +66,38 @@ class AdapterRegistry:
         version: str | None = None,
         check: Callable[[AdapterCard, Path], None] | None = None,
     ) -> AdapterCard:
-        """Checks an `.expert` file (or its bytes) or a PEFT directory, and makes its version the
-        one that its name means, unless the name is pinned. `check` sees the folder of the adapter
-        before anything is changed, and may raise."""
+        """Checks an `.expert` file (or its bytes) or a PEFT directory, installs it, and makes its
+        version the current one of its name unless the name is pinned. `check` gets the folder of
+        the adapter before anything is changed, and may raise."""
         package, signer = self._checked(source, trust, allow_unsigned)
-        bases_named = [base.name for base in package.manifest.base_models]
-        card = fitted(named(card_of(package, signer), name, version), bases, bases_named)
-        came_along = package_id(package)
+        base_names = [base.name for base in package.manifest.base_models]
+        card = with_bases(renamed(card_of(package, signer), name, version), bases, base_names)
+        package_files_id = package_id(package)
         with self._registry_files.staged(package) as staged, self._change() as tables:
             self._refuse_other_bytes(tables, card)
             if check is not None:
                 check(card, staged / "adapter")
             self._registry_files.place_adapter(staged, card.digest)
-            self._registry_files.place_package(staged, came_along)
-            tables.add(card, came_along)
+            self._registry_files.place_package(staged, package_files_id)
+            tables.add(card, package_files_id)
             meaning = tables.meaning(card.name)
             if meaning is None or not meaning.pinned:
-                tables.point(card.name, card.name, card.version)
+                tables.set_alias(card.name, card.name, card.version)
         log("expert installed", model=f"{card.name}@{card.version}", reason=signer or "unsigned")
         return card
 
     def is_sound(self, digest: str) -> bool:
-        """The adapter's files are there and are the bytes that its digest names."""
+        """Whether the adapter's files exist and match its digest."""
         return is_sound(self.library / digest, digest)
 
     def import_directory(self, path: Path) -> AdapterCard:
-        """A PEFT directory by its content: runnable at once, not listed, swept after a day."""
+        """Makes a PEFT directory usable at once; it is not listed, and is removed after a day."""
         return self._imported(open_directory(path))
 
     def import_package(
         self, path: Path, *, trust: TrustStore, allow_unsigned: bool = False
     ) -> AdapterCard:
-        """An `.expert` file in the same way; it must be signed all the same."""
+        """The same for an `.expert` file; it must still be signed."""
         package, signer = self._checked(path, trust, allow_unsigned)
         return self._imported(package, signer)
 
@@ -105,13 +105,13 @@ class AdapterRegistry:
         card = card_of(package, signer)
         with self._registry_files.staged(package) as staged, self._change(announce=False) as tables:
             self._registry_files.place_adapter(staged, card.digest)
-            tables.loosen(card.digest, time.time())
+            tables.add_loose(card.digest, time.time())
         return card
 
     def _checked(
         self, source: Source, trust: TrustStore, allow_unsigned: bool
     ) -> tuple[Package, str]:
-        """The package, and the id of the trusted key that signed it, if one did."""
+        """The package, and the id of the trusted key that signed it, if any."""
         is_directory = isinstance(source, Path) and os.path.isdir(source)
         package = open_directory(Path(str(source))) if is_directory else inspect(source)
         verdict = trust.verify(package)
@@ -122,8 +122,8 @@ class AdapterRegistry:
         return package, verdict.key_id if verdict.trusted else ""
 
     def _refuse_other_bytes(self, tables: RegistryTables, card: AdapterCard) -> None:
-        known = tables.card(card.name, card.version)
-        if known is not None and known.digest != card.digest:
+        installed = tables.card(card.name, card.version)
+        if installed is not None and installed.digest != card.digest:
             raise InvalidRequest(
                 f"{card.name}@{card.version} is installed with other weights. Versions do not "
                 "change: raise the version, or remove the installed one first.",
@@ -136,32 +136,32 @@ class AdapterRegistry:
                 param="name",
             )
 
-    # --- finding them
+    # --- lookup
 
     def generation(self) -> int:
-        with self._asking() as tables:
+        with self._reading() as tables:
             return tables.generation()
 
     def cards(self) -> list[AdapterCard]:
         """Every installed version, by name and then from old to new."""
-        with self._asking() as tables:
+        with self._reading() as tables:
             cards = tables.cards()
         return sorted(cards, key=lambda card: (card.name, version_order(card.version)))
 
     def versions(self, name: str) -> list[AdapterCard]:
-        found = [card for card in self.cards() if card.name == name]
-        if not found:
+        versions = [card for card in self.cards() if card.name == name]
+        if not versions:
             raise self._unknown(name)
-        return found
+        return versions
 
     def meanings(self) -> dict[str, AdapterCard]:
         """Names and aliases -> the version that each means now."""
-        with self._asking() as tables:
+        with self._reading() as tables:
             return tables.meanings()
 
     def find(self, name: str, version: str | None = None) -> AdapterCard:
-        """By name or alias; without a version, the one that it means now."""
-        with self._asking() as tables:
+        """By name or alias; without a version, the current one."""
+        with self._reading() as tables:
             meaning = tables.meaning(name)
             if meaning is None:
                 card = None if version is None else tables.card(name, version)
@@ -176,14 +176,15 @@ class AdapterRegistry:
         return manifests.read(path.read_bytes() if path.is_file() else b"", str(path))
 
     def files(self, card: AdapterCard) -> Path:
-        """The folder of what came along with it: manifest, README, tests, grammar."""
-        with self._asking() as tables:
+        """The folder with the other files of its package: manifest, README, tests, grammar."""
+        with self._reading() as tables:
             return self._registry_files.packages / tables.package(card.name, card.version)
 
-    # --- changing what names mean
+    # --- aliases
 
     def alias(self, alias: str, name: str, version: str | None = None) -> AdapterCard:
-        """`alias` means this version from now on. For a name itself: which version is current."""
+        """Makes `alias` mean this version. For the name of an expert, this sets its current
+        version."""
         check_name(alias)
         card = self.find(name, version)
         with self._change() as tables:
@@ -192,28 +193,28 @@ class AdapterRegistry:
                     f"{alias} is the name of an installed expert. Choose another alias.",
                     param="alias",
                 )
-            tables.point(alias, card.name, card.version)
+            tables.set_alias(alias, card.name, card.version)
         log("expert alias set", model=f"{alias} -> {card.name}@{card.version}")
         return card
 
     def unalias(self, alias: str) -> None:
-        """Takes an alias away; names of installed experts stay."""
+        """Removes an alias; names of installed experts stay."""
         with self._change() as tables:
             meaning = tables.meaning(alias)
             if meaning is None or meaning.name == alias:
                 raise NotFound(f"{alias[:64]!r} is no alias.")
-            tables.unpoint(alias)
+            tables.delete_alias(alias)
 
     def rollback(self, name: str) -> AdapterCard:
-        """Back to what `name` meant before its last change."""
+        """Restores what `name` meant before its last change."""
         with self._change() as tables:
             if tables.meaning(name) is None:
                 raise self._unknown(name)
-            before = tables.step_back(name)
+            before = tables.pop_history(name)
             card = None if before is None else tables.card(before.name, before.version)
             if card is None:
                 raise NotFound(f"{name} meant nothing else before: there is no version to go to.")
-            tables.point(name, card.name, card.version, remember=False)
+            tables.set_alias(name, card.name, card.version, remember=False)
         log("expert rolled back", model=f"{name} -> {card.name}@{card.version}")
         return card
 
@@ -225,87 +226,91 @@ class AdapterRegistry:
             tables.pin(name, on)
         return self.find(name)
 
-    # --- taking experts out
+    # --- removing
 
     def remove(
         self, name: str, version: str | None = None, keep: Collection[str] = ()
     ) -> list[AdapterCard]:
-        """One version, or all. Files go with the last version that has them, unless their digest
-        is in `keep`: those go in a later sweep."""
+        """Removes one version, or all. Files are removed with the last version that uses them,
+        except digests in `keep`, which a later sweep removes."""
         with self._change() as tables:
-            gone = [c for c in tables.cards(name) if version is None or c.version == version]
-            if not gone:
+            removed = [c for c in tables.cards(name) if version is None or c.version == version]
+            if not removed:
                 raise self._unknown(name, version)
-            # files do not come back with the rows: all is checked before any of it goes
-            for card in gone:
+            # deleted files cannot be restored by a rollback: everything is checked before anything
+            # is deleted
+            for card in removed:
                 if card.pinned:
                     raise Forbidden(f"{name}@{card.version} is pinned. Unpin it first.")
-            for card in gone:
+            for card in removed:
                 package = tables.package(card.name, card.version)
-                bereft = tables.drop(card.name, card.version)
+                aliases = tables.drop(card.name, card.version)
                 if not tables.is_package_used(package):
-                    self._registry_files.take_package(package)
+                    self._registry_files.remove_package(package)
                 self._free(tables, card.digest, keep)
-                for alias in bereft:
-                    self._point_again(tables, alias)
+                for alias in aliases:
+                    self._restore_alias(tables, alias)
         log("expert removed", model=name, version=version)
-        return gone
+        return removed
 
     def sweep(self, keep: Collection[str] = (), older_than_s: float = GRACE_S) -> list[str]:
-        """Frees adapters that no version has and nobody asked for lately, and what a crash left.
-        Says which adapters."""
+        """Removes adapters that belong to no version and were not used lately, and leftovers of a
+        crash. Returns the digests of the removed adapters."""
         with self._change(announce=False) as tables:
-            self._registry_files.tidy(tables.packages(), time.time() - GRACE_S)
+            self._registry_files.remove_leftovers(tables.packages(), time.time() - GRACE_S)
             for digest in (
-                self._registry_files.adapters() - tables.used() - set(tables.loose(time.time()))
+                self._registry_files.adapters()
+                - tables.used()
+                - set(tables.loose_digests(time.time()))
             ):
-                tables.loosen(digest, time.time())
-            old = [d for d in tables.loose(time.time() - older_than_s) if d not in keep]
-            gone = [digest for digest in old if not tables.is_used(digest)]
+                tables.add_loose(digest, time.time())
+            old = [d for d in tables.loose_digests(time.time() - older_than_s) if d not in keep]
+            removed = [digest for digest in old if not tables.is_used(digest)]
             for digest in old:
                 tables.forget(digest)
-            for digest in gone:
-                self._registry_files.take_adapter(digest)
-        return gone
+            for digest in removed:
+                self._registry_files.remove_adapter(digest)
+        return removed
 
     def _free(self, tables: RegistryTables, digest: str, keep: Collection[str]) -> None:
         if tables.is_used(digest):
             return
         if digest in keep:
-            tables.loosen(digest, time.time())
+            tables.add_loose(digest, time.time())
         elif not tables.is_loose(digest, time.time() - GRACE_S):
-            self._registry_files.take_adapter(digest)
+            self._registry_files.remove_adapter(digest)
 
-    def _point_again(self, tables: RegistryTables, alias: str) -> None:
-        """Back to what it meant before; a name, else to its newest version; an alias, else gone."""
-        before = tables.step_back(alias)
+    def _restore_alias(self, tables: RegistryTables, alias: str) -> None:
+        """Restores what an alias meant before. If nothing: a name gets its newest version, and an
+        alias is removed."""
+        before = tables.pop_history(alias)
         if before is not None:
-            tables.point(alias, before.name, before.version)
+            tables.set_alias(alias, before.name, before.version)
             return
-        left = sorted(tables.cards(alias), key=lambda card: version_order(card.version))
-        if left:
-            tables.point(alias, alias, left[-1].version)
+        versions = sorted(tables.cards(alias), key=lambda card: version_order(card.version))
+        if versions:
+            tables.set_alias(alias, alias, versions[-1].version)
 
     @contextmanager
-    def _asking(self) -> Iterator[RegistryTables]:
+    def _reading(self) -> Iterator[RegistryTables]:
         with self._mutex, database_errors(self._path):
             yield self._tables
 
     @contextmanager
     def _change(self, *, announce: bool = True) -> Iterator[RegistryTables]:
-        with self._asking() as tables, transaction(self._connection):
+        with self._reading() as tables, transaction(self._connection):
             yield tables
             if announce:
                 tables.changed()
 
     def _unknown(self, name: str, version: str | None = None) -> NotFound:
-        known = sorted(self.meanings())
-        if version is not None and name in known:
-            here = ", ".join(card.version for card in self.versions(self.find(name).name))
-            return NotFound(f"{name} has no version {version[:40]!r} here; it has {here}.")
-        if version is None and name in known:
+        names = sorted(self.meanings())
+        if version is not None and name in names:
+            installed = ", ".join(card.version for card in self.versions(self.find(name).name))
+            return NotFound(f"{name} has no version {version[:40]!r} here; it has {installed}.")
+        if version is None and name in names:
             return NotFound(f"{name} is an alias of {self.find(name).name}: use that name.")
-        near = near_names(name, known)
+        near = near_names(name, names)
         hint = f" Did you mean {' or '.join(near)}?" if near else " See coterie expert list."
         return NotFound(f"no expert {name[:80]!r} is installed.{hint}")
 
@@ -326,8 +331,8 @@ def card_of(package: Package, signer: str = "") -> AdapterCard:
     )
 
 
-def named(card: AdapterCard, name: str | None, version: str | None) -> AdapterCard:
-    """Under other words, where they were given."""
+def renamed(card: AdapterCard, name: str | None, version: str | None) -> AdapterCard:
+    """With another name or version, if given."""
     if name is not None:
         card = replace(card, name=check_name(name))
     if version is not None:
@@ -335,10 +340,11 @@ def named(card: AdapterCard, name: str | None, version: str | None) -> AdapterCa
     return card
 
 
-def fitted(card: AdapterCard, bases: Sequence[str], names: Sequence[str]) -> AdapterCard:
-    """For one of these base models (fingerprints), or a refusal that says which it is for (names).
+def with_bases(card: AdapterCard, bases: Sequence[str], names: Sequence[str]) -> AdapterCard:
+    """The card with the base models it is used with (fingerprints). Raises InvalidRequest if it was
+    made for another model, and names that model (`names`).
 
-    An adapter that names no fingerprint is taken to be for all of them.
+    An adapter that states no fingerprint is assumed to fit all of them.
     """
     if not bases:
         return card
@@ -367,22 +373,22 @@ class RegistryFiles:
 
     @contextmanager
     def staged(self, package: Package) -> Iterator[Path]:
-        """The package's files in a folder that nobody else sees; gone when the block ends."""
-        made = self._private_folder()
+        """The package's files in a private folder, which is removed when the block ends."""
+        private = self._private_folder()
         try:
             for folder in ("adapter", "package"):
-                (made / folder).mkdir()
-            unpack(package, made / "adapter", lambda name: name in _ADAPTER)
-            unpack(package, made / "package", lambda name: name not in _ADAPTER)
-            yield made
+                (private / folder).mkdir()
+            unpack(package, private / "adapter", lambda name: name in _ADAPTER)
+            unpack(package, private / "package", lambda name: name not in _ADAPTER)
+            yield private
         except OSError as error:
-            # nothing is wrong with the package
+            # the package is not at fault
             raise Unavailable(f"installing failed: {error.strerror}. Check the disk.") from error
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(private, ignore_errors=True)
 
     def place_adapter(self, staged: Path, digest: str) -> None:
-        """Puts the adapter in its place, unless the same bytes are there already."""
+        """Moves the adapter to the library, unless the same bytes are already there."""
         target = self.library / digest
         if target.exists() and is_sound(target, digest):
             return
@@ -396,25 +402,25 @@ class RegistryFiles:
             self.packages.mkdir(parents=True, exist_ok=True)
             (staged / "package").rename(target)
 
-    def take_adapter(self, digest: str) -> None:
+    def remove_adapter(self, digest: str) -> None:
         self._discard(self.library / digest)
 
-    def take_package(self, package: str) -> None:
+    def remove_package(self, package: str) -> None:
         self._discard(self.packages / package)
 
     def adapters(self) -> set[str]:
-        """The digests that are here."""
+        """The digests in the library."""
         return {path.name for path in _inside(self.library)}
 
-    def tidy(self, packages: set[str], before: float) -> None:
-        """Takes away what a crash left: packages without a version, and old private folders."""
-        lost = [path for path in _inside(self.packages) if path.name not in packages]
-        lost += [path for path in _inside(self._staging) if path.stat().st_mtime < before]
-        for path in lost:
+    def remove_leftovers(self, packages: set[str], before: float) -> None:
+        """Removes leftovers of a crash: packages without a version, and old private folders."""
+        leftovers = [path for path in _inside(self.packages) if path.name not in packages]
+        leftovers += [path for path in _inside(self._staging) if path.stat().st_mtime < before]
+        for path in leftovers:
             shutil.rmtree(path, ignore_errors=True)
 
     def _discard(self, target: Path) -> None:
-        """Gone at once for everyone; those who have the files open keep what they opened."""
+        """Removes a folder in one step; open files stay readable for those who have opened them."""
         if not target.exists():
             return
         away = self._private_folder()
@@ -430,7 +436,8 @@ class RegistryFiles:
 
 
 def package_id(package: Package) -> str:
-    """Names what came along with an adapter: other files or another signature, another id."""
+    """Identifies the other files of a package: different files or another signature give another
+    id."""
     signature = str(package.manifest.integrity.get("signature", ""))
     return hashlib.sha256(package_message(package) + signature.encode()).hexdigest()[:32]
 

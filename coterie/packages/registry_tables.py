@@ -1,6 +1,6 @@
-"""The registry's tables: installed versions, what each name means now and meant before.
+"""The registry's tables: installed versions, and what each name means now and meant before.
 
-SQL only; every method is called inside the registry's transaction or reads one row's worth.
+SQL only; every method runs inside the registry's transaction, or reads a single row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FACTS = (
     "AND m.version = v.version AND m.pinned)"
 )
 _CARD = f"SELECT {_FACTS} FROM versions v"
-# what a name meant, this many changes back
+# number of earlier meanings that are stored per name
 _MAX_HISTORY = 50
 
 
@@ -48,12 +48,12 @@ class RegistryTables:
         self._sql = connection
 
     def prepare(self) -> bool:
-        """Makes the tables where there are none. False when a newer Coterie made them."""
-        (found,) = self._sql.execute("PRAGMA user_version").fetchone()
-        if found == 0:
-            # a script commits by itself, and nothing in it fails when done twice
+        """Creates the tables if they do not exist. False if a newer Coterie created them."""
+        (version,) = self._sql.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            # executescript commits by itself; running this script twice does no harm
             self._sql.executescript(f"{SCHEMA} PRAGMA user_version = {_FORMAT};")
-        return bool(found <= _FORMAT)
+        return bool(version <= _FORMAT)
 
     def generation(self) -> int:
         return int(self._sql.execute("SELECT generation FROM counter").fetchone()[0])
@@ -90,14 +90,14 @@ class RegistryTables:
         )  # fmt: skip
 
     def drop(self, name: str, version: str) -> list[str]:
-        """Says which names and aliases mean nothing now."""
+        """Returns the names and aliases that have no meaning after this."""
         query = "SELECT alias FROM meanings WHERE name = ? AND version = ?"
-        bereft = [row[0] for row in self._sql.execute(query, (name, version))]
+        aliases = [row[0] for row in self._sql.execute(query, (name, version))]
         for table in ("versions", "meanings", "history"):
             self._sql.execute(
                 f"DELETE FROM {table} WHERE name = ? AND version = ?", (name, version)
             )
-        return bereft
+        return aliases
 
     def meaning(self, alias: str) -> AliasTarget | None:
         row = self._sql.execute(
@@ -106,15 +106,15 @@ class RegistryTables:
         return None if row is None else AliasTarget(row[0], row[1], bool(row[2]))
 
     def meanings(self) -> dict[str, AdapterCard]:
-        """Names and aliases -> what each means, all at one moment."""
+        """Names and aliases -> what each means, read at one moment."""
         rows = self._sql.execute(
             f"SELECT n.alias, {_FACTS} FROM meanings n JOIN versions v "
             "ON v.name = n.name AND v.version = n.version ORDER BY n.alias"
         ).fetchall()
         return {row[0]: _card(row[1:]) for row in rows}
 
-    def point(self, alias: str, name: str, version: str, *, remember: bool = True) -> None:
-        """`alias` means this version from now on; what it meant is kept for a rollback."""
+    def set_alias(self, alias: str, name: str, version: str, *, remember: bool = True) -> None:
+        """Makes `alias` mean this version; its earlier meaning is stored for a rollback."""
         old = self.meaning(alias)
         if old is not None and remember and (old.name, old.version) != (name, version):
             self._sql.execute(
@@ -132,12 +132,12 @@ class RegistryTables:
             (alias, name, version),
         )
 
-    def unpoint(self, alias: str) -> None:
+    def delete_alias(self, alias: str) -> None:
         for table in ("meanings", "history"):
             self._sql.execute(f"DELETE FROM {table} WHERE alias = ?", (alias,))
 
-    def step_back(self, alias: str) -> AliasTarget | None:
-        """What `alias` meant before, taken from its history."""
+    def pop_history(self, alias: str) -> AliasTarget | None:
+        """Removes and returns the latest earlier meaning of `alias`."""
         row = self._sql.execute(
             "DELETE FROM history WHERE id = (SELECT max(id) FROM history WHERE alias = ?) "
             "RETURNING name, version",
@@ -162,11 +162,11 @@ class RegistryTables:
         query = "SELECT 1 FROM versions WHERE package = ?"
         return self._sql.execute(query, (package,)).fetchone() is not None
 
-    def loosen(self, digest: str, since: float) -> None:
-        """Someone may be using it, whether or not a version has it."""
+    def add_loose(self, digest: str, since: float) -> None:
+        """Marks an adapter that may be in use although no version has it."""
         self._sql.execute("INSERT OR REPLACE INTO loose VALUES (?,?)", (digest, since))
 
-    def loose(self, before: float) -> list[str]:
+    def loose_digests(self, before: float) -> list[str]:
         rows = self._sql.execute("SELECT digest FROM loose WHERE since <= ?", (before,))
         return [row[0] for row in rows]
 

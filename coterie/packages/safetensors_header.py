@@ -1,6 +1,6 @@
-"""Checks a safetensors file by its header alone: types, shapes, offsets, size. No torch, no numpy.
+"""Checks a safetensors file by its header only: types, shapes, offsets, size. No torch, no numpy.
 
-What passes can be mapped and read without surprise.
+A file that passes can be mapped and read safely.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_RANK = 8
 _MAX_SIZE = 1 << 48
 _FACTS = {"dtype", "shape", "data_offsets"}
 
-# bits of every type that the format knows and adapters use
+# bits per element of every type that adapters use
 _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16,
     "I16": 16, "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "I8": 8, "U8": 8, "BOOL": 8,
@@ -26,7 +26,7 @@ _BITS = {
 
 
 def header_length(start: bytes, size: int, where: str) -> int:
-    """Bytes of JSON behind the first eight, for a file of `size` bytes."""
+    """Bytes of JSON after the first eight, for a file of `size` bytes."""
     if size < 8 or len(start) < 8:
         raise WeightsError(f"{where}: refused, {size} bytes are too few for safetensors.")
     length = int.from_bytes(start[:8], "little")
@@ -38,7 +38,7 @@ def header_length(start: bytes, size: int, where: str) -> int:
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Of a file, checked as below."""
+    """Reads and checks the header of a file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = header_length(file.read(8), size, path.name)
@@ -46,8 +46,8 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_header(header: bytes, size: int, where: str) -> dict[str, dict[str, Any]]:
-    """`header` is the JSON; the tensors must fill the rest of the `size` bytes exactly. By name:
-    dtype, shape and data_offsets."""
+    """`header` is the JSON; the tensors must fill the rest of the `size` bytes exactly. Returns
+    dtype, shape and data_offsets by name."""
     table = _parsed(header, where)
     metadata = table.pop("__metadata__", {})
     plain = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
@@ -69,9 +69,9 @@ def check_header(header: bytes, size: int, where: str) -> dict[str, dict[str, An
 
 def _parsed(header: bytes, where: str) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) != len(pairs):
+        if len(table := dict(pairs)) != len(pairs):
             raise ValueError("a name twice")
-        return found
+        return table
 
     try:
         table = json.loads(header.decode("utf-8"), object_pairs_hook=once)

@@ -1,7 +1,7 @@
-"""Ed25519 over a package: its manifest and the digest of every other file in it.
+"""Ed25519 signatures of packages: over the manifest and the digest of every other file.
 
-The signed message holds the manifest without its own signature, so nothing is circular. A key is
-known by the first 16 hex digits of its public half's sha256.
+The signed message contains the manifest without its signature, so it does not depend on itself. A
+key is identified by the first 16 hex digits of the sha256 of its public half.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def key_id(public: bytes) -> str:
 
 
 def message(manifest: Manifest, files: Mapping[str, str]) -> bytes:
-    """What is signed. `files`: path -> sha256 in hex, of all but the manifest."""
+    """The signed message. `files`: path -> sha256 in hex, of all files except the manifest."""
     integrity = {k: v for k, v in manifest.integrity.items() if k != "signature"}
     document = {**manifest.document, "integrity": integrity}
     lines = "".join(f"{path}:{digest}\n" for path, digest in sorted(files.items()))
@@ -41,7 +41,7 @@ def package_message(package: Package) -> bytes:
 
 
 def signed(package: Package, private: bytes) -> Manifest:
-    """The package's manifest with a signature by `private`, in place of any other."""
+    """The package's manifest with a signature by `private`, which replaces any other."""
     public = public_of(private)
     integrity = {
         **package.manifest.integrity,
@@ -59,7 +59,7 @@ def signed(package: Package, private: bytes) -> Manifest:
     return manifest.with_section("integrity", {**integrity, "signature": signature.hex()})
 
 
-def holds(public: bytes, signature: bytes, text: bytes) -> bool:
+def is_valid(public: bytes, signature: bytes, text: bytes) -> bool:
     from cryptography.exceptions import InvalidSignature
 
     try:
@@ -77,7 +77,7 @@ def public_of(private: bytes) -> bytes:
 
 
 def new_key(path: Path) -> bytes:
-    """Writes a private key (32 raw bytes, for its owner alone); returns the public half."""
+    """Writes a private key (32 raw bytes, readable only by its owner); returns the public half."""
     private: bytes = _library().Ed25519PrivateKey.generate().private_bytes_raw()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def read_key(path: Path) -> bytes:
 
 
 def read_public(text: str) -> bytes:
-    """A public key as `keys new` writes it: 64 hex digits, with or without words around them."""
+    """A public key as `keys new` writes it: 64 hex digits, possibly with words around them."""
     for word in text.split():
         if len(word) == 64:
             try:

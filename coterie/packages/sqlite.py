@@ -1,4 +1,4 @@
-"""One writer at a time, between processes: SQLite's own lock, on every platform it runs on."""
+"""One writer at a time between processes: by SQLite's own lock, which works on every platform."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ WAIT_S = 20.0
 
 
 def connect(path: Path, private: bool = False) -> sqlite3.Connection:
-    """A database in WAL mode, without transactions of Python's own making. A private one that is
-    made here is nobody else's to read."""
+    """A database in WAL mode, without Python's implicit transactions. A new `private` database is
+    readable only by its owner."""
     deadline = time.monotonic() + WAIT_S
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -25,14 +25,14 @@ def connect(path: Path, private: bool = False) -> sqlite3.Connection:
         raise WeightsError(f"{path.parent}: cannot be made ({error.strerror}).") from error
     with database_errors(path):
         while True:
-            made = _open(path)
+            connection = _open(path)
             try:
-                # changing the mode does not wait for others by itself
-                made.execute("PRAGMA journal_mode=WAL")
-                made.execute("PRAGMA synchronous=NORMAL")
-                return made
+                # changing the mode does not wait for other connections by itself
+                connection.execute("PRAGMA journal_mode=WAL")
+                connection.execute("PRAGMA synchronous=NORMAL")
+                return connection
             except sqlite3.Error as error:
-                made.close()
+                connection.close()
                 if not _is_locked(error) or time.monotonic() > deadline:
                     raise
             time.sleep(0.02)
@@ -40,7 +40,7 @@ def connect(path: Path, private: bool = False) -> sqlite3.Connection:
 
 @contextmanager
 def database_errors(path: Path) -> Iterator[None]:
-    """Faults of the database at `path`, as sentences."""
+    """Turns errors of the database at `path` into clear messages."""
     try:
         yield
     except sqlite3.Error as error:
@@ -51,7 +51,7 @@ def database_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """All of it or nothing; others wait."""
+    """Commits everything or nothing; other writers wait."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield connection
@@ -63,7 +63,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 @contextmanager
 def only_writer(path: Path) -> Iterator[None]:
-    """Holds the lock file `path` while the block runs."""
+    """Holds the lock file `path` during the block."""
     connection = connect(path)
     try:
         with database_errors(path), transaction(connection):

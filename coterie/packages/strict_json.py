@@ -1,6 +1,6 @@
-"""JSON from strangers: bounded in size, depth and number, no name twice, nothing that is not JSON.
+"""JSON from untrusted sources: limited size, depth and numbers, no duplicate names, strict syntax.
 
-One canonical form, so that a signature is over meaning and not over spaces.
+One canonical form, so that a signature covers the content and not the spacing.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from coterie.core.errors import WeightsError
 
 MAX_DEPTH = 16
 MAX_VALUES = 50_000
-# terminals obey these, and people cannot see them
-_UNSEEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# terminals interpret these characters, and readers cannot see them
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def parse(data: bytes, where: str) -> dict[str, Any]:
-    """A JSON object, or a refusal."""
+    """A JSON object; raises an error for anything else."""
     try:
         value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant
+            data.decode("utf-8"), object_pairs_hook=_unique_names, parse_constant=_no_constant
         )
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{where}: refused, it is not plain JSON ({error}).") from error
@@ -33,16 +35,16 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
 
 
 def canonical(value: Any) -> bytes:
-    """The same bytes for the same meaning: sorted names, no spaces, ASCII."""
+    """The same bytes for equal values: sorted names, no spaces, ASCII."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode("ascii")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return table
 
 
 def _no_constant(name: str) -> Any:
@@ -75,5 +77,5 @@ def _check_plain(item: Any, where: str) -> None:
         raise WeightsError(f"{where}: refused, a number in it is too large.")
     if type(item) is int and abs(item) >= 1 << 63:
         raise WeightsError(f"{where}: refused, a number in it is too large.")
-    if isinstance(item, str) and _UNSEEN.search(item):
+    if isinstance(item, str) and _INVISIBLE.search(item):
         raise WeightsError(f"{where}: refused, control characters in its texts.")

@@ -1,7 +1,7 @@
-"""Reads a gzipped tar as a stream, and only the plainest kind: regular files, one after another.
+"""Reads a gzipped tar as a stream, and only its simplest form: regular files, one after another.
 
-Every limit is checked before the bytes it is about are produced, so that a bomb costs no more than
-its limit. Links, devices, sparse files and extension headers have no meaning here: refused.
+Every limit is checked before more data is decompressed, so that a decompression bomb costs no more
+than its limit. Links, devices, sparse files and extension headers are refused.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from coterie.packages.paths import MANIFEST, check_path, is_tensors
 
 BLOCK = 512
 _CHUNK_BYTES = 1 << 18
-# packages smaller than this may compress as well as they like
+# no limit of the compression ratio for packages smaller than this
 _FREE_BYTES = 64 << 20
-# tars are filled up with zeros to the size of a record
-_MAX_FILLING_BYTES = 64 << 10
+# a tar file is padded with zeros to the size of a record
+_MAX_PADDING_BYTES = 64 << 10
 _TYPES = {
     b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device",
     b"5": "a directory", b"6": "a pipe", b"S": "a sparse file", b"x": "an extension header",
@@ -29,12 +29,12 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class PackageLimits:
-    """What a package may measure. Bytes are uncompressed unless they say otherwise."""
+    """Limits of a package. Bytes are uncompressed unless the name says otherwise."""
 
     compressed_bytes: int = 2 << 30
     total_bytes: int = 4 << 30
     text_bytes: int = 32 << 20
-    # of all files that are not tensors: they are kept in memory
+    # for all files that are not tensors, because they are kept in memory
     texts_bytes: int = 64 << 20
     manifest_bytes: int = 1 << 20
     entries: int = 256
@@ -53,7 +53,7 @@ class TarEntry:
 
 
 def entries(raw: BinaryIO, where: str, limits: PackageLimits = LIMITS) -> Iterator[TarEntry]:
-    """Each file's chunks must be used up before the next one is asked for."""
+    """The chunks of each file must be consumed before the next file is requested."""
     stream, texts = _Inflated(raw, where, limits), 0
     for _ in range(limits.entries + 1):
         block = stream.read(BLOCK)
@@ -114,7 +114,7 @@ def _octal(field: bytes) -> int | None:
 
 
 class _Inflated:
-    """The bytes of one gzip member, and nothing behind it."""
+    """The bytes of one gzip member; data after it is an error."""
 
     def __init__(self, raw: BinaryIO, where: str, limits: PackageLimits) -> None:
         self._raw, self._where, self._limits = raw, where, limits
@@ -138,8 +138,8 @@ class _Inflated:
             yield piece
 
     def expect_end(self) -> None:
-        """A few zeros up to the end of the member, then the end of the file."""
-        most = self._out_bytes - len(self._ready) + self._at + _MAX_FILLING_BYTES
+        """Expects some zeros up to the end of the member, then the end of the file."""
+        most = self._out_bytes - len(self._ready) + self._at + _MAX_PADDING_BYTES
         while self._at < len(self._ready) or self._more():
             if any(self._ready[self._at :]) or self._out_bytes > most:
                 raise WeightsError(f"{self._where}: refused, bytes follow the archive.")
@@ -150,7 +150,7 @@ class _Inflated:
             raise WeightsError(f"{self._where}: refused, bytes follow the archive.")
 
     def _more(self) -> bool:
-        """Whether another piece is ready; False at the end of the member or the file."""
+        """Decompresses another piece; False at the end of the member or the file."""
         while not self._gzip.eof:
             data = self._gzip.unconsumed_tail or self._raw.read(_CHUNK_BYTES)
             if not self._gzip.unconsumed_tail:

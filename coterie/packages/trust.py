@@ -1,7 +1,7 @@
-"""Which keys this machine trusts, since when and until when, and what that says of a package.
+"""The keys that this machine trusts, from when until when, and what that means for a package.
 
-A JSON file that one process changes at a time. The key that Coterie's own experts are signed with
-is built in and can be revoked like any other.
+A JSON file that one process changes at a time. The key of Coterie's own experts is built in and can
+be revoked like any other.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TrustedKey:
 
 @dataclass(frozen=True, slots=True)
 class TrustVerdict:
-    """`state`: trusted, unsigned, untrusted (sound, but by a key nobody here trusts), revoked,
-    expired, or broken."""
+    """`state`: trusted, unsigned, untrusted (valid, but by a key that is not trusted here),
+    revoked, expired, or broken."""
 
     state: str
     key_id: str = ""
@@ -62,7 +62,7 @@ class TrustVerdict:
 
     def require(self, what: str, *, allow_unsigned: bool) -> None:
         """Raises Forbidden unless `what` may be used. A broken, revoked or expired signature is
-        refused whatever the operator allows."""
+        always refused, whatever the operator allows."""
         if self.trusted or (allow_unsigned and self.state in ("unsigned", "untrusted")):
             return
         advice = ""
@@ -91,27 +91,27 @@ class TrustStore:
         self, public: bytes, comment: str = "", expires_at: float | None = None
     ) -> TrustedKey:
         """Adds a key, or changes its comment and expiry. A revoked key stays revoked."""
-        # what could not be read back must not get in
+        # refuse values that could not be read back
         parse(canonical({"comment": comment, "expires_at": expires_at}), "the key's comment")
-        with self._changing() as known:
-            old = known.get(signing.key_id(public))
+        with self._changing() as keys:
+            old = keys.get(signing.key_id(public))
             if old is not None and old.revoked_at is not None:
                 raise Forbidden(f"key {old.id}: was revoked and stays so; use a new key")
             key = TrustedKey(public.hex(), comment, time.time(), expires_at)
-            known[key.id] = key
+            keys[key.id] = key
         return key
 
     def revoke(self, key_id: str) -> TrustedKey:
-        """From now on nothing signed with it is installed."""
-        with self._changing() as known:
-            matching = [key for key in known.values() if key_id and key.id.startswith(key_id)]
+        """From now on no package signed with it can be installed."""
+        with self._changing() as keys:
+            matching = [key for key in keys.values() if key_id and key.id.startswith(key_id)]
             if len(matching) != 1:
-                found = f"{len(matching)} known keys start" if matching else "no known key starts"
-                raise NotFound(f"{found} with {key_id[:32]!r}. See coterie keys list.")
+                count = f"{len(matching)} known keys start" if matching else "no known key starts"
+                raise NotFound(f"{count} with {key_id[:32]!r}. See coterie keys list.")
             key = matching[0]
             if key.revoked_at is None:
                 key = replace(key, revoked_at=time.time())
-            known[key.id] = key
+            keys[key.id] = key
         return key
 
     def verify(self, package: Package, now: float | None = None) -> TrustVerdict:
@@ -124,7 +124,7 @@ class TrustStore:
             return TrustVerdict("broken", reason=reason)
         public, signature = parts
         key_id = signing.key_id(public)
-        if not signing.holds(public, signature, signing.package_message(package)):
+        if not signing.is_valid(public, signature, signing.package_message(package)):
             reason = f"the signature of key {key_id} does not match its contents"
             return TrustVerdict("broken", key_id, reason=reason)
         key = self.find(key_id)
@@ -136,19 +136,19 @@ class TrustStore:
 
     @contextmanager
     def _changing(self) -> Iterator[dict[str, TrustedKey]]:
-        """The keys while no other process changes them; written when the block ends well."""
+        """The keys, locked against other processes; written if the block ends without an error."""
         with only_writer(self.path.with_name(f"{self.path.name}.lock")):
-            known = self._read()
-            yield known
-            self._write(known)
+            keys = self._read()
+            yield keys
+            self._write(keys)
 
     def _read(self) -> dict[str, TrustedKey]:
         keys = _load(PUBLISHER, built_in=True) if PUBLISHER.exists() else []
         keys += _load(self.path, built_in=False) if self.path.exists() else []
         return {key.id: key for key in keys}
 
-    def _write(self, known: dict[str, TrustedKey]) -> None:
-        listed = [asdict(key) for key in known.values() if not _as_built_in(key)]
+    def _write(self, keys: dict[str, TrustedKey]) -> None:
+        listed = [asdict(key) for key in keys.values() if not _as_built_in(key)]
         for item in listed:
             del item["built_in"]
         text = json.dumps({"version": 1, "keys": listed}, indent=1) + "\n"
@@ -165,7 +165,7 @@ def _as_built_in(key: TrustedKey) -> bool:
 
 
 def _signature_parts(integrity: dict[str, Any]) -> tuple[bytes, bytes] | None:
-    """The public key and the signature, if they are of the right form."""
+    """The public key and the signature, if both have the correct form."""
     if integrity.get("signature_algorithm") != signing.ALGORITHM:
         return None
     try:

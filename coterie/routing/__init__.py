@@ -1,1 +1,1 @@
-"""Who answers a request and with which parameters. Knows no blocks and no engines."""
+"""Decides who answers a request and with which parameters. Knows no blocks and no engines."""

@@ -1,7 +1,7 @@
-"""Who is chosen by content: of the matched adapters those that are likely enough, may be, and can
-run together, in order of composition; and for each of the others why not.
+"""Chooses adapters by content. Of the matched adapters, takes those that are likely enough,
+allowed, and able to run together, in order of composition; gives the reason for each of the others.
 
-A function of its arguments alone: the same matches, outcomes and wishes give the same decision.
+Depends only on its arguments: the same matches, outcomes and limits give the same decision.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from coterie.core.adapters import MAX_STACK, AdapterCard, AdapterProfile
 from coterie.core.plan import Candidate
 from coterie.core.settings import RoutingSettings
 from coterie.routing.features.features import PromptFeatures
-from coterie.routing.features.instruction import parted
+from coterie.routing.features.instruction import split_material
 from coterie.routing.features.language import UNKNOWN, detect
 from coterie.routing.features.rules import compiled
 from coterie.routing.protocols import AdapterMatch, OutcomeRates
@@ -30,32 +30,33 @@ from coterie.routing.resolve import (
     with_required,
 )
 
-# of the likeliest one's odds: who has less is behind it whatever the scores say. A poor record must
-# not hand a prompt to an adapter that is for something else
+# share of the highest odds: an adapter below it is ranked after the most likely one, whatever the
+# scores. Poor results of an adapter must not give its prompts to one with another purpose
 CLOSE_ODDS = 0.5
-# what a further adapter must reach beside the first: of two that are half likely one is meant
-SURE = 0.9
+# least probability of a further adapter and of the first: if both are half likely, only one is
+# meant
+MIN_PROBABILITY_TOGETHER = 0.9
 BELOW = "below threshold"
 CHOSEN = "chosen"
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceLimits:
-    """What settings and caller allow."""
+    """What the settings and the caller allow."""
 
     threshold: float
-    # most that are chosen by content; what those require comes on top
+    # most adapters chosen by content; those that they require are not counted
     max_chosen: int
-    # most in the whole stack: the caller's own limit, where there is one
+    # most adapters in the whole stack: the caller's limit, if there is one
     max_stack: int = MAX_STACK
     exclude: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledAdapters:
-    """What is installed, and which specialists an adapter fits, the preferred one first."""
+    """The installed adapters, and the specialists that an adapter fits, the preferred one first."""
 
-    # what every name means now, without aliases
+    # the current version of every name, without aliases
     current: Mapping[str, AdapterProfile]
     find: Lookup
     fits: Callable[[AdapterCard], Sequence[str]]
@@ -63,7 +64,7 @@ class InstalledAdapters:
 
 @dataclass(slots=True)
 class _ScoredCandidate:
-    """A candidate under judgement."""
+    """A candidate with its scores, while it is decided on."""
 
     profile: AdapterProfile
     similarity: float
@@ -77,13 +78,13 @@ class _ScoredCandidate:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDecision:
-    """`chosen` in order of composition; `primary` is the one that the prompt is for."""
+    """`chosen` is in order of composition; `primary` is the adapter that the prompt is for."""
 
     chosen: tuple[AdapterProfile, ...]
     primary: AdapterProfile | None
-    # None = whoever answers by default
+    # None = the default specialist
     specialist: str | None
-    # of the choice, or of choosing nobody
+    # in the chosen adapter, or in choosing none
     confidence: float
     candidates: tuple[Candidate, ...]
 
@@ -91,52 +92,55 @@ class AdapterDecision:
 def decide(
     matches: Sequence[AdapterMatch],
     features: PromptFeatures,
-    wish: ChoiceLimits,
-    house: InstalledAdapters,
+    limits: ChoiceLimits,
+    installed: InstalledAdapters,
     scorer: AdapterScorer,
 ) -> AdapterDecision:
-    seen: list[_ScoredCandidate] = []
+    candidates: list[_ScoredCandidate] = []
     likely: list[_ScoredCandidate] = []
     best = 0.0
     for match in matches:
-        # a matcher may be older than the catalog: what counts is what a name means now
-        profile = house.current.get(match.profile.card.name)
+        # a matcher may be older than the catalog: the current version counts
+        profile = installed.current.get(match.profile.card.name)
         if profile is None:
             continue
         item = _ScoredCandidate(
             profile,
             match.similarity,
-            *scorer.worth(profile, match.similarity),
+            *scorer.scores(profile, match.similarity),
             match.probability,
         )
-        seen.append(item)
-        bar = _bar(profile, features, wish, house)
-        if bar:
-            item.why = bar
+        candidates.append(item)
+        reason = _exclusion_reason(profile, features, limits, installed)
+        if reason:
+            item.why = reason
             continue
         best = max(best, match.probability)
-        if match.probability >= wish.threshold:
+        if match.probability >= limits.threshold:
             likely.append(item)
-    stack = _StackBuilder(wish, house, seen, scorer)
+    stack = _StackBuilder(limits, installed, candidates, scorer)
     close = CLOSE_ODDS * _odds(max((item.probability for item in likely), default=0.0))
     for item in sorted(likely, key=lambda item: (_odds(item.probability) < close, *_rank(item))):
-        item.why = stack.offer(item)
+        item.why = stack.try_add(item)
     primary = stack.primary
     return AdapterDecision(
         chosen=stack.ordered(),
         primary=None if primary is None else primary.profile,
         specialist=stack.specialist,
         confidence=1.0 - best if primary is None else primary.probability,
-        candidates=tuple(_candidate_of(item) for item in sorted(seen, key=_rank)),
+        candidates=tuple(_candidate_of(item) for item in sorted(candidates, key=_rank)),
     )
 
 
-def _bar(
-    profile: AdapterProfile, features: PromptFeatures, wish: ChoiceLimits, house: InstalledAdapters
+def _exclusion_reason(
+    profile: AdapterProfile,
+    features: PromptFeatures,
+    limits: ChoiceLimits,
+    installed: InstalledAdapters,
 ) -> str:
-    if wish.exclude and any(means(name, profile) for name in wish.exclude):
+    if limits.exclude and any(means(name, profile) for name in limits.exclude):
         return "excluded"
-    if not house.fits(profile.card):
+    if not installed.fits(profile.card):
         return "made for another base model"
     served = languages_of(profile)
     if features.language not in (UNKNOWN, *served):
@@ -147,14 +151,14 @@ def _bar(
     return ""
 
 
-def _no_company(item: _ScoredCandidate, first: _ScoredCandidate) -> str:
-    """Why a likely one is not composed with the first, "" if it is."""
+def _why_not_together(item: _ScoredCandidate, first: _ScoredCandidate) -> str:
+    """Why a likely adapter is not composed with the first; "" if it is."""
     one, other = item.profile, first.profile
     alike = bool(one.examples) and same_purpose(one.examples, other.examples)
     if one.card.digest == other.card.digest or alike:
         return f"for the same prompts as {other.card.name}"
     close = _odds(item.probability) >= CLOSE_ODDS * _odds(first.probability)
-    if min(item.probability, first.probability) >= SURE and close:
+    if min(item.probability, first.probability) >= MIN_PROBABILITY_TOGETHER and close:
         return ""
     return f"less likely than {other.card.name}"
 
@@ -169,48 +173,48 @@ def _rank(item: _ScoredCandidate) -> tuple[float, str]:
 
 @dataclass(slots=True)
 class _StackBuilder:
-    """Takes candidates, the best first, while they get along."""
+    """Adds candidates, the best first, as long as they can run together."""
 
-    wish: ChoiceLimits
-    house: InstalledAdapters
-    # everyone that was looked at; what is pulled in joins them
-    seen: list[_ScoredCandidate]
+    limits: ChoiceLimits
+    installed: InstalledAdapters
+    # all candidates; required adapters are added to them
+    candidates: list[_ScoredCandidate]
     scorer: AdapterScorer
     primary: _ScoredCandidate | None = None
     specialist: str | None = None
     members: list[_ScoredCandidate] = field(default_factory=list)
-    # chosen for themselves
+    # chosen by content, without those that are required
     count: int = 0
 
-    def offer(self, item: _ScoredCandidate) -> str:
-        """Takes it, with what it requires, or says why not."""
+    def try_add(self, item: _ScoredCandidate) -> str:
+        """Adds it with the adapters it requires, or returns why not."""
         if item.chosen:
-            # already there for another's sake, which it says
+            # already added because another one requires it; `why` says so
             return item.why
         profiles = [member.profile for member in self.members]
-        if self.count >= self.wish.max_chosen:
-            return f"beyond the limit of {self.wish.max_chosen}"
+        if self.count >= self.limits.max_chosen:
+            return f"beyond the limit of {self.limits.max_chosen}"
         rival = conflict(item.profile, profiles)
         if rival is not None:
             return f"incompatible with {rival.card.name}"
-        whole = with_required([*profiles, item.profile], self.house.find)
+        whole = with_required([*profiles, item.profile], self.installed.find)
         if isinstance(whole, str):
             return whole
-        why, specialist = self._fault(whole, whole[len(profiles) + 1 :])
+        why, specialist = self._why_impossible(whole, whole[len(profiles) + 1 :])
         if not why and self.primary is not None:
-            why = _no_company(item, self.primary)
+            why = _why_not_together(item, self.primary)
         if why:
             return why
-        self._take(item, whole[len(profiles) + 1 :], specialist)
+        self._add(item, whole[len(profiles) + 1 :], specialist)
         return CHOSEN
 
-    def _fault(
+    def _why_impossible(
         self, whole: list[AdapterProfile], needed: list[AdapterProfile]
     ) -> tuple[str, str | None]:
-        if len(whole) > self.wish.max_stack:
-            return f"needs {len(whole)} experts, and {self.wish.max_stack} are allowed", None
+        if len(whole) > self.limits.max_stack:
+            return f"needs {len(whole)} experts, and {self.limits.max_stack} are allowed", None
         for profile in needed:
-            if any(means(name, profile) for name in self.wish.exclude):
+            if any(means(name, profile) for name in self.limits.exclude):
                 return f"requires {profile.card.name}, which is excluded", None
         pair = first_conflict(whole)
         if pair is not None:
@@ -219,30 +223,32 @@ class _StackBuilder:
         if short is not None:
             return f"{short.card.name} takes at most {short.max_chain} together", None
         if self.specialist is not None:
-            able = all(self.specialist in self.house.fits(profile.card) for profile in whole)
+            able = all(self.specialist in self.installed.fits(profile.card) for profile in whole)
             return ("" if able else "made for another base model"), self.specialist
-        for name in self.house.fits(whole[0].card):
-            if all(name in self.house.fits(profile.card) for profile in whole):
+        for name in self.installed.fits(whole[0].card):
+            if all(name in self.installed.fits(profile.card) for profile in whole):
                 return "", name
         return "what it requires was made for another base model", None
 
-    def _take(
+    def _add(
         self, item: _ScoredCandidate, needed: list[AdapterProfile], specialist: str | None
     ) -> None:
         self.primary = self.primary or item
         self.specialist = specialist
         self.count += 1
-        self._join(item)
-        known = {other.profile.card.digest: other for other in self.seen} if needed else {}
+        self._append(item)
+        by_digest = (
+            {other.profile.card.digest: other for other in self.candidates} if needed else {}
+        )
         for profile in needed:
-            other = known.get(profile.card.digest)
+            other = by_digest.get(profile.card.digest)
             if other is None:
-                other = _ScoredCandidate(profile, 0.0, *self.scorer.worth(profile, 0.0), 0.0)
-                self.seen.append(other)
+                other = _ScoredCandidate(profile, 0.0, *self.scorer.scores(profile, 0.0), 0.0)
+                self.candidates.append(other)
             other.why = f"required by {item.profile.card.name}"
-            self._join(other)
+            self._append(other)
 
-    def _join(self, item: _ScoredCandidate) -> None:
+    def _append(self, item: _ScoredCandidate) -> None:
         item.chosen = True
         self.members.append(item)
 
@@ -267,31 +273,31 @@ def _candidate_of(item: _ScoredCandidate) -> Candidate:
 
 
 DEFAULT = "en"
-# of its examples, to count as one of its languages: detection errs now and then
-LEAST_SHARE = 0.2
+# share of its examples in a language that makes it one of its languages: detection makes errors
+MIN_LANGUAGE_SHARE = 0.2
 
 
 def languages_of(profile: AdapterProfile) -> tuple[str, ...]:
-    return profile.languages or _spoken(profile.examples)
+    return profile.languages or _languages_in(profile.examples)
 
 
 @lru_cache(maxsize=20_000)
-def _spoken(examples: tuple[str, ...]) -> tuple[str, ...]:
-    found = Counter(detect(parted(text)[0]) for text in examples)
-    least = max(1.0, LEAST_SHARE * len(examples))
-    often = (name for name, count in sorted(found.items()) if count >= least)
+def _languages_in(examples: tuple[str, ...]) -> tuple[str, ...]:
+    counts = Counter(detect(split_material(text)[0]) for text in examples)
+    least = max(1.0, MIN_LANGUAGE_SHARE * len(examples))
+    often = (name for name, count in sorted(counts.items()) if count >= least)
     return (DEFAULT, *(name for name in often if name not in (DEFAULT, UNKNOWN)))
 
 
-# verdicts that a prior counts for
+# how many verdicts the prior counts as
 PRIOR_VERDICTS = 20
-# between an author's priority of 0 and of 1
+# difference in score between an author's priority of 0 and of 1
 PRIORITY_SPAN = 0.1
 
 
 class AdapterScorer:
-    """Of one request: `budget_bytes` is the room for adapters, `usual_quality` stands for what a
-    package without figures would reach."""
+    """For one request: `budget_bytes` is the memory for adapters, `usual_quality` is assumed for a
+    package without figures."""
 
     def __init__(
         self,
@@ -303,13 +309,13 @@ class AdapterScorer:
         self._settings, self._outcomes = settings, outcomes
         self._usual, self._budget = usual_quality, budget_bytes
 
-    def worth(self, profile: AdapterProfile, similarity: float) -> tuple[float, float, float]:
+    def scores(self, profile: AdapterProfile, similarity: float) -> tuple[float, float, float]:
         """(success, memory, score)."""
         settings, card = self._settings, profile.card
         prior = self._usual if profile.quality is None else profile.quality
-        valid, judged = self._outcomes.rate(card.digest)
-        success = smoothed(valid, judged, prior)
-        memory = room_left(card.nbytes, self._budget)
+        valid, num_judged = self._outcomes.rate(card.digest)
+        success = smoothed(valid, num_judged, prior)
+        memory = free_share(card.nbytes, self._budget)
         score = (
             settings.similarity_weight * similarity
             + settings.success_weight * success
@@ -320,13 +326,13 @@ class AdapterScorer:
 
 
 def smoothed(valid: int, judged: int, prior: float) -> float:
-    """A rate that begins at `prior` and moves with every verdict: a new adapter is neither buried
-    by one failure nor favoured by one success."""
+    """A rate that starts at `prior` and moves with every verdict: one failure or one success
+    changes the rate of a new adapter only a little."""
     return (valid + PRIOR_VERDICTS * prior) / (judged + PRIOR_VERDICTS)
 
 
-def room_left(nbytes: int, budget_bytes: int) -> float:
-    """Share of the budget that stays free beside the adapter, 0 where it does not fit."""
+def free_share(nbytes: int, budget_bytes: int) -> float:
+    """Share of the budget that stays free next to the adapter; 0 if it does not fit."""
     if nbytes >= budget_bytes:
         return 0.0
     return 1.0 - max(nbytes, 0) / budget_bytes

@@ -1,4 +1,4 @@
-"""What the router asks of others: a catalog of adapters, a matcher of texts, outcomes so far."""
+"""What the router needs from other parts: a catalog of adapters, a matcher, outcomes so far."""
 
 from __future__ import annotations
 
@@ -23,51 +23,51 @@ class AdapterMatch(Protocol):
 
     @property
     def probability(self) -> float:
-        """That it is the right one, calibrated."""
+        """The calibrated probability that it is the right one."""
 
 
 class Matcher(Protocol):
-    """Immutable: one catalog's adapters, found by content."""
+    """Immutable: finds the adapters of one catalog by content."""
 
     @property
     def threshold(self) -> float:
-        """The least probability at which an adapter should be chosen."""
+        """The lowest probability at which an adapter should be chosen."""
 
     def match(
         self, text: str, features: PromptFeatures | None = None, k: int = 16
     ) -> Sequence[AdapterMatch]:
-        """At most `k`, the likeliest first."""
+        """At most `k`, the most likely first."""
 
 
 class OutcomeRates(Protocol):
     def rate(self, digest: str) -> tuple[int, int]:
-        """Of an adapter's answers: (valid, judged)."""
+        """For the answers of an adapter: (valid, judged)."""
 
 
 class AdapterCatalog(Protocol):
     """Installed adapters, in memory."""
 
     def find(self, name: str, version: str) -> AdapterCard | None:
-        """The card of `name`'s version, its current one when `version` is empty."""
+        """The card of that version; of the current version if `version` is empty."""
 
     def names(self) -> Iterable[str]:
-        """Every name that can be asked for."""
+        """Every name that a request may use."""
 
     def profile(self, card: AdapterCard) -> AdapterProfile:
-        """What its package says; of a package that says nothing, the card alone."""
+        """What its package says; only the card if the package says nothing."""
 
     def current_profiles(self) -> Mapping[str, AdapterProfile]:
-        """What every name means now, without aliases."""
+        """The current version of every name, without aliases."""
 
     def matcher(self) -> Matcher | None:
-        """Of what is installed, None while it is being built."""
+        """For the installed adapters; None while it is being built."""
 
     def usual_quality(self) -> float:
-        """The mean of what the installed packages were judged with."""
+        """The mean quality that the installed packages state."""
 
 
 class NoAdapters:
-    """The catalog of a server that runs none."""
+    """The catalog of a server without adapters."""
 
     def find(self, name: str, version: str) -> AdapterCard | None:
         return None
@@ -89,7 +89,7 @@ class NoAdapters:
 
 
 class NoOutcomes:
-    """Nothing was judged yet."""
+    """No answer was judged yet."""
 
     def rate(self, digest: str) -> tuple[int, int]:
         return 0, 0

@@ -1,5 +1,5 @@
-"""Names that a caller sent, as specialists and adapters: found, completed by what they require, and
-refused where they cannot run together. Content plays no part here.
+"""Resolves the names that a caller sent to specialists and adapters, adds required adapters, and
+refuses adapters that cannot run together. The prompt's content is not used here.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from coterie.core.plan import AdapterChoice
 from coterie.core.request import AUTO, AdapterHint, RouteHints
 from coterie.routing.protocols import AdapterCatalog
 
-# most names that a refusal lists
+# most names that an error message lists
 MAX_LISTED = 12
-# most names that an unknown one is compared with: the event loop waits for it
+# most names that an unknown one is compared with, because this blocks the event loop
 MAX_COMPARED = 32
-# letters of a name that say something when they occur within another
-MIN_HELD = 3
+# shortest name that is searched for within other names
+MIN_CONTAINED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Specialist:
-    """What the router knows about one: its name, its model's generation_config and identity, and
-    the room its engine has for adapters."""
+    """The router's view of a specialist: its name, its model's generation_config and fingerprint,
+    and its engine's memory for adapters."""
 
     name: str
     generation: Mapping[str, Any] = field(default_factory=dict)
@@ -38,57 +38,57 @@ class Specialist:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRoute:
-    """The names of a request, resolved: who answers, and with which adapters."""
+    """The resolved names of a request: who answers, and with which adapters."""
 
     specialist: str
     adapters: tuple[AdapterChoice, ...] = ()
 
 
 class NameResolver:
-    """The first specialist answers requests that name nobody."""
+    """The first specialist answers requests that name none."""
 
     def __init__(self, specialists: Sequence[Specialist], catalog: AdapterCatalog) -> None:
         self.specialists = {item.name: item for item in specialists}
         self.default = specialists[0].name
         self._catalog = catalog
-        self._every = tuple(self.specialists)
-        made_for: dict[str, list[str]] = {}
+        self._all_names = tuple(self.specialists)
+        by_fingerprint: dict[str, list[str]] = {}
         for item in specialists:
-            made_for.setdefault(item.fingerprint, []).append(item.name)
-        self._made_for = {base: tuple(names) for base, names in made_for.items()}
+            by_fingerprint.setdefault(item.fingerprint, []).append(item.name)
+        self._by_fingerprint = {base: tuple(names) for base, names in by_fingerprint.items()}
 
     def read(self, hints: RouteHints) -> RequestedNames:
         return read(hints, self.specialists)
 
     def resolve(self, hints: RouteHints) -> ResolvedRoute:
-        """Refuses names that do not exist, and adapters that do not fit or get along."""
-        asked, barred = self.read(hints), self.excluded(hints.exclude)
-        if not asked.adapters:
-            return ResolvedRoute(asked.base or self.default)
-        num_in_model = len(asked.adapters) - len(hints.adapters)
+        """Refuses names that do not exist, and adapters that do not fit or cannot run together."""
+        requested, excluded_names = self.read(hints), self.excluded(hints.exclude)
+        if not requested.adapters:
+            return ResolvedRoute(requested.base or self.default)
+        num_in_model = len(requested.adapters) - len(hints.adapters)
         cards = [
             self._card(hint, "model" if index < num_in_model else "experts")
-            for index, hint in enumerate(asked.adapters)
+            for index, hint in enumerate(requested.adapters)
         ]
         if len({card.digest for card in cards}) < len(cards):
             raise InvalidRequest(
                 "an expert is named twice in one request; give it once, with its weight",
                 param="experts",
             )
-        stack = self._completed([self._catalog.profile(card) for card in cards], barred)
-        weights = [hint.weight for hint in asked.adapters] + [1.0] * (len(stack) - len(cards))
+        stack = self._completed([self._catalog.profile(card) for card in cards], excluded_names)
+        weights = [hint.weight for hint in requested.adapters] + [1.0] * (len(stack) - len(cards))
         chosen = tuple(
             AdapterChoice(full_name(profile), profile.card.digest, weight)
             for profile, weight in zip(stack, weights, strict=True)
         )
-        return ResolvedRoute(self._base_for([profile.card for profile in stack], asked), chosen)
+        return ResolvedRoute(self._base_for([profile.card for profile in stack], requested), chosen)
 
     def fits(self, card: AdapterCard) -> tuple[str, ...]:
-        """The specialists that an adapter was made for; one that names no base fits every one."""
+        """The specialists that an adapter was made for; an adapter without a base fits all."""
         if not card.bases:
-            return self._every
+            return self._all_names
         if len(card.bases) == 1:
-            return self._made_for.get(card.bases[0], ())
+            return self._by_fingerprint.get(card.bases[0], ())
         return tuple(
             name for name, item in self.specialists.items() if item.fingerprint in card.bases
         )
@@ -100,8 +100,8 @@ class NameResolver:
         return None if card is None else self._catalog.profile(card)
 
     def excluded(self, names: Sequence[str]) -> tuple[str, ...]:
-        """As packages are called: aliases are followed, and unknown names are refused."""
-        found = []
+        """The names of the packages: aliases are resolved, and unknown names are refused."""
+        resolved = []
         for text in names:
             name, at, version = text.partition("@")
             card = self._catalog.find(name, version)
@@ -111,13 +111,13 @@ class NameResolver:
                     f"The expert `{text[:80]}` in exclude_experts does not exist{near}",
                     param="exclude_experts",
                 )
-            found.append(f"{card.name}@{card.version}" if at else card.name)
-        return tuple(found)
+            resolved.append(f"{card.name}@{card.version}" if at else card.name)
+        return tuple(resolved)
 
     def _completed(
-        self, named: list[AdapterProfile], barred: Sequence[str]
+        self, named: list[AdapterProfile], excluded_names: Sequence[str]
     ) -> list[AdapterProfile]:
-        """`named`, then what they require by load_order. Refuses stacks that cannot be."""
+        """`named`, then the adapters they require, by load_order. Refuses impossible stacks."""
         stack = with_required(named, self.find)
         if isinstance(stack, str):
             raise InvalidRequest(stack, param="experts")
@@ -136,7 +136,7 @@ class NameResolver:
                 param="experts",
             )
         for profile in stack:
-            if any(means(name, profile) for name in barred):
+            if any(means(name, profile) for name in excluded_names):
                 raise InvalidRequest(
                     f"the expert `{full_name(profile)}` is both needed and excluded",
                     param="exclude_experts",
@@ -145,18 +145,18 @@ class NameResolver:
         return [*named, *needed]
 
     def _card(self, hint: AdapterHint, param: str) -> AdapterCard:
-        """`param` is the field that named it: a model's name may also mean a specialist."""
+        """`param` is the request field that named it: a model's name may also be a specialist."""
         name, _, version = hint.name.partition("@")
         card = self._catalog.find(name, version)
         if card is not None:
             return card
         near = _near(name, list(self._catalog.names()))
         if param == "model":
-            known = _listed(["auto", *self.specialists, *near, *self._catalog.names()])
-            message = f"The model `{hint.name}` does not exist; there is: {known}"
+            available = _listed(["auto", *self.specialists, *near, *self._catalog.names()])
+            message = f"The model `{hint.name}` does not exist; there is: {available}"
         else:
-            told = _did_you_mean(near) or f"; there is: {_listed(self._catalog.names())}"
-            message = f"The expert `{hint.name}` does not exist{told}"
+            hint_text = _did_you_mean(near) or f"; there is: {_listed(self._catalog.names())}"
+            message = f"The expert `{hint.name}` does not exist{hint_text}"
         current = self._catalog.find(name, "")
         if current is not None:
             message = (
@@ -165,52 +165,52 @@ class NameResolver:
             )
         raise NotFound(message, param=param)
 
-    def _base_for(self, cards: Sequence[AdapterCard], asked: RequestedNames) -> str:
+    def _base_for(self, cards: Sequence[AdapterCard], requested: RequestedNames) -> str:
         able = set(self.specialists).intersection(*(self.fits(card) for card in cards))
-        if asked.base is None:
+        if requested.base is None:
             for name in (self.default, *self.specialists):
                 if name in able:
                     return name
-        elif asked.base in able:
-            return asked.base
-        wanted = [asked.base] if asked.base else list(self.specialists)
+        elif requested.base in able:
+            return requested.base
+        candidates = [requested.base] if requested.base else list(self.specialists)
         for card in cards:
-            if not set(wanted).intersection(self.fits(card)):
-                raise InvalidRequest(self._unfit(card, wanted), param="model")
+            if not set(candidates).intersection(self.fits(card)):
+                raise InvalidRequest(self._unfit(card, candidates), param="model")
         raise InvalidRequest("these experts were made for different base models", param="experts")
 
-    def _unfit(self, card: AdapterCard, wanted: Sequence[str]) -> str:
+    def _unfit(self, card: AdapterCard, candidates: Sequence[str]) -> str:
         served = ", ".join(
-            f"`{name}` ({self.specialists[name].fingerprint[:12]})" for name in wanted
+            f"`{name}` ({self.specialists[name].fingerprint[:12]})" for name in candidates
         )
-        made = ", ".join(base[:12] for base in card.bases)
-        others = [name for name in self.fits(card) if name not in wanted]
+        bases = ", ".join(base[:12] for base in card.bases)
+        others = [name for name in self.fits(card) if name not in candidates]
         hint = f"; ask for `{others[0]}:{card.name}`" if others else ""
         return (
-            f"the expert `{card.name}@{card.version}` was made for another base model ({made}), "
+            f"the expert `{card.name}@{card.version}` was made for another base model ({bases}), "
             f"not for {served}{hint}"
         )
 
 
 def _near(name: str, names: Sequence[str]) -> list[str]:
-    """Those that hold `name`, then those spelt like it; of many names only those are compared that
-    begin most like it."""
+    """Names that contain `name`, then names with a similar spelling. If there are many, only those
+    with the longest common beginning are compared."""
 
-    def in_common(other: str) -> int:
+    def common_length(other: str) -> int:
         pairs = zip(name, other, strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(name), len(other)))
 
-    holding = [other for other in names if name in other] if len(name) >= MIN_HELD else []
-    alike = heapq.nlargest(MAX_COMPARED, names, key=in_common)
-    close = difflib.get_close_matches(name, alike, n=MAX_LISTED, cutoff=0.5)
-    return list(dict.fromkeys([*holding[:MAX_LISTED], *close]))[:MAX_LISTED]
+    containing = [other for other in names if name in other] if len(name) >= MIN_CONTAINED else []
+    nearest = heapq.nlargest(MAX_COMPARED, names, key=common_length)
+    close = difflib.get_close_matches(name, nearest, n=MAX_LISTED, cutoff=0.5)
+    return list(dict.fromkeys([*containing[:MAX_LISTED], *close]))[:MAX_LISTED]
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The first of them, and how many more there are."""
-    known = list(dict.fromkeys(names))
-    more = len(known) - MAX_LISTED
-    shown = ", ".join(known[:MAX_LISTED]) or "none"
+    """The first names, and how many more there are."""
+    unique = list(dict.fromkeys(names))
+    more = len(unique) - MAX_LISTED
+    shown = ", ".join(unique[:MAX_LISTED]) or "none"
     return f"{shown} and {more} more" if more > 0 else shown
 
 
@@ -218,20 +218,21 @@ def _did_you_mean(near: Sequence[str]) -> str:
     return f"; did you mean {', '.join(near[:3])}?" if near else ""
 
 
-# no name is longer, and reading one takes time that grows with its square
+# no name is longer, and parsing one takes time that grows with its square
 MAX_CHARACTERS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedNames:
-    """`base` is None when the caller leaves it open."""
+    """`base` is None if the caller does not name it."""
 
     base: str | None
     adapters: tuple[AdapterHint, ...] = ()
 
 
 def read(hints: RouteHints, specialists: Container[str]) -> RequestedNames:
-    """A specialist's whole name wins over an adapter's; the longest base name wins before a colon.
+    """A specialist's whole name has priority over an adapter's; before a colon, the longest base
+    name.
 
     Adapters of the model name come first, then those of the hints.
     """
@@ -242,14 +243,14 @@ def read(hints: RouteHints, specialists: Container[str]) -> RequestedNames:
     named = tuple(AdapterHint(part) for part in rest.split("+")) if rest is not None else ()
     if any(not hint.name for hint in named):
         raise InvalidRequest(f"an expert's name is missing in `{model}`", param="model")
-    asked = RequestedNames(base, named + hints.adapters)
-    if asked.adapters:
-        _check(asked.adapters)
-    return asked
+    requested = RequestedNames(base, named + hints.adapters)
+    if requested.adapters:
+        _check(requested.adapters)
+    return requested
 
 
 def _base(model: str, specialists: Container[str]) -> tuple[str | None, str | None]:
-    """(base, what is left for adapters); None where there is none."""
+    """(base, the rest that names adapters); None for what is missing."""
     if model in specialists:
         return model, None
     if model == AUTO:
@@ -281,7 +282,7 @@ def _check(hints: tuple[AdapterHint, ...]) -> None:
             )
 
 
-# name or name@version -> its profile, None where it is not installed
+# name or name@version -> its profile; None if it is not installed
 Lookup = Callable[[str], AdapterProfile | None]
 
 
@@ -290,37 +291,38 @@ def full_name(profile: AdapterProfile) -> str:
 
 
 def means(name: str, profile: AdapterProfile) -> bool:
-    """Whether `name` or `name@version` stands for this adapter."""
+    """Whether `name` or `name@version` means this adapter."""
     return name == profile.card.name or name == full_name(profile)
 
 
-def with_required(wanted: Sequence[AdapterProfile], find: Lookup) -> list[AdapterProfile] | str:
-    """`wanted` and behind them all that they require, each once; or why that cannot be."""
-    stack = list(wanted)
-    known = {profile.card.digest for profile in stack}
-    # grows while it is walked
+def with_required(selected: Sequence[AdapterProfile], find: Lookup) -> list[AdapterProfile] | str:
+    """`selected` and after them all adapters that they require, each once; or why this is
+    impossible."""
+    stack = list(selected)
+    digests = {profile.card.digest for profile in stack}
+    # the list grows during the loop
     for profile in stack:
         for name in profile.requires:
             needed = find(name)
             if needed is None:
                 return f"{full_name(profile)} requires {name}, which is not installed"
-            if needed.card.digest in known:
+            if needed.card.digest in digests:
                 continue
             if len(stack) == MAX_STACK:
                 return f"with all that is required, more than {MAX_STACK} would run together"
-            known.add(needed.card.digest)
+            digests.add(needed.card.digest)
             stack.append(needed)
     return stack
 
 
 def same_purpose(one: Collection[str], other: Collection[str]) -> bool:
-    """Whether two adapters' examples say that they are for the same prompts: half of those of the
-    one that has fewer are the other's too."""
+    """Whether two adapters are for the same prompts by their examples: half of the examples of the
+    one with fewer are also examples of the other."""
     return 2 * len(set(one) & set(other)) >= max(1, min(len(one), len(other)))
 
 
 def conflict(one: AdapterProfile, others: Sequence[AdapterProfile]) -> AdapterProfile | None:
-    """The first of `others` that cannot run beside `one`, whichever of them says so."""
+    """The first of `others` that cannot run together with `one`, whichever of the two says so."""
     for other in others:
         if other.card.digest == one.card.digest:
             continue
@@ -342,7 +344,7 @@ def first_conflict(
 
 
 def too_long(stack: Sequence[AdapterProfile]) -> AdapterProfile | None:
-    """One that takes fewer beside it than there are."""
+    """An adapter that allows fewer adapters in its stack than there are."""
     for profile in stack:
         if 0 < profile.max_chain < len(stack):
             return profile

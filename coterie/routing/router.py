@@ -1,9 +1,9 @@
-"""Who answers, and how: by the names a caller sent, or by what the prompt is about.
+"""Decides who answers, and how: by the names a caller sent, or by the content of the prompt.
 
-A request that names nobody is matched with what the installed packages say. Values left open are
-tuned: a table by task type, and the chosen adapter's own decoding, format and template; what the
-caller gave always stands. The plan carries the reasons. Knows specialists and adapters by their
-cards; knows no replicas, queues, blocks, tokens or files.
+A request that names no model is matched with the texts of the installed packages. Values that it
+does not give are tuned: from a table by task type, and from the chosen adapter's decoding, format
+and template. Values of the caller are never changed. The plan contains the reasons. Knows
+specialists and adapters by their cards; knows no replicas, queues, blocks, tokens or files.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from coterie.routing.resolve import (
 
 __all__ = ["ResolvedRoute", "Router", "Specialist"]
 
-# adapters that are looked at for one request
+# adapters that are considered for one request
 CANDIDATES = 16
-NOBODY = RequestedNames(None)
+NO_NAMES = RequestedNames(None)
 
 
 @dataclass(slots=True)
 class _PlanDraft:
-    """What is known of one request while its plan is made."""
+    """The plan of one request while it is made."""
 
     specialist: str
     adapters: tuple[AdapterChoice, ...] = ()
     confidence: float = 1.0
     reasons: tuple[str, ...] = ()
-    # of whom decoding, format and template are taken; alone = nobody else runs
+    # its decoding is used; its format and template only if it is the only adapter
     primary: AdapterProfile | None = None
     features: PromptFeatures | None = None
     decision: AdapterDecision | None = None
@@ -61,9 +61,9 @@ class _PlanDraft:
 
 
 class Router:
-    """The first specialist answers requests that name nobody and are for no adapter.
+    """The first specialist answers requests that name no model and match no adapter.
 
-    `matcher` stands in for the catalog's own, which changes with what is installed.
+    `matcher` replaces the catalog's own, which changes with what is installed.
     """
 
     def __init__(
@@ -81,88 +81,91 @@ class Router:
         self._matcher = matcher
 
     def resolve(self, hints: RouteHints) -> ResolvedRoute:
-        """By names alone. Refuses those that do not exist and adapters that do not fit."""
+        """By names only. Refuses names that do not exist and adapters that do not fit."""
         return self._names.resolve(hints)
 
     def specialist(self, hints: RouteHints, prompt: Prompt) -> str:
-        """Whom a plan would name now; content is looked at only where that tells bases apart."""
+        """The specialist that a plan would name now; content is read only if it decides the
+        base."""
         several = len(self._names.specialists) > 1
         if several and self._is_routed(self._names.read(hints), prompt):
             return self._by_content(hints, prompt).specialist
         return self._names.resolve(hints).specialist
 
     def fits(self, card: AdapterCard) -> Sequence[str]:
-        """The specialists that an adapter was made for; one that names no base fits every one."""
+        """The specialists that an adapter was made for; an adapter without a base fits all."""
         return self._names.fits(card)
 
     def plan(self, request: InferenceRequest, vendor: Sampling = VENDOR_DEFAULTS) -> RoutePlan:
-        """Decide. `vendor` holds what the caller's dialect documents for values left open."""
-        begun = time.perf_counter()
-        asked = self._names.read(request.hints)
-        if self._is_routed(asked, request.prompt):
-            known = self._by_content(request.hints, request.prompt)
+        """Makes the decision. `vendor` holds the defaults of the caller's dialect."""
+        started = time.perf_counter()
+        requested = self._names.read(request.hints)
+        if self._is_routed(requested, request.prompt):
+            draft = self._by_content(request.hints, request.prompt)
         else:
-            known = self._by_name(request, asked)
+            draft = self._by_name(request, requested)
         sampling, changed = request.sampling, TunedFields()
-        if known.features is not None:
-            marked = time.perf_counter()
-            known.features = suited(known.features, known.primary)
-            values = values_for(known.features.task_type, known.primary)
-            sampling = filled(sampling, values)
-            alone = known.primary if len(known.adapters) == 1 else None
+        if draft.features is not None:
+            stage_start = time.perf_counter()
+            draft.features = with_capabilities(draft.features, draft.primary)
+            values = values_for(draft.features.task_type, draft.primary)
+            sampling = with_defaults(sampling, values)
+            alone = draft.primary if len(draft.adapters) == 1 else None
             changed = tuned(request, values, alone)
-            known.timings_ms["tune"] = _ms_since(marked)
-        generation = self._names.specialists[known.specialist].generation
+            draft.timings_ms["tune"] = _ms_since(stage_start)
+        generation = self._names.specialists[draft.specialist].generation
         resolved = resolve_sampling(sampling, generation, vendor)
-        known.timings_ms["total"] = _ms_since(begun)
+        draft.timings_ms["total"] = _ms_since(started)
         return RoutePlan(
             request_id=request.id,
-            specialist=known.specialist,
-            adapters=known.adapters,
+            specialist=draft.specialist,
+            adapters=draft.adapters,
             sampling=resolved,
-            confidence=known.confidence,
-            reasons=known.reasons,
+            confidence=draft.confidence,
+            reasons=draft.reasons,
             tuned=changed,
-            trace=_trace(known),
+            trace=_trace(draft),
         )
 
-    def _is_routed(self, asked: RequestedNames, prompt: Prompt) -> bool:
-        """Adapters are for what a user says; the calls of a loop with tools are the base's."""
+    def _is_routed(self, requested: RequestedNames, prompt: Prompt) -> bool:
+        """Adapters are for messages of users; requests with tools are answered by the base."""
         plain = isinstance(prompt, Chat) and not prompt.tools
-        return self._settings.enabled and asked == NOBODY and plain
+        return self._settings.enabled and requested == NO_NAMES and plain
 
-    def _by_name(self, request: InferenceRequest, asked: RequestedNames) -> _PlanDraft:
+    def _by_name(self, request: InferenceRequest, requested: RequestedNames) -> _PlanDraft:
         hints = request.hints
         route = self._names.resolve(hints)
-        reason = "default specialist" if asked == NOBODY else "named by the caller"
-        if asked == NOBODY and not self._settings.enabled:
+        reason = "default specialist" if requested == NO_NAMES else "named by the caller"
+        if requested == NO_NAMES and not self._settings.enabled:
             reason = "default specialist: routing is off"
-        elif asked == NOBODY and isinstance(request.prompt, Chat) and request.prompt.tools:
+        elif requested == NO_NAMES and isinstance(request.prompt, Chat) and request.prompt.tools:
             reason = "default specialist: tools are given"
-        known = _PlanDraft(route.specialist, route.adapters, reasons=(reason,))
+        draft = _PlanDraft(route.specialist, route.adapters, reasons=(reason,))
         if hints.tune:
-            known.features = _features(hints, request.prompt, known.timings_ms)
+            draft.features = _features(hints, request.prompt, draft.timings_ms)
             if route.adapters:
-                known.primary = self._names.find(route.adapters[0].name)
-        return known
+                draft.primary = self._names.find(route.adapters[0].name)
+        return draft
 
     def _by_content(self, hints: RouteHints, prompt: Prompt) -> _PlanDraft:
-        known = _PlanDraft(self._names.default)
+        draft = _PlanDraft(self._names.default)
         exclude = self._names.excluded(hints.exclude)
-        known.features = _features(hints, prompt, known.timings_ms)
+        draft.features = _features(hints, prompt, draft.timings_ms)
         matcher = self._matcher or self._catalog.matcher()
         if matcher is None:
-            return _without_experts(known, any(True for _ in self._catalog.names()))
-        known.threshold = self._settings.threshold or matcher.threshold
-        marked = time.perf_counter()
+            return _without_experts(draft, any(True for _ in self._catalog.names()))
+        draft.threshold = self._settings.threshold or matcher.threshold
+        stage_start = time.perf_counter()
         text = routed_text(_instruction(hints, prompt), hints.document)
-        matches = matcher.match(text, known.features, CANDIDATES)
-        known.timings_ms["match"] = _ms_since(marked)
-        marked = time.perf_counter()
-        wish = self._choice_limits(hints, known.threshold, exclude)
-        decision = decide(matches, known.features, wish, self._installed_adapters(), self._scorer())
-        known.timings_ms["decide"] = _ms_since(marked)
-        return _decided(known, decision)
+        matches = matcher.match(text, draft.features, CANDIDATES)
+        draft.timings_ms["match"] = _ms_since(stage_start)
+        stage_start = time.perf_counter()
+        limits = self._choice_limits(hints, draft.threshold, exclude)
+        decision = decide(
+            matches, draft.features, limits, self._installed_adapters(), self._scorer()
+        )
+        draft.timings_ms["decide"] = _ms_since(stage_start)
+        return _decided(draft, decision)
 
     def _choice_limits(
         self, hints: RouteHints, threshold: float, exclude: tuple[str, ...]
@@ -177,79 +180,81 @@ class Router:
         )
 
     def _scorer(self) -> AdapterScorer:
-        room = self._names.specialists[self._names.default].adapter_bytes
-        return AdapterScorer(self._settings, self._outcomes, self._catalog.usual_quality(), room)
+        adapter_bytes = self._names.specialists[self._names.default].adapter_bytes
+        return AdapterScorer(
+            self._settings, self._outcomes, self._catalog.usual_quality(), adapter_bytes
+        )
 
 
 def _features(hints: RouteHints, prompt: Prompt, timings_ms: dict[str, float]) -> PromptFeatures:
-    marked = time.perf_counter()
+    stage_start = time.perf_counter()
     features = extract(_instruction(hints, prompt), hints.document)
-    timings_ms["features"] = _ms_since(marked)
+    timings_ms["features"] = _ms_since(stage_start)
     return features
 
 
 def _instruction(hints: RouteHints, prompt: Prompt) -> str:
-    return hints.instruction or _last_words(prompt)
+    return hints.instruction or _last_user_text(prompt)
 
 
-def _last_words(prompt: Prompt) -> str:
+def _last_user_text(prompt: Prompt) -> str:
     if isinstance(prompt, Chat):
         return next((m.content for m in reversed(prompt.messages) if m.role == "user"), "")
     return prompt.text if isinstance(prompt, Text) else ""
 
 
-def _without_experts(known: _PlanDraft, installed: bool) -> _PlanDraft:
+def _without_experts(draft: _PlanDraft, installed: bool) -> _PlanDraft:
     if installed:
-        known.reasons = ("base model alone: the index of experts is not ready",)
-        known.degraded = ("no experts: their index is not ready",)
-        known.confidence = 0.0
+        draft.reasons = ("base model alone: the index of experts is not ready",)
+        draft.degraded = ("no experts: their index is not ready",)
+        draft.confidence = 0.0
     else:
-        known.reasons = ("base model alone: no experts are installed",)
-    return known
+        draft.reasons = ("base model alone: no experts are installed",)
+    return draft
 
 
-def _decided(known: _PlanDraft, decision: AdapterDecision) -> _PlanDraft:
-    known.decision, known.primary = decision, decision.primary
-    known.confidence = decision.confidence
+def _decided(draft: _PlanDraft, decision: AdapterDecision) -> _PlanDraft:
+    draft.decision, draft.primary = decision, decision.primary
+    draft.confidence = decision.confidence
     if decision.primary is None:
         best = max(decision.candidates, key=lambda c: c.probability, default=None)
         nearest = f" (nearest: {best.name}, {best.why})" if best is not None else ""
-        known.reasons = (f"base model alone: no expert is for this prompt{nearest}",)
-        return known
-    known.specialist = decision.specialist or known.specialist
-    known.adapters = tuple(
+        draft.reasons = (f"base model alone: no expert is for this prompt{nearest}",)
+        return draft
+    draft.specialist = decision.specialist or draft.specialist
+    draft.adapters = tuple(
         AdapterChoice(full_name(profile), profile.card.digest) for profile in decision.chosen
     )
     whys = {candidate.digest: candidate for candidate in decision.candidates}
-    known.reasons = tuple(
+    draft.reasons = tuple(
         f"{choice.name}: {whys[choice.digest].why}, probability "
         f"{whys[choice.digest].probability:.2f}"
-        for choice in known.adapters
+        for choice in draft.adapters
     )
-    return known
+    return draft
 
 
-def _trace(known: _PlanDraft) -> RouteTrace | None:
-    features = known.features
+def _trace(draft: _PlanDraft) -> RouteTrace | None:
+    features = draft.features
     if features is None:
         return None
     timings = {f"features.{name}": ms for name, ms in features.timings_ms.items()}
     return RouteTrace(
         task_type=features.task_type,
         language=features.language,
-        features=features.told(),
-        candidates=() if known.decision is None else known.decision.candidates,
-        threshold=known.threshold,
-        degraded=known.degraded,
-        timings_ms=timings | known.timings_ms,
+        features=features.public_fields(),
+        candidates=() if draft.decision is None else draft.decision.candidates,
+        threshold=draft.threshold,
+        degraded=draft.degraded,
+        timings_ms=timings | draft.timings_ms,
     )
 
 
-def _ms_since(marked: float) -> float:
-    return round((time.perf_counter() - marked) * 1e3, 4)
+def _ms_since(stage_start: float) -> float:
+    return round((time.perf_counter() - stage_start) * 1e3, 4)
 
 
-# by task type, as seed 000 has them and in its spirit
+# by task type
 TASK_VALUES: dict[str, dict[str, float]] = {
     "json_parsing": {
         "temperature": 0.2, "max_tokens": 2048, "top_p": 0.95, "repetition_penalty": 1.0,
@@ -276,14 +281,14 @@ TASK_VALUES: dict[str, dict[str, float]] = {
         "temperature": 0.6, "max_tokens": 2048, "top_p": 0.95, "repetition_penalty": 1.1,
     },
 }  # fmt: skip
-# an adapter that says how it was judged was judged without a penalty unless it says so
-_JUDGED = {"repetition_penalty": 1.0}
-_PLACE = re.compile(r"\{(prompt|body)\}")
+# an adapter that states its decoding was evaluated without a penalty unless it states one
+_EVALUATED_WITH = {"repetition_penalty": 1.0}
+_PLACEHOLDER = re.compile(r"\{(prompt|body)\}")
 
 
-def suited(features: PromptFeatures, adapter: AdapterProfile | None) -> PromptFeatures:
-    """What the chosen adapter is for is what is to be done: its `task:` and `tech:` capabilities
-    over what the prompt looks like."""
+def with_capabilities(features: PromptFeatures, adapter: AdapterProfile | None) -> PromptFeatures:
+    """The features with the task type and language of the chosen adapter (its `task:` and `tech:`
+    capabilities), which have priority over what the prompt looks like."""
     stated = (
         {} if adapter is None else dict(c.split(":", 1) for c in adapter.capabilities if ":" in c)
     )
@@ -296,56 +301,56 @@ def suited(features: PromptFeatures, adapter: AdapterProfile | None) -> PromptFe
 
 
 def values_for(task_type: str, adapter: AdapterProfile | None) -> dict[str, float]:
-    """The adapter's own over those of the task type."""
+    """The adapter's values have priority over those of the task type."""
     values = dict(TASK_VALUES[task_type])
     if adapter is not None and adapter.decoding:
-        values |= _JUDGED | dict(adapter.decoding)
+        values |= _EVALUATED_WITH | dict(adapter.decoding)
     return values
 
 
-def filled(asked: Sampling, values: Mapping[str, float]) -> Sampling:
-    """`asked` with `values` where it says nothing."""
+def with_defaults(given: Sampling, values: Mapping[str, float]) -> Sampling:
+    """`given` with `values` for the fields that it does not set."""
     open_values: dict[str, Any] = {
         name: values[name]
         for name in TUNED_FIELDS
-        if name in values and getattr(asked, name) is None
+        if name in values and getattr(given, name) is None
     }
     if "top_k" in open_values:
         open_values["top_k"] = int(open_values["top_k"])
-    return replace(asked, **open_values) if open_values else asked
+    return replace(given, **open_values) if open_values else given
 
 
 def tuned(
     request: InferenceRequest, values: Mapping[str, float], adapter: AdapterProfile | None
 ) -> TunedFields:
-    """`adapter` is the one that was chosen alone, if one was."""
+    """`adapter` is the chosen one if it was the only one."""
     hints, tokens = request.hints, None
     if hints.tune and request.limits.max_tokens is None:
         tokens = int(values["max_tokens"])
     if adapter is None:
         return TunedFields(max_tokens=tokens)
     chat = request.prompt if isinstance(request.prompt, Chat) else None
-    wanted, pattern = request.response_format, ""
-    if wanted is None and not (chat is not None and chat.tools):
-        wanted, pattern = adapter.response_format, adapter.answer_pattern
+    response_format, pattern = request.response_format, ""
+    if response_format is None and not (chat is not None and chat.tools):
+        response_format, pattern = adapter.response_format, adapter.answer_pattern
     prompt = None
     if chat is not None and adapter.template:
         prompt = rewritten(chat, adapter.template, hints.instruction, hints.document)
-    own = wanted if wanted is not request.response_format else None
+    own = response_format if response_format is not request.response_format else None
     return TunedFields(prompt, tokens, own, pattern)
 
 
 def rewritten(chat: Chat, template: str, instruction: str, document: str) -> Prompt | None:
-    """The chat with its last message written by `template`; None where that message is not the
-    caller's plain words: a template of the caller's own stands."""
+    """The chat with its last message written by `template`. None if that message is not the
+    caller's plain text, so that a template of the caller is kept."""
     last = chat.messages[-1] if chat.messages else None
     if last is None or last.role != "user":
         return None
-    words = instruction or last.content
-    if last.content not in (words, f"{words}\n\n{document}"):
+    request_text = instruction or last.content
+    if last.content not in (request_text, f"{request_text}\n\n{document}"):
         return None
-    parts = {"prompt": words, "body": document}
-    text = _PLACE.sub(lambda place: parts[place.group(1)], template)
+    parts = {"prompt": request_text, "body": document}
+    text = _PLACEHOLDER.sub(lambda match: parts[match.group(1)], template)
     if document and "{body}" not in template:
         text = f"{text}\n\n{document}"
     return replace(chat, messages=(*chat.messages[:-1], replace(last, content=text)))

@@ -1,6 +1,6 @@
-"""A request's events gathered into an `InferenceResult`, and a plan told as an ExpertPlan.
+"""Collects a request's events into an `InferenceResult`, and shows a plan as an ExpertPlan.
 
-One place for every road: HTTP, streams, WebSockets, jobs and gRPC answer the same values.
+HTTP, streams, WebSockets, jobs and gRPC all use it, so they answer the same values.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from coterie.core.sampling import TUNED_FIELDS
 
 
 class AnswerBuilder:
-    """Takes every event of one request, in order; has a result once `ended`."""
+    """Takes every event of one request, in order. It has a result when `ended` is true."""
 
     def __init__(self, job_id: str, plans: Sequence[RoutePlan], *, explain: bool = False) -> None:
-        """`plans`: as they were told; the last one counts."""
+        """`plans`: a list that the pipeline appends to; the last plan is the valid one."""
         self.job_id, self._plans, self.explain = job_id, plans, explain
         self.finished: Finished | None = None
         self.error: CoterieError | None = None
@@ -37,7 +37,7 @@ class AnswerBuilder:
 
     @property
     def text(self) -> str:
-        """What came so far."""
+        """The text so far."""
         return "".join(self._texts)
 
     def take(self, event: Event) -> None:
@@ -52,11 +52,11 @@ class AnswerBuilder:
             self.error = from_code(event.code, event.message, retry_after_s=event.retry_after_s)
 
     def shown_plan(self) -> dict[str, Any] | None:
-        """Where it was asked for."""
+        """The plan as the native API shows it; None unless the request asked for it."""
         return expert_plan(self.plan, self._max_tokens) if self.explain else None
 
     def result(self) -> InferenceResult:
-        """Raises what the request failed with."""
+        """Raises the error that the request failed with."""
         if self.error is not None:
             raise self.error
         finished, trace = self.finished, self.plan.trace
@@ -81,7 +81,7 @@ class AnswerBuilder:
 
 
 def _latency_ms(finished: Finished) -> float:
-    """With validation, where it was measured."""
+    """Total time, including validation if it was measured."""
     if finished.metrics is not None:
         return finished.metrics.total_latency_ms
     return round(finished.timings.total_s * 1000, 3)
@@ -92,8 +92,8 @@ def names_of(plan: RoutePlan) -> tuple[str, ...]:
 
 
 def expert_plan(plan: RoutePlan, max_tokens: int | None = None) -> dict[str, Any]:
-    """The plan in the words of the native API. `max_tokens` is what became of the caller's or the
-    tuned one, where that is known."""
+    """The plan as the native API shows it. `max_tokens` is the value that the request ran with, if
+    it is known."""
     sampling = asdict(plan.sampling)
     params = {name: sampling[name] for name in TUNED_FIELDS}
     return {

@@ -1,6 +1,6 @@
-"""From a `Config` to a `Pipeline`: which engines there are and which specialists share them.
+"""Makes a `Pipeline` from a `Config`: which engines there are and which specialists share them.
 
-Resolves model sources (which may fetch files); starts nothing.
+Resolves model sources, which may fetch files. Does not start anything.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from coterie.workers.memory import cores
 if TYPE_CHECKING:
     from coterie.weights.sources.source import Progress
 
-# tells which precision a file was quantised to, not which model it is
+# the part of a file name that names the precision, not the model
 _QUANTISATION = re.compile(r"[.\-_](i?q\d\w*|bf16|f16|f32|fp16|fp32)$", re.IGNORECASE)
 
 MakeReplica = Callable[[WorkerSpec], Replica]
 
 
 def build(config: Config, *, progress: Progress | None = None, inproc: bool = False) -> Pipeline:
-    """The pipeline `config` asks for. `inproc` runs the engines as threads of this process."""
+    """The pipeline of `config`. `inproc` runs the engines as threads of this process."""
     shared: dict[tuple[Path, str, MoeSettings], list[tuple[str, SpecialistSettings]]] = {}
     names: set[str] = set()
     for index, settings in enumerate(config.specialists):
@@ -61,26 +61,26 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
     ]
     catalog = AdapterCatalog(registry_dir() if config.adapters.device_bytes else None)
     records = InferenceRecords(state_dir() / "records.db", config.jobs.max_records)
-    roster = Fleet(
+    fleet = Fleet(
         groups,
         config.server.drain_s,
         catalog,
         RoutingInputs(config.routing, records),
         config.server.clamp_max_tokens,
     )
-    admin = AdapterAdmin(roster, state_dir() / "trust.json", config.server.allow_unsigned)
+    admin = AdapterAdmin(fleet, state_dir() / "trust.json", config.server.allow_unsigned)
     jobs = JobStore(state_dir() / "jobs.db")
     validators = AnswerValidators(config.validators)
-    return Pipeline(PipelineParts(roster, admin, records, validators, jobs, config.jobs))
+    return Pipeline(PipelineParts(fleet, admin, records, validators, jobs, config.jobs))
 
 
 def registry_dir() -> Path:
-    """Where adapters are installed, for every server and command of this home."""
+    """The folder of installed adapters, for all servers and commands with this home folder."""
     return state_dir() / "experts"
 
 
 def _check_strategy(text: str, param: str) -> None:
-    """Before anything is fetched or loaded."""
+    """Check the name of the strategy before anything is fetched or loaded."""
     if text == "auto":
         return
     from coterie.moe.dispatch.table import parse_strategy
@@ -96,17 +96,17 @@ def model_name(model: str, path: Path) -> str:
     if model.startswith("hf:"):
         hub = parse_hub(model[3:])
         if hub.file is None:
-            # a downloaded snapshot's folder is named by a hash
+            # the folder of a downloaded snapshot is named by a hash
             return hub.repo.rpartition("/")[2].lower()
         path = Path(hub.file)
-    # "." and ".." name nothing; a link keeps its own name
+    # abspath: "." and ".." are no names. A symbolic link keeps its own name.
     path = Path(os.path.abspath(path))
     stem = path.stem if path.suffix == ".gguf" else path.name
     return _QUANTISATION.sub("", stem).lower()
 
 
 def _process_maker(engine: EngineSettings) -> MakeReplica:
-    # not needed, and not imported, where engines run in this process
+    # imported only if engines run in other processes
     from coterie.workers.supervisor import ProcessReplica, RestartPolicy
 
     restart = RestartPolicy(

@@ -1,6 +1,6 @@
-"""What is done once a request has ended: judge its answer, measure, write down, learn.
+"""The work after a request has ended: validate its answer, measure it, record it.
 
-Turns the engine's last event into the one that leaves the system.
+Turns the engine's last event into the event that the caller gets.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from coterie.service.validate.base import AnswerContext
 from coterie.service.validate.generic import GenericValidator
 from coterie.service.validate.validators import AnswerValidators
 
-# answers that are being judged when the server ends are waited for so long
+# how long a server that shuts down waits for running validations
 SETTLE_S = 3.0
 
 
 class Finisher:
     def __init__(self, validators: AnswerValidators, records: InferenceRecords) -> None:
         self._validators, self._records = validators, records
-        self._judging = 0
+        self._num_validating = 0
 
     async def settled(self) -> None:
-        """Returns when nobody is being judged; not much later than that, whatever happens."""
+        """Returns when no answer is being validated, at the latest after `SETTLE_S`."""
         give_up_at = time.monotonic() + SETTLE_S
-        while self._judging and time.monotonic() < give_up_at:
+        while self._num_validating and time.monotonic() < give_up_at:
             await asyncio.sleep(0.01)
 
     async def finished(self, run: RequestRun, event: Finished) -> Finished:
-        self._judging += 1
+        self._num_validating += 1
         try:
             validation = await self._validated(run, event)
         finally:
-            self._judging -= 1
+            self._num_validating -= 1
         event = replace(event, timings=replace(event.timings, grammar_s=run.grammar_s))
         run.served.series.spent(event)
         metrics = metrics_of(run, event, validation)
-        # before the answer leaves: whoever asks about it later finds it
+        # log before the answer is sent: a client that got it must find its record
         digests = tuple(adapter.digest for adapter in run.plan.adapters)
         outcome = _outcome(run, event, validation) if digests else None
         self._records.log(
@@ -69,14 +69,14 @@ class Finisher:
             run, metrics_of(run, meter.so_far(event.request_id, ""), failure=event.code)
         )
 
-    def left(self, run: RequestRun, meter: RequestMeter) -> InferenceMetrics:
-        """Nobody reads it any more: what it cost until then is written down all the same."""
+    def abandoned(self, run: RequestRun, meter: RequestMeter) -> InferenceMetrics:
+        """Record a request whose caller stopped reading, with its cost until then."""
         metrics = self.so_far(run, meter)
         self._without_answer(run, metrics)
         return metrics
 
     def so_far(self, run: RequestRun, meter: RequestMeter) -> InferenceMetrics:
-        """The figures of a request that is left at this moment."""
+        """The metrics of a request if it ended now."""
         request = run.request
         timeout_s = request.limits.timeout_s
         late = timeout_s is not None and time.monotonic() >= request.arrived_at + timeout_s
@@ -84,19 +84,19 @@ class Finisher:
         return metrics_of(run, meter.so_far(request.id, reason))
 
     async def _validated(self, run: RequestRun, event: Finished) -> ValidationResult | None:
-        """Half an answer is not judged: nothing but the clock is to blame for it."""
-        if event.choices[0] not in WHOLE or not run.may_be_judged:
+        """An answer that was cut off by time or by its caller is not validated."""
+        if event.choices[0] not in WHOLE or not run.may_be_validated:
             return None
         return await self._validators.validate("".join(run.texts), _context(run, event))
 
     def _without_answer(self, run: RequestRun, metrics: InferenceMetrics) -> None:
-        """No digests: nobody's verdict on what was never answered counts against an adapter."""
+        """Record without digests: a request without an answer must not count against an adapter."""
         self._records.log(InferenceRecord(metrics, own_tenant(run.request.tenant)))
 
 
 def _context(run: RequestRun, event: Finished) -> AnswerContext:
     prompt, trace = run.request.prompt, run.plan.trace
-    # an answer that may call tools may have any form
+    # if tools may be called, the answer may have any form
     free = isinstance(prompt, Chat) and bool(prompt.tools)
     return AnswerContext(
         response_format=run.response_format,
@@ -104,7 +104,7 @@ def _context(run: RequestRun, event: Finished) -> AnswerContext:
         task_type="" if free else run.task_type,
         code_language="" if trace is None else str(trace.features.get("code_language", "")),
         experts=names_of(run.plan),
-        # a text that was ended in time is whole, whatever ended it
+        # if its format was completed, the answer is whole, even if it ended at its limit
         finish_reason="stop" if _is_whole(run, event) else event.choices[0],
     )
 
@@ -114,16 +114,16 @@ def _is_whole(run: RequestRun, event: Finished) -> bool:
 
 
 def _outcome(run: RequestRun, event: Finished, validation: ValidationResult | None) -> bool | None:
-    """Whether the answer speaks for its adapters. One that the caller's own limit cut short says
-    nothing about them; nor does one of which only its being there could be checked, or adapters
-    whose form nobody checks would pass for the best."""
+    """Whether the answer counts for or against its adapters; None if it does not count. An answer
+    that was cut at the caller's limit does not count. Neither does an answer of which only the
+    existence could be checked: adapters whose answers have no form to check would seem the best."""
     if validation is None or validation.validator == GenericValidator.name:
         return None
     cut = event.choices[0] == "length" and run.request.limits.max_tokens is not None
     return None if cut else validation.valid
 
 
-# finish reasons of answers that came to an end of their own, or to their limit
+# finish reasons of answers that ended by themselves or at their limit
 WHOLE = ("stop", "length")
 
 
@@ -133,11 +133,11 @@ def metrics_of(
     validation: ValidationResult | None = None,
     failure: str | None = None,
 ) -> InferenceMetrics:
-    """`failure` is the code of what went wrong, if anything did. A job's times run from its
-    acceptance: what it waited to be begun is a part of its queue."""
+    """`failure` is the error code, if the request failed. A job's times start when it was accepted:
+    the wait until its start is part of its queue time."""
     usage, timings, reason = end.usage, end.timings, end.choices[0]
     adapters, arrived_at, now = run.plan.adapters, run.request.arrived_at, time.monotonic()
-    # this process's clock as seconds since 1970
+    # add it to a time.monotonic() value to get seconds since 1970
     epoch = time.time() - now
     submitted_at = run.request.submitted_at
     waited_s = 0.0 if submitted_at is None else max(epoch + arrived_at - submitted_at, 0.0)
@@ -174,7 +174,7 @@ def metrics_of(
 
 
 def _held_bytes(run: RequestRun, end: Finished) -> int:
-    """KV and adapters. Nothing of what it shared with everybody."""
+    """Bytes of its KV blocks and adapters, without memory that all requests share."""
     block_bytes = run.served.info.block_bytes.get(run.served.name, 0)
     return end.kv_blocks * block_bytes + end.adapter_bytes
 

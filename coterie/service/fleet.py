@@ -1,6 +1,6 @@
-"""Who serves: the specialists with their replicas and tokenizers, started, counted, closed.
+"""The specialists with their replicas and tokenizers: starts them, measures them, closes them.
 
-Holds what is the same for every request; `pipeline.py` walks one request through it.
+Everything here is shared by all requests; `pipeline.py` takes one request through it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
-    """Specialists that share an engine's weights, and the replicas that run it."""
+    """Specialists that share the weights of an engine, and the replicas that run it."""
 
     path: Path
-    # specialist -> the model string it was configured with
+    # specialist -> the model as it is written in the configuration
     specialists: Mapping[str, str]
     replicas: tuple[Replica, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ServedSpecialist:
-    """A specialist, ready."""
+    """A specialist that is ready to serve."""
 
     name: str
     model: str
@@ -58,13 +58,13 @@ class ServedSpecialist:
     replicas: ReplicaSet
     series: SpecialistSeries
     info: ReplicaInfo
-    # a max_tokens beyond the context becomes what is left of it, instead of a refusal
+    # if max_tokens exceeds the context, reduce it instead of refusing the request
     clamp_max_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingInputs:
-    """How requests find their adapters, and what is known of those that ran."""
+    """The routing settings, and the success rates of adapters."""
 
     settings: RoutingSettings | None = None
     outcomes: OutcomeRates | None = None
@@ -72,7 +72,7 @@ class RoutingInputs:
 
 @dataclass(frozen=True, slots=True)
 class BaseFingerprints:
-    """Fingerprints: of every specialist, and of one that was named."""
+    """Fingerprints of the base models: of all specialists, and of a named one."""
 
     every: tuple[str, ...]
     named: tuple[str, ...]
@@ -91,7 +91,8 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class ServiceHealth:
-    """`live`: the process works, and workers come. `ready`: every specialist can take a request."""
+    """`live`: the process works and its workers can start. `ready`: every specialist can take a
+    request."""
 
     live: bool
     ready: bool
@@ -128,7 +129,8 @@ class Fleet:
         return self._served[self.router.resolve(RouteHints(model)).specialist]
 
     def expected_wait_s(self, specialist: str | None = None) -> float:
-        """Until a request that came now would get its first token, by what workers last said."""
+        """Estimated time until a new request would get its first token, from the last reports of
+        the workers."""
         replicas = self.find(specialist).replicas
         if not replicas.ready():
             return min(replica.retry_after_s() for replica in replicas.members)
@@ -138,14 +140,14 @@ class Fleet:
         return self._served.keys()
 
     def fingerprints(self, specialist: str | None = None) -> BaseFingerprints:
-        """Of the first specialist when none is named."""
+        """The fingerprints; by default the named one is that of the first specialist."""
         named = self.find(specialist).info.fingerprint
         return BaseFingerprints(
             tuple(item.info.fingerprint for item in self._served.values()), (named,)
         )
 
     def adapter_infos(self, fingerprints: Collection[str]) -> dict[str, AdapterInfo]:
-        """Of the specialists with these models, by name."""
+        """The adapter limits of the specialists with these models, by name."""
         return {
             item.name: item.info.adapters
             for item in self._served.values()
@@ -153,9 +155,9 @@ class Fleet:
         }
 
     async def start(self) -> None:
-        """Load every group at once. When one cannot, none is left running."""
+        """Load all groups at the same time. If one fails, none is left running."""
         try:
-            # before any request can come
+            # before the first request
             await self.catalog.start()
             loaded = await all_or_none(self._start_group(group) for group in self._groups)
         except BaseException:
@@ -175,8 +177,9 @@ class Fleet:
         await self.catalog.close()
 
     def cards(self) -> tuple[ModelCard, ...]:
-        """Specialists, then the adapters that fit one, by name and alias. Where there are any,
-        `auto` too: a client that offers what is listed can leave the choice to the router."""
+        """The specialists, then the adapters that fit one, by name and alias. If there are
+        adapters, `auto` is listed too, so that users of a client can leave the choice to the
+        router."""
         bases = tuple(
             ModelCard(item.name, item.created, item.context, item.model)
             for item in self._served.values()
@@ -220,7 +223,7 @@ class Fleet:
         return ServiceHealth(live=live, ready=ready, specialists=details)
 
     def measure(self) -> None:
-        """Bring the gauges up to date."""
+        """Update the gauges."""
         for name, item in self._served.items():
             states = item.replicas.states()
             total = sum(state.total_tokens for state in states)
@@ -270,7 +273,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     from coterie.models.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
-    # remembered: later they are asked for on the event loop
+    # compute them now on this thread: they are cached, and later read on the event loop
     tokenizer.fingerprint()
     tokenizer.least_tokens("")
     return tokenizer
@@ -283,7 +286,7 @@ def _specialist(item: ServedSpecialist) -> Specialist:
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Every result; when one fails, the others are cancelled and have ended before it is raised."""
+    """All results. If one fails, the others are cancelled and end first."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return await asyncio.gather(*tasks)
@@ -301,7 +304,7 @@ def _details(item: ServedSpecialist) -> dict[str, Any]:
         for name, facts in (("experts", item.info.experts), ("adapters", item.info.adapters))
         if facts is not None
     }
-    # a table of every module says nothing of health
+    # the table of modules says nothing about health
     extras.get("adapters", {}).pop("modules", None)
     return {
         "ready": item.replicas.ready(),
@@ -339,7 +342,8 @@ def measure_adapters(
 
 
 def _residency(registry: MetricRegistry, catalog: AdapterCatalog, item: ServedSpecialist) -> None:
-    """By every name that means a resident digest, in use or not: routers ask who is warm."""
+    """Report each name that means a resident digest, in use or not: external routers read which
+    adapters are loaded."""
     resident = {d for state in item.replicas.states() for d in state.resident_adapters}
     for name, card in catalog.current().items():
         if card.digest in resident:

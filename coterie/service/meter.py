@@ -1,6 +1,6 @@
-"""What one request's events say about speed and success, written into the metrics.
+"""Writes the speed and success of requests into the metrics, from their events.
 
-Reads events, changes none. Sits on the path of every token: one clock reading per batch of events.
+It is on the path of every token, so it reads the clock only once per batch of events.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PHASES = ("grammar", "queue", "adapters", "prefill", "decode", "moe_stall", "moe
 
 
 class SpecialistSeries:
-    """The hot series of one specialist, looked up once."""
+    """The often used metric series of one specialist, looked up once."""
 
     def __init__(self, registry: MetricRegistry, specialist: str) -> None:
         self.registry, self.specialist = registry, specialist
@@ -51,7 +51,7 @@ class SpecialistSeries:
         }
 
     def spent(self, end: Finished) -> None:
-        """Where a request's time went."""
+        """Record how the time of a request was spent."""
         timings, moe = end.timings, end.moe or MoeUsage()
         seconds = (
             timings.grammar_s,
@@ -73,7 +73,7 @@ class SpecialistSeries:
 
 
 class RequestMeter:
-    """One request's."""
+    """Measures one request."""
 
     __slots__ = (
         "_arrived_at", "_last_at", "_lengths", "_num_tokens", "_series", "_started", "_started_at",
@@ -82,7 +82,7 @@ class RequestMeter:
 
     def __init__(self, series: SpecialistSeries, arrived_at: float, choices: int) -> None:
         self._series = series
-        # most tokens of a choice, once the prompt was counted
+        # token limit of a choice; known when the prompt has been tokenised
         self.max_tokens: int | None = None
         self._arrived_at = arrived_at
         self._last_at = [0.0] * choices
@@ -93,7 +93,7 @@ class RequestMeter:
         self.first_token_s: float | None = None
 
     def so_far(self, request_id: str, reason: str) -> Finished:
-        """What can be told of a request whose engine says nothing more."""
+        """A `Finished` event for a request whose engine sends nothing more."""
         total_s = time.monotonic() - self._arrived_at
         started = self._started or Started(request_id, "", 0, 0)
         timings = Timings(
@@ -151,7 +151,7 @@ class RequestMeter:
             series.registry.value("vllm:request_success", series.specialist, reason).add()
 
     def _observe_phases(self, event: Finished) -> None:
-        """What vLLM's dashboards show of a request: its phases and its sizes."""
+        """The phases and sizes of a request, as vLLM's dashboards show them."""
         series, timings, usage = self._series, event.timings, event.usage
         series.queue_time.observe(timings.queue_s)
         series.inference_time.observe(max(timings.total_s - timings.queue_s, 0.0))
@@ -169,7 +169,7 @@ class RequestMeter:
             series.request_max_tokens.observe(self.max_tokens)
 
 
-# names that get a series of their own
+# number of expert names that get their own series
 MAX_NAMED = 200
 
 
@@ -178,7 +178,7 @@ class RouteMeter:
         self._registry = registry
         self._router = registry.histogram("coterie_router_seconds")
         self._validation = registry.histogram("coterie_validation_seconds")
-        # the base alone has its own, however many others there are
+        # the base model always has its own series
         self._decisions = {"none": registry.value("coterie_route_decisions", "none")}
 
     def planned(self, plan: RoutePlan, router_s: float) -> None:
@@ -204,10 +204,10 @@ class RouteMeter:
             self._validation.observe(validation.duration_ms / 1000)
 
     def _decision(self, name: str) -> MetricValue:
-        found = self._decisions.get(name)
-        if found is None:
+        series = self._decisions.get(name)
+        if series is None:
             if len(self._decisions) >= MAX_NAMED:
                 return self._registry.value("coterie_route_decisions", "other")
-            found = self._registry.value("coterie_route_decisions", name)
-            self._decisions[name] = found
-        return found
+            series = self._registry.value("coterie_route_decisions", name)
+            self._decisions[name] = series
+        return series

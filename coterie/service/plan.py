@@ -1,6 +1,6 @@
-"""Who answers a request, with what there is room for: the router's plan, made to fit.
+"""Decides who answers a request: the router's plan, reduced to what fits into memory.
 
-Runs on the event loop before anything else of a request; nothing here waits.
+Runs on the event loop as the first step of a request; nothing here waits.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from coterie.service.meter import RouteMeter
 if TYPE_CHECKING:
     from coterie.service.fleet import ServedSpecialist
 
-# times that a plan is made anew without what does not fit, before the base answers alone
+# how often a plan is made again without the adapters that do not fit, before the base model answers
 MAX_TRIES = 3
 
 
 class RequestPlanner:
-    def __init__(self, roster: Fleet, meter: RouteMeter) -> None:
-        self._roster, self._meter = roster, meter
+    def __init__(self, fleet: Fleet, meter: RouteMeter) -> None:
+        self._fleet, self._meter = fleet, meter
 
     def plan(self, request: InferenceRequest, vendor: Sampling) -> RequestRun:
         began = time.monotonic()
-        plan = self._roster.router.plan(request, vendor)
-        # a caller of a vendor's dialect gets exactly what it named, or a refusal
+        plan = self._fleet.router.plan(request, vendor)
+        # a caller of a vendor's dialect gets exactly the adapters it named, or an error
         if plan.adapters and plan.trace is not None:
             plan = self._fitted(request, vendor, plan)
         routed_at = time.monotonic()
         self._meter.planned(plan, routed_at - began)
-        served = self._roster.find(plan.specialist)
-        wanted = request.response_format or plan.tuned.response_format
-        return RequestRun(request, plan, served, routed_at, routed_at - began, wanted)
+        served = self._fleet.find(plan.specialist)
+        answer_format = request.response_format or plan.tuned.response_format
+        return RequestRun(request, plan, served, routed_at, routed_at - began, answer_format)
 
-    def again(self, run: RequestRun, vendor: Sampling, left: list[LeftOutAdapter]) -> RequestRun:
-        """The plan without what could not be loaded: other experts, or the base."""
-        request = without(run.request, run.plan, left)
+    def plan_without(
+        self, run: RequestRun, vendor: Sampling, left: list[LeftOutAdapter]
+    ) -> RequestRun:
+        """The plan without the adapters that could not be loaded."""
+        request = request_without(run.request, run.plan, left)
         planned = self.plan(request, vendor)
         if {item.digest for item in planned.plan.adapters} & {i.adapter.digest for i in left}:
             planned = self.plan(base_alone(run.request, run.plan), vendor)
@@ -56,12 +58,16 @@ class RequestPlanner:
         while left := left_out(plan, self._room(request, plan), self._profile):
             gone += left
             tries += 1
-            make = base_alone(request, plan) if tries > MAX_TRIES else without(request, plan, left)
-            request, plan = make, self._roster.router.plan(make, vendor)
+            reduced = (
+                base_alone(request, plan)
+                if tries > MAX_TRIES
+                else request_without(request, plan, left)
+            )
+            request, plan = reduced, self._fleet.router.plan(reduced, vendor)
         return with_left_out(plan, gone)
 
     def _room(self, request: InferenceRequest, plan: RoutePlan) -> AdapterLimits:
-        served = self._roster.find(plan.specialist)
+        served = self._fleet.find(plan.specialist)
         info = served.info.adapters
         context = min(served.context, request.limits.context_size or served.context)
         if info is None:
@@ -69,7 +75,7 @@ class RequestPlanner:
         return AdapterLimits(info.device_bytes, context, info.modules.has_bias)
 
     def _profile(self, digest: str) -> AdapterProfile | None:
-        catalog = self._roster.catalog
+        catalog = self._fleet.catalog
         card = catalog.by_digest(digest)
         return None if card is None else catalog.profile(card)
 
@@ -79,18 +85,18 @@ class RequestRun:
     request: InferenceRequest
     plan: RoutePlan
     served: ServedSpecialist
-    # time.monotonic() when the plan was there, and what deciding took
+    # time.monotonic() when the plan was ready, and the seconds it took
     routed_at: float
     router_s: float
-    # what the answer is held to: the caller's, or that of the adapter alone
+    # the format of the answer: the caller's, or that of the adapter if it is the only one
     response_format: ResponseFormat | None = None
-    # what checking it took
+    # seconds that checking the format took
     grammar_s: float = 0.0
-    # most tokens of a choice, once the prompt was counted
+    # token limit of a choice; known when the prompt has been tokenised
     max_tokens: int | None = None
-    # the prompt as it runs
+    # the tokens of the prompt
     prompt_ids: tuple[int, ...] = ()
-    # of the first choice, as it came; only where somebody may judge it
+    # text of the first choice, in pieces; only if it may be validated
     texts: list[str] = field(default_factory=list)
 
     @property
@@ -98,37 +104,37 @@ class RequestRun:
         return "" if self.plan.trace is None else self.plan.trace.task_type
 
     @property
-    def may_be_judged(self) -> bool:
-        """Some validator may know what the answer must look like."""
+    def may_be_validated(self) -> bool:
+        """Whether a validator may exist for the answer."""
         plan = self.plan
         known = self.response_format is not None or plan.trace is not None
         return known or bool(plan.adapters)
 
 
-def lowered(plan: RoutePlan, asked: int, allowed: int) -> RoutePlan:
-    """`plan` that says at which priority it runs, and why."""
-    said = f"priority {asked} lowered to {allowed}: this key has no right to more"
-    return replace(plan, lowered_priority=allowed, reasons=(*plan.reasons, said))
+def with_lowered_priority(plan: RoutePlan, requested: int, allowed: int) -> RoutePlan:
+    """`plan` with a reason that names the lower priority it runs at."""
+    reason = f"priority {requested} lowered to {allowed}: this key has no right to more"
+    return replace(plan, lowered_priority=allowed, reasons=(*plan.reasons, reason))
 
 
-# a prompt and an answer need a place behind the soft tokens
+# positions that must remain after the soft tokens: one of the prompt, one of the answer
 MIN_TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """For the adapters of one request."""
+    """The limits for the adapters of one request."""
 
     nbytes: int
-    # positions of the context, of which soft prompts take some
+    # positions of the context; soft prompts use some of them
     tokens: int
-    # of the base's modules
+    # whether the base model's modules have a bias
     has_bias: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOutAdapter:
-    """An adapter that was left out, and why."""
+    """An adapter that was left out, and the reason."""
 
     adapter: AdapterChoice
     why: str
@@ -137,13 +143,19 @@ class LeftOutAdapter:
 def left_out(
     plan: RoutePlan, room: AdapterLimits, profile: Callable[[str], AdapterProfile | None]
 ) -> list[LeftOutAdapter]:
-    """Which of the plan's adapters find no room, the better scored ones served first.
+    """The adapters of the plan that do not fit. Adapters with better scores get room first.
 
-    One that requires others is kept together with them, or not at all.
+    An adapter that requires others is kept together with them, or not at all.
     """
-    known = {item.digest: found for item in plan.adapters if (found := profile(item.digest))}
+    known = {
+        item.digest: item_profile
+        for item in plan.adapters
+        if (item_profile := profile(item.digest))
+    }
     if not all(is_exact(item.weight) for item in plan.adapters):
-        known = {digest: replace(found, narrow_bytes=0) for digest, found in known.items()}
+        known = {
+            digest: replace(item_profile, narrow_bytes=0) for digest, item_profile in known.items()
+        }
     if _fits(known.values(), room):
         return []
     scores = {} if plan.trace is None else {c.digest: c.score for c in plan.trace.candidates}
@@ -159,10 +171,10 @@ def left_out(
     ]
 
 
-def without(
+def request_without(
     request: InferenceRequest, plan: RoutePlan, left: Sequence[LeftOutAdapter]
 ) -> InferenceRequest:
-    """The request that asks for what is left of its plan."""
+    """The request for a plan without the adapters that were left out."""
     hints = request.hints
     dropped = {item.adapter.digest for item in left}
     if plan.trace is not None and plan.trace.candidates:
@@ -180,24 +192,24 @@ def base_alone(request: InferenceRequest, plan: RoutePlan) -> InferenceRequest:
 
 
 def with_left_out(plan: RoutePlan, left: Sequence[LeftOutAdapter]) -> RoutePlan:
-    """`plan` that says what was left out of it."""
+    """`plan` with the adapters that were left out, and the reasons."""
     trace = plan.trace
     if trace is None or not left:
         return plan
     why = {item.adapter.digest: item.why for item in left}
-    said = tuple(f"dropped {item.adapter.name}: {item.why}" for item in left)
+    dropped = tuple(f"dropped {item.adapter.name}: {item.why}" for item in left)
 
-    def judged(candidate: Candidate) -> Candidate:
+    def with_reason(candidate: Candidate) -> Candidate:
         reason = why.get(candidate.digest)
         if reason is None:
             return candidate
         return replace(candidate, chosen=False, why=f"does not fit: {reason}")
 
-    candidates = tuple(judged(candidate) for candidate in trace.candidates)
+    candidates = tuple(with_reason(candidate) for candidate in trace.candidates)
     return replace(
         plan,
-        reasons=plan.reasons + said,
-        trace=replace(trace, candidates=candidates, degraded=trace.degraded + said),
+        reasons=plan.reasons + dropped,
+        trace=replace(trace, candidates=candidates, degraded=trace.degraded + dropped),
     )
 
 
@@ -209,7 +221,7 @@ def _fits(profiles: Iterable[AdapterProfile], room: AdapterLimits) -> bool:
 
 
 def _nbytes(stack: Sequence[AdapterProfile], room: AdapterLimits) -> int:
-    """As the pool composes it: one part in fp32 makes the others so."""
+    """Bytes of the stack as the pool composes it: one part in fp32 makes the others fp32 too."""
     if all(profile.narrow_bytes for profile in stack):
         return sum(profile.narrow_bytes for profile in stack)
     shifts = sum(profile.shift_bytes for profile in stack) if room.has_bias else 0
@@ -217,18 +229,18 @@ def _nbytes(stack: Sequence[AdapterProfile], room: AdapterLimits) -> int:
 
 
 def _with_required(digest: str, known: dict[str, AdapterProfile]) -> dict[str, AdapterProfile]:
-    """`digest` and, of the others in the stack, all that it stands on."""
+    """`digest` and all other adapters of the stack that it requires."""
     by_name = {profile.card.name: key for key, profile in known.items()}
-    found: dict[str, AdapterProfile] = {}
-    wanted = [digest]
-    while wanted:
-        key = wanted.pop()
-        if key in found:
+    required: dict[str, AdapterProfile] = {}
+    pending = [digest]
+    while pending:
+        key = pending.pop()
+        if key in required:
             continue
-        found[key] = known[key]
+        required[key] = known[key]
         names = (name.partition("@")[0] for name in known[key].requires)
-        wanted += [by_name[name] for name in names if name in by_name]
-    return found
+        pending += [by_name[name] for name in names if name in by_name]
+    return required
 
 
 def _why(profile: AdapterProfile, room: AdapterLimits) -> str:

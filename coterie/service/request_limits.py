@@ -1,7 +1,8 @@
-"""Events of a request that is answered with what there is when its time is over.
+"""Limits of a request: its deadline, and how often a user may send requests.
 
-`Started` always comes first, and a deadline that passes, even in the queue or while no worker
-answers, ends in `Finished` with the reason "timeout".
+With a deadline, `Started` always comes first, and when the deadline passes, even in the queue or
+while no worker answers, the events end with `Finished` and the reason "timeout". The answer is the
+text so far.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from coterie.core.events import (
 from coterie.core.lru import LruCache
 from coterie.core.request import InferenceRequest
 
-# the engine keeps deadlines itself, and tells more; past this it is not waited for
+# the engine also checks deadlines and knows more details, so it gets this much additional time
 GRACE_S = 1.0
 
 Events = AsyncGenerator[Event, None]
 
 
 async def until_deadline(
-    events: Events, request: InferenceRequest, left: Sequence[InferenceMetrics] = ()
+    events: Events, request: InferenceRequest, aborted: Sequence[InferenceMetrics] = ()
 ) -> Events:
-    """`events` with the promises above. Closing it closes them, which aborts the request, and its
-    figures are in `left` then."""
+    """`events` with the guarantees above. Closing it closes `events`, which aborts the request;
+    then its metrics are in `aborted`."""
     progress = _Progress(request)
     async with aclosing(events):
         while True:
@@ -46,17 +47,17 @@ async def until_deadline(
                 yield item
             if isinstance(event, (Finished, Failed)):
                 return
-    for item in progress.cut(left[-1] if left else None):
+    for item in progress.cut(aborted[-1] if aborted else None):
         yield item
 
 
 async def _next(events: Events, deadline: float | None) -> Event | None:
-    """None when the time is over, whoever noticed."""
+    """The next event; None if the deadline has passed."""
     if deadline is None:
-        # a timer for each token costs half as much as the token itself
+        # a timer per token would cost half as much as the token itself
         return await anext(events)
     try:
-        # around one event: the next may be awaited by another task
+        # one timeout per event, because another task may await the next event
         async with asyncio.timeout_at(deadline) as timer:
             event = await anext(events)
     except DeadlineExceeded:
@@ -70,15 +71,15 @@ async def _next(events: Events, deadline: float | None) -> Event | None:
 
 
 class _Progress:
-    """What is known of a request when nobody else will tell it."""
+    """What is known about a request, for the last events if the engine does not send them."""
 
     def __init__(self, request: InferenceRequest) -> None:
         self.id, self.arrived_at = request.id, request.arrived_at
         timeout_s = request.limits.timeout_s
-        # the event loop's clock and time.monotonic() have the same seconds, not the same zero
-        behind_s = asyncio.get_running_loop().time() - time.monotonic()
+        # the event loop's clock and time.monotonic() may have different zero points
+        offset_s = asyncio.get_running_loop().time() - time.monotonic()
         self.deadline = (
-            None if timeout_s is None else request.arrived_at + timeout_s + GRACE_S + behind_s
+            None if timeout_s is None else request.arrived_at + timeout_s + GRACE_S + offset_s
         )
         self.started: Started | None = None
         self.num_tokens = 0
@@ -110,7 +111,7 @@ class _Progress:
         )
 
 
-# a user who was quiet may ask this many seconds' worth at once
+# a user who was idle may send the requests of this many seconds at once
 BURST_S = 10.0
 MAX_USERS = 100_000
 
@@ -124,15 +125,15 @@ class UserRate:
         clock: Callable[[], float] = time.monotonic,
         max_users: int = MAX_USERS,
     ) -> None:
-        """`per_second` 0 limits nobody."""
+        """`per_second` 0 means no limit."""
         self.per_second = per_second
         self.burst = max(1.0, per_second * BURST_S)
         self._clock = clock
-        # (tokens left, when that was)
+        # user -> (tokens left, time of that count)
         self._buckets: LruCache[User, tuple[float, float]] = LruCache(max_users)
 
     def take(self, tenant: str, user: str) -> None:
-        """One request of this user; refused with the time of the next one."""
+        """Count one request of this user. Raises if the rate is exceeded, with the time to wait."""
         if not self.per_second:
             return
         now, key = self._clock(), (tenant, user)

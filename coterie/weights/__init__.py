@@ -1,1 +1,1 @@
-"""Where a model's bytes come from. Knows not what the tensors are for."""
+"""Finds, fetches and reads a model's files. Does not know what the tensors are used for."""

@@ -1,7 +1,7 @@
-"""One door to a model's weights, whatever the format.
+"""One interface to a model's weights, for every file format.
 
-`open_checkpoint` answers with Hugging Face names and config keys for a GGUF file or a directory of
-safetensors. Tensors are read when asked for, as stored. Pickle is never opened.
+`open_checkpoint` presents a GGUF file or a directory of safetensors with Hugging Face names and
+config keys. A tensor is read only when requested, as stored. Pickle files are never opened.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from coterie.weights.quantize import Weight, dense
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
-# bytes of each tensor that enter the fingerprint beside the header
+# bytes of each tensor that are hashed into the fingerprint, together with the header
 _SAMPLE_BYTES = 4096
 
 
@@ -53,11 +53,11 @@ class Checkpoint(Protocol):
         ...
 
     def extent(self, name: str) -> FileExtent:
-        """Where `name` lies on disk, its rows in the file's order."""
+        """Where `name` is on disk, with its rows in the file's order."""
         ...
 
     def release(self) -> None:
-        """Give back the pages that reading has filled; tensors that were read stay valid."""
+        """Releases the memory pages that reading has filled; tensors that were read stay valid."""
         ...
 
     def fingerprint(self) -> str: ...
@@ -132,7 +132,7 @@ class GGUFCheckpoint:
         return digest.hexdigest()
 
     def without_tensors(self) -> bytes:
-        """A GGUF file with this one's metadata and no tensors: all that a tokenizer needs."""
+        """A GGUF file with this file's metadata and no tensors: enough for a tokenizer."""
         head = bytearray(self._data[: self._file.metadata_bytes].tobytes())
         head[8:16] = bytes(8)  # the number of tensors
         return bytes(head)
@@ -147,9 +147,10 @@ class GGUFCheckpoint:
         return values
 
     def _row_order(self, info: TensorInfo) -> npt.NDArray[np.int64] | None:
-        """Undoes the converter's reordering of q and k: pairs (2i, 2i+1) back to halves (i, i+d/2).
+        """Reverts the converter's reordering of q and k: pairs (2i, 2i+1) back to halves (i,
+        i+d/2).
 
-        Rows are whole, so this holds for quantised rows as well.
+        Only whole rows move, so this works for quantised rows as well.
         """
         part = info.name.split(".")[-2]
         if not self._permuted or part not in ("attn_q", "attn_k"):

@@ -1,6 +1,6 @@
-"""Where a tensor's bytes lie in a file, and how a file's pages leave memory again.
+"""Where a tensor's bytes are in a file, and how a file's pages are released from memory.
 
-Mapped files fill the page cache; whoever has read what it wanted gives the pages back here.
+Mapped files fill the page cache; code that has finished reading releases the pages here.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class FileExtent:
 
 
 def release(path: Path, mapped: npt.NDArray[np.uint8]) -> None:
-    """Gives back the pages of a mapped file. Views stay valid: a page that is touched again is
-    read again, alone. The mapping must hold nothing that was written to it."""
+    """Releases the pages of a mapped file. Views stay valid: a page that is used again is read
+    again, alone. The mapping must not contain anything that was written to it."""
     mapping = getattr(mapped, "_mmap", None)
     if isinstance(mapping, mmap.mmap) and _DROP_MAPPED is not None:
         mapping.madvise(_DROP_MAPPED)
@@ -48,19 +48,19 @@ def release(path: Path, mapped: npt.NDArray[np.uint8]) -> None:
 
 
 def drop_cached(handle: int, offset: int, nbytes: int) -> None:
-    """Forgets the clean cached pages of a range; `nbytes` 0 means to the end."""
+    """Drops the unmodified cached pages of a range; `nbytes` 0 means to the end."""
     if _advise_file is not None:
         _advise_file(handle, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def expect_random(handle: int) -> None:
-    """No read-ahead: what is asked for is read, and nothing beside it."""
+    """Turns off read-ahead: only the requested bytes are read."""
     if _advise_file is not None:
         _advise_file(handle, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 def samples(path: Path, starts: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-    """The bytes of each (offset, length), read without read-ahead and not left in the cache."""
+    """The bytes of each (offset, length), read without read-ahead and not kept in the cache."""
     with _opened(path) as handle:
         expect_random(handle)
         for offset, nbytes in starts:
@@ -103,7 +103,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Waits until `path` is ours. The file stays: removing it would race with those who wait."""
+    """Waits for the lock on `path`. The file is not removed: that would race with other waiters."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -126,7 +126,7 @@ if sys.platform == "win32":
                 time.sleep(0.2)
 
     def try_lock(handle: int) -> bool:
-        """Whether an open file is ours now; it stays so until it is closed."""
+        """Whether the lock on an open file was obtained; it is held until the file is closed."""
         try:
             msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
         except OSError:
@@ -140,7 +140,7 @@ else:
         fcntl.flock(handle, fcntl.LOCK_EX)
 
     def try_lock(handle: int) -> bool:
-        """Whether an open file is ours now; it stays so until it is closed."""
+        """Whether the lock on an open file was obtained; it is held until the file is closed."""
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

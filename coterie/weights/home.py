@@ -1,8 +1,8 @@
-"""Where Coterie keeps what it writes: models, compiled kernels, state.
+"""The folders that Coterie writes to: models, compiled kernels, state.
 
-`$COTERIE_HOME` holds everything when it is set. Without it, the platform's user directories: what
-can be fetched or built again lies in the user's cache directory, state in the state directory.
-Creates nothing; whoever writes makes the folder.
+`$COTERIE_HOME` contains everything if it is set. Otherwise the platform's user directories are
+used: the cache directory for what can be fetched or built again, the state directory for the rest.
+Creates no folder; the code that writes creates it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def kernels_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """Keys and records that cannot be fetched again: never inside a cache folder people delete."""
+    """Keys and records that cannot be fetched again: never in a cache folder that people delete."""
     override = _override()
     return override / "state" if override else _state_directory() / "state"
 
@@ -60,6 +60,6 @@ def _local_app_data() -> Path:
 
 
 def _xdg(variable: str, default: str) -> Path:
-    # the XDG rules say that a relative path is to be ignored
+    # the XDG specification says that relative paths are ignored
     value = os.environ.get(variable, "")
     return Path(value) if os.path.isabs(value) else Path.home() / default

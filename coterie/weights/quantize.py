@@ -1,7 +1,8 @@
-"""Weights as stored, and the step from one precision to another.
+"""Weights as stored, and conversion from one precision to another.
 
-Owns the layouts kernels read (dense, int8, int4: groups of 32 along a row; GGUF's K blocks) and
-their conversion. Nothing that is already at or below the bits asked for is rounded a second time.
+Defines the layouts that kernels read (dense, int8, int4: groups of 32 along a row; GGUF's K blocks)
+and converts between them. A weight that already has the requested bits or fewer is not rounded
+again.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ GROUP = 32
 
 DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
 
-# rows are quantised in slices of about this many elements, to bound the temporaries
+# rows are quantised in slices of about this many elements, to limit temporary memory
 _SLICE_ELEMENTS = 1 << 22
 
-# rounds of least squares for an int4 group; the error stops falling visibly after four
+# iterations of least squares for an int4 group; after four the error hardly falls
 _REFINEMENTS = 4
 
 
@@ -97,7 +98,8 @@ Weight = DenseWeight | Int8Weight | Int4Weight | GgufBlocks
 
 
 def dense(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values, computed in fp32 and then rounded to `dtype` (the stored tensor when it fits)."""
+    """The values, computed in fp32 and then rounded to `dtype` (the stored tensor if it already has
+    it)."""
     if isinstance(weight, DenseWeight):
         return weight.tensor.to(dtype)
     rows, columns = weight.shape
@@ -115,11 +117,11 @@ def dense(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def convert(weight: Weight, dtype: str) -> Weight:
-    """`weight` at the precision asked for.
+    """`weight` in the requested precision.
 
     auto: as stored (fp16 becomes fp32, which holds it exactly). fp32, bf16: dense. int8, int4:
-    dense matrices are rounded once; what is already quantised stays as it is, and so do vectors
-    and rows that are not a multiple of 32 long.
+    dense matrices are rounded once; weights that are already quantised stay as they are, and so do
+    vectors and rows whose length is not a multiple of 32.
     """
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")

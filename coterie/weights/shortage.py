@@ -1,6 +1,6 @@
-"""Memory that could not be had, whoever says so: the system, Python, torch or CUDA.
+"""Recognises a failed memory allocation, reported by the system, Python, torch or CUDA.
 
-Each of them raises an error of its own; callers want one question and one typed answer.
+Each of them raises a different error; callers need one test and one typed error.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import torch
 
 from coterie.core.errors import WeightsError
 
-# what torch's allocators and a thread that finds no room for its stack say in a RuntimeError
-_SAYINGS = ("can't allocate memory", "out of memory", "can't start new thread")
+# texts of a RuntimeError from torch's allocators, or from a thread that has no memory for its stack
+_MESSAGES = ("can't allocate memory", "out of memory", "can't start new thread")
 
 
 class MemoryShortage(WeightsError):
-    """An allocation failed. Less may still fit."""
+    """An allocation failed. A smaller one may still succeed."""
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -24,4 +24,4 @@ def is_shortage(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(saying in str(error) for saying in _SAYINGS)
+    return isinstance(error, RuntimeError) and any(saying in str(error) for saying in _MESSAGES)

@@ -1,1 +1,1 @@
-"""How the service reaches an engine: one contract, several transports, restarts."""
+"""How the service uses an engine: one contract, several transports, restarts."""

@@ -1,7 +1,7 @@
-"""Adapters as people write them -> adapters by digest: an installed name, a package, a directory.
+"""Finds adapters by what users write: an installed name, a package, a directory.
 
-`NAME[@VERSION]` or a path, `=WEIGHT` behind it or not. Goes through the registry, whose checks
-(signature, content, base model) hold here too.
+The form is `NAME[@VERSION]` or a path, optionally followed by `=WEIGHT`. Uses the registry, so its
+checks (signature, content, base model) apply here too.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Named = str | tuple[str, float]
 
 
 class AdapterNames:
-    """`root`: the registry's folder; None = this user's own."""
+    """`root`: the registry's folder; None = the folder of this user."""
 
     def __init__(self, root: Path | None = None, *, allow_unsigned: bool = False) -> None:
         self._root = root or state_dir() / "experts"
         self._allow_unsigned = allow_unsigned
         self._registry: AdapterRegistry | None = None
-        # adapters this very process brought in: not installed, and nobody else's
+        # adapters that this process imported from paths: they are not installed
         self.imported: dict[str, AdapterCard] = {}
 
     @property
@@ -42,8 +42,8 @@ class AdapterNames:
     def choose(
         self, named: Sequence[Named] | str, fingerprint: str
     ) -> tuple[tuple[AdapterChoice, ...], int]:
-        """The stack in the order given, and how many virtual tokens it puts before a prompt.
-        `fingerprint` is the model's: an adapter that is made for others is refused."""
+        """The stack in the given order, and the number of virtual tokens that it puts before a
+        prompt. `fingerprint` is the model's; adapters for other models are refused."""
         stack, tokens = [], 0
         for item in [named] if isinstance(named, str) else named:
             name, weight = parse(item)
@@ -59,7 +59,7 @@ class AdapterNames:
             try:
                 return self._open().find(*_versioned(name))
             except NotFound:
-                # a folder of that name beside us is what is left to be meant
+                # it may still be the path of a folder in the working directory
                 if not path.exists():
                     raise
         if not path.exists():
@@ -78,7 +78,7 @@ class AdapterNames:
         else:
             from coterie.packages.trust import TrustStore
 
-            # beside the registry's folder, as `coterie keys` keeps it
+            # `coterie keys` stores the trusted keys beside the registry's folder
             trust = TrustStore(self._root.parent / "trust.json")
             card = registry.import_package(path, trust=trust, allow_unsigned=self._allow_unsigned)
         self.imported[str(path)] = card
@@ -93,7 +93,7 @@ class AdapterNames:
 
 
 def parse(item: Named) -> tuple[str, float]:
-    """`NAME_OR_PATH[=WEIGHT]`, or the two apart."""
+    """Name and weight, from `NAME_OR_PATH[=WEIGHT]` or from a pair."""
     if not isinstance(item, str):
         name, weight = item
         return _weighted(name, float(weight))

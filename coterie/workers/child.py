@@ -1,13 +1,15 @@
-"""The worker process, `python -m coterie.workers.child SOCKET`: one engine, gone with its parent.
+"""The worker process, `python -m coterie.workers.child SOCKET`: one engine. It ends with its
+parent.
 
 Standard input is the lifeline: the parent writes the `WorkerSpec` (8 bytes of length, then msgpack)
-and keeps the pipe open; its end means that the parent is gone. Standard output is the heartbeat: a
-byte now and then, from a thread of its own. Signals meant for the whole group are ignored: the
+and keeps the pipe open; when the pipe closes, the parent is gone. Standard output is the heartbeat:
+a separate thread writes a byte at intervals. Signals to the whole process group are ignored: the
 parent decides when running requests have ended.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -24,17 +26,17 @@ from coterie.workers import wire
 from coterie.workers.contract import ReplicaInfo, WorkerCommand, WorkerReport
 from coterie.workers.loop import serve
 
-# standard input's descriptor
+# the descriptor of standard input
 LIFELINE = 0
 BEAT_S = 0.5
 
 
 class WorkerChannel:
-    """The child's end of the socket."""
+    """The socket in the worker process."""
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        # enough to hand over the last words, not enough to hang on a parent that is gone
+        # long enough to send the last messages, short enough not to wait for a parent that is gone
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.connect(address)
 
@@ -66,9 +68,13 @@ def main(address: str) -> int:
     threading.Thread(target=_watch, name="lifeline", daemon=True).start()
     channel = WorkerChannel(address)
     try:
-        # torch is imported here, after the lifeline is watched: loading takes seconds
+        # import torch only now: it takes seconds, and the lifeline must already be watched. What an
+        # import makes stays to the end: looking for garbage in it would take a tenth longer.
+        gc.disable()
         from coterie.workers.host import build_engine
 
+        gc.freeze()
+        gc.enable()
         host = build_engine(spec)
         if (fault := fault_of(host.info, ReplicaInfo)) is not None:
             raise InternalError(f"what was loaded cannot be told: {fault}")
@@ -98,8 +104,8 @@ def _read_command(message: bytes) -> WorkerCommand:
         return command
 
 
-# Straight from the descriptor: a buffered reader's lock, held by the watching thread, would be
-# fatal when the interpreter shuts down.
+# Reads directly from the descriptor: the watching thread would hold the lock of a buffered reader,
+# which is a fatal error when the interpreter shuts down.
 def _read(size: int) -> bytes:
     data = b""
     while len(data) < size:
@@ -111,7 +117,7 @@ def _read(size: int) -> bytes:
 
 
 def _heartbeat() -> int:
-    """The pipe that was standard output; whatever a library prints goes where the log goes."""
+    """The pipe that was standard output. From now on, output of libraries goes to the log."""
     pipe = os.dup(1)
     os.set_blocking(pipe, False)
     os.dup2(2, 1)
@@ -123,7 +129,7 @@ def _beat(pipe: int) -> None:
         try:
             os.write(pipe, b".")
         except BlockingIOError:
-            # the parent is stopped, and will read what is there
+            # the pipe is full because the parent is stopped; it will read what is there
             pass
         except OSError:
             return

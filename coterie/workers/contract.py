@@ -1,6 +1,6 @@
-"""The contract that every transport keeps between the service and an engine.
+"""The contract between the service and an engine; every transport implements it.
 
-A `WorkerSpec` says what to load, a `WorkerCommand` what to do, a `WorkerReport` what came of it.
+A `WorkerSpec` says what to load, a `WorkerCommand` what to do, a `WorkerReport` what happened.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ class WorkerSpec:
     lanes: tuple[LaneConfig, ...]
     dtype: str = "auto"
     device: str = "auto"
-    threads: int = 0  # 0 = every core
-    kv_bytes: int = 0  # 0 = by the machine's free memory
+    threads: int = 0  # 0 = all cores
+    kv_bytes: int = 0  # 0 = depends on the machine's free memory
     log_level: str = "info"
     dispatch: MoeSettings = AUTOMATIC
     adapters: AdapterSettings = DEFAULTS
-    # folder of adapters by digest; empty = this worker runs none
+    # folder of adapters by digest; empty = this worker runs no adapters
     library: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class MoeInfo:
-    """Routed experts, as they were placed at start. `weight_bytes` leaves them out."""
+    """Routed experts as they were placed at start. `weight_bytes` does not include them."""
 
     strategy: str
     count: int
     device_slots: int
     host_slots: int
-    # all of them; what both tiers may take; what one token passes through
+    # bytes of all experts; of both tiers; of the experts that one token uses
     expert_bytes: int
     held_bytes: int
     token_bytes: int
-    # why less is in place than was asked for; "" when all is
+    # why fewer experts are in place than configured; "" if all are
     fallback: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """Room for adapters, fixed at start."""
+    """Memory for adapters, fixed at start."""
 
     device_bytes: int
     host_bytes: int
     max_stacks: int
-    # what of the model they may change
+    # the modules of the model that adapters may change
     modules: AdaptableModules = NO_MODULES
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoad:
-    """What one adapter's loads cost since start, and whether a stack with it is on the device.
+    """The loads of one adapter since start, and whether a stack with it is on the device.
 
-    A stack's times count for each of its adapters.
+    The times of a stack count for each of its adapters.
     """
 
     digest: str
@@ -80,7 +80,7 @@ class AdapterLoad:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """What a worker found out while loading."""
+    """The facts that a worker reports after loading."""
 
     name: str
     pid: int
@@ -97,9 +97,9 @@ class ReplicaInfo:
     max_sequences: dict[str, int]
     # the model's generation_config
     generation: dict[str, Any]
-    # the bytes that the lanes divided; `kv_bytes` is what whole blocks of it came to
+    # the bytes that were divided between the lanes; `kv_bytes` counts only whole blocks
     kv_budget: int = 0
-    # only of a model with routed experts
+    # only for a model with routed experts
     experts: MoeInfo | None = None
     # None = this worker runs no adapters
     adapters: AdapterInfo | None = None
@@ -109,22 +109,22 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCommand:
-    """What a worker is told. `kind` is submit, abort, preload or stop; unread = a command of which
-    nothing but the request could be read."""
+    """A command to a worker. `kind` is submit, abort, preload or stop; `unread` is a command of
+    which only the request id could be read."""
 
     kind: str
     request_id: str = ""
     assignment: Assignment | None = None
-    # of preload: a stack that a request is about to need
+    # for preload: a stack that a request will need soon
     adapters: tuple[AdapterChoice, ...] = ()
 
 
 @dataclass(slots=True)
 class WorkerReport:
-    """Everything a worker has to say after a step, in one message.
+    """Everything that a worker reports after a step, in one message.
 
-    Of one request the order is verdict, started, deltas, finished or failed: readers take the lists
-    in that order.
+    For one request the order is verdict, started, deltas, finished or failed: readers process the
+    lists in that order.
     """
 
     admitted: list[tuple[str, Admitted]] = field(default_factory=list)
@@ -135,9 +135,9 @@ class WorkerReport:
     failed: list[Failed] = field(default_factory=list)
     lanes: tuple[LaneState, ...] = ()
     stats: dict[str, float] = field(default_factory=dict)
-    # the adapters loaded last, at most 64; None = as in the report before
+    # the adapters that were loaded last, at most 64; None = as in the previous report
     adapters: tuple[AdapterLoad, ...] | None = None
-    # paths of values that could not be told; whoever they belonged to is in `failed`
+    # paths of values that could not be encoded; their requests are in `failed`
     faults: list[str] = field(default_factory=list)
 
     def take(self, event: Event) -> None:
@@ -152,48 +152,48 @@ class WorkerReport:
 
 
 class Replica(Protocol):
-    """One engine, wherever it runs."""
+    """One engine, in this process or in another."""
 
     name: str
 
     async def start(self) -> ReplicaInfo:
-        """Load the model; returns when requests can be served, raises a CoterieError otherwise."""
+        """Load the model. Returns when requests can be served; raises a CoterieError otherwise."""
 
     async def submit(self, assignment: Assignment, sink: Sink) -> Admitted | Rejected:
-        """Hand over a request. `sink` gets its events on the event loop's thread, after the verdict
-        is known and until Finished or Failed. Cancelling the call aborts the request."""
+        """Send a request to the engine. `sink` gets its events on the event loop's thread, from the
+        verdict until Finished or Failed. Cancelling the call aborts the request."""
 
     async def abort(self, request_id: str) -> None:
-        """Free what the request holds; its sink gets nothing from now on."""
+        """Free the request's resources. Its sink gets no further events."""
 
     def preload(self, adapters: Sequence[AdapterChoice]) -> None:
-        """A request with these is about to come: begin to load them. Only a hint: nothing is
-        answered, and what is wrong with them is told to the request."""
+        """Start to load these adapters, because a request with them will come soon. Only a hint:
+        nothing is returned, and errors are reported to the request."""
 
     def lane_states(self) -> dict[str, LaneState]:
-        """How each lane stood after the last step."""
+        """The state of each lane after the last step."""
 
     def in_flight(self) -> int:
-        """Requests handed over that have not ended."""
+        """Number of requests that were sent and have not ended."""
 
     def stats(self) -> dict[str, float]:
         """Counters for metrics; `restarts` counts starts after the first."""
 
     def adapter_loads(self) -> tuple[AdapterLoad, ...]:
-        """The adapters loaded last, for metrics."""
+        """The adapters that were loaded last, for metrics."""
 
     def healthy(self) -> bool:
-        """True while `submit` leads to an engine that runs."""
+        """Whether `submit` reaches a running engine."""
 
     def state(self) -> str:
         """`up`, or why it is not healthy: `starting`, `failing` (starts fail one after another),
-        `silent` (the process is not heard of), `quarantined`, `draining`."""
+        `silent` (the process sends nothing), `quarantined`, `draining`."""
 
     def retry_after_s(self) -> float:
-        """When an unhealthy replica may be healthy again."""
+        """Seconds until an unhealthy replica may be healthy again."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new work and wait until what runs has ended, at most `timeout_s`."""
+        """Accept no new requests; wait until the running ones end, at most `timeout_s`."""
 
     async def close(self) -> None:
-        """Stop at once; what still runs ends in Failed."""
+        """Stop at once; running requests end with Failed."""

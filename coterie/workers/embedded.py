@@ -1,7 +1,7 @@
-"""`from coterie import LLM`: an engine inside a Python program, driven by whoever waits for tokens.
+"""`from coterie import LLM`: an engine inside a Python program.
 
-No server, no event loop, no extra process. Several threads and several streams may use one LLM;
-each step serves all of them.
+There is no server, event loop or other process: the thread that waits for tokens runs the engine's
+steps. Several threads and streams may use one LLM; each step serves all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PromptLike = str | Sequence[int]
 
 
 class CallOptions(NamedTuple):
-    """One call's options, the same for all of its prompts."""
+    """The options of one call, for all of its prompts."""
 
     sampling: Sampling
     limits: Limits
@@ -48,15 +48,15 @@ class CallOptions(NamedTuple):
 
 
 class LLM:
-    """A model ready to answer.
+    """A loaded model.
 
     `moe` says where a mixture-of-experts model keeps its experts: `MoeSettings`, or a mapping with
     its fields, {"strategy": "lru", "device_budget": "6GB"}.
-    `library` is the folder where adapters are installed (None = this user's own), `adapters` the
-    room for them; AdapterSettings(device_bytes=0) = none.
-    `options` of the calls are the fields of `Sampling` and `Limits`: temperature, top_p,
-    max_tokens, stop, seed, n, logprobs ..., and `experts=["name", "name@1.0=0.5", "./folder"]`:
-    adapters for this call, in order, each installed, a package or a PEFT directory.
+    `library` is the folder where adapters are installed (None = the folder of this user),
+    `adapters` their memory; AdapterSettings(device_bytes=0) = no adapters. `options` of the calls
+    are the fields of `Sampling` and `Limits`: temperature, top_p, max_tokens, stop, seed, n,
+    logprobs ..., and `experts=["name", "name@1.0=0.5", "./folder"]`: adapters for this call, in
+    order, each installed, a package or a PEFT directory.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class LLM:
     def generate(
         self, prompts: PromptLike | Sequence[PromptLike], **options: Any
     ) -> list[Completion]:
-        """Answer every prompt; they run together."""
-        # a wrong prompt is refused before anything runs
-        asked = self._asked(options)
-        assignments = [self._assignment(item, asked) for item in _listed(prompts)]
+        """Answer all prompts; they run together."""
+        # make all assignments first: an invalid prompt is refused before anything runs
+        call = self._call_options(options)
+        assignments = [self._assignment(item, call) for item in _listed(prompts)]
         streams = [self._run(assignment) for assignment in assignments]
         for stream in streams:
             next(stream)
@@ -124,7 +124,7 @@ class LLM:
         **options: Any,
     ) -> Completion:
         """Answer a conversation: `[{"role": "user", "content": "..."}]`."""
-        assignment = self._assignment(_chat(messages, template_kwargs), self._asked(options))
+        assignment = self._assignment(_chat(messages, template_kwargs), self._call_options(options))
         stream = self._run(assignment)
         next(stream)
         return collect(assignment, stream)
@@ -132,16 +132,16 @@ class LLM:
     def stream(
         self, prompt: PromptLike | Sequence[Mapping[str, str]], **options: Any
     ) -> CompletionStream:
-        """Deltas as they come, of a prompt or of a conversation. Closing the iterator aborts."""
+        """The deltas of an answer to a prompt or a conversation. Closing the iterator aborts."""
         chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         value = _chat(prompt, None) if chat else _prompt(prompt)  # type: ignore[arg-type]
-        assignment = self._assignment(value, self._asked(options))
+        assignment = self._assignment(value, self._call_options(options))
         events = self._run(assignment)
         next(events)
         return CompletionStream(events)
 
     def prepare(self, experts: Sequence[Named] | str) -> None:
-        """Check adapters before they are used, and begin to load them."""
+        """Check adapters and start to load them, before they are used."""
         stack, _ = self.adapters.choose(experts, self.info.fingerprint)
         pool = self._host.adapters
         if stack and pool is None:
@@ -151,7 +151,7 @@ class LLM:
                 pool.pool.want(stack)
 
     def close(self) -> None:
-        """Abort what runs, save the heatmap of a model with experts and let its memory go."""
+        """Abort running requests, save the heatmap of a MoE model and free its memory."""
         with self._lock:
             for request_id in list(self._inboxes):
                 self._engine.abort(request_id)
@@ -159,13 +159,13 @@ class LLM:
             self.adapters.close()
 
     def moe_report(self) -> dict[str, Any] | None:
-        """How the experts' tiers stand and what they did since start; None for a dense model."""
+        """State of the MoE expert tiers and their counters since start; None for a dense model."""
         with self._lock:
             return self._host.moe_report()
 
     @contextmanager
     def traced(self, path: Path) -> Iterator[None]:
-        """Writes which experts were asked for inside: what `coterie plan --trace` replays."""
+        """Record which MoE experts are used inside the `with` block, for `coterie plan --trace`."""
         experts = self._host.experts
         if experts is None:
             raise ConfigError(
@@ -187,19 +187,19 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _asked(self, options: Mapping[str, Any]) -> CallOptions:
+    def _call_options(self, options: Mapping[str, Any]) -> CallOptions:
         given = dict(options)
         named = given.pop("experts", None) or ()
         adapters, virtual_tokens = self.adapters.choose(named, self.info.fingerprint)
         sampling, limits = _split(given)
         return CallOptions(sampling, limits, adapters, virtual_tokens)
 
-    def _assignment(self, prompt: Prompt, asked: CallOptions) -> Assignment:
+    def _assignment(self, prompt: Prompt, call: CallOptions) -> Assignment:
         ids = self.tokenizer.encode_prompt(prompt)
-        sampling = resolve_sampling(asked.sampling, self.info.generation)
+        sampling = resolve_sampling(call.sampling, self.info.generation)
         check_tokens(ids, sampling, self.tokenizer.vocab_size)
         context = self.info.contexts[LANE]
-        limits = resolve_limits(asked.limits, len(ids), context, asked.virtual_tokens)
+        limits = resolve_limits(call.limits, len(ids), context, call.virtual_tokens)
         now = time.monotonic()
         return Assignment(
             request_id=uuid.uuid4().hex,
@@ -207,7 +207,7 @@ class LLM:
             prompt_ids=tuple(ids),
             sampling=sampling,
             limits=limits,
-            adapters=asked.adapters,
+            adapters=call.adapters,
             session="",
             tenant="",
             deadline=None if limits.timeout_s is None else now + limits.timeout_s,
@@ -215,7 +215,7 @@ class LLM:
         )
 
     def _run(self, assignment: Assignment) -> Events:
-        """Yields None once it is queued, then its events."""
+        """Yields None when the request is queued, then its events."""
         request_id = assignment.request_id
         inbox = self._inboxes.setdefault(request_id, [])
         ended = False
@@ -238,7 +238,7 @@ class LLM:
                 del self._inboxes[request_id]
 
     def _add(self, assignment: Assignment) -> None:
-        """Queue it, stepping the others while the queue is full."""
+        """Queue the request. While the queue is full, run steps for the other requests."""
         while True:
             with self._lock:
                 verdict = self._engine.add(assignment)
@@ -256,7 +256,7 @@ class LLM:
 
 
 def _refuse_arguments(unknown: Mapping[str, Any]) -> None:
-    """Fields of `MoeSettings` were arguments of their own in earlier versions."""
+    """Refuse unknown arguments. In earlier versions the fields of `MoeSettings` were arguments."""
     for name in unknown:
         if name in _MOE:
             raise ConfigError(
@@ -294,9 +294,9 @@ def _prompt(value: PromptLike) -> Prompt:
 
 def _chat(messages: Sequence[Mapping[str, str]], template_kwargs: Mapping[str, Any] | None) -> Chat:
     turns = tuple(Message(item["role"], item["content"]) for item in messages)
-    # a conversation that ends with the assistant is continued, not answered
-    opened = not turns or turns[-1].role != "assistant"
-    return Chat(turns, dict(template_kwargs or {}), add_generation_prompt=opened)
+    # if the last message is the assistant's, the model continues it
+    new_turn = not turns or turns[-1].role != "assistant"
+    return Chat(turns, dict(template_kwargs or {}), add_generation_prompt=new_turn)
 
 
 Events = Generator[Event | None, None, None]
@@ -313,15 +313,15 @@ class CompletionChoice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One prompt's answer. `text` and `token_ids` are those of the first choice."""
+    """The answer to one prompt. `text` and `token_ids` are those of the first choice."""
 
     choices: tuple[CompletionChoice, ...]
     usage: Usage
     timings: Timings
     prompt_token_ids: tuple[int, ...]
-    # only of a mixture-of-experts model
+    # only for a mixture-of-experts model
     moe: MoeUsage | None = None
-    # the caller's own, or the one that was drawn
+    # given by the caller, or chosen at random
     seed: int = 0
 
     @property
@@ -334,7 +334,7 @@ class Completion:
 
 
 class CompletionStream(Iterator[Delta]):
-    """Deltas as they come; `finished` is there when the last one was taken."""
+    """An iterator of deltas; `finished` is set after the last one."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
@@ -351,12 +351,12 @@ class CompletionStream(Iterator[Delta]):
         raise StopIteration
 
     def close(self) -> None:
-        """Abort, when it has not ended."""
+        """Abort the request if it has not ended."""
         self._events.close()
 
 
 def collect(assignment: Assignment, events: Events) -> Completion:
-    """Everything up to the end; a failure is raised as the error it stands for."""
+    """Read all events and return the answer. Raises the error of a failed request."""
     deltas: list[list[Delta]] = [[] for _ in range(assignment.sampling.n or 1)]
     stream = CompletionStream(events)
     for delta in stream:

@@ -1,6 +1,6 @@
-"""From a `WorkerSpec` to a running engine: weights, tokenizer, threads, KV budget, lanes.
+"""Makes a running engine from a `WorkerSpec`: weights, tokenizer, threads, KV budget, lanes.
 
-The only place that reads a checkpoint for serving.
+No other module reads a checkpoint for serving.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from coterie.moe.runtime.heatmap import Heatmap
     from coterie.moe.store.base import ExpertGeometry
 
-# generation_config keys that mean something to a request; the rest never leaves the worker
+# generation_config keys that affect requests; the others are not sent to the gateway
 GENERATION_KEYS = (*GENERATION_FIELDS, "eos_token_id")
 
 Progress = Callable[[int, int], None]
@@ -68,7 +68,7 @@ class EngineHost:
     adapters: AdapterHost | None = None
 
     def save_if_due(self) -> None:
-        """Now and then, between steps."""
+        """Save the heatmap if it is time. Called between steps."""
         if self.experts is not None:
             self.experts.save_if_due()
 
@@ -101,15 +101,15 @@ def _build(spec: WorkerSpec, progress: Progress | None) -> EngineHost:
     threads = spec.threads or memory.cores()
     torch.set_num_threads(threads)
     checkpoint = open_checkpoint(Path(spec.model))
-    asked = [lane.context for lane in spec.lanes]
-    context = max(asked) if all(asked) else None
+    contexts = [lane.context for lane in spec.lanes]
+    context = max(contexts) if all(contexts) else None
     shape = read_spec(checkpoint, context)
     _refuse_dense(shape, spec.dispatch)
     kv_bytes = spec.kv_bytes
     room = reserve_adapters(spec, device)
     experts = None
     if shape.moe is not None:
-        # before the experts, which take what is left
+        # size the KV cache before the experts, which take the remaining memory
         kv_bytes = kv_bytes or _moe_kv_bytes(spec, shape, checkpoint, device)
         experts = MoeHost(Path(spec.model), spec.dispatch, kv_bytes)
     model = load_model(
@@ -133,7 +133,7 @@ def _build(spec: WorkerSpec, progress: Progress | None) -> EngineHost:
 
 
 class EngineResources(NamedTuple):
-    """What an engine has beside its model."""
+    """What an engine needs in addition to its model."""
 
     threads: int
     experts: MoeHost | None
@@ -180,7 +180,7 @@ def _host(
 
 
 def _refuse_dense(spec: ModelSpec, settings: MoeSettings) -> None:
-    """A setting that cannot do anything is a mistake."""
+    """Refuse MoE settings for a dense model: a setting without effect is a mistake."""
     if spec.moe is not None or settings == AUTOMATIC:
         return
     named = [
@@ -195,9 +195,9 @@ def _refuse_dense(spec: ModelSpec, settings: MoeSettings) -> None:
 def plan_lanes(
     lanes: tuple[LaneConfig, ...], model: CausalLM, kv_bytes: int, whole_prompts: bool = False
 ) -> tuple[LaneConfig, ...]:
-    """Divide the budget by weight. A lane's context never exceeds what its quota can hold.
+    """Divide the KV budget between the lanes by weight. A lane's context is limited by its quota.
 
-    With `whole_prompts` a prompt comes in one step: the model itself cuts it into chunks.
+    With `whole_prompts` a prompt runs in one step, and the model cuts it into chunks.
     """
     total = sum(lane.weight for lane in lanes)
     planned = (_with_quota(lane, model, int(kv_bytes * lane.weight / total)) for lane in lanes)
@@ -226,15 +226,16 @@ def _block_bytes(lane: LaneConfig, model: CausalLM) -> int:
 
 
 def _auto_kv_bytes(spec: WorkerSpec, model: CausalLM) -> int:
-    """The machine's share, but no more than every sequence at full length could ever fill."""
+    """A share of the machine's memory, but not more than all sequences at full length can use."""
     longest = model.spec.max_positions
     useful = sum(lane.max_sequences * (lane.context or longest) for lane in spec.lanes)
     return min(memory.auto_kv_bytes(str(model.device)), useful * model.kv_bytes_per_token())
 
 
 def _moe_kv_bytes(spec: WorkerSpec, shape: ModelSpec, checkpoint: Checkpoint, device: str) -> int:
-    """One full context per lane where contexts were asked for, or where a budget in bytes holds
-    KV and experts together; else a share of what is free, as for any model."""
+    """KV bytes of a MoE model: one full context per lane if the lanes have a configured context, or
+    if a budget in bytes is for KV and experts together; else a share of the free memory, as for any
+    model."""
     kept = stored_dtype(checkpoint) if spec.dtype == "auto" else spec.dtype
     token_bytes = kv_bytes_per_token(shape, kept)
     contexts = [
@@ -242,7 +243,7 @@ def _moe_kv_bytes(spec: WorkerSpec, shape: ModelSpec, checkpoint: Checkpoint, de
     ]
     blocks = [-(-n // lane.block_size) for n, lane in zip(contexts, spec.lanes, strict=True)]
     sizes = [n * lane.block_size for n, lane in zip(blocks, spec.lanes, strict=True)]
-    # weights divide the bytes: the lane that is worst off must still hold its context
+    # the bytes are divided by weight: the lane with the smallest share must still fit its context
     total = sum(lane.weight for lane in spec.lanes)
     pairs = zip(sizes, spec.lanes, strict=True)
     whole = math.ceil(max(size * total / lane.weight for size, lane in pairs)) * token_bytes
@@ -254,12 +255,12 @@ def _moe_kv_bytes(spec: WorkerSpec, shape: ModelSpec, checkpoint: Checkpoint, de
     return max(whole, share) if all(lane.context for lane in spec.lanes) else share
 
 
-def _device(asked: str) -> str:
-    if asked == "auto":
+def _device(setting: str) -> str:
+    if setting == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if asked.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"engine.device is {asked!r} and there is no CUDA device here")
-    return asked
+    if setting.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"engine.device is {setting!r} and there is no CUDA device here")
+    return setting
 
 
 def _generation(config: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +268,7 @@ def _generation(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class AdapterReservation:
-    """Bytes on the device, taken before weights and KV are sized."""
+    """Device memory for adapters, reserved before weights and KV get theirs."""
 
     def __init__(self, spec: WorkerSpec, device: str) -> None:
         self._spec, self._device = spec, torch.device(device)
@@ -289,11 +290,11 @@ class AdapterHost:
 
     @property
     def version(self) -> int:
-        """Changes when `loads` does."""
+        """A number that changes when `loads` changes."""
         return self.pool.version
 
     def preload(self, adapters: Sequence[AdapterChoice]) -> None:
-        """A hint: the request that follows is told what is wrong with them."""
+        """Start to load. Errors are not raised here: the request that follows gets them."""
         try:
             self.pool.want(adapters)
         except CoterieError as error:
@@ -318,30 +319,31 @@ class AdapterHost:
 
 
 def reserve_adapters(spec: WorkerSpec, device: str) -> AdapterReservation | None:
-    """None where no adapters can be run: no library, or no room for one."""
+    """None if no adapters can run: there is no library, or no memory for them."""
     return AdapterReservation(spec, device) if spec.library and spec.adapters.device_bytes else None
 
 
 class MoeHost:
-    """`open` is a `models.experts.ExpertsFactory`."""
+    """The MoE experts of an engine: their runtime, heatmap and trace. `open` is passed to
+    `load_model`."""
 
     def __init__(self, model: Path, settings: MoeSettings, kv_bytes: int) -> None:
         self._model, self._settings, self._kv_bytes = model, settings, kv_bytes
         self._heatmap: HeatmapFile | None = None
         self.runtime: ExpertRuntime | None = None
 
-    def open(self, wanted: MoeRequirements) -> ExpertRuntime:
+    def open(self, requirements: MoeRequirements) -> ExpertRuntime:
         settings = self._settings
-        store = store_of(wanted, settings.reads)
+        store = store_of(requirements, settings.reads)
         try:
             known = self._known(store.geometry, store.lineage)
             runtime = open_experts(
                 store,
                 settings,
-                device=wanted.device,
+                device=requirements.device,
                 kv_bytes=self._kv_bytes,
                 heatmap=known,
-                costs=known_costs(store, wanted.device),
+                costs=known_costs(store, requirements.device),
                 chooser=chooser,
             )
         except BaseException:
@@ -353,7 +355,7 @@ class MoeHost:
         return runtime
 
     def _known(self, geometry: ExpertGeometry, lineage: tuple[str, ...]) -> Heatmap | None:
-        """Nothing is loaded or counted without a warm-up."""
+        """The stored heatmap. With warmup "none" nothing is loaded or counted."""
         settings = self._settings
         if settings.warmup == "none":
             return None
@@ -363,16 +365,16 @@ class MoeHost:
 
     @property
     def walks_groups(self) -> bool:
-        """Whether a whole prompt must come in one step."""
+        """Whether a whole prompt must run in one step."""
         return self.runtime is not None and self.runtime.groups("prefill") is not None
 
     def refine(self, engine: Engine, tokenizer: Tokenizer, lane: LaneConfig) -> None:
-        """The hybrid warm-up, when it was asked for."""
+        """Do the hybrid warm-up, if it is configured."""
         if self._settings.warmup == "hybrid":
             refine(engine, tokenizer, lane.name, lane.context)
 
     def record(self) -> None:
-        """Keep which experts every step asks for, from now on."""
+        """From now on, record which experts every step uses."""
         if self.runtime is not None:
             self.runtime.trace = Trace(self.runtime.geometry)
 

@@ -1,7 +1,7 @@
-"""What a replica owes: every accepted request, the tokens its client has, and the crashes it saw.
+"""All accepted requests of a replica: the tokens that each client has, and the crashes it was in.
 
-Sends each event to its request's sink once, whatever a restarted worker repeats, and says what to
-hand to a new worker and in which company.
+Sends each event to the request's sink once, even if a restarted worker repeats events. Decides
+which requests a new worker gets, and which must run alone.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from coterie.obs.log import log
 from coterie.workers.contract import Sink, WorkerReport
 from coterie.workers.loop import VALUE_LOST
 
-# Present in this many crashes: suspect, and run alone. In one more: failed.
+# a request that was running in this many crashes is suspect and runs alone; after one more it fails
 SUSPECT_CRASHES = 2
-# an engine keeps deadlines itself and tells more: one that is silent for so long is hung or dead
+# the engine checks deadlines itself; if it is silent this long after one, it hangs or is dead
 LATE_S = 0.5
-# faults that are logged once and not with every report
-MAX_STANDING = 256
+# faults that are logged once, not with every report
+MAX_LOGGED_FAULTS = 256
 
 
 @dataclass(slots=True)
@@ -37,13 +37,13 @@ class InFlightRequest:
     # choice -> finish_reason
     finished: dict[int, str] = field(default_factory=dict)
     started: Started | None = None
-    # both from arrival
+    # seconds since arrival
     started_s: float = 0.0
     first_token_s: float = 0.0
     crashes: int = 0
-    # the running worker has it
+    # whether the running worker has it
     present: bool = True
-    # goes off when its deadline has passed in silence
+    # timer for a deadline that passes without an event
     alarm: asyncio.TimerHandle | None = None
 
     @property
@@ -58,17 +58,17 @@ class InFlightRequest:
 class InFlightRequests:
     def __init__(self) -> None:
         self._entries: dict[str, InFlightRequest] = {}
-        # entries that the running worker does not have
+        # number of requests that the running worker does not have
         self._waiting = 0
-        # it let a deadline pass and has said nothing since
+        # the worker missed a deadline and has been silent since
         self._is_late = False
         self._emptied = asyncio.Event()
         self._emptied.set()
-        # recovered from, since start: requests handed to another worker, of these alone; deadlines
-        # that the worker let pass; values that could not be passed on
+        # recoveries since start: requests that another worker continued, and how many of them
+        # alone; deadlines that the worker missed; values that could not be passed on
         self._continued = self._alone = self._missed = self._faults = 0
-        # paths of these that were logged
-        self._standing: set[str] = set()
+        # paths of such values that were already logged
+        self._logged_faults: set[str] = set()
 
     def stats(self) -> dict[str, float]:
         return {
@@ -87,12 +87,12 @@ class InFlightRequests:
 
     @property
     def quarantined(self) -> bool:
-        """A suspect waits or runs: nobody else may run beside it."""
+        """Whether a suspect waits or runs: then no other request may run."""
         return any(entry.suspect for entry in self._entries.values())
 
     @property
     def working(self) -> bool:
-        """The running worker has something to say."""
+        """Whether the running worker has requests, so that it must report."""
         return self._is_late or len(self._entries) > self._waiting
 
     async def emptied(self) -> None:
@@ -106,7 +106,7 @@ class InFlightRequests:
             log("drain_timed_out", level="warning", replica=replica, pending=len(self))
 
     def open(self, assignment: Assignment, sink: Sink) -> asyncio.Future[Admitted | Rejected]:
-        """Enter a request that is being handed to the worker; the future is its verdict."""
+        """Add a request that is being sent to the worker; the future is the worker's verdict."""
         if assignment.request_id in self._entries:
             raise InvalidRequest(f"a request with the id {assignment.request_id!r} is running")
         loop = asyncio.get_running_loop()
@@ -121,7 +121,7 @@ class InFlightRequests:
         return verdict
 
     def drop(self, request_id: str) -> bool:
-        """Forget a request nobody waits for any more; says whether the worker has it."""
+        """Remove a request that no one waits for. Returns whether the worker has it."""
         entry = self._remove(request_id)
         if entry is None:
             return False
@@ -130,12 +130,12 @@ class InFlightRequests:
         return entry.present
 
     def postpone(self, request_id: str) -> None:
-        """The hand-over did not reach a worker: it goes with the next one."""
+        """The request did not reach the worker: the next worker gets it."""
         self._set_present(self._entries[request_id], False)
 
     def take(self, report: WorkerReport) -> list[str]:
-        """Settle verdicts and pass events on, in the order a report promises. Names the requests
-        that a bad value ended: the worker still runs them."""
+        """Set verdicts and pass events on, in the order of the report's lists. Returns the requests
+        that ended because of a bad value: the worker still runs them."""
         self._is_late = False
         entries = self._entries
         for request_id, admitted in report.admitted:
@@ -143,7 +143,7 @@ class InFlightRequests:
                 entries[request_id].verdict.set_result(admitted)
         for request_id, rejected in report.rejected:
             self._rejected(request_id, rejected)
-        lost = self._told(report)
+        lost = self._faulty_requests(report)
         events: Iterator[Event] = chain(
             report.started, report.deltas, report.finished, report.failed
         )
@@ -153,7 +153,7 @@ class InFlightRequests:
             except Exception as error:
                 log("event_lost", level="error", error=error, request_id=event.request_id)
                 lost.append(event.request_id)
-                self._broke(event.request_id)
+                self._fail_undelivered(event.request_id)
         return lost
 
     def refused(self, request_id: str, path: str) -> None:
@@ -161,17 +161,17 @@ class InFlightRequests:
         self._faults += 1
         log("value_refused", level="error", request_id=request_id, reason=path)
 
-    def _told(self, report: WorkerReport) -> list[str]:
+    def _faulty_requests(self, report: WorkerReport) -> list[str]:
         if not report.faults:
             return []
         failed = [event.request_id for event in report.failed]
         for path in report.faults:
-            if not failed and path in self._standing:
-                # what is nobody's comes with every report
+            if not failed and path in self._logged_faults:
+                # faults without a request come with every report: log each once
                 self._faults += 1
                 continue
-            if len(self._standing) < MAX_STANDING:
-                self._standing.add(path)
+            if len(self._logged_faults) < MAX_LOGGED_FAULTS:
+                self._logged_faults.add(path)
             self.refused(",".join(failed), path)
         return failed
 
@@ -188,14 +188,15 @@ class InFlightRequests:
             entry.started_s = _since_arrival_s(entry)
             entry.sink(event)
 
-    def _broke(self, request_id: str) -> None:
-        """An event could not be handed on; who waited for it is told so, as far as that goes."""
+    def _fail_undelivered(self, request_id: str) -> None:
+        """An event could not be passed on: try to tell its request that it failed."""
         self._faults += 1
         with suppress(Exception):
             self._end(Failed(request_id, "internal_error", VALUE_LOST))
 
     def crashed(self) -> None:
-        """The worker died. Who was present is counted; who cannot be retried ends here."""
+        """The worker died. Count the crash for the requests it had; those that cannot be retried
+        fail."""
         self._is_late = False
         for entry in list(self._entries.values()):
             if not entry.present:
@@ -209,7 +210,7 @@ class InFlightRequests:
                 self._end(Failed(entry.assignment.request_id, "worker_crashed", message))
 
     def resume(self) -> Iterator[Assignment]:
-        """Assignments to hand to the running worker now. A suspect goes alone."""
+        """The assignments to send to the running worker now. A suspect is sent alone."""
         waiting = [entry for entry in self._entries.values() if not entry.present]
         suspects = [entry for entry in waiting if entry.suspect]
         if self.quarantined:
@@ -232,14 +233,15 @@ class InFlightRequests:
             self._remove(request_id)
             entry.verdict.set_result(rejected)
             return
-        # accepted before a crash: it waits for room as long as the worker says there will be some
+        # it was accepted before a crash: it waits as long as the worker says that there will be
+        # room
         self._set_present(entry, False)
         if rejected.retry_after_s is None:
             failed = Failed(request_id, rejected.code, rejected.reason, rejected.retry_after_s)
             self._end(failed)
 
     def _late(self, request_id: str) -> None:
-        """Nobody ended it in time: it ends with the text that its client has."""
+        """The worker did not end it in time: end it with the text that its client has."""
         entry = self._entries.get(request_id)
         if entry is None:
             return
@@ -257,7 +259,7 @@ class InFlightRequests:
             return
         if not entry.verdict.done():
             entry.verdict.set_result(_verdict_of(event))
-        entry.sink(_mended(entry, event))
+        entry.sink(_whole_timings(entry, event))
 
     def _remove(self, request_id: str) -> InFlightRequest | None:
         entry = self._entries.pop(request_id, None)
@@ -292,7 +294,7 @@ def _verdict_of(event: Finished | Failed) -> Admitted | Rejected:
 
 
 def _synthesised(entry: InFlightRequest) -> Finished:
-    """Every choice had ended and only the last word was lost, or was never said."""
+    """`Finished` for a request whose choices have ended, but whose last event was lost."""
     started = entry.started
     usage = Usage(
         prompt_tokens=len(entry.assignment.prompt_ids),
@@ -310,8 +312,9 @@ def _synthesised(entry: InFlightRequest) -> Finished:
     return Finished(entry.assignment.request_id, choices, usage, timings)
 
 
-def _mended(entry: InFlightRequest, event: Finished | Failed) -> Event:
-    """A worker that took over counts from its own start: tell what the client saw."""
+def _whole_timings(entry: InFlightRequest, event: Finished | Failed) -> Event:
+    """The event with times and counts of the whole request: a worker that continued it counts only
+    from its own start."""
     if isinstance(event, Failed) or not entry.crashes or entry.started is None:
         return event
     timings = replace(

@@ -1,6 +1,6 @@
-"""An engine on a thread of this process. Serves tests and programs that embed Coterie.
+"""An engine on a thread of this process, for tests and programs that embed Coterie.
 
-There is nothing to restart: an engine that raises fails its requests and the replica is unhealthy.
+It cannot be restarted: if the engine raises, its requests fail and the replica is unhealthy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class InprocReplica:
     def __init__(self, spec: WorkerSpec) -> None:
         self.name = spec.name
         self._spec = spec
-        self._ledger = InFlightRequests()
+        self._requests = InFlightRequests()
         self._commands: queue.SimpleQueue[WorkerCommand] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lanes: dict[str, LaneState] = {}
@@ -54,7 +54,7 @@ class InprocReplica:
     async def submit(self, assignment: Assignment, sink: Sink) -> Admitted | Rejected:
         if not self.healthy():
             return Rejected("unavailable", f"replica {self.name} takes no requests", None)
-        verdict = self._ledger.open(assignment, sink)
+        verdict = self._requests.open(assignment, sink)
         self._commands.put(WorkerCommand("submit", assignment.request_id, assignment))
         try:
             return await verdict
@@ -63,7 +63,7 @@ class InprocReplica:
             raise
 
     async def abort(self, request_id: str) -> None:
-        if self._ledger.drop(request_id):
+        if self._requests.drop(request_id):
             self._commands.put(WorkerCommand("abort", request_id))
 
     def preload(self, adapters: Sequence[AdapterChoice]) -> None:
@@ -73,10 +73,10 @@ class InprocReplica:
         return self._lanes
 
     def in_flight(self) -> int:
-        return len(self._ledger)
+        return len(self._requests)
 
     def stats(self) -> dict[str, float]:
-        return {**self._stats, **self._ledger.stats(), "restarts": 0.0}
+        return {**self._stats, **self._requests.stats(), "restarts": 0.0}
 
     def adapter_loads(self) -> tuple[AdapterLoad, ...]:
         return self._adapters
@@ -89,7 +89,7 @@ class InprocReplica:
             return "draining"
         if self._running:
             return "up"
-        # a thread that ended is not started again
+        # a thread that has ended is not started again
         return "starting" if self._thread is not None and self._thread.is_alive() else "failing"
 
     def retry_after_s(self) -> float:
@@ -97,7 +97,7 @@ class InprocReplica:
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
-        await self._ledger.drain(self.name, timeout_s)
+        await self._requests.drain(self.name, timeout_s)
 
     async def close(self) -> None:
         self._draining = True
@@ -106,7 +106,7 @@ class InprocReplica:
             self._commands.put(WorkerCommand("stop"))
             await asyncio.to_thread(thread.join, CLOSE_S)
         self._running = False
-        self._ledger.fail_all("unavailable", "the server was shut down")
+        self._requests.fail_all("unavailable", "the server was shut down")
 
     def _run(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Future[ReplicaInfo]) -> None:
         def publish(report: WorkerReport) -> None:
@@ -121,7 +121,7 @@ class InprocReplica:
             serve(host, self._receive, publish)
             host.close()
         except Exception as error:
-            # a loop closed without close() has nobody left to tell
+            # if the loop was closed without close(), no one waits for the report
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._died, ready, error)
 
@@ -145,7 +145,7 @@ class InprocReplica:
         self._stats = report.stats
         if report.adapters is not None:
             self._adapters = report.adapters
-        for request_id in self._ledger.take(report):
+        for request_id in self._requests.take(report):
             self._commands.put(WorkerCommand("abort", request_id))
 
     def _died(self, ready: asyncio.Future[ReplicaInfo], error: Exception) -> None:
@@ -154,7 +154,7 @@ class InprocReplica:
             ready.set_exception(_typed(error))
             return
         log("engine_died", level="error", error=error, replica=self.name)
-        self._ledger.fail_all("internal_error", "the engine failed; the log has the reason")
+        self._requests.fail_all("internal_error", "the engine failed; the log has the reason")
 
 
 def _typed(error: Exception) -> CoterieError:

@@ -1,7 +1,7 @@
-"""The life of an engine behind any transport: take commands, step, report; sleep when idle.
+"""The main loop of an engine with any transport: take commands, step, report; sleep when idle.
 
-What a report holds is checked here, where it is made: on any transport a value of a wrong type is
-taken out and fails the request it belongs to, and no other.
+Reports are checked here, where they are made: a value of a wrong type is removed and fails only the
+request that it belongs to, with every transport.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from coterie.workers.host import EngineHost
 
 
-# receive(wait): everything that is there; with wait=True it blocks until something is
+# receive(wait): all commands that have arrived; with wait=True it blocks until there is one
 Receive = Callable[[bool], Sequence[WorkerCommand]]
 
 
@@ -32,8 +32,8 @@ Publish = Callable[[WorkerReport], None]
 
 
 def serve(host: EngineHost, receive: Receive, publish: Publish) -> None:
-    """Runs until a stop command. What the engine raises ends the loop: its state is unknown."""
-    engine, told = host.engine, -1
+    """Runs until a stop command. An exception of the engine ends the loop: its state is unknown."""
+    engine, reported_version = host.engine, -1
     while True:
         commands = receive(not engine.has_work())
         report = WorkerReport()
@@ -41,13 +41,13 @@ def serve(host: EngineHost, receive: Receive, publish: Publish) -> None:
             return
         for command in commands:
             _apply(host, command, report)
-        # an abort leaves its Finished for the next step, also when nothing else is left to run
+        # step also if nothing is left to run: the Finished of an abort comes with the next step
         for event in engine.step():
             report.take(event)
         report.lanes = engine.lane_states()
         report.stats = engine.stats()
-        if host.adapters is not None and host.adapters.version != told:
-            told = host.adapters.version
+        if host.adapters is not None and host.adapters.version != reported_version:
+            reported_version = host.adapters.version
             report.adapters = host.adapters.loads()
         drop_bad_values(report, fault_of)
         publish(report)
@@ -72,7 +72,7 @@ def _apply(host: EngineHost, command: WorkerCommand, report: WorkerReport) -> No
 
 
 def _add(engine: Engine, assignment: Assignment) -> Admitted | Rejected:
-    """An engine refuses what it cannot run; what it did not foresee costs this request alone."""
+    """Add a request. If the engine raises an unexpected error, only this request fails."""
     try:
         return engine.add(assignment)
     except Exception as error:
@@ -81,15 +81,15 @@ def _add(engine: Engine, assignment: Assignment) -> Admitted | Rejected:
         return Rejected("internal_error", VALUE_LOST, None)
 
 
-# what a client is told; the value itself may be anybody's text
+# the message for clients; the value itself may be text of a prompt
 VALUE_LOST = "a value of this request could not be passed on; the log has its name"
 
 
-# (value, its type) -> the path to what is wrong with it, or None
+# (value, its type) -> the path of the wrong part, or None
 Fault = Callable[[Any, Any], str | None]
 
 
-# what belongs to a request, by the report's lists
+# lists of the report whose items belong to a request -> type of the items
 REQUEST_LISTS: dict[str, Any] = {
     "admitted": tuple[str, Admitted],
     "rejected": tuple[str, Rejected],
@@ -100,44 +100,45 @@ REQUEST_LISTS: dict[str, Any] = {
 }
 
 
-# what belongs to nobody: left out, and the last report's stands
+# lists whose items belong to no request: a bad item is left out, and the last report's value stays
 SHARED_LISTS: dict[str, Any] = {"lanes": LaneState, "adapters": AdapterLoad}
 
 
 def drop_bad_values(report: WorkerReport, fault: Fault) -> None:
-    """Leave in `report` only what `fault` finds nothing wrong with."""
+    """Remove the values of `report` in which `fault` finds something wrong."""
     lost: set[str] = set()
     for name, kind in REQUEST_LISTS.items():
         for item in getattr(report, name):
-            if (found := fault(item, kind)) is not None:
-                report.faults.append(f"{name}.{found}")
+            if (path := fault(item, kind)) is not None:
+                report.faults.append(f"{name}.{path}")
                 lost.add(owner_of(item))
     for name, kind in SHARED_LISTS.items():
         items = getattr(report, name)
-        wrong = [found for item in items or () if (found := fault(item, kind)) is not None]
+        wrong = [path for item in items or () if (path := fault(item, kind)) is not None]
         if wrong:
-            report.faults += [f"{name}.{found}" for found in wrong]
+            report.faults += [f"{name}.{path}" for path in wrong]
             setattr(report, name, tuple(item for item in items if fault(item, kind) is None))
     for name, value in list(report.stats.items()):
-        if (found := fault(value, float)) is not None:
-            report.faults.append(f"stats.{name}{found}")
+        if (path := fault(value, float)) is not None:
+            report.faults.append(f"stats.{name}{path}")
             del report.stats[name]
     if lost:
         fail_requests(report, lost)
 
 
 def fail_requests(report: WorkerReport, lost: set[str]) -> None:
-    """Nothing else is told of a request that lost an event: half an answer would pass for whole."""
+    """Fail the requests that lost an event and remove their other events: half an answer would look
+    like a whole one."""
     for name in REQUEST_LISTS:
         kept = [item for item in getattr(report, name) if owner_of(item) not in lost]
         setattr(report, name, kept)
-    # of an event without an owner there is nobody to tell
+    # an event without a request cannot be reported to anyone
     report.failed += [
         Failed(owner, "internal_error", VALUE_LOST) for owner in sorted(lost) if owner
     ]
 
 
 def owner_of(item: Any) -> str:
-    """The request's id, or nothing where even that cannot be told."""
-    found = item[0] if isinstance(item, tuple) else item.request_id
-    return found if type(found) is str else ""
+    """The id of the request, or "" if it cannot be read."""
+    owner = item[0] if isinstance(item, tuple) else item.request_id
+    return owner if type(owner) is str else ""

@@ -1,6 +1,6 @@
-"""How many bytes and cores an engine may take on this machine. Reads the system, changes nothing.
+"""How many bytes and cores an engine may use on this machine.
 
-Containers count: a cgroup's limit is the machine's limit for the process inside it.
+In a container, the cgroup's limit counts as the machine's limit.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ AUTO_KV_SHARE_GPU = 0.8
 
 
 def cores() -> int:
-    """Cores this process may run on."""
+    """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without pushing anything out."""
+    """Memory that can be used without swapping."""
     free = _meminfo_available() or _physical() // 2
     limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:
@@ -30,8 +30,8 @@ def available_bytes() -> int:
 
 
 def auto_kv_bytes(device: str, *, beside_experts: bool = False) -> int:
-    """The KV budget when none was set: a share of what is free now. `beside_experts`: the weights
-    are not all there yet."""
+    """The KV budget if none is configured: a share of the free memory. `beside_experts`: not all
+    weights are loaded yet."""
     if device.startswith("cuda"):
         import torch
 

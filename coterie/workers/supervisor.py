@@ -1,7 +1,8 @@
-"""A replica in its own process, supervised: started, watched, restarted, its requests continued.
+"""A replica in its own process: starts, watches and restarts the process, and continues its
+requests.
 
-A worker that dies is a pause, not an error: the ledger knows what every client has, and the next
-worker goes on behind it. Imports no torch; what happens inside the process is `child.py`'s.
+If a worker dies, its requests only pause: `InFlightRequests` knows what every client has, and the
+next worker continues after that. Imports no torch; `child.py` runs inside the process.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ from coterie.workers.worker_process import (
     socket_directory,
 )
 
-# after this many starts in a row that failed, waiting requests are told
+# after this many failed starts in a row, waiting requests fail
 MAX_FAILED_STARTS = 5
-# a process that is not heard of for this long is not sent anything
+# if the process has been silent for this long, nothing is sent to it
 SILENT_S = 5.0
 TICK_S = 1.0
-# what loading takes on a slow and busy machine: compiling kernels, reading, quantising
+# time for loading on a slow and busy machine: compiling kernels, reading, quantising
 LOAD_BASE_S = 300.0
 LOAD_BYTES_PER_S = 10e6
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How patient the supervisor is."""
+    """The time limits of the supervisor."""
 
     backoff_s: float = 0.5
     max_backoff_s: float = 30.0
-    # with work and without a report for this long = hung; 0 = never
+    # a worker with requests and without a report for this long hangs; 0 = never
     hang_s: float = 300.0
-    # loading may take this long; 0 = by the model's size
+    # limit for loading; 0 = depends on the model's size
     load_timeout_s: float = 0.0
 
     def pause_s(self, failures: int) -> float:
@@ -58,7 +59,7 @@ class RestartPolicy:
 
 
 class ModelChanged(Unavailable):
-    """What a restarted worker loaded is not what its requests began with."""
+    """A restarted worker loaded another model than the one its requests started with."""
 
 
 class ProcessReplica:
@@ -66,7 +67,7 @@ class ProcessReplica:
         self.name = spec.name
         self._spec = spec
         self._restart = restart or RestartPolicy()
-        self._ledger = InFlightRequests()
+        self._requests = InFlightRequests()
         self._child: WorkerProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._directory: Path | None = None
@@ -74,7 +75,7 @@ class ProcessReplica:
         self._stats: dict[str, float] = {}
         self._adapters: tuple[AdapterLoad, ...] = ()
         self._fingerprint: str | None = None
-        # of these that never came to serve: those after the first
+        # number of started processes, including those that failed to load
         self._starts = 0
         self._load_s = 1.0
         self._next_start_at = 0.0
@@ -86,7 +87,7 @@ class ProcessReplica:
 
     @property
     def pid(self) -> int | None:
-        """The running worker's process id."""
+        """The process id of the running worker."""
         return self._child.pid if self._child is not None else None
 
     async def start(self) -> ReplicaInfo:
@@ -99,7 +100,7 @@ class ProcessReplica:
         except BaseException:
             self._remove_directory()
             raise
-        # a restart must not size its KV by what is free then
+        # a restart must use the same KV size, independent of the free memory at that time
         self._spec = replace(self._spec, kv_bytes=info.kv_budget or info.kv_bytes)
         self._fingerprint = info.fingerprint
         self._supervisor = asyncio.create_task(self._supervise(child), name=f"worker-{self.name}")
@@ -111,13 +112,13 @@ class ProcessReplica:
             reason = f"replica {self.name} takes no requests now"
             return Rejected("unavailable", reason, self.retry_after_s())
         self._mark_busy()
-        verdict = self._ledger.open(assignment, sink)
+        verdict = self._requests.open(assignment, sink)
         try:
             if not child.send(WorkerCommand("submit", assignment.request_id, assignment)):
-                self._ledger.postpone(assignment.request_id)
+                self._requests.postpone(assignment.request_id)
         except InternalError as error:
-            self._ledger.refused(assignment.request_id, str(error.__cause__))
-            self._ledger.drop(assignment.request_id)
+            self._requests.refused(assignment.request_id, str(error.__cause__))
+            self._requests.drop(assignment.request_id)
             return Rejected(error.code, error.message, None)
         try:
             return await verdict
@@ -126,7 +127,7 @@ class ProcessReplica:
             raise
 
     async def abort(self, request_id: str) -> None:
-        if self._ledger.drop(request_id):
+        if self._requests.drop(request_id):
             self._send(WorkerCommand("abort", request_id))
         self._hand_over()
 
@@ -137,11 +138,11 @@ class ProcessReplica:
         return self._lanes
 
     def in_flight(self) -> int:
-        return len(self._ledger)
+        return len(self._requests)
 
     def stats(self) -> dict[str, float]:
         starts = {"restarts": float(max(0, self._starts - 1))}
-        return {**self._stats, **self._ledger.stats(), **self._counts, **starts}
+        return {**self._stats, **self._requests.stats(), **self._counts, **starts}
 
     def adapter_loads(self) -> tuple[AdapterLoad, ...]:
         return self._adapters
@@ -156,32 +157,32 @@ class ProcessReplica:
             return "failing" if self._failures > MAX_FAILED_STARTS else "starting"
         if self._silent_s >= SILENT_S:
             return "silent"
-        return "quarantined" if self._ledger.quarantined else "up"
+        return "quarantined" if self._requests.quarantined else "up"
 
     def retry_after_s(self) -> float:
         return max(1.0, self._next_start_at - time.monotonic() + self._load_s)
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
-        await self._ledger.drain(self.name, timeout_s)
+        await self._requests.drain(self.name, timeout_s)
 
     async def close(self) -> None:
         self._draining = True
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             supervisor.cancel()
-            # its own error, if it had one, must not keep requests from being told
+            # an error of the supervisor must not keep the requests from failing
             await asyncio.wait({supervisor})
             if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
                 log("supervisor_failed", level="error", error=error, replica=self.name)
         child, self._child = self._child, None
         if child is not None:
             await child.stop()
-        self._ledger.fail_all("unavailable", "the server was shut down")
+        self._requests.fail_all("unavailable", "the server was shut down")
         self._remove_directory()
 
     async def _supervise(self, child: WorkerProcess) -> None:
-        """Until close(): wait for the worker's end, pause, start the next one."""
+        """Until close(): wait until the worker ends, pause, start the next one."""
         while True:
             born_at = time.monotonic()
             code = await self._watch(child)
@@ -190,9 +191,9 @@ class ProcessReplica:
             self._failures = 1 if lived_s > self._restart.max_backoff_s else self._failures + 1
             log(
                 "worker_died", level="error", replica=self.name, exit_code=code,
-                pending=len(self._ledger), attempt=self._failures,
+                pending=len(self._requests), attempt=self._failures,
             )  # fmt: skip
-            self._ledger.crashed()
+            self._requests.crashed()
             child = await self._start_again()
 
     async def _start_again(self) -> WorkerProcess:
@@ -205,14 +206,16 @@ class ProcessReplica:
             except Exception as error:
                 self._failures += 1
                 self._counts["failed_starts"] += 1
-                # loading knows nothing of a caller: its words may be logged
+                # an error while loading contains no text of a caller, so it may be logged
                 reason = error.message if isinstance(error, CoterieError) else None
                 log("worker_failed_to_start", level="error", error=error, replica=self.name,
                     attempt=self._failures, reason=reason)  # fmt: skip
                 if self._failures > MAX_FAILED_STARTS or isinstance(error, ModelChanged):
-                    self._ledger.fail_all("unavailable", _told(error), self.retry_after_s())
+                    self._requests.fail_all(
+                        "unavailable", _message_for_client(error), self.retry_after_s()
+                    )
                 continue
-            log("worker_restarted", replica=self.name, pid=child.pid, pending=len(self._ledger))
+            log("worker_restarted", replica=self.name, pid=child.pid, pending=len(self._requests))
             self._hand_over()
             return child
 
@@ -225,7 +228,7 @@ class ProcessReplica:
             log("socket_folder_lost", level="error", replica=self.name)
         begun_at = time.monotonic()
         self._starts += 1
-        # pid-less and short: an address has little room
+        # a short name, because a socket address has few characters
         path = self._directory / f"{self._starts}.sock"
         limit_s = self._restart.load_timeout_s
         try:
@@ -245,7 +248,8 @@ class ProcessReplica:
         return child, info
 
     async def _watch(self, child: WorkerProcess) -> int:
-        """The exit status; kills a worker that is not heard of, or has work and reports nothing."""
+        """Wait for the exit status. Kills a worker that is silent, or that has requests and reports
+        nothing."""
         exited = asyncio.ensure_future(child.exited())
         hang_s = self._restart.hang_s
         tick_s = min(TICK_S, hang_s / 4) if hang_s else TICK_S
@@ -255,9 +259,11 @@ class ProcessReplica:
                 await asyncio.wait({exited}, timeout=tick_s)
                 if exited.done():
                     return exited.result()
-                # by the tick, not by the clock: our own pause is not the worker's
-                self._hear(0.0 if child.beats != beats else self._silent_s + tick_s)
-                unreported_s = time.monotonic() - self._reported_at if self._ledger.working else 0.0
+                # count ticks instead of time: a pause of this process is not the worker's silence
+                self._note_silence(0.0 if child.beats != beats else self._silent_s + tick_s)
+                unreported_s = (
+                    time.monotonic() - self._reported_at if self._requests.working else 0.0
+                )
                 if hang_s and (unreported_s > hang_s or self._silent_s > max(hang_s, 2 * SILENT_S)):
                     wait_s = round(max(unreported_s, self._silent_s), 3)
                     log("worker_hung", level="error", replica=self.name, wait_s=wait_s)
@@ -266,7 +272,7 @@ class ProcessReplica:
             self._silent_s = 0.0
             exited.cancel()
 
-    def _hear(self, silent_s: float) -> None:
+    def _note_silence(self, silent_s: float) -> None:
         was_silent = self._silent_s >= SILENT_S
         before_s, self._silent_s = self._silent_s, silent_s
         if silent_s >= SILENT_S and not was_silent:
@@ -281,23 +287,23 @@ class ProcessReplica:
         self._stats = report.stats
         if report.adapters is not None:
             self._adapters = report.adapters
-        for request_id in self._ledger.take(report):
+        for request_id in self._requests.take(report):
             self._send(WorkerCommand("abort", request_id))
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Give the worker what waits, as far as the ledger lets it run now."""
-        if not self._ledger.waiting or self._child is None:
+        """Send the waiting requests to the worker, as far as they may run now."""
+        if not self._requests.waiting or self._child is None:
             return
         self._mark_busy()
-        for assignment in self._ledger.resume():
+        for assignment in self._requests.resume():
             if not self._send(WorkerCommand("submit", assignment.request_id, assignment)):
-                self._ledger.postpone(assignment.request_id)
+                self._requests.postpone(assignment.request_id)
                 return
 
     def _mark_busy(self) -> None:
-        """Silence counts from the moment there is something to say."""
-        if not self._ledger.working:
+        """Silence counts from the moment when the worker has requests."""
+        if not self._requests.working:
             self._reported_at = time.monotonic()
 
     def _send(self, command: WorkerCommand) -> bool:
@@ -309,15 +315,15 @@ class ProcessReplica:
             remove_directory(directory)
 
 
-def _told(error: Exception) -> str:
-    """For clients, who need no path of the server."""
+def _message_for_client(error: Exception) -> str:
+    """The error for clients, without paths of the server."""
     if isinstance(error, ModelChanged):
         return error.message
     return "the worker cannot be started; the server's log says why"
 
 
 def _bytes(spec: WorkerSpec) -> int:
-    """Of all files of a model; of what cannot be read, none."""
+    """Bytes of all files of a model; unreadable files count 0."""
     if os.path.isfile(spec.model):
         return os.path.getsize(spec.model)
     total = 0

@@ -1,10 +1,10 @@
-"""What is known of a model's experts before the first request: heatmaps on disk, short prompts.
+"""Warm-up of MoE experts before the first request: heatmaps on disk, short prompts.
 
-A heatmap lies beside the model as `heatmaps/WORKLOAD.json`, or in the state folder when nothing
-may be written there. Live traffic is counted into it and saved when the engine ends, and every few
-minutes at most: what this engine counted is added to what is there by then, so that several engines
-may share a file. What was counted for a model is good for stores made from it. A heatmap that
-cannot be read or written costs a log line, never the service.
+A heatmap is stored beside the model as `heatmaps/WORKLOAD.json`, or in the state folder if that
+place cannot be written. It counts live traffic and is saved when the engine ends, and every few
+minutes: the counts of this engine are added to those in the file, so several engines can share a
+file. The heatmap of a model is also used for stores that were made from it. If a heatmap cannot be
+read or written, this is logged and the engine runs without it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ PROMPTS = (
     "Explain in a few sentences why the sky is blue, and then why sunsets are red.",
 )
 MAX_TOKENS = 24
-# calls of the strategies' own bounded update after each prompt
+# how many updates the strategies may do after each prompt
 UPDATES = (48, 32)
-# no tenant can be called this: its prefix blocks are nobody's
+# no real tenant can have this name, so no one shares its prefix blocks
 TENANT = "\0warmup"
 
 
 def heatmap_path(model: Path, fingerprint: str, workload: str) -> Path:
-    """Where the heatmap of `workload` is, or will be written."""
+    """The path where the heatmap of `workload` is, or will be written."""
     beside = _beside(model) / f"{workload}.json"
     if beside.exists() or _writable(beside.parent):
         return beside
@@ -58,7 +58,7 @@ def _in_state(fingerprint: str, workload: str) -> Path:
 
 
 def carry_heatmaps(model: Path, store: Path) -> int:
-    """Give a store that was made from `model` the heatmaps beside it; how many."""
+    """Copy the heatmaps of `model` to a store that was made from it. Returns their number."""
     known = sorted(_beside(model).glob("*.json"))
     for path in known:
         target = _beside(store) / path.name
@@ -79,7 +79,7 @@ def _writable(folder: Path) -> bool:
 
 
 class HeatmapFile:
-    """One model's heatmap of one workload, from start to end of an engine."""
+    """The heatmap file of one model and one workload, while an engine runs."""
 
     def __init__(
         self,
@@ -88,17 +88,17 @@ class HeatmapFile:
         workload: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`lineage`: fingerprints of what the experts came from, their own last."""
+        """`lineage`: fingerprints of the models that the experts were made from, their own last."""
         self.path, self._lineage, self._workload = path, tuple(lineage), workload
         self._clock = clock
         self._saved_at = clock()
-        # what the file holds already of what is counted here
+        # the counts of this engine that are already in the file
         self._saved: npt.NDArray[np.float64] | None = None
-        # what is counted into, once `load` has said what it begins with
+        # the counts of this engine; set by `load`
         self.live: Heatmap | None = None
 
     def load(self, geometry: ExpertGeometry) -> Heatmap | None:
-        """What earlier runs counted; None when there is nothing that fits these experts."""
+        """The counts of earlier runs; None if there are none that fit these experts."""
         known = self._read(geometry, self.path) or self._inherited(geometry)
         counts = None if known is None else known.counts.copy()
         self.live = Heatmap(geometry, counts)
@@ -106,10 +106,11 @@ class HeatmapFile:
         return known
 
     def _inherited(self, geometry: ExpertGeometry) -> Heatmap | None:
-        """What the state folder has of those that these experts were made from, nearest first."""
+        """The heatmap in the state folder of a model that these experts were made from, the nearest
+        first."""
         paths = (_in_state(each, self._workload) for each in reversed(self._lineage))
-        found = (self._read(geometry, path) for path in paths)
-        return next((heatmap for heatmap in found if heatmap is not None), None)
+        heatmaps = (self._read(geometry, path) for path in paths)
+        return next((heatmap for heatmap in heatmaps if heatmap is not None), None)
 
     def _read(self, geometry: ExpertGeometry, path: Path) -> Heatmap | None:
         if not path.exists():
@@ -121,12 +122,12 @@ class HeatmapFile:
             return None
 
     def save_if_due(self) -> None:
-        """Save when it is time to."""
+        """Save if the last save is long enough ago."""
         if self._clock() - self._saved_at >= SAVE_EVERY_S:
             self.save()
 
     def save(self) -> None:
-        """Add what was counted since the last time, if anything was, to what the file holds."""
+        """Add the counts since the last save, if there are any, to those in the file."""
         self._saved_at = self._clock()
         live, saved = self.live, self._saved
         if live is None or saved is None or np.array_equal(live.counts, saved):
@@ -144,7 +145,7 @@ class HeatmapFile:
 
 
 def refine(engine: Engine, tokenizer: Tokenizer, lane: str, context: int) -> None:
-    """Answer two short prompts with the real engine, and let the strategies settle after each."""
+    """Answer two short prompts with the real engine, and let the strategies update after each."""
     for number, (prompt, updates) in enumerate(zip(PROMPTS, UPDATES, strict=True)):
         ids = tuple(tokenizer.encode(prompt))[: context - 1]
         verdict = engine.add(_assignment(f"warmup-{number}", lane, ids, context))

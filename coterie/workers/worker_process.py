@@ -1,8 +1,7 @@
-"""The gateway's end of one worker process: its socket, its lifeline, its exit. No torch here.
+"""One worker process as the gateway sees it: its socket, its lifeline, its exit. No torch here.
 
-One incarnation only: a restart makes a new `WorkerProcess` with a new socket, so nothing a dead
-process
-left behind can be mistaken for its successor's word.
+A restart makes a new `WorkerProcess` with a new socket, so messages of a dead process cannot be
+taken for messages of the next one.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ from coterie.weights.home import state_dir
 from coterie.workers import wire
 from coterie.workers.contract import ReplicaInfo, WorkerCommand, WorkerReport, WorkerSpec
 
-# sockaddr_un holds 107 characters; the socket's own name takes up to 16
+# a socket path may have 107 characters; the name of the socket needs up to 16
 MAX_DIRECTORY = 90
 EXIT_S = 3.0
 
 
 class WorkerSocket:
-    """A PAIR socket on the event loop. ZeroMQ's descriptor is edge-triggered: read until dry, and
-    look again after every send, which may have swallowed the edge."""
+    """A PAIR socket on the event loop. ZeroMQ's descriptor is edge-triggered: read until it is
+    empty, and check again after every send, because a send may consume the edge."""
 
     def __init__(self, address: str, on_message: Callable[[bytes], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
-        # commands are as many as admission lets through
+        # no limit here: admission limits the number of commands
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(address)
         self._descriptor: int = self._socket.getsockopt(zmq.FD)
         self._loop.add_reader(self._descriptor, self.read)
 
     def send(self, command: WorkerCommand) -> bool:
-        """False when there is no worker at the other end (any more)."""
+        """False if there is no worker at the other end."""
         if self._socket.closed:
             return False
         try:
@@ -83,7 +82,7 @@ class WorkerProcess:
         self._link = link
         self.pid = process.pid
         self.send = link.send
-        # how often the process was heard of
+        # number of heartbeats
         self.beats = 0
         self._listening = asyncio.ensure_future(self._listen())
 
@@ -91,7 +90,7 @@ class WorkerProcess:
     async def spawn(
         cls, spec: WorkerSpec, path: Path, on_report: Callable[[WorkerReport], None]
     ) -> tuple[WorkerProcess, ReplicaInfo]:
-        """Start a process and wait until it has loaded; raises what kept it from loading."""
+        """Start a process and wait until it has loaded. Raises the error if it could not load."""
         loaded: asyncio.Future[wire.LoadOutcome] = asyncio.get_running_loop().create_future()
         child: WorkerProcess | None = None
 
@@ -102,7 +101,7 @@ class WorkerProcess:
                 else:
                     loaded.set_result(wire.decode_loaded(message))
             except wire.Unreadable as error:
-                # tokens are lost with it: another worker says them again
+                # its tokens are lost: another worker produces them again
                 log("report_unreadable", level="error", error=error, replica=spec.name)
                 if child is not None:
                     child._process.kill()
@@ -127,7 +126,7 @@ class WorkerProcess:
         either: set[asyncio.Future[Any]] = {loaded, exited}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not loaded.done():
-            # the last words of a process that has exited may still be on their way
+            # the last message of a process that has exited may still arrive
             await asyncio.wait({loaded}, timeout=0.2)
         exited.cancel()
         if not loaded.done():
@@ -146,14 +145,14 @@ class WorkerProcess:
             self.beats += 1
 
     async def exited(self) -> int:
-        """Wait for the end, whatever its reason; the socket is closed behind the last message."""
+        """Wait until the process ends; the socket is closed after the last message."""
         code = await self._process.wait()
         self._link.read()
         self._release()
         return code
 
     async def stop(self) -> None:
-        """Ask, wait a little, then make sure."""
+        """Ask the process to stop, wait briefly, then kill it."""
         self._link.send(WorkerCommand("stop"))
         try:
             await asyncio.wait_for(self._process.wait(), EXIT_S)
@@ -184,26 +183,26 @@ async def _launch(address: str, spec: WorkerSpec) -> AsyncProcess:
 
 
 def socket_directory() -> Path:
-    """A folder only this user can enter, short enough for a socket's address."""
-    wanted = state_dir() / "run"
-    if len(str(wanted)) + 16 <= MAX_DIRECTORY:
-        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _sweep(wanted)
-        return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=wanted))
+    """A folder that only this user can enter, with a path short enough for a socket."""
+    parent = state_dir() / "run"
+    if len(str(parent)) + 16 <= MAX_DIRECTORY:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _sweep(parent)
+        return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=parent))
     return Path(tempfile.mkdtemp(prefix="coterie-"))
 
 
 def is_own_directory(directory: Path) -> bool:
-    """Whether it is still there and ours: below /tmp anybody may take a name that was removed."""
+    """Whether it still exists and is ours: in /tmp others may take a removed name."""
     try:
-        found = directory.lstat()
+        status = directory.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def remove_directory(directory: Path) -> None:
-    """With whatever somebody put there; what cannot be removed is left, and told."""
+    """Remove the folder with its content. What cannot be removed is logged."""
     try:
         if directory.is_symlink() or not directory.is_dir():
             directory.unlink(missing_ok=True)
@@ -214,7 +213,7 @@ def remove_directory(directory: Path) -> None:
 
 
 def _sweep(parent: Path) -> None:
-    """Folders of gateways that were killed have nobody else to remove them."""
+    """Remove the folders of gateways that were killed."""
     for directory in parent.iterdir():
         owner = directory.name.partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():

@@ -1,4 +1,4 @@
-"""The official Anthropic client: a message, a stream, and what a prompt costs.
+"""The official Anthropic client: counts a prompt's tokens, sends a message, reads a stream.
 
 python examples/clients/anthropic_messages.py [MODEL]
 """
@@ -12,7 +12,7 @@ url = os.environ.get("COTERIE_BASE_URL", "http://127.0.0.1:8000")
 client = Anthropic(base_url=url, api_key=os.environ.get("COTERIE_API_KEY", "none"))
 model = sys.argv[1] if len(sys.argv) > 1 else "auto"
 messages = [{"role": "user", "content": "What is the capital of France?"}]
-# fields that this version of the client has no name for
+# fields for which this version of the client has no argument
 greedy = {"temperature": 0}
 
 counted = client.messages.count_tokens(model=model, messages=messages)

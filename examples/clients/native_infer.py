@@ -1,4 +1,4 @@
-"""The native API by plain HTTP: an answer with its reasons, and a job that is answered later.
+"""The native API with plain HTTP: an answer with its reasons, and a job that is answered later.
 
 The SDKs do the same with types, streams and retries: docs/sdk.md.
 
@@ -21,7 +21,7 @@ print("why:", reply["task_type"], f"with confidence {reply['confidence']:.2f}")
 print("took:", f"{reply['metrics']['total_latency_ms']:.0f} ms")
 
 accepted = client.post("/v1/infer", json=body, headers={"prefer": "respond-async"})
-place = accepted.raise_for_status().headers["location"]
-while (job := client.get(place).raise_for_status().json())["status"] in ("queued", "processing"):
+job_url = accepted.raise_for_status().headers["location"]
+while (job := client.get(job_url).raise_for_status().json())["status"] in ("queued", "processing"):
     time.sleep(0.2)
 print("job:", job["status"], job["result"]["text"])

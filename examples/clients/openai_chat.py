@@ -1,4 +1,4 @@
-"""The official OpenAI client: a chat, a stream, and an answer held to a JSON schema.
+"""The official OpenAI client: a chat, a stream, and an answer that follows a JSON schema.
 
 python examples/clients/openai_chat.py [MODEL]
 """
@@ -28,11 +28,11 @@ print("stream:", "".join(c.choices[0].delta.content or "" for c in stream if c.c
 person = {"name": {"enum": ["Ada", "Alan"]}, "age": {"type": "integer", "maximum": 99}}
 schema = {"type": "object", "properties": person, "required": ["name", "age"]}
 schema["additionalProperties"] = False
-held = client.chat.completions.create(
+structured = client.chat.completions.create(
     model=model,
     messages=[{"role": "user", "content": "Describe a person as JSON."}],
     response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": schema}},
     max_tokens=60,
 )
-found = json.loads(held.choices[0].message.content)
-print("json:", found["name"], found["age"])
+fields = json.loads(structured.choices[0].message.content)
+print("json:", fields["name"], fields["age"])

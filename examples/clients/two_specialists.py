@@ -1,4 +1,4 @@
-"""Asks two specialists of one server at the same time; start it with two_specialists.toml.
+"""Asks two specialists of one server at the same time; start the server with two_specialists.toml.
 
 python examples/clients/two_specialists.py
 """

@@ -1,1 +1,1 @@
-"""What the shipped experts learn, and what they are judged by."""
+"""Training data of the shipped experts, and the items they are evaluated with."""

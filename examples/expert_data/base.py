@@ -1,4 +1,4 @@
-"""An example to learn from, an item to be judged by, and the generators' small tools."""
+"""A training example, an evaluation item, and small helpers of the generators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Held out. `expected` is what the expert's metric compares an answer with."""
+    """A held-out item. The expert's metric compares an answer with `expected`."""
 
     prompt: str
     expected: Any
@@ -44,7 +44,7 @@ _TAILS = ("", *words("n r l s t x nd rk lm sk"), "")
 
 
 def made_up(draw: random.Random) -> str:
-    """A word that no list holds, so that copying is learnt and not a vocabulary."""
+    """A word that is in no list, so that the model learns to copy and not a vocabulary."""
     count = draw.choice((1, 2, 2, 3))
     return "".join(pick(draw, _HEADS) + pick(draw, _CORES) for _ in range(count)) + pick(
         draw, _TAILS

@@ -1,4 +1,4 @@
-"""Held-out items that were written by hand: label, text, and the question around it."""
+"""Held-out items written by hand: label, text, and the question around it."""
 
 from __future__ import annotations
 

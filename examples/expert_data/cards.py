@@ -1,4 +1,4 @@
-"""What each shipped expert says of itself in its manifest and README."""
+"""The texts of each shipped expert for its manifest and README."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class About:
     capabilities: tuple[str, ...]
     keywords: tuple[str, ...]
     limitations: tuple[str, ...]
-    # regular expression of its answers; empty = JSON or SQL, which have parsers of their own
+    # regular expression of its answers; empty = JSON or SQL, which have their own parsers
     pattern: str = ""
     # its answers are one of a few words
     is_label: bool = False
@@ -96,7 +96,8 @@ ABOUT = {
 
 
 def routing_texts(name: str) -> dict[str, list[str]]:
-    """Prompts an expert is for (+) and prompts that only look like it (-), of routing/NAME.txt."""
+    """Prompts that an expert is for (+) and prompts that are only similar (-), from
+    routing/NAME.txt."""
     lines = (_ROUTING / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     kinds = {"examples": "+ ", "counterexamples": "- "}
     return {

@@ -1,4 +1,4 @@
-"""Descriptions of changes and their conventional commit headers, to learn from."""
+"""Training data: descriptions of changes and their conventional commit headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Dates, times of day and metric amounts in many forms, to learn their ISO and SI forms from."""
+"""Training data: dates, times of day and metric amounts in many forms, with their ISO and SI
+forms."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ MONTHS = words(
     January February March April May June July August September October November December
     """
 )
-# kept for the held-out items
+# used only in the held-out items
 HELD_OUT_YEARS = (1987, 1994, 2003, 2011, 2018, 2026)
 _DATE_FORMS = (
     "{d} {month} {y}", "{month} {d}, {y}", "{d}{th} {month} {y}", "the {d}{th} of {month} {y}",

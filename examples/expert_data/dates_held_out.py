@@ -1,4 +1,4 @@
-"""Dates, times and amounts that nobody learns from: other years, other sentences around them."""
+"""Held-out dates, times and amounts: other years and other sentences than in the training data."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _PARTS = {"morning": range(1, 12), "afternoon": range(12, 18), "evening": range(
 
 def items(seed: int = 908) -> list[Item]:
     draw = random.Random(seed)
-    found: dict[str, Item] = {}
+    unique: dict[str, Item] = {}
     makers: tuple[Callable[[random.Random], Item], ...] = (_date, _date, _time, _unit)
-    while len(found) < 180:
-        item = makers[len(found) % 4](draw)
-        found.setdefault(item.prompt, item)
-    return list(found.values())
+    while len(unique) < 180:
+        item = makers[len(unique) % 4](draw)
+        unique.setdefault(item.prompt, item)
+    return list(unique.values())
 
 
 def _date(draw: random.Random) -> Item:

@@ -1,4 +1,4 @@
-"""Messages to a shop and what they are about, to learn from: one label of six that are listed."""
+"""Training data: messages to a shop and their intent, one of six listed labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentences and the JSON of what they say, to learn from. Any subset of the facts may be asked."""
+"""Training data: sentences and their facts as JSON. Any subset of the facts may be requested."""
 
 from __future__ import annotations
 

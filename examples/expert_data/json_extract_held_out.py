@@ -1,4 +1,4 @@
-"""Sentences that nobody learns from: other facts, other keys for most of them, other names."""
+"""Held-out sentences: other facts, mostly other keys, and other names than in the training data."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ _ASKS = (
 
 def items(seed: int = 1909) -> list[Item]:
     draw = random.Random(seed)
-    found: dict[str, Item] = {}
-    while len(found) < 180:
-        fields, templates = _SETS[len(found) % len(_SETS)]
+    unique: dict[str, Item] = {}
+    while len(unique) < 180:
+        fields, templates = _SETS[len(unique) % len(_SETS)]
         values = {key: pick(draw, pool) for key, pool in fields.items()}
         if len(set(values.values())) < len(values):
             continue
@@ -72,5 +72,5 @@ def items(seed: int = 1909) -> list[Item]:
         keys = draw.sample(sorted(values), len(values))
         keys = keys if draw.random() < 0.6 else keys[:2]
         asked = pick(draw, _ASKS).format(keys=" / ".join(keys), text=text)
-        found.setdefault(text, Item(asked, {key: values[key] for key in keys}, 72))
-    return list(found.values())
+        unique.setdefault(text, Item(asked, {key: values[key] for key in keys}, 72))
+    return list(unique.values())

@@ -1,6 +1,6 @@
-"""Held-out items in eleven languages, written by an author who saw only what the experts are for.
+"""Held-out items in eleven languages, by an author who only knew what the experts are for.
 
-`languages.jsonl` has them as they were written; here each becomes an item of its expert's metric.
+`languages.jsonl` has them as written; here each becomes an item for its expert's metric.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ROWS = 9
 
 def lines(expert: str) -> bytes:
     """tests/languages.jsonl of an expert's package."""
-    made = [
+    records = [
         json.dumps({"language": written["language"], **_item(written).record()}, ensure_ascii=False)
         for written in map(json.loads, _FILE.read_text(encoding="utf-8").splitlines())
         if written["expert"] == expert
     ]
-    return ("\n".join(made) + "\n").encode()
+    return ("\n".join(records) + "\n").encode()
 
 
 def _item(written: dict[str, Any]) -> Item:
@@ -56,7 +56,7 @@ def _expected(written: dict[str, Any], prompt: str) -> Any:
 
 
 def _setup(prompt: str, query: str) -> str:
-    """The table of a prompt, with rows that tell right queries from wrong ones."""
+    """The table of a prompt, with rows that distinguish correct queries from wrong ones."""
     name, listed = _TABLE.search(prompt).groups()  # type: ignore[union-attr]
     columns = [column.strip() for column in listed.split(",")]
     draw = random.Random(prompt)

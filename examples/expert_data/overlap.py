@@ -1,8 +1,8 @@
-"""Shared runs of words between what is learnt and what is held out.
+"""Runs of words that training data and held-out items have in common.
 
     python -m examples.expert_data.overlap
 
-Words are lower-cased letters and digits; a prompt and its answer count together. Exits with 1 when
+Words are lower-cased letters and digits; a prompt and its answer count together. Exits with 1 if
 a held-out item shares a run of eight words with any training example.
 """
 
@@ -27,11 +27,11 @@ def runs(text: str) -> Iterator[Run]:
 
 
 def held_out(recipe: Recipe) -> set[Run]:
-    texts = (f"{item.prompt} {_said(item.expected)}" for item in recipe.held_out())
+    texts = (f"{item.prompt} {_text_of(item.expected)}" for item in recipe.held_out())
     return {run for text in texts for run in runs(text)}
 
 
-def _said(expected: object) -> str:
+def _text_of(expected: object) -> str:
     if isinstance(expected, dict) and "sql" in expected:
         return str(expected["sql"])
     if isinstance(expected, dict) and "among" in expected:
@@ -40,17 +40,17 @@ def _said(expected: object) -> str:
 
 
 def shared(count: int | None = None) -> dict[str, set[Run]]:
-    """Per expert, the runs of its held-out items that any expert learns from.
+    """For each expert, the runs of its held-out items that occur in any expert's training data.
 
-    `count`: the first so many examples of each expert only.
+    `count`: use only the first `count` examples of each expert.
     """
-    wanted = {name: held_out(recipe) for name, recipe in EXPERTS.items()}
-    anywhere = set().union(*wanted.values())
-    seen: set[Run] = set()
+    held_out_runs = {name: held_out(recipe) for name, recipe in EXPERTS.items()}
+    anywhere = set().union(*held_out_runs.values())
+    common: set[Run] = set()
     for recipe in EXPERTS.values():
         for example in recipe.examples(count):
-            seen.update(anywhere.intersection(runs(f"{example.prompt} {example.answer}")))
-    return {name: own & seen for name, own in wanted.items()}
+            common.update(anywhere.intersection(runs(f"{example.prompt} {example.answer}")))
+    return {name: own & common for name, own in held_out_runs.items()}
 
 
 def main() -> int:

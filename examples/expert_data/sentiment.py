@@ -1,4 +1,4 @@
-"""Short reviews and whether they are positive, negative or neutral, to learn from."""
+"""Training data: short reviews and whether they are positive, negative or neutral."""
 
 from __future__ import annotations
 

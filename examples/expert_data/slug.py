@@ -1,4 +1,4 @@
-"""Titles and their URL slugs, to learn from: words of its own list, marks and accents between."""
+"""Training data: titles and their URL slugs, with its own list of words, marks and accents."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def examples(seed: int = 11) -> Iterator[Example]:
 
 
 def slug_of(title: str) -> str:
-    """Lower case, letters without accents, `&` as and, all else a hyphen; apostrophes vanish."""
+    """Lower case, letters without accents, `&` as and, a hyphen for the rest; apostrophes are
+    removed."""
     text = "".join(_LETTERS.get(letter, letter) for letter in title.lower())
     text = unicodedata.normalize("NFKD", text.replace("&", " and ").replace("'", ""))
     kept = "".join(letter for letter in text if not unicodedata.combining(letter))

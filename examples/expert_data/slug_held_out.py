@@ -1,4 +1,4 @@
-"""Titles that nobody learns from: headlines of other words, in other moulds."""
+"""Held-out titles: headlines with other words and other patterns than in the training data."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ _ASKS = (
 
 def items(seed: int = 1907) -> list[Item]:
     draw = random.Random(seed)
-    found: dict[str, Item] = {}
-    while len(found) < 180:
+    unique: dict[str, Item] = {}
+    while len(unique) < 180:
         title = _title(draw, pick(draw, _MOULDS))
-        found.setdefault(title, Item(pick(draw, _ASKS).format(title), slug_of(title), 40))
-    return list(found.values())
+        unique.setdefault(title, Item(pick(draw, _ASKS).format(title), slug_of(title), 40))
+    return list(unique.values())
 
 
-def _title(draw: random.Random, mould: str) -> str:
+def _title(draw: random.Random, pattern: str) -> str:
     topic, other = draw.sample(_VALUES["topic"], 2)
     place, second = draw.sample(_VALUES["place"], 2)
-    return mould.format(
+    return pattern.format(
         n=draw.randint(3, 48),
         n2=draw.randint(100, 999),
         year=draw.randint(2017, 2026),

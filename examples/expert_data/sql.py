@@ -1,4 +1,4 @@
-"""Questions about one small table and their SQL, to learn from. Column words serve as nouns."""
+"""Training data: questions about one small table and their SQL. Column names are used as nouns."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def examples(seed: int = 14) -> Iterator[Example]:
 
 
 def _invented(draw: random.Random) -> Table:
-    """Column names of one table with values and another's nouns: the schema must be read."""
+    """Columns of one table with the nouns of another: the model must read the schema."""
     words = [made_up(draw) for _ in range(3)]
     base, other = draw.sample(_TABLES, 2)
     values = tuple(made_up(draw) for _ in range(3))
@@ -91,7 +91,7 @@ def _number(draw: random.Random) -> int:
 
 
 def _filter(draw: random.Random, table: Table) -> tuple[str, str]:
-    """Words for some rows, and the condition."""
+    """A phrase that selects some rows, and the condition."""
     if draw.random() < 0.5:
         column = pick(draw, tuple(table.texts))
         value = pick(draw, table.texts[column])
@@ -136,11 +136,11 @@ def _total(draw: random.Random, table: Table) -> Question:
 
 def _top(draw: random.Random, table: Table) -> Question:
     column, number = pick(draw, table.numbers), draw.randint(2, 9)
-    word, way = pick(draw, (("highest", "DESC"), ("lowest", "ASC"), ("largest", "DESC"),
+    word, direction = pick(draw, (("highest", "DESC"), ("lowest", "ASC"), ("largest", "DESC"),
                             ("smallest", "ASC")))  # fmt: skip
     ask = pick(draw, ("Show the {k} of the {n} {t} with the {f} {c}.",
                       "Which {n} {t} have the {f} {c}? Give the {k}."))  # fmt: skip
-    query = f"SELECT {table.key} FROM {table.name} ORDER BY {column} {way} LIMIT {number}"
+    query = f"SELECT {table.key} FROM {table.name} ORDER BY {column} {direction} LIMIT {number}"
     return ask.format(k=table.key, n=number, t=table.name, f=word, c=column), query
 
 

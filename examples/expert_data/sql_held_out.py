@@ -1,4 +1,4 @@
-"""Questions that nobody learns from: other tables, other sentences, rows to run the query on."""
+"""Held-out questions: other tables, other sentences, and rows to run the query on."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ Question = tuple[str, str]
 
 def items(seed: int = 1910) -> list[Item]:
     draw = random.Random(seed)
-    found: dict[str, Item] = {}
-    while len(found) < 180:
+    unique: dict[str, Item] = {}
+    while len(unique) < 180:
         table = pick(draw, _TABLES)
         question, query = pick(draw, _SHAPES)(draw, table)
         prompt = pick(draw, _ASKS).format(
             name=table.name, columns=", ".join(table.columns()), question=question
         )
-        found.setdefault(question, Item(prompt, {"sql": query, "setup": _setup(draw, table)}, 48))
-    return list(found.values())
+        unique.setdefault(question, Item(prompt, {"sql": query, "setup": _setup(draw, table)}, 48))
+    return list(unique.values())
 
 
 def _setup(draw: random.Random, table: Table) -> str:
     kinds = [f"{table.key} TEXT", *(f"{c} TEXT" for c in table.texts)]
     kinds += [f"{c} INTEGER" for c in table.numbers]
-    made = f"CREATE TABLE {table.name} ({', '.join(kinds)});"
+    statements = f"CREATE TABLE {table.name} ({', '.join(kinds)});"
     rows = []
-    # numbers lie apart, so that every comparison and every order has one answer
+    # numbers are distinct, so that every comparison and every order has one answer
     spread = [draw.sample(range(5, 100), 9) for _ in table.numbers]
     for row in range(9):
         texts = [f"{table.key} {row}", *(pick(draw, v) for v in table.texts.values())]
         numbers = [str(column[row] * 10) for column in spread]
         rows.append("(" + ", ".join([f"'{text}'" for text in texts] + numbers) + ")")
-    return f"{made} INSERT INTO {table.name} VALUES {', '.join(rows)};"
+    return f"{statements} INSERT INTO {table.name} VALUES {', '.join(rows)};"
 
 
 def _by_value(draw: random.Random, t: Table) -> Question:
@@ -113,7 +113,7 @@ def _total(draw: random.Random, t: Table) -> Question:
 
 def _top(draw: random.Random, t: Table) -> Question:
     column, n = pick(draw, t.numbers), draw.randint(2, 6)
-    word, way = pick(draw, (("highest", "DESC"), ("lowest", "ASC")))
+    word, direction = pick(draw, (("highest", "DESC"), ("lowest", "ASC")))
     text = pick(
         draw,
         (
@@ -121,7 +121,7 @@ def _top(draw: random.Random, t: Table) -> Question:
             f"By {column}, name the {n} {word} {t.name} ({t.key} only).",
         ),
     )
-    return text, f"SELECT {t.key} FROM {t.name} ORDER BY {column} {way} LIMIT {n}"
+    return text, f"SELECT {t.key} FROM {t.name} ORDER BY {column} {direction} LIMIT {n}"
 
 
 def _group(draw: random.Random, t: Table) -> Question:

@@ -1,4 +1,4 @@
-"""Every expert by name: what it learns from, what it is judged by, and what it is made of."""
+"""Every expert by name: its training data, its held-out items, and the shape of its adapter."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Recipe:
     metric: str
     source: Callable[[], Iterator[Example]]
     held_out: Callable[[], list[Item]]
-    # the best of these by the loss on unseen examples of `source` is kept
+    # the rate with the lowest loss on unseen examples of `source` is used
     rates: tuple[float, ...]
     steps: int
     count: int = 20_000
 
     def examples(self, count: int | None = None) -> list[Example]:
-        """The first `count`, or all; without repetition."""
+        """The first `count`, or all; without duplicates."""
         return list(dict.fromkeys(islice(self.source(), count or self.count)))
 
 

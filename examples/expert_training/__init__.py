@@ -1,1 +1,1 @@
-"""Training adapters for a served base model with torch alone: no peft."""
+"""Trains adapters for a served base model with torch only, without peft."""

@@ -1,5 +1,5 @@
-"""The base model as it is served, for training: a checkpoint's weights, dequantised, in
-transformers' own model. Knows no adapter."""
+"""The base model as it is served, for training: the dequantised weights of a checkpoint in the
+model class of transformers. Knows no adapter."""
 
 from __future__ import annotations
 

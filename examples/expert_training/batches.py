@@ -1,4 +1,4 @@
-"""Examples as token ids, in batches of like length. Knows the chat template, no model."""
+"""Examples as token ids, in batches of similar length. Knows the chat template, no model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coterie.core.request import Chat, Message
 from coterie.models.text.tokenizer import Tokenizer
 from examples.expert_data.base import Example
 
-# rows of so many batches are sorted by length together
+# rows of this many batches are sorted by length together
 _WINDOW = 16
 
 
@@ -29,7 +29,7 @@ class Encoded:
 @dataclass(frozen=True, slots=True)
 class Batch:
     ids: Tensor  # [rows, length], right padded
-    # flat positions in [rows * length] whose next token is learnt, and that token
+    # flat positions in [rows * length] whose next token is trained, and that token
     at: Tensor
     target: Tensor
 
@@ -67,7 +67,7 @@ def make_batch(rows: Sequence[Encoded], device: str) -> Batch:
 
 
 def batches(rows: Sequence[Encoded], size: int, device: str, seed: int) -> Iterator[Batch]:
-    """Without end: every epoch in another order, rows of a batch of like length."""
+    """Endless: every epoch in another order; rows of a batch have similar lengths."""
     draw = random.Random(seed)
     while True:
         order = list(rows)

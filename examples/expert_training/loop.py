@@ -1,4 +1,4 @@
-"""Trains one adapter, and answers prompts with it greedily. Knows no task."""
+"""Trains one adapter, and generates greedy answers with it. Knows no task."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loss_of(adapted: Adapted, batch: Batch) -> Tensor:
 
 
 def rate_at(done: float) -> float:
-    """Share of the peak rate: linear warm-up, then a cosine down to a tenth."""
+    """Share of the highest rate: linear warm-up, then a cosine down to a tenth."""
     return min(1.0, (0.01 + done) / WARM_SHARE) * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
@@ -79,7 +79,8 @@ def validate(adapted: Adapted, rows: Sequence[Encoded]) -> float:
 def answer(
     adapted: Adapted, prompts: Sequence[tuple[int, ...]], end: int, max_tokens: int
 ) -> list[list[int]]:
-    """Greedy continuations, all prompts together; the whole text is computed anew each step."""
+    """Greedy continuations, all prompts in one batch; the whole text is computed again at each
+    step."""
     answers: list[list[int]] = [[] for _ in prompts]
     open_rows = list(range(len(prompts)))
     for _ in range(max_tokens):

@@ -1,5 +1,5 @@
-"""Trainable adapters, each by PEFT's formula: LoRA, DoRA, IA3 around a frozen linear layer, and a
-soft prompt in front of the tokens. Knows no data and no files.
+"""Trainable adapters by PEFT's formulas: LoRA, DoRA, IA3 around a frozen linear layer, and a soft
+prompt before the tokens. Knows no data and no files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KINDS = ("lora", "dora", "ia3", "soft_prompt")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an adapter of one kind is made of; fields of other kinds are not read."""
+    """The parameters of an adapter of one kind; fields for other kinds are not read."""
 
     kind: str
     targets: tuple[str, ...] = ALL_LINEAR
@@ -26,7 +26,7 @@ class Shape:
     alpha: int = 8
     # IA3: targets whose input is scaled instead of their output
     feedforward: tuple[str, ...] = ("down_proj",)
-    # soft prompt: the text whose embeddings it starts from, one virtual token each
+    # soft prompt: its initial vectors are the embeddings of this text, one virtual token each
     text: str = ""
 
 
@@ -67,7 +67,7 @@ class Dora(Lora):
         self.lora_magnitude_vector = nn.Parameter(self.squared.sqrt())
 
     def norm(self) -> Tensor:
-        """|W + s B A| per row, without making the sum: [out]."""
+        """|W + s B A| per row, without computing the sum: [out]."""
         a, b = self.lora_A.detach(), self.scaling * self.lora_B.detach()
         crossed = functional.linear(a.to(self.base.weight.dtype), self.base.weight).float().T
         inner = b @ (a @ a.T)
@@ -101,12 +101,12 @@ class Ia3(nn.Module):
 
 
 class Adapted:
-    """A base model with one adapter on it. `detach` gives the base back as it was."""
+    """A base model with one adapter. `detach` restores the base."""
 
     def __init__(self, model: nn.Module, shape: Shape, encode: Callable[[str], list[int]]) -> None:
         self.model, self.shape = model, shape
         self.prompt: nn.Parameter | None = None
-        self._places: dict[str, nn.Module] = {}
+        self._modules: dict[str, nn.Module] = {}
         if shape.kind == "soft_prompt":
             ids = torch.tensor(encode(shape.text), device=model.device)
             self.prompt = nn.Parameter(model.get_input_embeddings()(ids).float().clone())
@@ -117,13 +117,13 @@ class Adapted:
             if isinstance(module, nn.Linear) and path.rpartition(".")[2] in shape.targets
         ]
         for path, module in wanted:
-            self._places[path] = _wrapped(path.rpartition(".")[2], module, shape)
+            self._modules[path] = _wrapped(path.rpartition(".")[2], module, shape)
         self.attach()
 
     def parameters(self) -> list[nn.Parameter]:
         if self.prompt is not None:
             return [self.prompt]
-        modules = self._places.values()
+        modules = self._modules.values()
         return [p for module in modules for p in module.parameters() if p.requires_grad]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -132,7 +132,7 @@ class Adapted:
             return {"prompt_embeddings": self.prompt}
         return {
             f"base_model.model.{path}.{name}": tensor
-            for path, module in self._places.items()
+            for path, module in self._modules.items()
             for name, tensor in module.tensors().items()
         }
 
@@ -146,11 +146,11 @@ class Adapted:
         return self.model.model(inputs_embeds=both, use_cache=False)[0][:, len(self.prompt) :]
 
     def attach(self) -> None:
-        for path, module in self._places.items():
+        for path, module in self._modules.items():
             self._put(path, module)
 
     def detach(self) -> None:
-        for path, module in self._places.items():
+        for path, module in self._modules.items():
             self._put(path, module.base)
 
     def _put(self, path: str, module: nn.Module) -> None:

@@ -62,7 +62,7 @@ _IA3: dict[str, Any] = {
 
 
 def save(adapted: Adapted, out: Path, base_name: str) -> int:
-    """The bytes of the weights."""
+    """Returns the bytes of the weights."""
     out.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().cpu() for name, value in adapted.tensors().items()}
     tensors = {name: tensors[name].contiguous() for name in sorted(tensors)}

@@ -11,9 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from peft_files import KINDS, make_adapter
 from safetensors.torch import load_file, save_file
-from tiny import tiny_checkpoint
 from torch import Tensor
 
 from coterie.adapters.base import Adapter
@@ -22,6 +20,8 @@ from coterie.adapters.kinds.lora import LoraChange
 from coterie.adapters.kinds.table import ADAPTERS
 from coterie.core.errors import WeightsError
 from coterie.packages.adapter_kinds import FORMATS
+from tests.helpers.adapters.peft_adapters import KINDS, make_adapter
+from tests.helpers.models.tiny import tiny_checkpoint
 
 Tensors = dict[str, Tensor]
 

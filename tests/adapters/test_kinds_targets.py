@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft_files import make_adapter
 from safetensors.torch import load_file, save_file
-from tiny import tiny_checkpoint
 
 from coterie.adapters.compose import compose
 from coterie.adapters.files import WEIGHTS, open_adapter
@@ -19,6 +17,8 @@ from coterie.kernels.backend import best_backend
 from coterie.models.base import CausalLM, load_model
 from coterie.models.build.targets import TargetMatrix
 from coterie.weights.checkpoint import open_checkpoint
+from tests.helpers.adapters.peft_adapters import make_adapter
+from tests.helpers.models.tiny import tiny_checkpoint
 
 
 def loaded(kind: str, dtype: str = "fp32", backend: str | None = None, **keys: Any) -> CausalLM:
@@ -128,9 +128,8 @@ def test_soft_tokens_are_rows_of_their_own_stack() -> None:
     """DWR has no twin in PEFT; its soft tokens are embeddings like any other."""
     from dataclasses import replace
 
-    from models.paged import Paged
-
     from coterie.kernels.patch import PatchStack, Segment
+    from tests.helpers.models.paged_model import Paged
 
     model = loaded("dwr", backend="reference")
     try:

@@ -8,11 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from pool_rig import choose, delta, fetch, open_pool, settle, stored_delta, write_lora
 
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.plan import stack_key
 from coterie.obs.tables import ADAPTER_METRICS, ADAPTER_SERIES
+from tests.helpers.adapters.adapter_pool import (
+    choose,
+    delta,
+    fetch,
+    open_pool,
+    settle,
+    stored_delta,
+    write_lora,
+)
 
 
 def test_a_stack_is_loaded_taken_and_right(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from pool_rig import PATHS, choose, delta, fetch, open_pool, put_adapter, settle, write_lora
 from safetensors.torch import load_file, save, save_file
 
 from coterie.adapters import pool as pools
@@ -17,6 +16,16 @@ from coterie.adapters.kinds.lora import LoraChange
 from coterie.adapters.pool import AdapterPool
 from coterie.core.errors import CoterieError, NotFound, WeightsError
 from coterie.core.plan import stack_key
+from tests.helpers.adapters.adapter_pool import (
+    PATHS,
+    choose,
+    delta,
+    fetch,
+    open_pool,
+    put_adapter,
+    settle,
+    write_lora,
+)
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 

@@ -9,11 +9,18 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from pool_rig import PlainTargets, choose, delta, open_pool, stored_delta, write_lora
 
 from coterie.adapters.pool import AdapterPool
 from coterie.core.plan import AdapterChoice, stack_key
 from coterie.kernels.patch import PatchStack
+from tests.helpers.adapters.adapter_pool import (
+    PlainTargets,
+    choose,
+    delta,
+    open_pool,
+    stored_delta,
+    write_lora,
+)
 
 ONE = 4 * 4 * (48 + 64) * 4
 

@@ -9,13 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from pool_rig import choose, delta, fetch, open_pool, settle, stored_delta, write_lora
 
 from coterie.adapters import residency
 from coterie.adapters.pool import AdapterPool
 from coterie.adapters.residency import ALIGN
 from coterie.core.errors import InvalidRequest
 from coterie.core.plan import stack_key
+from tests.helpers.adapters.adapter_pool import (
+    choose,
+    delta,
+    fetch,
+    open_pool,
+    settle,
+    stored_delta,
+    write_lora,
+)
 
 # of a rank-4 adapter in the rig: 4 sites of a [4, 48] and b [4, 64] in fp32
 ONE = 4 * 4 * (48 + 64) * 4

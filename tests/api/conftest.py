@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from served import Served
-from tiny import tiny_checkpoint
-from tools_rig import taught_checkpoint
 
-KEYS = ("key-of-the-first-tenant", "key-of-the-second-tenant")
-THINKING_TEMPLATE = (
-    "{% for message in messages %}{{ '<|turn|>' + message['role'] + '\\n' + message['content'] }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant\\n<think>\\n' }}"
-    "{% if enable_thinking is defined and enable_thinking is false %}{{ '</think>\\n' }}{% endif %}"
-    "{% endif %}"
-)
+from tests.helpers.models.tiny import thinking_checkpoint, tiny_checkpoint
+from tests.helpers.models.tool_callers import taught_checkpoint
+from tests.helpers.serving.server_process import KEYS, Served
 
 
 @pytest.fixture(scope="session")
@@ -50,15 +40,3 @@ def strict_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     )
     yield served
     served.stop()
-
-
-def thinking_checkpoint(path: Path) -> Path:
-    """The tiny model with a chat template that opens a thought."""
-    shutil.copytree(tiny_checkpoint("llama", max_position_embeddings=8192), path)
-    settings = path / "tokenizer_config.json"
-    facts = json.loads(settings.read_text())
-    facts["chat_template"] = THINKING_TEMPLATE
-    settings.write_text(json.dumps(facts))
-    for beside in path.glob("chat_template*"):
-        beside.unlink()
-    return path

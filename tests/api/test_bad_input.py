@@ -8,7 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from served import Served, chat
+
+from tests.helpers.serving.server_process import Served, chat
 
 CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 COUNT = "/v1/messages/count_tokens"

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expert_rig import ADMIN, MODEL, Packer
-from fork_probe import forks, watch
-from served import Reply, Served, own_home
+
+from tests.helpers.serving.app_with_experts import ADMIN, MODEL, Packer
+from tests.helpers.serving.fork_probe import forks, watch
+from tests.helpers.serving.server_process import Reply, Served, own_home
 
 BUSY_LOOPS = 3
 # far more than any answer takes; a gateway that hangs takes for ever

@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 import anthropic
 import pytest
 import websockets.sync.client as ws_client
-from served import Served, chat
-from tiny import tiny_checkpoint
 from websockets.exceptions import InvalidStatus
+
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import Served, chat
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 VENDOR = {"anthropic_version": "2023-06-01"}

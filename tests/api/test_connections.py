@@ -11,11 +11,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from conftest import KEYS
-from served import Served, chat
-from tiny import tiny_checkpoint
 from websockets.exceptions import ConnectionClosed
 from websockets.sync import client as ws
+
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import KEYS, Served, chat
 
 CHAT = "/v1/chat/completions"
 LIMIT_S, MOST = 1.0, 24

@@ -17,9 +17,10 @@ from typing import Any
 
 import openai
 import pytest
-from peft_files import make_adapter
-from served import Served, own_home
-from tiny import tiny_checkpoint
+
+from tests.helpers.adapters.peft_adapters import make_adapter
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import Served, own_home
 
 ADMIN = "key-of-the-admin"
 CLIENTS = 6

@@ -12,8 +12,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from served import Served, chat
-from tiny import tiny_checkpoint
+
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import Served, chat
 
 CHAT = "/v1/chat/completions"
 LONG: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}

@@ -11,9 +11,9 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from conftest import KEYS
-from served import Served, chat, frames
-from tiny import tiny_checkpoint
+
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import KEYS, Served, chat, frames
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 SECRET = "the-prompt-nobody-may-log"

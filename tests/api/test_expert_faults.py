@@ -15,12 +15,21 @@ from typing import Any
 
 import pytest
 import torch
-from expert_rig import ADMIN, MODEL, Packer, adapter
-from peft_files import make_adapter
 from safetensors.torch import load_file, save_file
-from served import Served, own_home
-from test_infer_degrades import RELATED, SQL, UNRELATED, infer
-from tiny import tiny_checkpoint
+
+from tests.helpers.adapters.peft_adapters import make_adapter
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.app_with_experts import (
+    ADMIN,
+    MODEL,
+    RELATED,
+    SQL,
+    UNRELATED,
+    Packer,
+    adapter,
+    infer,
+)
+from tests.helpers.serving.server_process import Served, own_home
 
 NARROW = {"dtype": "bfloat16"}
 FILE = "adapter_model.safetensors"

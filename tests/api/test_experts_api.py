@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expert_rig import ADMIN, CALLER, MODEL, Rig, adapter
-from peft_files import make_adapter
-from served import own_home
-from tiny import tiny_checkpoint
 
 from coterie.api.routes import described
 from coterie.core.config import Config
 from coterie.core.errors import NotFound
 from coterie.core.events import Delta, Failed
 from coterie.core.request import InferenceRequest, Limits, RouteHints, Sampling, Text
+from tests.helpers.adapters.peft_adapters import make_adapter
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.app_with_experts import ADMIN, CALLER, MODEL, ExpertApp, adapter
+from tests.helpers.serving.server_process import own_home
 
 # of 384: an answer ends within a few tokens
 MOST_TOKENS = list(range(128, 384))
@@ -35,26 +35,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def rig(folder: Path) -> Iterator[Rig]:
+def rig(folder: Path) -> Iterator[ExpertApp]:
     """Caller keys and admin keys; only what a trusted key signed."""
     with asyncio.Runner() as runner:
         settings: dict[str, Any] = {
             "server.admin_key_file": str(folder / "admins.txt"),
             "server.api_key_file": str(folder / "callers.txt"),
         }
-        rig = Rig(folder, runner, **settings)
+        rig = ExpertApp(folder, runner, **settings)
         yield rig
         rig.close()
 
 
 @pytest.fixture(scope="module")
-def lax(folder: Path, rig: Rig) -> Iterator[Rig]:
+def lax(folder: Path, rig: ExpertApp) -> Iterator[ExpertApp]:
     """The same home; unsigned adapters are allowed."""
     settings: dict[str, Any] = {
         "server.admin_key_file": str(folder / "admins.txt"),
         "server.allow_unsigned": True,
     }
-    lax = Rig(folder, rig.runner, **settings)
+    lax = ExpertApp(folder, rig.runner, **settings)
     yield lax
     lax.close()
 
@@ -63,7 +63,7 @@ def error(reply: Any) -> tuple[int, str]:
     return reply.status_code, reply.json()["error"]["message"]
 
 
-def test_nothing_changes_without_an_admin_key(rig: Rig) -> None:
+def test_nothing_changes_without_an_admin_key(rig: ExpertApp) -> None:
     ways = [
         ("GET", "/v1/experts"), ("POST", "/v1/experts"), ("DELETE", "/v1/experts/sql"),
         ("PATCH", "/v1/experts/sql"), ("POST", "/v1/experts/sql:pin"), ("POST", LOAD),
@@ -84,7 +84,7 @@ def test_nothing_changes_without_an_admin_key(rig: Rig) -> None:
     assert rig.send("GET", "/v1/models", key=ADMIN).status_code == 401
 
 
-def test_a_server_without_admins_says_what_to_do(rig: Rig) -> None:
+def test_a_server_without_admins_says_what_to_do(rig: ExpertApp) -> None:
     client, headers = rig.client_with(Config()), {"authorization": "Bearer guessed"}
     for method, path in (("GET", "/v1/experts"), ("POST", LOAD), ("DELETE", "/v1/experts/x")):
         reply = rig.runner.run(client.request(method, path, headers=headers))
@@ -95,7 +95,7 @@ def test_a_server_without_admins_says_what_to_do(rig: Rig) -> None:
     rig.runner.run(client.aclose())
 
 
-def test_only_what_a_trusted_key_signed(rig: Rig, folder: Path) -> None:
+def test_only_what_a_trusted_key_signed(rig: ExpertApp, folder: Path) -> None:
     data = rig.package("sql")
     status, message = error(rig.send("POST", "/v1/experts", data))
     assert status == 403 and "unknown key" in message
@@ -132,19 +132,19 @@ def test_only_what_a_trusted_key_signed(rig: Rig, folder: Path) -> None:
         ([1], 400, "JSON object"),
     ],
 )
-def test_bad_installations(rig: Rig, body: Any, status: int, words: str) -> None:
+def test_bad_installations(rig: ExpertApp, body: Any, status: int, words: str) -> None:
     got, message = error(rig.send("POST", "/v1/experts", body))
     assert got == status and words in message
     assert "Traceback" not in message
 
 
-def test_another_base_is_refused(rig: Rig) -> None:
+def test_another_base_is_refused(rig: ExpertApp) -> None:
     other = rig.package("foreign", seed=3, fingerprint="cd" * 32)
     status, message = error(rig.send("POST", "/v1/experts", other))
     assert status == 400 and "cdcd" in message
 
 
-def test_an_expert_changes_the_answer_and_says_so(rig: Rig) -> None:
+def test_an_expert_changes_the_answer_and_says_so(rig: ExpertApp) -> None:
     rig.send("POST", "/v1/experts", rig.package("sql"))
     rig.send("POST", "/v1/experts", rig.package("style", seed=5))
     plain, adapted = rig.chat("tiny"), rig.chat("sql")
@@ -197,7 +197,7 @@ def test_an_expert_changes_the_answer_and_says_so(rig: Rig) -> None:
     ],
 )
 def test_requests_that_cannot_be(
-    rig: Rig, model: str, experts: Any, status: int, code: str | None, words: str
+    rig: ExpertApp, model: str, experts: Any, status: int, code: str | None, words: str
 ) -> None:
     rig.send("POST", "/v1/experts", rig.package("sql"))
     reply = rig.chat(model, experts=experts)
@@ -206,7 +206,7 @@ def test_requests_that_cannot_be(
     assert words in reply.json()["error"]["message"]
 
 
-def test_the_model_list(rig: Rig) -> None:
+def test_the_model_list(rig: ExpertApp) -> None:
     rig.send("POST", "/v1/experts", rig.package("sql"))
     rig.send("PATCH", "/v1/experts/sql", {"alias": "stable"})
     listed = {m["id"]: m for m in rig.send("GET", "/v1/models", key=CALLER).json()["data"]}
@@ -225,7 +225,7 @@ def test_the_model_list(rig: Rig) -> None:
     assert rig.chat("stable").status_code == 404 and rig.chat("sql").status_code == 200
 
 
-def test_versions_flip_roll_back_and_go(rig: Rig) -> None:
+def test_versions_flip_roll_back_and_go(rig: ExpertApp) -> None:
     for version, seed in (("1.0.0", 10), ("1.1.0", 11), ("1.2.0", 12)):
         reply = rig.send("POST", "/v1/experts", rig.package("flip", version, seed))
         assert reply.status_code == 201, reply.text
@@ -272,7 +272,7 @@ def test_versions_flip_roll_back_and_go(rig: Rig) -> None:
     assert rig.send("PATCH", "/v1/experts/sql", {}).status_code == 400
 
 
-def test_vllms_two_endpoints(lax: Rig) -> None:
+def test_vllms_two_endpoints(lax: ExpertApp) -> None:
     first, second = str(adapter(seed=20)), str(adapter("dora", seed=21))
     reply = lax.send("POST", LOAD, {"lora_name": "nice", "lora_path": first})
     assert (reply.status_code, reply.text) == (
@@ -308,7 +308,7 @@ def test_vllms_two_endpoints(lax: Rig) -> None:
         assert lax.send("POST", LOAD, body).status_code == 400
 
 
-def test_a_reload_leaves_aliases_and_the_way_back(lax: Rig) -> None:
+def test_a_reload_leaves_aliases_and_the_way_back(lax: ExpertApp) -> None:
     def load(seed: int) -> str:
         body = {"lora_name": "again", "lora_path": str(adapter(seed=seed)), "load_inplace": True}
         assert lax.send("POST", LOAD, body).status_code == 200
@@ -325,7 +325,7 @@ def test_a_reload_leaves_aliases_and_the_way_back(lax: Rig) -> None:
     assert lax.send("GET", "/v1/experts/prod").status_code == 404
 
 
-def test_damaged_files_are_told_without_their_place(lax: Rig, folder: Path) -> None:
+def test_damaged_files_are_told_without_their_place(lax: ExpertApp, folder: Path) -> None:
     for name, seed in (("damaged", 28), ("gone", 29)):
         lax.send("POST", LOAD, {"lora_name": name, "lora_path": str(adapter(seed=seed))})
         digest = lax.send("GET", f"/v1/experts/{name}").json()["digest"]
@@ -342,7 +342,7 @@ def test_damaged_files_are_told_without_their_place(lax: Rig, folder: Path) -> N
         lax.send("POST", UNLOAD, {"lora_name": name})
 
 
-def test_soft_tokens_count_in_the_context_and_not_in_the_bill(lax: Rig) -> None:
+def test_soft_tokens_count_in_the_context_and_not_in_the_bill(lax: ExpertApp) -> None:
     path = str(adapter("soft_prompt", num_virtual_tokens=20))
     lax.send("POST", LOAD, {"lora_name": "soft", "lora_path": path})
     plain, soft = lax.chat("tiny"), lax.chat("soft")
@@ -355,7 +355,7 @@ def test_soft_tokens_count_in_the_context_and_not_in_the_bill(lax: Rig) -> None:
     assert lax.chat("tiny", max_tokens=room, stop_token_ids=MOST_TOKENS).status_code == 200
 
 
-def test_an_adapter_that_cannot_be_loaded_is_not_installed(lax: Rig) -> None:
+def test_an_adapter_that_cannot_be_loaded_is_not_installed(lax: ExpertApp) -> None:
     """Made for a wider model."""
     path = str(make_adapter(tiny_checkpoint("llama", hidden_size=96), "lora", 1))
     reply = lax.send("POST", LOAD, {"lora_name": "wide", "lora_path": path})
@@ -373,7 +373,9 @@ def asked(model: str, id_: str) -> InferenceRequest:
 
 
 @pytest.mark.parametrize("change", ["reload", "unload"])
-def test_a_request_ends_on_the_digest_it_began_with(lax: Rig, folder: Path, change: str) -> None:
+def test_a_request_ends_on_the_digest_it_began_with(
+    lax: ExpertApp, folder: Path, change: str
+) -> None:
     first, second = str(adapter(seed=40)), str(adapter(seed=41))
     lax.send("POST", LOAD, {"lora_name": "long", "lora_path": first})
     digest = lax.send("GET", "/v1/experts/long").json()["digest"]
@@ -409,14 +411,14 @@ def test_a_request_ends_on_the_digest_it_began_with(lax: Rig, folder: Path, chan
         lax.runner.run(asyncio.sleep(0.02))
 
 
-async def deltas(rig: Rig, model: str, id_: str) -> AsyncIterator[Delta]:
+async def deltas(rig: ExpertApp, model: str, id_: str) -> AsyncIterator[Delta]:
     async for event in rig.pipeline.handle(asked(model, id_)):
         assert not isinstance(event, Failed), event
         if isinstance(event, Delta):
             yield event
 
 
-def test_loading_begins_before_the_prompt_is_read(lax: Rig) -> None:
+def test_loading_begins_before_the_prompt_is_read(lax: ExpertApp) -> None:
     """A request that is refused for its length never reaches the engine; its adapter does."""
     lax.send("POST", LOAD, {"lora_name": "early", "lora_path": str(adapter(seed=50))})
     assert lax.chat("early", max_tokens=5000).status_code == 400
@@ -430,7 +432,7 @@ def test_loading_begins_before_the_prompt_is_read(lax: Rig) -> None:
     lax.send("POST", UNLOAD, {"lora_name": "early"})
 
 
-def test_a_stream_that_nobody_reads_holds_nothing(lax: Rig) -> None:
+def test_a_stream_that_nobody_reads_holds_nothing(lax: ExpertApp) -> None:
     lax.send("POST", LOAD, {"lora_name": "idle", "lora_path": str(adapter(seed=30))})
 
     async def test() -> None:

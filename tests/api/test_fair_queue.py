@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from served import Reply, Served
-from tiny import tiny_checkpoint
+
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import Reply, Served
 
 GREEDY, OTHER, URGENT, NARROW = "greedy-key", "other-key", "urgent-key", "narrow-key"
 MESSAGES = [{"role": "user", "content": "x"}]

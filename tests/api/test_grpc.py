@@ -12,11 +12,10 @@ import pytest
 from google.protobuf import descriptor_pb2, json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from served import Served, own_home
-from test_hostile_bodies import MAX_PROBE_S, Probe
-from tiny import tiny_checkpoint
 
 from coterie.api.proto.coterie.v1 import inference_pb2 as pb
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import MAX_PROBE_S, Probe, Served, own_home
 
 KEY, OTHER = "key-of-the-caller", "key-of-another"
 SERVICE = "coterie.v1.Inference"

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from served import Served, chat, own_home
-from tiny import tiny_checkpoint
+
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import Served, chat, own_home
 
 WAIT_S = 90.0
 CONFIG = "[engine]\nrestart_backoff_s = 0.02\nmax_restart_backoff_s = 0.05\n"

@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Served, chat
-from tiny import tiny_checkpoint
 from websockets.sync.client import connect
 
 from coterie.models.text.tokenizer import load_tokenizer
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import MAX_PROBE_S, Probe, Served, chat
 
 LIMIT = 4_000_000
 CHAT, TEXT, MESSAGES, INFER = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/infer"
-# seconds of processor time that one body may cost the gateway, and a probe may take on a machine
-# with other work
-MAX_CPU_S, MAX_PROBE_S = 1.5, 2.0
+# seconds of processor time that one body may cost the gateway
+MAX_CPU_S = 1.5
 
 
 def filled(before: str, item: str, after: str, last: str | None = None) -> bytes:
@@ -110,30 +109,6 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "feedback": ("/v1/feedback", lambda: keys(random.Random(5))),
     "messages to count": ("/v1/messages/count_tokens", lambda: filled('{"messages":[', "1", "]}")),
 }  # fmt: skip
-
-
-class Probe:
-    """Asks for health all the time; `worst_s` is the longest answer."""
-
-    def __init__(self, served: Served) -> None:
-        self.served, self.worst_s, self.num_answers = served, 0.0, 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Probe:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(0.01):
-            begun = time.monotonic()
-            assert self.served.get("/health/live").status == 200
-            self.worst_s = max(self.worst_s, time.monotonic() - begun)
-            self.num_answers += 1
 
 
 def cpu_s(served: Served) -> float:

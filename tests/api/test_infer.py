@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from served import Served, frames
+
+from tests.helpers.serving.server_process import Served, frames
 
 FIRST, SECOND = "key-of-the-first-tenant", "key-of-the-second-tenant"
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from expert_rig import ADMIN, MODEL, Packer, adapter
-from served import Served, own_home
 
-SQL = {
-    "keywords": ["sql", "query", "table", "database", "select", "join"],
-    "examples": [
-        "Write a SQL query that lists all customers",
-        "Turn this question into SQL: how many orders were placed in May?",
-        "Give me a SELECT statement that joins orders and customers",
-        "SQL query for the average price per category",
-    ],
-}
-RELATED = "Write a SQL query that lists all customers and joins their orders"
-UNRELATED = "Which river flows through the capital of Austria, and how long is it?"
+from tests.helpers.serving.app_with_experts import (
+    ADMIN,
+    MODEL,
+    RELATED,
+    SQL,
+    UNRELATED,
+    Packer,
+    adapter,
+    infer,
+)
+from tests.helpers.serving.server_process import Served, own_home
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +55,6 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         time.sleep(0.02)
     yield served
     served.stop()
-
-
-def infer(house: Served, prompt: str, **fields: Any) -> Any:
-    reply = house.post("/v1/infer", {"prompt": prompt, "max_tokens": 8} | fields)
-    assert reply.status == 200, reply.body
-    return reply.json
 
 
 @pytest.mark.parametrize("prompt", ["", " \n\t ", "x" * 500_001])

@@ -8,9 +8,10 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from served import Served
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
+
+from tests.helpers.serving.server_process import Served
 
 BUSY = ("coterie_gateway_open_streams", "vllm:num_requests_running", "vllm:num_requests_waiting")
 KEY = "key-of-the-first-tenant"

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from job_rig import KEYS, Caller, Crash, crash
-from served import Served, frames, own_home
+
+from tests.helpers.serving.job_requests import KEYS, Caller, Crash, crash
+from tests.helpers.serving.server_process import Served, frames, own_home
 
 JOBS, TOKENS = 10, 50
 

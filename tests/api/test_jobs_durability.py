@@ -6,8 +6,17 @@ import signal
 from pathlib import Path
 
 import pytest
-from job_rig import Caller, crash, job_server, rows, same_text, submit_all, wait_for
-from served import own_home
+
+from tests.helpers.serving.job_requests import (
+    Caller,
+    crash,
+    job_server,
+    rows,
+    same_text,
+    submit_all,
+    wait_for,
+)
+from tests.helpers.serving.server_process import own_home
 
 pytestmark = pytest.mark.full
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from served import Served
-from tiny import tiny_checkpoint
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import Served
 
 # a signal handler runs on the loop's thread; this one holds it until a file appears
 STUCK = """

@@ -12,11 +12,11 @@ from pathlib import Path
 import anthropic
 import openai
 import pytest
-from served import Served, chat, frames
-from tiny import tiny_checkpoint
 
 from coterie.cli.main import main
 from coterie.obs.tables import MOE_SERIES
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import Served, chat, frames
 
 TOTAL = 3 * 8
 # four device slots of 24 experts and nothing in RAM: every miss reads the disk

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
-from served import Served, chat
 
 from coterie import __version__
+from tests.helpers.serving.server_process import Served, chat
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

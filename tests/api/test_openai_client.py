@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from conftest import KEYS
-from served import Served
+
+from tests.helpers.serving.server_process import KEYS, Served
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
 

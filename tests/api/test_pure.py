@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from served import frames
-from tiny import tiny_checkpoint
 
 from coterie.api import errors
 from coterie.api.anthropic.parse import prompt_of
@@ -41,6 +39,8 @@ from coterie.core.events import Delta, Failed, Finished, Started, Timings, Token
 from coterie.core.request import KeyRights, Text
 from coterie.engine.detokenize import TextOffsets, TokenPieces
 from coterie.models.text.tokenizer import load_tokenizer
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import frames
 
 MARKS = ("<think>", "</think>")
 

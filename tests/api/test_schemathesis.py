@@ -1,44 +1,17 @@
-"""The OpenAPI document against the server: no 5xx, every status and body as declared."""
+"""A slice of the OpenAPI document against the server: no 5xx, every status and body as declared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-from fuzzed import document, tame, wanted
-from served import Served, own_home
-from tiny import tiny_checkpoint
+from tests.helpers.serving.schema_requests import document, tame, wanted
+from tests.helpers.serving.server_process import Served
 
-SLICE, WHOLE = document(2, coverage=False), document(100, coverage=True)
+SLICE = document(2, coverage=False)
 CHECKS = wanted()
-ADMIN = "key-of-the-fuzzer"
-
-
-@pytest.fixture(scope="module")
-def admin_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server whose experts may be changed by what the fuzzer makes up."""
-    folder = tmp_path_factory.mktemp("fuzz")
-    (folder / "admins.txt").write_text(f"{ADMIN}\n")
-    served = Served(
-        str(tiny_checkpoint("llama")),
-        *("--name", "tiny", "--admin-key-file", str(folder / "admins.txt"), "--allow-unsigned"),
-        COTERIE_HOME=str(own_home(folder / "home")),
-    )
-    yield served
-    served.stop()
 
 
 @SLICE.parametrize()
 def test_a_slice_of_what_can_be_sent(case: Any, server: Served) -> None:
     tame(case)
     case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=60)
-
-
-@pytest.mark.full
-@WHOLE.parametrize()
-def test_whatever_can_be_sent(case: Any, admin_server: Served) -> None:
-    tame(case)
-    keys = {"authorization": f"Bearer {ADMIN}"}
-    case.call_and_validate(base_url=admin_server.url, checks=CHECKS, headers=keys, timeout=60)
-    assert admin_server.process.poll() is None

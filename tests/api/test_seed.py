@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from served import Served, chat, frames
+
+from tests.helpers.serving.server_process import Served, chat, frames
 
 SEED = "x-coterie-seed"
 MESSAGES = [{"role": "user", "content": "hello there"}]

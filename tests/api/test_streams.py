@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from served import Served, chat, frames
+from tests.helpers.serving.server_process import Served, chat, frames
 
 GOLDEN_CHAT = """\
 data: {"id":"ID","object":"chat.completion.chunk","created":0,"model":"tiny","system_fingerprint":"V","choices":[{"index":0,"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}],"usage":null}

@@ -12,11 +12,11 @@ import anthropic
 import jsonschema
 import openai
 import pytest
-from served import Served
 
 from coterie.api.response_format import response_format_of
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import ResponseFormat
+from tests.helpers.serving.server_process import Served
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -10,8 +10,8 @@ import anthropic
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
-from served import Served, frames
-from tools_rig import (
+
+from tests.helpers.models.tool_callers import (
     ANTHROPIC_TOOLS,
     BOTH,
     DONE,
@@ -24,6 +24,7 @@ from tools_rig import (
     TWO,
     taught_checkpoint,
 )
+from tests.helpers.serving.server_process import Served, frames
 
 
 @pytest.fixture(scope="module", params=["hermes", pytest.param("llama", marks=pytest.mark.full)])

@@ -10,12 +10,11 @@ import anthropic
 import jsonschema
 import openai
 import pytest
-from conftest import KEYS
 from pydantic import BaseModel
-from served import Served, chat
 
 from coterie.api.anthropic.parse import tool_set_of
 from coterie.api.anthropic.types import MessagesBody
+from tests.helpers.serving.server_process import KEYS, Served, chat
 
 CHAT, TEXT, MESSAGES, COUNT = (
     "/v1/chat/completions",

@@ -8,7 +8,6 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tiny import tiny_checkpoint
 
 from coterie.api.tools.base import Tool, ToolSet, tool_of
 from coterie.api.tools.grammar import (
@@ -23,6 +22,7 @@ from coterie.core.request import ResponseFormat
 from coterie.models.grammar.grammar import GrammarVocabulary
 from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
 from coterie.models.text.tool_format import FORMATS, ToolSupport
+from tests.helpers.models.tiny import tiny_checkpoint
 
 CITY = {
     "properties": {"city": {"type": "string", "maxLength": 6}, "n": {"type": "integer"}},

@@ -8,13 +8,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import frames
 
 from coterie.api.anthropic.render import MessageShape, MessageStream
 from coterie.api.openai.chat import ChatShape, ChatStream
 from coterie.api.tools.read import ARGUMENTS, CALL, CONTENT, REASONING, AnswerSyntax, CallMarks
 from coterie.core.events import Delta, Finished, Started, Timings, Usage
 from coterie.models.text.tool_format import FORMATS
+from tests.helpers.serving.server_process import frames
 
 NAMES = frozenset({"get", "get_more"})
 TRICKY = json.dumps({"a": '}"</tool_call>\\ {', "b": [{"c": {}}, "]"]})
@@ -151,7 +151,7 @@ READING = AnswerSyntax(None, CallMarks(FORMATS["hermes"], NAMES))
 
 def test_arguments_stream_as_they_are_written() -> None:
     """Nothing is held back that can be told: one character, one delta."""
-    stream = ChatStream(ChatShape("i", 0, "m", 1, reading=READING))
+    stream = ChatStream(ChatShape("i", 0, "m", 1, syntax=READING))
     raw = b"".join(map(stream.render, events(f"Well. {HERMES}")))
     chunks = [data["choices"][0] for _, data in frames(raw) if data != "[DONE]"]
     calls = [chunk["delta"]["tool_calls"][0] for chunk in chunks if "tool_calls" in chunk["delta"]]
@@ -172,7 +172,7 @@ def test_arguments_stream_as_they_are_written() -> None:
 
 
 def test_an_answer_without_a_word() -> None:
-    stream = ChatStream(ChatShape("i", 0, "m", 1, reading=READING))
+    stream = ChatStream(ChatShape("i", 0, "m", 1, syntax=READING))
     raw = b"".join(map(stream.render, events("")))
     contents = [
         data["choices"][0]["delta"].get("content") for _, data in frames(raw) if data != "[DONE]"

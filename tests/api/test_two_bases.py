@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import thinking_checkpoint
-from expert_rig import MODEL, Rig
-from served import own_home
 
 from coterie.core.request import RouteHints
 from coterie.routing import router
-from coterie.routing.features.features import PromptFeatures
+from coterie.routing.features.features import PromptFeatures, extract
 from coterie.routing.resolve import NameResolver, ResolvedRoute
+from tests.helpers.models.tiny import thinking_checkpoint
+from tests.helpers.serving.app_with_experts import MODEL, RELATED, UNRELATED, ExpertApp
+from tests.helpers.serving.server_process import own_home
 
 SQL = {
     "keywords": ["sql", "query", "table", "database", "select", "join"],
@@ -25,12 +25,10 @@ SQL = {
         "Give me a SELECT statement that joins orders and customers",
     ],
 }
-RELATED = "Write a SQL query that lists all customers and joins their orders"
-UNRELATED = "Which river flows through the capital of Austria, and how long is it?"
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpertApp]:
     """A model that thinks answers by default; the one expert is for another model."""
     folder = tmp_path_factory.mktemp("two-bases")
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
@@ -39,7 +37,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         file.write_text(
             f'[[specialists]]\n[[specialists]]\nname = "tiny"\nmodel = {json.dumps(str(MODEL))}\n'
         )
-        rig = Rig(
+        rig = ExpertApp(
             folder, runner, file,
             **{
                 "specialists.0.model": str(thinking_checkpoint(folder / "model")),
@@ -50,12 +48,12 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         rig.trust(folder / "home" / "state" / "trust.json")
         made = rig.package("sql-writer", description="Writes SQL queries", routing=SQL)
         assert rig.send("POST", "/v1/experts", made).status_code == 201
-        runner.run(rig.pipeline._roster.catalog.settled())
+        runner.run(rig.pipeline._fleet.catalog.settled())
         yield rig
         rig.close()
 
 
-def asked(rig: Rig, path: str, content: str, model: str = "auto") -> Any:
+def asked(rig: ExpertApp, path: str, content: str, model: str = "auto") -> Any:
     messages = [{"role": "user", "content": content}]
     body = {"model": model, "messages": messages, "max_tokens": 6, "temperature": 0}
     reply = rig.send("POST", path, body | {"seed": 1}, key="")
@@ -65,7 +63,7 @@ def asked(rig: Rig, path: str, content: str, model: str = "auto") -> Any:
     return answer
 
 
-def test_openai(rig: Rig) -> None:
+def test_openai(rig: ExpertApp) -> None:
     by_expert = asked(rig, "/v1/chat/completions", RELATED)
     message = by_expert["choices"][0]["message"]
     # nothing of it is a thought: this model has none
@@ -76,7 +74,7 @@ def test_openai(rig: Rig) -> None:
     assert by_base["choices"][0]["message"]["reasoning_content"]
 
 
-def test_anthropic(rig: Rig) -> None:
+def test_anthropic(rig: ExpertApp) -> None:
     by_expert = asked(rig, "/v1/messages", RELATED)
     assert by_expert["model"] == "tiny"
     assert [block["type"] for block in by_expert["content"]] == ["text"]
@@ -84,10 +82,12 @@ def test_anthropic(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-def test_a_request_is_routed_once(rig: Rig, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_routed_once(
+    rig: ExpertApp, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whose marks are read and whose name is told comes from the plan that it runs by."""
     looks, names = list[str](), list[str | None]()
-    extract, resolve = router.extract, NameResolver.resolve
+    resolve = NameResolver.resolve
 
     def counted(instruction: str, document: str) -> PromptFeatures:
         looks.append(instruction)

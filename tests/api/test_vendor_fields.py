@@ -8,14 +8,13 @@ from typing import Any
 
 import jsonschema
 import pytest
-from conftest import KEYS
-from served import Served
 
 from coterie.api.anthropic.types import MessagesBody
 from coterie.api.body_fields import IGNORED, ON_OPENAI_ALONE, REFUSED
 from coterie.api.door import reason_of
 from coterie.api.openai.types import ChatBody, CompletionBody
 from coterie.core.errors import InvalidRequest
+from tests.helpers.serving.server_process import KEYS, Served
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

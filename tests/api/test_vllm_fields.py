@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
-from served import Served, chat, frames
-from tiny import tiny_checkpoint
 
 from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import Served, chat, frames
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 # Chinese is not in the vocabulary: its characters are three tokens of a byte each

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from served import Served, chat, frames
+
+from tests.helpers.serving.server_process import Served, chat, frames
 
 PARTS = {"queue_s", "grammar_s", "adapters_s", "prefill_s", "prefill_tok_s", "ttft_s", "decode_s",
          "decode_tok_s", "total_s", "preemptions", "cached_tokens"}  # fmt: skip

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny import tiny_checkpoint
+
+from tests.helpers.models.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_checkpoint
 
 from coterie.cli.expert import actions as expert_actions
 from coterie.cli.expert.state import experts_dir
@@ -23,7 +22,8 @@ from coterie.packages.paths import digest_of
 from coterie.routing.match import learn
 from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.weights.checkpoint import open_checkpoint
-from tests.packages.made import lora_directory
+from tests.helpers.adapters.package_files import lora_directory
+from tests.helpers.models.tiny import tiny_checkpoint
 
 Capture = pytest.CaptureFixture[str]
 LEARN = expert_actions._learn

@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny import tiny_checkpoint
 
 from coterie.cli import serve
 from coterie.cli.main import build_parser, main
 from coterie.cli.options import moe_options
 from coterie.core.errors import ConfigError
+from tests.helpers.models.tiny import tiny_checkpoint
 
 ASKED = ["--max-tokens", "6", "--temperature", "0", "--ignore-eos", "--context", "64"]
 

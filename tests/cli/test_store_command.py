@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import tiny_checkpoint
 
 from coterie.cli.main import main
 from coterie.models.base import load_model
@@ -21,6 +20,7 @@ from coterie.moe.store.base import ExpertGeometry
 from coterie.moe.store.packed import open_packed
 from coterie.weights.checkpoint import Checkpoint, open_checkpoint
 from coterie.weights.quantize import DenseWeight
+from tests.helpers.models.tiny import tiny_checkpoint
 
 Capture = pytest.CaptureFixture[str]
 

@@ -16,14 +16,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from api.served import Served
 
 from tests.clients.bigram import SENTENCE, bigram_checkpoint
 from tests.clients.clients import CLIENTS, Client, NotInstalled
+from tests.helpers.serving.server_process import Served
 
 LONG_MODEL = "bigram"
 # Claude Code's prompt fits with some 20,000 to spare, its 32,000 of output do not

@@ -12,8 +12,9 @@ import tempfile
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
-from tiny import EOS, tiny_checkpoint
 from tokenizers import Tokenizer
+
+from tests.helpers.models.tiny import EOS, tiny_checkpoint
 
 SENTENCE = "The quick fox runs."
 POSITIONS = 131_072

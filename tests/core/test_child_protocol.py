@@ -25,7 +25,7 @@ from coterie.core.child_protocol import (
 )
 from coterie.core.errors import Unavailable
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
@@ -49,8 +49,10 @@ def children() -> list[psutil.Process]:
 
 def pool(start_s: float = 60.0, max_children: int = 1) -> ChildPool[str]:
     env = bare_environment()
-    env["PYTHONPATH"] += f"{os.pathsep}{HERE}"
-    return ChildPool(ChildProgram("judge_child", env, start_s, max_children), str.encode)
+    env["PYTHONPATH"] += f"{os.pathsep}{HERE.parents[1]}"
+    return ChildPool(
+        ChildProgram("tests.helpers.serving.judge_child", env, start_s, max_children), str.encode
+    )
 
 
 async def ask(asked: ChildPool[str], question: str, setup: str = "a", **limits: Any) -> list[str]:

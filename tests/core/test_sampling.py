@@ -40,8 +40,8 @@ from coterie.models.config_fields import check_generation
 from coterie.packages.manifest import from_document
 from coterie.packages.profile import profile_of
 from coterie.routing.router import TASK_VALUES
-from tests.packages.made import document
-from tests.toy import VOCAB, make_assignment, make_engine, make_lane
+from tests.helpers.adapters.package_files import document
+from tests.helpers.models.toy_model import VOCAB, make_assignment, make_engine, make_lane
 
 FIELDS = SAMPLING_FIELDS | {
     "logit_bias": LOGIT_BIAS,

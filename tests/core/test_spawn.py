@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 import uvloop
-from fork_probe import forks, watch
 
 from coterie.core.spawn import DEVNULL, PIPE, AsyncProcess, environment, spawn, start
+from tests.helpers.serving.fork_probe import forks, watch
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 

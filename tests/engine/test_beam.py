@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_checkpoint
-from toy import drain, make_assignment, make_lane, outputs, texts
 from transformers import AutoModelForCausalLM
 
 from coterie.core.events import Delta, Finished
@@ -16,6 +14,8 @@ from coterie.engine.engine import Engine
 from coterie.models.base import load_model
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.models.toy_model import drain, make_assignment, make_lane, outputs, texts
 
 PATH = tiny_checkpoint("llama", seed=3)
 

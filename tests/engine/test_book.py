@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from toy import ManualClock, drain, make_assignment, make_engine, make_lane
-
 from coterie.core.events import Finished
 from coterie.engine.request_tracker import SLACK
+from tests.helpers.models.toy_model import (
+    ManualClock,
+    drain,
+    make_assignment,
+    make_engine,
+    make_lane,
+)
 
 
 def test_deadlines_of_ended_requests_are_forgotten() -> None:
@@ -16,7 +21,7 @@ def test_deadlines_of_ended_requests_are_forgotten() -> None:
     for index in range(3 * SLACK):
         engine.add(make_assignment(f"b{index}", [1, 2], max_tokens=50, deadline=late))
         engine.abort(f"b{index}")
-        assert len(engine._book._deadlines) <= SLACK + 4
+        assert len(engine._tracker._deadlines) <= SLACK + 4
     engine.step()
     clock.now = late
     ends = {e.request_id: e for e in drain(engine) if isinstance(e, Finished)}

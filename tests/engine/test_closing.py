@@ -9,7 +9,6 @@ import re
 import jsonschema
 import numpy as np
 import pytest
-from tiny import tiny_checkpoint
 
 from benchmarks.serving.structured import response_format
 from benchmarks.serving.structured_schemas import EMPLOYEE, MAIL, SCHEMAS
@@ -17,6 +16,7 @@ from coterie.core.request import ResponseFormat
 from coterie.engine.grammar import CompiledGrammar, Constraint, GrammarCache, allowed_tokens
 from coterie.engine.grammar_ending import FEW, EndingFinder, hints_of
 from coterie.models.text.tokenizer import load_tokenizer
+from tests.helpers.models.tiny import tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_a_search_ends_by_its_own_count(
     wanted = ResponseFormat("regex", "([a-y]{2}-){400}z")
     start = grammars._compile(wanted)
     looks = 0
-    assert start.closer.find(start.letters.deep_copy(), 5, hints_of(wanted), FEW) is None
+    assert start.finder.find(start.letters.deep_copy(), 5, hints_of(wanted), FEW) is None
     assert looks <= FEW + 64
 
 

@@ -7,12 +7,12 @@ import random
 from pathlib import Path
 
 import pytest
-from tiny import tiny_checkpoint
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from coterie.engine.detokenize import Detokenizer, StopMatch, TextOffsets, TokenPieces, token_name
 from coterie.models.text.tokenizer import Tokenizer as CoterieTokenizer
 from coterie.models.text.tokenizer import load_tokenizer
+from tests.helpers.models.tiny import tiny_checkpoint
 
 TEXTS = [
     "Hello world, this is plain text.",

@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy import (
+
+from coterie.core.events import Delta, Failed, Finished, Started
+from coterie.core.plan import AdapterChoice, Admitted, Rejected
+from coterie.engine.request_tracker import FAILED
+from tests.helpers.models.toy_model import (
     EOS,
     ManualClock,
     ToyModel,
@@ -23,10 +27,6 @@ from toy import (
     texts,
     true_output,
 )
-
-from coterie.core.events import Delta, Failed, Finished, Started
-from coterie.core.plan import AdapterChoice, Admitted, Rejected
-from coterie.engine.request_tracker import FAILED
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

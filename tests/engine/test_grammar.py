@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from toy import (
+
+from coterie.core.events import Delta, Failed, Finished
+from coterie.core.plan import Admitted, Assignment, Rejected
+from coterie.core.request import ResponseFormat
+from coterie.engine import grammar
+from coterie.engine.draw import uniform
+from coterie.engine.engine import Engine
+from coterie.engine.grammar import GrammarCache, allowed_tokens
+from coterie.engine.sampler import SampleBatch, Sampler, mask_rows
+from coterie.models.grammar.grammar import GrammarVocabulary
+from tests.helpers.models.toy_grammars import NESTED, PATTERN, REGEX, constrained, run
+from tests.helpers.models.toy_model import (
     EOS,
     VOCAB,
     ToyModel,
@@ -29,33 +39,7 @@ from toy import (
     true_output,
 )
 
-from coterie.core.events import Delta, Failed, Finished
-from coterie.core.plan import Admitted, Assignment, Rejected
-from coterie.core.request import ResponseFormat
-from coterie.engine import grammar
-from coterie.engine.draw import uniform
-from coterie.engine.engine import Engine
-from coterie.engine.grammar import GrammarCache, allowed_tokens
-from coterie.engine.sampler import SampleBatch, Sampler, mask_rows
-
-# over the toy's alphabet: "B" to "n"
-PATTERN = "(CUB|[D-H]{2,5}k)(_[a-e]{1,3}){0,4}[XY]"
-REGEX = ResponseFormat("regex", PATTERN)
-NESTED = ResponseFormat("lark", 'start: "[" (start | WORD)* "]"\nWORD: /[a-e]+_/')
 WORDS = ("CUB", "CUBED", "CUD", "HEED", "HEEDED", "HEEDING", "X")
-
-
-def constrained(name: str, wanted: ResponseFormat, **changes: Any) -> Assignment:
-    given: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "ignore_eos": False, **changes}
-    assignment = make_assignment(name, range(1, 20), **given)
-    return replace(assignment, sampling=replace(assignment.sampling, constraint=wanted))
-
-
-def run(*work: Assignment, **lane: Any) -> list[Any]:
-    engine = make_engine(make_lane(**lane))
-    for assignment in work:
-        assert isinstance(engine.add(assignment), Admitted)
-    return drain(engine)
 
 
 def one_of(words: Sequence[str]) -> ResponseFormat:
@@ -291,13 +275,13 @@ def test_compiled_grammars_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(grammar, "MAX_COMPILED", 3)
     compiled = list[str]()
     grammars = GrammarCache(ToyTokenizer(), VOCAB, [EOS])  # type: ignore[arg-type]
-    whole = grammar.GrammarVocabulary.compile
+    whole = GrammarVocabulary.compile
 
     def counted(self: Any, wanted: ResponseFormat) -> Any:
         compiled.append(wanted.text)
         return whole(self, wanted)
 
-    monkeypatch.setattr(grammar.GrammarVocabulary, "compile", counted)
+    monkeypatch.setattr(GrammarVocabulary, "compile", counted)
     for text in ("B", "C", "B", "D", "E", "B", "C"):
         grammars._begin(ResponseFormat("regex", text), [])
     # C was the least recently used when E came

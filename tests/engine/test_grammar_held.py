@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_grammar import NESTED, REGEX, constrained, run
-from toy import drain, make_assignment, make_engine, make_lane, outputs, taken_over, true_output
 
 from coterie.core.errors import InvalidRequest
 from coterie.core.events import Delta, Failed, Finished
@@ -21,6 +19,16 @@ from coterie.engine import grammar
 from coterie.engine.engine import Engine
 from coterie.engine.grammar import Constraint, GrammarCache, GrammarTask
 from coterie.engine.scheduler import Scheduler
+from tests.helpers.models.toy_grammars import NESTED, REGEX, constrained, run
+from tests.helpers.models.toy_model import (
+    drain,
+    make_assignment,
+    make_engine,
+    make_lane,
+    outputs,
+    taken_over,
+    true_output,
+)
 
 
 class Gate:
@@ -105,7 +113,7 @@ def test_an_aborted_one_leaves_nothing(gate: Gate) -> None:
     events = drain(engine)
     assert sum(isinstance(event, Finished) for event in events) == len(work) + len(late)
     assert engine.stats()["running"] == engine.stats()["waiting"] == 0
-    assert not scheduler_of(engine).held and not engine._book.grammar_jobs
+    assert not scheduler_of(engine).held and not engine._tracker.grammar_jobs
     # nothing is left to do but what a thread is at
     assert grammar._THREADS.num_waiting == 0
     # an id may come again while the work of its first bearer is still under way
@@ -128,7 +136,7 @@ def test_one_that_is_preempted_draws_what_it_would_have(gate: Gate) -> None:
     events = until_held(engine, gate, 3)
     urgent = make_assignment("urgent", range(1, 9), max_tokens=6, priority=9)
     engine.add(urgent)
-    while "urgent" in engine._book:
+    while "urgent" in engine._tracker:
         events += engine.step()
         engine.check()
     assert engine.stats()["preemptions"] == 1 and scheduler_of(engine).held
@@ -145,7 +153,7 @@ def test_a_grammar_without_end_holds_up_nobody_and_expires(gate: Gate) -> None:
     events = until_held(engine, gate, 2)
     free = make_assignment("free", range(1, 9), max_tokens=12)
     engine.add(free)
-    while "free" in engine._book:
+    while "free" in engine._tracker:
         events += engine.step()
     assert outputs(events)["free", 0] == true_output(free)
     clock[0] = 131.0
@@ -229,8 +237,8 @@ def test_what_goes_wrong_the_moment_it_is_looked_at_is_told(
 
 ENDING = """
 import sys
-sys.path.insert(0, {folder!r})
-from toy import EOS, VOCAB, ToyTokenizer
+sys.path.insert(0, {root!r})
+from tests.helpers.models.toy_model import EOS, VOCAB, ToyTokenizer
 from coterie.core.request import ResponseFormat
 from coterie.engine.grammar import GrammarCache, GrammarTask
 grammars = GrammarCache(ToyTokenizer(), VOCAB, [EOS])
@@ -245,8 +253,8 @@ grammars.work.do([GrammarTask("t", lambda n=n: work(n)) for n in range(200)])
 
 def test_a_process_ends_well_with_work_under_way() -> None:
     """A thread inside the grammar engine used to fault when the interpreter went away."""
-    folder = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", ENDING.format(folder=folder)], capture_output=True, timeout=120
+        [sys.executable, "-c", ENDING.format(root=root)], capture_output=True, timeout=120
     )
     assert done.returncode == 0, done.stderr.decode()[-500:]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny import tiny_checkpoint
 
 from benchmarks.serving.structured import ask, build, judge, run
 from benchmarks.serving.structured_schemas import SCHEMAS
+from tests.helpers.models.tiny import tiny_checkpoint
 
 
 def faults(model: Path, count: int, max_tokens: int, threads: int) -> tuple[list[str], set[str]]:

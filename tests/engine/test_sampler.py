@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toy import make_assignment
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -24,6 +23,7 @@ from coterie.engine import sampler as filters_module
 from coterie.engine.draw import make_draw, uniform
 from coterie.engine.sampler import Sampler
 from coterie.engine.sequence import Sequence, SequenceAdapters
+from tests.helpers.models.toy_model import make_assignment
 
 VOCAB = 300
 

@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 import pytest
-from toy import ToyAdapters, make_engine, make_lane
 
 from coterie.core.errors import ConfigError
 from coterie.core.lane import LaneConfig
@@ -17,6 +16,7 @@ from coterie.engine.engine import FIRST_GUESS_S, DeficitRoundRobin, LaneThroughp
 from coterie.engine.scheduler import MAX_PASSED_OVER, AdapterTurns, Scheduler
 from coterie.engine.sequence import BASE, Sequence, SequenceAdapters, SequenceStatus
 from coterie.engine.step import StepPlan
+from tests.helpers.models.toy_model import ToyAdapters, make_engine, make_lane
 
 order = itertools.count()
 
@@ -203,8 +203,8 @@ def test_a_cold_adapter_key_never_starves() -> None:
     waited = dict.fromkeys((s.adapter_key for s in (hot[0], *cold)), 0)
     for _ in range(200):
         plan = advance(scheduler)
-        assert plan is not None and len(plan.shares) == 1
-        served = plan.shares[0].stack.key
+        assert plan is not None and len(plan.segments) == 1
+        served = plan.segments[0].stack.key
         assert {row.sequence.adapter_key for row in plan.rows} == {served}
         if served == hot[0].adapter_key:
             assert len(plan.rows) <= 5
@@ -229,8 +229,8 @@ def test_one_step_serves_every_stack_in_segments() -> None:
         assert plan is not None and plan.num_tokens <= 20
         keys = [row.sequence.adapter_key for row in plan.rows]
         assert keys == sorted(keys) and keys[:2] == ["", ""] and len(keys) == 6
-        assert plan.rows[plan.shares[-1].last - 1].sequence.adapter_key == keys[-1]
-        shares = {share.stack.key: (share.first, share.last) for share in plan.shares}
+        assert plan.rows[plan.segments[-1].last - 1].sequence.adapter_key == keys[-1]
+        shares = {share.stack.key: (share.first, share.last) for share in plan.segments}
         assert shares == {key: (keys.index(key), 6 - keys[::-1].index(key)) for key in keys[2:]}
         for draw, row in zip(plan.draws, plan.draw_rows, strict=True):
             assert plan.rows[row].sequence is draw

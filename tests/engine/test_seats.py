@@ -10,7 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from toy import (
+
+from coterie.core.events import Failed, Finished, Started
+from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
+from coterie.engine.adapter_holds import PATIENCE_STEPS
+from coterie.engine.engine import Engine
+from tests.helpers.models.toy_model import (
     ToyAdapters,
     drain,
     make_assignment,
@@ -19,11 +24,6 @@ from toy import (
     outputs,
     true_output,
 )
-
-from coterie.core.events import Failed, Finished, Started
-from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
-from coterie.engine.adapter_holds import PATIENCE_STEPS
-from coterie.engine.engine import Engine
 
 
 def stack(*digests: str, weight: float = 1.0) -> tuple[AdapterChoice, ...]:

@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy import (
+
+from coterie.core.events import Delta, Finished, Started
+from coterie.core.plan import AdapterChoice, Admitted, Assignment
+from tests.helpers.models.toy_model import (
     VOCAB,
     ToyAdapters,
     chain_logits,
@@ -22,9 +25,6 @@ from toy import (
     toy_soft,
     true_output,
 )
-
-from coterie.core.events import Delta, Finished, Started
-from coterie.core.plan import AdapterChoice, Admitted, Assignment
 
 SOFT = (AdapterChoice("soft", "soft:5"), AdapterChoice("more", "more:2", 0.5))
 

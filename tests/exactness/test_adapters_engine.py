@@ -14,15 +14,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import peft_files
 import pytest
 import torch
-from harness import model_at, oracle_for
-from peft_files import PeftOracle, peft_oracle
-from pool_rig import put_adapter
 from safetensors.torch import save
-from tiny import tiny_checkpoint
-from toy import make_assignment
 
 from coterie.adapters.files import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
@@ -33,6 +27,12 @@ from coterie.core.plan import AdapterChoice, Admitted, stack_key
 from coterie.engine.engine import Engine
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.packages.paths import digest_of
+from tests.helpers.adapters import peft_adapters
+from tests.helpers.adapters.adapter_pool import put_adapter
+from tests.helpers.adapters.peft_adapters import PeftOracle, peft_oracle
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.models.toy_model import make_assignment
+from tests.helpers.serving.greedy_engine import model_at, oracle_for
 
 # directories that PEFT wrote, and their weights
 Parts = tuple[tuple[Path, float], ...]
@@ -42,7 +42,7 @@ Question = tuple[tuple[int, ...], Parts]
 def sixteen(path: Path, strength: float = 1.0) -> list[Path]:
     """Four of each kind, of different shapes."""
     small = {"target_modules": ["q_proj", "v_proj"]}
-    make_adapter = partial(peft_files.make_adapter, strength=strength)
+    make_adapter = partial(peft_adapters.make_adapter, strength=strength)
     return [
         make_adapter(path, "lora", 1),
         make_adapter(path, "lora", 2, r=16, lora_alpha=16, use_rslora=True),

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import model_at, random_prompts, run
-from tiny import tiny_checkpoint
+
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.greedy_engine import model_at, random_prompts, run
 
 DTYPES = ["fp32", "bf16", "int8", "int4"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import expected, model_at, oracle_for, run
 
 from coterie.models.text.tokenizer import load_tokenizer
+from tests.helpers.serving.greedy_engine import expected, model_at, oracle_for, run
 
 TEXTS = [
     "The capital of France is",

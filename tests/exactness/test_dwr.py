@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from dwr_static import load_static
-from harness import model_at, run
-from tiny import tiny_checkpoint
+
+from tests.helpers.models.dwr_reference import load_static
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.greedy_engine import model_at, run
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -8,8 +8,9 @@ and on the torch path. `make test` checks a slice by one pass of transformers ov
 from __future__ import annotations
 
 import pytest
-from harness import expected, model_at, oracle_for, random_prompts, run
-from tiny import tiny_checkpoint
+
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.greedy_engine import expected, model_at, oracle_for, random_prompts, run
 
 PATHS = [
     ("llama", "cpu"),

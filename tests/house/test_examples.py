@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from coterie.weights.home import models_dir
-from tests.api.served import Served, own_home
+from tests.helpers.serving.server_process import Served, own_home
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "clients"

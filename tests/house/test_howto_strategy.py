@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import tiny_checkpoint
+
+from tests.helpers.models.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/howto/add-a-strategy.md").read_text(encoding="utf-8")

@@ -12,7 +12,13 @@ from coterie.kernels.cpu import layers as cpu
 from coterie.kernels.cpu.build import find_compiler, native
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
 from coterie.kernels.reference import layers as reference
-from tests.kernels.cases import KINDS, cache_for, decoder_layers, paged_batch, rope_tables
+from tests.helpers.kernels.kernel_inputs import (
+    KINDS,
+    cache_for,
+    decoder_layers,
+    paged_batch,
+    rope_tables,
+)
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 

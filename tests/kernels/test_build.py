@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -15,12 +16,25 @@ from coterie.kernels.cpu.build import SOURCES, find_compiler, native
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 PROBE = "from coterie.kernels.cpu.build import native; found = native(); print(found and found.isa)"
+# [[the module's instruction set, what was written to standard error], ...], one for each home
+PROBE_HOMES = """
+import contextlib, io, json, os, sys
+from coterie.kernels.cpu.build import native
+answers = []
+for home in sys.argv[1:]:
+    os.environ["COTERIE_HOME"] = home
+    native.cache_clear()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        found = native()
+    answers.append([found and found.isa, said.getvalue()])
+print(json.dumps(answers))
+"""
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,
@@ -91,7 +105,7 @@ def test_other_layers_agree(emulate_amx: bool, tmp_path: Path) -> None:
         header = HERE / "amx_emulation.h"
         flags += f" -DCT_W_OFFSET=128 '-DCT_AMX_EMULATION=\"{header}\"'"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.selfcheck", "--no-speed"],
+        [sys.executable, "-m", "tests.helpers.kernels.selfcheck", "--no-speed"],
         cwd=ROOT,
         env={
             **os.environ,
@@ -141,38 +155,50 @@ class Built:
         )
         self.compiler.chmod(0o755)
 
-    def probe(self, home: Path) -> str:
-        """What is said on the way to the module."""
-        done = run(PROBE, CXX=str(self.compiler), COTERIE_HOME=str(home))
-        assert done.stdout.strip() == self.isa
-        return done.stderr
+    def probe(self, *homes: Path) -> list[str]:
+        """What is said on the way to the module, in one process for all homes."""
+        done = run(PROBE_HOMES, *map(str, homes), CXX=str(self.compiler))
+        answers = json.loads(done.stdout)
+        assert [isa for isa, _ in answers] == [self.isa] * len(homes)
+        return [said for _, said in answers]
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    made = Built(tmp_path_factory.mktemp("built"))
-    assert made.probe(made.folder) != ""
-    # the second time it is there
-    assert made.probe(made.folder) == ""
-    return made
+def cut(module: Path) -> None:
+    os.truncate(module, module.stat().st_size // 3)
+
+
+def replace_by_foreign(module: Path) -> None:
+    module.write_bytes(module.read_bytes().replace(b"ct_isa", b"xx_isa"))
+
+
+def make_writable(module: Path) -> None:
+    module.chmod(0o777)
+
+
+def replace_by_link(module: Path) -> None:
+    elsewhere = module.parent.parent / "elsewhere.so"
+    module.rename(elsewhere)
+    module.symlink_to(elsewhere)
 
 
 @needs_compiler
-@pytest.mark.parametrize("harm", ["cut", "foreign", "writable", "link"])
-def test_a_harmed_module_is_built_again(built: Built, tmp_path: Path, harm: str) -> None:
+def test_a_harmed_module_is_built_again(tmp_path: Path) -> None:
     """A module that is cut short ends the process that loads it; one of others runs their code."""
-    shutil.copytree(built.folder / "kernels", tmp_path / "kernels")
-    [module] = (tmp_path / "kernels").glob("coterie-*.so")
+    built = Built(tmp_path)
+    first = tmp_path / "first"
+    # the second time it is there
+    said, again = built.probe(first, first)
+    assert said != "" and again == ""
+    [module] = (first / "kernels").glob("coterie-*.so")
     good, mode = module.read_bytes(), module.stat().st_mode
-    if harm == "cut":
-        os.truncate(module, len(good) // 3)
-    elif harm == "foreign":
-        module.write_bytes(good.replace(b"ct_isa", b"xx_isa"))
-    elif harm == "writable":
-        module.chmod(0o777)
-    else:
-        module.rename(tmp_path / "elsewhere.so")
-        module.symlink_to(tmp_path / "elsewhere.so")
-    assert "building it again" in built.probe(tmp_path)
+    harms = [cut, replace_by_foreign, make_writable, replace_by_link]
+    homes = [tmp_path / harm.__name__ for harm in harms]
+    modules = [home / "kernels" / module.name for home in homes]
+    for home, harm, harmed in zip(homes, harms, modules, strict=True):
+        shutil.copytree(first / "kernels", home / "kernels")
+        harm(harmed)
+    for harm, said in zip(harms, built.probe(*homes), strict=True):
+        assert "building it again" in said, harm.__name__
     # as it was when it was built first, which the next process takes without a word
-    assert module.read_bytes() == good and module.lstat().st_mode == mode
+    for harmed in modules:
+        assert harmed.read_bytes() == good and harmed.lstat().st_mode == mode

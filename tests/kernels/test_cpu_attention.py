@@ -8,7 +8,7 @@ import torch
 from coterie.kernels.cpu import layers as cpu
 from coterie.kernels.cpu.build import find_compiler, native
 from coterie.kernels.reference import layers as reference
-from tests.kernels.cases import cache_for, one_row, paged_batch
+from tests.helpers.kernels.kernel_inputs import cache_for, one_row, paged_batch
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 

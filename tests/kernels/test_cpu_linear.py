@@ -10,7 +10,7 @@ from coterie.kernels.cpu import layers as cpu
 from coterie.kernels.cpu.build import find_compiler, native
 from coterie.kernels.reference import layers as reference
 from coterie.weights.quantize import DenseWeight, dense
-from tests.kernels.cases import KINDS, weight
+from tests.helpers.kernels.kernel_inputs import KINDS, weight
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 

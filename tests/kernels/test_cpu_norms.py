@@ -12,8 +12,8 @@ from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.build import find_compiler, native, use_threads_here
 from coterie.kernels.cpu.layers import PackedLinear
 from coterie.weights.quantize import dense
-from tests.kernels.cases import KINDS, weight
-from tests.kernels.expert_cases import blocks
+from tests.helpers.kernels.expert_inputs import blocks
+from tests.helpers.kernels.kernel_inputs import KINDS, weight
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 

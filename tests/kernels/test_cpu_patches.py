@@ -18,8 +18,15 @@ from coterie.kernels.cpu.build import find_compiler, native
 from coterie.kernels.decoder import DecoderShape
 from coterie.kernels.patch import PARTS, Patch, PatchStack, Segment
 from coterie.kernels.reference import layers as reference
-from tests.kernels.cases import KINDS, cache_for, decoder_layers, paged_batch, rope_tables, weight
-from tests.kernels.patch_cases import FIELDS, random_patch, random_stack
+from tests.helpers.kernels.kernel_inputs import (
+    KINDS,
+    cache_for,
+    decoder_layers,
+    paged_batch,
+    rope_tables,
+    weight,
+)
+from tests.helpers.kernels.patch_inputs import FIELDS, random_patch, random_stack
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 

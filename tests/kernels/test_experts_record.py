@@ -13,7 +13,7 @@ from coterie.kernels.cpu.expert_record import pack_record, rebias, unpack_record
 from coterie.kernels.expert_layout import KINDS, PAGE, ExpertLayout, PartPlace
 from coterie.weights.formats.gguf_tensors import decode
 from coterie.weights.quantize import DenseWeight, GgufBlocks, Int8Weight, Weight, dense
-from tests.kernels.expert_cases import any_weight, blocks, expert_parts, record_of
+from tests.helpers.kernels.expert_inputs import any_weight, blocks, expert_parts, record_of
 
 CASES = [
     (kind, gated, hidden, inner)

@@ -12,7 +12,7 @@ from coterie.kernels.cpu.build import find_compiler, native
 from coterie.kernels.cpu.expert_mlp import RecordTable, combine, run_experts, run_experts_torch
 from coterie.kernels.expert_layout import KINDS, ExpertLayout
 from coterie.weights.quantize import DenseWeight, dense
-from tests.kernels.expert_cases import choices, expert_parts, record_of, records_of
+from tests.helpers.kernels.expert_inputs import choices, expert_parts, record_of, records_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 

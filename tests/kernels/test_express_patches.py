@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import tiny_checkpoint
 from torch import Tensor
 
 from coterie.core.moe import MoeSettings
@@ -17,8 +16,9 @@ from coterie.models.base import CausalLM, load_model
 from coterie.models.build.assemble import decoder_shape
 from coterie.moe.runtime.runtime import ExpertRuntime
 from coterie.weights.checkpoint import open_checkpoint
-from tests.kernels.cases import paged_batch
-from tests.kernels.patch_cases import random_stack
+from tests.helpers.kernels.kernel_inputs import paged_batch
+from tests.helpers.kernels.patch_inputs import random_stack
+from tests.helpers.models.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 

@@ -14,8 +14,8 @@ from coterie.kernels.linear import Linear, ReferenceLinear
 from coterie.kernels.patch import Patch, PatchStack, Segment
 from coterie.kernels.reference import layers as reference
 from coterie.weights.quantize import DenseWeight
-from tests.kernels.cases import cache_for, decoder_layers, paged_batch, rope_tables
-from tests.kernels.patch_cases import FIELDS, random_patch, random_stack
+from tests.helpers.kernels.kernel_inputs import cache_for, decoder_layers, paged_batch, rope_tables
+from tests.helpers.kernels.patch_inputs import FIELDS, random_patch, random_stack
 
 SMALL = DecoderShape(6, 2, 32, 96, 160, 1e-6, 0.17)
 

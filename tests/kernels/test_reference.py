@@ -9,7 +9,7 @@ from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.linear import ReferenceLinear
 from coterie.kernels.reference import layers as reference
 from coterie.weights.quantize import dense
-from tests.kernels.cases import KINDS, cache_for, paged_batch, weight
+from tests.helpers.kernels.kernel_inputs import KINDS, cache_for, paged_batch, weight
 
 
 def test_attention_equals_sdpa() -> None:

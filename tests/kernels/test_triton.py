@@ -1,7 +1,7 @@
 """Triton kernels against their torch twins, in Triton's interpreter, on fresh random inputs.
 
 The interpreter is chosen when triton is imported, so the cases run in one child process: this file
-as a script. It prints one JSON object {case: relative error}.
+as a script with the cases' names. It prints one JSON object {case: relative error}.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.helpers.kernels.triton_interpreter import allow_new_numpy, random_batch, relative
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -28,12 +29,13 @@ BATCHES = {
     "decode one long": ([1], [200]),
     "prefill": ([5, 37], [5, 37]),
     "mixed": ([5, 1, 20], [5, 60, 50]),
+    "short mixed": ([3, 1, 4], [3, 18, 9]),
     "tile borders": ([2, 34], [2, 65]),
 }
 # fp16 stands for every 16-bit type: the interpreter has no bf16. The softmax's weights are rounded
 # to that type before they meet the values.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
-ATTENTION = [f"attention/{batch}/9x3x64/float32" for batch in BATCHES]
+ATTENTION = [f"attention/{batch}/9x3x64/float32" for batch in BATCHES if batch != "short mixed"]
 ATTENTION += [f"attention/{batch}/9x3x64/float16" for batch in ("decode", "mixed")]
 ATTENTION += [
     f"attention/{batch}/{heads}/float32"
@@ -41,23 +43,25 @@ ATTENTION += [
     for heads in ("4x2x80", "8x1x128", "2x2x16")
 ]
 # olmoe: norms over all heads, and layers that end after attention
-DECODERS = [
-    f"decoder/{batch}/{kind}"
-    for batch in ("decode", "mixed")
-    for kind in ("plain", "qwen3", "olmoe")
-]
+KINDS = ("plain", "qwen3", "olmoe")
+DECODERS = [f"decoder/{batch}/{kind}" for batch in ("decode", "short mixed") for kind in KINDS]
+LONG_DECODERS = [f"decoder/mixed/{kind}" for kind in KINDS]
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[str, float]:
+def run_cases(cases: list[str]) -> dict[str, float]:
     root = Path(__file__).resolve().parents[2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=580
+        [sys.executable, __file__, *cases], env=env, capture_output=True, text=True, timeout=580
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, float] = json.loads(done.stdout)
     return found
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, float]:
+    return run_cases([*ATTENTION, *DECODERS])
 
 
 @pytest.mark.parametrize("case", ATTENTION)
@@ -70,39 +74,15 @@ def test_decoder_matches_reference(errors: dict[str, float], case: str) -> None:
     assert errors[case] < 1e-5
 
 
+@pytest.mark.full
+def test_long_mixed_batches_match_reference() -> None:
+    found = run_cases(LONG_DECODERS)
+    assert max(found[case] for case in LONG_DECODERS) < 1e-5
+
+
 @pytest.mark.parametrize("part", ["neighbours", "attention"])
 def test_padded_rows_leave_the_cache_alone(errors: dict[str, float], part: str) -> None:
     assert errors[f"padding/{part}"] == 0.0
-
-
-def random_batch(
-    rows: list[int], contexts: list[int], block_size: int, generator: Any
-) -> tuple[Any, int]:
-    """Block tables over a shuffled pool; every block belongs to one sequence."""
-    from coterie.kernels.batch import AttentionBatch
-
-    counts = [-(-context // block_size) for context in contexts]
-    order = torch.randperm(sum(counts), generator=generator).int()
-    tables = torch.zeros((len(contexts), max(counts) + 1), dtype=torch.int32)
-    positions, slots, used = [], [], 0
-    for index, (count, context, new) in enumerate(zip(counts, contexts, rows, strict=True)):
-        tables[index, :count] = order[used : used + count]
-        used += count
-        where = torch.arange(context - new, context)
-        positions.append(where)
-        slots.append(tables[index, where // block_size].long() * block_size + where % block_size)
-    starts = torch.tensor([0, *rows]).cumsum(0).int()
-    lengths = torch.tensor(contexts, dtype=torch.int32)
-    batch = AttentionBatch(
-        torch.cat(positions), torch.cat(slots), starts, lengths, tables, block_size
-    )
-    return batch, sum(counts)
-
-
-def relative(got: Any, want: Any) -> float:
-    got, want = got.double(), want.double()
-    error = ((got - want).norm() / want.norm()).item()
-    return error if error == error else float("inf")
 
 
 def attention_error(name: str, generator: Any) -> float:
@@ -197,28 +177,14 @@ def padding_errors(generator: Any) -> dict[str, float]:
     return {"padding/neighbours": float(not same), "padding/attention": float(not finite)}
 
 
-def allow_new_numpy() -> None:
-    """triton 3.6's interpreter turns one-element arrays into loop bounds, which numpy 2.4 no longer
-    does by itself."""
-    from triton.runtime import interpreter
-
-    original: Callable[..., None] = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
-
-
-def main() -> None:
+def main(cases: list[str]) -> None:
     allow_new_numpy()
     generator = torch.Generator().manual_seed(7)
-    found = {name: attention_error(name, generator) for name in ATTENTION}
-    found |= {name: decoder_error(name, generator) for name in DECODERS}
+    errors_of = {"attention": attention_error, "decoder": decoder_error}
+    found = {name: errors_of[name.split("/")[0]](name, generator) for name in cases}
     found |= padding_errors(generator)
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.kernels.triton_interpreter import allow_new_numpy, random_batch, relative
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
@@ -76,7 +78,7 @@ def test_long_segments_and_large_ranks_are_left_to_torch() -> None:
     from coterie.kernels.decoder import DecoderShape
     from coterie.kernels.patch import PARTS, Segment
     from coterie.kernels.triton.decoder import patch_rows_of
-    from tests.kernels.patch_cases import random_stack
+    from tests.helpers.kernels.patch_inputs import random_stack
 
     shape = DecoderShape(2, 1, 8, 16, 32, 1e-6, 0.25)
     small = random_stack(shape, [1], 3, torch.bfloat16, ("low_rank",), ("q",))
@@ -135,7 +137,7 @@ def small_model(kind: str) -> tuple[Any, list[Any], Any, Any]:
 
 
 def stacks_for(case: str, shape: Any) -> tuple[Any, Any]:
-    from tests.kernels.patch_cases import random_stack
+    from tests.helpers.kernels.patch_inputs import random_stack
 
     kind, rank, dtype = case.split("/")
     # ia3 as PEFT places it: scaled keys and values, and a scaled input of down
@@ -157,7 +159,6 @@ def decoder_error(case: str, generator: Any) -> float:
     from coterie.kernels.patch import Segment
     from coterie.kernels.reference import layers as reference
     from coterie.kernels.triton.decoder import decoder
-    from tests.kernels.test_triton import random_batch, relative
 
     kind = case.split("/")[0]
     base = {"ia3": "qwen3", "olmoe": "olmoe"}.get(kind, "plain")
@@ -184,7 +185,6 @@ def captured_errors(generator: Any) -> dict[str, float]:
     from coterie.kernels.batch import PatchRows, places_of
     from coterie.kernels.patch import Segment
     from coterie.kernels.triton.decoder import decoder
-    from tests.kernels.test_triton import random_batch
 
     shape, layers, cos, sin = small_model("plain")
     layers = layers[:1]
@@ -211,8 +211,6 @@ def captured_errors(generator: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    from tests.kernels.test_triton import allow_new_numpy
-
     allow_new_numpy()
     torch.manual_seed(5)
     generator = torch.Generator().manual_seed(7)

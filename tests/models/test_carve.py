@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from paged import prompt_logits
-from tiny import tiny_checkpoint
 
 from coterie.cli.main import main
 from coterie.core.errors import ConfigError, WeightsError
@@ -19,6 +17,8 @@ from coterie.models.carve.carve import LayerCut, balanced_groups, cut_layer, pla
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.formats.safetensors import INDEX
+from tests.helpers.models.paged_model import prompt_logits
+from tests.helpers.models.tiny import tiny_checkpoint
 
 TEXT = "A model answers a question; another model checks the answer. Numbers such as 10 and 42."
 ALL = MoeSettings(strategy="cpu_only", predict="off")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_checkpoint
 
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.core.request import Chat, Message
 from coterie.models.text.chat_template import ChatTemplate
 from coterie.models.text.tokenizer import load_tokenizer
+from tests.helpers.models.tiny import tiny_checkpoint
 
 LLAMA3 = """{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
 {%- if not date_string is defined %}

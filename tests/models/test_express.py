@@ -8,14 +8,14 @@ from functools import partial
 
 import pytest
 import torch
-from paged import Paged, prompt_logits
-from tiny import tiny_checkpoint
 
 from coterie.core.moe import MoeSettings, MoeUsage
 from coterie.kernels.cpu.build import find_compiler
 from coterie.models.base import CausalLM, load_model
 from coterie.moe.runtime.runtime import FILL_AFTER, ExpertRuntime
 from coterie.weights.checkpoint import open_checkpoint
+from tests.helpers.models.paged_model import Paged, prompt_logits
+from tests.helpers.models.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_twin import write_twins
-from paged import Paged, prompt_logits
-from tiny import tiny_checkpoint
 
 from coterie.core.moe import MoeSettings
 from coterie.models.base import CausalLM, load_model
 from coterie.weights.checkpoint import open_checkpoint
+from tests.helpers.models.gguf_conversion import write_twins
+from tests.helpers.models.paged_model import Paged, prompt_logits
+from tests.helpers.models.tiny import tiny_checkpoint
 
 YARN = {
     "rope_type": "yarn",

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_checkpoint
 
 from coterie.core.errors import CoterieError, WeightsError
 from coterie.models.base import load_model, read_spec
@@ -22,8 +21,9 @@ from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import Checkpoint, open_checkpoint
 from coterie.weights.formats.gguf import read_gguf
 from coterie.weights.formats.gguf_config import hf_config, hf_generation, tensor_names
-from tests.experts.tiny_moe import ARCHITECTURES, checkpoint_of
-from tests.weights.gguf_files import write_model
+from tests.helpers.models.gguf_files import write_model
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.moe.tiny_moe import ARCHITECTURES, checkpoint_of
 
 ODD: tuple[Any, ...] = (
     "x", "", {}, {"a": {}}, [], [[]], ["x"], [None], -1, 0, 1.5, -0.5, True, False,

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from paged import Paged, prompt_logits
-from tiny import tiny_checkpoint
 
 from coterie.kernels.cpu.build import native
 from coterie.models.base import CausalLM, load_model
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.quantize import DenseWeight, Int8Weight, dense
+from tests.helpers.models.paged_model import Paged, prompt_logits
+from tests.helpers.models.tiny import tiny_checkpoint
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),

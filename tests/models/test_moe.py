@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from dwr_static import SEED_SHAPE, StaticDWR, load_static
-from paged import Paged, prompt_logits
-from tiny import tiny_checkpoint
 
 from coterie.core.moe import MoeSettings
 from coterie.kernels.cpu.build import native
 from coterie.models.arch import dwr
 from coterie.models.base import CausalLM, load_model
 from coterie.weights.checkpoint import open_checkpoint
+from tests.helpers.models.dwr_reference import SEED_SHAPE, StaticDWR, load_static
+from tests.helpers.models.paged_model import Paged, prompt_logits
+from tests.helpers.models.tiny import tiny_checkpoint
 
 YARN = {
     "rope_type": "yarn",

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from paged import Paged, prompt_logits
-from resident import Resident
-from tiny import tiny_checkpoint
 
 from coterie.core.errors import WeightsError
 from coterie.kernels.batch import AttentionBatch, split_batch
@@ -22,6 +19,9 @@ from coterie.models.base import CausalLM, load_model, read_spec
 from coterie.moe.store.base import ExpertGeometry
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.quantize import DenseWeight
+from tests.helpers.models.paged_model import Paged, prompt_logits
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.moe.resident_experts import Resident
 
 
 def loaded(kind: str = "qwen3_moe", **overrides: Any) -> tuple[CausalLM, Resident]:

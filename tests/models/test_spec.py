@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_checkpoint
 
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.models.base import MODELS, load_model, read_spec
 from coterie.weights.checkpoint import open_checkpoint
+from tests.helpers.models.tiny import tiny_checkpoint
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,13 +15,13 @@ from typing import Any
 import gguf
 import pytest
 import tokenizers
-from tiny import CORPUS, tiny_checkpoint
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.core.request import Chat, Message, Text, Tokens
 from coterie.models.text.gguf_tokenizer import SPLITS
 from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
+from tests.helpers.models.tiny import CORPUS, tiny_checkpoint
 
 TEXTS = [
     "",

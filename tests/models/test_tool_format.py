@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_checkpoint
 
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import Chat, Message, Text, ToolCall
 from coterie.models.text.tokenizer import Tokenizer, is_long, load_tokenizer
 from coterie.models.text.tool_format import FORMATS, ToolSupport, tool_support, turns_of
+from tests.helpers.models.tiny import tiny_checkpoint
 
 # Qwen's way: tools in the system turn, results of one turn together
 QWEN = """\

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from paged import prompt_logits
 
 from coterie.core.moe import MoeSettings
 from coterie.models.base import load_model
@@ -14,6 +13,7 @@ from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
 from examples.dwr_torch import DWR, Shape
 from examples.train_dwr import Span, Windows, read_corpus, train, validate, write
+from tests.helpers.models.paged_model import prompt_logits
 
 TINY = Shape(layers=2, hidden=64, intermediate=96, experts=8, heads=4, vocab=400, positions=32)
 

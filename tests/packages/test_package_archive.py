@@ -17,8 +17,8 @@ from coterie.packages.directory import collect, open_directory
 from coterie.packages.manifest import from_document
 from coterie.packages.paths import adapter_digest, digest_of, file_sha256
 from coterie.packages.tar_stream import LIMITS
-from tests.packages import hostile
-from tests.packages.made import document, lora_directory, package, safetensors
+from tests.helpers.adapters import hostile_archives
+from tests.helpers.adapters.package_files import document, lora_directory, package, safetensors
 
 
 def full_directory(path: Path) -> Path:
@@ -97,7 +97,7 @@ def test_other_tools_can_read_it(tmp_path: Path) -> None:
 def test_other_tools_can_write_it(tmp_path: Path) -> None:
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w:gz", format=tarfile.GNU_FORMAT) as tar:
-        for name, data in hostile.good_entries():
+        for name, data in hostile_archives.good_entries():
             info = tarfile.TarInfo(name.decode())
             info.size, info.mtime = len(data), 1_700_000_000
             tar.addfile(info, io.BytesIO(data))
@@ -111,7 +111,7 @@ def test_a_large_package_is_unpacked_in_a_second_pass(
     source = package(tmp_path).source
     assert isinstance(source, Path)
     found = inspect(source)
-    assert "adapter_model.safetensors" not in found.kept
+    assert "adapter_model.safetensors" not in found.contents
     into = tmp_path / "into"
     into.mkdir()
     unpack(found, into)
@@ -214,7 +214,7 @@ def test_the_digest_is_of_config_and_weights_alone(tmp_path: Path) -> None:
 
 
 def test_the_crc_is_checked(tmp_path: Path) -> None:
-    data = hostile.good()
+    data = hostile_archives.good()
     assert gzip.decompress(data)
     with pytest.raises(WeightsError, match="damaged"):
         inspect(data[:-8] + bytes(4) + data[-4:])
@@ -222,10 +222,10 @@ def test_the_crc_is_checked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["a.b is a name", "N. one", "t.\n", "", "collection\nof things\n"])
 def test_texts_that_begin_like_a_pickle_are_texts(text: str) -> None:
-    found = inspect(hostile.plus(b"README.md", text.encode()))
+    found = inspect(hostile_archives.plus(b"README.md", text.encode()))
     assert found.read_text("README.md") == text
 
 
 def test_a_pickle_with_words_behind_it_is_a_pickle() -> None:
     with pytest.raises(WeightsError, match="a pickle"):
-        inspect(hostile.plus(b"README.md", b"cos\nsystem\n(S'true'\ntR.and words"))
+        inspect(hostile_archives.plus(b"README.md", b"cos\nsystem\n(S'true'\ntR.and words"))

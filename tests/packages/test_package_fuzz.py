@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packages.fuzz import MUTATIONS, Fuzzer
+from tests.helpers.adapters.package_fuzz import MUTATIONS, Fuzzer
 
 SLICE = 400
 

@@ -10,9 +10,9 @@ from coterie.core.errors import WeightsError
 from coterie.packages.archive import inspect
 from coterie.packages.registry import AdapterRegistry
 from coterie.packages.trust import TrustStore
-from tests.packages import hostile
+from tests.helpers.adapters import hostile_archives
 
-CASES = hostile.every()
+CASES = hostile_archives.every()
 
 
 def tree(root: Path) -> set[str]:
@@ -20,7 +20,7 @@ def tree(root: Path) -> set[str]:
 
 
 def test_the_good_package_is_good() -> None:
-    assert inspect(hostile.good()).manifest.name == "sql"
+    assert inspect(hostile_archives.good()).manifest.name == "sql"
 
 
 @pytest.fixture(scope="module")

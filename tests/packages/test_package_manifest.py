@@ -20,7 +20,7 @@ from coterie.packages.manifest import (
     write,
 )
 from coterie.packages.strict_json import canonical, parse
-from tests.packages.made import FINGERPRINT, document
+from tests.helpers.adapters.package_files import FINGERPRINT, document
 
 
 def test_schema_2() -> None:

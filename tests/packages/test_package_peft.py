@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from peft_files import KINDS, make_adapter
-from tiny import tiny_checkpoint
 
 from coterie.adapters.files import open_adapter
 from coterie.packages.archive import pack, repack
@@ -16,7 +14,9 @@ from coterie.packages.paths import digest_of
 from coterie.packages.registry import AdapterRegistry
 from coterie.packages.signing import new_key, public_of, read_key, signed
 from coterie.packages.trust import TrustStore
-from tests.packages.made import document
+from tests.helpers.adapters.package_files import document
+from tests.helpers.adapters.peft_adapters import KINDS, make_adapter
+from tests.helpers.models.tiny import tiny_checkpoint
 
 
 @pytest.mark.parametrize("kind", KINDS)

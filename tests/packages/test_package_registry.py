@@ -16,7 +16,7 @@ from coterie.packages.paths import digest_of
 from coterie.packages.registry import GRACE_S, AdapterRegistry
 from coterie.packages.signing import new_key, public_of, read_key
 from coterie.packages.trust import TrustStore
-from tests.packages.made import FINGERPRINT, lora_directory, package, signed_file
+from tests.helpers.adapters.package_files import FINGERPRINT, lora_directory, package, signed_file
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from coterie.packages import signing, trust
 from coterie.packages.archive import inspect, repack
 from coterie.packages.manifest import Manifest
 from coterie.packages.trust import TrustStore
-from tests.packages.made import package, signed_file
+from tests.helpers.adapters.package_files import package, signed_file
 
 
 @pytest.fixture

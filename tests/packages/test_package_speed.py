@@ -8,7 +8,7 @@ from pathlib import Path
 from coterie.packages.registry import AdapterRegistry
 from coterie.packages.signing import public_of, read_key
 from coterie.packages.trust import TrustStore
-from tests.packages.made import signed_file
+from tests.helpers.adapters.package_files import signed_file
 
 BUDGET_S = 0.06
 

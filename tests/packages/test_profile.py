@@ -14,7 +14,7 @@ from coterie.core.adapters import MAX_STACK, AdapterCard, AdapterProfile
 from coterie.core.request import ResponseFormat
 from coterie.packages.manifest import from_document
 from coterie.packages.profile import MAX_EXAMPLE_CHARS, MAX_TEXTS, profile_of, read_profile
-from tests.packages.made import document
+from tests.helpers.adapters.package_files import document
 
 CARD = AdapterCard("sql", "1.0.0", "d" * 64, "lora", (), 0, 1, 0.0)
 

@@ -13,7 +13,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from toy import (
+
+from coterie.core.events import Delta, Failed, Finished, Started
+from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
+from coterie.engine.adapter_holds import PATIENCE_STEPS
+from tests.helpers.models.toy_model import (
     EOS,
     VOCAB,
     ManualClock,
@@ -25,10 +29,6 @@ from toy import (
     toy_soft,
     true_output,
 )
-
-from coterie.core.events import Delta, Failed, Finished, Started
-from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
-from coterie.engine.adapter_holds import PATIENCE_STEPS
 
 # shared beginnings: whole blocks, part of a block, one that differs only late, and the same blocks
 # behind different ones

@@ -6,13 +6,13 @@ from itertools import count
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import ToyAdapters, make_lane
 
 from coterie.core.plan import AdapterChoice, stack_key
 from coterie.engine.adapter_holds import PATIENCE_STEPS, AdapterHolds
 from coterie.engine.draw import DrawState
 from coterie.engine.scheduler import Scheduler
 from coterie.engine.sequence import Sequence, SequenceAdapters, SequenceStatus
+from tests.helpers.models.toy_model import ToyAdapters, make_lane
 
 
 class Crowd:

@@ -19,7 +19,7 @@ from coterie.routing.features.features import PromptFeatures
 from coterie.routing.features.rules import compiled
 from coterie.routing.protocols import NoOutcomes
 from coterie.routing.router import CANDIDATES, Router, Specialist
-from tests.routing.fleet import BASE, OTHER, Answers, Fleet, Matched, asking, profile
+from tests.helpers.adapters.profiles import BASE, OTHER, Answers, Fleet, Matched, asking, profile
 
 SPECIALISTS = [Specialist("tiny", fingerprint=BASE), Specialist("other", fingerprint=OTHER)]
 
@@ -382,7 +382,7 @@ def _check_candidates(
     for c in candidates:
         p, match = known[c.digest], found.get(c.digest)
         similarity = match.similarity if match else 0.0
-        assert (c.success, c.memory, c.score) == scorer.worth(p, similarity)
+        assert (c.success, c.memory, c.score) == scorer.scores(p, similarity)
         assert c.probability == (match.probability if match else 0.0)
         assert c.chosen == (c.why == "chosen" or c.why.startswith("required by"))
         if c.why == "chosen":

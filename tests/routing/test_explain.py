@@ -15,7 +15,7 @@ from coterie.cli.router import candidates_table
 from coterie.core.plan import Candidate
 from coterie.packages.registry import AdapterRegistry
 from coterie.packages.trust import TrustStore
-from tests.packages.made import package
+from tests.helpers.adapters.package_files import package
 
 Capture = pytest.CaptureFixture[str]
 NAME = "a-name-that-is-as-long-as-the-names-of-experts-may-be-at-all-0000"[:64]

@@ -152,8 +152,8 @@ def test_the_ends_of_a_long_prompt_are_looked_at() -> None:
 
 def test_nothing_of_the_caller_is_told() -> None:
     features = extract("Extract the secret Zanzibar", "from Timbuktu")
-    told = repr(features.told()).lower()
-    assert "zanzibar" not in told and "timbuktu" not in told and "extraction" in told
+    shown = repr(features.public_fields()).lower()
+    assert "zanzibar" not in shown and "timbuktu" not in shown and "extraction" in shown
     assert set(features.timings_ms) >= {"words", "language", "has_json", "has_code", "task_type"}
     assert all(ms >= 0 for ms in features.timings_ms.values())
 
@@ -167,7 +167,7 @@ def test_any_text_has_features(text: str, document: str) -> None:
         **{name: getattr(features, name) for name in features.__slots__}
     )
     again = extract(text, document)
-    assert again.told() == features.told() and again.words == features.words
+    assert again.public_fields() == features.public_fields() and again.words == features.words
 
 
 def test_hostile_texts_cost_little() -> None:

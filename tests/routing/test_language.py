@@ -11,7 +11,7 @@ from coterie.routing.decide import languages_of
 from coterie.routing.features.features import extract
 from coterie.routing.features.language import detect
 from coterie.routing.router import Router, Specialist
-from tests.routing.fleet import BASE, Answers, Fleet, Matched, asking, profile
+from tests.helpers.adapters.profiles import BASE, Answers, Fleet, Matched, asking, profile
 
 SENTENCES = [
     tuple(line.split(" ", 1))

@@ -15,7 +15,7 @@ from coterie.routing.match import learn
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
 from coterie.routing.match.matcher import Matcher
 from coterie.routing.match.probe_store import MAX_KEPT, digest_of, write
-from tests.routing.fleet import brief
+from tests.helpers.adapters.profiles import brief
 
 TEXTS = ("Make a URL slug: Why Geese Fly", "Write a poem about JSON", "3.5 kg in grams")
 
@@ -25,7 +25,7 @@ def test_what_a_child_learnt_is_kept_and_never_trusted_blindly(
 ) -> None:
     known: list[AdapterProfile] = [brief(profile) for profile in shipped()[-2:]]
     here = Matcher.build(known, EMBEDDERS[DEFAULT]())
-    first = learn.kept_matcher(known, tmp_path)
+    first = learn.cached_matcher(known, tmp_path)
     for text in TEXTS:
         for one, other in zip(here.match(text), first.match(text), strict=True):
             assert one.profile is other.profile
@@ -40,11 +40,11 @@ def test_what_a_child_learnt_is_kept_and_never_trusted_blindly(
         return asked[-1]
 
     monkeypatch.setattr(learn, "_by_child", by_child)
-    again = learn.kept_matcher(known, tmp_path)
+    again = learn.cached_matcher(known, tmp_path)
     assert not asked and all(again.match(text) == first.match(text) for text in TEXTS)
     for damaged in (whole[:-9], b"", b"PK" + whole, whole[:100] + b"x" + whole[101:]):
         path.write_bytes(damaged)
-        assert learn.kept_matcher(known, tmp_path).match(TEXTS[0]) == first.match(TEXTS[0])
+        assert learn.cached_matcher(known, tmp_path).match(TEXTS[0]) == first.match(TEXTS[0])
         assert path.read_bytes() == whole
     assert len(asked) == 4 and "kept_probes_unreadable" in caplog.text
 

@@ -24,7 +24,7 @@ from coterie.routing.match.probes import (
     probes,
 )
 from coterie.routing.match.sketch import SketchRows, sketch
-from tests.routing.fleet import brief, profile
+from tests.helpers.adapters.profiles import brief, profile
 
 EMBEDDER = EMBEDDERS[DEFAULT]()
 

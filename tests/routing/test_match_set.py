@@ -62,15 +62,15 @@ def test_near_misses_are_many_and_of_every_expert(near: list[Item], dev: list[It
 def test_the_dev_part_is_routed_well(dev: list[Item], near: list[Item]) -> None:
     router, matcher = router_of(shipped())
     plain, missed = cross_validated(scored(matcher, dev), scored(matcher, near))
-    found = routing_set.judged(plain)
+    found = routing_set.quality_of(plain)
     assert found["related"]["share"] >= 0.96
     assert found["false_activation"]["share"] <= 0.01
     assert found["calibration_error"] <= 0.045
-    close = routing_set.judged(missed)
+    close = routing_set.quality_of(missed)
     assert close["right"]["share"] >= 0.96
     assert close["wrong_route_confidence"] < 0.72
     # a further expert joins nobody here
-    assert routing_set.judged(routed(router, [*near, *dev[::2]]))["with_further_experts"] == 0
-    whole = routing_set.judged(routed(router, dev[::4]))
+    assert routing_set.quality_of(routed(router, [*near, *dev[::2]]))["with_further_experts"] == 0
+    whole = routing_set.quality_of(routed(router, dev[::4]))
     assert whole["related"]["share"] >= 0.96
     assert whole["false_activation"]["share"] <= 0.03

@@ -20,7 +20,7 @@ from coterie.routing.protocols import NoAdapters
 from coterie.routing.resolve import RequestedNames, read
 from coterie.routing.router import Router, Specialist
 from coterie.service.adapters.catalog import AdapterCatalog
-from tests.packages.made import lora_directory
+from tests.helpers.adapters.package_files import lora_directory
 
 BASE, OTHER = "ab" * 32, "cd" * 32
 SPECIALISTS = [

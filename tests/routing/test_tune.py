@@ -20,7 +20,7 @@ from coterie.core.request import (
     Text,
 )
 from coterie.routing.router import TASK_VALUES, Router, Specialist
-from tests.routing.fleet import BASE, Answers, Fleet, Matched, asking, profile
+from tests.helpers.adapters.profiles import BASE, Answers, Fleet, Matched, asking, profile
 
 GENERATION = {"temperature": 0.9, "top_k": 20, "min_p": 0.05}
 SPECIALIST = Specialist("tiny", GENERATION, BASE)

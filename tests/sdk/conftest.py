@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from api.served import Served, own_home
-from sdk_rig import ADMIN, CALLER, ENDS, OTHER, build_typescript
-from tiny import tiny_checkpoint
+
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.sdk_clients import ADMIN, CALLER, ENDS, OTHER, build_typescript
+from tests.helpers.serving.server_process import Served, own_home
 
 
 @pytest.fixture(scope="session")

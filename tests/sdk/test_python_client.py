@@ -9,10 +9,10 @@ from pathlib import Path
 
 import coterie_client as sdk
 import pytest
-import sdk_rig
-from api.served import Served
-from peft_directory import write_lora
-from sdk_rig import LONG, OTHER
+
+from tests.helpers.serving import sdk_clients
+from tests.helpers.serving.sdk_clients import LONG, OTHER, write_lora
+from tests.helpers.serving.server_process import Served
 
 GONE = "00000000-0000-0000-0000-000000000000"
 
@@ -55,15 +55,15 @@ def test_a_stream_is_its_answer_in_pieces(client: sdk.ExpertClient) -> None:
 
 
 def test_closing_a_stream_gives_it_up(client: sdk.ExpertClient, server: Served) -> None:
-    before = sdk_rig.metric(server, "vllm:generation_tokens_total")
+    before = sdk_clients.metric(server, "vllm:generation_tokens_total")
     stream = client.infer_stream("Go on", **LONG)
     assert next(chunk.text for chunk in stream if chunk.text)
     stream.close()
     assert next(stream, None) is None
     deadline = time.monotonic() + 60
-    while sdk_rig.metric(server, "vllm:num_requests_running") and time.monotonic() < deadline:
+    while sdk_clients.metric(server, "vllm:num_requests_running") and time.monotonic() < deadline:
         time.sleep(0.02)
-    made = sdk_rig.metric(server, "vllm:generation_tokens_total") - before
+    made = sdk_clients.metric(server, "vllm:generation_tokens_total") - before
     assert made < 3000, "the server went on with what was given up"
 
 
@@ -175,4 +175,4 @@ async def _asked_together() -> None:
 
 
 def test_the_client_comes_from_this_tree() -> None:
-    assert Path(sdk.__file__).is_relative_to(sdk_rig.ROOT)
+    assert Path(sdk.__file__).is_relative_to(sdk_clients.ROOT)

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from sdk_rig import PYTHON, ROOT, examples, node, run
+from tests.helpers.serving.sdk_clients import PYTHON, ROOT, examples, node, run
 
 
 def test_python_examples(environment: dict[str, str], tmp_path: Path) -> None:

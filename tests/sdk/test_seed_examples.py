@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from sdk_rig import HERE, PYTHON, node, run
+from tests.helpers.serving.sdk_clients import HERE, PYTHON, node, run
 
 EXAMPLES = HERE / "examples"
 

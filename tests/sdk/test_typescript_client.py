@@ -10,9 +10,17 @@ import threading
 from pathlib import Path
 
 import pytest
-from api.served import Served
-from peft_directory import write_lora
-from sdk_rig import CALLER, SEARCHED, TYPESCRIPT, node, run, tool
+
+from tests.helpers.serving.sdk_clients import (
+    CALLER,
+    SEARCHED,
+    TYPESCRIPT,
+    node,
+    run,
+    tool,
+    write_lora,
+)
+from tests.helpers.serving.server_process import Served
 
 CHROMIUM = "/usr/bin/chromium"
 # what a browser or Deno may lack; names in comments do not count

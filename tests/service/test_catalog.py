@@ -17,7 +17,7 @@ from coterie.core.plan import AdapterChoice
 from coterie.packages.registry import AdapterRegistry
 from coterie.packages.trust import TrustStore
 from coterie.service.adapters.catalog import POLL_S, SETTLE_S, AdapterCatalog
-from tests.packages.made import lora_directory
+from tests.helpers.adapters.package_files import lora_directory
 
 
 def remove(registry: AdapterRegistry, card: AdapterCard) -> object:
@@ -162,13 +162,15 @@ def test_a_lease_that_is_dropped_ends(tmp_path: Path) -> None:
     async def test(catalog: AdapterCatalog) -> None:
         card = await catalog.change(lambda registry: install(registry, tmp_path, "sql", 1))
         lease = catalog.hold([choice(card)])
-        assert catalog.leases.waiting == {"sql": 1} and catalog.leases.held() == {card.digest}
+        assert catalog.leases.waiting == {"sql": 1} and catalog.leases.digests_in_use() == {
+            card.digest
+        }
         lease.start()
         lease.start()
         assert catalog.leases.running == {"sql": 1} and not catalog.leases.waiting
         del lease
         gc.collect()
-        assert not catalog.leases.held() and not catalog.leases.running
+        assert not catalog.leases.digests_in_use() and not catalog.leases.running
 
     run(tmp_path, test)
 

@@ -13,8 +13,8 @@ from coterie.obs.metrics import MetricRegistry
 from coterie.service.adapters import conversation as module
 from coterie.service.adapters.conversation import ConversationPredictor
 from coterie.service.pipeline import Pipeline
-from tests.api.served import own_home
-from tests.service.routed import PROMPTS, answer, ask, install, serving
+from tests.helpers.serving.routed_pipeline import PROMPTS, answer, ask, install, serving
+from tests.helpers.serving.server_process import own_home
 
 A, B, C = ((AdapterChoice(name, f"digest-{name}"),) for name in "abc")
 
@@ -75,9 +75,9 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         stack = (AdapterChoice(f"x{i}", f"digest-{i}"),)
         known.turn(turn(f"s{i % 40}"), stack)
         known.ahead(turn(f"s{i % 40}"))
-    assert len(known._memories) == 10 == registry.value("coterie_conversations").value
+    assert len(known._states) == 10 == registry.value("coterie_conversations").value
     assert len(known._stacks) <= 10 and len(known._after) <= 10
-    assert all(len(memory.recent) <= module.MAX_RECENT for memory in known._memories.values())
+    assert all(len(memory.recent) <= module.MAX_RECENT for memory in known._states.values())
     known.turn(turn("s39"), A)
     known.turn(turn("s0"), B)
     # the conversations of last were kept
@@ -92,7 +92,7 @@ def test_the_next_expert_is_there_before_its_turn(
 
     async def until_resident(pipeline: Pipeline, name: str) -> None:
         digest = pipeline.adapters.current()[name].digest
-        served = pipeline._roster.find("tiny")
+        served = pipeline._fleet.find("tiny")
         async with asyncio.timeout(60):
             # a worker that has nothing to do says nothing: any answer brings its news
             while digest not in served.replicas.states()[0].resident_adapters:
@@ -102,7 +102,7 @@ def test_the_next_expert_is_there_before_its_turn(
         async with serving(**{"adapters.device_bytes": "100KB"}) as pipeline:
             for seed, name in enumerate(("sql", "haiku")):
                 await install(pipeline, tmp_path, name, seed=seed)
-            await pipeline._roster.catalog.settled()
+            await pipeline._fleet.catalog.settled()
 
             async def say(session: str, name: str) -> float:
                 done = await answer(pipeline, ask(PROMPTS[name], session=session))

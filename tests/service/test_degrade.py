@@ -13,8 +13,8 @@ from coterie.core.plan import AdapterChoice, Candidate, RoutePlan, RouteTrace
 from coterie.core.request import AdapterHint, Sampling
 from coterie.service.pipeline import Pipeline
 from coterie.service.plan import AdapterLimits, LeftOutAdapter, left_out, with_left_out
-from tests.api.served import own_home
-from tests.service.routed import PROMPTS, answer, ask, install, serving
+from tests.helpers.serving.routed_pipeline import PROMPTS, answer, ask, install, serving
+from tests.helpers.serving.server_process import own_home
 
 
 def profile(
@@ -106,14 +106,14 @@ def test_a_server_with_little_room_answers_with_fewer(small_home: Path) -> None:
         await install(pipeline, small_home, "sql", seed=0)
         await install(pipeline, small_home, "haiku", seed=1)
         await install(pipeline, small_home, "dates", seed=2, options={"r": 16})
-        await pipeline._roster.catalog.settled()
+        await pipeline._fleet.catalog.settled()
 
     async def test() -> None:
         # what is larger than all room is refused at its installation: there was more room then
         async with serving(**{"adapters.device_bytes": "1MB"}) as pipeline:
             await prepare(pipeline)
         async with serving(**{"adapters.device_bytes": "100KB"}) as pipeline:
-            await pipeline._roster.catalog.settled()
+            await pipeline._fleet.catalog.settled()
             both = {"adapters": (AdapterHint("haiku"), AdapterHint("sql"))}
             done = await answer(pipeline, ask(hints=both))
             assert done.experts == ["haiku"] and done.end.adapters == done.plan.adapters

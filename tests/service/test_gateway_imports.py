@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tiny import tiny_checkpoint
+from tests.helpers.models.tiny import tiny_checkpoint
 
 LIVE = """
 import asyncio, sys, time

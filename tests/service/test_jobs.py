@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_checkpoint
 
 from coterie.core.config import load
 from coterie.core.errors import NotFound, Overloaded, Unavailable
@@ -30,6 +29,7 @@ from coterie.service.jobs.dispatch import JobPipeline
 from coterie.service.jobs.service import JobService
 from coterie.service.jobs.store import JobStore
 from coterie.service.pipeline import Pipeline
+from tests.helpers.models.tiny import tiny_checkpoint
 
 Test = Callable[[Pipeline], Awaitable[None]]
 TENANT = "t"
@@ -152,11 +152,11 @@ class Changed(Counted):
 
 def hold(jobs: JobService) -> None:
     """No job begins, as when the engine is full."""
-    jobs._dispatcher.held_until = time.monotonic() + 99
+    jobs._dispatcher.not_before = time.monotonic() + 99
 
 
 def let_go(jobs: JobService) -> None:
-    jobs._dispatcher.held_until = 0.0
+    jobs._dispatcher.not_before = 0.0
     jobs._dispatcher._wake.set()
 
 

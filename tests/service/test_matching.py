@@ -18,8 +18,8 @@ from coterie.packages.trust import TrustStore
 from coterie.routing.router import Router, Specialist
 from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.service.adapters.matching import MatcherBuilder
-from tests.packages.made import FINGERPRINT, package
-from tests.routing.fleet import Answers, asking, profile
+from tests.helpers.adapters.package_files import FINGERPRINT, package
+from tests.helpers.adapters.profiles import Answers, asking, profile
 
 
 class Workshop:
@@ -49,11 +49,11 @@ def test_the_last_catalog_wins_and_nobody_waits() -> None:
         matching = MatcherBuilder(shop.build)
         assert matching.matcher is None
         begun = time.perf_counter()
-        matching.follow([profile("a")])
+        matching.update_profiles([profile("a")])
         await asyncio.to_thread(shop.begun.wait, 10)
         # while the first is being built, others come and go; requests still see none
         for names in ("ab", "abc", "abcd"):
-            matching.follow([profile(name) for name in names])
+            matching.update_profiles([profile(name) for name in names])
         assert matching.matcher is None and time.perf_counter() - begun < 5
         shop.let.set()
         await matching.settled()
@@ -61,16 +61,16 @@ def test_the_last_catalog_wins_and_nobody_waits() -> None:
         assert shop.built == [("a",), ("a", "b", "c", "d")]
         first = matching.matcher
         assert first is not None and first.threshold == 0.02
-        matching.follow([profile(name) for name in "abcd"])
+        matching.update_profiles([profile(name) for name in "abcd"])
         await matching.settled()
         assert matching.matcher is first and len(shop.built) == 2
         # a build that fails leaves the one before
         shop.fail = True
-        matching.follow([profile("z")])
+        matching.update_profiles([profile("z")])
         with pytest.raises(InternalError, match="cannot be built"):
             await matching.settled()
         assert matching.matcher is first and shop.built[-1] == ("z",)
-        matching.follow([])
+        matching.update_profiles([])
         assert matching.matcher is None
         await matching.close()
 
@@ -85,9 +85,9 @@ def test_a_catalog_that_came_while_a_build_failed_gets_its_own() -> None:
 
     async def main() -> None:
         matching = MatcherBuilder(shop.build)
-        matching.follow([profile("broken")])
+        matching.update_profiles([profile("broken")])
         await asyncio.to_thread(shop.begun.wait, 10)
-        matching.follow([profile("a")])
+        matching.update_profiles([profile("a")])
         shop.let.set()
         while not shop.built:
             await asyncio.sleep(0)
@@ -105,7 +105,7 @@ def test_closing_while_one_is_being_built() -> None:
 
     async def main() -> None:
         matching = MatcherBuilder(shop.build)
-        matching.follow([profile("a")])
+        matching.update_profiles([profile("a")])
         await asyncio.to_thread(shop.begun.wait, 10)
         await matching.close()
         shop.let.set()

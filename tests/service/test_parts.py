@@ -53,7 +53,7 @@ def ticket(priority: int = 5, tenant: str = "t", max_tokens: int = 100) -> Repli
 def fill(line: ReplicaQueue, waiting: int = 0, running: int = 0, **more: Any) -> ReplicaQueue:
     for index in range(waiting + running):
         made = ticket(**more)
-        line.took(made)
+        line.add(made)
         if index < running:
             line.started(made)
     return line
@@ -63,7 +63,7 @@ def replicas(*members: Any, **busy: tuple[int, int]) -> ReplicaSet:
     """`busy`: who waits and who runs, by the member's name."""
     made = ReplicaSet("s", members)
     for member in members:
-        fill(made.line(member), *busy.get(member.name, ()))
+        fill(made.queue(member), *busy.get(member.name, ()))
     return made
 
 
@@ -79,7 +79,7 @@ def test_the_least_loaded_healthy_replica_is_picked() -> None:
     order = []
     for _ in range(4):
         picked = pair.pick()
-        pair.line(picked).took(ticket())
+        pair.queue(picked).add(ticket())
         order.append(picked.name)
     assert order == ["a", "b", "a", "b"]
     assert pair.pick(avoid={"a"}).name == "b"
@@ -104,14 +104,14 @@ def test_a_replica_that_has_the_adapters_is_preferred() -> None:
 def test_what_started_waits_no_longer_and_what_ended_is_gone() -> None:
     line = ReplicaQueue()
     one = ticket()
-    line.took(one)
+    line.add(one)
     assert (len(line.waiting), len(line.running)) == (1, 0)
     line.started(one)
     # a takeover after a crash tells it again
     line.started(one)
     assert (len(line.waiting), len(line.running)) == (0, 1)
-    line.gave_back(one)
-    line.gave_back(one)
+    line.remove(one)
+    line.remove(one)
     assert not line and not line.holds("t")
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from rig import own_workers
-from tiny import tiny_checkpoint
 
 from coterie.core.config import load
 from coterie.core.errors import (
@@ -43,6 +41,8 @@ from coterie.service.build import build
 from coterie.service.pipeline import Pipeline
 from coterie.service.submit.submitter import tokenise
 from coterie.workers.contract import Sink
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.worker_requests import own_workers
 
 Test = Callable[[Pipeline], Awaitable[None]]
 COUNT = iter(range(10**6))
@@ -299,7 +299,7 @@ def test_one_full_and_one_dead_replica_are_overloaded(monkeypatch: pytest.Monkey
 
     async def test() -> None:
         async with serving({"specialists.0.replicas": 2}) as pipeline:
-            first, second = pipeline._roster._groups[0].replicas
+            first, second = pipeline._fleet._groups[0].replicas
             monkeypatch.setattr(first, "submit", refuse)
             monkeypatch.setattr(second, "healthy", lambda: False)
             with pytest.raises(Overloaded) as caught:
@@ -318,13 +318,13 @@ def test_readers_that_lag_hold_no_place_in_the_queue() -> None:
             slow = [pipeline.handle(request()) for _ in range(2)]
             for stream in slow:
                 await anext(stream)
-            replica = pipeline._roster._groups[0].replicas[0]
+            replica = pipeline._fleet._groups[0].replicas[0]
             while replica.in_flight():
                 await asyncio.sleep(0.005)
             assert len(tokens(await collect(pipeline, request()))) == 12
             for stream in slow:
                 assert len(tokens([event async for event in stream])) == 12
-            replicas = pipeline._roster.find(None).replicas
+            replicas = pipeline._fleet.find(None).replicas
             assert (replicas.queued(), replicas.running()) == (0, 0)
 
     asyncio.run(test())
@@ -351,7 +351,7 @@ def test_a_crash_is_a_pause_and_the_other_replica_serves_meanwhile() -> None:
             running = [asyncio.ensure_future(read(item, into)) for item, into in pairs]
             while any(len(events) < 10 for events in streams):
                 await asyncio.sleep(0.001)
-            victim = pipeline._roster._groups[0].replicas[0]
+            victim = pipeline._fleet._groups[0].replicas[0]
             os.kill(victim.pid, signal.SIGKILL)  # type: ignore[attr-defined]
             while victim.healthy():
                 await asyncio.sleep(0.005)

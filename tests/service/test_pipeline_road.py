@@ -19,8 +19,8 @@ from coterie.core.events import Delta, Finished, InferenceMetrics, ValidationRes
 from coterie.core.request import AdapterHint, ResponseFormat
 from coterie.service.pipeline import Pipeline
 from coterie.service.records.store import RecordQuery, RecordStore
-from tests.api.served import own_home
-from tests.service.routed import PROMPTS, UNRELATED, answer, ask, install, serving
+from tests.helpers.serving.routed_pipeline import PROMPTS, UNRELATED, answer, ask, install, serving
+from tests.helpers.serving.server_process import own_home
 
 Test = Callable[[Pipeline], Awaitable[None]]
 Road = Callable[[Test], None]
@@ -42,7 +42,7 @@ def on_road(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Road]:
             await install(pipeline, folder, "digits", seed=8, response_format=DIGITS)
             bad = {"type": "regex", "text": "(unclosed"}
             await install(pipeline, folder, "misled", seed=9, response_format=bad)
-            await pipeline._roster.catalog.settled()
+            await pipeline._fleet.catalog.settled()
 
         runner.run(prepare())
         try:
@@ -67,7 +67,7 @@ async def logged(pipeline: Pipeline, job_id: str, tenant: str = "t") -> Inferenc
 
 def test_every_figure_is_true(on_road: Road) -> None:
     async def test(pipeline: Pipeline) -> None:
-        served = pipeline._roster.find("tiny")
+        served = pipeline._fleet.find("tiny")
         card = pipeline.adapters.current()["haiku"]
         request = ask(PROMPTS["haiku"], limits={"max_tokens": 40})
         began = time.time()
@@ -236,7 +236,7 @@ def test_a_timeout_holds_when_the_worker_is_silent(
     on_road: Road, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(pipeline: Pipeline) -> None:
-        replica = pipeline._roster._groups[0].replicas[0]
+        replica = pipeline._fleet._groups[0].replicas[0]
         request = ask(PROMPTS["haiku"], limits={"max_tokens": 900, "timeout_s": 1.0})
         with monkeypatch.context() as patch:
             events = pipeline.handle(request)

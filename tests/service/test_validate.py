@@ -165,7 +165,7 @@ def test_a_pattern_that_never_ends_is_cut_off_beside_the_event_loop() -> None:
     async def main() -> list[float]:
         validators = AnswerValidators()
         await validators.validate('"a"', EVIL)
-        validators._judge._check_s = 0.3
+        validators._processes._check_s = 0.3
         gaps: list[float] = []
 
         async def beat() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_files import HEAD_DIM, HIDDEN, VOCAB, write_model
 
 from coterie.core.errors import WeightsError
 from coterie.models.build.rope import read_rope
 from coterie.weights.checkpoint import open_checkpoint
+from tests.helpers.models.gguf_files import HEAD_DIM, HIDDEN, VOCAB, write_model
 
 
 def _config(path: Path, **options: Any) -> dict[str, Any]:

@@ -9,12 +9,12 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from gguf_files import write_model
 
 from coterie.core.errors import WeightsError
 from coterie.models.text.tokenizer import load_tokenizer
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.formats.gguf import read_gguf
+from tests.helpers.models.gguf_files import write_model
 
 STRING, ARRAY, UINT32, BOOL = 8, 9, 4, 7
 

@@ -8,12 +8,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import write_model
 
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.formats.gguf import TENSOR_TYPES, TensorInfo, read_gguf
-from coterie.weights.formats.gguf_tensors import expand, read_tensor
+from coterie.weights.formats.gguf_blocks import expand
+from coterie.weights.formats.gguf_tensors import read_tensor
 from coterie.weights.quantize import DenseWeight, Int4Weight, Int8Weight, dense
+from tests.helpers.models.gguf_files import write_model
 
 BLOCK_TYPES = {name: (block, size) for name, block, size in TENSOR_TYPES.values() if block > 1}
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import tiny_checkpoint
 
 from coterie.core.errors import WeightsError
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.quantize import DenseWeight
+from tests.helpers.models.tiny import tiny_checkpoint
 
 INDEX = "model.safetensors.index.json"
 

@@ -12,9 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from peft_files import make_adapter, peft_oracle
-from rig import assign, begin, run, tiny_spec
-from tiny import tiny_checkpoint
 
 from coterie.core.adapters import AdapterSettings
 from coterie.core.events import Failed, Finished
@@ -31,6 +28,9 @@ from coterie.workers.contract import (
 )
 from coterie.workers.inproc import InprocReplica
 from coterie.workers.supervisor import ProcessReplica, RestartPolicy
+from tests.helpers.adapters.peft_adapters import make_adapter, peft_oracle
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.worker_requests import assign, begin, run, tiny_spec
 
 TRANSPORTS: dict[str, Callable[[WorkerSpec], Replica]] = {
     "inproc": InprocReplica,

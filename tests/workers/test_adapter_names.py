@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from peft_files import make_adapter
-from tiny import tiny_checkpoint
 
 from coterie.cli.main import main
 from coterie.core.errors import CoterieError, Forbidden, InvalidRequest, NotFound
@@ -18,7 +16,9 @@ from coterie.packages.registry import AdapterRegistry
 from coterie.packages.signing import new_key, public_of, read_key, signed
 from coterie.packages.trust import TrustStore
 from coterie.workers.adapter_names import AdapterNames
-from tests.packages.made import lora_directory
+from tests.helpers.adapters.package_files import lora_directory
+from tests.helpers.adapters.peft_adapters import make_adapter
+from tests.helpers.models.tiny import tiny_checkpoint
 
 HERE, ELSEWHERE = "a" * 64, "b" * 64
 

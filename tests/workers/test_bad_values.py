@@ -8,12 +8,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import bad_values
 import numpy as np
 import pytest
-from bad_values import NO_CHOICE, NUMPY_TIME, NUMPY_TOKEN, SURROGATE, TEXT_AS_TOKEN, UNADDED
-from rig import assign, begin, run, tiny_spec
-from storm import QUICK
 
 from coterie.core.events import Delta, Failed, Finished, Started, Timings, TokenLogprob, Usage
 from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
@@ -21,6 +17,17 @@ from coterie.core.value_check import fault_of
 from coterie.workers import wire
 from coterie.workers.contract import AdapterLoad, WorkerCommand, WorkerReport
 from coterie.workers.supervisor import ProcessReplica
+from tests.helpers.serving import bad_engine_values
+from tests.helpers.serving.bad_engine_values import (
+    NO_CHOICE,
+    NUMPY_TIME,
+    NUMPY_TOKEN,
+    SURROGATE,
+    TEXT_AS_TOKEN,
+    UNADDED,
+)
+from tests.helpers.serving.concurrent_requests import QUICK
+from tests.helpers.serving.worker_requests import assign, begin, run, tiny_spec
 
 # by request: a word of the path that the log must tell
 BAD = {
@@ -39,7 +46,7 @@ def test_one_bad_value_fails_one_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Checked where values are made, and (`unchecked`) again where they are written and read."""
-    path = bad_values.folder(tmp_path / "site", unchecked)
+    path = bad_engine_values.folder(tmp_path / "site", unchecked)
     inherited = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", f"{path}{os.pathsep}{inherited}")
     caplog.set_level(logging.ERROR)

@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storm import COLD, model_copy, spec_of, storm, with_adapters
 
 from coterie.moe.dispatch.table import STRATEGIES
+from tests.helpers.serving.concurrent_requests import (
+    COLD,
+    model_copy,
+    spec_of,
+    storm,
+    with_adapters,
+)
 
 SLICE = {("qwen3_moe", "lru"), ("deepseek_v2", "adaptive"), ("dwr", "auto")}
 ALL = [*STRATEGIES, "auto", "layer_grouped+lru", "lru+hot_cached_static"]

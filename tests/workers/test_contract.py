@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from rig import GREEDY, LANE, SAMPLED, Listener, assign, begin, run, tiny_spec
 
 from coterie.core.errors import CoterieError, WeightsError
 from coterie.core.events import Failed, Finished, Started
@@ -17,6 +16,16 @@ from coterie.core.plan import Admitted, Rejected
 from coterie.workers.contract import Replica, WorkerSpec
 from coterie.workers.inproc import InprocReplica
 from coterie.workers.supervisor import ProcessReplica
+from tests.helpers.serving.worker_requests import (
+    GREEDY,
+    LANE,
+    SAMPLED,
+    Listener,
+    assign,
+    begin,
+    run,
+    tiny_spec,
+)
 
 TRANSPORTS: dict[str, Callable[[WorkerSpec], Replica]] = {
     "inproc": InprocReplica,

@@ -14,12 +14,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rig import GREEDY, SAMPLED, Listener, assign, begin, own_workers, run, tiny_spec
-from storm import QUICK, eight, kill, said, until_died
 
 from coterie.core.events import Failed, Finished
 from coterie.core.plan import Assignment
 from coterie.workers.supervisor import ProcessReplica, RestartPolicy
+from tests.helpers.serving.concurrent_requests import QUICK, eight, kill, said, until_died
+from tests.helpers.serving.worker_requests import (
+    GREEDY,
+    SAMPLED,
+    Listener,
+    assign,
+    begin,
+    own_workers,
+    run,
+    tiny_spec,
+)
 
 
 async def until_healthy(replica: ProcessReplica, timeout_s: float = 60) -> None:
@@ -246,7 +255,7 @@ def test_how_often_a_token_differs_after_a_crash(dtype: str, default_model_path:
 
 PARENT = """
 import asyncio, sys
-from rig import tiny_spec
+from tests.helpers.serving.worker_requests import tiny_spec
 from coterie.workers.supervisor import ProcessReplica
 
 async def main():
@@ -264,8 +273,7 @@ def test_the_child_dies_with_its_parent(
 ) -> None:
     # an empty home has no compiled kernels, and they do not matter here
     monkeypatch.setenv("COTERIE_NATIVE", "0")
-    here = Path(__file__).resolve().parent.parent
-    environment = dict(os.environ, PYTHONPATH=f"{here.parent}{os.pathsep}{here}")
+    environment = dict(os.environ, PYTHONPATH=str(Path(__file__).resolve().parents[2]))
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as parent:
         assert parent.stdout is not None

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tiny import tiny_checkpoint
 
 from coterie import LLM
 from coterie.core.errors import ContextLengthExceeded, InvalidRequest
+from tests.helpers.models.tiny import tiny_checkpoint
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 

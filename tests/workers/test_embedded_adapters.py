@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peft_files import make_adapter, peft_oracle
-from tiny import tiny_checkpoint
 
 from coterie import LLM
 from coterie.core.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from coterie.packages.registry import AdapterRegistry
 from coterie.packages.trust import TrustStore
 from coterie.workers.adapter_names import parse
+from tests.helpers.adapters.peft_adapters import make_adapter, peft_oracle
+from tests.helpers.models.tiny import tiny_checkpoint
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 10, "ignore_eos": True}
 PROMPT = [0, 40, 41, 42, 90]

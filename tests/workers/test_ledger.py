@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rig import GREEDY, assign
 
 from coterie.core.errors import InvalidRequest
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
@@ -17,6 +16,7 @@ from coterie.core.plan import Admitted, Rejected
 from coterie.core.request import Sampling
 from coterie.workers.contract import WorkerReport
 from coterie.workers.in_flight import LATE_S, InFlightRequests
+from tests.helpers.serving.worker_requests import GREEDY, assign
 
 FULL = Rejected("overloaded", "full", 1.0)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_checkpoint
 
 from coterie import LLM
 from coterie.core.errors import ConfigError, WeightsError
@@ -20,6 +19,7 @@ from coterie.moe.runtime.budget import ExpertSizes, TierNeeds, size_tiers
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.base import ExpertGeometry
 from coterie.workers.warmup import SAVE_EVERY_S, HeatmapFile, heatmap_path
+from tests.helpers.models.tiny import tiny_checkpoint
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 CONTEXT = 128

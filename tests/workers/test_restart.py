@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rig import assign, begin, own_workers, tiny_spec
 
 from coterie.core.events import Failed, Finished
 from coterie.workers.contract import ReplicaInfo, WorkerReport, WorkerSpec
 from coterie.workers.supervisor import ProcessReplica, RestartPolicy
 from coterie.workers.worker_process import WorkerProcess
+from tests.helpers.serving.worker_requests import assign, begin, own_workers, tiny_spec
 
 QUICK = RestartPolicy(backoff_s=0.05, max_backoff_s=0.2, hang_s=0)
 Spawned = tuple[WorkerProcess, ReplicaInfo]

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rig import assign, own_workers, run, tiny_spec
 
 from coterie.core.events import Finished
 from coterie.weights.home import state_dir
@@ -25,6 +24,7 @@ from coterie.workers.supervisor import (
     RestartPolicy,
 )
 from coterie.workers.worker_process import is_own_directory, remove_directory, socket_directory
+from tests.helpers.serving.worker_requests import assign, own_workers, run, tiny_spec
 
 QUICK = RestartPolicy(backoff_s=0.05, max_backoff_s=0.2, hang_s=0)
 

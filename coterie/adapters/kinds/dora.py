@@ -1,7 +1,7 @@
-"""DoRA, exactly PEFT's: g * (f(x) - bias) + bias + g * s B A x, with s = w * scaling and
+"""DoRA, exactly as in PEFT: g * (f(x) - bias) + bias + g * s B A x, with s = w * scaling and
 g = m / |W + s B A|, the norm by rows of the base weight W.
 
-The norm for any s comes from three vectors: |W|^2, <W, BA> and |BA|^2. Reads through lora.py.
+The norm for any s is computed from three vectors: |W|^2, <W, BA> and |BA|^2. Uses lora.py to read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read(config: PeftConfig, tensors: Mapping[str, Tensor]) -> AdapterContent:
 
 
 def apply(builder: ModulePatchBuilder, change: DoraChange, weight: float) -> None:
-    # on use: the gateway has no torch and reads adapters too, to check them
+    # imported here: the gateway has no torch, but also reads adapters to check them
     import torch
 
     from coterie.adapters.kinds.patch_builder import transposed
@@ -71,7 +71,7 @@ def _norms_squared(
     target: TargetModule, a: Tensor, b: Tensor, strength: float
 ) -> NDArray[np.float64]:
     """|W + strength B A|^2 by rows, [out]; a [r, in], b [r, out]."""
-    # numpy: torch takes a millisecond for the product of a few narrow rows on some machines
+    # numpy: on some machines torch takes a millisecond for the product of a few narrow rows
     rows, columns = a.numpy(), b.numpy()
     terms = (rows @ rows.T) @ columns
     terms *= strength

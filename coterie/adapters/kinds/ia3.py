@@ -1,4 +1,4 @@
-"""IA3: a learned vector times a module's output, or times its input for feedforward modules.
+"""IA3: multiplies a module's output by a learned vector, or its input for feedforward modules.
 
 With weight w the vector is 1 + w * (l - 1). Reads PEFT's `ia3_l` ([out, 1], feedforward [1, in]).
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _UNDERSTOOD = options.keys(
     "target_modules exclude_modules feedforward_modules init_ia3_weights",
-    # PEFT itself unsets it on Linear modules, the only ones here
+    # PEFT ignores it on Linear modules, and there are no others here
     "fan_in_fan_out",
 )
 _REFUSED = {"modules_to_save": "it replaces whole modules of the base model"}
@@ -61,7 +61,7 @@ def apply(builder: ModulePatchBuilder, change: Ia3Change, weight: float) -> None
 
 
 def _inner(names: list[str] | str) -> Callable[[str], bool]:
-    """As PEFT matches them: by the end of the path, without regard to dots."""
+    """Matches like PEFT: by the end of the path, without regard to dots."""
     if isinstance(names, str):
         return options.targeting(names)
     ends = tuple(names)

@@ -1,7 +1,7 @@
 """LoRA: f(x) + w * scaling * B A x.
 
-Reads PEFT's `lora_A [r, in]`, `lora_B [out, r]` and the options that shape them (rank and alpha
-patterns, rsLoRA). DoRA reads through this file and adds its magnitudes.
+Reads PEFT's `lora_A [r, in]`, `lora_B [out, r]` and the options that affect them (rank and alpha
+patterns, rsLoRA). dora.py uses this file and adds its magnitudes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ MAX_RANK = 4096
 _UNDERSTOOD = options.keys(
     "r lora_alpha use_rslora rank_pattern alpha_pattern use_dora bias ensure_weight_tying",
     "target_modules exclude_modules layers_to_transform layers_pattern",
-    # of training alone, or of where training began; init_lora_weights is checked below
+    # only used in training, or for the start of training; init_lora_weights is checked below
     "init_lora_weights lora_dropout eva_config loftq_config corda_config lora_ga_config",
     "runtime_config megatron_core qalora_group_size",
-    # PEFT itself unsets it on Linear modules, the only ones here
+    # PEFT ignores it on Linear modules, and there are no others here
     "fan_in_fan_out",
 )
 _REFUSED = {
@@ -54,9 +54,9 @@ _REFUSED = {
     "monteclora_config": "it samples its weights",
     "velora_config": "VeLoRA is not known here",
 }
-# beginnings that leave the base as it is. PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ take a part out of
-# the base's weights; saved with `path_initial_model_for_weight_conversion` they are plain LoRA.
-_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+# initialisations that do not change the base. PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ change the
+# base's weights; saved with `path_initial_model_for_weight_conversion` they are plain LoRA.
+_PLAIN_INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def apply(builder: ModulePatchBuilder, change: LoraChange, weight: float) -> Non
 def read_factors(
     config: PeftConfig, tensors: Mapping[str, Tensor], stored: AdapterFormat
 ) -> Iterator[tuple[str, dict[str, Tensor], float]]:
-    """Each module's path, its tensors by suffix, and its scaling."""
+    """For each module its path, its tensors by suffix, and its scaling."""
     _check(config, tensors)
     ranks, alphas = options.table(config, "rank_pattern"), options.table(config, "alpha_pattern")
     rank = options.whole(config, "r", 1, MAX_RANK)
@@ -122,7 +122,7 @@ def _check(config: PeftConfig, tensors: Mapping[str, Tensor]) -> None:
             "the base model"
         )
     start = config.get("init_lora_weights")
-    if start not in _PLAIN_STARTS:
+    if start not in _PLAIN_INITIALISATIONS:
         raise WeightsError(
             f"adapter_config.json: init_lora_weights={start!r} took a part out of the base model's "
             "weights, so that the adapter is for a changed base. Save it with "

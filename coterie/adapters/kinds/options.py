@@ -1,7 +1,7 @@
-"""Options of PEFT's configs: which are understood, which mean nothing here, and which are refused.
+"""Options of PEFT's configs: understood, without effect here, or refused.
 
-Every option is in one of the three sets, so that no adapter runs with a part of its meaning
-missing. Also which tensor belongs to which module, as PEFT names them.
+Every option is in one of the three sets, so that no adapter runs with an option ignored by mistake.
+Also maps tensors to modules, by PEFT's names.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ PREFIX = "base_model.model."
 
 
 def keys(*lines: str) -> frozenset[str]:
-    """Names of options, several to a line."""
+    """Names of options, several in one text."""
     return frozenset(name for line in lines for name in line.split())
 
 
-# written by every kind of config; no matter for what is computed
+# in configs of every kind; no effect on what is computed
 _NEUTRAL = keys(
     "peft_type peft_version auto_mapping base_model_name_or_path revision inference_mode task_type"
 )
 _MAX_PATTERN = 400
 _PLAIN = re.compile(r"[\w.\-]*")
-# letters, classes, groups and alternatives; a quantifier is refused behind a group, and more than
-# three are: matching stays cheap whatever the file says
+# letters, classes, groups and alternatives. A quantifier after a group and more than three
+# quantifiers are refused, so that matching is always fast
 _SAFE = re.compile(r"[\w.\-\\()|\[\]^$*+?{},:=!]*")
 
 
 def check(config: PeftConfig, understood: frozenset[str], refused: Mapping[str, str]) -> None:
-    """Refuses by name every option that is set and not `understood`; `refused` has the reasons."""
+    """Refuses by name every option that is set but not `understood`; `refused` has the reasons."""
     if config.get("task_type") not in (None, "CAUSAL_LM"):
         raise WeightsError(
             f"adapter_config.json: task_type={config['task_type']!r}; only CAUSAL_LM adapters run"
@@ -79,7 +79,7 @@ def number(value: object, key: str) -> float:
 
 
 def table(config: PeftConfig, key: str) -> Mapping[str, Any]:
-    """rank_pattern and the like: an object, or nothing."""
+    """rank_pattern and similar: an object, or nothing."""
     value = config.get(key) or {}
     if not isinstance(value, dict) or len(value) > 100_000:
         raise WeightsError(f"adapter_config.json: {key} must be an object, not {_short(value)}")
@@ -102,10 +102,10 @@ def names(config: PeftConfig, key: str) -> list[str] | str | None:
 def modules(
     config: PeftConfig, tensors: Mapping[str, Tensor], stored: AdapterFormat
 ) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each module, by suffix, by the module's path. Every tensor belongs to a module
-    that target_modules names, and every module has all of its tensors."""
+    """The tensors of each module: path -> suffix -> tensor. Every tensor must belong to a module
+    that target_modules names, and every module must have all of its tensors."""
     is_target = targeting(names(config, "target_modules"))
-    found: dict[str, dict[str, Tensor]] = {}
+    by_path: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         suffix = next((end for end in stored.suffixes if name.endswith(end)), "")
         if not suffix or not name.startswith(PREFIX):
@@ -113,18 +113,18 @@ def modules(
                 f"{name!r} is no tensor of a {stored.peft_type} adapter as PEFT saves one"
             )
         path = name[len(PREFIX) : -len(suffix)]
-        if path not in found and not is_target(path):
+        if path not in by_path and not is_target(path):
             raise WeightsError(f"{name!r}: target_modules does not name {path}")
-        found.setdefault(path, {})[suffix] = tensor
-    for path, parts in found.items():
+        by_path.setdefault(path, {})[suffix] = tensor
+    for path, parts in by_path.items():
         if len(parts) < len(stored.suffixes):
             missing = next(end for end in stored.suffixes if end not in parts)
             raise WeightsError(f"{path}: lacks {missing[1:]}")
-    return found
+    return by_path
 
 
 def pick(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
-    """The first pattern's value that matches the end of `path`, as PEFT's get_pattern_key."""
+    """The value of the first pattern that matches the end of `path`, as PEFT's get_pattern_key."""
     for key, value in patterns.items():
         if path.endswith(key) and (len(key) == len(path) or path[-len(key) - 1] == "."):
             return value
@@ -134,7 +134,7 @@ def pick(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
 
 
 def targeting(targets: list[str] | str | None) -> Callable[[str], bool]:
-    """Tells whether PEFT would adapt the module at a path."""
+    """A function that tells whether PEFT would adapt the module at a path."""
     if targets is None or targets == "all-linear":
         return lambda path: True
     if isinstance(targets, str):
@@ -144,7 +144,8 @@ def targeting(targets: list[str] | str | None) -> Callable[[str], bool]:
 
 
 def matcher(pattern: str, shown: str) -> Callable[[str], bool]:
-    """Tells whether a path matches from its start. Patterns come with files: only cheap ones."""
+    """A function that tells whether a path matches from its start. Patterns come from files: only
+    fast ones are allowed."""
     quantifiers = len(re.findall(r"[*+{]", shown))
     nested = re.search(r"\)[*+{]", shown)
     if len(shown) > _MAX_PATTERN or not _SAFE.fullmatch(shown) or quantifiers > 3 or nested:

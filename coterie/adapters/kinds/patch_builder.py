@@ -1,7 +1,7 @@
-"""The running meaning of one module while a stack is folded into it, adapter by adapter.
+"""The function that one module computes while the adapters of a stack are applied, one by one.
 
-f(x) = out * (W (inner * x)) + constant + sum of (x a^T) b: closed under every kind's wrapping,
-which is why any stack comes down to one patch.
+f(x) = out * (W (inner * x)) + constant + sum of (x a^T) b: every kind of adapter keeps this form,
+which is why any stack can be reduced to one patch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class ModulePatchBuilder:
         self.target = target
         self._inner: Tensor | None = None  # [in] fp32
         self._out: Tensor | None = None  # [out] fp32
-        # the bias and what became of it; None where the module has none
+        # the bias with all changes so far; None if the module has none
         self._constant = None if target.bias is None else target.bias.detach().cpu().float()
         self._bias = self._constant
         self._terms: list[tuple[Tensor, Tensor]] = []  # a [r, in], b [r, out]
 
     def add(self, a: Tensor, b: Tensor, strength: float) -> None:
         """f(x) + strength * (x a^T) b^T, both factors as stored: a [r, in], b [out, r]."""
-        # all but powers of two is worked out in fp32
+        # scalings other than powers of two are computed in fp32
         exact = b.dtype == torch.bfloat16 and is_exact(strength)
         rows = transposed(b if exact else b.float())
         self.join(a, rows if strength == 1 else rows.mul_(strength))
@@ -61,7 +61,7 @@ class ModulePatchBuilder:
             self._constant = (self._constant - self._bias) * vector + self._bias
 
     def patch(self) -> Patch | None:
-        """None where nothing is left to do."""
+        """None if the module is not changed."""
         a, b = self._factors()
         out, shift = self._out, self._shift()
         order = self.target.order
@@ -82,8 +82,8 @@ class ModulePatchBuilder:
         return shift if bool(shift.any()) else None
 
     def _factors(self) -> tuple[Tensor | None, Tensor | None]:
-        """Both in fp32, or both in bf16 where all were stored so and scaling lost nothing: half
-        the bytes for a step to read, the same values."""
+        """Both in fp32, or both in bf16 if all were stored so and scaling was exact: a step then
+        reads half the bytes of the same values."""
         if not self._terms:
             return None, None
         narrow = all(part.dtype == torch.bfloat16 for term in self._terms for part in term)
@@ -107,7 +107,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def transposed(matrix: Tensor) -> Tensor:
-    """The transpose, row by row in memory of its own."""
+    """The transpose, row by row in its own memory."""
     kind = _WORDS[matrix.dtype]
     columns = matrix.view(kind).numpy().T
     return torch.from_numpy(np.array(columns, order="C")).view(matrix.dtype)

@@ -1,6 +1,6 @@
-"""Soft prompts (PEFT's prompt tuning): vectors in front of a prompt's first token.
+"""Soft prompts (PEFT's prompt tuning): vectors before the first token of a prompt.
 
-They take positions, KV and context like tokens. Reads `prompt_embeddings [tokens, hidden]`.
+They use positions, KV and context like tokens. Reads `prompt_embeddings [tokens, hidden]`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _UNDERSTOOD = options.keys(
     "num_virtual_tokens token_dim num_transformer_submodules",
-    # the base model's shape, and where training began
+    # the shape of the base model, and the start of training
     "num_attention_heads num_layers prompt_tuning_init prompt_tuning_init_text",
     "tokenizer_name_or_path tokenizer_kwargs",
 )

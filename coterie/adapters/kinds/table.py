@@ -1,6 +1,6 @@
-"""Every kind of adapter by name: how it is stored, how it is read and what it does to a module.
+"""All kinds of adapters by name: how each is stored, how it is read and how it changes a module.
 
-Imports no torch: the gateway checks packages with it (adapters/check.py).
+Does not import torch: the gateway checks packages with it (adapters/check.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class AdapterKind:
     stored: AdapterFormat
-    # is also given shapes in place of tensors: `shape`, `dim()`, `len()` and `flatten()` work
+    # also called with shapes instead of tensors: `shape`, `dim()`, `len()` and `flatten()` work
     read: Callable[[PeftConfig, Mapping[str, Tensor]], AdapterContent]
-    # wraps what a module means so far in one of its changes, at a weight; None: it makes none
+    # applies one change to a module at a weight, on top of earlier ones; None: the kind makes none
     apply: Callable[[ModulePatchBuilder, Any, float], None] | None = None
 
 

@@ -1,7 +1,7 @@
-"""The admin endpoints of experts: the registry's own, and the two that vLLM has.
+"""The admin endpoints for experts: those of the registry, and the two that vLLM has.
 
-Translates and nothing more; `service/adapters/admin.py` does the work. The door has already asked
-for an admin key.
+This module only translates; `service/adapters/admin.py` does the work. The door has already checked
+the admin key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coterie.obs.log import log
 from coterie.service.adapters.admin import AdapterAdmin, InstallName
 
 JSON = "application/json"
-# each holds one package in memory while it comes in
+# uploads at the same time; each keeps its whole package in memory
 MAX_UPLOADS = 2
 
 
@@ -36,7 +36,7 @@ class ExpertEndpoints:
         self._uploads = asyncio.Semaphore(MAX_UPLOADS)
 
     async def list_experts(self, request: Request) -> Response:
-        """List every installed version, and what each name and alias stands for."""
+        """List every installed version, and which version each name and alias means."""
         current = self.admin.current()
         data = [
             fields(card) | {"current": card == current.get(card.name)}
@@ -46,7 +46,7 @@ class ExpertEndpoints:
         return answer({"object": "list", "data": data, "aliases": aliases})
 
     async def install_expert(self, request: Request) -> Response:
-        """Install an expert: a package's bytes as they are, or JSON with a path on this machine."""
+        """Install an expert: send the bytes of a package, or JSON with a path on this machine."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == JSON:
             body = await parse(request, InstallBody, self.max_body_bytes)
@@ -62,14 +62,14 @@ class ExpertEndpoints:
 
     async def show_expert(self, request: Request) -> Response:
         """Show one expert, its versions and its manifest."""
-        shown = await self.admin.show(*_asked(request))
+        shown = await self.admin.show(*_name_and_version(request))
         versions = [fields(card) for card in shown.versions]
         more = {"versions": versions, "manifest": shown.manifest}
         return answer(fields(shown.card) | more)
 
     async def change_expert(self, request: Request) -> Response:
-        """Make an installed version the current one, or give it an alias. Flips at once."""
-        name, version = _asked(request)
+        """Make an installed version the current one, or give it an alias. Takes effect at once."""
+        name, version = _name_and_version(request)
         body = await parse(request, ExpertPatch, self.max_body_bytes)
         if body.version is None and body.alias is None:
             raise InvalidRequest("give a version, an alias, or both", param="version")
@@ -78,7 +78,7 @@ class ExpertEndpoints:
 
     async def act_on_expert(self, request: Request) -> Response:
         """Pin, unpin or roll back one expert."""
-        name, version = _asked(request)
+        name, version = _name_and_version(request)
         action = request.path_params["action"]
         if action in ("pin", "unpin"):
             return changed(request, await self.admin.pin(name, action == "pin", version))
@@ -89,13 +89,13 @@ class ExpertEndpoints:
         raise NotFound("an expert can be told to pin, unpin or rollback", param="action")
 
     async def delete_expert(self, request: Request) -> Response:
-        """Remove an expert, or one version of it. Requests on it run to their end."""
-        name, version = _asked(request)
+        """Remove an expert, or one version of it. Requests that use it run to their end."""
+        name, version = _name_and_version(request)
         audit(request, await self.admin.remove(name, version))
         return answer({"id": request.path_params["name"], "object": "expert", "deleted": True})
 
     async def load_lora_adapter(self, request: Request) -> Response:
-        """Load an adapter under a name of yours, as vLLM does."""
+        """Load an adapter under a name that you choose, as vLLM does."""
         body = await parse(request, LoadLoraBody, self.max_body_bytes)
         if not body.lora_name or not body.lora_path:
             raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
@@ -119,7 +119,7 @@ class ExpertEndpoints:
 
 
 def fields(card: AdapterCard) -> dict[str, Any]:
-    """A card as these endpoints write it."""
+    """The card as these endpoints return it."""
     return {
         "id": _id(card),
         "object": "expert",
@@ -138,7 +138,7 @@ def fields(card: AdapterCard) -> dict[str, Any]:
 
 
 def audit(request: Request, card: AdapterCard) -> None:
-    """Which admin changed what: the digest of the key, never the key."""
+    """Log which admin changed what. The log has the digest of the key, never the key."""
     exchange = exchange_of(request.scope)
     log(
         "experts_changed",
@@ -160,15 +160,16 @@ def answer(payload: Any, status: int = 200) -> Response:
 
 
 def absolute(text: str, param: str) -> Path:
-    """Only what the admin names in full: a relative path would depend on the server's folder."""
+    """Accept absolute paths only: a relative path would depend on the server's working folder."""
     path = Path(text)
     if "\0" in text or not path.is_absolute() or ".." in path.parts:
         raise InvalidRequest(f"{param}: write an absolute path on the server", param=param)
     return path
 
 
-def _asked(request: Request) -> tuple[str, str | None]:
-    """`name@` asks for a version that there is not, never for all of them."""
+def _name_and_version(request: Request) -> tuple[str, str | None]:
+    """Name and version. `name@` means an empty version, which does not exist; it does not mean all
+    versions."""
     name, at, version = request.path_params["name"].partition("@")
     return name, version if at else None
 
@@ -186,7 +187,7 @@ class InstallBody(RequestBody):
     path: FilePath
     name: Name | None = None
     version: Name | None = None
-    # the specialist that an adapter without a manifest is for; the first one when left out
+    # the specialist of an adapter without a manifest; by default the first specialist
     base: Name | None = None
 
 
@@ -198,7 +199,7 @@ class ExpertPatch(RequestBody):
 
 
 class LoadLoraBody(RequestBody):
-    """vLLM's."""
+    """The body that vLLM defines."""
 
     lora_name: str | None = Field(None, max_length=128)
     lora_path: str | None = Field(None, max_length=4096)
@@ -207,7 +208,7 @@ class LoadLoraBody(RequestBody):
 
 
 class UnloadLoraBody(RequestBody):
-    """vLLM's."""
+    """The body that vLLM defines."""
 
     lora_name: str | None = Field(None, max_length=128)
     lora_int_id: int | None = None

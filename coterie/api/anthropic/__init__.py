@@ -1,1 +1,1 @@
-"""The Anthropic dialect: its bodies, and how its answers are written."""
+"""The Anthropic dialect: its request bodies, and how its answers are written."""

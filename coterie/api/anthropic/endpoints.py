@@ -1,4 +1,4 @@
-"""The Anthropic endpoints: parse, ask the pipeline, write."""
+"""The Anthropic endpoints: parse the body, run it through the pipeline, write the answer."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class AnthropicDialect:
             id=parsed.request.id,
             model=answering_name(parsed.request.hints, planned.plan),
             request_id=exchange.request_id,
-            reading=await answer_syntax_of(parsed, planned.tokenizer),
+            syntax=await answer_syntax_of(parsed, planned.tokenizer),
         )
-        parsed = await with_answer_grammar(parsed, planned.tokenizer, shape.reading)
+        parsed = await with_answer_grammar(parsed, planned.tokenizer, shape.syntax)
         events = tool_events(self.service, parsed, planned, exchange)
         if parsed.stream:
             return EventStream(events, MessageStream(shape), exchange)
@@ -65,7 +65,7 @@ class AnthropicDialect:
 
 
 def model_fields(card: ModelCard) -> dict[str, Any]:
-    """A model as this vendor's clients list it."""
+    """A model as Anthropic's model list shows it."""
     created = datetime.fromtimestamp(card.created, UTC)
     return {
         "type": "model",

@@ -1,4 +1,4 @@
-"""Anthropic bodies into `ParsedRequest` values."""
+"""Turns Anthropic bodies into `ParsedRequest` values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from coterie.models.text.tool_format import MAX_DEPTH
 def parse_messages(body: MessagesBody, caller: CallerInfo, request_id: str) -> ParsedRequest:
     refuse_openai_fields(body.model_extra)
     user = None if body.metadata is None else body.metadata.user_id
-    wanted, field = _format(body)
+    answer_format, format_field = _format(body)
     request = InferenceRequest(
         id=request_id,
         prompt=prompt_of(body),
@@ -54,13 +54,13 @@ def parse_messages(body: MessagesBody, caller: CallerInfo, request_id: str) -> P
             timeout_s=caller.timeout_s,
         ),
         hints=hints_of(body),
-        response_format=wanted,
+        response_format=answer_format,
         session=caller.session_key(body.cache_key, user),
         tenant=caller.tenant,
         arrived_at=caller.arrived_at,
         user_id=user_id_of(user),
     )
-    return ParsedRequest(request, bool(body.stream), tool_set_of(body), field)
+    return ParsedRequest(request, bool(body.stream), tool_set_of(body), format_field)
 
 
 def _format(body: MessagesBody) -> tuple[ResponseFormat | None, str]:
@@ -76,16 +76,17 @@ def hints_of(body: CountBody) -> RouteHints:
 
 
 def prompt_of(body: CountBody) -> Chat:
-    """One system message, then the turns; a last turn of the assistant is to be continued."""
+    """One system message, then the turns. If the last turn is the assistant's, the model continues
+    it."""
     system = [_system_text(body.system)] if body.system else []
-    spoken: list[Message] = []
+    dialogue: list[Message] = []
     for index, turn in enumerate(body.messages):
         for message in turns_in(turn, f"messages.{index}"):
             if message.role == "system":
                 system.append(message.content)
             else:
-                spoken.append(message)
-    turns = _joined(spoken)
+                dialogue.append(message)
+    turns = _joined(dialogue)
     if not turns:
         raise InvalidRequest("messages: at least one user message is required", param="messages")
     check_results(turns)
@@ -93,14 +94,15 @@ def prompt_of(body: CountBody) -> Chat:
         turns.insert(0, Message("system", "\n\n".join(system)))
     continues = turns[-1].role == "assistant"
     tools = tool_set_of(body)
-    told = () if tools is None else tools.fields()
-    # templates of thinking models read it, others do not; the vendor's default is not to think
+    tool_fields = () if tools is None else tools.fields()
+    # only the templates of thinking models read this; Anthropic's default is not to think
     flag = {"enable_thinking": body.thinking is not None and body.thinking.type != "disabled"}
-    return Chat(tuple(turns), flag, add_generation_prompt=not continues, tools=told)
+    return Chat(tuple(turns), flag, add_generation_prompt=not continues, tools=tool_fields)
 
 
 def _joined(messages: list[Message]) -> list[Message]:
-    """The vendor reads neighbours of one role as one turn; each result is one by itself."""
+    """Join neighbouring messages of one role into one turn, as Anthropic does. Each tool result
+    stays a turn."""
     turns: list[Message] = []
     for role, neighbours in groupby(messages, lambda message: message.role):
         group = list(neighbours)
@@ -119,12 +121,12 @@ def _system_text(system: str | list[TextBlock]) -> str:
     return "\n".join(block.text for block in system)
 
 
-# a model's own earlier thoughts are not read again
+# block types that are skipped: earlier thoughts of the model are not part of the prompt
 _UNREAD = ("thinking", "redacted_thinking")
 
 
 def tool_set_of(body: CountBody) -> ToolSet | None:
-    """None when the model is not to call anything."""
+    """The tools of a request. None if the model must not call any."""
     choice = body.tool_choice
     if not body.tools:
         if choice is not None and choice.type in ("any", "tool"):
@@ -142,7 +144,7 @@ def tool_set_of(body: CountBody) -> ToolSet | None:
             raise InvalidRequest("tool_choice.name: is required", param="tool_choice.name")
         names = known_names([choice.name], tools, "tool_choice")
     required = choice.type in ("any", "tool")
-    # a call that is forced is one call, unless more are asked for
+    # if a call is forced, one call is made unless the request allows more
     single = choice.disable_parallel_tool_use
     return ToolSet(tools, names, required, not (required if single is None else single))
 
@@ -157,10 +159,10 @@ def _tool(spec: AnthropicToolSpec, where: str) -> Tool:
 
 
 def turns_in(turn: InputMessage, where: str) -> list[Message]:
-    """One turn as messages: results of tools stand for themselves."""
+    """One turn as messages: each tool result becomes its own message."""
     if isinstance(turn.content, str):
         return [Message(turn.role, turn.content)]
-    found: list[Message] = []
+    messages: list[Message] = []
     texts: list[str] = []
     calls: list[ToolCall] = []
     for index, block in enumerate(turn.content):
@@ -171,16 +173,16 @@ def turns_in(turn: InputMessage, where: str) -> list[Message]:
             calls.append(_call(block, param))
         elif block.type == "tool_result" and turn.role == "user":
             if texts:
-                found.append(Message(turn.role, "\n".join(texts)))
+                messages.append(Message(turn.role, "\n".join(texts)))
                 texts = []
-            found.append(_result(block, param))
+            messages.append(_result(block, param))
         elif block.type in ("tool_use", "tool_result"):
             raise InvalidRequest(f"{param}: not in a turn of the {turn.role}", param=param)
         elif block.type not in _UNREAD:
             raise UnsupportedFeature(f"{param}: only text and tools can be read here", param=param)
-    if texts or calls or not found:
-        found.append(Message(turn.role, "\n".join(texts), tuple(calls)))
-    return found
+    if texts or calls or not messages:
+        messages.append(Message(turn.role, "\n".join(texts), tuple(calls)))
+    return messages
 
 
 def _text(block: ResultBlock, param: str) -> str:

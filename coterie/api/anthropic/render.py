@@ -1,4 +1,4 @@
-"""How /v1/messages writes an answer, whole or as events in the vendor's order.
+"""Writes an answer of /v1/messages, whole or as events in Anthropic's order.
 
 message_start, then per block content_block_start, deltas, content_block_stop, then message_delta
 and message_stop. The first block's start is followed by a ping. No [DONE].
@@ -19,7 +19,7 @@ from coterie.api.tools.read import (
     CALL,
     CONTENT,
     REASONING,
-    WORDS,
+    TEXT_ONLY,
     AnswerSyntax,
     ChoiceParts,
     Piece,
@@ -35,7 +35,7 @@ class MessageShape:
     id: str
     model: str
     request_id: str
-    reading: AnswerSyntax = WORDS
+    syntax: AnswerSyntax = TEXT_ONLY
 
     def message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -48,16 +48,16 @@ class MessageShape:
 
 
 def stop_fields(reason: str, stop_match: str | int | None, called: bool = False) -> dict[str, Any]:
-    """A time limit or an abort cuts an answer short: the vendor's word for that is max_tokens."""
+    """A time limit or an abort cuts an answer short. Anthropic calls that max_tokens."""
     if reason == "stop" and isinstance(stop_match, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_match}
-    ended = "tool_use" if called else "end_turn"
-    return {"stop_reason": ended if reason == "stop" else "max_tokens", "stop_sequence": None}
+    stop_reason = "tool_use" if called else "end_turn"
+    return {"stop_reason": stop_reason if reason == "stop" else "max_tokens", "stop_sequence": None}
 
 
 def usage_fields(usage: Usage) -> dict[str, int]:
-    """`input_tokens` leaves out what came from the cache and what was put there: the three add up
-    to the prompt."""
+    """`input_tokens` counts neither tokens read from the cache nor tokens written to it: the three
+    counts add up to the prompt."""
     stored = min(usage.stored_tokens, usage.prompt_tokens - usage.cached_tokens)
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens - stored,
@@ -69,7 +69,7 @@ def usage_fields(usage: Usage) -> dict[str, int]:
 
 def whole(shape: MessageShape, answer: CollectedAnswer) -> bytes:
     choice = answer.choices[0]
-    parts = shape.reading.read(choice)
+    parts = shape.syntax.read(choice)
     payload = shape.message(_blocks(parts))
     payload |= stop_fields(parts.finish_reason, choice.stop_match, bool(parts.calls))
     return encode(payload | {"usage": usage_fields(answer.usage)} | answer.metadata)
@@ -91,7 +91,7 @@ def _tool_use(name: str) -> dict[str, Any]:
 
 
 def whole_input(arguments: str) -> dict[str, Any]:
-    """A call that was cut short has no input that could be read."""
+    """The arguments as an object; empty if the call was cut short and its JSON cannot be read."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -100,7 +100,8 @@ def whole_input(arguments: str) -> dict[str, Any]:
 
 
 def thread_refusal(request_id: str) -> bytes:
-    """No conversation is kept here. The vendor's client reads the code and sends it whole."""
+    """The error for a body with `thread`: this server stores no conversations. Anthropic's client
+    reads the error code and then sends all messages."""
     error = {
         "type": "invalid_request_error",
         "message": "thread: conversations are not kept here; send all of its messages",
@@ -133,12 +134,12 @@ class MessageStream:
 
     def __init__(self, shape: MessageShape) -> None:
         self.shape = shape
-        self.reader = shape.reading.reader()
-        self.begun = False
+        self.reader = shape.syntax.reader()
+        self.started = False
         self.kind: str | None = None
         self.block = -1
         self.stop: dict[str, Any] = stop_fields("stop", None)
-        # a delta is `before + json string + after`
+        # the start of a delta frame, up to its text
         self._before = b""
 
     def render(self, event: Event) -> bytes:
@@ -156,13 +157,13 @@ class MessageStream:
         return b"event: error\ndata: " + body + b"\n\n"
 
     def _begin(self, usage: Usage) -> bytes:
-        if self.begun:
+        if self.started:
             return b""
-        self.begun = True
+        self.started = True
         message = self.shape.message([]) | {"stop_reason": None, "stop_sequence": None}
         message["usage"] = usage_fields(replace(usage, completion_tokens=0))
         start = event("message_start", {"message": message})
-        # what the first block is may be known by its first text alone
+        # with a reader, the kind of the first block is known only when its first text arrives
         return start if self.reader is not None else start + self._open(CONTENT)
 
     def _open(self, kind: str, tool: str = "") -> bytes:

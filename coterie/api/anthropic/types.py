@@ -1,5 +1,5 @@
-"""Bodies of the Anthropic dialect. Of unknown fields of a body `body_fields.py` says which are
-refused; others, and those of a block, are ignored."""
+"""Bodies of the Anthropic dialect. `body_fields.py` says which unknown fields of a body are
+refused; the other unknown fields, and those of a block, are ignored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ResultBlock(RequestBody):
 
 
 class InputBlock(ResultBlock):
-    """A content block; words, calls of tools and their results are what a model here can read."""
+    """A content block: text, a tool call or a tool result. Other types are refused."""
 
     # tool_use
     id: str | None = Field(None, min_length=1, max_length=256)
@@ -41,7 +41,7 @@ class TextBlock(RequestBody):
 
 
 class InputMessage(RequestBody):
-    # `system` between the turns is what Claude Code sends
+    # Claude Code sends `system` messages between the turns
     role: Literal["user", "assistant", "system"]
     content: str | list[InputBlock]
 
@@ -58,7 +58,7 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
 class AnthropicToolSpec(RequestBody):
-    # left out for a tool of the caller's own
+    # left out, or "custom", for a tool that the caller runs
     type: str | None = None
     name: ToolName
     description: str | None = None
@@ -85,7 +85,7 @@ class CountBody(RequestBody):
     tools: Annotated[list[AnthropicToolSpec], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
-    # ours: the same meaning as in the OpenAI dialect
+    # an extension of this server, with the same meaning as in the OpenAI dialect
     experts: Experts | None = None
 
 
@@ -98,11 +98,11 @@ class MessagesBody(CountBody):
     stop_sequences: Annotated[list[StopSequence], Field(max_length=32)] | None = None
     metadata: MessageMetadata | None = None
     cache_key: str | None = None
-    # conversations that the server keeps
+    # a conversation that the server stores: not supported
     thread: dict[str, Any] | None = None
-    # the same thing under its older and its newer name
+    # the answer format, under its older and its newer name
     output_format: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
     seed: int | None = sampling_field("seed")
-    # vLLM's
+    # from vLLM
     priority: Urgency | None = None

@@ -1,1 +1,1 @@
-"""The native API: inference, jobs, feedback, and what belongs to no vendor."""
+"""The native API: inference, jobs, feedback, and the endpoints that belong to no vendor."""

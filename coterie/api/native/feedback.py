@@ -1,4 +1,5 @@
-"""The log of one's own inferences, and verdicts on them. `service/records/log.py` keeps them."""
+"""Endpoints for a caller's own inference log and for feedback on it. `service/records/log.py`
+stores both."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ MAX_PAGE = 100
 _VERDICTS = {True: "good", False: "bad"}
 
 
-def _word(value: Any) -> Any:
+def _verdict_word(value: Any) -> Any:
     return _VERDICTS[value] if isinstance(value, bool) else value
 
 
@@ -31,7 +32,7 @@ class FeedbackBody(RequestBody):
     job_id: str = Field(min_length=1, max_length=64)
     verdict: Annotated[
         Literal["good", "bad"],
-        BeforeValidator(_word, json_schema_input_type=Literal["good", "bad"] | bool),
+        BeforeValidator(_verdict_word, json_schema_input_type=Literal["good", "bad"] | bool),
     ]
     comment: str | None = Field(None, max_length=2000)
 
@@ -49,18 +50,18 @@ class FeedbackEndpoints:
         self.max_body_bytes = max_body_bytes
 
     async def list_inferences(self, request: Request) -> Response:
-        """List what was measured of your requests, newest first."""
-        asked = query_of(request, InferenceQuery)
+        """List your requests with their measurements, newest first."""
+        query = query_of(request, InferenceQuery)
         tenant = exchange_of(request.scope).tenant
         page = await self.records.query(
-            RecordQuery(tenant, asked.limit, asked.after, asked.expert, asked.since)
+            RecordQuery(tenant, query.limit, query.after, query.expert, query.since)
         )
         following = page.rows[-1].job_id if page.has_more else None
         body = {"object": "list", "data": page.rows, "has_more": page.has_more, "next": following}
         return Response(encode(body), media_type=JSON)
 
     async def give_feedback(self, request: Request) -> Response:
-        """Judge the answer of one of your jobs, once; the router learns from it."""
+        """Say whether the answer of one of your jobs was good, once. The router learns from it."""
         body = await parse(request, FeedbackBody, self.max_body_bytes)
         tenant = exchange_of(request.scope).tenant
         good = body.verdict == "good"

@@ -1,4 +1,4 @@
-"""POST /v1/infer: whole, as a stream, or accepted as a job. Receives, asks, writes."""
+"""POST /v1/infer: answered whole, as a stream, or accepted as a job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from coterie.api.body import read_json
 from coterie.api.dialect import ParsedRequest, caller_of, note_usage
-from coterie.api.door import exchange_of, receipt
+from coterie.api.door import exchange_of, note_plan
 from coterie.api.errors import encode
 from coterie.api.native.infer_answer import (
     InferencePipeline,
@@ -31,44 +31,45 @@ class InferEndpoints:
         self,
         service: InferencePipeline,
         jobs: JobService,
-        reception: InferBodyReader,
+        body_reader: InferBodyReader,
         max_body_bytes: int,
     ) -> None:
         self.service = service
         self.jobs = jobs
-        self.reception = reception
+        self.body_reader = body_reader
         self.max_body_bytes = max_body_bytes
 
     async def infer(self, request: Request) -> Response:
-        """Answer a prompt with the experts that suit it: whole, streamed, or later as a job."""
+        """Answer a prompt with the experts that fit it: whole, streamed, or later as a job."""
         raw = await read_json(request, self.max_body_bytes)
-        asked = await self.reception.receive(raw, caller_of(request), len(raw))
+        parsed = await self.body_reader.receive(raw, caller_of(request), len(raw))
         if prefers_job(request):
-            return await submit(self.jobs, asked)
+            return await submit(self.jobs, parsed)
         exchange = exchange_of(request.scope)
-        inference = RunningInference(self.service, asked)
-        receipt(exchange, inference.plan)
-        if asked.stream:
+        inference = RunningInference(self.service, parsed)
+        note_plan(exchange, inference.plan)
+        if parsed.stream:
             return EventStream(inference.events, InferStream(inference), exchange)
         async with while_connected(request.receive):
             result = await inference.result()
-        receipt(exchange, inference.plan)
+        note_plan(exchange, inference.plan)
         assert inference.answer.finished is not None
         note_usage(exchange, inference.answer.finished)
         return Response(encode(answer_fields(result)), media_type=JSON)
 
 
-async def submit(jobs: JobService, asked: ParsedRequest) -> Response:
-    """Accepted as a job, or refused in the words of this API."""
-    spec = JobSpec(asked.request, asked.explain)
+async def submit(jobs: JobService, parsed: ParsedRequest) -> Response:
+    """Accept the request as a job. Errors name the fields of this API."""
+    spec = JobSpec(parsed.request, parsed.explain)
     try:
         return accepted(await jobs.submit(spec))
     except CoterieError as error:
         renamed = with_param_name(error, "experts", "force_experts")
-        raise with_param_name(renamed, FORMAT, asked.format_field) from None
+        raise with_param_name(renamed, FORMAT, parsed.format_field) from None
 
 
 def prefers_job(request: Request) -> bool:
-    """RFC 7240: preferences in any number of headers, apart by commas, with parameters."""
-    given = ",".join(request.headers.getlist("prefer")).split(",")
-    return any(item.partition(";")[0].strip().lower() == "respond-async" for item in given)
+    """Whether a Prefer header says respond-async. RFC 7240: there may be several headers, each with
+    preferences separated by commas, each preference with parameters."""
+    preferences = ",".join(request.headers.getlist("prefer")).split(",")
+    return any(item.partition(";")[0].strip().lower() == "respond-async" for item in preferences)

@@ -1,6 +1,7 @@
-"""One inference under way, and its events as the native API writes them: frames and an answer.
+"""One running inference, and its events as the native API writes them: frames and an answer.
 
-Transport-free: HTTP joins frames into bytes, WebSockets and gRPC send them one by one.
+Independent of the transport: HTTP joins frames into bytes, WebSockets and gRPC send them one by
+one.
 """
 
 from __future__ import annotations
@@ -43,28 +44,31 @@ class InferencePipeline(Protocol):
         self,
         request: InferenceRequest,
         *,
-        tell: Callable[[RoutePlan], None] | None = None,
-        left: Callable[[InferenceMetrics], None] | None = None,
+        on_plan: Callable[[RoutePlan], None] | None = None,
+        on_abort: Callable[[InferenceMetrics], None] | None = None,
     ) -> AsyncGenerator[Event, None]: ...
 
 
 class RunningInference:
-    """Planned when it is made; refusals by name are raised there. Closing `events` aborts it."""
+    """The constructor makes the plan and raises if an expert is refused. Closing `events` aborts
+    the request."""
 
-    def __init__(self, service: InferencePipeline, asked: ParsedRequest) -> None:
-        # the last counts: one is made again where an expert turns out to be damaged
+    def __init__(self, service: InferencePipeline, parsed: ParsedRequest) -> None:
+        # the last plan is the valid one: a second is made if an expert turns out to be damaged
         self._plans: list[RoutePlan] = []
-        # the figures, where it was closed before its end
-        self._left: list[InferenceMetrics] = []
+        # the metrics, if `events` was closed before the end
+        self._aborted_metrics: list[InferenceMetrics] = []
         try:
-            events = service.handle(asked.request, tell=self._plans.append, left=self._left.append)
+            events = service.handle(
+                parsed.request, on_plan=self._plans.append, on_abort=self._aborted_metrics.append
+            )
         except CoterieError as error:
             raise with_param_name(error, "experts", "force_experts") from None
-        self.job_id = asked.request.id
-        self.answer = AnswerBuilder(self.job_id, self._plans, explain=asked.explain)
-        self.events: Events = until_deadline(events, asked.request, self._left)
-        self.events = format_named(self.events, asked.format_field)
-        self._arrived_at = asked.request.arrived_at
+        self.job_id = parsed.request.id
+        self.answer = AnswerBuilder(self.job_id, self._plans, explain=parsed.explain)
+        self.events: Events = until_deadline(events, parsed.request, self._aborted_metrics)
+        self.events = format_named(self.events, parsed.format_field)
+        self._arrived_at = parsed.request.arrived_at
         self._has_started = False
         self._prompt_tokens = self._num_tokens = 0
 
@@ -73,14 +77,14 @@ class RunningInference:
         return self._plans[-1]
 
     def tokens(self) -> tuple[int, int]:
-        """Of the prompt and of the answer, so far."""
+        """Token counts of the prompt and of the answer so far."""
         finished = self.answer.finished
         if finished is None:
             return self._prompt_tokens, self._num_tokens
         return finished.usage.prompt_tokens, finished.usage.completion_tokens
 
     async def result(self) -> InferenceResult:
-        """Every event up to the last one; raises what it failed with."""
+        """Read all events and return the result. Raises the error that the request failed with."""
         async with aclosing(self.events):
             async for event in self.events:
                 self.answer.take(event)
@@ -89,7 +93,8 @@ class RunningInference:
         return self.answer.result()
 
     def frame(self, event: Event) -> Frame | None:
-        """What `event` says to a client, if anything; raises what the request failed with."""
+        """The frame that `event` becomes, None if clients do not see it. Raises the error that the
+        request failed with."""
         self.answer.take(event)
         if isinstance(event, Delta):
             self._num_tokens += len(event.token_ids)
@@ -99,8 +104,8 @@ class RunningInference:
                 return None
             self._has_started = True
             self._prompt_tokens = event.prompt_tokens
-            told = self.answer.shown_plan()
-            more = {} if told is None else {"plan": told}
+            plan = self.answer.shown_plan()
+            more = {} if plan is None else {"plan": plan}
             return STARTED, started_fields(self.job_id, self.plan) | more
         if isinstance(event, (Finished, Failed)):
             return FINISHED, answer_fields(self.answer.result())
@@ -113,7 +118,7 @@ class RunningInference:
             ("abort",),
             Usage(*self.tokens()),
             Timings(total_s=time.monotonic() - self._arrived_at),
-            metrics=self._left[-1] if self._left else None,
+            metrics=self._aborted_metrics[-1] if self._aborted_metrics else None,
         )
         frame = self.frame(finished)
         assert frame is not None
@@ -133,7 +138,7 @@ def started_fields(job_id: str, plan: RoutePlan) -> dict[str, Any]:
 
 
 def answer_fields(result: InferenceResult) -> dict[str, Any]:
-    """`plan` is there only where it was asked for."""
+    """The fields of the answer; `plan` only if the request asked for it."""
     fields: dict[str, Any] = msgspec.to_builtins(result)
     if result.plan is None:
         del fields["plan"]

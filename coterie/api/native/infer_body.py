@@ -1,5 +1,6 @@
-"""From a body of /v1/infer to an `InferenceRequest`: fields that do not go together, the prompt's
-final text, and the wire's word expert turned into the code's word adapter.
+"""Turns a body of /v1/infer into an `InferenceRequest`: checks which fields exclude each other,
+makes the final text of the prompt, and translates "expert" (on the wire) to "adapter" (in the
+code).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _trimmed(value: Any) -> Any:
 
 
 def _few_fields(value: Any) -> Any:
-    """Each that is unknown would be an error of its own."""
+    """Refuse many fields at once: pydantic would make one error for each unknown field."""
     if isinstance(value, dict) and len(value) > 2:
         raise ValueError("must be a text, or type and text alone")
     return value
@@ -80,11 +81,11 @@ class GrammarItem(RequestBody):
 
 
 class InferBody(RequestBody):
-    """A prompt, perhaps a document beside it; everything else may be left to the router."""
+    """A prompt and optionally a document. The router chooses everything else that is left out."""
 
     model_config = ConfigDict(extra="forbid")
 
-    # the last validator comes first: lengths are counted on what is left
+    # pydantic runs the last validator first, so lengths are checked on the normalised text
     prompt: Annotated[
         str,
         Field(min_length=1, max_length=MAX_PROMPT),
@@ -92,7 +93,7 @@ class InferBody(RequestBody):
         BeforeValidator(_normal),
     ] = Field(
         description="Unicode-normalised (NFC) and trimmed before it is counted.",
-        # more than blanks
+        # at least one character that is not white space
         json_schema_extra={"pattern": r"\S"},
     )
     template: Template | None = Field(
@@ -147,9 +148,10 @@ class InferBody(RequestBody):
 FIELDS = tuple(InferBody.model_fields)
 
 
-# a run of up to this many is never taken for a long one, one of twice as many always is
+# NFC takes quadratic time on a long run of combining marks. A run of at most this many marks is
+# never called long, a run of twice as many always is.
 STEP = 64
-# these decompose into marks without being one
+# characters that decompose into marks but have no combining class themselves
 _HIDDEN = frozenset("\u0f73\u0f75\u0f81")
 
 
@@ -160,7 +162,8 @@ def nfc(text: str) -> str:
 
 
 def _has_long_run(text: str) -> bool:
-    """Two of every `STEP`th character in a row lie in a long run, if there is one."""
+    """Whether there is a long run of marks. Looks at every `STEP`th character: two neighbours of
+    these lie inside every long run."""
     return any(
         _is_mark(one) and _is_mark(other) and all(map(_is_mark, text[i * STEP : (i + 1) * STEP]))
         for i, (one, other) in enumerate(pairwise(text[::STEP]))
@@ -173,25 +176,25 @@ def _is_mark(char: str) -> bool:
 
 _HOLES = re.compile(r"\{(prompt|body)\}")
 MAX_SHOWN = 64
-# of what the model reads, beside a template's own words
+# characters that the model reads, not counting the template's own words
 MAX_TEXT = MAX_PROMPT + MAX_BODY
 
 
 class InferBodyReader:
-    """Parses, checks, normalises, and counts the request against its user's rate."""
+    """Parses, checks and normalises a body, and applies the user's rate limit."""
 
     def __init__(self, rate: UserRate, seconds: Histogram) -> None:
-        """`seconds` is told how long each body took."""
+        """`seconds` observes how long each body took to parse."""
         self.rate = rate
         self.seconds = seconds
 
     async def receive(
         self, raw: bytes | dict[str, Any], caller: CallerInfo, size: int
     ) -> ParsedRequest:
-        """`size`: how many bytes it was on the wire."""
-        begun = time.perf_counter()
+        """`size`: bytes of the body on the wire."""
+        started_at = time.perf_counter()
         parsed = await aside(size, read_body, raw, caller)
-        self.seconds.observe(time.perf_counter() - begun)
+        self.seconds.observe(time.perf_counter() - started_at)
         self.rate.take(caller.tenant, parsed.request.user_id)
         return parsed
 
@@ -217,7 +220,7 @@ def checked_body(payload: Any) -> InferBody:
 
 
 def _unknown(name: str) -> InvalidRequest:
-    # a name may be anything, also a prompt in the wrong place
+    # the name may be any text, even a prompt in the wrong place: do not repeat it
     shown = name if name.isidentifier() and len(name) <= MAX_SHOWN else ""
     near = difflib.get_close_matches(shown, FIELDS, n=1, cutoff=0.5)
     hint = f"; did you mean `{near[0]}`?" if near else f"; there is: {', '.join(FIELDS)}"
@@ -249,12 +252,12 @@ def _format_field(body: InferBody) -> str:
 
 
 def full_text(body: InferBody) -> str:
-    """What the model reads: one pass, so that a `{body}` in the prompt stays what it is."""
+    """The text that the model reads. One pass: a `{body}` inside the prompt stays."""
     document = body.body or ""
     template = body.template or ("{prompt}\n\n{body}" if document else "{prompt}")
     if document and "{body}" not in template:
         template += "\n\n{body}"
-    # each may be repeated, and what twenty thousand characters repeat is gigabytes
+    # a template may repeat both: 20,000 characters of placeholders would make gigabytes
     size = template.count("{prompt}") * len(body.prompt) + template.count("{body}") * len(document)
     if size > MAX_TEXT:
         raise InvalidRequest(

@@ -1,8 +1,8 @@
-"""The endpoints of jobs: where one stands, what came of it, its events, an end to it.
+"""The endpoints for jobs: status, result, events, cancellation.
 
 `JobEndpoints(jobs)` for routes.py: `get_job` and `delete_job` on /v1/jobs/{job_id}, `list_jobs` on
 /v1/jobs, `job_events` on /v1/jobs/{job_id}/events. `accepted(job)` is what `Prefer: respond-async`
-answers. Translates and nothing more; `service/jobs/service.py` does the work.
+answers. This module only translates; `service/jobs/service.py` does the work.
 """
 
 from __future__ import annotations
@@ -46,34 +46,34 @@ class JobEndpoints:
         self.jobs = jobs
 
     async def get_job(self, request: Request) -> Response:
-        """Show where a job stands: its text so far, and its result once it has ended."""
+        """Show the status of a job: its text so far, and its result when it has ended."""
         job = await self.jobs.get(request.path_params["job_id"], _tenant(request))
         return Response(encode(view(job)), 200, None, JSON)
 
     async def delete_job(self, request: Request) -> Response:
-        """Cancel a job that has not ended; remove one that has."""
+        """Cancel a job that has not ended; remove a job that has ended."""
         job, deleted = await self.jobs.delete(request.path_params["job_id"], _tenant(request))
         return Response(encode(view(job) | {"deleted": deleted}), 200, None, JSON)
 
     async def list_jobs(self, request: Request) -> Response:
         """List your jobs, newest first."""
-        asked = query_of(request, JobParameters)
+        query = query_of(request, JobParameters)
         page = await self.jobs.page(
-            JobQuery(_tenant(request), asked.status, asked.user_id, asked.limit, asked.after)
+            JobQuery(_tenant(request), query.status, query.user_id, query.limit, query.after)
         )
         data = [view(job) for job in page.jobs]
         body = {"object": "list", "data": data, "has_more": page.next is not None}
         return Response(encode(body | {"next": page.next}), 200, None, JSON)
 
     async def job_events(self, request: Request) -> Response:
-        """Follow a job: its text so far, then what comes, then its end."""
+        """Follow a job: its text so far, then new text, then how it ended."""
         job_id, tenant = request.path_params["job_id"], _tenant(request)
         await self.jobs.get(job_id, tenant)
         return JobEvents(self.jobs.follow(job_id, tenant), job_id, exchange_of(request.scope))
 
 
 def accepted(job: Job) -> Response:
-    """202 for a job that is on disk."""
+    """The 202 response for a job that is stored on disk."""
     body = {
         "job_id": job.id,
         "status": job.status,
@@ -99,7 +99,7 @@ def view(job: Job) -> dict[str, Any]:
 
 
 def job_error_fields(error: JobError) -> dict[str, Any]:
-    """As it would have been answered at once."""
+    """The error as a direct request would have received it."""
     fault = from_code(error.code, error.message)
     row = row_of(fault)
     return {
@@ -174,7 +174,7 @@ class JobEvents(Response):
 
 
 def frame_of(job_id: str, item: Progress) -> Frame:
-    """What `item` says to whoever follows; raises what a job without a result ended with."""
+    """The frame that `item` becomes for a client. Raises the error of a job without a result."""
     if isinstance(item, str):
         return DELTA, {"text": item}
     if isinstance(item, RoutePlan):
@@ -195,7 +195,7 @@ Status = Literal["queued", "processing", "succeeded", "failed", "cancelled"]
 
 
 class JobParameters(QueryParameters):
-    """Filters of the list."""
+    """Filters for the list of jobs."""
 
     status: Status | None = None
     user_id: str | None = None
@@ -204,7 +204,7 @@ class JobParameters(QueryParameters):
 
 
 class JobFault(BaseModel):
-    """Why a job failed, as it would have been answered at once."""
+    """Why a job failed, as a direct request would have received it."""
 
     message: str
     type: str
@@ -213,7 +213,7 @@ class JobFault(BaseModel):
 
 
 class JobView(BaseModel):
-    """Where a job stands. `text` is what there is so far; times are ISO 8601."""
+    """The status of a job. `text` is the text so far; times are ISO 8601."""
 
     job_id: str
     status: Status
@@ -227,13 +227,13 @@ class JobView(BaseModel):
 
 
 class DeletedJob(JobView):
-    """`deleted` is false for a job that was cancelled: it can still be asked for."""
+    """`deleted` is false for a job that was cancelled: it can still be read."""
 
     deleted: bool
 
 
 class JobList(BaseModel):
-    """One page, newest first; `next` is what to send as `after`."""
+    """One page, newest first. Send `next` as `after` to get the following page."""
 
     object: Literal["list"]
     data: list[JobView]

@@ -31,7 +31,7 @@ JSON = "application/json"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-# a probe that came too early may come again after this
+# when a health probe may try again
 RETRY = {"retry-after": "1"}
 
 
@@ -45,7 +45,7 @@ class NativeEndpoints:
         self.max_body_bytes = max_body_bytes
 
     async def root(self, request: Request) -> Response:
-        """What this server is, and where to go on."""
+        """What this server is, and the paths of its main endpoints."""
         facts = {
             "name": "Coterie",
             "version": __version__,
@@ -63,12 +63,12 @@ class NativeEndpoints:
         return Response(page, media_type="text/html; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
-        """List the models, in the shape of the vendor whose client asks."""
-        asked = query_of(request, ModelQuery)
+        """List the models, in the format of the vendor whose client asks."""
+        query = query_of(request, ModelQuery)
         cards = self.pipeline.models()
         if exchange_of(request.scope).dialect != ANTHROPIC:
             return answer({"object": "list", "data": [_openai_card(card) for card in cards]})
-        page, has_more = _page(cards, asked)
+        page, has_more = _page(cards, query)
         data = [model_fields(card) for card in page]
         first, last = (page[0].name, page[-1].name) if page else (None, None)
         return answer({"data": data, "has_more": has_more, "first_id": first, "last_id": last})
@@ -115,7 +115,7 @@ class NativeEndpoints:
         return answer(tokenizer.facts() | {"model_max_length": card.max_model_len})
 
     async def load(self, request: Request) -> Response:
-        """How many requests are being answered or wait for it."""
+        """How many requests are running or waiting."""
         return answer({"server_load": self.pipeline.num_open})
 
     async def _ids(self, body: TokenizeBody) -> list[int]:
@@ -162,9 +162,9 @@ class NativeEndpoints:
 
 
 class ModelQuery(QueryParameters):
-    """Anthropic's; OpenAI's list is whole, whatever they say."""
+    """Anthropic's paging. OpenAI's list is always whole and ignores it."""
 
-    # the vendor's own names may grow
+    # the vendor may add parameters
     model_config = ConfigDict(extra="ignore")
 
     limit: int = Field(20, ge=1, le=1000)
@@ -172,18 +172,19 @@ class ModelQuery(QueryParameters):
     after_id: str | None = Field(None, max_length=512)
 
 
-def _page(cards: Sequence[ModelCard], asked: ModelQuery) -> tuple[Sequence[ModelCard], bool]:
-    """Those behind `after_id`, or the last before `before_id`; whether there are more that way."""
+def _page(cards: Sequence[ModelCard], query: ModelQuery) -> tuple[Sequence[ModelCard], bool]:
+    """The cards after `after_id`, or the last ones before `before_id`; and whether there are more
+    in that direction."""
     names = [card.name for card in cards]
-    for param, name in (("after_id", asked.after_id), ("before_id", asked.before_id)):
+    for param, name in (("after_id", query.after_id), ("before_id", query.before_id)):
         if name is not None and name not in names:
             raise InvalidRequest(f"{param}: no such model is listed", param=param)
-    begin = 0 if asked.after_id is None else names.index(asked.after_id) + 1
-    if asked.before_id is None:
-        end = begin + asked.limit
+    begin = 0 if query.after_id is None else names.index(query.after_id) + 1
+    if query.before_id is None:
+        end = begin + query.limit
         return cards[begin:end], end < len(cards)
-    end = names.index(asked.before_id)
-    begin = max(begin, end - asked.limit)
+    end = names.index(query.before_id)
+    begin = max(begin, end - query.limit)
     return cards[begin:end], begin > 0
 
 

@@ -1,7 +1,7 @@
-"""How /v1/chat/completions writes an answer, whole or as chunks.
+"""Writes an answer of /v1/chat/completions, whole or as chunks.
 
-The plain case, text and nothing else, is three byte strings joined: one token must cost
-microseconds. Everything that was asked for on top takes the slower road through dicts.
+In the plain case, text only, a chunk is three joined byte strings, because a token may cost only
+microseconds. Everything else that a request can ask for takes the slower path through dicts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from coterie.api.tools.read import (
     CALL,
     CONTENT,
     REASONING,
-    WORDS,
+    TEXT_ONLY,
     AnswerSyntax,
     ChoiceReader,
     Piece,
@@ -43,25 +43,25 @@ FINGERPRINT = f"coterie-{__version__}"
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """What one answer looks like, as its request asked."""
+    """The form of one answer, as its request asked for it."""
 
     id: str
     created: int
     model: str
     num_choices: int
     include_usage: bool = False
-    # in every chunk
+    # send the usage in every chunk
     continuous_usage: bool = False
     logprobs: bool = False
-    # alternatives of each of the prompt's tokens
+    # number of alternatives for each token of the prompt
     prompt_logprobs: int | None = None
-    # of the prompt and of every choice
+    # send the token ids of the prompt and of every choice
     token_ids: bool = False
     # logprobs name tokens by their ids
     names_ids: bool = False
-    # the turn that is gone on with, where the answer repeats it
+    # the text of the turn that the answer continues, if the answer repeats it
     echo: str = ""
-    reading: AnswerSyntax = WORDS
+    syntax: AnswerSyntax = TEXT_ONLY
 
     def head(self, kind: str) -> dict[str, Any]:
         return {
@@ -74,7 +74,7 @@ class ChatShape:
 
 
 def whole(shape: ChatShape, answer: CollectedAnswer) -> bytes:
-    """The body of an answer that is not streamed."""
+    """The body of an answer without streaming."""
     choices, reasoning_tokens = [], 0
     for index, choice in enumerate(answer.choices):
         rendered, tokens = _choice(shape, index, choice)
@@ -92,10 +92,10 @@ def whole(shape: ChatShape, answer: CollectedAnswer) -> bytes:
 
 
 def _choice(shape: ChatShape, index: int, choice: CollectedChoice) -> tuple[dict[str, Any], int]:
-    parts = shape.reading.read(choice)
+    parts = shape.syntax.read(choice)
     words = shape.echo + parts.words
     message: dict[str, Any] = {"role": "assistant", "content": words, "refusal": None}
-    if shape.reading.reasoning is not None:
+    if shape.syntax.reasoning is not None:
         message["reasoning_content"] = parts.thought or None
     if parts.calls:
         message["content"] = words or None
@@ -122,20 +122,20 @@ class ChatStream:
 
     def __init__(self, shape: ChatShape) -> None:
         self.shape = shape
-        self.readers = [shape.reading.reader() for _ in range(shape.num_choices)]
+        self.readers = [shape.syntax.reader() for _ in range(shape.num_choices)]
         self.spent = RunningUsage() if shape.continuous_usage else None
-        asked = shape.logprobs or shape.token_ids or self.spent is not None
-        self.plain = not asked and self.readers[0] is None
+        needs_dicts = shape.logprobs or shape.token_ids or self.spent is not None
+        self.plain = not needs_dicts and self.readers[0] is None
         self.prompt_ids: tuple[int, ...] = ()
         # index of each choice's last call
         self.calls = [-1] * shape.num_choices
-        # choices that said or called something
+        # choices that have sent text or a call
         self.answered = set[int]()
-        self.begun = False
+        self.started = False
         head = encode(shape.head("chat.completion.chunk"))[:-1]
         self._head = b"data: " + head + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if shape.include_usage else b"]}\n\n"
-        # a text chunk is `before[choice] + json string + after`
+        # a chunk with text is `before[choice] + JSON string + after`
         self._before = [
             self._head + b'{"index":%d,"delta":{"content":' % index
             for index in range(shape.num_choices)
@@ -146,7 +146,7 @@ class ChatStream:
         if self.spent is not None:
             self.spent.take(event)
         if type(event) is Delta:
-            if self.plain and event.finish_reason is None and self.begun:
+            if self.plain and event.finish_reason is None and self.started:
                 if not event.text:
                     return b""
                 return self._before[event.choice] + encode(event.text) + self._after
@@ -162,13 +162,13 @@ class ChatStream:
         return error_frame(error, self.shape.id)
 
     def _begin(self) -> bytes:
-        if self.begun:
+        if self.started:
             return b""
-        self.begun = True
+        self.started = True
         frames = []
         for index in range(self.shape.num_choices):
-            # where it may call, an answer need not have any words
-            content = "" if self.shape.reading.calls is None else None
+            # if tools may be called, an answer may have no text
+            content = "" if self.shape.syntax.calls is None else None
             delta = {"role": "assistant", "content": content, "refusal": None}
             frames.append(self._chunk({"index": index, "delta": delta} | _OPEN))
             if self.shape.echo:
@@ -191,11 +191,11 @@ class ChatStream:
             deltas.append({"content": ""})
         extras = self._extras(event)
         if extras and not deltas:
-            deltas = [{} if self.shape.reading.calls is not None else {"content": ""}]
+            deltas = [{} if self.shape.syntax.calls is not None else {"content": ""}]
         frames = []
         for delta in deltas:
             choice = {"index": event.choice, "delta": delta} | _OPEN
-            # what belongs to the token goes out once, with its first piece
+            # the extra fields of a token are sent once, with its first piece
             frames.append(self._chunk(choice | extras))
             extras = {}
         if event.finish_reason is not None:
@@ -204,9 +204,9 @@ class ChatStream:
         return b"".join(frames)
 
     def _is_silent(self, event: Delta) -> bool:
-        """It ends without a word or a call: its content, open until now, is empty."""
+        """Whether the choice ends without text and call: then its content is the empty string."""
         ended = event.finish_reason is not None and event.choice not in self.answered
-        return ended and self.shape.reading.calls is not None
+        return ended and self.shape.syntax.calls is not None
 
     def _pieces(self, event: Delta, reader: ChoiceReader | None) -> list[Piece]:
         if reader is None:

@@ -1,4 +1,4 @@
-"""The OpenAI endpoints: parse, ask the pipeline, write. Translation lives in the modules beside."""
+"""The OpenAI endpoints: parse the body, run it through the pipeline, write the answer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OpenAIDialect:
         parsed = parse_chat(body, caller_of(request), new_id("chatcmpl-"))
         planned = planned_answer(self.service, parsed.request, exchange)
         shape = await self._chat_shape(body, parsed, planned)
-        parsed = await with_answer_grammar(parsed, planned.tokenizer, shape.reading)
+        parsed = await with_answer_grammar(parsed, planned.tokenizer, shape.syntax)
         events = tool_events(self.service, parsed, planned, exchange)
         if parsed.stream:
             return EventStream(events, ChatStream(shape), exchange)
@@ -55,7 +55,7 @@ class OpenAIDialect:
         body = await parse(request, CompletionBody, self.max_body_bytes)
         exchange, answer_id = exchange_of(request.scope), new_id("cmpl-")
         parts = parse_completion(body, caller_of(request), answer_id)
-        # in one go: no name can change its meaning between two prompts
+        # plan all prompts without a pause, so that a name means the same for all of them
         planned = [planned_answer(self.service, part.request, exchange) for part in parts]
         shape = self._text_shape(body, answer_id, parts, planned[0])
         field = parts[0].format_field
@@ -75,13 +75,13 @@ class OpenAIDialect:
             model=answering_name(parsed.request.hints, planned.plan),
             num_choices=body.n or 1,
             include_usage=includes_usage(body),
-            continuous_usage=tells_usage(body),
+            continuous_usage=sends_usage(body),
             logprobs=bool(body.logprobs),
             prompt_logprobs=body.prompt_logprobs,
             token_ids=bool(body.return_token_ids),
             names_ids=bool(body.return_tokens_as_token_ids),
             echo=echoed(body),
-            reading=await answer_syntax_of(parsed, planned.tokenizer),
+            syntax=await answer_syntax_of(parsed, planned.tokenizer),
         )
 
     def _text_shape(
@@ -100,7 +100,7 @@ class OpenAIDialect:
             prompts=tuple(part.request.prompt for part in parts),
             tokenizer=planned.tokenizer,
             include_usage=includes_usage(body),
-            continuous_usage=tells_usage(body),
+            continuous_usage=sends_usage(body),
             logprobs=body.logprobs,
             prompt_logprobs=body.prompt_logprobs,
             token_ids=bool(body.return_token_ids),
@@ -115,7 +115,7 @@ def includes_usage(body: CompletionFields) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
-def tells_usage(body: CompletionFields) -> bool:
-    """In every chunk."""
+def sends_usage(body: CompletionFields) -> bool:
+    """Whether every chunk includes the usage."""
     options = body.stream_options
     return options is not None and bool(options.include_usage and options.continuous_usage_stats)

@@ -1,4 +1,4 @@
-"""OpenAI bodies into `ParsedRequest` values: what each field means, which are refused and why."""
+"""Turns OpenAI bodies into `ParsedRequest` values: meanings of fields, and refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from coterie.core.request import (
     ToolCall,
 )
 
-# the vendor's default for /v1/completions; a chat may fill the context
+# OpenAI's default for /v1/completions; a chat may fill the context
 COMPLETION_TOKENS = 16
 _SPOKEN = ("text", "input_text", "output_text")
 
@@ -49,14 +49,14 @@ def parse_chat(body: ChatBody, caller: CallerInfo, request_id: str) -> ParsedReq
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     tools = tool_set_of(body)
     prompt = chat_prompt(body)
-    wanted, field = vendor_format_of(body)
+    answer_format, field = vendor_format_of(body)
     request = InferenceRequest(
         id=request_id,
         prompt=prompt if tools is None else replace(prompt, tools=tools.fields()),
         sampling=_sampling(body, logprobs, body.prompt_logprobs),
         limits=_limits(body, body.max_completion_tokens or body.max_tokens, caller),
         hints=_hints(body),
-        response_format=wanted,
+        response_format=answer_format,
         session=_session(body, caller),
         tenant=caller.salted_tenant(body.cache_salt),
         arrived_at=caller.arrived_at,
@@ -68,21 +68,21 @@ def parse_chat(body: ChatBody, caller: CallerInfo, request_id: str) -> ParsedReq
 def parse_completion(
     body: CompletionBody, caller: CallerInfo, answer_id: str
 ) -> list[ParsedRequest]:
-    """One per prompt."""
+    """One parsed request per prompt."""
     _refuse_completion(body)
     _refuse_common(body)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
-    scored = [count for count in asked if count is not None]
-    wanted, field = vendor_format_of(body)
-    # an engine always makes one token; `scores_prompt` drops it from the answer
+    logprob_counts = (body.prompt_logprobs, body.logprobs if body.echo else None)
+    scored = [count for count in logprob_counts if count is not None]
+    answer_format, field = vendor_format_of(body)
+    # an engine always produces at least one token; with `scores_prompt` the answer leaves it out
     first = InferenceRequest(
         id=answer_id,
         prompt=Text(""),
         sampling=_sampling(body, body.logprobs, max(scored, default=None)),
         limits=_limits(body, max(max_tokens, 1), caller),
         hints=_hints(body),
-        response_format=wanted,
+        response_format=answer_format,
         session=_session(body, caller),
         tenant=caller.salted_tenant(body.cache_salt),
         arrived_at=caller.arrived_at,
@@ -100,7 +100,7 @@ def parse_completion(
 
 
 def part_id(answer_id: str, prompt: int, num_prompts: int) -> str:
-    """The id under which one prompt of a request runs."""
+    """The id of one prompt of a request."""
     return answer_id if num_prompts == 1 else f"{answer_id}-{prompt}"
 
 
@@ -124,7 +124,7 @@ def _tokens(item: int | list[int]) -> Tokens:
 
 
 def chat_prompt(body: ChatBody | TokenizeBody) -> Chat:
-    """The messages for the template: a new turn is opened, or the last one goes on."""
+    """The messages for the template; the model starts a new turn or continues the last one."""
     messages = body.messages or []
     turns = tuple(message_of(message, index) for index, message in enumerate(messages))
     if body.continue_final_message and body.add_generation_prompt:
@@ -151,7 +151,7 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> Chat:
 
 
 def echoed(body: ChatBody) -> str:
-    """What the answer begins with: the assistant's turn that it goes on with."""
+    """The text that the answer repeats: the assistant's turn that it continues."""
     last = message_of(body.messages[-1], len(body.messages) - 1)
     return last.content if body.echo and last.role == "assistant" else ""
 
@@ -163,7 +163,7 @@ def message_of(message: ChatMessage, index: int) -> Message:
     calls = calls_of(message, where)
     if message.role == "tool" and message.tool_call_id is None:
         raise InvalidRequest(f"{where}.tool_call_id: is required", param=f"{where}.tool_call_id")
-    # templates know the older name
+    # templates use the older name
     role = "system" if message.role == "developer" else message.role
     content = message.content
     if content is None:
@@ -232,7 +232,7 @@ def _sampling(
     return Sampling(
         temperature=body.temperature,
         top_p=positive_top_p(body.top_p),
-        # -1 and 0 both say "off"
+        # -1 and 0 both mean "off"
         top_k=body.top_k if body.top_k is None else max(body.top_k, 0),
         min_p=body.min_p,
         typical_p=body.typical_p,
@@ -300,13 +300,13 @@ def _session(body: CompletionFields, caller: CallerInfo) -> str | None:
 
 
 def _users(body: CompletionFields) -> tuple[str | None, str | None]:
-    """What names a user."""
+    """The fields that name a user."""
     user_id = (body.metadata or {}).get("user_id")
     return user_id if isinstance(user_id, str) else None, body.user
 
 
 def tool_set_of(body: ChatBody) -> ToolSet | None:
-    """None when the model is not to call anything."""
+    """The tools of a request. None if the model must not call any."""
     choice = body.tool_choice
     if not body.tools:
         if choice not in (None, "none", "auto"):
@@ -324,13 +324,13 @@ def tool_set_of(body: ChatBody) -> ToolSet | None:
             names = _named(choice.allowed_tools.tools, tools)
         else:
             required, names = True, _named([choice], tools)
-    # a call that is forced is one call, unless more are asked for
+    # if a call is forced, one call is made unless the request allows more
     parallel = body.parallel_tool_calls
     return ToolSet(tools, names, required, not required if parallel is None else parallel)
 
 
 def tool_fields(specs: Sequence[ToolSpec]) -> tuple[dict[str, Any], ...]:
-    """As a prompt tells of them."""
+    """The tools as the prompt shows them."""
     tools = tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(specs))
     check_tools(tools)
     return ToolSet(tools, frozenset(tool.name for tool in tools)).fields() if tools else ()

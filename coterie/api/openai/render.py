@@ -1,7 +1,4 @@
-"""OpenAI's wire shapes that chat and plain completions share: choices, usage, finish reasons.
-
-Values in, plain dicts or bytes out.
-"""
+"""Parts of OpenAI's format that chat and text completions share: usage, finish reason, logprobs."""
 
 from __future__ import annotations
 
@@ -20,16 +17,16 @@ KEEPALIVE = b": keepalive\n\n"
 # JSON has no minus infinity
 LOWEST_LOGPROB = -9999.0
 
-# the vendor knows no other word for an answer that was cut short
+# OpenAI's word for every answer that was cut short is "length"
 FINISH_REASONS = {"stop": "stop", "length": "length", "timeout": "length", "abort": "length"}
 
 
 def finish_fields(
     reason: str, stop_match: str | int | None, called: bool = False
 ) -> dict[str, Any]:
-    """`finish_reason`, and vLLM's `stop_reason` where there is more to say."""
+    """`finish_reason`, and vLLM's `stop_reason` if there are more details."""
     fields: dict[str, Any] = {"finish_reason": FINISH_REASONS[reason]}
-    # a stop string may have cut a call short
+    # if a stop string ended the answer, a call may be incomplete
     if called and reason == "stop" and not isinstance(stop_match, str):
         fields["finish_reason"] = "tool_calls"
     if reason in ("timeout", "abort"):
@@ -52,7 +49,7 @@ def usage_fields(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
 
 
 def metadata_of(event: Finished) -> dict[str, Any]:
-    """Our own field beside the vendor's, in the frame that carries the usage."""
+    """The field `coterie` beside OpenAI's fields, in the frame that has the usage."""
     return metadata(event)
 
 
@@ -65,7 +62,8 @@ def error_frame(error: CoterieError, request_id: str) -> bytes:
 
 
 def token_label(token_id: int, name: str, as_id: bool) -> str:
-    """How logprobs call a token: by its name, or as vLLM's `return_tokens_as_token_ids` asks."""
+    """The name of a token in logprobs: its text, or its id for `return_tokens_as_token_ids`
+    (vLLM)."""
     return f"token_id:{token_id}" if as_id else name
 
 
@@ -90,16 +88,16 @@ def _chat_token(name: str, data: bytes, logprob: float) -> dict[str, Any]:
 def prompt_logprobs(
     tokens: Sequence[TokenLogprob | None], num_top: int
 ) -> list[dict[str, Any] | None]:
-    """vLLM's: for each token of the prompt it and its likeliest alternatives, by id."""
+    """vLLM's format: for each token of the prompt, itself and its likeliest alternatives, by id."""
     return [None if token is None else _ranked(token, num_top) for token in tokens]
 
 
 def _ranked(token: TokenLogprob, num_top: int) -> dict[str, Any]:
-    found = {
+    ranked = {
         str(other): _rank(name, logprob, rank)
         for rank, (other, name, _, logprob) in enumerate(token.top[:num_top], 1)
     }
-    return {str(token.token_id): _rank(token.text, token.logprob, token.rank)} | found
+    return {str(token.token_id): _rank(token.text, token.logprob, token.rank)} | ranked
 
 
 def _rank(name: str, logprob: float, rank: int) -> dict[str, Any]:
@@ -107,18 +105,18 @@ def _rank(name: str, logprob: float, rank: int) -> dict[str, Any]:
 
 
 class LegacyLogprobs:
-    """The four parallel lists of /v1/completions, with offsets that run on through a stream."""
+    """The four parallel lists of /v1/completions; offsets continue from chunk to chunk."""
 
     def __init__(self, offsets: TextOffsets, num_top: int, as_ids: bool = False) -> None:
         self._offsets, self._num_top, self._as_ids = offsets, num_top, as_ids
 
     def fields(self, tokens: Sequence[TokenLogprob], end: int | None = None) -> dict[str, Any]:
-        """`end` is the length of the text, once it is known: a stop string may have cut it."""
+        """`end`: length of the text, when it is known. A stop string may have cut it."""
         offsets = [self._offsets.push(token.token_id) for token in tokens]
         return self.lists(tokens, offsets if end is None else [min(at, end) for at in offsets])
 
     def lists(self, tokens: Sequence[TokenLogprob], offsets: list[int]) -> dict[str, Any]:
-        """A token whose logprob is NaN has none: the first of a prompt."""
+        """The lists. NaN means that a token has no logprob: the first token of a prompt."""
         scored = [not math.isnan(token.logprob) for token in tokens]
         return {
             "tokens": [token_label(token.token_id, token.text, self._as_ids) for token in tokens],
@@ -144,7 +142,7 @@ class LegacyLogprobs:
 
 
 class RunningUsage:
-    """What a stream has cost so far, for chunks that tell it (`continuous_usage_stats`)."""
+    """The usage of a stream so far, for chunks that include it (`continuous_usage_stats`)."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
@@ -154,7 +152,7 @@ class RunningUsage:
         if isinstance(event, Delta):
             self.completion_tokens += len(event.token_ids)
         elif isinstance(event, Started) and event.request_id not in self._started:
-            # a request that moves to another worker starts again
+            # a request that moves to another worker sends Started again
             self._started.add(event.request_id)
             self.prompt_tokens += event.prompt_tokens
             self.cached_tokens += event.cached_tokens

@@ -1,4 +1,4 @@
-"""How /v1/completions writes an answer, whole or as chunks: text, echo and legacy logprobs."""
+"""Writes an answer of /v1/completions, whole or as chunks: text, echo and legacy logprobs."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EchoedPrompt:
-    """One prompt as the answer repeats it: what its tokens read."""
+    """One prompt as the answer repeats it: the text of its tokens."""
 
     text: str
     ids: tuple[int, ...]
-    # where each token begins in the text
+    # the offset of each token in the text
     offsets: list[int]
 
 
 def echo_of(prompt: Prompt, ids: tuple[int, ...], tokenizer: Tokenizer) -> EchoedPrompt:
-    """Special tokens are part of it where the caller wrote them: those that the tokenizer put in
-    front of a text are not."""
+    """The prompt as the answer repeats it. Special tokens are included if the caller wrote them,
+    not if the tokenizer added them before the text."""
     lead = 0
     if isinstance(prompt, Text):
         while lead < len(ids) and _is_added(prompt.text, ids[lead], tokenizer):
@@ -71,16 +71,16 @@ class TextShape:
     prompts: tuple[Prompt, ...]
     tokenizer: Tokenizer
     include_usage: bool = False
-    # in every chunk
+    # send the usage in every chunk
     continuous_usage: bool = False
-    # alternatives of each token; None = no logprobs
+    # number of alternatives for each token; None = no logprobs
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     token_ids: bool = False
     # logprobs name tokens by their ids
     names_ids: bool = False
     skip_special: bool = True
-    # the request only wants its prompt scored: what the engine made is dropped
+    # the request wants only scores of its prompt: the engine's token is dropped
     scores_prompt: bool = False
     echo: bool = False
 
@@ -104,7 +104,7 @@ class TextShape:
         return echo_of(self.prompts[prompt], started.prompt_ids, self.tokenizer)
 
     def listed(self, start: int = 0) -> LegacyLogprobs:
-        """For the logprobs of one choice, whose text begins behind `start` characters."""
+        """Logprob lists for one choice, whose text begins after `start` characters."""
         offsets = TextOffsets(pieces_of(self.tokenizer, self.skip_special), start)
         return LegacyLogprobs(offsets, self.logprobs or 0, self.names_ids)
 
@@ -135,8 +135,10 @@ def _choice(
         tokens = [] if shape.scores_prompt else choice.logprobs
         fields["logprobs"] = listed.fields(tokens, len(lead) + len(text))
         if echo is not None:
-            told = _echo_logprobs(shape, echo, started)
-            fields["logprobs"] = {key: told[key] + fields["logprobs"][key] for key in told}
+            prompt_lists = _echo_logprobs(shape, echo, started)
+            fields["logprobs"] = {
+                key: prompt_lists[key] + fields["logprobs"][key] for key in prompt_lists
+            }
     fields |= _finish(shape, choice.finish_reason, choice.stop_match)
     if shape.prompt_logprobs is not None:
         fields["prompt_logprobs"] = prompt_logprobs(_scores(started), shape.prompt_logprobs)
@@ -157,7 +159,7 @@ def _scores(started: Started | None) -> Sequence[TokenLogprob | None]:
 
 
 def _echo_logprobs(shape: TextShape, echo: EchoedPrompt, started: Started | None) -> dict[str, Any]:
-    """The prompt's part of the lists; its first token has no probability."""
+    """The prompt's part of the lists; its first token has no logprob."""
     tokens = [
         TokenLogprob(token, *token_name(shape.tokenizer, token), math.nan) if one is None else one
         for token, one in zip(echo.ids, _scores(started), strict=True)
@@ -173,12 +175,12 @@ class TextStream:
     def __init__(self, shape: TextShape) -> None:
         self.shape = shape
         total = shape.num_choices * shape.num_prompts
-        # characters sent, and the lists of each choice's own tokens
+        # per choice: characters sent, and the lists of its tokens
         self.lengths = [0] * total
         self.listed: list[LegacyLogprobs | None] = [None] * total
         self.spent = RunningUsage() if shape.continuous_usage else None
-        asked = shape.logprobs is not None or shape.token_ids or shape.scores_prompt
-        self.plain = not asked and self.spent is None
+        needs_dicts = shape.logprobs is not None or shape.token_ids or shape.scores_prompt
+        self.plain = not needs_dicts and self.spent is None
         self._prompt_of = {shape.part_id(i): i for i in range(shape.num_prompts)}
         self._head = b"data: " + encode(shape.head())[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if shape.include_usage else b"]}\n\n"
@@ -212,7 +214,7 @@ class TextStream:
         return self._head + encode(choice) + b'],"usage":' + encode(self.spent.fields()) + b"}\n\n"
 
     def _begin(self, event: Started) -> bytes:
-        # a request that moves to another worker starts again; its prompt is told once
+        # a request that moves to another worker sends Started again; its prompt is sent once
         prompt = self._prompt_of.pop(event.request_id, None)
         if prompt is None:
             return b""

@@ -1,7 +1,7 @@
-"""Bodies of the OpenAI dialect, with the extra fields vLLM's clients send.
+"""Bodies of the OpenAI dialect, with the additional fields that vLLM's clients send.
 
-Shapes and ranges only: what a field means is `openai_parse.py`'s business. Of unknown fields
-`body_fields.py` says which are refused; others are ignored.
+Only types and ranges; `parse.py` gives the fields their meaning. `body_fields.py` says which
+unknown fields are refused; the others are ignored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_DOCUMENTS = 1024
 _INT64 = 2**63 - 1
 
 BiasAmount = Annotated[float, Field(**bounds(LOGIT_BIAS.narrowed(-100, 100)))]
-# vLLM's: lower is sooner
+# vLLM's priority: a lower value runs sooner
 Urgency = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -44,7 +44,7 @@ StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 
 
 def _shallow(value: dict[str, Any]) -> dict[str, Any]:
-    """Templates walk their arguments recursively."""
+    """Refuse deeply nested values: templates process their arguments recursively."""
     if is_deeper(value, MAX_KWARGS_DEPTH):
         raise ValueError(f"is nested deeper than {MAX_KWARGS_DEPTH}")
     return value
@@ -61,7 +61,7 @@ class StreamOptions(RequestBody):
 
 
 class ContentPart(RequestBody):
-    """One part of a message; only text parts are understood."""
+    """One part of a message; only text parts are supported."""
 
     type: str
     text: str | None = None
@@ -121,7 +121,7 @@ class ToolChoice(ChosenTool):
 
 
 class ConstraintFields(RequestBody):
-    """What holds an answer to a shape, as vLLM, SGLang and llama.cpp name it."""
+    """The fields that constrain an answer, as vLLM, SGLang and llama.cpp name them."""
 
     guided_json: Any = None
     guided_regex: str | None = None
@@ -164,7 +164,7 @@ class CompletionFields(ConstraintFields):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    # no tokenizer here puts any between them
+    # no effect: no tokenizer here adds spaces between special tokens
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_ALLOWED)] | None = None
@@ -180,7 +180,7 @@ class CompletionFields(ConstraintFields):
     cache_key: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
-    # ours: behind those that `model` names
+    # an extension of this server: applied after the experts that `model` names
     experts: Experts | None = None
 
 
@@ -222,12 +222,12 @@ class CompletionBody(CompletionFields):
 
 
 class TokenizeBody(RequestBody):
-    """Either `prompt` or `messages`. Without `model` the default one answers."""
+    """Either `prompt` or `messages`. Without `model` the default model is used."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    # None = of a prompt, not of messages: templates write their own
+    # None = yes for a prompt, no for messages, because templates write special tokens themselves
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     add_generation_prompt: bool | None = None
@@ -244,6 +244,6 @@ class DetokenizeBody(RequestBody):
 
 
 class TokenizerQuery(QueryParameters):
-    """Without `model` the default one is told of."""
+    """Without `model` the default model is described."""
 
     model: str | None = None

@@ -1,1 +1,1 @@
-"""Tools in requests and answers, whichever dialect they came in."""
+"""Tools in requests and answers, for every dialect."""

@@ -1,6 +1,6 @@
-"""The tools of a request, whichever dialect it came in: what may be called, and what must be.
+"""The tools of a request, for every dialect: which may be called, and whether one must be called.
 
-Checks what both vendors promise of names, schemas and results.
+Checks the rules of both vendors for names, schemas and results.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Tool:
     name: str
     description: str
     parameters: dict[str, Any]
-    # nothing of the schema may be passed over
+    # every keyword of the schema must be enforced
     strict: bool = False
 
     def fields(self) -> dict[str, Any]:
-        """As templates know it."""
+        """The tool as chat templates read it."""
         return {
             "name": self.name,
             "description": self.description,
@@ -40,11 +40,11 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolSet:
-    """`tools` are told to the model; it may call `callable_names` of them."""
+    """The model is shown all `tools`; it may call only those in `callable_names`."""
 
     tools: tuple[Tool, ...]
     callable_names: frozenset[str]
-    # an answer is a call; otherwise the model may also just speak
+    # the answer must be a call; otherwise it may also be text
     required: bool = False
     parallel: bool = True
 
@@ -56,7 +56,7 @@ class ToolSet:
 
 
 def tool_of(name: str, description: str | None, schema: Any, strict: bool, where: str) -> Tool:
-    """`where`: the path of the schema in the body."""
+    """A checked tool. `where` is the path of the schema in the body."""
     parameters = {"type": "object", "properties": {}} if schema is None else schema
     if parameters.get("type", "object") != "object":
         raise InvalidRequest(f"{where}.type: must be 'object'", param=where)
@@ -73,7 +73,7 @@ def tool_of(name: str, description: str | None, schema: Any, strict: bool, where
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Names tell calls apart, so no two may be the same."""
+    """Refuse tools with equal names (calls name their tool), and too large ones."""
     seen: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.name in seen:
@@ -99,11 +99,11 @@ def known_names(names: Iterable[str], tools: Sequence[Tool], where: str) -> froz
 
 
 def check_results(messages: Sequence[Message]) -> None:
-    """Every result answers a call that was made before it."""
-    made: set[str] = set()
+    """Check that every tool result belongs to a call before it."""
+    call_ids: set[str] = set()
     for message in messages:
-        made.update(call.id for call in message.tool_calls)
-        if message.role == "tool" and message.tool_call_id not in made:
+        call_ids.update(call.id for call in message.tool_calls)
+        if message.role == "tool" and message.tool_call_id not in call_ids:
             shown = (message.tool_call_id or "")[:80]
             raise InvalidRequest(
                 f"messages: the result of '{shown}' answers no call before it",

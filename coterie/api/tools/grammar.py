@@ -1,8 +1,8 @@
-"""The grammar that holds a model to its tools: Lark text for the engine.
+"""The grammar that constrains a model to its tools, as Lark text for the engine.
 
-A forced call is held from the first token on. Where the model may also speak, any bytes and any
-special tokens pass until a call is opened: then only that call's name, and arguments that fit its
-schema. Builds text; compiles nothing.
+A forced call is constrained from the first token. If the model may also write text, all bytes and
+special tokens are allowed until a call starts; from there only a tool's name and arguments that fit
+its schema are allowed. This module builds the text; the engine compiles it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
 
 MAX_CALLS = 32
-# what the engine reads
+# characters of a grammar that the engine accepts
 MAX_GRAMMAR = 200_000
-# begins the rule of what an answer that calls nothing has to look like
+# start of the rule for an answer without a call
 ANSWER = "answer: "
-# no text matches the negated class, so its complement is every string of bytes
+# the negated class matches no text, so its complement matches every string of bytes
 _ANY = r"ANY: ~/[^\x00-\x{10FFFF}]/"
 
 
 def tool_constraint(
-    toolbox: ToolSet, tokenizer: Tokenizer, thought: bool | None, answer: ResponseFormat | None
+    tool_set: ToolSet, tokenizer: Tokenizer, thought: bool | None, answer: ResponseFormat | None
 ) -> ResponseFormat:
-    """`thought`: the prompt has opened one (True), the model may (False), or never thinks (None).
-    `answer` is what an answer that calls nothing has to look like."""
-    text = _Lark(toolbox, tokenizer, thought, answer).text()
+    """The grammar for calls of `tool_set`. `thought`: True if the prompt has opened a thought,
+    False if the model may open one, None if it does not think. `answer` is the format of an answer
+    without a call."""
+    text = _Lark(tool_set, tokenizer, thought, answer).text()
     if len(text) > MAX_GRAMMAR:
         raise InvalidRequest(
             f"tools: their schemas make a grammar of {len(text)} characters; the limit is "
@@ -47,39 +48,39 @@ def tool_constraint(
 def answer_behind_thought(
     answer: ResponseFormat, tokenizer: Tokenizer, thought: bool
 ) -> ResponseFormat:
-    """An answer's format where a thought may come before it, which is not held to it."""
+    """The format of an answer that may have a thought before it. The thought is not constrained."""
     return ResponseFormat("lark", _Lark(None, tokenizer, thought, answer).text())
 
 
 class _Lark:
     def __init__(
         self,
-        toolbox: ToolSet | None,
+        tool_set: ToolSet | None,
         tokenizer: Tokenizer,
         thought: bool | None,
         answer: ResponseFormat | None,
     ) -> None:
-        self.parallel = toolbox is not None and toolbox.parallel
-        # an answer may not be just any words
-        self.required = toolbox is None or toolbox.required
+        self.parallel = tool_set is not None and tool_set.parallel
+        # free text is not allowed as an answer
+        self.required = tool_set is None or tool_set.required
         self.format = tokenizer.tool_support.format
         self.thought, self.answer = thought, answer
-        self.tools: Sequence[Tool] = [] if toolbox is None else toolbox.usable()
+        self.tools: Sequence[Tool] = [] if tool_set is None else tool_set.usable()
         self.special = tokenizer.special_ids
         self.marks = tokenizer.reasoning
-        kept = {self.special.get(mark) for mark in (self.format.mark, *(self.marks or ()))}
-        # the grammar engine keeps the byte 0xFF for itself: it has to be named as a token
-        passed = {*self.special.values(), tokenizer.never_text_id}
-        passed -= {*tokenizer.eos_ids, *kept, None}
-        self.passed = ",".join(str(token) for token in passed if token is not None)
+        marks = {self.special.get(mark) for mark in (self.format.mark, *(self.marks or ()))}
+        # the grammar engine reserves the byte 0xFF: its token has to be named
+        allowed = {*self.special.values(), tokenizer.never_text_id}
+        allowed -= {*tokenizer.eos_ids, *marks, None}
+        self.allowed = ",".join(str(token) for token in allowed if token is not None)
 
     def text(self) -> str:
-        skip = f"skip: (ANY <[{self.passed}]>)*" if self.passed else 'skip: ""'
+        skip = f"skip: (ANY <[{self.allowed}]>)*" if self.allowed else 'skip: ""'
         rules = ["%llguidance {}", *self._thinking(), *self._body(), *self._calls(), skip, _ANY]
         return "\n".join(rules) + "\n"
 
     def _thinking(self) -> list[str]:
-        """What may come before the body: a model's thought, which calls nothing."""
+        """The start rule: a thought, which calls no tool, may come before the body."""
         if self.thought is None or self.marks is None:
             return ["start: body"]
         unfinished = "" if self.required else " | skip ANY"
@@ -94,7 +95,7 @@ class _Lark:
         return ["start: body | thought_begin thought", begin, *rules]
 
     def _body(self) -> list[str]:
-        """An answer: words, calls, or words and then calls."""
+        """The rules of an answer: text, calls, or text and then calls."""
         marked = f"{self._token(self.format.mark)} calls"
         if not self.tools and self.answer is not None:
             return ["body: answer", f"{ANSWER}{_answer_rule(self.answer)}"]
@@ -108,7 +109,7 @@ class _Lark:
         return [*rules, *self._bare_calls()] if bare else rules
 
     def _up_to(self, rule: str, text: str, mark: str) -> str:
-        """`text` that ends with the first `mark`; a special token cannot be part of a text."""
+        """A rule for `text` up to the first `mark`. A special token is never part of the text."""
         if mark in self.special:
             return f"{rule}: {text} {self._token(mark)}"
         return f"{rule}[lazy]: {text} {_literal(mark)}"
@@ -139,7 +140,8 @@ class _Lark:
         return f" ({behind} call){{0,{MAX_CALLS - 1}}}"
 
     def _bare_calls(self) -> list[str]:
-        """A call without a mark is opened by its whole head: less may be an answer in JSON."""
+        """Calls without a mark. Such a call starts with its whole head: a shorter beginning may
+        also be an answer in JSON."""
         rules, calls = [], []
         for index, tool in enumerate(self.tools):
             parts = ("{", '"name"', ":", f'"{tool.name}"', ",", f'"{self.format.key}"', ":")
@@ -149,12 +151,12 @@ class _Lark:
         return [*rules, f"bare_calls: ( {' | '.join(calls)} ){self._again()}"]
 
     def _token(self, mark: str) -> str:
-        found = self.special.get(mark)
-        return _literal(mark) if found is None else f"<[{found}]>"
+        token = self.special.get(mark)
+        return _literal(mark) if token is None else f"<[{token}]>"
 
 
-def _in_lark(found: re.Match[str]) -> str:
-    return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
+def _in_lark(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
 
 
 def _literal(text: str) -> str:
@@ -163,7 +165,7 @@ def _literal(text: str) -> str:
 
 def _answer_rule(answer: ResponseFormat) -> str:
     if answer.kind == "regex":
-        # a slash ends a pattern in Lark, and so does the line
+        # a slash or the end of the line ends a pattern in Lark
         pattern = re.sub(r"\\.|/|\n", _in_lark, answer.text, flags=re.DOTALL)
         return f"/{pattern}/"
     if answer.kind in ("lark", "gbnf"):
@@ -176,22 +178,22 @@ def _answer_rule(answer: ResponseFormat) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
-# as Python's json writes them, which is what models were trained on
+# white space as Python's json module writes it, because models were trained on that
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# keywords that hold one schema, a list of schemas, or schemas by name
+# keywords whose value is one schema, a list of schemas, or a map from name to schema
 _ONE = ("items", "additionalProperties", "contains", "propertyNames")
 _LISTS = ("prefixItems", "anyOf", "oneOf")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
-# with these a property that one part does not name may be another part's
+# with these keywords, a property that one part does not name may be defined by another part
 _JOINING = ("allOf", "if", "not", "dependentSchemas", "unevaluatedProperties")
-# for the reader alone
+# keywords that only document
 _NOTES = ("title", "description", "default", "examples", "example", "$comment", "deprecated")
 
 
 def enforced_schema(schema: dict[str, Any], strict: bool | None) -> str:
-    """With `strict`, every keyword must be enforced; else those that cannot be are passed over.
+    """With `strict`, every keyword must be enforced; otherwise those that cannot be are skipped.
 
-    A schema that says nothing of further properties is held to those it names.
+    If a schema does not mention additional properties, only the named ones are allowed.
     """
     kept = closed_schema(schema)
     options = {**SPACING, "lenient": not strict, "coerce_one_of": not strict}
@@ -199,16 +201,16 @@ def enforced_schema(schema: dict[str, Any], strict: bool | None) -> str:
 
 
 def closed_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Objects that say nothing of further properties have none; a schema whose parts are joined
-    (`allOf`, `if`, properties beside `anyOf`) stays as it is."""
+    """Forbid additional properties where the schema does not mention them. A schema whose parts are
+    joined (`allOf`, `if`, properties beside `anyOf`) stays as it is."""
     closed: dict[str, Any] = schema if _is_composed(schema) else _closed(schema)
     return closed
 
 
 def _parts(schema: dict[str, Any]) -> list[Any]:
-    found = [schema[key] for key in _ONE if key in schema]
-    found += [item for key in _LISTS for item in _listed(schema.get(key))]
-    return found + [
+    parts = [schema[key] for key in _ONE if key in schema]
+    parts += [item for key in _LISTS for item in _listed(schema.get(key))]
+    return parts + [
         item for key in _MAPS if isinstance(schema.get(key), dict) for item in schema[key].values()
     ]
 

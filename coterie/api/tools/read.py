@@ -1,6 +1,6 @@
-"""Reads one choice of an answer as pieces: thoughts, words, calls and their arguments.
+"""Splits one choice of an answer into pieces: reasoning, text, calls and their arguments.
 
-Joins the two splitters; what neither is asked for passes as words.
+`ChoiceReader` joins the two splitters. All other text is content.
 """
 
 from __future__ import annotations
@@ -34,27 +34,28 @@ from coterie.models.text.tool_format import ToolFormat
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
 
-# of tools as JSON; above it a grammar is written on a thread: about 2 ms of the event loop
+# size of tools as JSON; above it the grammar is written on a thread. It would take about 2 ms of
+# the event loop.
 MAX_INLINE_BYTES = 8_000
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSyntax:
-    """How the answers to one request are to be read."""
+    """How to read the answers to one request."""
 
-    # marks, and whether the prompt already opened them; None = the model does not think
+    # the marks of a thought, and whether the prompt has already opened one; None = no thinking
     reasoning: tuple[tuple[str, str], bool] | None = None
     # None = no tools were given
     calls: CallMarks | None = None
-    # the prompt has opened a thought, or the model may; None = neither
+    # True = the prompt has opened a thought, False = the model may open one; None = neither
     thought: bool | None = None
 
     def reader(self) -> ChoiceReader | None:
-        """None where all of an answer is words."""
+        """A reader for one choice; None if all of an answer is text."""
         return None if self.reasoning is None and self.calls is None else ChoiceReader(self)
 
     def read(self, choice: CollectedChoice) -> ChoiceParts:
-        """A whole choice."""
+        """The parts of a whole choice."""
         reader = self.reader()
         if reader is None:
             return ChoiceParts("".join(choice.text), finish_reason=choice.finish_reason)
@@ -72,13 +73,13 @@ class AnswerSyntax:
         )
 
 
-# all of an answer is words
-WORDS = AnswerSyntax()
+# all of an answer is text
+TEXT_ONLY = AnswerSyntax()
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceParts:
-    """What a choice says, thinks and calls: names with their arguments."""
+    """The text, the thought and the calls (name, arguments) of a choice."""
 
     words: str
     thought: str = ""
@@ -88,7 +89,7 @@ class ChoiceParts:
 
 
 def _joined(pieces: list[Piece], kind: str) -> str:
-    return "".join(text for found, text in pieces if found == kind)
+    return "".join(text for piece_kind, text in pieces if piece_kind == kind)
 
 
 def _calls(pieces: list[Piece]) -> tuple[tuple[str, str], ...]:
@@ -102,13 +103,11 @@ def _calls(pieces: list[Piece]) -> tuple[tuple[str, str], ...]:
 
 
 class ChoiceReader:
-    """Feed every delta of one choice."""
+    """Splits the deltas of one choice into pieces. Feed it every delta."""
 
-    def __init__(self, reading: AnswerSyntax) -> None:
-        self._thoughts = (
-            None if reading.reasoning is None else ReasoningSplitter(*reading.reasoning)
-        )
-        self._calls = None if reading.calls is None else reading.calls.splitter()
+    def __init__(self, syntax: AnswerSyntax) -> None:
+        self._thoughts = None if syntax.reasoning is None else ReasoningSplitter(*syntax.reasoning)
+        self._calls = None if syntax.calls is None else syntax.calls.splitter()
 
     @property
     def reasoning_tokens(self) -> int:
@@ -119,7 +118,7 @@ class ChoiceReader:
         return self._calls is not None and self._calls.num_calls > 0
 
     def ending(self, reason: str) -> str:
-        """Why the choice ended; an engine that has no room for a call ends before it."""
+        """The finish reason. It is "length" if the engine stopped because a call did not fit."""
         is_cut = self._calls is not None and self._calls.is_cut
         return "length" if reason == "stop" and is_cut else reason
 
@@ -138,10 +137,10 @@ class ChoiceReader:
 
     def _called(self, pieces: list[Piece], token_ids: tuple[int, ...]) -> list[Piece]:
         assert self._calls is not None
-        found = self._calls.feed("", token_ids)
+        split = self._calls.feed("", token_ids)
         for kind, text in pieces:
-            found += self._calls.feed(text) if kind == CONTENT else [(kind, text)]
-        return found
+            split += self._calls.feed(text) if kind == CONTENT else [(kind, text)]
+        return split
 
 
 async def answer_syntax_of(parsed: ParsedRequest, tokenizer: Tokenizer) -> AnswerSyntax:
@@ -159,14 +158,14 @@ async def answer_syntax_of(parsed: ParsedRequest, tokenizer: Tokenizer) -> Answe
 
 
 async def with_answer_grammar(
-    parsed: ParsedRequest, tokenizer: Tokenizer, reading: AnswerSyntax
+    parsed: ParsedRequest, tokenizer: Tokenizer, syntax: AnswerSyntax
 ) -> ParsedRequest:
-    """The same with the one grammar that holds its thoughts, tools and format together."""
+    """The same request with one grammar for its thoughts, tools and format."""
     try:
-        wanted = await _whole_format(parsed, tokenizer, reading.thought)
+        grammar = await _whole_format(parsed, tokenizer, syntax.thought)
     except InvalidRequest as error:
         raise with_param_name(error, FORMAT, parsed.format_field) from None
-    return replace(parsed, request=replace(parsed.request, response_format=wanted))
+    return replace(parsed, request=replace(parsed.request, response_format=grammar))
 
 
 async def _whole_format(
@@ -185,7 +184,7 @@ async def _whole_format(
     return answer
 
 
-# the grammar's own complaint: line, column, reason, then the lines around it
+# the grammar compiler's error: line, column, reason, then the lines around it
 _FAULT = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?)(?: \d+ \| .*)?$")
 _RULE = re.compile(r"arguments_(\d+): ")
 
@@ -193,9 +192,9 @@ _RULE = re.compile(r"arguments_(\d+): ")
 def tool_events(
     service: DialectPipeline, parsed: ParsedRequest, planned: PlannedAnswer, exchange: Exchange
 ) -> Events:
-    """The events of `parsed`, whose format is already its tools' grammar."""
+    """The events of `parsed`. Its response format must already be the grammar of its tools."""
     grammar = parsed.request.response_format
-    planned.hold_to(grammar)
+    planned.set_format(grammar)
     events = events_of(service, planned, exchange)
     if parsed.tools is None or grammar is None:
         return format_named(events, parsed.format_field)
@@ -203,10 +202,10 @@ def tool_events(
 
 
 async def _blaming(
-    events: Events, toolbox: ToolSet, grammar: ResponseFormat, format_field: str
+    events: Events, tool_set: ToolSet, grammar: ResponseFormat, format_field: str
 ) -> Events:
-    """The same events; a complaint about the grammar becomes one about a tool, or about what an
-    answer that calls none has to look like."""
+    """The same events. An error in the grammar becomes an error of the tool, or of the answer
+    format, that it came from."""
     async with aclosing(events):
         try:
             async for event in events:
@@ -214,11 +213,11 @@ async def _blaming(
         except InvalidRequest as error:
             if error.param != FORMAT:
                 raise
-            raise blamed(error.message, toolbox, grammar, format_field) from None
+            raise blamed(error.message, tool_set, grammar, format_field) from None
 
 
 def blamed(
-    message: str, toolbox: ToolSet, grammar: ResponseFormat, format_field: str = FORMAT
+    message: str, tool_set: ToolSet, grammar: ResponseFormat, format_field: str = FORMAT
 ) -> InvalidRequest:
     fault = _FAULT.search(message)
     if fault is not None:
@@ -230,14 +229,14 @@ def blamed(
             return InvalidRequest(reason, param=format_field)
         rule = _RULE.match(line)
         if rule is not None:
-            tool = toolbox.usable()[int(rule[1])]
-            where = f"tools.{toolbox.tools.index(tool)}"
+            tool = tool_set.usable()[int(rule[1])]
+            where = f"tools.{tool_set.tools.index(tool)}"
             reason = f"{where}: the schema of '{tool.name}' cannot be enforced: {fault[2]}"
             return InvalidRequest(reason, param=where)
     return InvalidRequest(f"tools: {message}", param="tools")
 
 
-# a call begins: the piece's text is the tool's name; then come its arguments, as JSON text
+# kinds of pieces: CALL starts a call, its text is the tool's name; ARGUMENTS is JSON text
 CALL, ARGUMENTS = "call", "arguments"
 
 
@@ -247,9 +246,9 @@ class CallMarks:
 
     format: ToolFormat
     names: frozenset[str]
-    # the mark's token where it is a special one, which has no text
+    # the token of the mark, if it is a special token: those have no text
     mark_id: int | None = None
-    # an answer is nothing but calls
+    # the answer must consist of calls only
     required: bool = False
 
     def splitter(self) -> ToolSplitter:
@@ -257,7 +256,7 @@ class CallMarks:
 
 
 class ToolSplitter:
-    """Feeds on deltas of one choice and gives back pieces: CONTENT, CALL and ARGUMENTS."""
+    """Splits the deltas of one choice into pieces: CONTENT, CALL and ARGUMENTS."""
 
     def __init__(self, marks: CallMarks) -> None:
         self.marks = marks
@@ -269,35 +268,36 @@ class ToolSplitter:
         self._heads = [f'{{"name":"{name}","{form.key}":' for name in marks.names]
         self._scanner = _Value()
         self._step = self._first if form.bare else self._words
-        self.held = ""
+        self.pending = ""
         self.num_calls = 0
-        # it ended where a call was about to be opened
+        # the answer ended while a call was about to start
         self.is_cut = False
 
     def feed(self, text: str, token_ids: tuple[int, ...] = ()) -> list[Piece]:
         marked = self.marks.mark_id is not None and self.marks.mark_id in token_ids
         if marked and self._step in (self._first, self._words):
             self._step = self._opening
-        self.held += text
+        self.pending += text
         pieces: list[Piece] = []
-        while self.held and self._step(pieces):
+        while self.pending and self._step(pieces):
             continue
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What is left when the choice has ended. The smaller half of a mark is text, unless a call
-        had to come; the larger one is a call for which there were no tokens left."""
-        text, self.held = self.held, ""
+        """The rest when the choice has ended. If at most half of a mark is there, it is text,
+        unless a call was required. If more is there, it is a call that ran out of tokens."""
+        text, self.pending = self.pending, ""
         if self._step not in (self._first, self._words):
             return []
-        begun = len(text) if self.marks.required else self._begun(text)
-        if begun:
+        size = len(text) if self.marks.required else self._begun_call(text)
+        if size:
             self.is_cut = True
-            text = text[:-begun].rstrip()
+            text = text[:-size].rstrip()
         return [(CONTENT, text)] if text else []
 
-    def _begun(self, text: str) -> int:
-        """Length of the larger half of a mark, or of a call that needs none, at the end."""
+    def _begun_call(self, text: str) -> int:
+        """Length of an unfinished mark at the end, or of an unfinished call without a mark. 0 if
+        less than half of it is there."""
         if self._step == self._first:
             bare = "".join(text.split())
             parts = (head for head in self._heads if head.startswith(bare))
@@ -308,12 +308,11 @@ class ToolSplitter:
 
     def _first(self, pieces: list[Piece]) -> bool:
         """The start of an answer, where a call needs no mark."""
-        found = self._head.match(self.held.lstrip())
-        if found is not None:
-            self.held = self.held.lstrip()
+        if self._head.match(self.pending.lstrip()) is not None:
+            self.pending = self.pending.lstrip()
             self._step = self._opening
             return True
-        bare = "".join(self.held.split())
+        bare = "".join(self.pending.split())
         if any(head.startswith(bare) for head in self._heads):
             return False
         self._step = self._words
@@ -321,51 +320,51 @@ class ToolSplitter:
 
     def _words(self, pieces: list[Piece]) -> bool:
         mark = self.marks.format.mark
-        at = self.held.find(mark) if self.marks.mark_id is None else -1
+        at = self.pending.find(mark) if self.marks.mark_id is None else -1
         if at >= 0:
-            self._say(pieces, self.held[:at].rstrip())
-            self.held = self.held[at + len(mark) :]
+            self._add_text(pieces, self.pending[:at].rstrip())
+            self.pending = self.pending[at + len(mark) :]
             self._step = self._opening
             return True
-        end = len(self.held)
+        end = len(self.pending)
         if self.marks.mark_id is None:
-            end -= overlap(self.held, mark)
-        # white space is given back as soon as words follow it
-        end = len(self.held[:end].rstrip())
-        self._say(pieces, self.held[:end])
-        self.held = self.held[end:]
+            end -= overlap(self.pending, mark)
+        # white space is kept back until text follows it
+        end = len(self.pending[:end].rstrip())
+        self._add_text(pieces, self.pending[:end])
+        self.pending = self.pending[end:]
         return False
 
     def _opening(self, pieces: list[Piece]) -> bool:
-        found = self._head.search(self.held)
-        if found is None:
+        head = self._head.search(self.pending)
+        if head is None:
             return False
-        # a mark without text may stand behind words that were held back
-        self._say(pieces, self.held[: found.start()].rstrip())
-        pieces.append((CALL, found[1]))
+        # a mark that is a special token may come after text that was kept back
+        self._add_text(pieces, self.pending[: head.start()].rstrip())
+        pieces.append((CALL, head[1]))
         self.num_calls += 1
-        self.held = self.held[found.end() :]
+        self.pending = self.pending[head.end() :]
         self._scanner = _Value()
         self._step = self._arguments
         return True
 
     def _arguments(self, pieces: list[Piece]) -> bool:
-        size = self._scanner.feed(self.held)
-        pieces.append((ARGUMENTS, self.held[:size]))
-        self.held = self.held[size:]
+        size = self._scanner.feed(self.pending)
+        pieces.append((ARGUMENTS, self.pending[:size]))
+        self.pending = self.pending[size:]
         if self._scanner.ended:
             self._step = self._between
         return self._scanner.ended
 
     def _between(self, pieces: list[Piece]) -> bool:
-        """Behind a call stand its end and further calls, nothing else."""
-        if self._head.search(self.held) is None:
+        """After a call come only its end mark and further calls."""
+        if self._head.search(self.pending) is None:
             return False
-        self.held = self.held[self.held.index("{") :]
+        self.pending = self.pending[self.pending.index("{") :]
         self._step = self._opening
         return True
 
-    def _say(self, pieces: list[Piece], text: str) -> None:
+    def _add_text(self, pieces: list[Piece], text: str) -> None:
         if text:
             pieces.append((CONTENT, text))
 
@@ -380,7 +379,7 @@ class _Value:
         self.ended = False
 
     def feed(self, text: str) -> int:
-        """How many of the characters belong to the value."""
+        """The number of characters that belong to the value."""
         for at, character in enumerate(text):
             if self.in_string:
                 self._quote(character)
@@ -409,78 +408,78 @@ Piece = tuple[str, str]
 
 
 class ReasoningSplitter:
-    """Feeds on deltas of one choice and gives back (kind, text) pieces.
+    """Splits the deltas of one choice into (kind, text) pieces.
 
-    Holds back what may still become a mark, and white space that may stand before one.
+    Keeps back text that may be the start of a mark, and white space that may come before one.
     """
 
     def __init__(self, marks: tuple[str, str], inside: bool) -> None:
         self.opening, self.closing = marks
-        # None: nothing but white space so far, so the opening mark may still come
+        # None: only white space so far, so the opening mark may still come
         self.kind: str | None = REASONING if inside else None
-        self.held = ""
+        self.pending = ""
         self.fresh = True
         self.reasoning_tokens = 0
 
     def feed(self, text: str, num_tokens: int = 0) -> list[Piece]:
         if self.kind != CONTENT:
             self.reasoning_tokens += num_tokens
-        self.held += text
+        self.pending += text
         pieces: list[Piece] = []
         while self._advance(pieces):
             continue
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What is left when the choice has ended: a mark that never completed is text."""
-        kind, text = self.kind or CONTENT, self.held
-        self.held = ""
+        """The rest when the choice has ended. An incomplete mark is text."""
+        kind, text = self.kind or CONTENT, self.pending
+        self.pending = ""
         if kind == REASONING:
             text = text.rstrip()
         return [(kind, text)] if text else []
 
     def _advance(self, pieces: list[Piece]) -> bool:
-        """One decision; True when there may be another."""
+        """Take one step; True if another one may be possible."""
         if self.fresh:
-            self.held = self.held.lstrip()
-        if not self.held:
+            self.pending = self.pending.lstrip()
+        if not self.pending:
             return False
         if self.kind is None:
             return self._begin()
         if self.kind == REASONING:
             return self._reason(pieces)
-        self._give(pieces, CONTENT, len(self.held))
+        self._add_piece(pieces, CONTENT, len(self.pending))
         return False
 
     def _begin(self) -> bool:
-        if self.held.startswith(self.opening):
-            self.kind, self.held = REASONING, self.held[len(self.opening) :]
+        if self.pending.startswith(self.opening):
+            self.kind, self.pending = REASONING, self.pending[len(self.opening) :]
             return True
-        if self.opening.startswith(self.held):
+        if self.opening.startswith(self.pending):
             return False
         self.kind, self.reasoning_tokens = CONTENT, 0
         return True
 
     def _reason(self, pieces: list[Piece]) -> bool:
-        end = self.held.find(self.closing)
+        end = self.pending.find(self.closing)
         if end >= 0:
-            self._give(pieces, REASONING, len(self.held[:end].rstrip()))
-            self.held = self.held.lstrip()[len(self.closing) :]
+            self._add_piece(pieces, REASONING, len(self.pending[:end].rstrip()))
+            self.pending = self.pending.lstrip()[len(self.closing) :]
             self.kind, self.fresh = CONTENT, True
             return True
-        safe = self.held[: len(self.held) - overlap(self.held, self.closing)].rstrip()
-        self._give(pieces, REASONING, len(safe))
+        safe = self.pending[: len(self.pending) - overlap(self.pending, self.closing)].rstrip()
+        self._add_piece(pieces, REASONING, len(safe))
         return False
 
-    def _give(self, pieces: list[Piece], kind: str, size: int) -> None:
+    def _add_piece(self, pieces: list[Piece], kind: str, size: int) -> None:
         if size:
-            pieces.append((kind, self.held[:size]))
-            self.held = self.held[size:]
+            pieces.append((kind, self.pending[:size]))
+            self.pending = self.pending[size:]
             self.fresh = False
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that begins `mark`."""
+    """Length of the longest suffix of `text` that is a prefix of `mark`."""
     for size in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:size]):
             return size
@@ -488,8 +487,8 @@ def overlap(text: str, mark: str) -> int:
 
 
 async def opened_thought(tokenizer: Tokenizer, chat: Chat) -> bool | None:
-    """Whether the prompt ends inside a thought (True) or before one (False); None when the model
-    does not think, or not any more."""
+    """True if the prompt ends inside a thought, False if a thought may follow; None if the model
+    does not think, or the thought has already ended."""
     if tokenizer.reasoning is None:
         return None
     if is_long(chat):

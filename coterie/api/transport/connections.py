@@ -1,8 +1,8 @@
-"""Connections before they are requests: how many, how long, how much.
+"""Limits of connections, before there is a request.
 
-uvicorn's protocols with limits around them: bytes of headers, and seconds for headers, bodies, idle
-keeping and unread answers; how many connections there are in all and of one address. A client that
-is refused here has sent no key yet, and costs no more than what is counted here.
+Adds limits to uvicorn's protocols: bytes of headers; seconds for headers, bodies, idle connections
+and unread answers; the number of connections in all and per address. These limits apply before a
+client has sent a key, so they bound what an unknown client can cost.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from coterie.core.config import ServerSettings
 from coterie.obs.log import log
 from coterie.obs.metrics import MetricRegistry
 
-# how often connections are looked at that have run out of time
+# how often to check which connections have exceeded their time
 SWEEP_S = 0.5
-# refusals are logged once in this time, with their number
+# refusals are logged at most once in this time, with their number
 LOG_EVERY_S = 10.0
-# after an answer to a body that nobody read to its end: so that the client can read the answer
+# after an answer to a body that was not read completely, so that the client can read the answer
 LINGER_S = 5.0
-# bytes on the wire for one byte of a body: a chunk of one byte has five around it
+# bytes on the wire for one byte of a body: a chunk of one byte has five more bytes around it
 CHUNK_OVERHEAD = 8
 RETRY_S = 1
 
 
 @dataclass(slots=True, eq=False)
 class WatchedConnection:
-    """One connection. `deadline`, in the loop's time, is None while nothing is waited for."""
+    """One connection. `deadline` is in the loop's time; None while it waits for nothing."""
 
     transport: asyncio.Transport
     address: str
     deadline: float | None
-    # what is waited for, and is said when it did not come
+    # what the connection waits for; named in the log if it did not come
     phase: str
     stalled_at: float | None = None
 
 
 class OpenConnections:
-    """Every connection of this server; ends those that ran out of time."""
+    """All connections of this server. Closes those that exceed their time."""
 
     def __init__(
         self, settings: ServerSettings, registry: MetricRegistry, max_connections: int
@@ -59,11 +59,11 @@ class OpenConnections:
         self._refused: Counter[str] = Counter()
         self._logged_at: dict[str, float] = {}
         self._sweeping: asyncio.TimerHandle | None = None
-        # what a WebSocket's protocol takes over from HTTP's
+        # connections that are being upgraded: the WebSocket protocol takes them from here
         self.handed_over: dict[asyncio.Transport, WatchedConnection] = {}
 
     def enter(self, transport: asyncio.Transport) -> WatchedConnection | None:
-        """None where there are too many already."""
+        """Count a new connection. None if there are too many."""
         address = _address(transport)
         if len(self._open) >= self.max_connections:
             self._refuse("connections", "")
@@ -91,7 +91,7 @@ class OpenConnections:
         self._count()
 
     def ended(self, reason: str, address: str) -> None:
-        """A connection was ended before its time: told in the log, and counted."""
+        """Log and count a connection that was closed early."""
         self._refuse(reason, address)
 
     def _count(self) -> None:
@@ -122,7 +122,7 @@ class OpenConnections:
                 self._refuse("write_timeout", watched.address)
                 watched.transport.abort()
             elif watched.deadline is not None and now > watched.deadline:
-                # an idle one that ends is no news
+                # closing an idle connection is normal and not logged
                 if watched.phase != "idle":
                     self._refuse(f"{watched.phase}_timeout", watched.address)
                 _end(watched)
@@ -133,7 +133,7 @@ def _end(watched: WatchedConnection) -> None:
     transport = watched.transport
     if watched.phase == "header" and not transport.is_closing():
         transport.write(plain_answer(408, "the headers did not arrive in time", "timeout"))
-    # no second time: what the peer does not take would hold it open
+    # the second time: abort, because data that the peer does not read would keep it open
     if transport.is_closing():
         transport.abort()
         return
@@ -143,7 +143,8 @@ def _end(watched: WatchedConnection) -> None:
 
 
 def _address(transport: asyncio.Transport) -> str:
-    """Who can have many of them counts once: an IPv6 network of 64 bits is one host's."""
+    """The address to count by. An IPv6 network of 64 bits counts as one address, because one host
+    can have all of it."""
     peer = transport.get_extra_info("peername")
     if not isinstance(peer, tuple):
         return "local"
@@ -159,7 +160,7 @@ def _address(transport: asyncio.Transport) -> str:
 
 
 def plain_answer(status: int, message: str, code: str, retry_after_s: int | None = None) -> bytes:
-    """A whole response, written where no request has been read."""
+    """A complete response, for use before a request has been read."""
     body = openai_body(message, "invalid_request_error", code=code)
     wait = b"" if retry_after_s is None else b"retry-after: %d\r\n" % retry_after_s
     return (
@@ -172,8 +173,8 @@ def plain_answer(status: int, message: str, code: str, retry_after_s: int | None
 
 
 class _WatchedProtocol(asyncio.Protocol):
-    """In front of uvicorn's protocols: what both tell of a connection that is watched. `watching`
-    is set on a class made for one server: see `protocols`."""
+    """Base of both protocols: reports the end of a connection and writes that stall. `watching` is
+    set on subclasses that are made per server: see `protocols`."""
 
     watching: OpenConnections
     loop: asyncio.AbstractEventLoop
@@ -196,7 +197,7 @@ class _WatchedProtocol(asyncio.Protocol):
 
 
 class HttpConnection(_WatchedProtocol, HttpToolsProtocol):
-    # bytes since headers or a body began, whole chunks of the stream; those of a body
+    # bytes since the headers or the body began, in whole chunks of the stream; bytes of the body
     _received = 0
     _chunk_bytes = 0
     _body_bytes = 0
@@ -228,7 +229,7 @@ class HttpConnection(_WatchedProtocol, HttpToolsProtocol):
             if self._received > limit:
                 self._refuse_headers()
         elif self._received - CHUNK_OVERHEAD * self._body_bytes > 2 * limit:
-            # names and values behind a chunked body, or extensions of its chunks
+            # trailers after a chunked body, or extensions of its chunks
             self._refuse_headers()
 
     def _refuse_headers(self) -> None:
@@ -245,7 +246,7 @@ class HttpConnection(_WatchedProtocol, HttpToolsProtocol):
         self._wait(LINGER_S, "idle")
 
     def send_400_response(self, msg: str) -> None:
-        # raised inside a callback, it comes back as the parser's own error
+        # _TooLarge, raised in a callback, arrives here as an error of the parser
         if self._is_too_large_now():
             self._refuse_headers()
             return
@@ -275,12 +276,12 @@ class HttpConnection(_WatchedProtocol, HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
-        # what came with their end is not counted
+        # bytes that came in the same chunk as the end of the headers are not counted
         self._received, self._body_bytes = -self._chunk_bytes, 0
         if self.parser.should_upgrade() and self._should_upgrade():
             self._wait(self.watching.settings.header_timeout_s, "handshake")
         else:
-            # who reads it has the first word
+            # later than the timeout of the endpoint that reads the body, which answers first
             self._wait(self.watching.settings.body_timeout_s + LINGER_S, "body")
         super().on_headers_complete()
 
@@ -297,19 +298,19 @@ class HttpConnection(_WatchedProtocol, HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # the next one may have begun
+        # the next request may have started
         if self.cycle is None or not self.cycle.response_complete:
             return
         if self.cycle.more_body:
-            # nobody reads the rest of this body
+            # the rest of this body is not read
             self._wait(LINGER_S, "idle")
             return
         self._wait(self.watching.settings.idle_timeout_s, "idle")
 
     def handle_websocket_upgrade(self) -> None:
-        """The new protocol goes on with what is known of this connection."""
-        made = self.ws_protocol_class
-        assert made is not None and issubclass(made, SocketConnection)
+        """Pass the state of this connection to the new protocol."""
+        socket_class = self.ws_protocol_class
+        assert socket_class is not None and issubclass(socket_class, SocketConnection)
         transport, watched = self.transport, self._watched
         assert watched is not None
         self.watching.handed_over[transport] = watched
@@ -320,19 +321,19 @@ class HttpConnection(_WatchedProtocol, HttpToolsProtocol):
             return
         finally:
             self.watching.handed_over.pop(transport, None)
-        made_one = transport.get_protocol()
-        if isinstance(made_one, SocketConnection) and not made_one.handshake_initiated:
+        protocol = transport.get_protocol()
+        if isinstance(protocol, SocketConnection) and not protocol.handshake_initiated:
             self._refuse_handshake(transport)
 
     def _refuse_handshake(self, transport: asyncio.Transport) -> None:
-        """What its parser cannot read it would wait for for ever."""
+        """Close the connection: the parser would wait forever for the rest."""
         if not transport.is_closing():
             message = "this is not a valid WebSocket handshake"
             transport.write(plain_answer(400, message, "bad_http"))
             transport.close()
         current = transport.get_protocol()
         for other in list(self.connections):
-            # the current one takes itself away when the connection is lost
+            # the current protocol removes itself when the connection is lost
             is_half = isinstance(other, SocketConnection) and other is not current
             if is_half and other.transport is transport:
                 self.connections.discard(other)
@@ -344,18 +345,18 @@ class HttpConnection(_WatchedProtocol, HttpToolsProtocol):
 
 
 class _TooLarge(Exception):
-    """Headers beyond the limit."""
+    """The headers are larger than the limit."""
 
 
 class SocketConnection(_WatchedProtocol, WebSocketsSansIOProtocol):
-    """A WebSocket: pings end it when the peer is gone; until it is accepted it has a deadline."""
+    """A WebSocket. It has a deadline until it is accepted; then pings detect a lost peer."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._watched = self.watching.handed_over.pop(transport, None)
 
     def start_keepalive(self) -> None:
-        """Called when the handshake is over."""
+        """uvicorn calls it when the handshake has ended."""
         if self._watched is not None:
             self._watched.deadline = None
         super().start_keepalive()
@@ -363,7 +364,7 @@ class SocketConnection(_WatchedProtocol, WebSocketsSansIOProtocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerProtocols:
-    """The two classes for one server."""
+    """The protocol classes of one server."""
 
     http: type[HttpConnection]
     websocket: type[SocketConnection]

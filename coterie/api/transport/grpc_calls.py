@@ -1,5 +1,5 @@
-"""The calls of coterie.v1.Inference. Translates messages; Reception, JobService and Records do the
-work, as they do for HTTP."""
+"""The calls of coterie.v1.Inference. Translates messages; the pipeline, JobService,
+InferenceRecords and InferBodyReader do the work, as for HTTP."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ from coterie.service.jobs.service import JobService
 from coterie.service.records.log import InferenceRecords
 
 Events = AsyncGenerator[pb.InferEvent, None]
-# name -> who answers it, and what it takes
+# name -> (function, type of its request message)
 Methods = dict[str, tuple[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcServices:
-    """Who does the work."""
+    """The services that do the work."""
 
     service: InferencePipeline
     jobs: JobService
     records: InferenceRecords
-    reception: InferBodyReader
+    body_reader: InferBodyReader
 
 
 class InferenceCalls:
-    def __init__(self, behind: GrpcServices) -> None:
-        self._behind = behind
+    def __init__(self, services: GrpcServices) -> None:
+        self._services = services
 
     async def infer(self, request: pb.InferRequest, call: GrpcCall) -> pb.InferenceResult:
-        inference = RunningInference(self._behind.service, await self._receive(request, call))
+        inference = RunningInference(self._services.service, await self._receive(request, call))
         result = await inference.result()
         call.exchange.prompt_tokens, call.exchange.completion_tokens = inference.tokens()
         return message_of(pb.InferenceResult, answer_fields(result))
 
     async def infer_stream(self, request: pb.InferRequest, call: GrpcCall) -> Events:
-        inference = RunningInference(self._behind.service, await self._receive(request, call))
+        inference = RunningInference(self._services.service, await self._receive(request, call))
         async with aclosing(inference.events) as events:
             async for event in events:
                 frame = inference.frame(event)
@@ -74,29 +74,29 @@ class InferenceCalls:
         call.exchange.prompt_tokens, call.exchange.completion_tokens = inference.tokens()
 
     async def submit_job(self, request: pb.InferRequest, call: GrpcCall) -> pb.JobSubmission:
-        # the deadline is the call's, not the job's
-        asked = await self._asked(request, call)
-        answer = await submit(self._behind.jobs, asked)
+        # the deadline applies to the call, not to the job
+        parsed = await self._parsed(request, call)
+        answer = await submit(self._services.jobs, parsed)
         return message_of(pb.JobSubmission, bytes(answer.body))
 
     async def get_job(self, request: pb.JobRequest, call: GrpcCall) -> pb.Job:
-        return message_of(pb.Job, view(await self._behind.jobs.get(request.job_id, call.tenant)))
+        return message_of(pb.Job, view(await self._services.jobs.get(request.job_id, call.tenant)))
 
     async def list_jobs(self, request: pb.ListJobsRequest, call: GrpcCall) -> pb.JobList:
-        asked = check(JobParameters, fields_of(request))
-        page = await self._behind.jobs.page(
-            JobQuery(call.tenant, asked.status, asked.user_id, asked.limit, asked.after)
+        query = check(JobParameters, fields_of(request))
+        page = await self._services.jobs.page(
+            JobQuery(call.tenant, query.status, query.user_id, query.limit, query.after)
         )
         jobs = [message_of(pb.Job, view(job)) for job in page.jobs]
         return pb.JobList(data=jobs, has_more=page.next is not None, next=page.next)
 
     async def cancel_job(self, request: pb.JobRequest, call: GrpcCall) -> pb.CancelledJob:
-        jobs = self._behind.jobs
+        jobs = self._services.jobs
         job, deleted = await jobs.delete(request.job_id, call.tenant)
         return pb.CancelledJob(job=message_of(pb.Job, view(job)), deleted=deleted)
 
     async def watch_job(self, request: pb.JobRequest, call: GrpcCall) -> Events:
-        following = self._behind.jobs.follow(request.job_id, call.tenant)
+        following = self._services.jobs.follow(request.job_id, call.tenant)
         async with aclosing(following) as progress:
             async for item in progress:
                 yield event_of(frame_of(request.job_id, item))
@@ -104,7 +104,7 @@ class InferenceCalls:
     async def feedback(self, request: pb.FeedbackRequest, call: GrpcCall) -> pb.FeedbackAnswer:
         body = check(FeedbackBody, fields_of(request))
         good = body.verdict == "good"
-        await self._behind.records.feedback(body.job_id, call.tenant, good, body.comment or "")
+        await self._services.records.feedback(body.job_id, call.tenant, good, body.comment or "")
         return pb.FeedbackAnswer(job_id=body.job_id, verdict=body.verdict)
 
     async def _receive(self, request: pb.InferRequest, call: GrpcCall) -> ParsedRequest:
@@ -112,16 +112,16 @@ class InferenceCalls:
             left_ms = max(1, int(call.deadline_s * 1000))
             given = request.timeout_ms if request.HasField("timeout_ms") else left_ms
             request.timeout_ms = min(given, left_ms, MAX_TIMEOUT_MS)
-        return await self._asked(request, call)
+        return await self._parsed(request, call)
 
-    async def _asked(self, request: pb.InferRequest, call: GrpcCall) -> ParsedRequest:
+    async def _parsed(self, request: pb.InferRequest, call: GrpcCall) -> ParsedRequest:
         size = request.ByteSize()
         fields = await aside(size, fields_of, request)
-        return await self._behind.reception.receive(fields, call.caller(), size)
+        return await self._services.body_reader.receive(fields, call.caller(), size)
 
 
 def methods(calls: InferenceCalls, door: GrpcDoor) -> dict[str, Any]:
-    """Every method of the service."""
+    """All methods of the service."""
     unary: Methods = {
         "Infer": (calls.infer, pb.InferRequest),
         "SubmitJob": (calls.submit_job, pb.InferRequest),
@@ -151,7 +151,7 @@ def event_of(frame: Frame) -> pb.InferEvent:
     return message_of(pb.InferEvent, {name: fields})
 
 
-# a schema of thousands of lines has fewer; each costs the thread a few microseconds
+# even a schema of thousands of lines has fewer; each value takes a few microseconds on the thread
 MAX_STRUCT_VALUES = 30_000
 MAX_REPEATED = 10_000
 
@@ -159,7 +159,7 @@ Message = TypeVar("Message")
 
 
 def fields_of(message: Any) -> dict[str, Any]:
-    """The fields that were set, by their names on the wire."""
+    """The fields that are set, by their names on the wire."""
     return {field.name: _value(value) for field, value in message.ListFields()}
 
 
@@ -177,8 +177,9 @@ def _value(value: Any) -> Any:
 
 
 def _plain(value: struct_pb2.Value, left: list[int]) -> Any:
-    """A value of a Struct as JSON would have carried it. It knows no integers; in a JSON schema
-    3.0 is not 3 to everybody. JSON knows no NaN."""
+    """A value of a Struct as JSON would have it. A Struct has no integers, but some readers of a
+    JSON schema distinguish 3.0 from 3. JSON has no NaN. `left`: how many more values are
+    allowed."""
     left[0] -= 1
     if left[0] < 0:
         raise InvalidRequest(f"a structure holds more than {MAX_STRUCT_VALUES} values")
@@ -196,22 +197,22 @@ def _plain(value: struct_pb2.Value, left: list[int]) -> Any:
 
 
 def message_of(kind: type[Message], fields: bytes | dict[str, Any]) -> Message:
-    """The message with these values, also as JSON; what is null is left unset."""
+    """The message with these fields, given as a dict or as JSON. Null fields are left unset."""
     text = fields if isinstance(fields, bytes) else encode(fields)
     message: Message = json_format.Parse(text, kind(), ignore_unknown_fields=True)
     return message
 
 
 SERVICE = "coterie.v1.Inference"
-# of what is left of a deadline, kept for the way back
-_WAY_BACK, MAX_WAY_BACK_S = 0.1, 0.5
+# share of the remaining deadline, and most seconds, that are kept for sending the answer
+_SEND_SHARE, MAX_SEND_S = 0.1, 0.5
 
 Unary = Callable[[Any, "GrpcCall"], Awaitable[Any]]
 Stream = Callable[[Any, "GrpcCall"], AsyncGenerator[Any, None]]
 
 
 class GrpcCall:
-    """What is known about one call while it runs."""
+    """One running call: its exchange, deadline and session."""
 
     def __init__(self, exchange: Exchange, deadline_s: float | None, session: str) -> None:
         self.exchange, self.deadline_s, self.session = exchange, deadline_s, session
@@ -229,32 +230,32 @@ class GrpcDoor:
         self._keys = keys
 
     def unary(self, name: str, handle: Unary) -> Any:
-        async def called(request: Any, context: Any) -> Any:
-            visit = _CallRecord(name, context)
+        async def wrapped(request: Any, context: Any) -> Any:
+            record = _CallRecord(name, context)
             try:
-                return await handle(request, visit.enter(self._keys))
+                return await handle(request, record.enter(self._keys))
             except BaseException as error:
-                await visit.failed(error)
+                await record.failed(error)
                 raise
             finally:
-                visit.log()
+                record.log()
 
-        return called
+        return wrapped
 
     def stream(self, name: str, handle: Stream) -> Any:
-        async def called(request: Any, context: Any) -> AsyncIterator[Any]:
-            visit = _CallRecord(name, context)
+        async def wrapped(request: Any, context: Any) -> AsyncIterator[Any]:
+            record = _CallRecord(name, context)
             try:
-                async with aclosing(handle(request, visit.enter(self._keys))) as messages:
+                async with aclosing(handle(request, record.enter(self._keys))) as messages:
                     async for message in messages:
                         yield message
             except BaseException as error:
-                await visit.failed(error)
+                await record.failed(error)
                 raise
             finally:
-                visit.log()
+                record.log()
 
-        return called
+        return wrapped
 
 
 class _CallRecord:
@@ -264,17 +265,17 @@ class _CallRecord:
         self.exchange.status = 200
 
     def enter(self, keys: AccessKeys) -> GrpcCall:
-        """Raises where the key does not fit."""
+        """Check the key. Raises if it is not valid."""
         metadata = [_header(*item[:2]) for item in self._context.invocation_metadata() or ()]
         self.exchange.tenant = keys.tenant(f"/{SERVICE}", metadata)
         session = next((value for name, value in metadata if name == b"x-session-id"), b"")
         left_s = self._context.time_remaining()
         if left_s is not None:
-            left_s = max(left_s - min(left_s * _WAY_BACK, MAX_WAY_BACK_S), 0.001)
+            left_s = max(left_s - min(left_s * _SEND_SHARE, MAX_SEND_S), 0.001)
         return GrpcCall(self.exchange, left_s, session.decode("latin-1")[:512])
 
     async def failed(self, error: BaseException) -> None:
-        """Ends the call with what `error` stands for; returns where it ends by itself."""
+        """End the call with the status of `error`. Returns if the call ends by itself."""
         if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
             self.exchange.status = CLIENT_CLOSED
             return
@@ -307,14 +308,14 @@ def _header(name: str, value: str | bytes) -> tuple[bytes, bytes]:
     return name.encode(), value if isinstance(value, bytes) else value.encode()
 
 
-def handler(kind: str, called: Any, takes: Any) -> Any:
-    """gRPC's own record of a method; `kind` is unary or stream."""
+def handler(kind: str, wrapped: Any, takes: Any) -> Any:
+    """gRPC's handler object for a method; `kind` is unary or stream."""
     make = {
         "unary": grpc.unary_unary_rpc_method_handler,
         "stream": grpc.unary_stream_rpc_method_handler,
     }[kind]
     return make(
-        called,
+        wrapped,
         request_deserializer=takes.FromString,
         response_serializer=lambda message: message.SerializeToString(),
     )
@@ -339,12 +340,12 @@ STATUSES = {
 
 
 def grpc_status_of(error: CoterieError) -> grpc.StatusCode:
-    """What is not in the table is ours to mend."""
+    """The gRPC status. Errors that are not in the table are internal errors."""
     return STATUSES.get(error.code, _Code.INTERNAL)
 
 
 def details_of(error: CoterieError, request_id: str) -> tuple[tuple[str, str], ...]:
-    """Trailing metadata: ASCII alone."""
+    """Trailing metadata; only ASCII is allowed."""
     details = {"coterie-code": error.code, "x-request-id": request_id}
     if error.param is not None and error.param.isascii() and error.param.isprintable():
         details["coterie-param"] = error.param

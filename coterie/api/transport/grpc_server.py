@@ -1,6 +1,6 @@
-"""The gRPC server beside the HTTP one: where it listens, which services it has, how it ends.
+"""The gRPC server, which runs beside the HTTP server: its port, its services, its end.
 
-Imported only where `server.grpc_port` asks for it: grpcio is an extra.
+Imported only if `server.grpc_port` is set, because grpcio is an optional dependency.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from coterie.core.errors import ConfigError
 if TYPE_CHECKING:
     from coterie.service.pipeline import Pipeline
 
-# calls under way, of one connection and of all; more wait, and are refused
+# running calls of one connection, and of all; further calls wait, or are refused
 MAX_STREAMS, MAX_CALLS = 1024, 4096
-# between two questions whether the peer is there, and what it gets to answer
+# time between two keepalive pings, and time to answer one
 PING_MS = 20_000
 
 
 class GrpcServer:
-    """`port` is the one that it got."""
+    """`port` is the port that the system assigned."""
 
     def __init__(
         self,
         settings: ServerSettings,
         pipeline: Pipeline,
-        reception: InferBodyReader,
+        body_reader: InferBodyReader,
         keys: AccessKeys,
     ) -> None:
         self._server = grpc.aio.server(
@@ -54,16 +54,16 @@ class GrpcServer:
                 ("grpc.max_allowed_incoming_connections", settings.max_connections),
                 ("grpc.server_handshake_timeout_ms", round(settings.header_timeout_s * 1000)),
                 ("grpc.max_connection_idle_ms", round(settings.idle_timeout_s * 1000)),
-                # a peer that is gone, or reads nothing
+                # detect a peer that is gone or reads nothing
                 ("grpc.keepalive_time_ms", PING_MS),
                 ("grpc.keepalive_timeout_ms", PING_MS),
                 ("grpc.keepalive_permit_without_calls", 1),
-                # two servers on one port would share its calls without a word
+                # without this two servers on one port would share its calls without an error
                 ("grpc.so_reuseport", 0),
             ),
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        calls = InferenceCalls(GrpcServices(pipeline, pipeline.jobs, pipeline.records, reception))
+        calls = InferenceCalls(GrpcServices(pipeline, pipeline.jobs, pipeline.records, body_reader))
         health = HealthCalls(lambda: pipeline.health().ready)
         generic = grpc.method_handlers_generic_handler
         self._server.add_generic_rpc_handlers(
@@ -80,7 +80,7 @@ class GrpcServer:
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:
-        """No new calls; those under way may end within `grace_s`."""
+        """Accept no new calls; running calls may end within `grace_s`."""
         await self._server.stop(grace_s)
 
 
@@ -112,12 +112,12 @@ class HealthCalls:
         return _Status(status=self._status(request.service))
 
     async def watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        """The status now, and each time it changes."""
-        told = None
+        """Send the status now, and each time it changes."""
+        sent = None
         while True:
             status = self._status(request.service)
-            if status != told:
-                told = status
+            if status != sent:
+                sent = status
                 yield _Status(status=status)
             await asyncio.sleep(POLL_S)
 

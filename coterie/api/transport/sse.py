@@ -1,6 +1,6 @@
-"""Streams of pre-encoded frames, and answers that end when their client does.
+"""Streams of encoded frames, and answers that are cancelled when their client disconnects.
 
-A refusal before the first event keeps its own HTTP status; a failure after it becomes a frame.
+An error before the first event gets its HTTP status; an error after it becomes a frame.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from coterie.api.door import ClientGone, Exchange, log_fault
 from coterie.core.errors import CoterieError, DeadlineExceeded, InternalError, from_code
 from coterie.core.events import Delta, Event, Failed, Finished
 
-# how long a refusal may still become an HTTP status; then headers go out and keepalives begin
+# how long to wait for an error that could still get an HTTP status; then the headers are sent
 COMMIT_S = 2.0
 KEEPALIVE_S = 5.0
 
@@ -25,20 +25,20 @@ Events = AsyncGenerator[Event, None]
 
 
 class StreamRenderer(Protocol):
-    """One dialect's frames for one request. Pure: events in, bytes out."""
+    """Turns the events of one request into the frames of one dialect."""
 
     keepalive: bytes
 
     def render(self, event: Event) -> bytes:
-        """Frames for an event, empty when there is nothing to say."""
+        """The frames of an event; empty if there are none."""
 
     def error(self, error: CoterieError) -> bytes:
-        """The frame that ends a stream that went wrong."""
+        """The last frame of a stream that failed."""
 
 
 @asynccontextmanager
 async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """Cancels what runs inside as soon as the client goes away, and raises ClientGone."""
+    """Cancels the `with` block when the client disconnects, and raises ClientGone."""
     task = asyncio.current_task()
     assert task is not None
     is_gone = False
@@ -59,7 +59,7 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
         watcher.remove_done_callback(cancel)
         await _end(watcher)
     if is_gone:
-        # it may have been cancelled by somebody else, too
+        # the task may also have been cancelled by other code
         if task.uncancel():
             raise asyncio.CancelledError
         raise ClientGone
@@ -78,7 +78,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """`text/event-stream` over a pipeline's events; closing it closes them."""
+    """A `text/event-stream` response of a pipeline's events; closing it closes them."""
 
     media_type = "text/event-stream"
 
@@ -92,7 +92,7 @@ class EventStream(Response):
         self.events = events
         self.renderer = renderer
         self.exchange = exchange
-        # loop time of the last frame; long ago, so that a queued request's first keepalive is due
+        # loop time of the last frame; 0, so that a queued request gets its first keepalive at once
         self.last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,7 +112,7 @@ class EventStream(Response):
                 self.exchange.headers["x-coterie-queue-ms"] = f"{self.exchange.elapsed_ms():.0f}"
                 self.last_sent = asyncio.get_running_loop().time()
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            # the layers between only look at a response's start
+            # bypass the middleware: it only needs the start of a response
             write = self.exchange.send or send
             beat = asyncio.ensure_future(self._keep_alive(write))
             await self._forward(first, write)
@@ -171,7 +171,7 @@ class EventStream(Response):
 
 
 def refuse(event: Event) -> None:
-    """Raises what a first event stands for when it is the end of a request that never ran."""
+    """Raises the error if the first event is the failure of a request that never ran."""
     if isinstance(event, Failed):
         raise from_code(event.code, event.message, retry_after_s=event.retry_after_s)
     if isinstance(event, Delta) and event.finish_reason == "timeout" and not event.token_ids:

@@ -1,7 +1,7 @@
-"""The door of /v1/infer/ws: keys, origins, how many connections; what is said is `ws_talk.py`'s.
+"""The WebSocket /v1/infer/ws: checks of key and origin, then requests and their events.
 
-A browser cannot set headers on a WebSocket: it offers its key as a subprotocol. And no browser asks
-before it connects elsewhere, so that a page of a foreign origin is refused here.
+A browser cannot set headers on a WebSocket, so it sends its key as a subprotocol. A browser also
+connects to foreign origins without a preflight request, so pages of other origins are refused here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from coterie.core.errors import (
 )
 
 PATH = "/v1/infer/ws"
-# what the server speaks, and how a key is offered beside it: `coterie-key.KEY`
+# the subprotocol of this server, and the prefix of a subprotocol that carries a key
 SUBPROTOCOL, KEY_MARK = "coterie", "coterie-key."
 MAX_CONNECTIONS = 1024
 RETRY_S = 5.0
@@ -48,23 +48,23 @@ class InferSocket:
     def __init__(
         self,
         service: InferencePipeline,
-        reception: InferBodyReader,
+        body_reader: InferBodyReader,
         keys: AccessKeys,
         origins: OriginCheck,
         idle_timeout_s: float,
     ) -> None:
         self.service = service
-        self.reception = reception
+        self.body_reader = body_reader
         self.keys = keys
         self.origins = origins
         self.idle_timeout_s = idle_timeout_s
         self._num_open = 0
 
     async def connect(self, websocket: WebSocket) -> None:
-        """Requests and their events over one connection."""
+        """Serve requests and their events on one connection."""
         exchange = Exchange(new_id("req_"), OPENAI, time.monotonic())
         try:
-            exchange.tenant = self._let_in(websocket)
+            exchange.tenant = self._admit(websocket)
         except CoterieError as error:
             exchange.status = status_of(error, OPENAI)
             exchange.reason = reason_of(error)
@@ -76,14 +76,14 @@ class InferSocket:
         self._num_open += 1
         try:
             await SocketHandler(
-                websocket, self.service, self.reception, exchange.tenant, self.idle_timeout_s
+                websocket, self.service, self.body_reader, exchange.tenant, self.idle_timeout_s
             ).run()
         finally:
             self._num_open -= 1
             exchange.status = 101
             log_exchange(exchange, websocket.scope, "WEBSOCKET")
 
-    def _let_in(self, websocket: WebSocket) -> str:
+    def _admit(self, websocket: WebSocket) -> str:
         headers = list(websocket.scope["headers"])
         self.origins.check(headers)
         for offer in websocket.scope.get("subprotocols", ()):
@@ -98,17 +98,17 @@ class InferSocket:
 
 
 async def _refuse(websocket: WebSocket, response: Response) -> None:
-    """With a status and a body where the server can send one before the handshake."""
+    """Refuse the handshake, with a status and a body if the server supports that."""
     if "websocket.http.response" in websocket.scope.get("extensions", {}):
         await websocket.send_denial_response(response)
     else:
         await websocket.close(1008)
 
 
-# requests that run at once on one connection
+# requests that may run at the same time on one connection
 MAX_OVERLAP = 16
 MAX_TAG = 128
-# of RFC 6455: the server goes away from it
+# close code of RFC 6455
 GOING_AWAY = 1001
 
 
@@ -117,19 +117,19 @@ class SocketHandler:
         self,
         websocket: WebSocket,
         service: InferencePipeline,
-        reception: InferBodyReader,
+        body_reader: InferBodyReader,
         tenant: str,
         idle_timeout_s: float,
     ) -> None:
-        """`idle_timeout_s`: how long the client may have nothing running and ask nothing."""
+        """`idle_timeout_s`: how long a client without running requests may stay silent."""
         self._websocket, self._idle_timeout_s = websocket, idle_timeout_s
-        self._service, self._reception, self._tenant = service, reception, tenant
+        self._service, self._body_reader, self._tenant = service, body_reader, tenant
         self._running: dict[str, asyncio.Task[None]] = {}
         self._is_open = True
         self._idle = asyncio.timeout(idle_timeout_s)
 
     async def run(self) -> None:
-        """Until the client leaves, or is idle for too long."""
+        """Serve until the client disconnects or is idle for too long."""
         try:
             async with self._idle:
                 while True:
@@ -138,7 +138,7 @@ class SocketHandler:
                     if message["type"] == "websocket.disconnect":
                         return
                     await self._take(message.get("bytes") or (message.get("text") or "").encode())
-                    self._rest()
+                    self._start_idle_timer()
         except WebSocketDisconnect:
             return
         except TimeoutError:
@@ -151,17 +151,17 @@ class SocketHandler:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _rest(self) -> None:
-        """Idle from now on, where nothing runs."""
+    def _start_idle_timer(self) -> None:
+        """Start the idle timer if nothing runs."""
         if self._is_open and not self._running:
             self._idle.reschedule(asyncio.get_running_loop().time() + self._idle_timeout_s)
 
     def _ended(self, job_id: str) -> None:
         self._running.pop(job_id, None)
-        self._rest()
+        self._start_idle_timer()
 
     async def _take(self, raw: bytes) -> None:
-        """A body, or `{"cancel": job_id}`."""
+        """Handle one message: a request body, or `{"cancel": job_id}`."""
         arrived_at, tag = time.monotonic(), None
         try:
             payload = await aside(len(raw), decode, raw)
@@ -175,18 +175,18 @@ class SocketHandler:
                     f"{MAX_OVERLAP} requests run on this connection already", retry_after_s=1.0
                 )
             caller = CallerInfo(self._tenant, arrived_at)
-            asked = await self._reception.receive(payload, caller, len(raw))
-            inference = RunningInference(self._service, asked)
+            parsed = await self._body_reader.receive(payload, caller, len(raw))
+            inference = RunningInference(self._service, parsed)
         except Exception as error:
             typed = _typed(error, "")
             self._log_refusal(typed, arrived_at)
-            await self._say(ERROR, error_message(typed), {"request_id": tag} if tag else {})
+            await self._send(ERROR, error_message(typed), {"request_id": tag} if tag else {})
             return
         exchange = Exchange(inference.job_id, OPENAI, arrived_at, self._tenant)
         task = asyncio.create_task(self._answer(inference, exchange, tag))
         self._running[inference.job_id] = task
         task.add_done_callback(lambda _: self._ended(inference.job_id))
-        # a task that is cancelled before it begins would say nothing
+        # let the task start: if it is cancelled before its start, it would send no last frame
         await asyncio.sleep(0)
 
     def _log_refusal(self, error: CoterieError, arrived_at: float) -> None:
@@ -213,23 +213,23 @@ class SocketHandler:
                 async for event in events:
                     frame = inference.frame(event)
                     if frame is not None:
-                        await self._say(*frame, marks)
+                        await self._send(*frame, marks)
         except asyncio.CancelledError:
-            # where it had ended, the last frame is on its way
+            # if it had ended, the last frame is already being sent
             if not inference.answer.ended:
                 exchange.status = CLIENT_CLOSED
                 if self._is_open:
-                    await self._say(*inference.aborted(), marks)
+                    await self._send(*inference.aborted(), marks)
         except Exception as error:
             typed = _typed(error, inference.job_id)
             exchange.status, exchange.reason = status_of(typed, OPENAI), reason_of(typed)
-            await self._say(ERROR, error_message(typed), marks)
+            await self._send(ERROR, error_message(typed), marks)
         finally:
             exchange.prompt_tokens, exchange.completion_tokens = inference.tokens()
             log_exchange(exchange, self._websocket.scope, "WEBSOCKET")
 
-    async def _say(self, name: str, fields: dict[str, Any], marks: dict[str, Any]) -> None:
-        """Nothing to one who is gone; `run` ends what is left."""
+    async def _send(self, name: str, fields: dict[str, Any], marks: dict[str, Any]) -> None:
+        """Send one event. Does nothing if the client is gone; `run` then ends its requests."""
         if self._websocket.application_state is WebSocketState.CONNECTED:
             with suppress(WebSocketDisconnect):
                 await self._websocket.send_text(encode({"event": name} | marks | fields).decode())
@@ -243,7 +243,7 @@ def _typed(error: Exception, job_id: str) -> CoterieError:
 
 
 def error_message(error: CoterieError) -> dict[str, Any]:
-    """As in a stream, with the wait that HTTP would say in a header."""
+    """The error as in a stream, with the retry time that HTTP sends in a header."""
     fields = error_fields(error)
     if error.retry_after_s is not None:
         fields["retry_after_ms"] = round(error.retry_after_s * 1000)
@@ -251,7 +251,7 @@ def error_message(error: CoterieError) -> dict[str, Any]:
 
 
 def _tag(payload: dict[str, Any]) -> str | None:
-    """The caller's own name for a request, sent back in every event of it."""
+    """The caller's name for a request; every event of it carries this name."""
     tag = payload.pop("request_id", None)
     if tag is not None and not (isinstance(tag, str) and 0 < len(tag) <= MAX_TAG):
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""What `coterie expert` does with packages and with installed experts, and how it shows them."""
+"""The actions of `coterie expert` on packages and installed experts, and their output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def verify(args: argparse.Namespace) -> int:
         "kind": package.config.kind,
         "digest": package.digest,
         "base_models": [asdict(base) for base in manifest.base_models],
-        "files": {name: asdict(found) for name, found in sorted(package.files.items())},
+        "files": {name: asdict(file) for name, file in sorted(package.files.items())},
         "signature": asdict(verdict),
     }
     signature = verdict.state + (f": {verdict.reason}" if verdict.reason else "")
@@ -52,7 +52,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def install(args: argparse.Namespace) -> int:
-    # an installation that was allowed unsigned is said; that it worked is the result
+    # an unsigned installation is reported; that it worked is the result itself
     narrate(logging.WARNING)
     if len(args.source) > 1 and (args.name or args.version):
         raise ConfigError("--name and --version are for one expert at a time", param="name")
@@ -61,7 +61,7 @@ def install(args: argparse.Namespace) -> int:
     from coterie.adapters.check import check_adapter
 
     registry, trust = open_registry(), open_trust()
-    known = {_called(card): card.digest for card in registry.cards()}
+    known = {_full_name(card): card.digest for card in registry.cards()}
     cards, lines, failed = [], [], 0
     for source in args.source:
         try:
@@ -72,19 +72,19 @@ def install(args: argparse.Namespace) -> int:
                 bases=fingerprints,
                 name=args.name,
                 version=args.version,
-                # without --base: whether it is whole, not whether it fits
+                # without --base: checks that it is complete, not that it fits
                 check=lambda _, folder: check_adapter(folder, fitting, args.adapter_bytes),
             )
         except CoterieError as error:
             if len(args.source) == 1:
                 raise
-            # the others are as good as without it
+            # the others are installed without it
             note(f"coterie: {error.message}")
             failed += 1
             continue
         cards.append(card)
-        again = " again" if known.get(_called(card)) == card.digest else ""
-        line = f"{_called(card)}: installed{again} ({card.kind}, {nbytes(card.nbytes)})"
+        again = " again" if known.get(_full_name(card)) == card.digest else ""
+        line = f"{_full_name(card)}: installed{again} ({card.kind}, {nbytes(card.nbytes)})"
         current = registry.find(card.name)
         if current.version != card.version:
             line += f"; {card.name} is pinned and still means {current.version}"
@@ -99,19 +99,19 @@ def install(args: argparse.Namespace) -> int:
 
 
 def _learn(registry: AdapterRegistry) -> None:
-    """When to use whom, as the next server will ask for it: so it need not learn at its start."""
+    """Learns when to use each expert, so that the next server does not have to at its start."""
     from coterie.service.adapters.catalog import ProfileCache, current_profiles
     from coterie.service.adapters.matching import build_matcher, is_learnt
 
-    known = ProfileCache().read(registry, registry.cards())
-    found = tuple(current_profiles(registry.meanings(), known).values())
-    if not found or is_learnt(found):
+    profiles = ProfileCache().read(registry, registry.cards())
+    current = tuple(current_profiles(registry.meanings(), profiles).values())
+    if not current or is_learnt(current):
         return
-    note(f"coterie: learning when to use {len(found)} expert{'s' * (len(found) > 1)}")
+    note(f"coterie: learning when to use {len(current)} expert{'s' * (len(current) > 1)}")
     try:
-        build_matcher(found)
+        build_matcher(current)
     except InternalError as error:
-        # it is installed all the same, and a server learns on its own
+        # the expert is installed anyway, and a server can learn by itself
         note(f"coterie: {error.message}; the next server will try again")
 
 
@@ -136,7 +136,9 @@ def listing(args: argparse.Namespace) -> int:
     headers = ("name", "version", "now", "kind", "size", "signed by")
     none = "no experts installed: coterie expert install FILE"
     text = table(headers, rows, words=("version", "now", "kind", "signed by")) if rows else none
-    also = [f"{alias} = {_called(card)}" for alias, card in meanings.items() if alias != card.name]
+    also = [
+        f"{alias} = {_full_name(card)}" for alias, card in meanings.items() if alias != card.name
+    ]
     if also:
         text += f"\n\n{facts([('aliases', ', '.join(sorted(also)))])}"
     return show(args, {"experts": report}, text)
@@ -144,12 +146,12 @@ def listing(args: argparse.Namespace) -> int:
 
 def details(args: argparse.Namespace) -> int:
     registry = open_registry()
-    card = registry.find(*_parted(args.name))
+    card = registry.find(*_name_and_version(args.name))
     manifest = registry.manifest(card)
     aliases = _aliases(card, registry.meanings())
     signer = _signer(card, _key_states())
     pairs = [
-        ("expert", _called(card)),
+        ("expert", _full_name(card)),
         ("about", card.description or "-"),
         ("author", manifest.author or "-"),
         ("kind", f"{card.kind}, {nbytes(card.nbytes)}"),
@@ -176,23 +178,23 @@ def details(args: argparse.Namespace) -> int:
 
 def remove(args: argparse.Namespace) -> int:
     registry = open_registry()
-    name, version = _parted(args.name)
-    # servers may be running them: the files go when nobody has asked for them for a day
+    name, version = _name_and_version(args.name)
+    # servers may be using them: the files are deleted when nobody has requested them for a day
     keep = {card.digest for card in registry.cards()}
-    gone = registry.remove(name, version, keep=keep)
+    removed = registry.remove(name, version, keep=keep)
     registry.sweep()
-    text = ", ".join(_called(card) for card in gone)
-    return show(args, {"removed": [asdict(card) for card in gone]}, f"{text}: removed")
+    text = ", ".join(_full_name(card) for card in removed)
+    return show(args, {"removed": [asdict(card) for card in removed]}, f"{text}: removed")
 
 
 def pin(args: argparse.Namespace) -> int:
-    name, version = _parted(args.name)
+    name, version = _name_and_version(args.name)
     registry = open_registry()
     if version is not None:
         registry.alias(name, name, version)
     card = registry.pin(name, not args.off)
     state = "unpinned" if args.off else "pinned"
-    return show(args, asdict(card), f"{_called(card)}: {state}")
+    return show(args, asdict(card), f"{_full_name(card)}: {state}")
 
 
 def alias(args: argparse.Namespace) -> int:
@@ -202,22 +204,22 @@ def alias(args: argparse.Namespace) -> int:
         return show(args, {"alias": args.alias, "removed": True}, f"{args.alias}: removed")
     if args.name is None:
         raise ConfigError("say which expert: coterie expert alias ALIAS NAME", param="name")
-    card = registry.alias(args.alias, *_parted(args.name))
-    return show(args, {"alias": args.alias, **asdict(card)}, f"{args.alias}: {_called(card)}")
+    card = registry.alias(args.alias, *_name_and_version(args.name))
+    return show(args, {"alias": args.alias, **asdict(card)}, f"{args.alias}: {_full_name(card)}")
 
 
 def rollback(args: argparse.Namespace) -> int:
-    name, _ = _parted(args.name)
+    name, _ = _name_and_version(args.name)
     card = open_registry().rollback(name)
-    return show(args, asdict(card), f"{name}: {_called(card)} again")
+    return show(args, asdict(card), f"{name}: {_full_name(card)} again")
 
 
-def _parted(text: str) -> tuple[str, str | None]:
+def _name_and_version(text: str) -> tuple[str, str | None]:
     name, at, version = text.partition("@")
     return name, version if at else None
 
 
-def _called(card: AdapterCard) -> str:
+def _full_name(card: AdapterCard) -> str:
     return f"{card.name}@{card.version}"
 
 
@@ -230,14 +232,14 @@ def _key_states() -> dict[str, str]:
     try:
         keys = open_trust().keys()
     except WeightsError as error:
-        # what is installed can be listed all the same
+        # installed experts can be listed anyway
         note(f"coterie: {error.message}")
         keys = []
     return {key.id: key.state(now) for key in keys}
 
 
 def _signer_state(card: AdapterCard, states: Mapping[str, str]) -> str:
-    """What its signer's key is by now: it was trusted when the expert was installed."""
+    """The current state of its signer's key, which was trusted when the expert was installed."""
     return states.get(card.signer, "unknown") if card.signer else "unsigned"
 
 
@@ -247,7 +249,7 @@ def _signer(card: AdapterCard, states: Mapping[str, str]) -> str:
 
 
 def _bases(card: AdapterCard, manifest: Manifest) -> Sequence[BaseModelRef]:
-    """As the manifest has them, or as `--base` said when it was installed."""
+    """From the manifest, or from `--base` when it was installed."""
     if set(card.bases) <= set(manifest.fingerprints):
         return manifest.base_models
     name = manifest.base_models[0].name if manifest.base_models else "a base model"
@@ -260,7 +262,7 @@ def _for(base_models: Sequence[BaseModelRef]) -> str:
 
 
 def _figures(evaluation: Mapping[str, Any]) -> str:
-    """The figures of `coterie expert test` in one line; empty for a section of another form."""
+    """The figures of `coterie expert test` in one line; empty if the section has another form."""
     sides = [evaluation.get(side) for side in ("base", "expert")]
     if not all(isinstance(side, Mapping) and "score" in side for side in sides):
         return ""
@@ -273,7 +275,7 @@ def _figures(evaluation: Mapping[str, Any]) -> str:
 
 
 def _flat(value: Any) -> str:
-    """A manifest's section as one line of text."""
+    """A section of the manifest as one line of text."""
     if isinstance(value, Mapping):
         return "; ".join(f"{key} {_flat(item)}" for key, item in value.items())
     if isinstance(value, list):
@@ -329,21 +331,23 @@ def sign(args: argparse.Namespace) -> int:
 
 
 def _document(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """The manifest's fields: those of a file, then the flags."""
+    """The manifest's fields: those of a file, replaced by those of flags."""
     from coterie.packages.manifest import name_from
     from coterie.packages.strict_json import parse
 
     path = Path(args.manifest) if args.manifest else directory / "manifest.json"
     if args.manifest and not path.is_file():
         raise ConfigError(f"{path}: no such file", param="manifest")
-    found = parse(path.read_bytes(), str(path)) if path.is_file() else {}
-    given = {name: getattr(args, name) for name in ("name", "version", "description", "author")}
+    from_file = parse(path.read_bytes(), str(path)) if path.is_file() else {}
+    from_flags = {
+        name: getattr(args, name) for name in ("name", "version", "description", "author")
+    }
     document = {
         "schema_version": "2.0",
         "name": name_from(directory.resolve().name),
         "base_models": [],
-        **found,
-        **{name: value for name, value in given.items() if value is not None},
+        **from_file,
+        **{name: value for name, value in from_flags.items() if value is not None},
     }
     if "version" not in document:
         raise ConfigError("give --version, such as 1.0.0 (manifest.json has none)", param="version")

@@ -89,29 +89,29 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     menu = ActionMenu(parser)
     _configure_pack(menu)
-    made = menu.add("sign", packing.sign, "sign a package with a private key", _SIGN)
-    made.add_argument("file", metavar="FILE", help="an .expert file; it is rewritten")
-    made.add_argument("--key", required=True, metavar="FILE", help="private key (keys new)")
-    _add_json(made)
-    made = menu.add("verify", actions.verify, "check a package and its signature", _VERIFY)
-    made.add_argument("file", metavar="FILE", help="an .expert file")
-    _add_json(made)
+    action = menu.add("sign", packing.sign, "sign a package with a private key", _SIGN)
+    action.add_argument("file", metavar="FILE", help="an .expert file; it is rewritten")
+    action.add_argument("--key", required=True, metavar="FILE", help="private key (keys new)")
+    _add_json(action)
+    action = menu.add("verify", actions.verify, "check a package and its signature", _VERIFY)
+    action.add_argument("file", metavar="FILE", help="an .expert file")
+    _add_json(action)
     _configure_install(menu)
     _add_json(menu.add("list", actions.listing, "list the installed experts", _LIST))
-    made = menu.add("show", actions.details, "what an installed expert says of itself", _SHOW)
-    _add_name(made)
-    made = menu.add("remove", actions.remove, "remove one version of an expert, or all", _REMOVE)
-    _add_name(made)
-    made = menu.add("pin", actions.pin, "keep a name at the version it means now", _PIN)
-    _add_name(made)
-    made.add_argument("--off", action="store_true", help="let it move again")
-    made = menu.add("alias", actions.alias, "give a version another name", _ALIAS)
-    made.add_argument("alias", metavar="ALIAS", help="the other name")
-    made.add_argument("name", nargs="?", metavar="NAME", help="an expert, or NAME@VERSION")
-    made.add_argument("--off", action="store_true", help="take the alias away")
-    _add_json(made)
-    made = menu.add("rollback", actions.rollback, "go back to the version before", _ROLLBACK)
-    _add_name(made)
+    action = menu.add("show", actions.details, "what an installed expert says of itself", _SHOW)
+    _add_name(action)
+    action = menu.add("remove", actions.remove, "remove one version of an expert, or all", _REMOVE)
+    _add_name(action)
+    action = menu.add("pin", actions.pin, "keep a name at the version it means now", _PIN)
+    _add_name(action)
+    action.add_argument("--off", action="store_true", help="let it move again")
+    action = menu.add("alias", actions.alias, "give a version another name", _ALIAS)
+    action.add_argument("alias", metavar="ALIAS", help="the other name")
+    action.add_argument("name", nargs="?", metavar="NAME", help="an expert, or NAME@VERSION")
+    action.add_argument("--off", action="store_true", help="take the alias away")
+    _add_json(action)
+    action = menu.add("rollback", actions.rollback, "go back to the version before", _ROLLBACK)
+    _add_name(action)
     testing.configure(menu.add("test", testing.execute, testing.HELP, testing.EPILOG))
 
 
@@ -119,42 +119,44 @@ execute = choose
 
 
 def _configure_pack(menu: ActionMenu) -> None:
-    made = menu.add("pack", packing.pack, "make an .expert file of a PEFT directory", _PACK)
-    made.add_argument("directory", metavar="DIR", help="as PEFT's save_pretrained writes it")
-    made.add_argument("--out", metavar="FILE", help="(default: NAME-VERSION.expert)")
-    made.add_argument("--manifest", metavar="FILE", help="JSON (default: DIR/manifest.json)")
-    made.add_argument("--name", help="a-z 0-9 . _ - (default: the manifest's, or DIR's name)")
-    made.add_argument("--version", metavar="V", help="such as 1.2.0")
-    made.add_argument("--description", metavar="TEXT", help="one sentence")
-    made.add_argument("--author", metavar="TEXT")
-    made.add_argument(
+    action = menu.add("pack", packing.pack, "make an .expert file of a PEFT directory", _PACK)
+    action.add_argument("directory", metavar="DIR", help="as PEFT's save_pretrained writes it")
+    action.add_argument("--out", metavar="FILE", help="(default: NAME-VERSION.expert)")
+    action.add_argument("--manifest", metavar="FILE", help="JSON (default: DIR/manifest.json)")
+    action.add_argument("--name", help="a-z 0-9 . _ - (default: the manifest's, or DIR's name)")
+    action.add_argument("--version", metavar="V", help="such as 1.2.0")
+    action.add_argument("--description", metavar="TEXT", help="one sentence")
+    action.add_argument("--author", metavar="TEXT")
+    action.add_argument(
         "--base",
         action="append",
         metavar="MODEL",
         help="a model it is for; its fingerprint is recorded (repeatable)",
     )
-    _add_json(made)
+    _add_json(action)
 
 
 def _configure_install(menu: ActionMenu) -> None:
-    made = menu.add("install", actions.install, "install a package or a PEFT directory", _INSTALL)
-    made.add_argument(
+    action = menu.add("install", actions.install, "install a package or a PEFT directory", _INSTALL)
+    action.add_argument(
         "source", nargs="+", metavar="FILE_OR_DIR", help="an .expert file or a PEFT directory"
     )
-    made.add_argument(
+    action.add_argument(
         "--allow-unsigned", action="store_true", help="even if no trusted key signed it (logged)"
     )
-    made.add_argument("--name", help="call it this")
-    made.add_argument("--version", metavar="V", help="give it this version")
-    made.add_argument("--base", action="append", metavar="MODEL", help="it must be for this model")
-    made.add_argument(
+    action.add_argument("--name", help="call it this")
+    action.add_argument("--version", metavar="V", help="give it this version")
+    action.add_argument(
+        "--base", action="append", metavar="MODEL", help="it must be for this model"
+    )
+    action.add_argument(
         "--adapter-bytes",
         type=size,
         default=DEFAULTS.device_bytes,
         metavar="SIZE",
         help="as the server has it: what cannot fit is refused (default 512MB)",
     )
-    _add_json(made)
+    _add_json(action)
 
 
 def _add_name(parser: argparse.ArgumentParser) -> None:

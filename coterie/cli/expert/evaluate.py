@@ -1,6 +1,6 @@
-"""`coterie expert test`: an expert's held-out items through the engine, without it and with it.
+"""`coterie expert test`: runs an expert's held-out items with and without it.
 
-Greedy, all items together, compared with the figures in its manifest. Judges nothing itself: see
+Greedy, all items in one batch, compared with the figures in its manifest. The metrics are in
 packages/evaluate.py.
 """
 
@@ -39,7 +39,7 @@ ALL = "all"
 
 
 class StatedEvaluation(NamedTuple):
-    """Items to try, and what a package says of itself about them: None = nothing."""
+    """Items to run, and the figures that a package states for them: None = no figures."""
 
     name: str
     metric: str
@@ -69,7 +69,7 @@ def execute(args: argparse.Namespace) -> int:
     several = read_stated(args.expert, args.language, args.source)
     with _open(args) as llm:
         llm.prepare([args.expert])
-        reports = {code: _tried(llm, args, stated) for code, stated in several.items()}
+        reports = {code: _run_items(llm, args, stated) for code, stated in several.items()}
     if args.language == ALL:
         show(args, list(reports.values()), _by_language(reports))
     else:
@@ -78,23 +78,23 @@ def execute(args: argparse.Namespace) -> int:
     return 0 if all(report["reproduced"] is not False for report in reports.values()) else 1
 
 
-def _tried(llm: LLM, args: argparse.Namespace, stated: StatedEvaluation) -> dict[str, Any]:
+def _run_items(llm: LLM, args: argparse.Namespace, stated: StatedEvaluation) -> dict[str, Any]:
     items = stated.items[: args.items or None]
-    began = time.perf_counter()
+    started = time.perf_counter()
     texts = (answers(llm, items), answers(llm, items, args.expert))
-    seconds = time.perf_counter() - began
-    found = judged(stated.metric, items, *texts)
-    said = None if stated.figures is None else stated.figures.first(len(items))
+    seconds = time.perf_counter() - started
+    measured = judged(stated.metric, items, *texts)
+    stated_figures = None if stated.figures is None else stated.figures.first(len(items))
     return {
         "expert": stated.name,
         "language": items[0].language,
-        "better": found.is_better,
-        # null = the manifest says nothing about these items
-        "reproduced": None if said is None else found.reproduces(said),
+        "better": measured.is_better,
+        # null = the manifest has no figures for these items
+        "reproduced": None if stated_figures is None else measured.reproduces(stated_figures),
         "seconds": round(seconds, 2),
-        "measured": found.section(),
-        "manifest": None if said is None else said.section(),
-        "wrong": _wrong(items, texts[1], found)[: args.show or 0],
+        "measured": measured.section(),
+        "manifest": None if stated_figures is None else stated_figures.section(),
+        "wrong": _wrong(items, texts[1], measured)[: args.show or 0],
     }
 
 
@@ -115,7 +115,7 @@ def _open(args: argparse.Namespace) -> LLM:
 def read_stated(
     reference: str, language: str | None = None, source: str | None = None
 ) -> dict[str, StatedEvaluation]:
-    """By language, from a package or what came along with an installed expert, or from a file."""
+    """By language, from a package, from an installed expert's files, or from a file."""
     from coterie.packages.evaluate import (
         ITEMS,
         LANGUAGE_ITEMS,
@@ -137,36 +137,36 @@ def read_stated(
     if language is None:
         return {"": StatedEvaluation(name, whole.metric, items, figures.get(""))}
     written = list(dict.fromkeys(item.language for item in items))
-    wanted = written if language == ALL else [language]
-    if missing := set(wanted) - set(written):
-        there = ", ".join(filter(None, written)) or "none"
-        raise NotFound(f"{name}: no items in {', '.join(missing)}; there are {there}")
+    languages = written if language == ALL else [language]
+    if missing := set(languages) - set(written):
+        available = ", ".join(filter(None, written)) or "none"
+        raise NotFound(f"{name}: no items in {', '.join(missing)}; there are {available}")
     return {
         code: StatedEvaluation(
             name, whole.metric, [item for item in items if item.language == code], figures.get(code)
         )
-        for code in wanted
+        for code in languages
     }
 
 
 def _package(reference: str, file: str) -> tuple[Any, bytes | None]:
-    """The manifest, and one of the other files."""
+    """The manifest, and one other file."""
     from coterie.cli.expert.state import open_registry
     from coterie.packages.archive import inspect
 
     path = Path(reference).expanduser()
     if path.is_file():
         package = inspect(path)
-        return package.manifest, package.kept.get(file)
+        return package.manifest, package.contents.get(file)
     registry = open_registry()
     name, _, version = reference.partition("@")
     card = registry.find(name, version or None)
-    found = registry.files(card) / file
-    return registry.manifest(card), found.read_bytes() if found.is_file() else None
+    path_of_file = registry.files(card) / file
+    return registry.manifest(card), path_of_file.read_bytes() if path_of_file.is_file() else None
 
 
 def answers(llm: LLM, items: Sequence[EvalItem], expert: str | None = None) -> list[str]:
-    """Greedy answers to all items, batched; in their order."""
+    """Greedy answers to all items, batched; in the order of the items."""
     from coterie.core.request import Chat, Message
 
     def ids(item: EvalItem) -> list[int]:
@@ -176,13 +176,13 @@ def answers(llm: LLM, items: Sequence[EvalItem], expert: str | None = None) -> l
     experts = [] if expert is None else [expert]
     texts = [""] * len(items)
     for limit in sorted({item.max_tokens for item in items}):
-        places = [at for at, item in enumerate(items) if item.max_tokens == limit]
-        prompts = [ids(items[at]) for at in places]
+        indexes = [index for index, item in enumerate(items) if item.max_tokens == limit]
+        prompts = [ids(items[index]) for index in indexes]
         done = llm.generate(prompts, temperature=0.0, max_tokens=limit, experts=experts)
-        for at, completion in zip(places, done, strict=True):
-            texts[at] = completion.text
+        for index, completion in zip(indexes, done, strict=True):
+            texts[index] = completion.text
         if sys.stderr.isatty():
-            note(f"coterie: {len(places)} items {'with the expert' if expert else 'by the base'}")
+            note(f"coterie: {len(indexes)} items {'with the expert' if expert else 'by the base'}")
     return texts
 
 
@@ -199,25 +199,26 @@ def judged(
 
 
 def _wrong(
-    items: Sequence[EvalItem], texts: Sequence[str], found: EvalComparison
+    items: Sequence[EvalItem], texts: Sequence[str], comparison: EvalComparison
 ) -> list[dict[str, Any]]:
     return [
         {"prompt": item.messages[-1]["content"], "expected": item.expected, "answer": text}
-        for item, text, right in zip(items, texts, found.expert, strict=True)
+        for item, text, right in zip(items, texts, comparison.expert, strict=True)
         if not right
     ]
 
 
 def _text(report: dict[str, Any]) -> str:
-    found, said = report["measured"], report["manifest"]
-    head = ("", "measured [95%]") if said is None else ("", "measured [95%]", "manifest [95%]")
+    measured, stated = report["measured"], report["manifest"]
+    head = ("", "measured [95%]") if stated is None else ("", "measured [95%]", "manifest [95%]")
     rows = [
-        [who, *(_shown(side[name]) for side in (found, said) if side is not None)]
+        [who, *(_shown(side[name]) for side in (measured, stated) if side is not None)]
         for who, name in (("base", "base"), ("with expert", "expert"))
     ]
     ends = {True: "reproduced", False: "NOT reproduced", None: "the manifest says nothing of these"}
     lines = [
-        f"{report['expert']}: {found['metric']}, {found['n']} items, {report['seconds']:.0f} s",
+        f"{report['expert']}: {measured['metric']}, {measured['n']} items, "
+        f"{report['seconds']:.0f} s",
         "",
         table(head, rows),
         "",
@@ -232,14 +233,14 @@ def _text(report: dict[str, Any]) -> str:
 def _by_language(reports: dict[str, dict[str, Any]]) -> str:
     rows = []
     for code, report in reports.items():
-        found = report["measured"]
+        measured = report["measured"]
         marks = {True: "yes", False: "NO", None: "-"}
         rows.append(
             [
                 code or "-",
-                str(found["n"]),
-                _shown(found["base"]),
-                _shown(found["expert"]),
+                str(measured["n"]),
+                _shown(measured["base"]),
+                _shown(measured["expert"]),
                 "yes" if report["better"] else "no",
                 marks[report["reproduced"]],
             ]

@@ -1,4 +1,4 @@
-"""Where the command line keeps experts and trust: in Coterie's state folder."""
+"""Where the command line stores experts and trusted keys: in Coterie's state folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def keys_dir() -> Path:
 
 
 def bases(models: Sequence[str] | None) -> list[BaseModelRef]:
-    """Each model with its fingerprint, fetched when it is not here."""
+    """Each model with its fingerprint; fetched if it is not on this machine."""
     from coterie.packages.manifest import BaseModelRef
     from coterie.weights.checkpoint import open_checkpoint
 
@@ -49,12 +49,12 @@ def bases(models: Sequence[str] | None) -> list[BaseModelRef]:
 
 
 def modules(models: Sequence[str] | None) -> dict[str, AdaptableModules]:
-    """What of each model adapters may change, told from its file alone."""
+    """The modules of each model that adapters may change, read from its file only."""
     from coterie.core.adapters import AdaptableModules
     from coterie.models.build.targets import site_of
     from coterie.weights.checkpoint import open_checkpoint
 
-    found: dict[str, AdaptableModules] = {}
+    by_model: dict[str, AdaptableModules] = {}
     for model in models or ():
         checkpoint = open_checkpoint(fetch(model))
         shapes = {
@@ -67,12 +67,12 @@ def modules(models: Sequence[str] | None) -> dict[str, AdaptableModules]:
             shapes.setdefault("lm_head", checkpoint.shape(tied))
             hidden = checkpoint.shape(tied)[1]
             pairs = {path: (shape[1], shape[0]) for path, shape in shapes.items()}
-            found[_called(model)] = AdaptableModules(hidden, pairs)
-    return found
+            by_model[_called(model)] = AdaptableModules(hidden, pairs)
+    return by_model
 
 
 def _called(model: str) -> str:
-    """A model's name without what is true on this machine only."""
+    """A model's name without parts that are only valid on this machine."""
     for scheme in ("hf:", "pypi:"):
         if model.startswith(scheme):
             return model.removeprefix(scheme)

@@ -1,4 +1,4 @@
-"""What each action of `coterie store` does and prints. Imports the expert tier when it runs."""
+"""The actions of `coterie store`. Imports the MoE store when it runs."""
 
 from __future__ import annotations
 
@@ -63,24 +63,24 @@ def inspect(args: argparse.Namespace) -> int:
             param="layer",
         )
     heatmap = _counts(args.heatmap, store, fetch(args.store))
-    wanted = [key for key in store.geometry.keys() if args.layer in (None, key[0])]  # noqa: SIM118
+    keys = [key for key in store.geometry.keys() if args.layer in (None, key[0])]  # noqa: SIM118
     with progress(f"reading {args.store}") as tick:
-        found = list(look(store, wanted, heatmap, tick))
+        experts = list(look(store, keys, heatmap, tick))
     absent = sorted(key for key in store.geometry.absent if args.layer in (None, key[0]))
     report = {
         "fingerprint": store.fingerprint,
         "experts": [
             {"layer": f.key[0], "expert": f.key[1], "bytes": f.nbytes, "norms": f.norms}
             | ({} if f.count is None else {"count": f.count})
-            for f in found
+            for f in experts
         ],
         "absent": [list(key) for key in absent],
     }
-    parts = list(found[0].norms) if found else []
+    parts = list(experts[0].norms) if experts else []
     headers = ["layer", "expert", "size", *[f"|{part}|" for part in parts]]
     headers += ["count"] if heatmap else []
     rows = []
-    for f in found:
+    for f in experts:
         row = [str(f.key[0]), str(f.key[1]), nbytes(f.nbytes)]
         row += [f"{f.norms[part]:#.4g}" for part in parts]
         rows.append(row + ([] if f.count is None else [f"{f.count:.0f}"]))
@@ -207,7 +207,7 @@ def _show(args: argparse.Namespace, report: dict[str, Any], text: str) -> int:
 
 
 def _any_store(model: str) -> ExpertStore:
-    """A packed store by its index alone; another model through its config."""
+    """Opens a packed store by its index alone, and any other model by its config."""
     from coterie.moe.store.packed import INDEX_FILE, open_packed
     from coterie.weights.checkpoint import open_checkpoint
 
@@ -252,10 +252,10 @@ def _groups(path: Path) -> ExpertGroups:
     return ExpertGroups(moe.gate_rule.groups, moe.gate_rule.top_groups) if moe else ExpertGroups()
 
 
-def _counts(given: str | None, store: ExpertStore, model: Path) -> Heatmap | None:
-    """The heatmap that was named, else the default workload's beside the model, if it fits."""
-    if given:
-        return _heatmap(given, store)
+def _counts(named: str | None, store: ExpertStore, model: Path) -> Heatmap | None:
+    """The named heatmap, or that of the default workload next to the model if it fits."""
+    if named:
+        return _heatmap(named, store)
     from coterie.workers.warmup import heatmap_path
 
     usual = heatmap_path(model, store.fingerprint, "default")
@@ -267,7 +267,7 @@ def _counts(given: str | None, store: ExpertStore, model: Path) -> Heatmap | Non
 
 
 def _heatmap(path: str, store: ExpertStore) -> Heatmap:
-    """Accepted when it was counted on these experts, or on those they came from."""
+    """Accepted if it was counted on these experts, or on those they were made from."""
     from coterie.moe.runtime.heatmap import Heatmap
     from coterie.weights.files import read_json
 

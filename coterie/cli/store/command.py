@@ -1,4 +1,4 @@
-"""`coterie store`: pack a model's experts for fast reads, look at them, change them."""
+"""`coterie store`: packs a model's experts for fast reads, shows and changes them."""
 
 from __future__ import annotations
 

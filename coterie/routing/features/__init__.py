@@ -1,1 +1,1 @@
-"""What can be told of a prompt: instruction, language, code, task type; and conditions over it."""
+"""Facts about a prompt: instruction, language, code, task type; and conditions over them."""

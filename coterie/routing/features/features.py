@@ -1,7 +1,7 @@
-"""What can be told of a prompt at a glance: language, JSON, code, task type, length, intent.
+"""Facts about a prompt that are computed quickly: language, JSON, code, task type, length, intent.
 
-Bounded work: of a long text the beginning and the end are looked at. Each feature is timed. The
-intent and the task type are told by the caller's own words; the document beside them is material.
+The work is limited: of a long text only the beginning and the end are read. Each feature is timed.
+Intent and task type depend only on the caller's instruction; a document is not searched for them.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ import time
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from coterie.routing.features.instruction import parted
+from coterie.routing.features.instruction import split_material
 from coterie.routing.features.language import UNKNOWN, detect
 
-# of the caller's words: an instruction stands before its material or behind it
+# length read of the caller's text: an instruction is before its document or after it
 HEAD_CHARS = 1_200
 TAIL_CHARS = 400
 DOCUMENT_CHARS = 800
-# an instruction is short: where it is sought at either end
-WISH_HEAD_CHARS = 300
-WISH_TAIL_CHARS = 200
+# an instruction is short: the length in which it is searched for at each end
+INSTRUCTION_HEAD_CHARS = 300
+INSTRUCTION_TAIL_CHARS = 200
 _WORD = re.compile(r"[^\W_][\w'+#-]*")
 _JSON = re.compile(r"\{\s*\"[^\"\n]{0,80}\"\s*:|\[\s*\{|\{\s*\}")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFeatures:
-    """Of one prompt. `words` and `text` are the caller's and stay out of every trace."""
+    """Features of one prompt. `words` and `text` come from the caller and never enter a trace."""
 
     task_type: str = "conversation"
     language: str = UNKNOWN
     has_json: bool = False
     has_code: bool = False
-    # that it holds, or else that it names; "" = none
+    # the language of its code, or the language it names; "" = none
     code_language: str = ""
     num_characters: int = 0
     intent: str = "other"
     has_document: bool = False
     words: frozenset[str] = frozenset()
-    # what was looked at, in lower case
+    # the text that was read, in lower case
     text: str = ""
     timings_ms: Mapping[str, float] = field(default_factory=dict)
 
-    def told(self) -> dict[str, str | float | bool]:
-        """Everything that is not the caller's own text."""
+    def public_fields(self) -> dict[str, str | float | bool]:
+        """Everything except the caller's text."""
         return {
             "task_type": self.task_type,
             "language": self.language,
@@ -58,35 +58,35 @@ class PromptFeatures:
 
 
 def routed_text(instruction: str, document: str = "") -> str:
-    """The text that adapters are looked for with: the wish, and how its material begins."""
+    """The text for finding adapters: the instruction, and the beginning of its document."""
     text = _ends(instruction)
     return f"{text}\n{document[:DOCUMENT_CHARS]}" if document else text
 
 
 def extract(instruction: str, document: str = "") -> PromptFeatures:
     clock = _Clock()
-    wish = _ends(instruction)
-    lowered = wish.lower()
+    text = _ends(instruction)
+    lowered = text.lower()
     words = _WORD.findall(lowered)
     whole = routed_text(instruction, document)
     lowered_whole = whole.lower() if document else lowered
-    spoken = frozenset(words)
-    every = frozenset(_WORD.findall(lowered_whole)) if document else spoken
+    instruction_words = frozenset(words)
+    all_words = frozenset(_WORD.findall(lowered_whole)) if document else instruction_words
     clock.lap("words")
-    # what is quoted may be in any language
-    language = detect(parted(wish)[0])
+    # quotations may be in any language
+    language = detect(split_material(text)[0])
     if language == UNKNOWN:
-        language = detect(wish)
+        language = detect(text)
     clock.lap("language")
-    has_json = "json" in every or _JSON.search(whole) is not None
+    has_json = "json" in all_words or _JSON.search(whole) is not None
     clock.lap("has_json")
     has_code, code_language = code_in(whole, lowered_whole)
-    asked = _ends(lowered, WISH_HEAD_CHARS, WISH_TAIL_CHARS)
-    code_language = code_language or language_named(words, asked)
+    short_text = _ends(lowered, INSTRUCTION_HEAD_CHARS, INSTRUCTION_TAIL_CHARS)
+    code_language = code_language or language_named(words, short_text)
     clock.lap("has_code")
     intent = intent_of(words)
     clock.lap("intent")
-    task_type = task_type_of(asked, intent, spoken, has_code or bool(code_language))
+    task_type = task_type_of(short_text, intent, instruction_words, has_code or bool(code_language))
     clock.lap("task_type")
     return PromptFeatures(
         task_type=task_type,
@@ -97,7 +97,7 @@ def extract(instruction: str, document: str = "") -> PromptFeatures:
         num_characters=len(instruction) + len(document),
         intent=intent,
         has_document=bool(document),
-        words=every,
+        words=all_words,
         text=lowered_whole,
         timings_ms=clock.laps,
     )
@@ -120,7 +120,7 @@ class _Clock:
         self._last = now
 
 
-# words that name a language -> its name here; tree-sitter's names where it has one
+# words that name a programming language -> its name here; tree-sitter's names where they exist
 _NAMED = {
     "python": "python", "py": "python", "python3": "python", "pandas": "python", "numpy": "python",
     "django": "python", "pytest": "python", "javascript": "javascript", "js": "javascript",
@@ -134,13 +134,13 @@ _NAMED = {
     "yaml": "yaml", "dockerfile": "dockerfile", "cypher": "cypher", "powershell": "powershell",
 }  # fmt: skip
 LANGUAGES = frozenset(_NAMED.values())
-# short or common words that name a language only in company
-_IN_COMPANY = re.compile(
+# short or common words that name a language only together with other words
+_NAMED_IN_CONTEXT = re.compile(
     r"\b(?:in|using|with|a|an)\s+(go|c|r)\b(?=\s*(?:[,.:;?!)]|$|program|func|code|script))"
 )
 _FENCE = re.compile(r"```[ \t]*([\w+#.-]{0,20})")
-# (language, words without which its pattern cannot hold, what only its sources look like)
-_LOOKS = (
+# (language, words that its pattern needs, a pattern that only its code matches)
+_CODE_PATTERNS = (
     ("python", ("def ", "class ", "import "),
      re.compile(r"^[ \t]*(?:def \w+\(|class \w+[^\n]*:|import \w+$|from [\w.]+ import )", re.M)),
     ("rust", ("fn ", "let mut ", "impl"),
@@ -160,7 +160,7 @@ _LOOKS = (
      re.compile(r"</(?:div|html|body|p|span|a|table|ul|h1)>|<!DOCTYPE", re.I)),
     ("bash", ("#!/bin/",), re.compile(r"^#!/bin/(?:ba)?sh", re.M)),
 )  # fmt: skip
-# of the text in lower case: people write it in both
+# searched in the text in lower case, because people write SQL in both cases
 _SQL = re.compile(
     r"\bselect\s[^;]{1,200}?\sfrom\s+\w+\s*(?:;|$|where|join|group|order|limit|inner|left)"
     r"|\binsert into \w+\s*(?:\(|values|select)|\bcreate table \w+\s*\(|\bupdate \w+ set \w+\s*="
@@ -172,29 +172,29 @@ def code_in(text: str, lowered: str) -> tuple[bool, str]:
     """(whether there is code, its language or "")."""
     fence = _FENCE.search(text) if "```" in text else None
     if fence is not None:
-        said = fence.group(1).lower()
-        return said not in _PLAIN_FENCES, "" if said in _PLAIN_FENCES else _NAMED.get(said, said)
-    for name, needed, look in _LOOKS:
-        if any(word in text for word in needed) and look.search(text) is not None:
+        name = fence.group(1).lower()
+        return name not in _PLAIN_FENCES, "" if name in _PLAIN_FENCES else _NAMED.get(name, name)
+    for name, needed, pattern in _CODE_PATTERNS:
+        if any(word in text for word in needed) and pattern.search(text) is not None:
             return True, name
-    found = any(w in lowered for w in ("select", "insert", "create table", "update"))
-    return (True, "sql") if found and _SQL.search(lowered) is not None else (False, "")
+    may_be_sql = any(w in lowered for w in ("select", "insert", "create table", "update"))
+    return (True, "sql") if may_be_sql and _SQL.search(lowered) is not None else (False, "")
 
 
 def language_named(words: Collection[str], text: str) -> str:
-    """The programming language that a text speaks of, the first one it names."""
+    """The first programming language that a text names."""
     for word in words:
         if word in _NAMED:
             return _NAMED[word]
-    found = _IN_COMPANY.search(text)
-    return "" if found is None else found.group(1)
+    match = _NAMED_IN_CONTEXT.search(text)
+    return "" if match is None else match.group(1)
 
 
 def _set(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-# the first of these words in an instruction tells what is wanted
+# the first of these words in an instruction gives its intent
 _VERBS = {
     "extract": "extract pull parse find identify locate grab scrape extrahiere extrais extrae",
     "convert": "convert turn transform reformat normalise normalize rewrite rephrase paraphrase "
@@ -214,11 +214,11 @@ _VERBS = {
     "chat": "hello hi hey thanks thank goodbye bye hallo bonjour hola ciao привет",
 }
 _INTENTS = {verb: intent for intent, verbs in _VERBS.items() for verb in verbs.split()}
-# an instruction says what it is within so many words
+# an instruction states its purpose within this many words
 _MAX_LEADING = 40
 _ASKING = ("ask", "chat")
-# a question that speaks of these does not ask for them
-_YIELDING = ("write", "code", "convert", "calculate")
+# a question that contains verbs of these intents does not request them
+_OVERRIDDEN_BY_QUESTION = ("write", "code", "convert", "calculate")
 
 _WANTS_JSON = re.compile(
     r"\b(?:as|in|into|to|return|returns|output|produce|give me|valid|only|pure|respond with|"
@@ -232,7 +232,7 @@ _ABOUT_JSON = re.compile(
     # "a poem about JSON", but not "facts about Rome as JSON"
     r"|\b(?:about|on|of|called|titled|praising)\s+(?:(?!as\b|in\b|into\b|to\b)[\w']+\s+){0,3}json\b"
 )
-# nouns that mean code by themselves, and those that do beside a programming language
+# nouns that mean code by themselves, and nouns that mean code if a programming language is named
 _CODE = _set(
     "function functions sql regex regexp snippet code query queries algorithm dockerfile makefile "
     "endpoint subroutine struct one-liner selector funktion fonction función função funzione "
@@ -284,27 +284,27 @@ _BY_INTENT = {
 
 
 def intent_of(words: Sequence[str]) -> str:
-    """Of an instruction's words in order; "other" where none of them tells."""
-    asked = ""
+    """From the words of an instruction, in order; "other" if no word decides."""
+    question_intent = ""
     for word in words[:_MAX_LEADING]:
         intent = _INTENTS.get(word)
         if intent is None:
             continue
         if intent in _ASKING:
-            # a greeting yields to a question
-            asked = intent if asked in ("", "chat") else asked
-        elif not (asked == "ask" and intent in _YIELDING):
+            # a question replaces a greeting
+            question_intent = intent if question_intent in ("", "chat") else question_intent
+        elif not (question_intent == "ask" and intent in _OVERRIDDEN_BY_QUESTION):
             return intent
-    return asked or "other"
+    return question_intent or "other"
 
 
-def task_type_of(lowered: str, intent: str, words: Set[str], speaks_code: bool) -> str:
-    """One of `TASK_TYPES`. `lowered` is the instruction in lower case; `speaks_code` says whether
-    it names a programming language or holds code."""
+def task_type_of(lowered: str, intent: str, words: Set[str], has_code: bool) -> str:
+    """One of `TASK_TYPES`. `lowered` is the instruction in lower case; `has_code` says whether it
+    names a programming language or contains code."""
     if _EXPLAINS.search(lowered) is None:
-        found = _product(lowered, words, speaks_code)
-        if found:
-            return found
+        task_type = _product(lowered, words, has_code)
+        if task_type:
+            return task_type
         if not words.isdisjoint(_LABEL_WORDS) and _LABELS.search(lowered) is not None:
             return "classification"
     if intent == "other":
@@ -312,11 +312,11 @@ def task_type_of(lowered: str, intent: str, words: Set[str], speaks_code: bool) 
     return _BY_INTENT[intent]
 
 
-def _product(lowered: str, words: Set[str], speaks_code: bool) -> str:
-    """By what is to come out: JSON, code or a story."""
+def _product(lowered: str, words: Set[str], has_code: bool) -> str:
+    """The task type by the requested output: JSON, code or a story."""
     if "json" in words and _WANTS_JSON.search(lowered) and not _ABOUT_JSON.search(lowered):
         return "json_parsing"
-    coded = not words.isdisjoint(_CODE) or (speaks_code and not words.isdisjoint(_PERHAPS_CODE))
+    coded = not words.isdisjoint(_CODE) or (has_code and not words.isdisjoint(_PERHAPS_CODE))
     if coded and _MAKES.search(lowered) is not None and words.isdisjoint(_STORIES):
         return "code_generation"
     if not words.isdisjoint(_STORIES) and not words.isdisjoint(_WRITING):

@@ -1,7 +1,7 @@
-"""What of a text is the instruction and what is its material, and how the instruction opens.
+"""Separates the instruction of a text from its material, and finds the opening word.
 
-"Translate 'positive or negative' into French" and "Is this positive or negative? Too slow." have a
-task's words in common, but the first has them as material.
+"Translate 'positive or negative' into French" and "Is this positive or negative? Too slow." have
+words of a task in common, but in the first text they are material to work on.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 _QUOTED = re.compile(
     r"\"[^\"\n]{1,600}\"|“[^”]{1,600}”|«[^»]{1,600}»|`[^`]{1,600}`|(?<![\w'])'[^'\n]{2,300}'(?!\w)"
 )
-# what stands behind "Translate this into French: " is material, what stands behind "Text: " may be
-_BEHIND_COLON = re.compile(r"^(\S+(?:[^\S\n]+\S+){2,}?):[^\S\n]+(\S.*)$", re.M)
-_LEAST_WISH_CHARS = 12
-# in the place of material, a word that nobody writes
+# text after "Translate this into French: " is material, text after "Text: " may be the instruction
+_AFTER_COLON = re.compile(r"^(\S+(?:[^\S\n]+\S+){2,}?):[^\S\n]+(\S.*)$", re.M)
+_MIN_INSTRUCTION_CHARS = 12
+# replaces material; a word that nobody writes
 _MATERIAL = " qqq "
 _MAX_OPENING = 8
 _SKIPPED = frozenset(
@@ -48,8 +48,8 @@ _OPENINGS = {
     "self": "i my we our i'm i've me",
 }
 OPENINGS = (*_OPENINGS, "other")
-_OPENING = {word: name for name, said in _OPENINGS.items() for word in said.split()}
-# what an instruction speaks of, whatever its topic: stories, programs, tools that fail, ...
+_OPENING = {word: name for name, word_list in _OPENINGS.items() for word in word_list.split()}
+# what an instruction is about, in general: stories, programs, tools that fail, ...
 _KINDS = {
     "story": "poem poems haiku story stories joke jokes song sonnet limerick tale novel essay "
     "lyrics verse rhyme slogan riddle pun play dialogue letter speech article post paragraph "
@@ -69,63 +69,64 @@ _KINDS = {
     "common compare worse better taller older faster",
     "refusal": "not don't without never no nobody",
 }
-_KIND_SETS = tuple(frozenset(said.split()) for said in _KINDS.values())
+_KIND_SETS = tuple(frozenset(word_list.split()) for word_list in _KINDS.values())
 
 
 @dataclass(frozen=True, slots=True)
 class PromptInstruction:
-    # of the text, with a mark in the place of material
+    # of the text, with a mark in place of material
     words: list[str]
-    # words of the material
+    # number of words of the material
     material: int
     # one of OPENINGS
     opening: str
-    # where among the words the one that says so stands
-    place: int
+    # index of the word that decides the opening
+    opening_index: int
 
     def kinds(self) -> list[bool]:
-        """Which of the kinds of things it speaks of."""
-        said = set(self.words)
-        return [not said.isdisjoint(kind) for kind in _KIND_SETS]
+        """Which general subjects it contains."""
+        present = set(self.words)
+        return [not present.isdisjoint(kind) for kind in _KIND_SETS]
 
 
 NUM_KINDS = len(_KIND_SETS)
 
 
 def instruction(text: str) -> PromptInstruction:
-    """`text` is bounded."""
-    left, material = parted(text)
-    found = words(left)
-    opening, place = _opened(found)
-    return PromptInstruction(found, len(words(material)), opening, place)
+    """`text` has a limited length."""
+    rest, material = split_material(text)
+    tokens = words(rest)
+    opening, opening_index = _find_opening(tokens)
+    return PromptInstruction(tokens, len(words(material)), opening, opening_index)
 
 
-def parted(text: str) -> tuple[str, str]:
-    """(the instruction, its material): quotations, and what stands behind a wish and a colon."""
-    taken: list[str] = []
+def split_material(text: str) -> tuple[str, str]:
+    """(the instruction, its material). Material is quoted text, and text after an instruction and a
+    colon."""
+    material: list[str] = []
 
-    def quoted(found: re.Match[str]) -> str:
-        taken.append(found.group(0)[1:-1])
+    def quoted(match: re.Match[str]) -> str:
+        material.append(match.group(0)[1:-1])
         return _MATERIAL
 
-    def behind(found: re.Match[str]) -> str:
-        if len(found.group(1)) < _LEAST_WISH_CHARS:
-            return found.group(0)
-        taken.append(found.group(2))
-        return f"{found.group(1)} :{_MATERIAL}"
+    def after_colon(match: re.Match[str]) -> str:
+        if len(match.group(1)) < _MIN_INSTRUCTION_CHARS:
+            return match.group(0)
+        material.append(match.group(2))
+        return f"{match.group(1)} :{_MATERIAL}"
 
-    left = _BEHIND_COLON.sub(behind, _QUOTED.sub(quoted, text))
-    return left, " ".join(taken)
+    rest = _AFTER_COLON.sub(after_colon, _QUOTED.sub(quoted, text))
+    return rest, " ".join(material)
 
 
-def _opened(found: list[str]) -> tuple[str, int]:
-    for place, word in enumerate(found[:_MAX_OPENING]):
+def _find_opening(tokens: list[str]) -> tuple[str, int]:
+    for index, word in enumerate(tokens[:_MAX_OPENING]):
         opening = _OPENING.get(word)
-        asks_you = word in _SKIPPED and found[place + 1 : place + 2] == ["you"]
+        asks_you = word in _SKIPPED and tokens[index + 1 : index + 2] == ["you"]
         if opening is not None and not asks_you:
-            return opening, place
+            return opening, index
         if word not in _SKIPPED:
-            return "other", place
+            return "other", index
     return "other", 0
 
 
@@ -141,7 +142,7 @@ def bounded(text: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Runs of letters, runs of digits and single marks of a bounded text."""
+    """Runs of letters, runs of digits and single marks of a text of limited length."""
     text = text.lower()
     if not text.isascii():
         parts = unicodedata.normalize("NFKD", text)

@@ -1,7 +1,7 @@
-"""Which language an instruction is in: by its script, else by small words, letters and endings.
+"""The language of an instruction: by its script, or by common words, letters and endings.
 
-ISO 639-1, or "und" where nothing tells. Tables, no model. Looks at what it is given and no further:
-the caller bounds the text and leaves out what is quoted.
+ISO 639-1, or "und" if it cannot be decided. Uses tables, no model. Reads the whole given text: the
+caller limits its length and removes quotations.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 UNKNOWN = "und"
 
-# scripts that one language, or one language in the main, is written in
+# scripts that are used by one language, or mainly by one
 _SCRIPTS = (
     ("ja", re.compile(r"[\u3040-\u30ff]")),
     ("ko", re.compile(r"[\uac00-\ud7af\u1100-\u11ff]")),
@@ -25,8 +25,8 @@ _SCRIPTS = (
 )
 _LETTER = re.compile(r"[^\W\d_]")
 _HAN = re.compile(r"[\u4e00-\u9fff]")
-# letters that tell languages of one script apart
-_TELLING = {
+# letters that distinguish languages of one script
+_DISTINCTIVE_LETTERS = {
     "ru": (
         ("bg", re.compile(r"(?i)\b(?:съм|това|какво|ще|най|къде|моля|който)\b|ъ[бвгдзклмнпрстфх]")),
         ("uk", re.compile(r"(?i)[іїєґ]|\b(?:де|цей|ця|це|що|чому|як|мені|або|будь|вже)\b")),
@@ -132,7 +132,7 @@ _SMALL_WORDS = {
     "dalam tentang",
 }  # fmt: skip
 _ORDER = tuple(_SMALL_WORDS)
-# letters and endings of words, each with the languages that it speaks for
+# letters and endings of words, each with the languages that it votes for
 _LETTERS = {
     "ß": "de", "ñ": "es", "¿": "es", "¡": "es", "ã": "pt vi", "õ": "pt vi", "œ": "fr",
     "ê": "fr pt vi", "è": "fr it vi", "ù": "fr it vi", "ò": "it vi", "ì": "it vi",
@@ -162,18 +162,19 @@ _ENDINGS = {
     "ului": "ro", "ilor": "ro", "eaza": "ro", "ează": "ro", "kan": "id", "nya": "id",
 }  # fmt: skip
 _LETTER_VOTE, _ENDING_VOTE = 0.9, 0.4
-# a word that only one language has, against one that says little
+# a word of one language counts more than a word of many
 _LEAST_VOTE = 0.12
 _VOTERS = {name: number for number, name in enumerate(_ORDER)}
 _LONGEST_ENDING = max(map(len, _ENDINGS))
-# a Latin text with a few foreign letters is still one
+# a Latin text with a few foreign letters is still Latin
 _MIN_SHARE = 0.3
 _WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*", re.UNICODE)
 Votes = tuple[tuple[int, float], ...]
 
 
 def _votes() -> dict[str, Votes]:
-    """Word -> (language's number, how much the word says: the fewer have it, the more)."""
+    """Word -> (index of a language, weight of the vote: higher if fewer languages have the
+    word)."""
     having: dict[str, dict[int, None]] = {}
     for number, name in enumerate(_ORDER):
         for word in _SMALL_WORDS[name].split():
@@ -197,7 +198,7 @@ _ENDING_VOTES = _shared(_ENDINGS, _ENDING_VOTE)
 
 
 def detect(text: str, words: Collection[str] | None = None) -> str:
-    """`words` are the text's own, in lower case, where somebody has them."""
+    """`words`: the words of the text in lower case, if they are already known."""
     if not text.isascii() and (found := _by_script(text)):
         return found
     lowered = text.lower()
@@ -205,14 +206,14 @@ def detect(text: str, words: Collection[str] | None = None) -> str:
 
 
 def _by_script(text: str) -> str:
-    letters = len(_LETTER.findall(text)) or 1
+    num_letters = len(_LETTER.findall(text)) or 1
     for name, letter in _SCRIPTS:
-        found = len(letter.findall(text))
-        # a Japanese text is mostly Han with a few letters of its own between
-        both = found + len(_HAN.findall(text)) if name == "ja" and found else found
-        if both >= _MIN_SHARE * letters:
-            for other, telling in _TELLING.get(name, ()):
-                if telling.search(text):
+        count = len(letter.findall(text))
+        # a Japanese text is mostly Han with a few Japanese letters
+        total = count + len(_HAN.findall(text)) if name == "ja" and count else count
+        if total >= _MIN_SHARE * num_letters:
+            for other, letters in _DISTINCTIVE_LETTERS.get(name, ()):
+                if letters.search(text):
                     return other
             return name
     return ""
@@ -221,10 +222,10 @@ def _by_script(text: str) -> str:
 def _by_words(text: str, words: Collection[str]) -> str:
     votes = [0.0] * len(_ORDER)
     for word in words:
-        known = _WORD_VOTES.get(word)
-        if known is None:
-            known = _by_ending(word)
-        for number, weight in known:
+        word_votes = _WORD_VOTES.get(word)
+        if word_votes is None:
+            word_votes = _by_ending(word)
+        for number, weight in word_votes:
             votes[number] += weight
     if not text.isascii():
         for letter in set(text):
@@ -232,13 +233,13 @@ def _by_words(text: str, words: Collection[str]) -> str:
                 votes[number] += weight
         votes[_VOTERS["vi"]] += min(4, len(_VIETNAMESE.findall(text)))
     most = max(votes)
-    # equal votes go to the language that the table has first
+    # for equal votes, the first language of the table wins
     return _ORDER[votes.index(most)] if most >= _LEAST_VOTE else UNKNOWN
 
 
 def _by_ending(word: str) -> Votes:
     for size in range(min(_LONGEST_ENDING, len(word) - 2), 1, -1):
-        found = _ENDING_VOTES.get(word[-size:])
-        if found is not None:
-            return found
+        votes = _ENDING_VOTES.get(word[-size:])
+        if votes is not None:
+            return votes
     return ()

@@ -1,10 +1,10 @@
-"""router_hint: a package's own condition, a boolean expression over features and words.
+"""router_hint: a package's condition, a boolean expression over features and words.
 
     task_type == extraction and (json or "key value") and not has_code
 
 `and`, `or`, `not` (also && || !), parentheses, a feature compared with a value, a feature that is
-true or false, and words or "phrases" that occur in the prompt. Parsed by hand, bounded, never
-evaluated as code. A hint that cannot be read holds nothing back.
+true or false, and words or "phrases" that occur in the prompt. Parsed by hand with limits, never
+evaluated as code. A hint that cannot be parsed excludes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<text>\"[^\"]*\"|'[^']*')|(?P<sign>&&|\|\||==|!=|<=|>=|[()!<>=:&|])"
     r"|(?P<word>[^\W_][\w.+#'-]*))"
 )
-# other spellings of an operator -> the one that is parsed
+# other spellings of an operator -> the parsed one
 _SPELLINGS = {
     "&&": "and", "&": "and", "||": "or", "|": "or", "!": "not", "=": "==", ":": "==",
 }  # fmt: skip
@@ -60,7 +60,7 @@ class HintError(ValueError):
 
 @lru_cache(4096)
 def compiled(hint: str) -> Rule | None:
-    """None for an empty hint, and for one that cannot be read."""
+    """None for an empty hint, and for one that cannot be parsed."""
     if not hint:
         return None
     try:
@@ -71,59 +71,59 @@ def compiled(hint: str) -> Rule | None:
 
 def parse(hint: str) -> Rule:
     parser = _Parser(_tokens(hint))
-    rule = parser.either(0)
-    if parser.left:
-        raise HintError(f"{parser.left[0]!r} is not expected there")
+    rule = parser.any_of(0)
+    if parser.rest:
+        raise HintError(f"{parser.rest[0]!r} is not expected there")
     return rule
 
 
 def _tokens(hint: str) -> list[str]:
-    found: list[str] = []
-    place = 0
+    tokens: list[str] = []
+    position = 0
     text = hint.rstrip()
-    while place < len(text):
-        match = _TOKEN.match(text, place)
+    while position < len(text):
+        match = _TOKEN.match(text, position)
         if match is None:
-            raise HintError(f"nothing can be read at character {place + 1}")
-        if len(found) == MAX_TOKENS:
+            raise HintError(f"nothing can be read at character {position + 1}")
+        if len(tokens) == MAX_TOKENS:
             raise HintError(f"more than {MAX_TOKENS} words and signs")
         token = match.group().strip()
         if match.group("text") is None:
             token = token.lower()
             token = _SPELLINGS.get(token, token)
-        found.append(token)
-        place = match.end()
-    return found
+        tokens.append(token)
+        position = match.end()
+    return tokens
 
 
 class _Parser:
-    """Recursive descent; `left` is what was not read yet."""
+    """Recursive descent; `rest` holds the tokens that were not read yet."""
 
     def __init__(self, tokens: list[str]) -> None:
-        self.left = tokens
+        self.rest = tokens
 
-    def either(self, depth: int) -> Rule:
+    def any_of(self, depth: int) -> Rule:
         if depth > MAX_DEPTH:
             raise HintError(f"nested deeper than {MAX_DEPTH} levels")
-        parts = [self._both(depth)]
+        parts = [self._all_of(depth)]
         while self._take("or"):
-            parts.append(self._both(depth))
+            parts.append(self._all_of(depth))
         return parts[0] if len(parts) == 1 else lambda f: any(part(f) for part in parts)
 
-    def _both(self, depth: int) -> Rule:
-        parts = [self._one(depth)]
+    def _all_of(self, depth: int) -> Rule:
+        parts = [self._operand(depth)]
         while self._take("and"):
-            parts.append(self._one(depth))
+            parts.append(self._operand(depth))
         return parts[0] if len(parts) == 1 else lambda f: all(part(f) for part in parts)
 
-    def _one(self, depth: int) -> Rule:
+    def _operand(self, depth: int) -> Rule:
         if self._take("not"):
             if depth > MAX_DEPTH:
                 raise HintError(f"nested deeper than {MAX_DEPTH} levels")
-            inner = self._one(depth + 1)
+            inner = self._operand(depth + 1)
             return lambda f: not inner(f)
         if self._take("("):
-            inner = self.either(depth + 1)
+            inner = self.any_of(depth + 1)
             self._need(")")
             return inner
         return self._test()
@@ -134,8 +134,8 @@ class _Parser:
             rule = contains_phrase(_bare(self._value()))
             self._need(")")
             return rule
-        if self.left and self.left[0] in _COMPARISONS:
-            return _compared(name, self.left.pop(0), self._value())
+        if self.rest and self.rest[0] in _COMPARISONS:
+            return _compared(name, self.rest.pop(0), self._value())
         if name in _FLAGS:
             return _FLAGS[name]
         if name in _TEXTS or name in _NUMBERS:
@@ -143,13 +143,13 @@ class _Parser:
         return contains_phrase(_bare(name))
 
     def _value(self) -> str:
-        if not self.left or self.left[0] in _RESERVED:
+        if not self.rest or self.rest[0] in _RESERVED:
             raise HintError("a word is missing")
-        return self.left.pop(0)
+        return self.rest.pop(0)
 
     def _take(self, token: str) -> bool:
-        if self.left and self.left[0] == token:
-            self.left.pop(0)
+        if self.rest and self.rest[0] == token:
+            self.rest.pop(0)
             return True
         return False
 
@@ -159,7 +159,7 @@ class _Parser:
 
 
 def contains_phrase(phrase: str) -> Rule:
-    """Whether a word, or words in a row, occur in what was looked at."""
+    """Whether a word, or several words in sequence, occur in the prompt."""
     phrase = " ".join(phrase.lower().split())
     if not phrase:
         raise HintError("an empty text occurs everywhere")
@@ -177,15 +177,15 @@ def _compared(name: str, sign: str, value: str) -> Rule:
         raise HintError(f"{name!r} is no number")
     if name in _TEXTS:
         read = _TEXTS[name]
-        holds: Rule = lambda f: read(f) == value.lower()  # noqa: E731
+        condition: Rule = lambda f: read(f) == value.lower()  # noqa: E731
     elif name in _FLAGS:
-        flag, wanted = _FLAGS[name], value.lower() in ("true", "yes", "1")
-        holds = lambda f: flag(f) == wanted  # noqa: E731
+        flag, expected = _FLAGS[name], value.lower() in ("true", "yes", "1")
+        condition = lambda f: flag(f) == expected  # noqa: E731
     elif name in _PREFIXES:
-        holds = contains_phrase(value)
+        condition = contains_phrase(value)
     else:
         raise HintError(f"there is no feature {name!r}")
-    return holds if sign == "==" else lambda f: not holds(f)
+    return condition if sign == "==" else lambda f: not condition(f)
 
 
 def _number_rule(read: Callable[[PromptFeatures], float], sign: str, value: str) -> Rule:

@@ -1,1 +1,1 @@
-"""Adapters by content: probes that are learnt from packages, and their calibrated scores."""
+"""Finds adapters by content: probes that are learnt from packages, and their calibrated scores."""

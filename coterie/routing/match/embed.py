@@ -1,6 +1,6 @@
-"""Texts as vectors of unit length. One family, `EMBEDDERS`: name -> what makes one.
+"""Texts as vectors of unit length. `EMBEDDERS`: name -> a function that makes an embedder.
 
-No download, no torch, bounded work per text.
+No download, no torch, limited work per text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coterie.routing.features.instruction import bounded, words
 
 Vector = NDArray[np.float32]
 _DATA = Path(__file__).parent / "data"
-_MAX_KNOWN_WORDS = 50_000
+_MAX_CACHED_WORDS = 50_000
 _MAX_WORD_CHARS = 40
 
 
@@ -28,37 +28,37 @@ class Embedder(Protocol):
     dim: int
 
     def embed(self, text: str) -> Vector:
-        """Of unit length, or zero for a text without words."""
+        """A vector of unit length, or zero for a text without words."""
 
 
 class StaticEmbedder:
     """The sum of one vector per word, distilled from a sentence encoder; see data/README.md.
 
-    A word that the table does not have is cut into the longest pieces that it has (WordPiece).
+    A word that is not in the table is cut into the longest pieces that are in it (WordPiece).
     """
 
     def __init__(self, path: Path = _DATA / "words.npz") -> None:
-        with np.load(path, allow_pickle=False) as found:
-            texts = found["vocabulary"].tobytes().decode().split("\n")
-            vectors = found["vectors"].astype(np.float32) * found["scales"].astype(np.float32)
+        with np.load(path, allow_pickle=False) as data:
+            texts = data["vocabulary"].tobytes().decode().split("\n")
+            vectors = data["vectors"].astype(np.float32) * data["scales"].astype(np.float32)
         self._vectors: Vector = vectors
         self._rows = {text: row for row, text in enumerate(texts)}
-        self._known: dict[str, tuple[int, ...]] = {}
+        self._word_rows: dict[str, tuple[int, ...]] = {}
         self.name, self.dim = "static", int(vectors.shape[1])
 
     def embed(self, text: str) -> Vector:
         rows: list[int] = []
         for word in words(bounded(text)):
-            found = self._known.get(word)
-            rows += self._learn(word) if found is None else found
+            cached = self._word_rows.get(word)
+            rows += self._find_rows(word) if cached is None else cached
         if not rows:
             return np.zeros(self.dim, np.float32)
         return unit(self._vectors[rows].sum(axis=0))
 
-    def _learn(self, word: str) -> tuple[int, ...]:
-        if len(self._known) >= _MAX_KNOWN_WORDS:
-            self._known.clear()
-        self._known[word] = rows = self._pieces(word[:_MAX_WORD_CHARS])
+    def _find_rows(self, word: str) -> tuple[int, ...]:
+        if len(self._word_rows) >= _MAX_CACHED_WORDS:
+            self._word_rows.clear()
+        self._word_rows[word] = rows = self._pieces(word[:_MAX_WORD_CHARS])
         return rows
 
     def _pieces(self, word: str) -> tuple[int, ...]:
@@ -75,15 +75,15 @@ class StaticEmbedder:
 
 
 class HashedEmbedder:
-    """Words and pairs of words, each added to one of `dim` places with a sign."""
+    """Words and pairs of words, each added to one of `dim` elements with a sign."""
 
     def __init__(self, dim: int = 512) -> None:
         self.name, self.dim = f"hashed-{dim}", dim
 
     def embed(self, text: str) -> Vector:
-        found = words(bounded(text))
+        tokens = words(bounded(text))
         total = np.zeros(self.dim, np.float32)
-        for gram in [*found, *map(" ".join, pairwise(found))]:
+        for gram in [*tokens, *map(" ".join, pairwise(tokens))]:
             code = zlib.crc32(gram.encode())
             total[code % self.dim] += 1.0 if code & 0x8000_0000 else -1.0
         return unit(total)
@@ -96,7 +96,7 @@ def unit(vector: Vector) -> Vector:
 
 @cache
 def static() -> StaticEmbedder:
-    """One for all: it is read from disk once."""
+    """One instance for all: it is read from disk once."""
     return StaticEmbedder()
 
 

@@ -1,7 +1,7 @@
-"""Learns a catalog's probes in a process of its own: `python -m coterie.routing.match.learn`.
+"""Learns a catalog's probes in a child process: `python -m coterie.routing.match.learn`.
 
-The gateway must not be inside a product of matrices on a thread. It is asked once, with the catalog
-as JSON, and answers with the packed probes.
+No thread of the gateway may run a matrix product. The process is asked once, with the catalog as
+JSON, and answers with the packed probes.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from coterie.routing.match.matcher import Matcher, learn_probes
 from coterie.routing.match.probe_store import LearntProbes, digest_of, packed, read, unpacked, write
 
 SUFFIX = ".probes"
-# until its imports are done, on a busy machine too
+# time for its imports, also on a busy machine
 START_S = 120.0
 
 
-def kept_at(profiles: Sequence[AdapterProfile], folder: Path) -> Path:
-    """Where in `folder` the probes of this catalog are, if they were learnt before."""
+def probes_path(profiles: Sequence[AdapterProfile], folder: Path) -> Path:
+    """The file in `folder` for the probes of this catalog."""
     return folder / f"{digest_of(profiles, EMBEDDERS[DEFAULT]().name)}{SUFFIX}"
 
 
-def kept_matcher(profiles: Sequence[AdapterProfile], folder: Path) -> Matcher:
-    """Of what is kept in `folder`, else learnt by a child and kept. For a thread: it may wait."""
+def cached_matcher(profiles: Sequence[AdapterProfile], folder: Path) -> Matcher:
+    """Uses the probes in `folder`, or lets a child process learn them and stores them. Blocking:
+    call it on a thread."""
     embedder = EMBEDDERS[DEFAULT]()
-    path = kept_at(profiles, folder)
+    path = probes_path(profiles, folder)
     learnt = read(path, len(profiles), embedder.dim)
     if learnt is None:
-        found = _by_child(profiles)
-        learnt = _checked(found, len(profiles), embedder.dim)
-        write(path, found)
+        data = _by_child(profiles)
+        learnt = _checked(data, len(profiles), embedder.dim)
+        write(path, data)
     return Matcher(profiles, learnt, embedder)
 
 
-def _checked(found: bytes, count: int, dim: int) -> LearntProbes:
+def _checked(data: bytes, count: int, dim: int) -> LearntProbes:
     try:
-        return unpacked(found, count, dim)
+        return unpacked(data, count, dim)
     except ValueError as error:
         raise InternalError("the process that learns the experts' probes failed") from error
 
@@ -72,8 +73,8 @@ def _encoded(profile: AdapterProfile) -> list[object]:
     return [card.name, card.description, *map(list, hints)]
 
 
-def _decoded(told: list[list[str] | str]) -> AdapterProfile:
-    name, description, keywords, examples, counterexamples = told
+def _decoded(fields: list[list[str] | str]) -> AdapterProfile:
+    name, description, keywords, examples, counterexamples = fields
     card = AdapterCard(str(name), "", "", "", (), 0, 0, 0.0, description=str(description))
     return AdapterProfile(card, tuple(keywords), tuple(examples), tuple(counterexamples))
 
@@ -83,7 +84,7 @@ def main() -> None:
 
 
 def _learnt(question: bytes) -> bytes:
-    profiles = [_decoded(told) for told in json.loads(question)]
+    profiles = [_decoded(fields) for fields in json.loads(question)]
     return packed(learn_probes(profiles, EMBEDDERS[DEFAULT]()))
 
 

@@ -1,7 +1,7 @@
-"""What was learnt of a catalog, kept on disk by the digest of everything that it depends on.
+"""Learnt probes of a catalog, stored by the digest of everything that they depend on.
 
-A file holds a checksum and arrays (npz, no pickle). One that is damaged or foreign is as good as
-none: it is told, and the probes are learnt again. Reading one makes no product of matrices.
+A file holds a checksum and arrays (npz, no pickle). A damaged or foreign file is logged, and the
+probes are learnt again. Reading needs no matrix product.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from numpy.typing import NDArray
 from coterie.core.adapters import AdapterProfile
 from coterie.obs.log import log
 from coterie.routing.match.probes import texts_digest
-from coterie.routing.match.sketch import DIM, PLACES
+from coterie.routing.match.sketch import DIM, NUM_BUCKETS
 
 _MAGIC = b"coterie probes 1\n"
 _HEAD = len(_MAGIC) + 32
-# catalogs kept side by side: the oldest go first
+# catalogs that are stored at the same time: the oldest are removed first
 MAX_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class LearntProbes:
-    """Of `n` adapters in their order; see match.py for what each is."""
+    """The probes of `n` adapters, in their order; matcher.py describes each array."""
 
     # [n, (1 + shape.DIM) * (1 + dim)]
     joint: NDArray[np.float32]
     # [n, dim + shape.DIM + 1]
     short: NDArray[np.float32]
-    # [PLACES, n]
+    # [NUM_BUCKETS, n]
     words: NDArray[np.int8]
     # [n]
     scales: NDArray[np.float32]
 
 
 @cache
-def _made_with() -> bytes:
-    """The code and the data that probes are made with."""
+def _code_digest() -> bytes:
+    """Digest of the code and the data that probes are made with."""
     folder = Path(__file__).parent
-    found = sha256(np.__version__.encode())
+    digest = sha256(np.__version__.encode())
     for path in sorted([*folder.parent.rglob("*.py"), *(folder / "data").glob("*")]):
-        found.update(path.name.encode() + sha256(path.read_bytes()).digest())
-    return found.digest()
+        digest.update(path.name.encode() + sha256(path.read_bytes()).digest())
+    return digest.digest()
 
 
 def digest_of(profiles: Sequence[AdapterProfile], embedder: str) -> str:
-    said = "\n".join((embedder, *(texts_digest(profile) for profile in profiles)))
-    return sha256(_made_with() + said.encode()).hexdigest()
+    texts = "\n".join((embedder, *(texts_digest(profile) for profile in profiles)))
+    return sha256(_code_digest() + texts.encode()).hexdigest()
 
 
 def packed(learnt: LearntProbes) -> bytes:
@@ -69,10 +69,10 @@ def packed(learnt: LearntProbes) -> bytes:
     return _MAGIC + sha256(body).digest() + body
 
 
-def unpacked(found: bytes, count: int, dim: int) -> LearntProbes:
-    """Raises ValueError where `found` is not what `packed` made for so many adapters."""
-    body = found[_HEAD:]
-    if found[:_HEAD] != _MAGIC + sha256(body).digest():
+def unpacked(data: bytes, count: int, dim: int) -> LearntProbes:
+    """Raises ValueError if `data` was not made by `packed` for that many adapters."""
+    body = data[_HEAD:]
+    if data[:_HEAD] != _MAGIC + sha256(body).digest():
         raise ValueError("the checksum is wrong")
     try:
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
@@ -83,8 +83,13 @@ def unpacked(found: bytes, count: int, dim: int) -> LearntProbes:
     except (KeyError, OSError, EOFError) as error:
         raise ValueError("an array is missing") from error
     shapes = (learnt.joint.shape, learnt.short.shape, learnt.words.shape, learnt.scales.shape)
-    wanted = ((count, (1 + DIM) * (1 + dim)), (count, dim + DIM + 1), (PLACES, count), (count,))
-    if shapes != wanted or learnt.words.dtype != np.int8:
+    expected = (
+        (count, (1 + DIM) * (1 + dim)),
+        (count, dim + DIM + 1),
+        (NUM_BUCKETS, count),
+        (count,),
+    )
+    if shapes != expected or learnt.words.dtype != np.int8:
         raise ValueError("the arrays are of another catalog")
     return learnt
 
@@ -99,20 +104,21 @@ def read(path: Path, count: int, dim: int) -> LearntProbes | None:
         return None
 
 
-def write(path: Path, found: bytes) -> None:
-    """Whole or not at all; a folder that cannot be written to is told and costs only time."""
+def write(path: Path, data: bytes) -> None:
+    """Writes all or nothing. If the folder cannot be written to, this is logged and costs only
+    time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         number, name = tempfile.mkstemp(dir=path.parent, suffix=".new")
         try:
             with os.fdopen(number, "wb") as file:
-                file.write(found)
+                file.write(data)
             os.replace(name, path)
         except OSError:
             Path(name).unlink(missing_ok=True)
             raise
-        kept = sorted(path.parent.glob("*.probes"), key=lambda each: each.stat().st_mtime)
-        for old in kept[:-MAX_KEPT]:
+        stored = sorted(path.parent.glob("*.probes"), key=lambda each: each.stat().st_mtime)
+        for old in stored[:-MAX_KEPT]:
             with contextlib.suppress(OSError):
                 old.unlink()
     except OSError as error:

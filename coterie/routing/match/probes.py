@@ -1,7 +1,7 @@
-"""What each adapter's probe learns from: its package's examples, and those of its neighbours.
+"""Learns each adapter's probe: from its package's examples, and from those of similar packages.
 
-Probes are kept by the texts they depend on, so that a catalog that changes a little is learnt again
-only where it changed: the same weights may be packed again with other hints.
+Probes are cached by the texts they depend on, so that after a small change of a catalog only the
+changed ones are learnt again: the same weights may be packed again with other hints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coterie.core.lru import LruCache
 from coterie.routing.match.embed import Embedder, Vector, unit
 from coterie.routing.match.sketch import (
     JOINT_WEIGHT,
-    PLACES,
+    NUM_BUCKETS,
     SHAPE_WEIGHT,
     SketchRows,
     TextSketch,
@@ -32,12 +32,12 @@ from coterie.routing.resolve import same_purpose
 
 # of one package
 MAX_EXAMPLES = 640
-# below it a package's description and keywords are examples too
+# with fewer examples, a package's description and keywords count as examples too
 FEW_EXAMPLES = 5
-# neighbours whose examples are held against an adapter, and rows of all of them
+# neighbours whose examples count against an adapter, and the most rows of all of them
 NEIGHBOURS = 16
 MAX_OTHERS = 600
-# of vectors: a text this like an example is asking for the same
+# similarity of vectors above which a text asks for the same as an example
 SAME_MEANING = 0.95
 
 
@@ -45,52 +45,54 @@ SAME_MEANING = 0.95
 class _PackageTexts:
     """The texts of one package."""
 
-    # of these texts
+    # digest of these texts
     digest: str
-    # the examples as they are written
+    # the examples as written
     texts: frozenset[str]
     examples: list[TextSketch]
     counterexamples: list[TextSketch]
-    made_up: list[TextSketch]
+    synthetic: list[TextSketch]
     centre: Vector
 
 
 _backgrounds: LruCache[str, BackgroundPrompts] = LruCache(4)
-_said: LruCache[tuple[str, str], _PackageTexts] = LruCache(2000)
+_texts_by_digest: LruCache[tuple[str, str], _PackageTexts] = LruCache(2000)
 _probes: LruCache[tuple[str, ...], Probe] = LruCache(2000)
 
 
 def probes(profiles: Sequence[AdapterProfile], embedder: Embedder) -> list[Probe]:
-    """One for each profile, in their order."""
+    """One probe for each profile, in the same order."""
     if not profiles:
         return []
     background = _backgrounds.get_or_make(
         embedder.name, lambda: BackgroundPrompts(ordinary_prompts(), embedder)
     )
-    said = [_texts(profile, embedder) for profile in profiles]
-    centres = np.stack([item.centre for item in said])
-    made = []
-    for row, item in enumerate(said):
-        near = _neighbours(said, centres, row)
-        key = (embedder.name, item.digest, *(other.digest for other in near))
-        lesson = ProbeExamples(
-            item.examples, item.counterexamples, item.made_up, *_others(item, near)
+    packages = [_texts(profile, embedder) for profile in profiles]
+    centres = np.stack([item.centre for item in packages])
+    result = []
+    for row, item in enumerate(packages):
+        neighbours = _neighbours(packages, centres, row)
+        key = (embedder.name, item.digest, *(other.digest for other in neighbours))
+        training = ProbeExamples(
+            item.examples, item.counterexamples, item.synthetic, *_others(item, neighbours)
         )
-        made.append(_probes.get_or_make(key, partial(background.fit, lesson)))
-    return made
+        result.append(_probes.get_or_make(key, partial(background.fit, training)))
+    return result
 
 
 def _texts(profile: AdapterProfile, embedder: Embedder) -> _PackageTexts:
     digest = texts_digest(profile)
-    return _said.get_or_make((embedder.name, digest), lambda: _read(profile, digest, embedder))
+    return _texts_by_digest.get_or_make(
+        (embedder.name, digest), lambda: _read(profile, digest, embedder)
+    )
 
 
 def texts_digest(profile: AdapterProfile) -> str:
-    """The digest of what a probe is learnt from: of two packages that say the same, one digest."""
+    """Digest of the texts that a probe is learnt from: equal for packages with equal texts."""
     texts = (profile.examples, profile.counterexamples, profile.keywords)
     few = len(profile.examples) < FEW_EXAMPLES
-    also = (profile.card.description, profile.card.name) if few else ()
-    return sha256(repr((*texts, *also)).encode()).hexdigest()
+    extra = (profile.card.description, profile.card.name) if few else ()
+    return sha256(repr((*texts, *extra)).encode()).hexdigest()
 
 
 def _read(profile: AdapterProfile, digest: str, embedder: Embedder) -> _PackageTexts:
@@ -99,10 +101,12 @@ def _read(profile: AdapterProfile, digest: str, embedder: Embedder) -> _PackageT
     if len(texts) < FEW_EXAMPLES:
         texts += [profile.card.description, " ".join(profile.keywords), profile.card.name]
     examples = [sketch(text, embedder) for text in texts if text]
-    against = [sketch(text, embedder) for text in profile.counterexamples[:MAX_EXAMPLES] if text]
-    made_up = [sketch(text, embedder) for text in misses]
+    counterexamples = [
+        sketch(text, embedder) for text in profile.counterexamples[:MAX_EXAMPLES] if text
+    ]
+    synthetic = [sketch(text, embedder) for text in misses]
     centre = unit(np.sum([item.meaning for item in examples], axis=0, dtype=np.float32))
-    return _PackageTexts(digest, frozenset(texts), examples, against, made_up, centre)
+    return _PackageTexts(digest, frozenset(texts), examples, counterexamples, synthetic, centre)
 
 
 @cache
@@ -111,39 +115,41 @@ def _common() -> Counter[str]:
 
 
 def _neighbours(
-    said: Sequence[_PackageTexts], centres: NDArray[np.float32], row: int
+    packages: Sequence[_PackageTexts], centres: NDArray[np.float32], row: int
 ) -> list[_PackageTexts]:
-    """Those most like `row`, in the order of their texts' digests; each text once, and none that is
-    for the same prompts: a copy under another name is no evidence against the original."""
-    found: dict[str, _PackageTexts] = {}
+    """The packages most similar to `row`, sorted by the digest of their texts; each text once, and
+    none for the same prompts: a copy under another name is no evidence against the original."""
+    neighbours: dict[str, _PackageTexts] = {}
     for other in np.argsort(-(centres @ centres[row]), kind="stable"):
-        item = said[other]
-        if item.digest not in found and not same_purpose(item.texts, said[row].texts):
-            found[item.digest] = item
-            if len(found) == NEIGHBOURS:
+        item = packages[other]
+        if item.digest not in neighbours and not same_purpose(item.texts, packages[row].texts):
+            neighbours[item.digest] = item
+            if len(neighbours) == NEIGHBOURS:
                 break
-    return [found[digest] for digest in sorted(found)]
+    return [neighbours[digest] for digest in sorted(neighbours)]
 
 
 def _others(
-    own: _PackageTexts, near: Sequence[_PackageTexts]
+    own: _PackageTexts, neighbours: Sequence[_PackageTexts]
 ) -> tuple[list[TextSketch], list[TextSketch]]:
-    """What the neighbours are for, and what they are not for: hardly anybody is for that. A text
-    that says about the same as an own example is neither."""
-    share = MAX_OTHERS // max(1, len(near))
-    examples = [example for item in near for example in _spread(item.examples, share)]
-    against = [text for item in near for text in _spread(item.counterexamples, share)]
-    if against:
-        mine = np.stack([example.meaning for example in own.examples])
-        alike = (np.stack([text.meaning for text in against]) @ mine.T).max(axis=1)
-        against = [text for text, most in zip(against, alike, strict=True) if most < SAME_MEANING]
-    return examples, against
+    """The neighbours' examples, and their counterexamples, which are rarely for any adapter. A text
+    that means nearly the same as one of our own examples is left out."""
+    share = MAX_OTHERS // max(1, len(neighbours))
+    examples = [example for item in neighbours for example in _spread(item.examples, share)]
+    counterexamples = [text for item in neighbours for text in _spread(item.counterexamples, share)]
+    if counterexamples:
+        own_examples = np.stack([example.meaning for example in own.examples])
+        alike = (np.stack([text.meaning for text in counterexamples]) @ own_examples.T).max(axis=1)
+        counterexamples = [
+            text for text, most in zip(counterexamples, alike, strict=True) if most < SAME_MEANING
+        ]
+    return examples, counterexamples
 
 
 def _spread(items: Sequence[TextSketch], most: int) -> list[TextSketch]:
-    """From the whole of them: one hand's texts often stand together."""
+    """Items from the whole list: texts of one author are often next to each other."""
     count = min(most, len(items))
-    return [items[place * len(items) // count] for place in range(count)]
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 FRAMES = (
@@ -185,11 +191,11 @@ FRAMES = (
     "Compare these two {} and say which is better.",
     "How do I change the {} in the settings?",
 )
-# times each frame is filled
+# how often each frame is filled
 PER_FRAME = 2
-# phrases of the examples, beside the keywords
+# phrases of the examples, in addition to the keywords
 MAX_PHRASES = 10
-# examples that a phrase must be in
+# number of examples that must contain a phrase
 _LEAST_EXAMPLES = 3
 _MAX_PHRASE_WORDS = 5
 _TOKEN = re.compile(r"[^\W\d_][\w'-]*|[^\w\s]")
@@ -203,26 +209,26 @@ _SMALL = frozenset(_SMALL_WORDS.split())
 def near_misses(
     keywords: Sequence[str], examples: Sequence[str], common: Counter[str]
 ) -> list[str]:
-    """`common` says how often words occur in ordinary prompts. Empty where nothing is known."""
+    """`common` counts words in ordinary prompts. Empty if there are no keywords and no phrases."""
     topics = list(dict.fromkeys((*keywords, *phrases(examples, common))))
     if not topics:
         return []
-    places = range(len(FRAMES) * PER_FRAME)
-    return [FRAMES[place // PER_FRAME].format(topics[place % len(topics)]) for place in places]
+    numbers = range(len(FRAMES) * PER_FRAME)
+    return [FRAMES[number // PER_FRAME].format(topics[number % len(topics)]) for number in numbers]
 
 
 def phrases(examples: Sequence[str], common: Counter[str]) -> list[str]:
-    """What several examples say and ordinary prompts do not, the most telling first."""
-    having: Counter[str] = Counter()
+    """Phrases of several examples that are rare in ordinary prompts, the most distinctive first."""
+    counts: Counter[str] = Counter()
     for text in examples:
-        having.update(_runs([token.lower() for token in _TOKEN.findall(text)]))
-    worth = {}
-    for phrase, count in having.items():
-        said = phrase.replace(",", "").split()
-        if count >= _LEAST_EXAMPLES and not {said[0], said[-1]} & _SMALL:
-            usual = min(common[word] for word in said)
-            worth[phrase] = count * len(said) ** 0.5 / (1 + usual / 5)
-    return sorted(worth, key=lambda phrase: (-worth[phrase], phrase))[:MAX_PHRASES]
+        counts.update(_runs([token.lower() for token in _TOKEN.findall(text)]))
+    scores = {}
+    for phrase, count in counts.items():
+        parts = phrase.replace(",", "").split()
+        if count >= _LEAST_EXAMPLES and not {parts[0], parts[-1]} & _SMALL:
+            common_count = min(common[word] for word in parts)
+            scores[phrase] = count * len(parts) ** 0.5 / (1 + common_count / 5)
+    return sorted(scores, key=lambda phrase: (-scores[phrase], phrase))[:MAX_PHRASES]
 
 
 def word_counts(texts: Iterable[str]) -> Counter[str]:
@@ -233,30 +239,30 @@ def word_counts(texts: Iterable[str]) -> Counter[str]:
 
 
 def _runs(tokens: list[str]) -> set[str]:
-    found = set()
+    runs = set()
     for size in range(1, _MAX_PHRASE_WORDS + 1):
         for start in range(len(tokens) - size + 1):
             run = tokens[start : start + size]
             if run[0][0].isalnum() and run[-1][0].isalnum():
-                found.add(" ".join(run).replace(" ,", ","))
-    return found
+                runs.add(" ".join(run).replace(" ,", ","))
+    return runs
 
 
 _PROMPTS = Path(__file__).parent / "data" / "background.txt"
 _RIDGE = 0.1
-# how much one row counts, beside one ordinary prompt
-FOR, AGAINST, MADE_UP, OTHERS = 2.0, 1.0, 0.3, 1.0
+# weight of one row, compared with one ordinary prompt
+FOR, AGAINST, SYNTHETIC, OTHERS = 2.0, 1.0, 0.3, 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeExamples:
-    """What one adapter's probe learns from, beside the background."""
+    """What one adapter's probe learns from, in addition to the background."""
 
     examples: Sequence[TextSketch]
     counterexamples: Sequence[TextSketch]
-    # near misses that nobody wrote
-    made_up: Sequence[TextSketch] = ()
-    # what other adapters are for, and near misses of theirs
+    # near misses made from frames
+    synthetic: Sequence[TextSketch] = ()
+    # examples of other adapters, and their near misses
     others: Sequence[TextSketch] = ()
     others_misses: Sequence[TextSketch] = ()
 
@@ -267,7 +273,7 @@ class Probe:
 
     # [1 + shape.DIM, 1 + dim]
     joint: NDArray[np.float16]
-    # [PLACES], times `scale`: one byte a place, so that thousands of probes fit
+    # [NUM_BUCKETS], times `scale`: one byte per bucket, so that thousands of probes fit in memory
     words: NDArray[np.int8]
     scale: float
 
@@ -282,23 +288,24 @@ class BackgroundPrompts:
         inverse = np.linalg.inv(kernel + _RIDGE * np.eye(len(texts)))
         self._inverse = inverse.astype(np.float32)
 
-    def fit(self, lesson: ProbeExamples) -> Probe:
+    def fit(self, training: ProbeExamples) -> Probe:
         parts = (
-            (lesson.examples, FOR), (lesson.counterexamples, AGAINST), (lesson.made_up, MADE_UP),
-            (lesson.others, OTHERS), (lesson.others_misses, OTHERS),
+            (training.examples, FOR), (training.counterexamples, AGAINST),
+            (training.synthetic, SYNTHETIC), (training.others, OTHERS),
+            (training.others_misses, OTHERS),
         )  # fmt: skip
         own = [item for part, _ in parts for item in part]
-        worth = np.concatenate([np.full(len(part), each) for part, each in parts])
-        wanted = np.where(np.arange(len(own)) < len(lesson.examples), 1.0, -1.0)
+        weights = np.concatenate([np.full(len(part), each) for part, each in parts])
+        targets = np.where(np.arange(len(own)) < len(training.examples), 1.0, -1.0)
         rows = SketchRows(own)
-        inside = rows.alike(own).astype(np.float64) + 1.0 + np.diag(_RIDGE / worth)
+        inside = rows.alike(own).astype(np.float64) + 1.0 + np.diag(_RIDGE / weights)
         across = self._rows.alike(own) + np.float32(1.0)
-        # block elimination: the background's answers are all -1
+        # block elimination: the targets of the background are all -1
         reduced = across @ self._inverse
-        left = np.linalg.solve(inside - reduced @ across.T, wanted + reduced.sum(axis=1))
-        rest = -self._inverse.sum(axis=1) - left @ reduced
-        joint = _joint(rows, left) + _joint(self._rows, rest)
-        words = _words(rows, left) + _words(self._rows, rest)
+        own_share = np.linalg.solve(inside - reduced @ across.T, targets + reduced.sum(axis=1))
+        background_share = -self._inverse.sum(axis=1) - own_share @ reduced
+        joint = _joint(rows, own_share) + _joint(self._rows, background_share)
+        words = _words(rows, own_share) + _words(self._rows, background_share)
         scale = max(float(np.abs(words).max()), 1e-9) / 127
         return Probe(joint.astype(np.float16), np.rint(words / scale).astype(np.int8), scale)
 
@@ -314,7 +321,7 @@ def _joint(rows: SketchRows, share: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _words(rows: SketchRows, share: NDArray[np.float64]) -> NDArray[np.float64]:
     amounts = np.repeat(share, rows.counts) * rows.weights
-    words: NDArray[np.float64] = np.bincount(rows.grams, amounts, PLACES).astype(np.float64)
+    words: NDArray[np.float64] = np.bincount(rows.grams, amounts, NUM_BUCKETS).astype(np.float64)
     return words
 
 

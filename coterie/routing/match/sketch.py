@@ -1,6 +1,6 @@
 """A text as the matcher sees it: its vector, its shape, its words and those of its instruction.
 
-Two sketches are alike by the sum of five parts; `alike` is that kernel.
+The similarity of two sketches is the sum of five parts; `alike` computes this kernel.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from coterie.routing.features.instruction import (
 )
 from coterie.routing.match.embed import Embedder, Vector
 
-# places for hashed words and pairs: one half of the whole text's, one half of its instruction's
-PLACES = 1 << 15
-_HALF = PLACES // 2
-# weights beside the meaning's: of either half's words, the shape, and meaning times shape
+# hash buckets for words and pairs: one half for the whole text, one half for its instruction
+NUM_BUCKETS = 1 << 15
+_HALF = NUM_BUCKETS // 2
+# weights relative to the meaning: words of each half, shape, and meaning times shape
 WORD_WEIGHT = np.float32(0.7)
 SHAPE_WEIGHT = np.float32(0.3)
 JOINT_WEIGHT = np.float32(2.5)
-# words behind the one that opens an instruction: of its kind and of itself
+# numbers of words after the opening word that are combined with its kind, and with the word itself
 _OPENED_WORDS, _NEXT_WORDS = 12, 7
 _STEM = 5
 _LONGEST_NUMBER = 5
@@ -44,47 +44,48 @@ class TextSketch:
     meaning: Vector
     # [shape.DIM]
     form: Vector
-    # unique, each below PLACES: of the text, then of the instruction
+    # unique, each below NUM_BUCKETS: of the text, then of the instruction
     grams: NDArray[np.int32]
-    # one for each of the grams: those of either half have a length of sqrt(WORD_WEIGHT)
+    # one for each of the grams: the weights of each half have a norm of sqrt(WORD_WEIGHT)
     weights: Vector
 
 
 def sketch(text: str, embedder: Embedder) -> TextSketch:
     text = bounded(text)
-    found, asked = words(text), instruction(text)
-    halves = _places(_grams(found), 0), _places(_asked_grams(asked), _HALF)
+    tokens, request = words(text), instruction(text)
+    halves = _buckets(_grams(tokens), 0), _buckets(_instruction_grams(request), _HALF)
     weights = [np.full(len(half), _word_scale(len(half)), np.float32) for half in halves]
     grams = np.array([*halves[0], *halves[1]], np.int32)
-    form = shape(text, found, asked)
+    form = shape(text, tokens, request)
     return TextSketch(embedder.embed(text), form, grams, np.concatenate(weights))
 
 
-def _grams(found: list[str]) -> set[str]:
-    shown = _shown(found)
-    said = set(shown)
-    said.update(f"~{word[:_STEM]}" for word in shown if len(word) > _STEM)
-    said.update(map(" ".join, pairwise(["<s>", *shown, "</s>"])))
-    return said
+def _grams(tokens: list[str]) -> set[str]:
+    tokens_seen = _with_number_classes(tokens)
+    grams = set(tokens_seen)
+    grams.update(f"~{word[:_STEM]}" for word in tokens_seen if len(word) > _STEM)
+    grams.update(map(" ".join, pairwise(["<s>", *tokens_seen, "</s>"])))
+    return grams
 
 
-def _asked_grams(asked: PromptInstruction) -> set[str]:
-    """Words in order, and what the instruction's first word or its kind goes with."""
-    shown, place = _shown(asked.words), asked.place
-    said = _grams(asked.words)
-    first = shown[place] if shown else ""
-    behind = [word for word in shown[place + 1 : place + _OPENED_WORDS] if len(word) > 2]
-    said.update(f"{asked.opening}>{word}" for word in behind)
-    near = [word for word in shown[place + 1 : place + _NEXT_WORDS] if len(word) > 2]
-    said.update(f"{first}>>{word}" for word in near)
-    return said
+def _instruction_grams(request: PromptInstruction) -> set[str]:
+    """The words in order, and combinations of the opening word or its kind with the words after
+    it."""
+    tokens, start = _with_number_classes(request.words), request.opening_index
+    grams = _grams(request.words)
+    first = tokens[start] if tokens else ""
+    following = [word for word in tokens[start + 1 : start + _OPENED_WORDS] if len(word) > 2]
+    grams.update(f"{request.opening}>{word}" for word in following)
+    near = [word for word in tokens[start + 1 : start + _NEXT_WORDS] if len(word) > 2]
+    grams.update(f"{first}>>{word}" for word in near)
+    return grams
 
 
-def _shown(found: list[str]) -> list[str]:
-    return [f"#{min(len(w), _LONGEST_NUMBER)}" if w.isdigit() else w for w in found]
+def _with_number_classes(tokens: list[str]) -> list[str]:
+    return [f"#{min(len(w), _LONGEST_NUMBER)}" if w.isdigit() else w for w in tokens]
 
 
-def _places(grams: set[str], first: int) -> list[int]:
+def _buckets(grams: set[str], first: int) -> list[int]:
     return sorted({first + zlib.crc32(gram.encode()) % _HALF for gram in grams})
 
 
@@ -102,27 +103,27 @@ class SketchRows:
         self.weights = np.concatenate([item.weights for item in sketches])
         self.counts = np.array([len(item.grams) for item in sketches])
         used = np.unique(self.grams)
-        self._line = np.full(PLACES, -1, np.int32)
-        self._line[used] = np.arange(len(used))
-        # [places that are used, rows]: a column holds the weights of a text's words
-        self._marks = np.zeros((len(used), len(sketches)), np.float32)
+        self._row_of_bucket = np.full(NUM_BUCKETS, -1, np.int32)
+        self._row_of_bucket[used] = np.arange(len(used))
+        # [used buckets, rows]: a column holds the weights of a text's words
+        self._word_weights = np.zeros((len(used), len(sketches)), np.float32)
         columns = np.repeat(np.arange(len(sketches)), self.counts)
-        self._marks[self._line[self.grams], columns] = self.weights
+        self._word_weights[self._row_of_bucket[self.grams], columns] = self.weights
 
     def alike(self, others: Sequence[TextSketch]) -> NDArray[np.float32]:
         """The kernel of every other sketch with every row: [len(others), rows]."""
         meaning = np.stack([item.meaning for item in others]) @ self.meaning.T
         form = np.stack([item.form for item in others]) @ self.form.T
-        said = np.stack([self._said(item) for item in others])
+        word_similarity = np.stack([self._words_alike(item) for item in others])
         total: NDArray[np.float32] = (
-            meaning + said + SHAPE_WEIGHT * form + JOINT_WEIGHT * meaning * form
+            meaning + word_similarity + SHAPE_WEIGHT * form + JOINT_WEIGHT * meaning * form
         )
         return total
 
-    def _said(self, item: TextSketch) -> NDArray[np.float32]:
-        lines = self._line[item.grams]
-        known = lines >= 0
-        total: NDArray[np.float32] = item.weights[known] @ self._marks[lines[known]]
+    def _words_alike(self, item: TextSketch) -> NDArray[np.float32]:
+        rows = self._row_of_bucket[item.grams]
+        used = rows >= 0
+        total: NDArray[np.float32] = item.weights[used] @ self._word_weights[rows[used]]
         return total
 
 
@@ -142,7 +143,7 @@ _PATTERNS = tuple(
         r"\{",
         r"<",
         r"[;={}]",
-        # a second sentence
+        # more than one sentence
         r"[.?!]\s+\S",
         r"\b[A-Z]{2,}\b",
         r"/",
@@ -156,22 +157,23 @@ _PATTERNS = tuple(
 )
 _CAPITALISED = re.compile(r"\b[A-Z][a-z]+")
 _FOREIGN = re.compile(r"[^\u0000-\u0250]")
-# squares of the entries add up to about one for a usual text
+# the squares of the entries sum to about one for a typical text
 _SCALE = np.float32(math.sqrt(0.1))
-# numbers that do not say how the instruction opens
-_PLAIN = 18 + NUM_KINDS + len(_PATTERNS)
-DIM = _PLAIN + len(OPENINGS)
+# number of entries that do not describe the opening of the instruction
+_NUM_GENERAL = 18 + NUM_KINDS + len(_PATTERNS)
+DIM = _NUM_GENERAL + len(OPENINGS)
 
 
 def shape(
-    text: str, found: list[str] | None = None, asked: PromptInstruction | None = None
+    text: str, tokens: list[str] | None = None, request: PromptInstruction | None = None
 ) -> NDArray[np.float32]:
-    """`DIM` numbers; `text` is bounded, `found` are its words, `asked` is its instruction."""
-    found = words(text) if found is None else found
-    asked = instruction(text) if asked is None else asked
-    count, first = len(found), found[0] if found else ""
+    """`DIM` numbers; `text` has a limited length, `tokens` are its words, `request` is its
+    instruction."""
+    tokens = words(text) if tokens is None else tokens
+    request = instruction(text) if request is None else request
+    count, first = len(tokens), tokens[0] if tokens else ""
     values = np.zeros(DIM, np.float32)
-    values[:_PLAIN] = (
+    values[:_NUM_GENERAL] = (
         1.0,
         first in _OPENING,
         first in _ASKING,
@@ -184,14 +186,14 @@ def shape(
         count > 15,
         count > 40,
         len(_CAPITALISED.findall(text)) / max(1, count),
-        asked.material > 0,
-        asked.material > 3,
-        asked.material > 8,
-        "?" in asked.words,
-        len(asked.words) < 6,
-        len(asked.words) < 10,
-        *asked.kinds(),
+        request.material > 0,
+        request.material > 3,
+        request.material > 8,
+        "?" in request.words,
+        len(request.words) < 6,
+        len(request.words) < 10,
+        *request.kinds(),
         *(pattern.search(text) is not None for pattern in _PATTERNS),
     )
-    values[_PLAIN + OPENINGS.index(asked.opening)] = 1.0
+    values[_NUM_GENERAL + OPENINGS.index(request.opening)] = 1.0
     return values * _SCALE

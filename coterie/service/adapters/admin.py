@@ -1,7 +1,7 @@
-"""What an admin may do to the adapters that requests find: install, flip, pin, remove.
+"""The changes that an admin can make to the installed adapters: install, alias, pin, remove.
 
-Each change happens whole on the registry's thread and is in the snapshot before the call returns;
-requests in flight finish on the digest they began with. The registry logs what was done.
+Each change runs completely on the registry's thread and is in the snapshot before the call returns.
+Running requests finish with the digest that they started with. The registry logs each change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InstallName:
-    """What an adapter is to be called, where that differs from its own words."""
+    """The name and version to install under, if they differ from those in the package."""
 
     name: str | None = None
     version: str | None = None
@@ -30,7 +30,7 @@ class InstallName:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDetails:
-    """One name with everything that is installed under it."""
+    """One adapter with all its installed versions."""
 
     card: AdapterCard
     versions: tuple[AdapterCard, ...]
@@ -38,10 +38,10 @@ class AdapterDetails:
 
 
 class AdapterAdmin:
-    def __init__(self, roster: Fleet, trust: Path, allow_unsigned: bool) -> None:
-        """`trust` is the file of the keys that are trusted here."""
-        self._roster = roster
-        self._catalog = roster.catalog
+    def __init__(self, fleet: Fleet, trust: Path, allow_unsigned: bool) -> None:
+        """`trust` is the file of the trusted keys."""
+        self._fleet = fleet
+        self._catalog = fleet.catalog
         self._trust = trust
         self._allow_unsigned = allow_unsigned
 
@@ -49,29 +49,29 @@ class AdapterAdmin:
         return self._catalog.cards()
 
     def current(self) -> dict[str, AdapterCard]:
-        """What names and aliases stand for."""
+        """The adapter that each name and alias means."""
         return dict(self._catalog.current())
 
     async def install(
-        self, source: Path | bytes, wish: InstallName | None = None, base: str | None = None
+        self, source: Path | bytes, install_name: InstallName | None = None, base: str | None = None
     ) -> AdapterCard:
-        """A `.expert` file, its bytes, or a PEFT directory of this machine, which says nothing of
-        its base: it is taken to be for the specialist `base`."""
-        if wish is not None and wish.name is not None:
-            self._refuse_specialists(wish.name)
-        bases = self._roster.fingerprints(base)
+        """Install a `.expert` file, its bytes, or a PEFT directory on this machine. A PEFT
+        directory does not name its base model: it is installed for the specialist `base`."""
+        if install_name is not None and install_name.name is not None:
+            self._refuse_specialists(install_name.name)
+        bases = self._fleet.fingerprints(base)
         return await self._catalog.change(
-            lambda registry: self._add(registry, source, bases, wish or InstallName())
+            lambda registry: self._add(registry, source, bases, install_name or InstallName())
         )
 
     async def load(self, name: str, path: Path, base: str | None, in_place: bool) -> AdapterCard:
-        """vLLM's way: under a name of the caller's, which must be free unless `in_place`.
+        """Install as vLLM does: under the caller's name, which must be unused unless `in_place`.
 
-        A reload keeps the version before it, for a rollback, and drops older unsigned ones that
-        no alias stands for.
+        A reload keeps the previous version for a rollback, and removes older unsigned versions that
+        no alias means.
         """
         self._refuse_specialists(name)
-        bases = self._roster.fingerprints(base)
+        bases = self._fleet.fingerprints(base)
 
         def work(registry: AdapterRegistry) -> AdapterCard:
             before = _current(registry, name)
@@ -99,17 +99,18 @@ class AdapterAdmin:
         return await self._catalog.ask(question)
 
     async def alias(self, alias: str, name: str, version: str | None) -> AdapterCard:
-        """`alias` stands for this version from now on; for a name itself: which is current."""
+        """Let `alias` mean this version from now on. If `alias` is the name itself, the version
+        becomes the current one."""
         if alias != name:
             self._refuse_specialists(alias)
         return await self._catalog.change(lambda registry: registry.alias(alias, name, version))
 
     async def pin(self, name: str, on: bool, version: str | None = None) -> AdapterCard:
-        """With a version: that one is current from now on too."""
+        """Pin or unpin. With a version, that version also becomes the current one."""
 
         def work(registry: AdapterRegistry) -> AdapterCard:
             if version is not None:
-                # nothing changes for one that is not there
+                # raise before anything changes if the version does not exist
                 registry.find(name, version)
             card = registry.pin(name, on)
             if version is not None and card.version != version:
@@ -120,34 +121,34 @@ class AdapterAdmin:
         return await self._catalog.change(work)
 
     async def rollback(self, name: str) -> AdapterCard:
-        """Back to the version that was current before."""
+        """Return to the version that was current before."""
         return await self._catalog.change(lambda registry: registry.rollback(name))
 
     async def remove(self, name: str, version: str | None = None) -> AdapterCard:
-        """New requests do not find it; its files go when the last request on them has ended. Of
-        an alias only the alias goes."""
+        """Remove an adapter: new requests do not find it, and its files are removed when the last
+        request that uses them has ended. For an alias, only the alias is removed."""
 
         def work(registry: AdapterRegistry) -> AdapterCard:
             card = registry.find(name, version)
             if card.name != name and version is None:
                 registry.unalias(name)
             else:
-                # the catalog frees the files: it knows who runs on them
-                held = [item.digest for item in registry.versions(card.name)]
-                registry.remove(card.name, version, keep=held)
+                # the catalog removes the files: it knows which requests use them
+                digests = [item.digest for item in registry.versions(card.name)]
+                registry.remove(card.name, version, keep=digests)
             return card
 
         return await self._catalog.change(work)
 
     def _refuse_specialists(self, name: str) -> None:
-        if name in self._roster.names():
+        if name in self._fleet.names():
             raise InvalidRequest(f"`{name}` is a specialist's name; choose another", param="name")
 
     def _check(self, card: AdapterCard, folder: Path) -> None:
-        """It could be loaded beside each base of ours that it is for."""
+        """Check that the adapter can be loaded with each of our base models that it is for."""
         from coterie.adapters.check import check_adapter
 
-        infos = self._roster.adapter_infos(card.bases)
+        infos = self._fleet.adapter_infos(card.bases)
         room = min((info.device_bytes for info in infos.values()), default=None)
         check_adapter(folder, {name: info.modules for name, info in infos.items()}, room)
 
@@ -156,7 +157,7 @@ class AdapterAdmin:
         registry: AdapterRegistry,
         source: Path | bytes,
         bases: BaseFingerprints,
-        wish: InstallName,
+        install_name: InstallName,
     ) -> AdapterCard:
         from coterie.packages.trust import TrustStore
 
@@ -167,8 +168,8 @@ class AdapterAdmin:
                 trust=TrustStore(self._trust),
                 allow_unsigned=self._allow_unsigned,
                 bases=bases.named if is_directory else bases.every,
-                name=wish.name,
-                version=wish.version,
+                name=install_name.name,
+                version=install_name.version,
                 check=self._check,
             )
         except WeightsError as error:
@@ -191,7 +192,7 @@ def _current(registry: AdapterRegistry, name: str) -> AdapterCard | None:
 
 
 def _manifest(registry: AdapterRegistry, card: AdapterCard) -> dict[str, Any] | None:
-    """None for an adapter that came as a plain directory."""
+    """None for an adapter that was installed from a plain directory."""
     from coterie.packages.paths import MANIFEST
 
     if not (registry.files(card) / MANIFEST).is_file():

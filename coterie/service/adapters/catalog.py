@@ -1,8 +1,8 @@
-"""Installed adapters as every request sees them: a snapshot of the registry, in memory.
+"""The installed adapters as requests see them: a snapshot of the registry, in memory.
 
-The registry's rows and files are read on one thread of their own, never on the event loop. What is
-installed or removed elsewhere (`coterie expert ...`) shows within `POLL_S`. Files of an adapter
-that was removed go when its last request has ended.
+One separate thread reads the registry's rows and files, never the event loop. Changes by another
+process (`coterie expert ...`) are seen within `POLL_S`. The files of a removed adapter are removed
+when its last request has ended.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from coterie.packages.registry import AdapterRegistry
 
 POLL_S = 0.5
-# files go this long after their last user at the earliest
+# files are removed at the earliest this long after their last use
 SETTLE_S = 0.2
-# a damaged row is a ValueError
+# errors of a registry that cannot be used; a damaged row raises ValueError
 BROKEN = (CoterieError, OSError, sqlite3.Error, ValueError)
 
 T = TypeVar("T")
@@ -41,39 +41,39 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CatalogSnapshot:
-    """The registry at one moment. Replaced whole, so that an alias flips at once for everybody."""
+    """The registry at one moment. Replaced as a whole: an alias changes for all at once."""
 
     generation: int = -1
     versions: Mapping[tuple[str, str], AdapterCard] = field(default_factory=dict)
-    # what names and aliases stand for
+    # name or alias -> the adapter that it means
     current: Mapping[str, AdapterCard] = field(default_factory=dict)
     by_digest: Mapping[str, AdapterCard] = field(default_factory=dict)
-    # what the packages of `versions` say
+    # the profiles in the packages of `versions`
     profiles: Mapping[tuple[str, str], AdapterProfile] = field(default_factory=dict)
-    # those that can be chosen by content, by name
+    # profiles of the adapters that the router can choose, by name
     current_profiles: Mapping[str, AdapterProfile] = field(default_factory=dict)
     usual_quality: float = 0.5
 
 
 class AdapterCatalog:
-    """`root` is the registry's folder; None for a server that runs no adapters."""
+    """`root` is the registry's folder; None for a server without adapters."""
 
     def __init__(self, root: Path | None) -> None:
-        self.leases = AdapterLeases(self._idle)
+        self.leases = AdapterLeases(self._on_idle)
         self._root = root
         self._registry: AdapterRegistry | None = None
         self._thread = ThreadPoolExecutor(1, "registry")
-        # of that thread alone
+        # used only on that thread
         self._profiles = ProfileCache()
-        self._matching = MatcherBuilder()
+        self._matcher_builder = MatcherBuilder()
         self._snapshot = CatalogSnapshot()
-        # installed, and not what they were: digests whose files are gone or changed
+        # digests of installed adapters whose files are missing or changed
         self._damaged: frozenset[str] = frozenset()
         self._poller: asyncio.Task[None] | None = None
-        # digests that are installed no longer, and whose files may still be there
-        self._doomed: set[str] = set()
-        self._untidy = asyncio.Event()
-        self._tidier: asyncio.Task[None] | None = None
+        # digests that are no longer installed, but whose files may still exist
+        self._removed: set[str] = set()
+        self._cleanup_due = asyncio.Event()
+        self._cleaner: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         if self._root is None:
@@ -84,40 +84,40 @@ class AdapterCatalog:
             self._registry = await self._call(AdapterRegistry, self._root)
             await self.refresh()
         except BROKEN as error:
-            # a server without experts is better than none
+            # serve without experts rather than not at all
             self._registry = None
             log("registry_unreadable", level="warning", error=error)
             return
         self._poller = asyncio.ensure_future(self._poll())
-        self._tidier = asyncio.ensure_future(self._tidy())
+        self._cleaner = asyncio.ensure_future(self._clean_up())
 
     async def close(self) -> None:
-        tasks = [task for task in (self._poller, self._tidier) if task is not None]
-        self._poller = self._tidier = None
+        tasks = [task for task in (self._poller, self._cleaner) if task is not None]
+        self._poller = self._cleaner = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._matching.close()
+        await self._matcher_builder.close()
         registry, self._registry = self._registry, None
         if registry is not None:
-            # behind what the thread still has to do
+            # the thread closes it after its other work
             self._thread.submit(registry.close)
         self._thread.shutdown(wait=False)
 
-    # what a request asks: memory only
+    # for requests: reads only memory
 
     def find(self, name: str, version: str) -> AdapterCard | None:
         card = self._snapshot.current.get(name)
         if not version:
             return card
-        # an alias may be asked for a version of what it stands for
+        # alias@version means a version of the adapter that the alias means
         return self._snapshot.versions.get((card.name if card else name, version))
 
     def names(self) -> Iterable[str]:
         return self._snapshot.current.keys()
 
     def current(self) -> Mapping[str, AdapterCard]:
-        """What every name and alias stands for."""
+        """The adapter that each name and alias means."""
         return self._snapshot.current
 
     def cards(self) -> list[AdapterCard]:
@@ -128,89 +128,92 @@ class AdapterCatalog:
         return self._snapshot.by_digest.get(digest)
 
     def profile(self, card: AdapterCard) -> AdapterProfile:
-        """What its package says; of one that was removed meanwhile, the card alone."""
-        found = self._snapshot.profiles.get((card.name, card.version))
-        return AdapterProfile(card) if found is None else found
+        """The profile in its package; only the card if it was removed in the meantime."""
+        profile = self._snapshot.profiles.get((card.name, card.version))
+        return AdapterProfile(card) if profile is None else profile
 
     def current_profiles(self) -> Mapping[str, AdapterProfile]:
         return self._snapshot.current_profiles
 
     def damaged(self) -> list[AdapterCard]:
-        """Installed ones that nothing is routed to until they are installed again."""
+        """Installed adapters with damaged files. No request is routed to them until they are
+        installed again."""
         return [card for card in self.cards() if card.digest in self._damaged]
 
-    async def look_over(self, adapters: Sequence[AdapterChoice]) -> list[AdapterChoice]:
-        """Those whose files are not what was installed: nothing is routed to them from now on."""
+    async def find_damaged(self, adapters: Sequence[AdapterChoice]) -> list[AdapterChoice]:
+        """Check the files of these adapters. Returns those whose files have changed or are missing;
+        from now on no request is routed to them."""
         registry = self._opened()
         digests = [item.digest for item in adapters]
-        found = await self._call(_unsound, registry, digests)
+        damaged = await self._call(_damaged_of, registry, digests)
         for item in adapters:
-            if item.digest in found - self._damaged:
+            if item.digest in damaged - self._damaged:
                 log("expert_damaged", level="error", model=item.name,
                     reason="its files are gone or changed; nothing is routed to it until it is "
                     "installed again")  # fmt: skip
-        if found - self._damaged:
-            self._damaged |= found
+        if damaged - self._damaged:
+            self._damaged |= damaged
             await self.refresh()
-        return [item for item in adapters if item.digest in found]
+        return [item for item in adapters if item.digest in damaged]
 
     def matcher(self) -> Matcher | None:
-        """Of what is installed, or was a moment ago; None while the first is being built."""
-        return self._matching.matcher
+        """The matcher for what is installed, or was installed a moment ago; None while the first
+        one is being built."""
+        return self._matcher_builder.matcher
 
     def usual_quality(self) -> float:
         return self._snapshot.usual_quality
 
     async def settled(self) -> None:
-        """Returns when what is installed now can be found by content."""
-        await self._matching.settled()
+        """Returns when the router can choose among the adapters that are installed now."""
+        await self._matcher_builder.settled()
 
     def hold(self, adapters: Sequence[AdapterChoice]) -> AdapterLease:
-        """Keeps the files of a plan's adapters. To be called before anything else can run."""
+        """Keep the files of a plan's adapters. Must be called before any other code can run."""
         cards = (self._snapshot.by_digest.get(item.digest) for item in adapters)
         return self.leases.take(adapters, sum(c.num_virtual_tokens for c in cards if c is not None))
 
-    # what an admin does: on the registry's thread
+    # for admins: runs on the registry's thread
 
     async def change(self, work: Callable[[AdapterRegistry], T]) -> T:
-        """Runs `work`, then shows its outcome to every request from now on."""
+        """Run `work`, then show its result to all new requests."""
         registry = self._opened()
 
         def whole() -> tuple[T, CatalogSnapshot, CatalogSnapshot]:
-            # what another server removed meanwhile is its own to free: it knows who runs on it
+            # adapters that another server removed are left to that server: it knows who uses them
             before = self._read(registry)
             return work(registry), before, self._read(registry)
 
         try:
             done, before, after = await self._call(whole)
         except BROKEN:
-            # it may have got half way
+            # part of the change may have been made
             await self.refresh()
             raise
-        self._doomed |= before.by_digest.keys() - after.by_digest.keys()
+        self._removed |= before.by_digest.keys() - after.by_digest.keys()
         self._show(after)
         return done
 
     async def ask(self, question: Callable[[AdapterRegistry], T]) -> T:
-        """`question`'s answer, where nothing is changed."""
+        """The result of `question`, which must not change anything."""
         return await self._call(question, self._opened())
 
     async def refresh(self) -> None:
         self._show(await self._call(self._read, self._opened()))
 
     def _show(self, snapshot: CatalogSnapshot) -> None:
-        """The one thread keeps the order: a later reading never comes first."""
-        self._doomed -= snapshot.by_digest.keys()
+        """Make `snapshot` the current one. All snapshots come from one thread, so in order."""
+        self._removed -= snapshot.by_digest.keys()
         self._snapshot = snapshot
-        self._matching.follow(tuple(snapshot.current_profiles.values()))
-        if self._doomed:
-            self._untidy.set()
+        self._matcher_builder.update_profiles(tuple(snapshot.current_profiles.values()))
+        if self._removed:
+            self._cleanup_due.set()
 
     def _read(self, registry: AdapterRegistry) -> CatalogSnapshot:
-        """The number comes first: what another process changes meanwhile is seen by the next
-        poll."""
+        """Read a snapshot. The generation is read first: the next poll then sees changes that
+        another process makes during this read."""
         generation = registry.generation()
-        self._damaged = _unsound(registry, self._damaged)
+        self._damaged = _damaged_of(registry, self._damaged)
         cards, current = registry.cards(), registry.meanings()
         profiles = self._profiles.read(registry, cards)
         return CatalogSnapshot(
@@ -243,25 +246,26 @@ class AdapterCatalog:
             except BROKEN as error:
                 log("registry_unreadable", level="warning", error=error)
 
-    def _idle(self, digests: Collection[str]) -> None:
-        if self._doomed.intersection(digests):
-            self._untidy.set()
+    def _on_idle(self, digests: Collection[str]) -> None:
+        if self._removed.intersection(digests):
+            self._cleanup_due.set()
 
-    async def _tidy(self) -> None:
-        """Frees the files of removed adapters. One that is neither installed nor held can get no
-        new user: requests find adapters in the snapshot alone. At start, what a crash left."""
+    async def _clean_up(self) -> None:
+        """Remove the files of removed adapters, and at start those that a crash left. An adapter
+        that is neither installed nor in use cannot get a new user, because requests find adapters
+        only in the snapshot."""
         registry = self._opened()
         await self._done(registry.sweep)
         while True:
-            await self._untidy.wait()
+            await self._cleanup_due.wait()
             await asyncio.sleep(SETTLE_S)
-            self._untidy.clear()
-            idle = self._doomed - self.leases.held()
-            self._doomed -= idle
+            self._cleanup_due.clear()
+            idle = self._removed - self.leases.digests_in_use()
+            self._removed -= idle
             if idle and (left := await self._done(partial(_free, registry, idle))):
-                # too young, or somebody installed them again, which a reading will show
-                self._doomed |= set(left) - self._snapshot.by_digest.keys()
-                self._untidy.set()
+                # too new, or installed again, which the next snapshot will show
+                self._removed |= set(left) - self._snapshot.by_digest.keys()
+                self._cleanup_due.set()
 
     async def _done(self, work: Callable[[], Collection[str]]) -> Collection[str]:
         try:
@@ -271,26 +275,26 @@ class AdapterCatalog:
             return ()
 
 
-def _unsound(registry: AdapterRegistry, digests: Iterable[str]) -> frozenset[str]:
-    """Those whose files in the library are not their bytes. Reads them all."""
+def _damaged_of(registry: AdapterRegistry, digests: Iterable[str]) -> frozenset[str]:
+    """The digests that do not match their files in the library. Reads all the files."""
     return frozenset(digest for digest in digests if not registry.is_sound(digest))
 
 
 def _free(registry: AdapterRegistry, digests: Collection[str]) -> list[str]:
-    """Removes the files of these digests and of no others, which other processes may be using: not
-    even of those that come while this runs. Says which are still there."""
+    """Remove the files of these digests only: other processes may use others, also such that appear
+    while this runs. Returns the digests whose files still exist."""
     if registry.library.is_dir():
         others = {path.name for path in registry.library.iterdir()} - set(digests)
         registry.sweep(others, older_than_s=SETTLE_S / 2)
     return [digest for digest in digests if (registry.library / digest).exists()]
 
 
-# of a fleet in which nobody was judged
+# the usual quality if no installed package has evaluation results
 UNJUDGED = 0.5
 
 
 class ProfileCache:
-    """Keeps what it read while it is installed: a package's files never change."""
+    """Keeps the profiles of installed packages. The files of a package never change."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str, Path], AdapterProfile] = {}
@@ -298,18 +302,18 @@ class ProfileCache:
     def read(
         self, registry: AdapterRegistry, cards: Sequence[AdapterCard]
     ) -> dict[tuple[str, str], AdapterProfile]:
-        """By name and version. The same object as before where nothing changed."""
+        """Profiles by name and version; the same object as before if nothing changed."""
         known: dict[tuple[str, str, Path], AdapterProfile] = {}
-        found: dict[tuple[str, str], AdapterProfile] = {}
+        profiles: dict[tuple[str, str], AdapterProfile] = {}
         for card in cards:
             folder = registry.files(card)
             key = (card.name, card.version, folder)
             profile = self._known.get(key) or _read(registry, card, folder)
             if profile.card != card:
                 profile = replace(profile, card=card)
-            known[key] = found[card.name, card.version] = profile
+            known[key] = profiles[card.name, card.version] = profile
         self._known = known
-        return found
+        return profiles
 
 
 def current_profiles(
@@ -317,7 +321,7 @@ def current_profiles(
     profiles: Mapping[tuple[str, str], AdapterProfile],
     damaged: Collection[str] = (),
 ) -> dict[str, AdapterProfile]:
-    """Those that can be chosen by content, by what they are called, in the names' order."""
+    """The profiles that the router can choose, sorted by name."""
     return {
         name: profiles[name, card.version]
         for name, card in sorted(meanings.items())
@@ -326,7 +330,8 @@ def current_profiles(
 
 
 def usual_quality(profiles: Iterable[AdapterProfile]) -> float:
-    """What a package without figures is taken to reach: the mean of those with some."""
+    """The quality that is assumed for a package without evaluation results: the mean of those that
+    have results."""
     judged = [profile.quality for profile in profiles if profile.quality is not None]
     return fmean(judged) if judged else UNJUDGED
 
@@ -347,9 +352,9 @@ def _read(registry: AdapterRegistry, card: AdapterCard, folder: Path) -> Adapter
 
 
 class AdapterLease:
-    """One request's hold on its adapters.
+    """Keeps the adapters of one request until it ends.
 
-    A stream that is never read is dropped together with its lease, which then ends by itself.
+    If a stream is never read, it is garbage-collected with its lease, and the lease ends.
     """
 
     __slots__ = ("_adapters", "_counts", "_leases", "virtual_tokens")
@@ -364,7 +369,7 @@ class AdapterLease:
         self._move(leases.waiting)
 
     def start(self) -> None:
-        """The request runs now; it waited until here."""
+        """Note that the request runs now; before, it waited."""
         if self._counts is self._leases.waiting:
             self._move(self._leases.running)
 
@@ -390,7 +395,7 @@ class AdapterLease:
 
 
 class AdapterLeases:
-    """Every lease that has not ended. `on_idle` is told of digests that lost their last user."""
+    """All leases that have not ended. `on_idle` gets digests without users."""
 
     def __init__(self, on_idle: Callable[[Collection[str]], None]) -> None:
         self.waiting: Counter[str] = Counter()
@@ -403,7 +408,7 @@ class AdapterLeases:
             self._users[item.digest] += 1
         return AdapterLease(self, adapters, virtual_tokens)
 
-    def held(self) -> frozenset[str]:
+    def digests_in_use(self) -> frozenset[str]:
         return frozenset(self._users)
 
     def ended(self, adapters: Sequence[AdapterChoice]) -> None:
@@ -418,7 +423,7 @@ class AdapterLeases:
 
 
 def _count(counts: Counter[str], adapters: Sequence[AdapterChoice], step: int) -> None:
-    """By name without version, as requests ask for them. Names that nobody asks for are dropped."""
+    """Count by name without version, as requests name them. Names with count 0 are removed."""
     for item in adapters:
         name = item.name.partition("@")[0]
         counts[name] += step

@@ -1,7 +1,8 @@
-"""The matcher of what is installed: learnt once, by a process of its own, and swapped in whole.
+"""Builds the matcher for the installed adapters: trained once, in a separate process, then replaced
+as a whole.
 
-Requests use the one before until the next is ready; a catalog that changes while one is being built
-gets another one behind it.
+Requests use the old matcher until the new one is ready. If the catalog changes during a build,
+another build follows.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ Build = Callable[[Sequence[AdapterProfile]], Matcher]
 
 
 def build_matcher(profiles: Sequence[AdapterProfile]) -> Matcher:
-    """On a thread: it reads what is kept, or waits for the process that learns."""
-    from coterie.routing.match.learn import kept_matcher
+    """Call it on a thread: it reads a stored matcher, or waits for the process that trains one."""
+    from coterie.routing.match.learn import cached_matcher
 
-    return kept_matcher(profiles, _folder())
+    return cached_matcher(profiles, _folder())
 
 
 def is_learnt(profiles: Sequence[AdapterProfile]) -> bool:
-    """Whether a matcher of these is built without learning."""
-    from coterie.routing.match.learn import kept_at
+    """Whether a trained matcher for these profiles is stored."""
+    from coterie.routing.match.learn import probes_path
 
-    return kept_at(profiles, _folder()).is_file()
+    return probes_path(profiles, _folder()).is_file()
 
 
 def _folder() -> Path:
@@ -45,26 +46,27 @@ def _folder() -> Path:
 class MatcherBuilder:
     def __init__(self, build: Build = build_matcher) -> None:
         self._build = build
-        self._wanted: tuple[AdapterProfile, ...] = ()
-        # None while the first is being built, and where nothing is installed
+        self._profiles_wanted: tuple[AdapterProfile, ...] = ()
+        # None while the first one is being built, and if nothing is installed
         self.matcher: Matcher | None = None
         self._task: asyncio.Task[None] | None = None
-        # why the last one could not be built
+        # why the last build failed
         self._error: Exception | None = None
 
-    def follow(self, profiles: Sequence[AdapterProfile]) -> None:
-        """To be called on the event loop with whatever is installed now; returns at once."""
-        wanted = tuple(profiles)
-        if wanted == self._wanted:
+    def update_profiles(self, profiles: Sequence[AdapterProfile]) -> None:
+        """Build a matcher for these profiles if they have changed. Call it on the event loop; it
+        returns at once."""
+        profiles_wanted = tuple(profiles)
+        if profiles_wanted == self._profiles_wanted:
             return
-        self._wanted = wanted
-        if not wanted:
+        self._profiles_wanted = profiles_wanted
+        if not profiles_wanted:
             self.matcher = None
         elif self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._rebuild())
 
     async def settled(self) -> None:
-        """Returns when what was last followed can be matched; raises where it cannot be."""
+        """Returns when the matcher for the last profiles is ready; raises if its build failed."""
         if self._task is not None:
             await asyncio.shield(self._task)
         if self._error is not None:
@@ -78,23 +80,24 @@ class MatcherBuilder:
 
     async def _rebuild(self) -> None:
         built: tuple[AdapterProfile, ...] = ()
-        while self._wanted and built != self._wanted:
-            built, begun = self._wanted, perf_counter()
+        while self._profiles_wanted and built != self._profiles_wanted:
+            built, started_at = self._profiles_wanted, perf_counter()
             self._error = None
             try:
-                matcher = await _beside(partial(self._build, built))
+                matcher = await _on_daemon_thread(partial(self._build, built))
             except Exception as error:
-                # requests go on with the one before, or with the base model alone
+                # requests continue with the old matcher, or with the base model alone
                 self._error = error
                 log("matcher_failed", level="error", error=error)
                 continue
-            self.matcher = matcher if self._wanted else None
-            took_ms = round((perf_counter() - begun) * 1e3, 3)
+            self.matcher = matcher if self._profiles_wanted else None
+            took_ms = round((perf_counter() - started_at) * 1e3, 3)
             log("matcher_ready", state=f"{len(built)} experts", duration_ms=took_ms)
 
 
-async def _beside(work: Callable[[], Matcher]) -> Matcher:
-    """On a thread that a process which ends does not wait for, as it does for an executor's."""
+async def _on_daemon_thread(work: Callable[[], Matcher]) -> Matcher:
+    """Run `work` on a daemon thread: a process that exits waits for the threads of an executor, but
+    not for this one."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Matcher] = loop.create_future()
 
@@ -112,7 +115,7 @@ async def _beside(work: Callable[[], Matcher]) -> Matcher:
             matcher = work()
         except Exception as raised:
             error = raised
-        # the loop may have been closed meanwhile: then nobody asks any more
+        # the loop may have been closed in the meantime: then no one waits for the result
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, matcher, error)
 

@@ -1,1 +1,1 @@
-"""Jobs: accepted when they are on disk, run when there is room, ended exactly once."""
+"""Jobs: accepted when they are on disk, run when there is capacity, ended exactly once."""

@@ -1,6 +1,6 @@
-"""Requests, plans and results as the JSON that the job database keeps. Values in, bytes out.
+"""Encodes requests, plans and results as the JSON that the job database stores, and decodes them.
 
-A prompt is one of three types, which JSON cannot tell apart: it is kept under its kind.
+A prompt has one of three types, which JSON cannot distinguish: each is stored under its own key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from coterie.core.request import (
 
 
 class _Prompt(msgspec.Struct, omit_defaults=True):
-    """Exactly one is given, or none where a prompt may be missing."""
+    """Exactly one field is set, or none if the prompt is missing."""
 
     chat: Chat | None = None
     text: Text | None = None
@@ -49,7 +49,7 @@ class _Spec(msgspec.Struct, omit_defaults=True):
 
 
 class PlannedRun(msgspec.Struct):
-    """What a run after a crash keeps of the first one's plan."""
+    """The parts of the first run's plan that a run after a crash uses again."""
 
     specialist: str
     adapters: tuple[AdapterChoice, ...]
@@ -81,7 +81,7 @@ def encode_spec(spec: JobSpec) -> bytes:
 
 
 def decode_spec(raw: bytes, arrived_at: float, submitted_at: float) -> JobSpec:
-    """`arrived_at` is of this run: a monotonic clock does not outlive its machine's boot.
+    """`arrived_at` is the start of this run: a monotonic clock starts again when the machine boots.
     `submitted_at` is in seconds since 1970."""
     stored = _spec_decoder.decode(raw)
     prompt = _prompt(stored.prompt)
@@ -132,5 +132,5 @@ def _written(stored: Any) -> bytes:
     try:
         return _encode(stored)
     except (TypeError, ValueError, RecursionError) as error:
-        # lone surrogates, or nesting that no encoder follows
+        # lone surrogates, or nesting that is too deep for the encoder
         raise InvalidRequest("the request holds a text that cannot be stored") from error

@@ -1,6 +1,6 @@
-"""Which jobs run now: begins those in line while there are places, and ends what is to end.
+"""Starts waiting jobs while fewer than the allowed number run, and ends the running ones.
 
-When the engine is full nobody begins until it may have room again.
+When the engine is full, no job starts until the engine may have room again.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from coterie.service.jobs.codec import (
 from coterie.service.jobs.store import RETRY_S, JobEnd, JobStore, WaitingJob
 from coterie.service.request_limits import Events, until_deadline
 
-# requests that wait, on disk
+# size of all waiting requests on disk
 MAX_QUEUED_BYTES = 512 * 10**6
-# weight of the newest duration
+# weight of the newest duration in the moving average
 NEWEST = 0.1
 MAX_PAUSE_S = 30.0
 MAX_ESTIMATE_S = 24 * 3600.0
 
 
 class JobDispatcher:
-    def __init__(self, answers: JobPipeline, store: JobStore, settings: JobSettings) -> None:
-        self._answers, self._store, self._settings = answers, store, settings
+    def __init__(self, pipeline: JobPipeline, store: JobStore, settings: JobSettings) -> None:
+        self._pipeline, self._store, self._settings = pipeline, store, settings
         self.running: dict[str, asyncio.Task[None]] = {}
         self.live: dict[str, LiveJob] = {}
         self.queue = JobQueue()
         self.is_paused = False
-        # nobody begins before; time.monotonic()
-        self.held_until = 0.0
+        # no job starts before this time.monotonic()
+        self.not_before = 0.0
         self._wake = asyncio.Event()
         self._alone = False
-        # what a run takes, by and large
+        # moving average of a run's duration
         self._run_s = 1.0
 
     def push(self, entry: WaitingJob) -> None:
@@ -60,13 +60,13 @@ class JobDispatcher:
         self._wake.set()
 
     def pause(self) -> None:
-        """Nothing new begins; what runs may end."""
+        """Start no new job; running jobs may end."""
         self.is_paused = True
         for live in self.live.values():
-            live.tell()
+            live.notify()
 
     def stop(self, job_id: str) -> None:
-        """It has ended on disk: nothing more is computed for it."""
+        """Stop computing a job that has ended on disk."""
         task = self.running.get(job_id)
         if task is not None:
             task.cancel()
@@ -74,13 +74,13 @@ class JobDispatcher:
             self._end(job_id)
 
     def forget(self, job_id: str) -> None:
-        """Where nobody runs or watches it any more."""
+        """Remove the live state of a job that neither runs nor is followed by a client."""
         live = self.live.get(job_id)
         if live is not None and not live.followers and job_id not in self.running:
             del self.live[job_id]
 
     def check_room(self, entering: int, nbytes: int) -> None:
-        """`entering` are on their way to the disk."""
+        """Raise if the queue is full. `entering`: jobs that are being written to disk."""
         count, limit = len(self.queue) + entering, self._settings.max_queued
         if count >= limit or self.queue.nbytes + nbytes > MAX_QUEUED_BYTES:
             what = f"{count} jobs wait, and {limit} may"
@@ -90,13 +90,13 @@ class JobDispatcher:
             raise Overloaded(f"{what}; ask again later", retry_after_s=wait_s)
 
     def expected_wait_s(self, priority: int) -> float:
-        """Until a job of this priority that came now would begin."""
+        """Estimated time until a job of this priority would start if it came now."""
         ahead = self.queue.ahead(priority) + len(self.running)
         places = self._settings.concurrency
-        # each place is free again after a run
+        # each place becomes free after one run
         rounds = max(0, ahead + 1 - places) / places
-        held_s = max(0.0, self.held_until - time.monotonic())
-        wait_s = held_s + rounds * self._run_s + self._answers.expected_wait_s()
+        paused_s = max(0.0, self.not_before - time.monotonic())
+        wait_s = paused_s + rounds * self._run_s + self._pipeline.expected_wait_s()
         return min(wait_s, MAX_ESTIMATE_S)
 
     async def loop(self) -> None:
@@ -108,19 +108,19 @@ class JobDispatcher:
                 self.running[entry.id] = asyncio.create_task(self._run(entry))
                 continue
             self._wake.clear()
-            held_s = self.held_until - time.monotonic()
+            paused_s = self.not_before - time.monotonic()
             try:
-                # not wait_for, which may swallow a cancellation
-                async with asyncio.timeout(held_s if held_s > 0 else None):
+                # not asyncio.wait_for: it can lose a cancellation
+                async with asyncio.timeout(paused_s if paused_s > 0 else None):
                     await self._wake.wait()
             except TimeoutError:
                 continue
 
     def _next(self) -> WaitingJob | None:
-        """The job that may begin now."""
+        """The job that may start now, if any."""
         places = 1 if self._alone else self._settings.concurrency
         full = bool(self.running) and len(self.running) >= places
-        if self.is_paused or full or time.monotonic() < self.held_until:
+        if self.is_paused or full or time.monotonic() < self.not_before:
             return None
         entry = self.queue.peek()
         if entry is not None and is_suspect(entry) and self.running:
@@ -130,34 +130,34 @@ class JobDispatcher:
     async def _run(self, entry: WaitingJob) -> None:
         live = self.live.setdefault(entry.id, LiveJob())
         began = time.monotonic()
-        again = False
+        must_retry = False
         try:
-            await JobRun(self._answers, self._store, entry.id, live).attempt()
+            await JobRun(self._pipeline, self._store, entry.id, live).attempt()
             self._run_s += NEWEST * (time.monotonic() - began - self._run_s)
         except NOT_NOW as error:
-            again = True
-            self._hold(error)
+            must_retry = True
+            self._delay_starts(error)
         finally:
             del self.running[entry.id]
-            if again:
+            if must_retry:
                 self.queue.push(entry)
             else:
                 self._end(entry.id)
             self._wake.set()
 
-    def _hold(self, error: CoterieError) -> None:
+    def _delay_starts(self, error: CoterieError) -> None:
         wait_s = min(error.retry_after_s or RETRY_S, MAX_PAUSE_S)
-        self.held_until = max(self.held_until, time.monotonic() + wait_s)
+        self.not_before = max(self.not_before, time.monotonic() + wait_s)
 
     def _end(self, job_id: str) -> None:
         live = self.live.get(job_id)
         if live is not None:
             live.ended = True
-            live.tell()
+            live.notify()
             self.forget(job_id)
 
 
-# a job that ran in this many servers when they died runs with no other job beside it
+# a job that was running in this many servers when they died runs alone, without other jobs
 SUSPECT_CRASHES = 3
 LEVELS = 10
 
@@ -187,7 +187,7 @@ class JobQueue:
         return self._entries[self._heap[0][3]] if self._heap else None
 
     def drop(self, job_id: str) -> WaitingJob | None:
-        """Out of the line, wherever it stood."""
+        """Remove the job from the queue, at any position."""
         entry = self._entries.pop(job_id, None)
         if entry is not None:
             self._levels[entry.priority] -= 1
@@ -198,7 +198,7 @@ class JobQueue:
         return entry
 
     def ahead(self, priority: int) -> int:
-        """How many come before a job of this priority that arrives now."""
+        """How many waiting jobs would run before a job of this priority that arrives now."""
         return sum(self._levels[priority:])
 
 
@@ -220,33 +220,33 @@ class JobPipeline(Protocol):
         self,
         request: InferenceRequest,
         vendor: Sampling = ...,
-        tell: Callable[[RoutePlan], None] | None = None,
-        left: Callable[[InferenceMetrics], None] | None = None,
+        on_plan: Callable[[RoutePlan], None] | None = None,
+        on_abort: Callable[[InferenceMetrics], None] | None = None,
     ) -> AsyncGenerator[Event, None]: ...
 
 
 class JobRun:
-    def __init__(self, answers: JobPipeline, store: JobStore, job_id: str, live: LiveJob) -> None:
-        self._answers = answers
+    def __init__(self, pipeline: JobPipeline, store: JobStore, job_id: str, live: LiveJob) -> None:
+        self._pipeline = pipeline
         self._store = store
         self._id = job_id
         self._live = live
-        self._begun = False
+        self._started = False
         self._length = 0
 
     async def attempt(self) -> None:
-        """Returns when the job has ended, here or by somebody else's hand. Raises what means
-        "not now", and then the job waits again."""
+        """Run the job once. Returns when it has ended, here or because someone cancelled it. Raises
+        Overloaded or Unavailable if it cannot run now; then the job waits again."""
         try:
-            ending = await self._ending()
+            ending = await self._run_to_end()
         except NOT_NOW:
-            if self._begun:
+            if self._started:
                 await self._store.requeue(self._id)
             raise
         if ending is not None:
             await self._write(ending)
 
-    async def _ending(self) -> JobEnd | None:
+    async def _run_to_end(self) -> JobEnd | None:
         stored = await self._store.request(self._id)
         if stored is None:
             return None
@@ -272,7 +272,7 @@ class JobRun:
         async with aclosing(events):
             builder = AnswerBuilder(self._id, plans, explain=spec.explain)
             async for event in events:
-                if not self._begun and not await self._begin(plans[-1]):
+                if not self._started and not await self._begin(plans[-1]):
                     return None
                 builder.take(event)
                 if isinstance(event, Delta) and event.choice == 0:
@@ -284,30 +284,32 @@ class JobRun:
     async def _events(
         self, spec: JobSpec, stored: PlannedRun | None
     ) -> tuple[list[RoutePlan], Events]:
-        """A run that is repeated goes by the plan of the first one: what was installed or learnt
-        meanwhile does not change its answer."""
-        request, plans, left = spec.request, list[RoutePlan](), list[InferenceMetrics]()
+        """The plans and events of this run. A repeated run follows the plan of the first run: what
+        was installed or learnt in the meantime does not change its answer."""
+        request, plans, metrics = spec.request, list[RoutePlan](), list[InferenceMetrics]()
         if stored is not None:
-            again = replace(request, sampling=replace(stored.sampling, constraint=None))
-            for asked in (again, pinned(again, stored)):
+            repeated = replace(request, sampling=replace(stored.sampling, constraint=None))
+            for candidate in (repeated, pinned(repeated, stored)):
                 try:
-                    events = self._answers.handle(asked, spec.vendor, plans.append, left.append)
+                    events = self._pipeline.handle(
+                        candidate, spec.vendor, plans.append, metrics.append
+                    )
                 except NotFound:
                     continue
-                if _who(plans[-1]) == _who(stored):
-                    return plans, until_deadline(events, asked, left)
+                if _models_of(plans[-1]) == _models_of(stored):
+                    return plans, until_deadline(events, candidate, metrics)
                 await events.aclose()
-                left.clear()
-        # the first run, or what it ran on is gone: it is answered as if it came now
-        events = self._answers.handle(request, spec.vendor, plans.append, left.append)
-        return plans, until_deadline(events, request, left)
+                metrics.clear()
+        # the first run, or its model is gone: answer the request as if it came now
+        events = self._pipeline.handle(request, spec.vendor, plans.append, metrics.append)
+        return plans, until_deadline(events, request, metrics)
 
     async def _begin(self, plan: RoutePlan) -> bool:
-        """Before any of its text is seen: a run after a crash goes by the same plan."""
-        self._begun = await self._store.begin(self._id, time.time(), encode_plan(plan))
+        """Store the plan before any text is shown: a run after a crash follows the same plan."""
+        self._started = await self._store.begin(self._id, time.time(), encode_plan(plan))
         self._live.plan = plan
-        self._live.tell()
-        return self._begun
+        self._live.notify()
+        return self._started
 
     def _failed(self, error: CoterieError) -> JobEnd:
         return JobEnd(
@@ -315,7 +317,7 @@ class JobRun:
         )
 
     async def _write(self, ending: JobEnd) -> None:
-        """An answer is not given up because the disk is full at the moment."""
+        """Write the result. Retries while the database cannot be used (full disk)."""
         while True:
             try:
                 await self._store.end(self._id, ending)
@@ -326,18 +328,19 @@ class JobRun:
 
 
 def pinned(request: InferenceRequest, plan: PlannedRun) -> InferenceRequest:
-    """Asks for exactly what `plan` chose, by name and version."""
+    """The request with hints for exactly the specialist and adapters that `plan` chose."""
     adapters = tuple(AdapterHint(item.name, item.weight) for item in plan.adapters)
     hints = replace(request.hints, model=plan.specialist, adapters=adapters, exclude=())
     return replace(request, hints=hints)
 
 
-def _who(plan: RoutePlan | PlannedRun) -> tuple[str, str]:
+def _models_of(plan: RoutePlan | PlannedRun) -> tuple[str, str]:
     return plan.specialist, stack_key(plan.adapters)
 
 
 class LiveJob:
-    """A run that is repeated draws the same text: it only ever gets longer."""
+    """The text of a job so far, for the clients that follow it. A repeated run produces the same
+    text, so the text only grows."""
 
     def __init__(self) -> None:
         self.plan: RoutePlan | None = None
@@ -352,23 +355,23 @@ class LiveJob:
         return "".join(self._parts)
 
     def since(self, count: int) -> tuple[str, int]:
-        """What came behind the first `count` parts, and how many parts there are."""
+        """The text after the first `count` parts, and the number of parts."""
         return "".join(self._parts[count:]), len(self._parts)
 
     def feed(self, offset: int, text: str) -> None:
-        """`text` stands at this offset of the answer."""
+        """Add `text`, which is at `offset` in the answer."""
         new = text[max(0, self._length - offset) :]
         if new:
             self._parts.append(new)
             self._length += len(new)
-            self.tell()
+            self.notify()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def change(self, timeout_s: float) -> bool:
-        """Whether anything is new; at most so long."""
+    async def wait_for_change(self, timeout_s: float) -> bool:
+        """Wait until something is new. False if nothing changed within the time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()

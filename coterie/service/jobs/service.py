@@ -1,14 +1,14 @@
-"""Jobs: accepted when they are on disk, run when there is room, ended exactly once.
+"""Accepts, shows, follows and deletes jobs, and takes over the jobs of servers that crashed.
 
-Wiring (`build.py`, after the pipeline is made; `Pipeline` starts and ends it):
+How it is connected (`build.py` makes it after the pipeline; `Pipeline` starts and closes it):
 
     pipeline.jobs = JobService(pipeline, JobStore(state_dir() / "jobs.db"), config.jobs)
-    await jobs.start()     # at the end of Pipeline.start: takes over what a crash left, begins
-    jobs.pause()           # first thing in Pipeline.drain: nothing new begins
-    await jobs.close()     # first thing in Pipeline.close: open jobs wait for the next start
+    await jobs.start()     # at the end of Pipeline.start: takes over jobs of crashed servers
+    jobs.pause()           # first in Pipeline.drain: no new job starts
+    await jobs.close()     # first in Pipeline.close: open jobs wait for the next start
 
 Callers (`Prefer: respond-async`): `job = await jobs.submit(JobSpec(request, explain))`,
-with `request.id` a new UUID's text; `api/native/jobs.py: accepted(job)` is the 202.
+with a new UUID as `request.id`; `api/native/jobs.py: accepted(job)` makes the 202 response.
 """
 
 from __future__ import annotations
@@ -29,35 +29,36 @@ from coterie.service.jobs.codec import encode_spec
 from coterie.service.jobs.dispatch import JobDispatcher, JobPipeline, LiveJob
 from coterie.service.jobs.store import AbandonedJob, JobEnd, JobStore, NewJob, WaitingJob
 
-# answers that can still be asked for, on disk
+# ended jobs that are kept on disk
 MAX_ENDED = 100_000
 MAX_ENDED_BYTES = 2 * 10**9
-# how soon jobs of a killed server are taken over, and cancellations by another one are seen
+# how often to look for jobs of a killed server, and for cancellations by another server
 SWEEP_S = 2.0
-# a job that ran alone in this many servers when they died is what kills them
+# a job that was running in this many servers when they died is given up as their cause
 MAX_CRASHES = 10
 
 Progress = RoutePlan | str | Job
 
 
 class JobService:
-    def __init__(self, answers: JobPipeline, store: JobStore, settings: JobSettings) -> None:
-        self._answers, self._store, self._settings = answers, store, settings
-        self._dispatcher = JobDispatcher(answers, store, settings)
+    def __init__(self, pipeline: JobPipeline, store: JobStore, settings: JobSettings) -> None:
+        self._pipeline, self._store, self._settings = pipeline, store, settings
+        self._dispatcher = JobDispatcher(pipeline, store, settings)
         self._tasks: list[asyncio.Task[None]] = []
-        # jobs on their way to the disk
+        # jobs that are being written to disk
         self._entering = 0
-        # of servers that were killed, since start
+        # jobs of crashed servers that were taken over since start
         self.taken_up = 0
 
     async def start(self) -> None:
-        """Never fails for the database's sake: without it everything but jobs is served."""
+        """Does not raise without the database: then everything except jobs is served."""
         wait_s = await self._open()
         if wait_s != 0:
             self._tasks = [asyncio.create_task(self._open_later(wait_s))] if wait_s else []
 
     async def _open(self) -> float | None:
-        """Seconds until it may work: 0 = it did, None = never by itself."""
+        """Open the database. Returns 0 if it worked, else the seconds until a retry may work; None
+        if a retry cannot help."""
         try:
             await self._store.open()
             await self._sweep()
@@ -76,7 +77,7 @@ class JobService:
             wait_s = await self._open()
 
     def pause(self) -> None:
-        """Nothing new is accepted or begun; what runs may end."""
+        """Accept and start no new job; running jobs may end."""
         self._dispatcher.pause()
 
     async def close(self) -> None:
@@ -92,21 +93,22 @@ class JobService:
             log("jobs_not_released", level="warning", reason=error.message)
 
     async def submit(self, spec: JobSpec) -> Job:
-        """Accepted when this returns: it will run, once, whatever happens to this process."""
+        """When this returns, the job is accepted: it will be answered exactly once, even if this
+        process dies."""
         if self._dispatcher.is_paused:
             raise Unavailable("the server is shutting down")
-        self._answers.resolve(spec.request.hints)
-        await self._answers.check_format(spec.request)
-        spec = replace(spec, request=self._answers.within_rights(spec.request))
+        self._pipeline.resolve(spec.request.hints)
+        await self._pipeline.check_format(spec.request)
+        spec = replace(spec, request=self._pipeline.within_rights(spec.request))
         sampling = spec.request.sampling
         if sampling.seed is None:
-            # a run after a crash draws the same
+            # so that a run after a crash produces the same text
             sampling = replace(sampling, seed=draw_seed())
             spec = replace(spec, request=replace(spec.request, sampling=sampling))
         raw = encode_spec(spec)
         self._dispatcher.check_room(self._entering, len(raw))
         self._entering += 1
-        # on disk means accepted, whether or not the caller is still there to hear of it
+        # a job on disk is accepted, even if its caller has disconnected in the meantime
         return await asyncio.shield(self._accept(spec, raw))
 
     async def get(self, job_id: str, tenant: str) -> Job:
@@ -120,7 +122,7 @@ class JobService:
         return await self._store.page(query)
 
     async def delete(self, job_id: str, tenant: str) -> tuple[Job, bool]:
-        """Cancels an open job (False); removes one that has ended (True), told as it was."""
+        """Cancel an open job (False), or remove an ended job (True). Returns the job as it was."""
         job = await self.get(job_id, tenant)
         if job.active and await self._store.cancel(job_id, tenant, time.time(), job.text):
             self._dispatcher.stop(job_id)
@@ -129,23 +131,23 @@ class JobService:
         return job, await self._store.remove(job_id, tenant)
 
     async def follow(self, job_id: str, tenant: str) -> AsyncGenerator[Progress, None]:
-        """The plan once it runs, pieces of text, and at last the job as it ended."""
+        """Yields the plan when the job runs, then pieces of text, and last the ended job."""
         job = await self.get(job_id, tenant)
         dispatcher = self._dispatcher
         live = dispatcher.live.setdefault(job_id, LiveJob()) if job.active else LiveJob()
         live.followers += 1
-        told, parts = False, 0
+        plan_sent, parts = False, 0
         try:
             while job.active:
-                if live.plan is not None and not told:
-                    told = True
+                if live.plan is not None and not plan_sent:
+                    plan_sent = True
                     yield live.plan
                 text, parts = live.since(parts)
                 if text:
                     yield text
                 if dispatcher.is_paused and job_id not in dispatcher.running:
                     raise Unavailable("the server is shutting down; the job is kept")
-                if not await live.change(SWEEP_S) or live.ended:
+                if not await live.wait_for_change(SWEEP_S) or live.ended:
                     job = await self.get(job_id, tenant)
             text, _ = live.since(parts) if parts else (job.text, 0)
             if text:
@@ -193,8 +195,8 @@ class JobService:
                 log("jobs_not_swept", level="warning", reason=error.message)
 
     async def _sweep(self) -> None:
-        """Takes over what killed servers left, removes what is too old, stops what was cancelled
-        by another server of this home."""
+        """Take over the jobs of killed servers, remove old jobs, and stop jobs that another server
+        with the same home folder has cancelled."""
         abandoned_jobs = await self._store.abandoned_jobs()
         ours = await self._store.adopt([item for item in abandoned_jobs if self._can_take(item)])
         for entry in ours:
@@ -206,19 +208,20 @@ class JobService:
             self.taken_up += len(ours)
             log("jobs_adopted", pending=len(ours))
         await self._store.expire(time.time() - self._settings.keep_s, MAX_ENDED, MAX_ENDED_BYTES)
-        # in this order: what begins meanwhile is open and not looked at
+        # read `running` first: a job that starts in the meantime is then not checked
         running = list(self._dispatcher.running)
-        still = await self._store.open_ids()
+        open_ids = await self._store.open_ids()
         for job_id in running:
-            if job_id not in still:
+            if job_id not in open_ids:
                 self._dispatcher.stop(job_id)
 
-    def _can_take(self, orphan: AbandonedJob) -> bool:
-        """Not where this server has no such model, as long as another one may come that has."""
+    def _can_take(self, abandoned: AbandonedJob) -> bool:
+        """Whether this server should take over the job. If it does not have the model, it leaves
+        the job for a server that has, until the job is too old."""
         try:
-            self._answers.resolve(RouteHints(orphan.model or None))
+            self._pipeline.resolve(RouteHints(abandoned.model or None))
         except NotFound:
-            return orphan.submitted_at < time.time() - self._settings.keep_s
+            return abandoned.submitted_at < time.time() - self._settings.keep_s
         return True
 
     async def _give_up(self, entry: WaitingJob) -> None:

@@ -1,7 +1,7 @@
 """Jobs on disk: one SQLite file in WAL mode, one thread that reads and writes it.
 
-A change has reached the disk when its call returns. What is wrong with the file is told as a typed
-error, and logged once: a server without it still answers everything but jobs.
+When a call returns, its change is on disk. A problem with the file raises a typed error and is
+logged once: without the file a server still serves everything except jobs.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from coterie.service.jobs.codec import decode_result
 from coterie.weights.files import try_lock
 
 T = TypeVar("T")
-# how long another process may hold the file
+# how long to wait while another process has locked the file
 BUSY_S = 10.0
 RETRY_S = 5.0
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
 _OPENING = (
     "PRAGMA journal_mode = WAL",
-    # a commit returns when its bytes are on the disk
+    # a commit returns when its bytes are on disk
     "PRAGMA synchronous = FULL",
     "PRAGMA journal_size_limit = 67108864",
-    # prompts that were removed do not stay in free pages
+    # removed prompts must not stay in free pages
     "PRAGMA secure_delete = ON",
 )
 
@@ -47,16 +47,16 @@ class JobStore:
         self._sql: sqlite3.Connection | None = None
         self._tables: JobTables | None = None
         self._owner: JobOwner | None = None
-        self._said: str | None = None
+        self._last_error: str | None = None
         self._closed = False
 
     async def open(self) -> None:
-        """A second call does nothing, unless the first one failed."""
+        """Open the file. A second call does nothing, unless the first one failed."""
         if self._owner is None:
             await self._call(self._open)
 
     async def close(self) -> None:
-        """Open jobs are left to the next server. A second call does nothing."""
+        """Release the open jobs for the next server. A second call does nothing."""
         try:
             if self._owner is not None:
                 await self._call(self._close)
@@ -65,7 +65,7 @@ class JobStore:
             self._thread.shutdown(wait=False)
 
     async def add(self, entry: NewJob) -> WaitingJob:
-        """Accepts a job: when this returns it will be run, whatever happens to this process."""
+        """Accept a job. When this returns, the job will run, even if this process dies."""
         return await self._ask(lambda tables, owner: tables.add(entry, owner))
 
     async def find(self, job_id: str, tenant: str) -> Job | None:
@@ -75,14 +75,14 @@ class JobStore:
         return await self._ask(lambda tables, owner: tables.request(job_id, owner))
 
     async def begin(self, job_id: str, at: float, plan: bytes) -> bool:
-        """False when the job is no longer ours to run: cancelled, or ended."""
+        """False if this server must not run the job any more: it was cancelled or has ended."""
         return await self._ask(lambda tables, owner: tables.begin(job_id, owner, at, plan))
 
     async def requeue(self, job_id: str) -> bool:
         return await self._ask(lambda tables, owner: tables.requeue(job_id, owner))
 
     async def end(self, job_id: str, ending: JobEnd) -> bool:
-        """False when it had ended before."""
+        """False if the job had already ended."""
         return await self._ask(lambda tables, owner: tables.end(job_id, owner, ending))
 
     async def cancel(self, job_id: str, tenant: str, at: float, text: str | None) -> bool:
@@ -105,40 +105,40 @@ class JobStore:
         return JobPage(tuple(jobs), last)
 
     async def abandoned_jobs(self) -> Sequence[AbandonedJob]:
-        """Open jobs of servers that are gone, which they never cease to be."""
-        return await self._call(self._orphans)
+        """Open jobs of servers that have ended. An ended server never comes back under its name."""
+        return await self._call(self._abandoned_jobs)
 
     async def adopt(self, abandoned_jobs: Sequence[AbandonedJob]) -> Sequence[WaitingJob]:
-        """These become ours, but for those that another server was quicker with."""
+        """Take over these jobs, except those that another server took first."""
 
         def work(tables: JobTables, owner: str) -> list[WaitingJob]:
-            taken = (tables.adopt(orphan.id, orphan.owner, owner) for orphan in abandoned_jobs)
+            taken = (tables.adopt(job.id, job.owner, owner) for job in abandoned_jobs)
             return [waiting for waiting in taken if waiting is not None]
 
         return await self._ask(work)
 
-    def _orphans(self) -> list[AbandonedJob]:
+    def _abandoned_jobs(self) -> list[AbandonedJob]:
         tables, owner = self._opened()
-        found: list[AbandonedJob] = []
+        abandoned: list[AbandonedJob] = []
         for other in tables.owners():
             if other != owner.name:
                 with owner.gone(other) as is_gone:
-                    found += tables.abandoned_jobs(other) if is_gone else ()
-        return found
+                    abandoned += tables.abandoned_jobs(other) if is_gone else ()
+        return abandoned
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # it holds prompts: nobody else's to read
+        # the file holds prompts: only this user may read it
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
-        # each statement commits by itself
+        # with isolation_level None each statement commits by itself
         sql = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None)
         try:
             for pragma in _OPENING:
                 sql.execute(pragma).fetchall()
             tables = JobTables(sql)
             if not tables.prepare():
-                self._said = f"{self._path} was made by a newer Coterie; update this one"
-                raise Unavailable(self._said)
+                self._last_error = f"{self._path} was made by a newer Coterie; update this one"
+                raise Unavailable(self._last_error)
             owner = JobOwner(self._path.with_suffix(".owners"))
         except BaseException:
             sql.close()
@@ -160,7 +160,7 @@ class JobStore:
 
     def _opened(self) -> tuple[JobTables, JobOwner]:
         if self._tables is None or self._owner is None:
-            reason = self._said or "the server has not started, or is shutting down"
+            reason = self._last_error or "the server has not started, or is shutting down"
             raise Unavailable(f"jobs cannot be kept now: {reason}", retry_after_s=RETRY_S)
         return self._tables, self._owner
 
@@ -177,18 +177,18 @@ class JobStore:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except (sqlite3.Error, OSError) as error:
-            raise self._told(error) from error
+            raise self._typed_error(error) from error
 
-    def _told(self, error: sqlite3.Error | OSError) -> CoterieError:
+    def _typed_error(self, error: sqlite3.Error | OSError) -> CoterieError:
         damaged = getattr(error, "sqlite_errorname", "").startswith(_DAMAGED)
-        what = f"{self._path}: {error}"
+        reason = f"{self._path}: {error}"
         if damaged:
-            what += (
+            reason += (
                 "; stop the servers of this home, move the file away (it holds the jobs) and start"
             )
-        if what != self._said:
-            self._said = what
-            log("jobs_unreadable" if damaged else "jobs_failed", level="error", reason=what)
+        if reason != self._last_error:
+            self._last_error = reason
+            log("jobs_unreadable" if damaged else "jobs_failed", level="error", reason=reason)
         message = "the job database is damaged" if damaged else "the job database cannot be used"
         return Unavailable(
             f"{message}; the server's log has the reason",
@@ -207,7 +207,8 @@ def _cursor(after: str | None) -> tuple[float, str] | None:
 
 
 class JobOwner:
-    """This server's name among those that share a home."""
+    """The name of this server among the servers that share a home folder. A locked file shows that
+    the server is alive."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -219,7 +220,7 @@ class JobOwner:
         path = self._path(self.name)
         while True:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            # somebody who cleans up may have removed the file before it was locked
+            # another server may have removed the file before it was locked
             if try_lock(handle) and _is_same(handle, path):
                 return handle
             os.close(handle)
@@ -230,7 +231,7 @@ class JobOwner:
 
     @contextmanager
     def gone(self, other: str) -> Iterator[bool]:
-        """Whether `other` has ended. If so, nobody else is told the same inside the `with`."""
+        """Whether `other` has ended. If so, no other server gets True inside the `with` block."""
         path = self._path(other)
         try:
             handle = os.open(path, os.O_RDWR)
@@ -247,10 +248,10 @@ class JobOwner:
             os.close(handle)
 
     def clean(self) -> None:
-        """Removes the files of servers that were killed."""
+        """Remove the lock files of servers that were killed."""
         for path in self._folder.glob("*.lock"):
             if not path.is_file():
-                # somebody else's
+                # not a lock file of a server
                 continue
             with self.gone(path.stem):
                 continue
@@ -278,7 +279,7 @@ CREATE INDEX IF NOT EXISTS jobs_owned ON jobs (owner, status) WHERE finished_at 
 CREATE INDEX IF NOT EXISTS jobs_ended ON jobs (finished_at, bytes) WHERE finished_at IS NOT NULL;
 """
 FORMAT = 1
-# nobody's: the next server that looks takes it
+# owner of a released job: the next server that looks takes it
 NOBODY = ""
 _JOB = (
     "id, status, tenant, user_id, submitted_at, started_at, finished_at, coalesce(text, ''), "
@@ -291,7 +292,7 @@ _error_encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """One row at acceptance."""
+    """One row, as it is stored when the job is accepted."""
 
     id: str
     tenant: str
@@ -304,7 +305,7 @@ class NewJob:
 
 @dataclass(frozen=True, slots=True)
 class StoredRequest:
-    """What a job asks, and its plan where it has begun before."""
+    """The request of a job, and its plan if it has started before."""
 
     request: bytes
     plan: bytes | None
@@ -313,7 +314,7 @@ class StoredRequest:
 
 @dataclass(frozen=True, slots=True)
 class WaitingJob:
-    """A place in line. `crashes` counts servers that died while this job ran in them."""
+    """One entry of the queue. `crashes` counts servers that died while this job ran in them."""
 
     id: str
     seq: int
@@ -324,7 +325,7 @@ class WaitingJob:
 
 @dataclass(frozen=True, slots=True)
 class AbandonedJob:
-    """An open job whose server is gone."""
+    """An open job whose server has ended."""
 
     id: str
     owner: str
@@ -334,7 +335,7 @@ class AbandonedJob:
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """What a job's last transition writes."""
+    """What is written when a job ends."""
 
     status: str
     at: float
@@ -348,12 +349,12 @@ class JobTables:
         self._sql = connection
 
     def prepare(self) -> bool:
-        """Makes the table where there is none. False when a newer Coterie made it."""
-        (found,) = self._sql.execute("PRAGMA user_version").fetchone()
-        if found == 0:
-            # a script commits by itself, and nothing in it fails when done twice
+        """Make the table if it is missing. False if a newer Coterie made it."""
+        (version,) = self._sql.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            # a script commits by itself; running it twice does no harm
             self._sql.executescript(f"{SCHEMA} PRAGMA user_version = {FORMAT};")
-        return bool(found <= FORMAT)
+        return bool(version <= FORMAT)
 
     def add(self, entry: NewJob, owner: str) -> WaitingJob:
         size = len(entry.request)
@@ -373,7 +374,7 @@ class JobTables:
         return None if row is None else _job(row)
 
     def request(self, job_id: str, owner: str) -> StoredRequest | None:
-        """Of an open job of `owner`."""
+        """The request of an open job of `owner`."""
         query = (
             f"SELECT request, plan, submitted_at FROM jobs WHERE id = ? AND owner = ? AND {_OPEN}"
         )
@@ -381,7 +382,7 @@ class JobTables:
         return None if row is None else StoredRequest(*row)
 
     def begin(self, job_id: str, owner: str, at: float, plan: bytes) -> bool:
-        """The plan of the first run stays: later ones repeat it."""
+        """Mark the job as running. The plan of the first run stays: later runs repeat it."""
         return self._changed(
             f"UPDATE jobs SET status = '{PROCESSING}', started_at = ?, plan = coalesce(plan, ?) "
             f"WHERE id = ? AND owner = ? AND {_OPEN}",
@@ -407,7 +408,7 @@ class JobTables:
         return self._changed(query, (job_id, tenant))
 
     def release(self, owner: str) -> int:
-        """`owner` stops in good order: nothing of it counts as a crash."""
+        """Give up all open jobs of `owner`, which shuts down normally: this counts as no crash."""
         cursor = self._sql.execute(
             f"UPDATE jobs SET status = '{QUEUED}', started_at = NULL, owner = '{NOBODY}' "
             f"WHERE owner = ? AND {_OPEN}",
@@ -425,7 +426,7 @@ class JobTables:
         return [AbandonedJob(*row) for row in self._sql.execute(query, (owner,))]
 
     def adopt(self, job_id: str, old: str, new: str) -> WaitingJob | None:
-        """From a server that is gone; what it had begun was in a crash."""
+        """Take the job over from a server that has ended. If it was running, count a crash."""
         row = self._sql.execute(
             f"UPDATE jobs SET owner = ?, status = '{QUEUED}', started_at = NULL, "
             f"crashes = crashes + (status = '{PROCESSING}') "
@@ -439,7 +440,7 @@ class JobTables:
         return {row[0] for row in self._sql.execute(query, (owner,))}
 
     def page(self, query: JobQuery, before: tuple[float, str] | None) -> list[Job]:
-        """One more than the limit, where there is one."""
+        """The rows of one page, and one more if there are more."""
         at, last = before or (None, None)
         rows = self._sql.execute(
             f"SELECT {_JOB} FROM jobs WHERE tenant = :tenant AND "
@@ -458,9 +459,9 @@ class JobTables:
         return [_job(row) for row in rows]
 
     def expire(self, before: float, max_ended: int, max_bytes: int) -> int:
-        """Removes the ended jobs that are too old, then the oldest beyond the other two limits."""
+        """Remove ended jobs that are too old, then the oldest ones above the other two limits."""
         cursor = self._sql.execute("DELETE FROM jobs WHERE finished_at < ?", (before,))
-        gone = cursor.rowcount
+        removed = cursor.rowcount
         beyond = self._sql.execute(
             "SELECT finished_at FROM (SELECT finished_at, row_number() OVER newest AS place, "
             "sum(bytes) OVER newest AS total FROM jobs WHERE finished_at IS NOT NULL "
@@ -470,8 +471,8 @@ class JobTables:
         ).fetchone()
         if beyond is not None:
             cursor = self._sql.execute("DELETE FROM jobs WHERE finished_at <= ?", beyond)
-            gone += cursor.rowcount
-        return gone
+            removed += cursor.rowcount
+        return removed
 
     def _end(self, where: str, keys: Sequence[str], ending: JobEnd) -> bool:
         error = None if ending.error is None else _error_encoder.encode(ending.error)
@@ -487,12 +488,12 @@ class JobTables:
 
 
 def _job(row: Sequence[Any]) -> Job:
-    *facts, text, result, error = row
-    job = Job(*facts)
+    *fields, text, result, error = row
+    job = Job(*fields)
     try:
         if result is not None:
-            found = decode_result(result)
-            return replace(job, text=found.text, result=found)
+            decoded = decode_result(result)
+            return replace(job, text=decoded.text, result=decoded)
         fault = None if error is None else _error_decoder.decode(error)
     except msgspec.MsgspecError:
         fault = JobError("internal_error", "what was stored of this job cannot be read")

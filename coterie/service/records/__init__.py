@@ -1,1 +1,1 @@
-"""What came of requests: a bounded log, and the adapters' rates of success."""
+"""The outcomes of requests: a bounded log, and how often the answers of each adapter were valid."""

@@ -1,7 +1,7 @@
-"""The log of inferences and the adapters' rates of success, as the event loop uses them.
+"""The log of inferences and the success rates of adapters, for use on the event loop.
 
-Rows go to the store on one thread, many to a commit; rates are answered from memory. A store that
-is locked keeps them waiting, one that fails costs them, and neither costs a request.
+One thread writes rows to the store, many in one commit; rates are read from memory. If the store is
+locked, rows wait; if it fails, they are lost. In both cases no request fails.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from coterie.service.records.store import (
     RecordStore,
 )
 
-# rows gather this long before they are committed, unless somebody asks
+# rows are collected this long before they are committed, unless a query arrives
 GATHER_S = 0.05
-# rows that may wait for the disk; more are dropped, and counted
+# rows that may wait for the disk; further rows are dropped and counted
 MAX_WAITING = 10_000
 RETRY_S = 5.0
 
@@ -35,17 +35,17 @@ Work = Callable[[RecordStore], None]
 
 
 class InferenceRecords:
-    """`path` is the database's file; None keeps nothing. Used from one event loop."""
+    """`path` is the database file; with None nothing is stored. Used from one event loop."""
 
     def __init__(self, path: Path | None, max_records: int = 100_000) -> None:
         self._path, self._max_records = path, max_records
         self._rates: dict[str, Rate] = {}
-        # rows, questions, and None for the end
+        # rows, queries, and None for the end
         self._items: queue.SimpleQueue[InferenceRecord | Work | None] = queue.SimpleQueue()
-        self._asked = threading.Event()
+        self._wake = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        # the last write did not come about, which was said
+        # the last write failed, and that was logged
         self._is_failing = False
         # for metrics, since start
         self.dropped = 0
@@ -59,7 +59,7 @@ class InferenceRecords:
             store = await asyncio.to_thread(RecordStore, self._path, self._max_records)
             self._rates = await asyncio.to_thread(store.rates)
         except CoterieError as error:
-            # a server without a log is better than none
+            # serve without the log rather than not at all
             log("records_unreadable", level="warning", reason=error.message)
             return
         self._thread = threading.Thread(
@@ -68,19 +68,19 @@ class InferenceRecords:
         self._thread.start()
 
     async def close(self) -> None:
-        """What was logged is on disk when this returns."""
+        """When this returns, everything that was logged is on disk."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._items.put(None)
-            self._asked.set()
+            self._wake.set()
             await asyncio.to_thread(thread.join)
 
     def rate(self, digest: str) -> Rate:
-        """(valid, judged) answers of an adapter."""
+        """Answers of an adapter: (how many were valid, how many were validated)."""
         return self._rates.get(digest, (0, 0))
 
     def log(self, record: InferenceRecord) -> None:
-        """Never waits. What is asked for later sees it."""
+        """Add a row. Never waits; a later query sees the row."""
         if self._thread is None:
             return
         if self._items.qsize() >= MAX_WAITING:
@@ -88,11 +88,11 @@ class InferenceRecords:
         else:
             self._items.put(record)
 
-    async def query(self, asked: RecordQuery) -> RecordPage:
-        return await self._ask(lambda store: store.query(asked))
+    async def query(self, query: RecordQuery) -> RecordPage:
+        return await self._ask(lambda store: store.query(query))
 
     async def feedback(self, job_id: str, tenant: str, good: bool, comment: str = "") -> None:
-        """A caller's verdict on its own job, once. Raises NotFound or Conflict."""
+        """Store a caller's verdict on its own job, once. Raises NotFound or Conflict."""
         changed = await self._ask(lambda store: _judged(store, job_id, tenant, good, comment))
         self._rates.update(changed)
         self.verdicts["good" if good else "bad"] += 1
@@ -110,7 +110,7 @@ class InferenceRecords:
                     answer.set_exception(error)
 
         self._items.put(work)
-        self._asked.set()
+        self._wake.set()
         try:
             return await asyncio.wrap_future(answer)
         except WeightsError as error:
@@ -125,8 +125,8 @@ class InferenceRecords:
         while is_open:
             items = [self._items.get()]
             if isinstance(items[0], InferenceRecord):
-                self._asked.wait(GATHER_S)
-            self._asked.clear()
+                self._wake.wait(GATHER_S)
+            self._wake.clear()
             items += [self._items.get() for _ in range(self._items.qsize())]
             self._write(store, [item for item in items if isinstance(item, InferenceRecord)])
             for item in items:
@@ -142,7 +142,7 @@ class InferenceRecords:
         try:
             changed = store.rates(store.add(rows))
         except Unavailable as error:
-            # another process has it: they go with the next ones
+            # another process has locked it: write these rows with the next ones
             self._failing(reason=error.message)
             for row in rows:
                 self._items.put(row)
@@ -152,7 +152,7 @@ class InferenceRecords:
             self._failing(reason=error.message)
             return
         except Exception as error:
-            # whatever it is: the thread must live on, others wait for its answers
+            # the thread must go on after any error: queries wait for its answers
             self.dropped += len(rows)
             self._failing(error=error)
             return
@@ -162,7 +162,7 @@ class InferenceRecords:
             loop.call_soon_threadsafe(self._rates.update, changed)
 
     def _failing(self, **why: Any) -> None:
-        """Said once, not with every row."""
+        """Log the failure once, not for every row."""
         if not self._is_failing:
             self._is_failing = True
             log("records_unwritable", level="warning", **why)

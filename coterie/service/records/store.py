@@ -1,7 +1,7 @@
-"""What came of requests, durably: a bounded log, and per adapter digest how many were valid.
+"""The outcomes of requests on disk: a bounded log, and per adapter digest how many were valid.
 
-One thread uses it at a time. Of a job counts one outcome, however often it is told: a verdict of
-its caller goes before what a validator found. Holds no prompt and no answer.
+One thread uses it at a time. A job counts once, even if it is reported several times: the caller's
+verdict overrides the result of a validator. Stores no prompt and no answer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from coterie.core.errors import Conflict, NotFound
 from coterie.core.events import InferenceMetrics
 from coterie.packages.sqlite import connect, database_errors, transaction
 
-# rows of adapters that were removed long ago go beyond this
+# outcomes of this many adapters are kept; the ones that changed longest ago are removed
 MAX_DIGESTS = 100_000
-# rows over the limit before the oldest are removed: not at every row
+# rows above the limit before the oldest are removed: removing at every row would be slow
 SLACK = 256
 
 _SCHEMA = """
@@ -65,7 +65,7 @@ Rate = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class InferenceRecord:
-    """One request that ended. `outcome` is None where nobody could judge its adapters by it."""
+    """One request that ended. `outcome` is None if it says nothing about its adapters."""
 
     metrics: InferenceMetrics
     tenant: str
@@ -75,7 +75,8 @@ class InferenceRecord:
 
 @dataclass(frozen=True, slots=True)
 class RecordQuery:
-    """Newest first, of one tenant. `expert` is a name or name@version; `after` a job's id."""
+    """A query for the rows of one tenant, newest first. `expert` is a name or name@version; `after`
+    is a job's id."""
 
     tenant: str
     limit: int = 20
@@ -96,7 +97,7 @@ class RecordStore:
         self._path, self._max_records = path, max_records
         self._since_trim = SLACK
         self._decode = msgspec.json.Decoder(InferenceMetrics)
-        # callers' comments are in it
+        # it holds comments of callers
         self._db = connect(path, private=True)
         with database_errors(path):
             self._db.executescript(_SCHEMA)
@@ -111,7 +112,7 @@ class RecordStore:
         self._db.close()
 
     def rates(self, digests: Collection[str] | None = None) -> dict[str, Rate]:
-        """(valid, judged) of these adapters, or of every one."""
+        """(valid, validated) counts of these adapters, or of all."""
         with database_errors(self._path):
             if digests is None:
                 rows = self._db.execute("SELECT digest, valid, judged FROM outcomes").fetchall()
@@ -121,7 +122,7 @@ class RecordStore:
         return {digest: (valid, judged) for digest, valid, judged in rows}
 
     def add(self, records: Sequence[InferenceRecord]) -> set[str]:
-        """All of them or none; the digests whose rates have changed."""
+        """Add all records or none. Returns the digests whose rates have changed."""
         changed: set[str] = set()
         with database_errors(self._path), transaction(self._db) as db:
             for record in records:
@@ -139,7 +140,7 @@ class RecordStore:
             return ()
         before = None if known is None else known[3] if known[3] is not None else known[2]
         if before is not None:
-            # a job that was run again counts as it did the first time
+            # a job that ran again counts as it did the first time
             outcome = None if known[2] is None else bool(known[2])
         if self._max_records:
             names = "\n".join(("", *record.metrics.experts_used, ""))
@@ -154,7 +155,7 @@ class RecordStore:
         return record.digests
 
     def judge(self, job_id: str, tenant: str, good: bool, comment: str) -> set[str]:
-        """A caller's verdict on a job of its own; the digests whose rates have changed."""
+        """Store a caller's verdict on its own job. Returns the digests whose rates have changed."""
         with database_errors(self._path), transaction(self._db) as db:
             ask = "SELECT digests, outcome, verdict FROM inferences WHERE job_id = ? AND tenant = ?"
             row = db.execute(ask, (job_id, tenant)).fetchone()
@@ -173,26 +174,26 @@ class RecordStore:
                 _count(db, digests, int(good) - row[1], 0)
         return set(digests)
 
-    def query(self, asked: RecordQuery) -> RecordPage:
-        where, values = ["tenant = ?"], [asked.tenant]
-        if asked.after is not None:
+    def query(self, query: RecordQuery) -> RecordPage:
+        where, values = ["tenant = ?"], [query.tenant]
+        if query.after is not None:
             where.append("number < (SELECT number FROM inferences WHERE job_id = ? AND tenant = ?)")
-            values += [asked.after, asked.tenant]
-        if asked.expert is not None:
+            values += [query.after, query.tenant]
+        if query.expert is not None:
             where.append("instr(experts, ?)")
-            whole = "@" in asked.expert
-            values.append(f"\n{asked.expert}" + ("\n" if whole else "@"))
+            whole = "@" in query.expert
+            values.append(f"\n{query.expert}" + ("\n" if whole else "@"))
         parameters: list[str | float] = [*values]
-        if asked.since is not None:
+        if query.since is not None:
             where.append("submitted_at >= ?")
-            parameters.append(asked.since)
+            parameters.append(query.since)
         text = f"SELECT metrics FROM inferences WHERE {' AND '.join(where)}"
         with database_errors(self._path):
             rows = self._db.execute(
-                f"{text} ORDER BY number DESC LIMIT ?", (*parameters, asked.limit + 1)
+                f"{text} ORDER BY number DESC LIMIT ?", (*parameters, query.limit + 1)
             ).fetchall()
-        found = tuple(self._decode.decode(row[0]) for row in rows[: asked.limit])
-        return RecordPage(found, len(rows) > asked.limit)
+        records = tuple(self._decode.decode(row[0]) for row in rows[: query.limit])
+        return RecordPage(records, len(rows) > query.limit)
 
     def _trim(self, db: sqlite3.Connection) -> None:
         self._since_trim = 0

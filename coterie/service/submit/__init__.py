@@ -1,1 +1,1 @@
-"""The way into a worker: admitted, assigned, handed over, and the events back."""
+"""Brings a request into a worker: admission, assignment, submission; and its events back."""

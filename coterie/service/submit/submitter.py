@@ -1,6 +1,6 @@
-"""A request's way into a worker: admitted by what is known, then by the worker itself.
+"""Brings a request into a worker: admission here, from what is known, then by the worker itself.
 
-Counts what each replica was given.
+Counts the requests of each replica.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Submitter:
         self._admission = Admission()
 
     def preload(self, served: ServedSpecialist, adapters: Sequence[AdapterChoice]) -> None:
-        """Loading begins before the prompt is tokenised, where the queue has a place at all."""
+        """Start to load adapters before the prompt is tokenised, if the queue is not full."""
         replicas = served.replicas
         if replicas.ready():
             replica = replicas.pick(adapters=adapters)
@@ -57,7 +57,7 @@ class Submitter:
     def load_ahead(
         self, served: ServedSpecialist, adapters: Sequence[AdapterChoice], catalog: AdapterCatalog
     ) -> None:
-        """For a request that may come: only what is installed, and while nobody has to wait."""
+        """Load installed adapters for a request that may come, if no request waits."""
         replicas = served.replicas
         if not replicas.ready() or any(catalog.by_digest(a.digest) is None for a in adapters):
             return
@@ -72,8 +72,8 @@ class Submitter:
     async def enqueue(
         self, served: ServedSpecialist, assignment: Assignment, *, is_accepted: bool = False
     ) -> tuple[Replica, EventQueue]:
-        """Admit by what is known, then let the worker decide; its refusal is re-planned once.
-        What `is_accepted` already, as a job is, is not asked whether its time can be enough."""
+        """Check admission, then let the worker decide. If the worker refuses, try another replica
+        once. A request that `is_accepted` already, as a job is, is not refused for its deadline."""
         replicas, refused = served.replicas, set[str]()
         full: tuple[Replica, Rejected] | None = None
         while True:
@@ -82,27 +82,27 @@ class Submitter:
             except Unavailable:
                 if full is None:
                     raise
-                # somebody is there, only busy
+                # there is a replica, but it is full
                 raise self._refusal(served, assignment, *full) from None
-            state, line = replicas.state(replica), replicas.line(replica)
+            state, queue = replicas.state(replica), replicas.queue(replica)
             if state is not None:
                 if not is_accepted:
-                    self._admission.check_deadline(served.name, assignment, line, state)
-                assignment = self._admission.check(served.name, assignment, line, state)
-            ticket = replica_request(assignment)
-            line.took(ticket)
-            # a slow reader holds no place: it is free when the last event comes
-            mailbox = EventQueue(
-                partial(self._ended, served, line, ticket), partial(line.started, ticket)
+                    self._admission.check_deadline(served.name, assignment, queue, state)
+                assignment = self._admission.check(served.name, assignment, queue, state)
+            request = replica_request(assignment)
+            queue.add(request)
+            # the place is free when the last event comes, even if the client reads slowly
+            event_queue = EventQueue(
+                partial(self._ended, served, queue, request), partial(queue.started, request)
             )
             verdict: Admitted | Rejected | None = None
             try:
-                verdict = await replica.submit(assignment, mailbox.put)
+                verdict = await replica.submit(assignment, event_queue.put)
             finally:
-                if not isinstance(verdict, Admitted) and mailbox.disarm():
-                    line.gave_back(ticket)
+                if not isinstance(verdict, Admitted) and event_queue.disarm():
+                    queue.remove(request)
             if isinstance(verdict, Admitted):
-                return replica, mailbox
+                return replica, event_queue
             refused.add(replica.name)
             if verdict.code == "overloaded":
                 full = replica, verdict
@@ -113,14 +113,14 @@ class Submitter:
     def _ended(
         self,
         served: ServedSpecialist,
-        line: ReplicaQueue,
-        ticket: ReplicaRequest,
+        queue: ReplicaQueue,
+        request: ReplicaRequest,
         event: Finished | None,
     ) -> None:
-        line.gave_back(ticket)
+        queue.remove(request)
         if event is not None and event.choices[0] in WHOLE:
             num_tokens = event.usage.completion_tokens // len(event.choices)
-            self._admission.ended(served.name, ticket, num_tokens)
+            self._admission.ended(served.name, request, num_tokens)
 
     def _refusal(
         self, served: ServedSpecialist, assignment: Assignment, replica: Replica, verdict: Rejected
@@ -130,7 +130,7 @@ class Submitter:
             return self._admission.overloaded(
                 served.name,
                 assignment,
-                replicas.line(replica),
+                replicas.queue(replica),
                 replicas.state(replica),
                 verdict.retry_after_s,
             )
@@ -148,7 +148,8 @@ class EventQueue:
         on_end: Callable[[Finished | None], None] | None = None,
         on_start: Callable[[], None] | None = None,
     ) -> None:
-        """`on_end` is called once: when the last event comes, read or not, or by end()."""
+        """`on_end` is called once: when the last event comes, even if it is not read, or by
+        end()."""
         self._events: list[Event] = []
         self._on_end, self._on_start = on_end, on_start
         self._loop = asyncio.get_running_loop()
@@ -170,18 +171,18 @@ class EventQueue:
                 waiter.set_result(None)
 
     def end(self, event: Finished | None = None) -> None:
-        """`event` was the last, or nobody waits for one any more."""
+        """`event` was the last one, or no one waits for events any more."""
         call, self._on_end = self._on_end, None
         if call is not None:
             call(event)
 
     def disarm(self) -> bool:
-        """There will be no end; says whether there was none yet."""
+        """Do not call `on_end` any more. Returns whether it had not been called."""
         call, self._on_end = self._on_end, None
         return call is not None
 
     async def take(self) -> list[Event]:
-        """Everything that came since the last call; waits for at least one event."""
+        """All events since the last call; waits for at least one."""
         if not self._events:
             self._waiter = self._loop.create_future()
             await self._waiter
@@ -216,10 +217,11 @@ def merge(earlier: Delta, later: Delta) -> Delta:
 
 
 async def assignment(run: RequestRun, virtual_tokens: int, grammars: GrammarCheck) -> Assignment:
-    """Refuses what can never run. `virtual_tokens` are put in front by soft prompts."""
+    """The assignment for a worker. Refuses a request that can never run. `virtual_tokens`: tokens
+    that soft prompts put before the prompt."""
     request, plan, served = run.request, run.plan, run.served
     prompt = plan.tuned.prompt or request.prompt
-    # what is to be shortened may be longer than what fits
+    # a prompt that will be truncated may be longer than the context
     room = None if request.limits.truncation is not None else served.context
     prompt_ids = await tokenise(served.tokenizer, prompt, room)
     prompt_ids = list(truncated(prompt_ids, request.limits, served.context, virtual_tokens))
@@ -228,7 +230,7 @@ async def assignment(run: RequestRun, virtual_tokens: int, grammars: GrammarChec
     limits = _limits(run, len(prompt_ids), virtual_tokens)
     run.max_tokens, run.prompt_ids = limits.max_tokens, tuple(prompt_ids)
     if (plan.sampling.num_beams or 1) > 1 and request.response_format is None:
-        # a search keeps to no grammar; nobody asked for the package's own
+        # beam search does not support grammars; the package's format was not asked for, so drop it
         run.response_format = None
     if run.response_format is not None:
         await _check_format(run, run.response_format, grammars)
@@ -249,8 +251,8 @@ async def assignment(run: RequestRun, virtual_tokens: int, grammars: GrammarChec
 async def tokenise(
     tokenizer: Tokenizer, prompt: Prompt, context: int | None = None, times: int = 1
 ) -> list[int]:
-    """Refuses a prompt that is longer than `times` the `context` before reading it, where its
-    length tells."""
+    """The tokens of the prompt. A prompt that is certainly longer than `times` the `context` is
+    refused before it is tokenised."""
     if is_long(prompt):
         return await asyncio.to_thread(_encode, tokenizer, prompt, context, times)
     return _encode(tokenizer, prompt, context, times)
@@ -269,26 +271,26 @@ def _encode(tokenizer: Tokenizer, prompt: Prompt, context: int | None, times: in
     return tokenizer.encode_text(prompt, text)
 
 
-def _constrained(sampling: Sampling, wanted: ResponseFormat | None) -> Sampling:
-    return sampling if wanted is None else replace(sampling, constraint=wanted)
+def _constrained(sampling: Sampling, answer_format: ResponseFormat | None) -> Sampling:
+    return sampling if answer_format is None else replace(sampling, constraint=answer_format)
 
 
 def _check_choices(run: RequestRun) -> None:
     for name in ("n", "num_beams"):
-        asked = getattr(run.plan.sampling, name) or 1
+        count = getattr(run.plan.sampling, name) or 1
         most = min(
             run.served.max_sequences, run.request.limits.max_running or run.served.max_sequences
         )
-        if asked > most:
+        if count > most:
             whose = " of this key" if most < run.served.max_sequences else ""
             raise InvalidRequest(
-                f"{name} is {asked}; at most {most} sequences{whose} run together",
+                f"{name} is {count}; at most {most} sequences{whose} run together",
                 param=name,
             )
 
 
 def _limits(run: RequestRun, prompt_tokens: int, virtual_tokens: int) -> Limits:
-    """A number of ours is cut to the room that is left; a caller's own is kept or refused."""
+    """A default max_tokens is reduced to the remaining context; the caller's is kept or refused."""
     limits = resolve_limits(
         run.request.limits,
         prompt_tokens,
@@ -303,12 +305,14 @@ def _limits(run: RequestRun, prompt_tokens: int, virtual_tokens: int) -> Limits:
     return replace(limits, max_tokens=max(limits.min_tokens, min(tuned, limits.max_tokens)))
 
 
-async def _check_format(run: RequestRun, wanted: ResponseFormat, grammars: GrammarCheck) -> None:
-    """Before anything is reserved. A caller's own is refused; a package's is left out, as nobody
-    asked for it."""
-    begun = time.monotonic()
+async def _check_format(
+    run: RequestRun, answer_format: ResponseFormat, grammars: GrammarCheck
+) -> None:
+    """Check the format before anything is reserved. An invalid format of the caller is refused; an
+    invalid format of a package is dropped, because the caller did not ask for it."""
+    started_at = time.monotonic()
     try:
-        await grammars.check(wanted, run.served.tokenizer)
+        await grammars.check(answer_format, run.served.tokenizer)
     except (InvalidRequest, MissingDependency) as error:
         if run.request.response_format is not None:
             raise
@@ -319,4 +323,4 @@ async def _check_format(run: RequestRun, wanted: ResponseFormat, grammars: Gramm
         ).add()
         log("format_unusable", level="warning", model=names, reason=error.message)
     finally:
-        run.grammar_s += time.monotonic() - begun
+        run.grammar_s += time.monotonic() - started_at

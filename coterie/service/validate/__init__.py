@@ -1,1 +1,1 @@
-"""Whether an answer is what was asked for: validators and the sandbox they run in."""
+"""Checks whether an answer has the form that was asked for: validators, and their sandbox."""

@@ -1,4 +1,4 @@
-"""What a validator is, what it is told about an answer, and how it says what it found."""
+"""What a validator is, what it knows about an answer, and how it reports its result."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Protocol
 from coterie.core.events import ValidationResult
 from coterie.core.request import ResponseFormat
 
-# longer answers are not judged
+# longer answers are not validated
 MAX_CHARACTERS = 1_000_000
-# of an error's text: it may quote the answer
+# characters of an error's text, which may quote the answer
 MAX_ERROR = 500
 TOO_DEEP = "it is nested too deeply"
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
-    """What decides who judges an answer."""
+    """The facts that decide which validator checks an answer."""
 
     response_format: ResponseFormat | None = None
-    # of the plan's trace; empty = not known
+    # from the plan's trace; empty = not known
     task_type: str = ""
     code_language: str = ""
-    # adapters it ran on, by name without version
+    # names of the adapters that answered, without version
     experts: tuple[str, ...] = ()
     finish_reason: str = "stop"
-    # what the adapter that answered says its answers match
+    # the regular expression that the adapter's package gives for its answers
     answer_pattern: str = ""
 
 
@@ -37,11 +37,11 @@ class Validator(Protocol):
     def name(self) -> str: ...
 
     def check(self, text: str) -> ValidationResult:
-        """Never raises for the text's sake."""
+        """Never raises because of the text."""
 
 
-def judged(name: str, text: str, fault_of: Callable[[str], str | None]) -> ValidationResult:
-    """`fault_of` says what is wrong, None when nothing is."""
+def result_of(name: str, text: str, fault_of: Callable[[str], str | None]) -> ValidationResult:
+    """The result of a check. `fault_of` returns what is wrong, None if nothing is."""
     began = time.perf_counter()
     try:
         fault = fault_of(text)
@@ -60,35 +60,35 @@ def cut(fault: str | None) -> str | None:
 
 
 _MARKS = ("```", "~~~")
-# blocks that hold no program
+# languages of code blocks that are not programs
 _PLAIN = frozenset({"text", "txt", "plain", "plaintext", "output", "console", "log", "markdown"})
 
 
 @dataclass(frozen=True, slots=True)
 class CodeBlock:
-    # lower case; empty = not said
+    # lower case; empty = not given
     language: str
     code: str
 
 
 def blocks(text: str) -> list[CodeBlock]:
-    found: list[CodeBlock] = []
+    code_blocks: list[CodeBlock] = []
     mark, language, lines = "", "", list[str]()
     for line in text.splitlines(keepends=True):
         bare = line.strip()
         if not mark:
             if bare.startswith(_MARKS):
                 run = len(bare) - len(bare.lstrip(bare[0]))
-                mark, said = bare[0] * run, bare[run:].split()
-                language, lines = said[0].lower().strip("{}.") if said else "", []
+                mark, info = bare[0] * run, bare[run:].split()
+                language, lines = info[0].lower().strip("{}.") if info else "", []
         elif bare.startswith(mark) and not bare.strip(mark[0]):
-            found.append(CodeBlock(language, "".join(lines)))
+            code_blocks.append(CodeBlock(language, "".join(lines)))
             mark = ""
         else:
             lines.append(line)
     if mark:
-        found.append(CodeBlock(language, "".join(lines)))
-    return found
+        code_blocks.append(CodeBlock(language, "".join(lines)))
+    return code_blocks
 
 
 def programs(text: str) -> list[CodeBlock]:

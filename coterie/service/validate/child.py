@@ -1,6 +1,7 @@
-"""The judge's process: is asked about answers and says what is wrong with them.
+"""The program of a validator process: it receives answers and returns what is wrong with them.
 
-Holds no secret and no file of the server, has little memory, and is killed when it takes too long.
+The process has no secrets and no open files of the server, little memory, and is killed if it takes
+too long.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class ValidationTask(msgspec.Struct, array_like=True):
 
 
 def main() -> None:
-    serve(_judge, memory_bytes=MAX_MEMORY_BYTES)
+    serve(_validator_of, memory_bytes=MAX_MEMORY_BYTES)
 
 
-def _judge(first: bytes) -> Callable[[bytes], bytes]:
+def _validator_of(first: bytes) -> Callable[[bytes], bytes]:
     _load()
     decode, encode = (
         msgspec.msgpack.Decoder(ValidationTask).decode,
@@ -45,7 +46,8 @@ def _result(task: ValidationTask) -> ValidationResult:
 
 
 def _load() -> None:
-    """Slow imports come before any answer's clock starts; what is missing is told when asked."""
+    """Do the slow imports before the first answer is timed. A missing package is reported when an
+    answer needs it."""
     for work in (json_schema.load, lambda: code.parser("javascript")):
         try:
             work()

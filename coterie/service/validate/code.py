@@ -1,7 +1,7 @@
-"""code: the answer, or each of its code blocks, parses in its language, by tree-sitter's grammar.
+"""code: the answer, or each of its code blocks, parses in its language with tree-sitter's grammar.
 
-A grammar is more forgiving than a compiler: it finds what no compiler could read. Runs in the
-judge's process only.
+Such a grammar accepts more than a compiler: a fault that it finds is a fault for every compiler.
+Runs only in a validator process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from coterie.core.errors import MissingDependency
 from coterie.core.events import ValidationResult
-from coterie.service.validate.base import CodeBlock, judged, programs
+from coterie.service.validate.base import CodeBlock, programs, result_of
 from coterie.service.validate.json_text import JsonValidator
 from coterie.service.validate.python_code import NAMES, syntax_fault
 
@@ -38,16 +38,17 @@ _ALIASES = {
 
 class CodeValidator:
     def __init__(self, argument: str) -> None:
-        """`argument` is the language that blocks are in which name none."""
+        """`argument` is the language of blocks that do not name one."""
         self._language = canonical(argument)
         self.name = self._language or "code"
 
     def check(self, text: str) -> ValidationResult:
-        return judged(self.name, text, self._fault)
+        return result_of(self.name, text, self._fault)
 
     def _fault(self, text: str) -> str | None:
-        found = programs(text) or [CodeBlock("", text)]
-        return next((wrong for block in found if (wrong := self._block_fault(block))), None)
+        code_blocks = programs(text) or [CodeBlock("", text)]
+        faults = (self._block_fault(block) for block in code_blocks)
+        return next((fault for fault in faults if fault), None)
 
     def _block_fault(self, block: CodeBlock) -> str | None:
         language = canonical(block.language) or self._language
@@ -65,7 +66,7 @@ def canonical(language: str) -> str:
     return _ALIASES.get(low, low)
 
 
-def can_judge(language: str) -> bool:
+def can_check(language: str) -> bool:
     name = canonical(language)
     return name in GRAMMARS or name in NAMES
 
@@ -75,7 +76,7 @@ def tree_fault(language: str, code: str) -> str | None:
     if not root.has_error:
         return None
     node = root
-    # down to the first child that holds the fault, without recursion
+    # go down to the first child with an error, without recursion
     while not (node.is_error or node.is_missing):
         inner = next((child for child in node.children if child.has_error), None)
         if inner is None:

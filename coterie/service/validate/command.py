@@ -1,6 +1,6 @@
-"""A command of the operator's that judges answers: the text on its standard input, exit status 0
-is valid, what it prints is the error. Only configuration names commands, never a request or a
-package."""
+"""Validators that are commands of the operator. A command gets the answer on its standard input;
+exit status 0 means valid; its output is the error. Only the configuration can name a command, never
+a request or a package."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from coterie.obs.log import log
 from coterie.service.validate.base import AnswerContext, cut
 from coterie.service.validate.sandbox import CommandLimits, CommandResult, run
 
-# a refused call is as good as a namespace: no socket of any family
+# the isolation that a command must have. "network" is not needed: "calls" already refuses every
+# kind of socket.
 WALLS = ("processes", "files", "calls")
-# what a bound's name says to a caller
+# why the command was killed -> the message for the caller
 _KILLED = {
     "timeout": "took longer than {} s",
     "memory": "took more than {} bytes of memory",
@@ -42,7 +43,7 @@ class ValidatorCommand:
         return by_task or not set(settings.experts).isdisjoint(context.experts)
 
     async def check(self, text: str) -> ValidationResult | None:
-        """None when the command itself could not be run: that says nothing about the answer."""
+        """None if the command could not run: then nothing is known about the answer."""
         settings = self._settings
         began = time.perf_counter()
         try:
@@ -77,22 +78,23 @@ def _fault(ran: CommandResult) -> str | None:
 
 
 def _program(settings: ValidatorSettings) -> str:
-    """Found once, with the server's own PATH: the command itself has none."""
-    asked = settings.command[0]
-    found = shutil.which(asked)
+    """The path of the program. Looked up once with the server's PATH: the command runs without a
+    PATH."""
+    name = settings.command[0]
+    path = shutil.which(name)
     param = "validators.command"
     if sys.platform == "win32":
         raise ConfigError("commands as validators need a POSIX system", param=param)
-    if found is None:
-        raise ConfigError(f"{settings.name}: there is no program {asked!r} to run", param=param)
-    return str(Path(found).absolute())
+    if path is None:
+        raise ConfigError(f"{settings.name}: there is no program {name!r} to run", param=param)
+    return str(Path(path).absolute())
 
 
 class ValidatorCommands:
-    """All of them, few at a time."""
+    """All commands of the configuration; few run at a time."""
 
     MAX_RUNNING = 2
-    # answers that wait for a command; further ones go without
+    # answers that may wait for a command; further answers are not checked by it
     MAX_WAITING = 64
 
     def __init__(self, settings: tuple[ValidatorSettings, ...]) -> None:
@@ -101,7 +103,7 @@ class ValidatorCommands:
         self._waiting = 0
 
     async def check(self, text: str, context: AnswerContext) -> list[ValidationResult]:
-        """What each said, up to the first that is not content."""
+        """The results of all commands that apply, up to the first that finds a fault."""
         results: list[ValidationResult] = []
         for command in self._commands:
             if not command.wants(context):

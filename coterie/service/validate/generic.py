@@ -1,16 +1,16 @@
-"""generic: there is an answer at all. For tasks whose form nobody can check."""
+"""generic: the answer is not empty. For tasks whose answers have no form that could be checked."""
 
 from __future__ import annotations
 
 from coterie.core.events import ValidationResult
-from coterie.service.validate.base import judged
+from coterie.service.validate.base import result_of
 
 
 class GenericValidator:
     name = "generic"
 
     def __init__(self, argument: str = "") -> None:
-        """Nothing to say."""
+        """The argument is not used."""
 
     def check(self, text: str) -> ValidationResult:
-        return judged(self.name, text, lambda answer: None if answer.strip() else "it is empty")
+        return result_of(self.name, text, lambda answer: None if answer.strip() else "it is empty")

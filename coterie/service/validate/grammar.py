@@ -1,10 +1,10 @@
-"""grammar: tokens were held to a grammar while they were drawn; here only whether it came to its
-end. The argument is the answer's finish_reason."""
+"""grammar: the sampler already constrained the tokens to a grammar, so this only checks that the
+grammar reached its end. The argument is the answer's finish_reason."""
 
 from __future__ import annotations
 
 from coterie.core.events import ValidationResult
-from coterie.service.validate.base import judged
+from coterie.service.validate.base import result_of
 
 
 class GrammarValidator:
@@ -14,7 +14,7 @@ class GrammarValidator:
         self._reason = argument
 
     def check(self, text: str) -> ValidationResult:
-        return judged(self.name, text, self._fault)
+        return result_of(self.name, text, self._fault)
 
     def _fault(self, text: str) -> str | None:
         if self._reason == "stop":

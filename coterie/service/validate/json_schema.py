@@ -1,7 +1,7 @@
 """json_schema: the answer is JSON that the request's schema accepts.
 
-Runs in the judge's process only: a caller's schema may hold patterns that never end. References
-are looked up in the schema and the published drafts, never on a network.
+Runs only in a validator process: a caller's schema may have patterns that run forever. References
+are resolved in the schema and the published drafts, never over a network.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from coterie.core.errors import MissingDependency
 from coterie.core.events import ValidationResult
-from coterie.service.validate.base import judged
+from coterie.service.validate.base import result_of
 
 
 class JsonSchemaValidator:
@@ -24,7 +24,7 @@ class JsonSchemaValidator:
         self._schema = argument
 
     def check(self, text: str) -> ValidationResult:
-        return judged(self.name, text, self._fault)
+        return result_of(self.name, text, self._fault)
 
     def _fault(self, text: str) -> str | None:
         try:
@@ -37,7 +37,7 @@ class JsonSchemaValidator:
 
 
 def load() -> tuple[Any, Any]:
-    """The library and the published drafts, before a clock runs."""
+    """The library and the published drafts: a slow import, done before the timing."""
     try:
         return import_module("jsonschema"), import_module("jsonschema_specifications").REGISTRY
     except ImportError as error:
@@ -53,6 +53,6 @@ def _first_fault(schema_text: str, value: Any) -> str | None:
     except (RecursionError, MemoryError):
         raise
     except Exception as error:
-        # a pattern that is none, a reference to nowhere, a keyword of the wrong type
+        # an invalid pattern, a reference without a target, a keyword of the wrong type
         return f"the schema cannot be used: {type(error).__name__}"
     return None if fault is None else f"{fault.json_path}: {fault.message}"

@@ -1,11 +1,11 @@
-"""json: the answer, or each code block in it, is JSON as RFC 8259 has it."""
+"""json: the answer, or each code block in it, is JSON as RFC 8259 defines it."""
 
 from __future__ import annotations
 
 import msgspec
 
 from coterie.core.events import ValidationResult
-from coterie.service.validate.base import blocks, judged
+from coterie.service.validate.base import blocks, result_of
 
 _decode = msgspec.json.Decoder(strict=True).decode
 
@@ -14,20 +14,20 @@ class JsonValidator:
     name = "json"
 
     def __init__(self, argument: str = "") -> None:
-        """`argument` "object" asks for an object, and for nothing around it."""
+        """With the `argument` "object" the answer must be one JSON object and nothing else."""
         self._strict = argument == "object"
 
     def check(self, text: str) -> ValidationResult:
-        return judged(self.name, text, self._fault)
+        return result_of(self.name, text, self._fault)
 
     def _fault(self, text: str) -> str | None:
         fault = self._one(text)
         if fault is None or self._strict:
             return fault
-        found = [block for block in blocks(text) if block.language in ("", "json")]
-        if not found:
+        json_blocks = [block for block in blocks(text) if block.language in ("", "json")]
+        if not json_blocks:
             return fault
-        return next((wrong for block in found if (wrong := self._one(block.code))), None)
+        return next((wrong for block in json_blocks if (wrong := self._one(block.code))), None)
 
     def _one(self, text: str) -> str | None:
         try:

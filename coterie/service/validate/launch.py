@@ -1,8 +1,9 @@
-"""Runs one command behind walls and watches it: time, memory, disk. A program of its own.
+"""A separate program that runs one command in a sandbox and limits its time, memory and disk.
 
-Reads the text on 0, leaves 1 to the command's output, and writes one JSON object to 2. Whatever the
-command started ends with it: in a process namespace where there is one, else found through /proc
-and killed. Imports the standard library alone.
+The command reads the text from descriptor 0 and writes its output to 1; this program writes one
+JSON object to 2. All processes that the command started end with it: in a process namespace where
+there is one, otherwise they are found through /proc and killed. The JSON field `walls` lists the
+isolation measures that this system could set up. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -33,36 +34,36 @@ def main() -> None:
     settings = json.loads(sys.argv[-1])
     os.chdir(settings["folder"])
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # whoever is left alone becomes our child
+    # processes whose parent has ended become children of this process
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    # counted before a namespace hides the others
+    # count before a namespace hides the other processes
     processes = MAX_PROCESSES + (0 if os.geteuid() == 0 else own_processes())
-    standing = namespaces()
+    walls = namespaces()
     read, write = os.pipe2(os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(read)
         first(settings, processes, write)
     os.close(write)
-    # ends when the command does, or is replaced: nothing here may hold its input or output
+    # the pipes must close when the command ends, so this process must not keep them open
     for handle in (0, 1):
         os.close(handle)
     end = watch(pid, settings)
     kill_all()
-    with os.fdopen(read) as told:
-        words = [json.loads(line) for line in told]
-    for word in words:
-        standing += word.get("walls", [])
-        # why it was killed, or did not begin, counts more than how it died
-        end = end or word.get("end")
-    report = {"end": end or ["signal", signal.SIGKILL], "walls": standing}
+    with os.fdopen(read) as lines:
+        messages = [json.loads(line) for line in lines]
+    for message in messages:
+        walls += message.get("walls", [])
+        # the reason why it was killed, or did not start, is more important than its exit status
+        end = end or message.get("end")
+    report = {"end": end or ["signal", signal.SIGKILL], "walls": walls}
     os.write(2, json.dumps(report).encode())
 
 
 def first(settings: dict[str, Any], processes: int, write: int) -> NoReturn:
-    """The first process behind the walls: waits for the command and takes everything with it."""
+    """The first process in the sandbox: waits for the command. When it exits, all others end."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # the first of a namespace sees itself as number one
+    # the first process of a namespace has the process id 1
     sees_own = os.getpid() == 1 and own_proc()
     pid = os.fork()
     if pid == 0:
@@ -72,7 +73,7 @@ def first(settings: dict[str, Any], processes: int, write: int) -> NoReturn:
         if done == pid:
             break
     code = os.waitstatus_to_exitcode(status)
-    tell(write, {"end": ["signal", -code] if code < 0 else ["exit", code]})
+    send(write, {"end": ["signal", -code] if code < 0 else ["exit", code]})
     os._exit(0)
 
 
@@ -90,29 +91,29 @@ def become(settings: dict[str, Any], processes: int, sees_own: bool, write: int)
             resource.RLIMIT_NPROC: processes,
             resource.RLIMIT_CORE: 0,
         }
-        standing = other_user(folder, settings["number"])
+        walls = other_user(folder, settings["number"])
         for limit, value in limits.items():
             resource.setrlimit(limit, (value, value))
-        # a change of user takes this back
+        # a change of user resets this, so it is set again
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         prctl(PR_SET_NO_NEW_PRIVS, 1)
-        standing += files(folder, sees_own) + calls()
-        tell(write, {"walls": standing})
+        walls += files(folder, sees_own) + calls()
+        send(write, {"walls": walls})
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         os.execve(command[0], command, {})
     except OSError as error:
-        tell(write, {"end": ["start", f"{error.strerror or error}"]})
+        send(write, {"end": ["start", f"{error.strerror or error}"]})
     os._exit(NOT_STARTED)
 
 
-def tell(write: int, words: dict[str, Any]) -> None:
-    os.write(write, json.dumps(words).encode() + b"\n")
+def send(write: int, message: dict[str, Any]) -> None:
+    os.write(write, json.dumps(message).encode() + b"\n")
 
 
 def watch(pid: int, settings: dict[str, Any]) -> list[Any] | None:
-    """Until it ends by itself (None), or what it had too much of."""
+    """Wait until the process ends by itself (None), or return the limit that it exceeded."""
     deadline = time.monotonic() + settings["timeout_s"]
     while os.waitpid(pid, os.WNOHANG)[0] == 0:
         if time.monotonic() > deadline:
@@ -126,7 +127,7 @@ def watch(pid: int, settings: dict[str, Any]) -> list[Any] | None:
 
 
 def kill_all() -> None:
-    """All that came of the first process; orphans have become our own children."""
+    """Kill all descendants of the first process. Those without a parent are now our children."""
     give_up = time.monotonic() + KILL_S
     while time.monotonic() < give_up:
         for other in descendants(os.getpid()):
@@ -143,7 +144,7 @@ def kill_all() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    found, waiting = [], [pid]
+    pids, waiting = [], [pid]
     while waiting:
         parent = waiting.pop()
         try:
@@ -151,12 +152,12 @@ def descendants(pid: int) -> list[int]:
             for thread in threads:
                 with open(f"/proc/{parent}/task/{thread}/children") as file:
                     children = [int(word) for word in file.read().split()]
-                found += children
+                pids += children
                 waiting += children
         except OSError:
-            # gone meanwhile, or a system without /proc
+            # it has ended in the meantime, or the system has no /proc
             continue
-    return found
+    return pids
 
 
 def memory_of(pids: list[int]) -> int:
@@ -186,7 +187,7 @@ def disk_is_full(folder: str) -> bool:
 
 
 def own_processes() -> int:
-    """Threads of this user: the limit on processes counts them all."""
+    """Number of threads of this user: the limit on processes counts all of them."""
     user, count = os.getuid(), 0
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         try:
@@ -203,18 +204,18 @@ CLONE_NEWNS = 1 << 17
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWIPC = 1 << 28, 1 << 29, 1 << 30, 1 << 27
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 _SECCOMP_FILTER = 2
-# nosuid, nodev, noexec; recursive and private
+# mount flags: nosuid, nodev, noexec; recursive and private
 _MOUNT_PLAIN, _MOUNT_PRIVATE = 2 | 4 | 8, 1 << 14 | 1 << 18
-# a user nobody else is; the kernel counts processes by user
+# first of the user ids that no one else has; the kernel counts processes per user
 _FIRST_USER = 2_000_000_000
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _WRITE_FILE, _READ_FILE, _READ_FOLDER = 1 << 1, 1 << 2, 1 << 3
-# make, remove and write, by the version of the interface that knows them
+# rights to make, remove and write; later versions of Landlock add two more
 _CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))
 _REFER, _TRUNCATE = 1 << 13, 1 << 14
 
-# machine -> (audit number, calls that are refused)
+# machine -> (audit number, refused system calls)
 _CALLS = {
     # socket, ptrace, mount, keyctl, add_key, unshare, setns, bpf, userfaultfd, io_uring_setup
     "x86_64": (0xC000003E, (41, 101, 165, 250, 248, 272, 308, 321, 323, 425)),
@@ -226,7 +227,7 @@ _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | 1, 0x80000000
 
 
 def call(name: str, *arguments: object) -> bool:
-    """A libc function that returns 0 when it worked."""
+    """Call a libc function. Whether it worked, which means that it returned 0."""
     return _LIBC is not None and getattr(_LIBC, name)(*arguments) == 0
 
 
@@ -235,12 +236,12 @@ def prctl(option: int, value: int) -> bool:
 
 
 def namespaces() -> list[str]:
-    """No network and no other processes, for the children of this one."""
+    """Namespaces for the children of this process: without network and other processes."""
     user, group = os.geteuid(), os.getegid()
-    wanted = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
-    if call("unshare", wanted):
+    flags = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
+    if call("unshare", flags):
         return ["network", "processes"]
-    if not call("unshare", wanted | CLONE_NEWUSER):
+    if not call("unshare", flags | CLONE_NEWUSER):
         return []
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"),
                        ("gid_map", f"{group} {group} 1")):  # fmt: skip
@@ -250,7 +251,8 @@ def namespaces() -> list[str]:
 
 
 def own_proc() -> bool:
-    """In a process namespace: a /proc that shows what is in it. This process's own view alone."""
+    """In a process namespace: mount a /proc that shows only its processes, for this process and its
+    children."""
     return (
         call("unshare", CLONE_NEWNS)
         and call("mount", None, b"/", None, ctypes.c_ulong(_MOUNT_PRIVATE), None)
@@ -259,7 +261,7 @@ def own_proc() -> bool:
 
 
 def other_user(folder: str, number: int) -> list[str]:
-    """Root becomes nobody in particular, who owns the folder and nothing else."""
+    """Change from root to a user who owns the folder and nothing else."""
     if os.geteuid() != 0:
         return []
     user = _FIRST_USER + number
@@ -271,15 +273,15 @@ def other_user(folder: str, number: int) -> list[str]:
 
 
 def files(folder: str, own_proc: bool) -> list[str]:
-    """Landlock: nothing outside the folder can be changed, nor any process outside be seen into.
-    Without a /proc of its own, the command can open no more of it than what is about itself."""
+    """Landlock: the command cannot change anything outside the folder, and cannot look into
+    processes outside the sandbox. Without its own /proc it can open only its own entries there."""
     if _LIBC is None:
         return []
     version = _LIBC.syscall(_LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
         return []
     changes = _CHANGES | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
-    # file access, TCP (bind and connect), scope (abstract sockets and signals)
+    # three masks: file access, TCP (bind and connect), scope (abstract sockets and signals)
     reads = _READ_FILE | _READ_FOLDER
     rules = struct.pack("QQQ", changes | reads, 3, 3)[
         : 8 if version < 4 else 16 if version < 6 else 24
@@ -288,21 +290,21 @@ def files(folder: str, own_proc: bool) -> list[str]:
     if handle < 0:
         return []
     allowed = [(folder, changes | reads), ("/dev/null", _WRITE_FILE)]
-    # what is not named cannot be opened: the root is named by what is in it
+    # paths that are not listed cannot be opened, so every entry of the root folder is listed
     allowed += [(f"/{name}", reads) for name in os.listdir("/") if name != "proc" or own_proc]
     allowed += [("/proc/self", reads)]
     for path, rights in allowed:
         _allow(handle, path, rights)
-    standing = _LIBC.syscall(_LANDLOCK_RESTRICT, handle, 0) == 0
+    is_active = _LIBC.syscall(_LANDLOCK_RESTRICT, handle, 0) == 0
     os.close(handle)
-    return ["files"] if standing else []
+    return ["files"] if is_active else []
 
 
 def _allow(handle: int, path: str, rights: int) -> None:
     try:
         inside = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        # a link to nowhere, or a place this user cannot see
+        # a broken link, or a path that this user cannot see
         return
     if not stat.S_ISDIR(os.fstat(inside).st_mode):
         rights &= _WRITE_FILE | _READ_FILE
@@ -312,17 +314,17 @@ def _allow(handle: int, path: str, rights: int) -> None:
 
 
 def calls() -> list[str]:
-    """seccomp: no sockets of any family, no tracing, no namespaces of its own."""
+    """seccomp: no sockets of any family, no tracing, no new namespaces."""
     known = _CALLS.get(platform.machine())
     if known is None or sys.platform != "linux":
         return []
     architecture, refused = known
     steps = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL)]
     steps += [(_LOAD, 0, 0, 0), (_ABOVE, len(refused) + 1, 0, _X32_CALLS)]
-    # from each, how far it is to the last step
+    # each step jumps to the last step (refuse) if the call number is equal
     steps += [(_EQUAL, len(refused) - index, 0, nr) for index, nr in enumerate(refused)]
     steps += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     program = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
-    standing = call("prctl", PR_SET_SECCOMP, _SECCOMP_FILTER, program, 0, 0)
-    return ["calls"] if standing else []
+    is_active = call("prctl", PR_SET_SECCOMP, _SECCOMP_FILTER, program, 0, 0)
+    return ["calls"] if is_active else []

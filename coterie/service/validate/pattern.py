@@ -1,7 +1,7 @@
-"""pattern: the whole answer matches the regular expression that its adapter's package states.
+"""pattern: the whole answer matches the regular expression in its adapter's package.
 
-White space around the answer does not count. Runs in the judge's process only: a pattern may take
-for ever.
+White space around the answer is ignored. Runs only in a validator process: a pattern may run
+forever.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from coterie.core.events import ValidationResult
-from coterie.service.validate.base import judged
+from coterie.service.validate.base import result_of
 
 
 class PatternValidator:
@@ -19,7 +19,7 @@ class PatternValidator:
         self._pattern = argument
 
     def check(self, text: str) -> ValidationResult:
-        return judged(self.name, text, self._fault)
+        return result_of(self.name, text, self._fault)
 
     def _fault(self, text: str) -> str | None:
         if re.fullmatch(self._pattern, text.strip()):

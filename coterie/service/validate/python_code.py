@@ -1,6 +1,6 @@
-"""python: the answer, or each of its Python blocks, parses. Nothing of it is run.
+"""python: the answer, or each of its Python blocks, parses. The code is not run.
 
-Runs in the judge's process only: the parser may recurse until it overflows.
+Runs only in a validator process: the parser's recursion may overflow the stack.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import textwrap
 import warnings
 
 from coterie.core.events import ValidationResult
-from coterie.service.validate.base import TOO_DEEP, judged, programs
+from coterie.service.validate.base import TOO_DEEP, programs, result_of
 
 NAMES = frozenset({"python", "py", "python3", "py3"})
 
@@ -19,15 +19,15 @@ class PythonValidator:
     name = "python"
 
     def __init__(self, argument: str = "") -> None:
-        """A parser for one language takes no argument."""
+        """The argument is not used."""
 
     def check(self, text: str) -> ValidationResult:
-        return judged(self.name, text, _fault)
+        return result_of(self.name, text, _fault)
 
 
 def _fault(text: str) -> str | None:
-    found = [block.code for block in programs(text) if block.language in ("", *NAMES)]
-    return next((wrong for code in found or [text] if (wrong := syntax_fault(code))), None)
+    codes = [block.code for block in programs(text) if block.language in ("", *NAMES)]
+    return next((wrong for code in codes or [text] if (wrong := syntax_fault(code))), None)
 
 
 def syntax_fault(code: str) -> str | None:

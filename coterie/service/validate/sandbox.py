@@ -1,7 +1,7 @@
-"""Runs an operator's command on a text, bounded in time, memory, disk, processes and output.
+"""Runs an operator's command on a text, with limits on time, memory, disk, processes and output.
 
-Starts `launch.py`, which builds the walls; the text goes in, a bounded piece of the output comes
-out. No shell, no environment, no descriptor of the server.
+Starts `launch.py`, which sets up the isolation. The command gets the text, and a limited part of
+its output is read. It has no shell, no environment and no open files of the server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coterie.core.spawn import PIPE, AsyncProcess, start
 
 MAX_OUTPUT_BYTES = 64 * 1024
 MAX_REPORT_BYTES = 4096
-# beyond the command's own time: what starting and ending may take on a busy machine
+# time for starting and ending on a busy machine, in addition to the command's time limit
 GRACE_S = 15.0
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -39,18 +39,19 @@ class CommandLimits:
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """How a command ended: exit, signal, timeout, memory, disk, output or start, and the number
-    or text that goes with it."""
+    """How a command ended: exit, signal, timeout, memory, disk, output or start; `detail` is the
+    number or text for it."""
 
     how: str
     detail: Any
     output: str
-    # network, processes, user, files, calls: those that this system could build
+    # active isolation measures, of: network, processes, user, files, calls
     walls: tuple[str, ...] = ()
 
 
 async def run(command: Sequence[str], text: str, bounds: CommandLimits) -> CommandResult:
-    """Raises when nothing could be run at all, which says nothing about the text."""
+    """Run the command on the text. Raises if it could not be started: then nothing is known about
+    the text."""
     folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="coterie-check-")
     try:
         return await _run(command, text, bounds, folder)
@@ -92,7 +93,7 @@ async def _feed(process: AsyncProcess, data: bytes) -> None:
         await process.stdin.drain()
         process.stdin.close()
     except (BrokenPipeError, ConnectionResetError):
-        # it need not read to the end
+        # the command may end without reading all of its input
         return
 
 
@@ -107,11 +108,11 @@ async def _read(process: AsyncProcess) -> CommandResult:
         chunks.append(chunk)
     report = await process.stderr.read(MAX_REPORT_BYTES)
     try:
-        told = json.loads(report)
-        how, detail = told["end"]
+        fields = json.loads(report)
+        how, detail = fields["end"]
     except (ValueError, KeyError, TypeError) as error:
         raise _broken(process, report) from error
-    return CommandResult(how, detail, _text(chunks), tuple(told["walls"]))
+    return CommandResult(how, detail, _text(chunks), tuple(fields["walls"]))
 
 
 def _broken(process: AsyncProcess, report: bytes) -> CoterieError:
@@ -124,7 +125,7 @@ def _text(chunks: Sequence[bytes]) -> str:
 
 
 async def _end(process: AsyncProcess) -> None:
-    """The watcher takes everything behind the walls with it; its group is what may be left."""
+    """Kill the launcher and its process group. All processes in the sandbox end with it."""
     process.kill(group=True)
     await process.wait()
     process.close()

@@ -1,11 +1,11 @@
-"""Who judges an answer: one literal table of validators, and the rule that picks from it."""
+"""The table of validators, and the rule that picks one for an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from coterie.service.validate.base import MAX_CHARACTERS, AnswerContext, Validator, programs
-from coterie.service.validate.code import CodeValidator, can_judge, canonical
+from coterie.service.validate.code import CodeValidator, can_check, canonical
 from coterie.service.validate.generic import GenericValidator
 from coterie.service.validate.grammar import GrammarValidator
 from coterie.service.validate.json_schema import JsonSchemaValidator
@@ -22,21 +22,21 @@ VALIDATORS: dict[str, Callable[[str], Validator]] = {
     "pattern": PatternValidator,
     "generic": GenericValidator,
 }
-# bounded in time by nature: these may run on the event loop's thread
+# validators that are always fast: they may run on the event loop
 SAFE = frozenset({"json", "grammar", "generic"})
 
 Pick = tuple[str, str]
 
 
 def pick(text: str, context: AnswerContext) -> Pick | None:
-    """(validator, its argument); None where nobody knows what the answer should be."""
+    """(validator, its argument); None if it is not known which form the answer should have."""
     if len(text) > MAX_CHARACTERS:
         return None
-    asked = context.response_format
-    if asked is not None:
-        if asked.kind == "json_schema":
-            return "json_schema", asked.text
-        return ("json", "object") if asked.kind == "json_object" else _grammar(context)
+    answer_format = context.response_format
+    if answer_format is not None:
+        if answer_format.kind == "json_schema":
+            return "json_schema", answer_format.text
+        return ("json", "object") if answer_format.kind == "json_object" else _grammar(context)
     if context.answer_pattern:
         return "pattern", context.answer_pattern
     if context.task_type == "json_parsing":
@@ -50,11 +50,12 @@ def _grammar(context: AnswerContext) -> Pick:
     return "grammar", context.finish_reason
 
 
-def _code(text: str, asked: str) -> Pick:
-    said = [block.language for block in programs(text) if block.language]
-    language = next((name for name in (*said, asked) if can_judge(name)), "")
+def _code(text: str, requested: str) -> Pick:
+    named = [block.language for block in programs(text) if block.language]
+    language = next((name for name in (*named, requested) if can_check(name)), "")
     if not language:
         return "generic", ""
-    only_python = all(canonical(name) in NAMES for name in (*said, language))
-    # its name goes into metrics: only one that is in the table
-    return ("python", "") if only_python else ("code", asked if can_judge(asked) else language)
+    if all(canonical(name) in NAMES for name in (*named, language)):
+        return "python", ""
+    # the language becomes a metric label, so it must be one of the table
+    return "code", requested if can_check(requested) else language

@@ -1,11 +1,11 @@
-"""Every answer's judgement: the validator that fits it, then the operator's commands.
+"""Validates every answer: first the built-in validator for it, then the operator's commands.
 
-    validators = Validators(config.validators)                     # build.py
-    result = await validators.validate(text, Context(...))         # pipeline, before Finished
+    validators = AnswerValidators(config.validators)               # build.py
+    result = await validators.validate(text, AnswerContext(...))   # pipeline, before Finished
     await validators.close()                                       # Pipeline.close
 
-None means that nobody knows what this answer should look like, which is not a failure. Off the
-event loop where it may take more than a millisecond.
+None means that it is not known which form the answer should have; that is no failure. A check that
+may take more than a millisecond runs in another process.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from coterie.service.validate.command import ValidatorCommands
 from coterie.service.validate.generic import GenericValidator
 from coterie.service.validate.table import SAFE, VALIDATORS, pick
 
-# a decoder's millisecond
+# a JSON decoder needs about a millisecond for this many
 MAX_INLINE_CHARACTERS = 50_000
 
 
 class AnswerValidators:
     def __init__(self, commands: Sequence[ValidatorSettings] = ()) -> None:
-        """Refuses a command whose program is not there."""
-        self._judge = ValidatorProcesses()
+        """Raises if the program of a command does not exist."""
+        self._processes = ValidatorProcesses()
         self._commands = ValidatorCommands(tuple(commands))
 
     async def validate(self, text: str, context: AnswerContext) -> ValidationResult | None:
-        """The first fault; where there is none, everybody who looked is named."""
+        """The first fault. If there is none, the result names all validators that checked."""
         result = await self._built_in(text, context)
         if len(text) > MAX_CHARACTERS or (result is not None and not result.valid):
             return result
@@ -52,14 +52,14 @@ class AnswerValidators:
             return result
         if not results[-1].valid:
             return results[-1]
-        # that there is an answer at all needs no mention beside a real check
-        told = [] if result is None or result.validator == GenericValidator.name else [result]
-        everyone = [*told, *results]
-        spent_ms = round(sum(item.duration_ms for item in everyone), 3)
-        return ValidationResult(True, "+".join(item.validator for item in everyone), None, spent_ms)
+        # `generic` checks so little that it is not named beside a command
+        if result is not None and result.validator != GenericValidator.name:
+            results.insert(0, result)
+        spent_ms = round(sum(item.duration_ms for item in results), 3)
+        return ValidationResult(True, "+".join(item.validator for item in results), None, spent_ms)
 
     async def close(self) -> None:
-        await self._judge.close()
+        await self._processes.close()
 
     async def _built_in(self, text: str, context: AnswerContext) -> ValidationResult | None:
         picked = pick(text, context)
@@ -68,13 +68,13 @@ class AnswerValidators:
         name, argument = picked
         if name in SAFE and len(text) <= MAX_INLINE_CHARACTERS:
             return VALIDATORS[name](argument).check(text)
-        return await self._judge.check(ValidationTask(name, argument, text))
+        return await self._processes.check(ValidationTask(name, argument, text))
 
 
 CHECK_S = 2.0
 START_S = 30.0
 MAX_PROCESSES = 2
-# answers that wait for a judge; further ones are not judged
+# answers that may wait for a validator process; further answers are not validated
 MAX_WAITING = 256
 _result_decoder = msgspec.msgpack.Decoder(ValidationResult)
 _encode = msgspec.msgpack.Encoder().encode
@@ -93,12 +93,12 @@ class ValidatorProcesses:
         self._children: ChildPool[None] = ChildPool(program)
 
     async def check(self, task: ValidationTask) -> ValidationResult | None:
-        """None when too many wait, or no process can be started."""
+        """None if too many answers wait, or no process can be started."""
         if self._children.num_waiting >= MAX_WAITING:
             return None
         began = time.perf_counter()
         try:
-            # one that died may have died of something else: the answer gets a second one
+            # a process may die for another reason than this answer, so there are two attempts
             answer = await self._children.ask(
                 _encode(task), None, answer_s=self._check_s, attempts=2
             )

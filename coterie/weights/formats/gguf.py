@@ -1,7 +1,7 @@
-"""The header of a GGUF file: metadata and where each tensor lies.
+"""The header of a GGUF file: metadata, and the position of each tensor.
 
-Reads versions 2 and 3, little endian, and believes nothing: every count, length, offset and type is
-checked against the file before it is used, so a truncated or hostile file ends in a `WeightsError`.
+Reads versions 2 and 3, little endian. Every count, length, offset and type is checked against the
+file before it is used, so that a truncated or malicious file causes a `WeightsError`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     30: ("BF16", 1, 2),
 }
 
-# types that exist but are not read, so that a refusal can name them
+# types that exist but are not supported, so that an error can name them
 _OTHER_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
     19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16",
@@ -46,7 +46,7 @@ _SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4"
             10: "<u8", 11: "<i8", 12: "<f8"}  # fmt: skip
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
-# Far above every real model, far below what would hurt: a wrong count never allocates.
+# Far above every real model and small enough for memory: a wrong count never allocates much.
 _MAX_HEADER_BYTES = 1 << 28
 _MAX_KEYS = 1 << 16
 _MAX_TENSORS = 1 << 17
@@ -75,7 +75,7 @@ class GGUFFile:
     version: int
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    # where the metadata ends, and after it the table of tensors
+    # where the metadata ends, and where the table of tensors after it ends
     metadata_bytes: int
     header_bytes: int
     size_bytes: int
@@ -90,7 +90,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """The header of `path`; raises WeightsError for anything that is not a sound GGUF file."""
+    """The header of `path`; raises WeightsError for anything that is not a valid GGUF file."""
     try:
         with path.open("rb") as handle:
             size = handle.seek(0, 2)
@@ -126,7 +126,7 @@ class _Reader:
         raw = [self._tensor() for _ in range(num_tensors)]
         header = self.at
         start = _aligned(header, self._alignment(metadata))
-        tensors = self._placed(raw, start, self._alignment(metadata))
+        tensors = self._with_file_offsets(raw, start, self._alignment(metadata))
         return GGUFFile(self.path, version, metadata, tensors, metadata_end, header, self.size)
 
     def broken(self, what: str) -> WeightsError:
@@ -154,7 +154,7 @@ class _Reader:
             raise self.broken(f"it claims {count} {what} (limit {limit})")
         return count
 
-    def _need(self, nbytes: int, what: str) -> None:
+    def _require_bytes(self, nbytes: int, what: str) -> None:
         if nbytes > self.end - self.at:
             if self.end < self.size:
                 raise self.broken(f"its header is longer than {_MAX_HEADER_BYTES} bytes at {what}")
@@ -163,7 +163,7 @@ class _Reader:
             )
 
     def _bytes(self, nbytes: int, what: str) -> bytes:
-        self._need(nbytes, what)
+        self._require_bytes(nbytes, what)
         start = self.at
         self.at = start + nbytes
         return self.data[start : self.at]
@@ -209,31 +209,31 @@ class _Reader:
         if kind == _STRING:
             if count > _MAX_ARRAY_STRINGS:
                 raise self.broken(f"{key!r} claims {count} strings (limit {_MAX_ARRAY_STRINGS})")
-            self._need(8 * count, f"{key!r} with {count} strings")
+            self._require_bytes(8 * count, f"{key!r} with {count} strings")
             return self._strings(count, key)
         raise self.broken(f"{key!r} is an array of the unsupported value type {kind}")
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """A tokenizer has hundreds of thousands of them: one tight loop over the map."""
+        """A tokenizer has hundreds of thousands of strings: one tight loop over the mapped file."""
         length_at: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from
         data, at, end = self.data, self.at, self.end
-        found: list[str] = []
+        strings: list[str] = []
         try:
             for _ in range(count):
                 start = at + 8
                 at = start + length_at(data, at)[0]
                 if at > end:
                     raise struct.error
-                found.append(data[start:at].decode("utf-8"))
+                strings.append(data[start:at].decode("utf-8"))
         except struct.error as error:
-            raise self.broken(f"string {len(found)} of {key!r} runs past the end") from error
+            raise self.broken(f"string {len(strings)} of {key!r} runs past the end") from error
         except UnicodeDecodeError as error:
-            raise self.broken(f"string {len(found)} of {key!r} is not UTF-8") from error
+            raise self.broken(f"string {len(strings)} of {key!r} is not UTF-8") from error
         self.at = at
-        return found
+        return strings
 
     def _tensor(self) -> TensorInfo:
-        """As written: the offset still counts from the start of the data."""
+        """As written in the file: the offset is still relative to the start of the data."""
         name = self._string("a tensor name", _MAX_NAME_BYTES)
         rank = self._number("I", f"the rank of {name!r}")
         if not 1 <= rank <= _MAX_DIMENSIONS:
@@ -267,7 +267,9 @@ class _Reader:
             raise self.broken(f"general.alignment is {value!r}")
         return int(value)
 
-    def _placed(self, raw: list[TensorInfo], start: int, alignment: int) -> dict[str, TensorInfo]:
+    def _with_file_offsets(
+        self, raw: list[TensorInfo], start: int, alignment: int
+    ) -> dict[str, TensorInfo]:
         tensors: dict[str, TensorInfo] = {}
         reached = start
         for info in sorted(raw, key=lambda item: item.offset):

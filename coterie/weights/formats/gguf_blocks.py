@@ -1,4 +1,4 @@
-"""GGUF's block types as values: each quantised block expanded to fp32, bit for bit as ggml does."""
+"""GGUF's block types: expands each quantised block to fp32, bit for bit as ggml does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coterie.weights.formats.gguf import TENSOR_TYPES
 # type -> elements and bytes of one block
 BLOCK_SIZES = {name: (elements, nbytes) for name, elements, nbytes in TENSOR_TYPES.values()}
 
-# rows are expanded in slices of about this many elements, to bound the temporaries
+# rows are expanded in slices of about this many elements, to limit temporary memory
 _SLICE_ELEMENTS = 1 << 22
 
 

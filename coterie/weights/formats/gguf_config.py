@@ -1,7 +1,7 @@
-"""GGUF metadata in Hugging Face words: config keys, generation keys, tensor names.
+"""Translates GGUF metadata to Hugging Face: config keys, generation keys, tensor names.
 
-One entry per architecture in `ARCHITECTURES`. Refuses what it cannot translate without loss: a key
-or tensor that is silently dropped changes the model.
+One entry per architecture in `ARCHITECTURES`. Refuses what it cannot translate exactly: a key or
+tensor that is silently dropped would change the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAYER_NAMES = {
     "attn_q_b": "self_attn.q_b_proj",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_b": "self_attn.kv_b_proj",
-    # kv_b_proj cut in two, head by head, the keys' half turned: [heads, kv_rank, nope]
+    # kv_b_proj split in two, head by head, with the keys' half transposed: [heads, kv_rank, nope]
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -44,7 +44,7 @@ MIXTRAL_NAMES = {
     "ffn_down_exps": "block_sparse_moe.experts.w2",
 }
 
-# files from before experts were stacked: blk.0.ffn_gate.7
+# older files do not stack the experts: blk.0.ffn_gate.7
 MIXTRAL_SINGLE = {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}
 
 
@@ -92,7 +92,7 @@ def _deepseek2(keys: GgufKeys) -> dict[str, Any]:
     groups = keys.get("expert_group_count")
     limited = isinstance(groups, int) and groups > 1
     rope = keys.whole("rope.dimension_count")
-    # newer converters say what the cache holds in key_length, and a head's own sizes here
+    # in newer files key_length is the width of the cache, and the sizes of a head are here
     mla = "_mla" if keys.get("attention.key_length_mla") is not None else ""
     ranked = keys.get("attention.q_lora_rank") is not None
     return {
@@ -132,7 +132,7 @@ ARCHITECTURES = {
     "olmoe": ("OlmoeForCausalLM", "olmoe"),
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
 }
-# a llama that has experts
+# a llama with experts
 _MIXTRAL = ("MixtralForCausalLM", "mixtral")
 
 # converters reorder the rows of q and k for these (pairs side by side instead of halves)
@@ -159,7 +159,7 @@ _LAYER = {
     **LAYER_NAMES,
 }
 
-# tables of rotary frequencies that some converters left in the file; the config says the same
+# tables of rotary frequencies that some converters left in the file; the config has them too
 _REDUNDANT = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
 
 _GENERATION = {
@@ -170,7 +170,7 @@ _GENERATION = {
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
 
-# multipliers of neighbouring architectures, which these do not apply
+# factors of similar architectures, which the supported ones do not apply
 _SCALES = ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
 
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -197,7 +197,7 @@ def hf_name(name: str, family: str = "llama") -> str | None:
 
 
 def tensor_names(file: GGUFFile) -> dict[str, str]:
-    """HF name -> GGUF name of every tensor the model reads."""
+    """HF name -> GGUF name of every tensor that the model reads."""
     names: dict[str, str] = {}
     family = _family(GgufKeys(file))
     for name in file.tensors:
@@ -214,7 +214,8 @@ def tensor_names(file: GGUFFile) -> dict[str, str]:
 
 
 def hf_config(file: GGUFFile, rope_factors: Sequence[float] | None = None) -> dict[str, Any]:
-    """The keys of config.json. `rope_factors`: the values of the tensor rope_freqs, when there."""
+    """The keys of config.json. `rope_factors`: the values of the tensor rope_freqs, if it
+    exists."""
     keys = GgufKeys(file)
     family = _family(keys)
     architecture, model_type = _MIXTRAL if family == "mixtral" else ARCHITECTURES[family]
@@ -270,7 +271,7 @@ def _family(keys: GgufKeys) -> str:
 
 
 def _intermediate(keys: GgufKeys) -> int:
-    """Models of experts alone may say only how wide those are."""
+    """A model whose layers all have experts may state only their width."""
     key = "feed_forward_length"
     return keys.whole(key if keys.get(key) is not None else f"expert_{key}")
 
@@ -280,7 +281,7 @@ def _biased(file: GGUFFile) -> bool:
 
 
 def hf_generation(file: GGUFFile) -> dict[str, Any]:
-    """The keys of generation_config.json that the file has an opinion on."""
+    """The keys of generation_config.json that the file defines."""
     generation: dict[str, Any] = {
         name: short(file.metadata[key])
         for key, name in _GENERATION.items()
@@ -334,20 +335,21 @@ def _yarn(keys: GgufKeys) -> dict[str, Any]:
             scaling[key] = keys.real(f"rope.scaling.yarn_{key}")
     multiplier = keys.get("rope.scaling.yarn_log_multiplier")
     if multiplier:
-        # DeepSeek: a tenth of mscale_all_dim, and mscale is taken to be the same
+        # DeepSeek: a tenth of mscale_all_dim; mscale is assumed to be equal to it
         both = short(keys.real("rope.scaling.yarn_log_multiplier") * 10)
         scaling |= {"mscale": both, "mscale_all_dim": both}
     if keys.get("rope.scaling.attn_factor") is not None:
-        # GGUF stores what is multiplied onto the usual magnitude, HF the whole product
+        # GGUF stores a factor on the usual magnitude, HF stores the product
         usual = 0.1 * math.log(factor) + 1.0
         scaling["attention_factor"] = keys.real("rope.scaling.attn_factor") * usual
     return scaling
 
 
 def _from_factors(keys: GgufKeys, head_dim: int, factors: Sequence[float]) -> dict[str, Any] | None:
-    """What the divisors of the rotary frequencies mean in HF words.
+    """The HF form of the divisors of the rotary frequencies.
 
-    Llama 3 scaling when its formula gives these divisors, else longrope with them for any length.
+    Llama 3 scaling if its formula gives these divisors, otherwise longrope with them for any
+    length.
     """
     values = np.asarray(factors, dtype=np.float64)
     sound = values.shape == (head_dim // 2,) and bool(np.all((values > 0) & (values < 1e6)))
@@ -387,7 +389,7 @@ def _llama3_factors(theta: float, head_dim: int, factor: float, original: int) -
 
 
 class GgufKeys:
-    """Metadata below the architecture's prefix, with a sentence for each thing that is wrong."""
+    """Metadata below the architecture's prefix, with an error message for each wrong value."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
@@ -417,7 +419,7 @@ class GgufKeys:
         return default if value is None else bool(value)
 
     def refuse_unless(self, key: str, expected: int) -> None:
-        """A missing key means what is expected."""
+        """A missing key counts as the expected value."""
         value = self.get(key)
         if value is not None and value != expected:
             raise WeightsError(
@@ -433,5 +435,5 @@ class GgufKeys:
 
 
 def short(value: float) -> float:
-    """The shortest decimal that is the same float32: 1e-05 rather than 9.999999747378752e-06."""
+    """The shortest decimal that is the same float32: 1e-05 instead of 9.999999747378752e-06."""
     return value if isinstance(value, int) else float(str(np.float32(value)))

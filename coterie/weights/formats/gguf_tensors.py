@@ -1,8 +1,8 @@
 """The tensors of a GGUF file as weights.
 
 Q8_0, Q4_0 and Q4_1 keep their bits and only change layout (int8 and int4); F32, F16 and BF16 are
-views of the mapped file; Q5 and K types are expanded to fp32, unless Q4_K and Q6_K are asked for as
-blocks.
+views of the mapped file; Q5 and K types are expanded to fp32, except that Q4_K and Q6_K can be
+requested as blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def map_file(file: GGUFFile) -> Bytes:
-    """Copy on write: torch takes the pages without a copy, and nothing reaches the file."""
+    """Copy on write: torch uses the pages without a copy, and nothing is written to the file."""
     return np.memmap(file.path, dtype=np.uint8, mode="c", shape=(file.size_bytes,))
 
 
@@ -45,8 +45,8 @@ def read_tensor(
 
 
 def decode(raw: Tensor, kind: str, shape: tuple[int, ...], keep_blocks: bool = False) -> Weight:
-    """The weight in `raw` (uint8, flat), which is stored as `kind`. Plain types are views of it
-    where it is aligned; so are Q4_K and Q6_K matrices asked for as blocks."""
+    """The weight in `raw` (uint8, flat), which is stored as `kind`. Plain types are views of `raw`
+    if it is aligned; so are Q4_K and Q6_K matrices that are requested as blocks."""
     if kind in _PLAIN:
         dtype = _PLAIN[kind]
         aligned = raw.data_ptr() % dtype.itemsize == 0 == raw.storage_offset() % dtype.itemsize
@@ -58,9 +58,9 @@ def decode(raw: Tensor, kind: str, shape: tuple[int, ...], keep_blocks: bool = F
     if keep_blocks and len(shape) == 2 and kind in _AS_BLOCKS:
         return GgufBlocks(_AS_BLOCKS[kind], blocks.view(rows, -1))
     if len(shape) == 2 and kind in _KEPT:
-        kept = _KEPT[kind](blocks)
-        if kept is not None:
-            return kept
+        weight = _KEPT[kind](blocks)
+        if weight is not None:
+            return weight
     return DenseWeight(expand(blocks, kind).view(shape))
 
 
@@ -73,7 +73,7 @@ def _keep_q4_0(blocks: Tensor) -> Int4Weight | None:
     scale = halves(blocks[..., :2])
     minimum = scale * -8
     if not bool(torch.isfinite(minimum).all()):
-        return None  # 8 * scale leaves fp16: only fp32 holds this tensor exactly
+        return None  # 8 * scale exceeds fp16: only fp32 holds this tensor exactly
     return Int4Weight(blocks[..., 2:].reshape(blocks.shape[0], -1), scale, minimum)
 
 

@@ -1,7 +1,7 @@
 """A Hugging Face directory: config.json and one or several safetensors files.
 
-The format is read here rather than through the library: a header of JSON, then raw tensors. That
-maps the files once, copies nothing, and lets every fault be told in a sentence. Never opens pickle.
+The format is read here and not with the library: a JSON header, then raw tensors. This maps the
+files once, copies nothing, and gives a clear message for every fault. Never opens pickle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCKS_KEY = "coterie.blocks"
 
 _READ = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# every type of the format, for checking sizes; bits, because some are smaller than a byte
+# every type of the format, for checking sizes; in bits, because some are smaller than a byte
 _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16,
     "I16": 16, "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8,
@@ -134,7 +134,7 @@ class SafetensorsCheckpoint:
 
 
 def read_file(path: Path) -> dict[str, Weight]:
-    """Every tensor of one safetensors file, without a model around it."""
+    """Every tensor of one safetensors file that does not belong to a model directory."""
     shard, tensors = _open_shard(path), {}
     for name, entry in shard.entries.items():
         if entry.dtype not in _READ:
@@ -145,16 +145,16 @@ def read_file(path: Path) -> dict[str, Weight]:
 
 
 def _shard_names(path: Path) -> dict[str, str]:
-    """Tensor name -> file; a lone file has the key ""."""
+    """Tensor name -> file; a single file has the key ""."""
     if (path / INDEX).exists():
         return _from_index(path)
     if (path / "model.safetensors").exists():
         return {"": "model.safetensors"}
-    found = sorted(file.name for file in path.glob("*.safetensors"))
-    if len(found) == 1:
-        return {"": found[0]}
-    if found:
-        raise WeightsError(f"{path}: {len(found)} safetensors files but no {INDEX}. {_AGAIN}")
+    names = sorted(file.name for file in path.glob("*.safetensors"))
+    if len(names) == 1:
+        return {"": names[0]}
+    if names:
+        raise WeightsError(f"{path}: {len(names)} safetensors files but no {INDEX}. {_AGAIN}")
     if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
         raise WeightsError(
             f"{path}: holds pickle files only, which can run code and are refused. "
@@ -187,9 +187,9 @@ def _refuse_quantised(path: Path, config: dict[str, Any]) -> None:
     quantisation = config.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
-        known = _METHODS.get(str(method), str(method or "an unknown method"))
+        method_name = _METHODS.get(str(method), str(method or "an unknown method"))
         raise WeightsError(
-            f"{path}: quantised with {known}, which is not supported. "
+            f"{path}: quantised with {method_name}, which is not supported. "
             "Use the unquantised checkpoint with --dtype int8 or int4, or a GGUF file."
         )
 
@@ -199,7 +199,7 @@ def _open_shard(path: Path) -> _Shard:
         size = path.stat().st_size
         if size < 8:
             raise WeightsError(f"{path}: truncated, only {size} bytes. {_AGAIN}")
-        # copy on write: torch takes the pages without a copy, and nothing reaches the file
+        # copy on write: torch uses the pages without a copy, and nothing is written to the file
         data = np.memmap(path, dtype=np.uint8, mode="c", shape=(size,))
     except (OSError, ValueError) as error:
         raise WeightsError(f"{path}: cannot be read ({error}). Check it.") from error
@@ -236,18 +236,18 @@ def _entries(path: Path, header: bytes, start: int, size: int) -> dict[str, _Ent
 
 
 def _blocks(path: Path, metadata: Any, entries: dict[str, _Entry]) -> dict[str, _Entry]:
-    """The entries that hold GGUF's blocks, as what they are."""
+    """The entries that hold GGUF blocks, with their real type and shape."""
     text = metadata.get(BLOCKS_KEY) if isinstance(metadata, dict) else None
     if text is None:
         return {}
     fault = WeightsError(f"{path}: its metadata {BLOCKS_KEY!r} makes no sense. {_AGAIN}")
     try:
         table = json.loads(text)
-        found = {name: (str(kind), _whole_numbers(shape)) for name, (kind, shape) in table.items()}
+        stated = {name: (str(kind), _whole_numbers(shape)) for name, (kind, shape) in table.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise fault from error
     blocks = {}
-    for name, (kind, shape) in found.items():
+    for name, (kind, shape) in stated.items():
         entry, (elements, nbytes) = entries.get(name), BLOCK_SIZES.get(kind, (0, 0))
         if entry is None or not shape or not elements or shape[-1] % elements:
             raise fault

@@ -1,7 +1,7 @@
 """Writes tensors of a checkpoint into one safetensors file, byte for byte as they are stored.
 
 GGUF's block types have no name in the format: they are written as bytes, and the header's metadata
-says what they are (`BLOCKS_KEY`), which weights/safetensors reads back.
+describes them (`BLOCKS_KEY`) so that weights/formats/safetensors.py can read them back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from coterie.weights.checkpoint import Checkpoint
 
 _CHUNK_BYTES = 16 << 20
-# written pages are handed to the disk and dropped this often
+# after this many bytes, written pages are flushed to disk and dropped from memory
 _FLUSH_BYTES = 256 << 20
 
 
@@ -30,8 +30,8 @@ def copy_tensors(
     path: Path,
     progress: Callable[[int], None] | None = None,
 ) -> int:
-    """Writes `names` to `path`; `progress` hears the bytes of each step. Answers all of them."""
-    # wide types first, so that each is aligned to its own size
+    """Writes `names` to `path`; calls `progress` with the bytes of each step. Returns the total."""
+    # wide types first, so that each tensor is aligned to its element size
     ordered = sorted(names, key=lambda name: (-_alignment(checkpoint, name), name))
     header = _header(checkpoint, ordered)
     with path.open("wb") as sink:

@@ -1,1 +1,1 @@
-"""Models by name: the package index, the hub, paths; fetched once, checked, kept."""
+"""Models by name: from the package index, the hub, or a path; fetched once, checked, cached."""

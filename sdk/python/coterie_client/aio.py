@@ -1,4 +1,4 @@
-"""The client for asyncio: `client.py` with awaits. What is sent and read is in `calls.py`."""
+"""The client for asyncio: `client.py` with awaits. Requests and answers are in `calls.py`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ ACTIVE = ("queued", "processing")
 
 
 class AsyncExpertClient:
-    """Asks a Coterie server. For one event loop.
+    """Client for a Coterie server. For one event loop.
 
     `api_key`, `admin_key` and `base_url` default to COTERIE_API_KEY, COTERIE_ADMIN_KEY and
-    COTERIE_BASE_URL. `timeout` is in seconds, for each wait for the server's next bytes; a
-    request's own `timeout_ms` is what bounds an answer.
+    COTERIE_BASE_URL. `timeout` is in seconds, for each wait for the server's next bytes; the time
+    for a whole answer is limited by `timeout_ms` of the request.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class AsyncExpertClient:
     def with_options(
         self, *, timeout: float | None = None, max_retries: int | None = None
     ) -> AsyncExpertClient:
-        """The same client, on the same connections, with other patience."""
+        """The same client with the same connections, but other timeouts and retries."""
         old = self.settings
         other = AsyncExpertClient(base_url=old.base_url, http_client=self.http)
         other.settings = replace(
@@ -69,27 +69,27 @@ class AsyncExpertClient:
     async def infer(
         self, prompt: str, **options: Unpack[types.InferOptions]
     ) -> types.InferenceResult:
-        """Answers a prompt; `types.InferOptions` lists what else can be said."""
+        """Answers a prompt; `types.InferOptions` lists all other options."""
         return await self.send(calls.infer(prompt, options))
 
     def infer_stream(self, prompt: str, **options: Unpack[types.InferOptions]) -> AsyncInferStream:
-        """The answer as it comes: chunks with `text`. Closing the stream gives it up."""
+        """The answer in parts: chunks with `text`. Closing the stream cancels the request."""
         return self._stream(calls.infer(prompt, options, stream=True))
 
     async def submit(
         self, prompt: str, **options: Unpack[types.InferOptions]
     ) -> types.JobSubmission:
-        """Has a prompt answered later; `wait` or `job` tell what came of it."""
+        """Starts a job that answers the prompt later; get its result with `wait` or `job`."""
         return await self.send(calls.submit(prompt, options))
 
     async def job(self, job_id: str) -> types.JobView:
-        """Where a job stands: its text so far, its result once it has ended."""
+        """The state of a job: its text so far, and its result once it has ended."""
         return await self.send(calls.job(job_id))
 
     async def jobs(
         self, *, status: str | None = None, user_id: str | None = None, page_size: int = 50
     ) -> AsyncIterator[types.JobView]:
-        """Every job, newest first; pages are fetched as they are needed."""
+        """All jobs, newest first; pages are fetched when needed."""
         after = None
         while True:
             page = await self.send(calls.jobs(after, page_size, status=status, user_id=user_id))
@@ -100,31 +100,33 @@ class AsyncExpertClient:
                 return
 
     async def cancel(self, job_id: str) -> types.DeletedJob:
-        """Cancels a job that has not ended; removes one that has."""
+        """Cancels a job that has not ended; deletes one that has."""
         return await self.send(calls.cancel(job_id))
 
     async def wait(self, job_id: str, timeout: float | None = None) -> types.JobView:
-        """The job once it has ended, well or not. Raises `Timeout` after so many seconds."""
+        """The job once it has ended, successfully or not. Raises `Timeout` after `timeout`
+        seconds."""
         polls = Polls(timeout)
         while True:
             try:
                 job = await self.job(job_id)
             except (ConnectionFailed, Unavailable) as error:
-                polls.lost(error)
+                polls.no_answer(error)
             else:
-                polls.heard()
+                polls.answered()
                 if job.status not in ACTIVE:
                     return job
             await asyncio.sleep(polls.next_pause_s())
 
     def job_events(self, job_id: str) -> AsyncInferStream:
-        """Follows a job: its text so far, then what comes. Closing it leaves the job alone."""
+        """Follows a job: its text so far, then what follows. Closing the stream does not cancel the
+        job."""
         return self._stream(calls.job_events(job_id))
 
     async def feedback(
         self, job_id: str, verdict: Verdict, comment: str | None = None
     ) -> types.FeedbackAnswer:
-        """Says whether an answer was any good: once per job."""
+        """Says whether an answer was good; once per job."""
         return await self.send(calls.feedback(job_id, verdict, comment))
 
     async def inferences(
@@ -181,7 +183,7 @@ class AsyncExpertClient:
 
 
 class AsyncExperts:
-    """What is installed on the server. Needs an admin key."""
+    """The experts on the server. Needs an admin key."""
 
     def __init__(self, client: AsyncExpertClient) -> None:
         self._client = client
@@ -194,14 +196,14 @@ class AsyncExperts:
         return await self._client.send(calls.expert(name))
 
     async def install(self, package: bytes | PathLike[str]) -> types.Expert:
-        """Uploads a `.expert` file of this machine."""
+        """Uploads an `.expert` file from this machine."""
         data = package if isinstance(package, bytes) else Path(package).read_bytes()
         return await self._client.send(calls.upload_expert(data))
 
     async def install_from(
         self, path: str, **options: Unpack[types.InstallOptions]
     ) -> types.Expert:
-        """Installs a file or directory of the server's machine, by its absolute path."""
+        """Installs a file or directory on the server's machine, by its absolute path."""
         return await self._client.send(calls.install_expert(path, options))
 
     async def remove(self, name: str) -> types.DeletedExpert:
@@ -217,7 +219,7 @@ class AsyncExperts:
         return await self._client.send(calls.act_on_expert(name, "rollback"))
 
     async def use(self, name: str, version: str) -> types.Expert:
-        """Makes an installed version the one that `name` stands for."""
+        """Makes an installed version the current one of `name`."""
         return await self._client.send(calls.change_expert(name, {"version": version}))
 
     async def alias(self, alias: str, name: str) -> types.Expert:

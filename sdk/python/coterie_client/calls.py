@@ -1,6 +1,6 @@
-"""Every call of the API as a value: what is sent, and what its answer becomes.
+"""Every call of the API as a value: what is sent, and the type of its answer.
 
-Pure; both clients send these. Knows no sockets and no waiting.
+Pure; both clients send these. Uses no sockets and does not wait.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Call(Generic[T]):
     path: str
     answer: type[T]
     body: Mapping[str, Any] | None = None
-    # a file's bytes instead of `body`
+    # the bytes of a file, instead of `body`
     content: bytes | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
-    # needs a key of the server's admins
+    # needs an admin key of the server
     admin: bool = False
 
     @property
     def repeatable(self) -> bool:
-        """Whether doing it twice is the same as doing it once."""
+        """Whether doing it twice has the same effect as doing it once."""
         return self.method == "GET"
 
 

@@ -1,6 +1,6 @@
-"""The client for ordinary code: each call waits for its answer.
+"""The synchronous client: each call waits for its answer.
 
-Sends what `calls.py` makes; `aio.py` is its twin for asyncio.
+Sends what `calls.py` makes; `aio.py` is the same for asyncio.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ ACTIVE = ("queued", "processing")
 
 
 class ExpertClient:
-    """Asks a Coterie server. Safe to share between threads.
+    """Client for a Coterie server. Safe to share between threads.
 
     `api_key`, `admin_key` and `base_url` default to COTERIE_API_KEY, COTERIE_ADMIN_KEY and
-    COTERIE_BASE_URL. `timeout` is in seconds, for each wait for the server's next bytes; a
-    request's own `timeout_ms` is what bounds an answer.
+    COTERIE_BASE_URL. `timeout` is in seconds, for each wait for the server's next bytes; the time
+    for a whole answer is limited by `timeout_ms` of the request.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ExpertClient:
     def with_options(
         self, *, timeout: float | None = None, max_retries: int | None = None
     ) -> ExpertClient:
-        """The same client, on the same connections, with other patience."""
+        """The same client with the same connections, but other timeouts and retries."""
         old = self.settings
         other = ExpertClient(base_url=old.base_url, http_client=self.http)
         other.settings = replace(
@@ -70,25 +70,25 @@ class ExpertClient:
         return other
 
     def infer(self, prompt: str, **options: Unpack[types.InferOptions]) -> types.InferenceResult:
-        """Answers a prompt; `types.InferOptions` lists what else can be said."""
+        """Answers a prompt; `types.InferOptions` lists all other options."""
         return self.send(calls.infer(prompt, options))
 
     def infer_stream(self, prompt: str, **options: Unpack[types.InferOptions]) -> InferStream:
-        """The answer as it comes: chunks with `text`. Closing the stream gives it up."""
+        """The answer in parts: chunks with `text`. Closing the stream cancels the request."""
         return self._stream(calls.infer(prompt, options, stream=True))
 
     def submit(self, prompt: str, **options: Unpack[types.InferOptions]) -> types.JobSubmission:
-        """Has a prompt answered later; `wait` or `job` tell what came of it."""
+        """Starts a job that answers the prompt later; get its result with `wait` or `job`."""
         return self.send(calls.submit(prompt, options))
 
     def job(self, job_id: str) -> types.JobView:
-        """Where a job stands: its text so far, its result once it has ended."""
+        """The state of a job: its text so far, and its result once it has ended."""
         return self.send(calls.job(job_id))
 
     def jobs(
         self, *, status: str | None = None, user_id: str | None = None, page_size: int = 50
     ) -> Iterator[types.JobView]:
-        """Every job, newest first; pages are fetched as they are needed."""
+        """All jobs, newest first; pages are fetched when needed."""
         after = None
         while True:
             page = self.send(calls.jobs(after, page_size, status=status, user_id=user_id))
@@ -98,31 +98,33 @@ class ExpertClient:
                 return
 
     def cancel(self, job_id: str) -> types.DeletedJob:
-        """Cancels a job that has not ended; removes one that has."""
+        """Cancels a job that has not ended; deletes one that has."""
         return self.send(calls.cancel(job_id))
 
     def wait(self, job_id: str, timeout: float | None = None) -> types.JobView:
-        """The job once it has ended, well or not. Raises `Timeout` after so many seconds."""
+        """The job once it has ended, successfully or not. Raises `Timeout` after `timeout`
+        seconds."""
         polls = Polls(timeout)
         while True:
             try:
                 job = self.job(job_id)
             except (ConnectionFailed, Unavailable) as error:
-                polls.lost(error)
+                polls.no_answer(error)
             else:
-                polls.heard()
+                polls.answered()
                 if job.status not in ACTIVE:
                     return job
             time.sleep(polls.next_pause_s())
 
     def job_events(self, job_id: str) -> InferStream:
-        """Follows a job: its text so far, then what comes. Closing it leaves the job alone."""
+        """Follows a job: its text so far, then what follows. Closing the stream does not cancel the
+        job."""
         return self._stream(calls.job_events(job_id))
 
     def feedback(
         self, job_id: str, verdict: Verdict, comment: str | None = None
     ) -> types.FeedbackAnswer:
-        """Says whether an answer was any good: once per job."""
+        """Says whether an answer was good; once per job."""
         return self.send(calls.feedback(job_id, verdict, comment))
 
     def inferences(
@@ -176,7 +178,7 @@ class ExpertClient:
 
 
 class Experts:
-    """What is installed on the server. Needs an admin key."""
+    """The experts on the server. Needs an admin key."""
 
     def __init__(self, client: ExpertClient) -> None:
         self._client = client
@@ -189,12 +191,12 @@ class Experts:
         return self._client.send(calls.expert(name))
 
     def install(self, package: bytes | PathLike[str]) -> types.Expert:
-        """Uploads a `.expert` file of this machine."""
+        """Uploads an `.expert` file from this machine."""
         data = package if isinstance(package, bytes) else Path(package).read_bytes()
         return self._client.send(calls.upload_expert(data))
 
     def install_from(self, path: str, **options: Unpack[types.InstallOptions]) -> types.Expert:
-        """Installs a file or directory of the server's machine, by its absolute path."""
+        """Installs a file or directory on the server's machine, by its absolute path."""
         return self._client.send(calls.install_expert(path, options))
 
     def remove(self, name: str) -> types.DeletedExpert:
@@ -210,7 +212,7 @@ class Experts:
         return self._client.send(calls.act_on_expert(name, "rollback"))
 
     def use(self, name: str, version: str) -> types.Expert:
-        """Makes an installed version the one that `name` stands for."""
+        """Makes an installed version the current one of `name`."""
         return self._client.send(calls.change_expert(name, {"version": version}))
 
     def alias(self, alias: str, name: str) -> types.Expert:

@@ -1,6 +1,6 @@
-"""From an answer's JSON to the dataclasses of `types.py`, by their own annotations.
+"""Turns an answer's JSON into the dataclasses of `types.py`, by their annotations.
 
-Fields that this version does not know are left out, so that newer servers can be talked to.
+Fields that this version does not know are ignored, so that it works with newer servers.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def decode(kind: type[T], data: Any) -> T:
         raise UnexpectedAnswer(f"the server answered {type(data).__name__} where JSON is expected")
     described: Any = kind
     hints = _hints(described)
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field in fields(described):
         if field.name in data:
-            given[field.name] = _value(hints[field.name], data[field.name])
+            values[field.name] = _value(hints[field.name], data[field.name])
         elif field.default is MISSING:
             raise UnexpectedAnswer(
                 f"the answer has no `{field.name}`: does a Coterie server of this version answer?"
             )
-    return kind(**given)
+    return kind(**values)
 
 
 @cache

@@ -1,17 +1,17 @@
-"""What can go wrong, as one tree.
+"""All errors, as one tree.
 
 CoterieError
 +-- BadRequest        a field is wrong; `param` names it
 +-- Unauthorized      no key, or a wrong one
-+-- Forbidden         not with this key
++-- Forbidden         this key has no right to it
 +-- NotFound          no such model, expert or job
-+-- Conflict          done already
-+-- RateLimited       come again after `retry_after_s`
-+-- Unavailable       models still load, or no worker is healthy
++-- Conflict          the change was made already
++-- RateLimited       retry after `retry_after_s`
++-- Unavailable       models are still loading, or no worker is healthy
 +-- ServerError       the server failed
 +-- Timeout           no answer in time
-+-- ConnectionFailed  no server there, or the connection broke
-+-- UnexpectedAnswer  an answer that no Coterie server gives
++-- ConnectionFailed  no server was reached, or the connection broke
++-- UnexpectedAnswer  an answer that is not from a Coterie server
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
 
 
 class CoterieError(Exception):
-    """Base. `code` is the server's stable word; `status` is None where no answer came."""
+    """Base class. `code` is the server's stable code; `status` is None if there was no answer."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ BY_STATUS: dict[int, type[CoterieError]] = {
     503: Unavailable,
     504: Timeout,
 }
-# an error inside a stream has no status of its own
+# an error inside a stream has no HTTP status
 BY_CODE: dict[str, type[CoterieError]] = {
     "invalid_api_key": Unauthorized,
     "permission_denied": Forbidden,
@@ -115,13 +115,13 @@ BY_CODE: dict[str, type[CoterieError]] = {
 
 
 def of_answer(status: int, headers: Mapping[str, str], body: bytes) -> CoterieError:
-    """The error that a refusing answer stands for. `headers` is read without regard to case."""
-    told = _told(body)
+    """The error in an error response. `headers` must ignore case."""
+    error = _error_object(body)
     kind = BY_STATUS.get(status, ServerError if status >= 500 else BadRequest)
     return kind(
-        told.get("message") or f"the server answered {status}",
-        code=told.get("code"),
-        param=told.get("param"),
+        error.get("message") or f"the server answered {status}",
+        code=error.get("code"),
+        param=error.get("param"),
         status=status,
         request_id=headers.get("x-request-id"),
         retry_after_s=retry_after_s(headers),
@@ -130,16 +130,16 @@ def of_answer(status: int, headers: Mapping[str, str], body: bytes) -> CoterieEr
 
 def of_frame(data: Mapping[str, Any], request_id: str | None) -> CoterieError:
     """The error that ended a stream."""
-    told = data.get("error") or {}
-    code = told.get("code")
-    wrong = told.get("type") == "invalid_request_error"
+    error = data.get("error") or {}
+    code = error.get("code")
+    wrong = error.get("type") == "invalid_request_error"
     kind = BY_CODE.get(code or "", BadRequest if wrong else ServerError)
-    message = told.get("message") or "the server ended the stream with an error"
-    return kind(message, code=code, param=told.get("param"), request_id=request_id)
+    message = error.get("message") or "the server ended the stream with an error"
+    return kind(message, code=code, param=error.get("param"), request_id=request_id)
 
 
-def _told(body: bytes) -> dict[str, Any]:
-    """What the body says, if it is one of ours: a proxy may have answered instead."""
+def _error_object(body: bytes) -> dict[str, Any]:
+    """The error object in the body; empty if the body is not ours, for instance from a proxy."""
     try:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
@@ -148,7 +148,7 @@ def _told(body: bytes) -> dict[str, Any]:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds until it is worth asking again; `retry-after-ms` is the exact one."""
+    """Seconds until a retry makes sense; `retry-after-ms` is more exact."""
     exact, rough = headers.get("retry-after-ms"), headers.get("retry-after")
     if exact is not None and _NUMBER.fullmatch(exact):
         return float(exact) / 1000

@@ -1,7 +1,7 @@
-"""A stream's bytes as chunks: server-sent events, cut anywhere, and what each one says.
+"""Turns the bytes of a stream into chunks: server-sent events, split at any byte.
 
-Pure: bytes in, chunks out. Lines end where the standard says, and nowhere else: an answer may
-hold any of the characters that Unicode counts as line ends.
+Pure: bytes in, chunks out. Lines end only where the SSE standard says: an answer may contain any of
+the characters that Unicode counts as line ends.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Chunk:
     """One event of an answer: `started`, then a `delta` per piece of text, then `finished`."""
 
     event: str
-    # the next piece of the answer; empty at its start and at its end
+    # the next part of the answer; empty at its start and at its end
     text: str = ""
-    # of `started`: who answers, and why
+    # only in `started`: who answers, and why
     started: InferStarted | None = None
-    # of `finished`: the whole answer
+    # only in `finished`: the whole answer
     result: InferenceResult | None = None
 
 
 class Frames:
-    """Reads one stream. `result` is there once it has ended well."""
+    """Reads one stream. `result` is set once it has ended successfully."""
 
     def __init__(self, request_id: str | None = None) -> None:
         self.request_id = request_id
@@ -44,12 +44,12 @@ class Frames:
         self._data: list[bytes] = []
 
     def feed(self, data: bytes) -> Iterator[Chunk]:
-        """The chunks that `data` completes; raises the error that it tells."""
+        """The chunks that `data` completes; raises the error that the stream contains."""
         text = self._tail + data
         # a \r at the end may be the first half of \r\n
-        held = text[-1:] if text.endswith(b"\r") else b""
-        *lines, rest = _LINE_END.split(text[: len(text) - len(held)])
-        self._tail = rest + held
+        carriage_return = text[-1:] if text.endswith(b"\r") else b""
+        *lines, rest = _LINE_END.split(text[: len(text) - len(carriage_return)])
+        self._tail = rest + carriage_return
         if len(self._tail) + sum(map(len, self._data)) > MAX_EVENT_BYTES:
             raise errors.UnexpectedAnswer(f"an event is larger than {MAX_EVENT_BYTES} bytes")
         for line in lines:
@@ -58,7 +58,7 @@ class Frames:
                 yield chunk
 
     def end(self) -> None:
-        """The connection is over; an answer without an end is not an answer."""
+        """The connection is closed; raises an error if the answer is not complete."""
         if self.result is None:
             raise errors.ConnectionFailed(
                 "the stream broke off before its end", request_id=self.request_id

@@ -1,4 +1,4 @@
-"""Where the server is, whose keys are sent, how long to wait. Arguments first, then environment."""
+"""Address of the server, keys and timeouts. Arguments first, then environment variables."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from coterie_client.calls import Call
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_S = 10.0
-# servers close an idle connection after 5 s; one that is closed while a request goes out is a
-# request of which nobody knows whether it ran
+# servers close an idle connection after 5 s. If it is closed while a request is being sent, nobody
+# knows whether the request ran
 IDLE_S = 4.0
 
 

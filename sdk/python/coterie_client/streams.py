@@ -1,4 +1,4 @@
-"""An answer as it comes: iterators over chunks. Closing one gives the request up."""
+"""An answer in parts: iterators over chunks. Closing one cancels the request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from coterie_client.types import InferenceResult
 
 
 class InferStream:
-    """Sent when its first chunk is asked for. Use it in a `with`, or close it to stop early."""
+    """The request is sent when the first chunk is needed. Use it in a `with`, or close it to
+    stop."""
 
     def __init__(self, open_: Callable[[], httpx.Response], settings: Settings) -> None:
         self._open, self._settings = open_, settings

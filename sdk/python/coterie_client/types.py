@@ -11,7 +11,7 @@ from typing import Any, Literal, Required, TypedDict
 
 @dataclass(frozen=True)
 class AdapterChoice:
-    """One adapter of a stack, known by the digest of its bytes."""
+    """One adapter of a stack, identified by the digest of its bytes."""
 
     name: str
     digest: str
@@ -20,7 +20,7 @@ class AdapterChoice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One adapter that was looked at, and what became of it."""
+    """One adapter that was considered, and the result."""
 
     name: str
     digest: str
@@ -42,7 +42,7 @@ class DeletedExpert:
 
 @dataclass(frozen=True)
 class DeletedJob:
-    """`deleted` is false for a job that was cancelled: it can still be asked for."""
+    """`deleted` is false for a job that was cancelled: it can still be read."""
 
     job_id: str
     status: Literal["queued", "processing", "succeeded", "failed", "cancelled"]
@@ -91,7 +91,7 @@ class ExpertPatch(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """How a request was routed: experts in order, values, and the reasons."""
+    """How a request was routed: the experts in order, the sampling values, and the reasons."""
 
     experts: list[AdapterChoice]
     composition_order: list[str]
@@ -138,7 +138,7 @@ class GrammarItem(TypedDict, total=False):
 
 
 class InferOptions(TypedDict, total=False):
-    """A prompt, perhaps a document beside it; everything else may be left to the router."""
+    """A prompt and optionally a document. The router chooses everything else that is left out."""
 
     # Text with `{prompt}`, and with `{body}` where the body belongs.
     template: str | None
@@ -215,8 +215,8 @@ class InferenceLog:
 
 @dataclass(frozen=True)
 class InferenceMetrics:
-    """Everything measured about one request. Times in milliseconds; `submitted_at` and the like
-    are seconds since 1970, so that the stages of several requests can be laid side by side."""
+    """All measurements of one request. Times are in milliseconds; `submitted_at` and other times
+    of day are seconds since 1970, so that the stages of several requests can be compared."""
 
     job_id: str
     submitted_at: float
@@ -248,7 +248,7 @@ class InferenceMetrics:
 
 @dataclass(frozen=True)
 class InferenceResult:
-    """What /v1/infer answers, by whatever road: whole, at a stream's end, or as a job's result."""
+    """The answer of /v1/infer: as one body, at the end of a stream, or as the result of a job."""
 
     job_id: str
     text: str
@@ -277,7 +277,7 @@ class InstallOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class JobFault:
-    """Why a job failed, as it would have been answered at once."""
+    """Why a job failed, as a direct request would have received it."""
 
     message: str
     type: str
@@ -287,7 +287,7 @@ class JobFault:
 
 @dataclass(frozen=True)
 class JobList:
-    """One page, newest first; `next` is what to send as `after`."""
+    """One page, newest first. Send `next` as `after` to get the following page."""
 
     object: Literal["list"]
     data: list[JobView]
@@ -307,7 +307,7 @@ class JobSubmission:
 
 @dataclass(frozen=True)
 class JobView:
-    """Where a job stands. `text` is what there is so far; times are ISO 8601."""
+    """The status of a job. `text` is the text so far; times are ISO 8601."""
 
     job_id: str
     status: Literal["queued", "processing", "succeeded", "failed", "cancelled"]
@@ -345,7 +345,7 @@ class OpenAIError:
 
 @dataclass(frozen=True)
 class RouteTrace:
-    """One decision, told. Times are milliseconds, by stage."""
+    """How one decision was made. Times are milliseconds, by stage."""
 
     task_type: str
     language: str
@@ -377,8 +377,8 @@ class ShownExpert:
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """Of one answer. `validator` names who looked: json, json_schema, python, a command's name
-    ... An answer that nobody can judge has no result, which is not a valid one."""
+    """The result for one answer. `validator` is its name: json, json_schema, python, a command
+    ... An answer that no validator can check has no result. That does not mean that it is valid."""
 
     valid: bool
     validator: str

@@ -1,13 +1,13 @@
 /** What is sent and what is answered. Written by scripts/generate_sdk.py from docs/api/openapi.json; do not edit. */
 
-/** One adapter of a stack, known by the digest of its bytes. */
+/** One adapter of a stack, identified by the digest of its bytes. */
 export interface AdapterChoice {
   name: string;
   digest: string;
   weight: number;
 }
 
-/** One adapter that was looked at, and what became of it. */
+/** One adapter that was considered, and the result. */
 export interface Candidate {
   name: string;
   digest: string;
@@ -26,7 +26,7 @@ export interface DeletedExpert {
   deleted: boolean;
 }
 
-/** `deleted` is false for a job that was cancelled: it can still be asked for. */
+/** `deleted` is false for a job that was cancelled: it can still be read. */
 export interface DeletedJob {
   jobId: string;
   status: "queued" | "processing" | "succeeded" | "failed" | "cancelled";
@@ -69,7 +69,7 @@ export interface ExpertPatch {
   alias?: string | null;
 }
 
-/** How a request was routed: experts in order, values, and the reasons. */
+/** How a request was routed: the experts in order, the sampling values, and the reasons. */
 export interface ExpertPlan {
   experts: AdapterChoice[];
   compositionOrder: string[];
@@ -109,7 +109,7 @@ export interface GrammarItem {
   text: string;
 }
 
-/** A prompt, perhaps a document beside it; everything else may be left to the router. */
+/** A prompt and optionally a document. The router chooses everything else that is left out. */
 export interface InferBody {
   /** Unicode-normalised (NFC) and trimmed before it is counted. */
   prompt: string;
@@ -182,8 +182,8 @@ export interface InferenceLog {
 }
 
 /**
- * Everything measured about one request. Times in milliseconds; `submitted_at` and the like
- * are seconds since 1970, so that the stages of several requests can be laid side by side.
+ * All measurements of one request. Times are in milliseconds; `submitted_at` and other times
+ * of day are seconds since 1970, so that the stages of several requests can be compared.
  */
 export interface InferenceMetrics {
   jobId: string;
@@ -214,7 +214,7 @@ export interface InferenceMetrics {
   seed: number;
 }
 
-/** What /v1/infer answers, by whatever road: whole, at a stream's end, or as a job's result. */
+/** The answer of /v1/infer: as one body, at the end of a stream, or as the result of a job. */
 export interface InferenceResult {
   jobId: string;
   text: string;
@@ -241,7 +241,7 @@ export interface InstallBody {
   base?: string | null;
 }
 
-/** Why a job failed, as it would have been answered at once. */
+/** Why a job failed, as a direct request would have received it. */
 export interface JobFault {
   message: string;
   type: string;
@@ -249,7 +249,7 @@ export interface JobFault {
   code: string | null;
 }
 
-/** One page, newest first; `next` is what to send as `after`. */
+/** One page, newest first. Send `next` as `after` to get the following page. */
 export interface JobList {
   object: "list";
   data: JobView[];
@@ -265,7 +265,7 @@ export interface JobSubmission {
   estimatedWaitMs: number | null;
 }
 
-/** Where a job stands. `text` is what there is so far; times are ISO 8601. */
+/** The status of a job. `text` is the text so far; times are ISO 8601. */
 export interface JobView {
   jobId: string;
   status: "queued" | "processing" | "succeeded" | "failed" | "cancelled";
@@ -299,7 +299,7 @@ export interface OpenAIError {
   error: Record<string, unknown>;
 }
 
-/** One decision, told. Times are milliseconds, by stage. */
+/** How one decision was made. Times are milliseconds, by stage. */
 export interface RouteTrace {
   taskType: string;
   language: string;
@@ -329,8 +329,9 @@ export interface ShownExpert {
 }
 
 /**
- * Of one answer. `validator` names who looked: json, json_schema, python, a command's name
- * ... An answer that nobody can judge has no result, which is not a valid one.
+ * The result for one answer. `validator` is its name: json, json_schema, python, a command
+ * ... An answer that no validator can check has no result. That does not mean that it is
+ * valid.
  */
 export interface ValidationResult {
   valid: boolean;

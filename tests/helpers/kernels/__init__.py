@@ -1,0 +1,1 @@
+"""Random inputs for kernels, and the check of a machine that needs torch alone."""

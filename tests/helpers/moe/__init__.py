@@ -1,0 +1,1 @@
+"""Models with experts: the dispatch contract, stores, slots, and made-up routing."""

@@ -1,0 +1,214 @@
+"""Prefill first, budgets honoured, assumptions told."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from coterie.core.errors import ConfigError
+from coterie.core.moe import MoeSettings
+from coterie.moe.dispatch.table import STRATEGIES
+from coterie.moe.planner import workload
+from coterie.moe.planner.plan import (
+    MemoryDivision,
+    PlanRow,
+    as_json,
+    choose,
+    divisions,
+    forecast_row,
+    pick,
+    plan,
+)
+from coterie.moe.planner.simulate import BELADY
+from coterie.moe.runtime.budget import ExpertSizes
+from coterie.moe.runtime.trace import Trace
+from coterie.moe.store.base import ExpertGeometry
+from tests.helpers.moe.planner_cases import GEOMETRY, MB, case, needs, skewed
+from tests.helpers.moe.routing_traces import make
+
+
+def row(strategy: str, prefill: float, decode: float, size: int = 0) -> PlanRow:
+    zeros: dict[str, Any] = dict.fromkeys(PlanRow.__slots__, 0)
+    given = {"prefill_tokens_s": prefill, "decode_tokens_s": decode, "device_bytes": size}
+    texts = {"strategy": strategy, "device_budget": "", "host_budget": ""}
+    return PlanRow(**{**zeros, **given, **texts})
+
+
+def test_prefill_is_never_given_up_for_decode() -> None:
+    rows = [row("chunked", 100, 1), row("lru", 80, 50), row("lru+chunked", 80, 1)]
+    choice = pick(rows)
+    assert choice.strategy == "chunked"
+    assert "lru would decode at 50.0 but prefill at 80" in choice.reason
+    assert "\n" not in choice.reason and choice.reason.startswith("chunked: ")
+
+
+def test_decode_decides_among_equal_prefills() -> None:
+    rows = [row("chunked", 100, 1), row("chunked+lru", 99, 7), row("lru", 90, 9)]
+    assert pick(rows).strategy == "chunked+lru"
+
+
+def test_among_equals_the_smallest_and_plainest_wins_and_belady_never() -> None:
+    rows = [
+        row(BELADY, 200, 200),
+        row("lru", 100, 10, size=5),
+        row("cpu_only+lru", 100, 10, size=3),
+        row("cpu_only", 100, 10, size=3),
+    ]
+    assert pick(rows).strategy == "cpu_only"
+
+
+def test_budgets_that_hold_nothing_are_told() -> None:
+    with pytest.raises(ConfigError, match="no strategy fits"):
+        pick([row(BELADY, 1, 1)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "slots"),
+    [
+        ({"device_budget": "25%"}, 16),
+        ({"cache_capacity": 5}, 5),
+        ({"device_budget": "101MB"}, 10),
+    ],
+)
+def test_every_row_keeps_to_its_budget(settings: dict[str, object], slots: int) -> None:
+    given = MoeSettings(host_budget="50%", **settings)  # type: ignore[arg-type]
+    rows = plan(case(), divisions(given, needs()))
+    assert {r.strategy for r in rows} >= {*STRATEGIES, BELADY}
+    for each in rows:
+        alone = each.strategy == "cpu_only"
+        assert each.device_slots == (0 if alone else slots)
+        assert each.device_bytes == each.device_slots * 10 * MB
+        assert each.host_slots == 32 and each.host_bytes == 320 * MB
+        held = min(GEOMETRY.total, each.device_slots + each.host_slots)
+        assert each.disk_bytes == (GEOMETRY.total - held) * 10 * MB
+        assert 0 < each.decode_share <= 1.0 + 1e-9
+        if given.device_budget.endswith("MB"):
+            # 101 MB: 1 MB of KV and 10 experts; without experts all of it is KV
+            assert each.kv_tokens == (101 * MB if alone else 1 * MB) // 1000
+
+
+def test_a_strategy_that_would_be_refused_has_no_row() -> None:
+    given = MoeSettings(device_budget="25%", host_budget="0B")
+    names = {each.strategy for each in plan(case(), divisions(given, needs()))}
+    assert "cpu_only" not in names and "hot_cached_static" not in names and "lru" in names
+
+
+def test_one_memory_is_divided_both_ways_unless_told_otherwise() -> None:
+    ways = divisions(MoeSettings(), needs(400 * MB))
+    assert len(ways) == 2
+    rows = plan(case(), ways)
+    split = [each for each in rows if each.strategy == "lru"]
+    assert [each.host_slots > 0 for each in split] == [True, False]
+    assert all(each.device_bytes + each.host_bytes <= 0.8 * 400 * MB for each in split)
+    # nothing is held twice, so more is held
+    assert split[1].device_slots > split[0].device_slots
+    assert len(divisions(MoeSettings(device_budget="25%"), needs())) == 1
+    assert len(divisions(MoeSettings(), needs(one_memory=False))) == 1
+
+
+def test_the_choice_carries_the_budgets_it_was_made_for() -> None:
+    rows = plan(case(), divisions(MoeSettings(), needs(400 * MB)))
+    choice = pick(rows)
+    best = [
+        each
+        for each in rows
+        if (each.strategy, each.device_budget, each.host_budget)
+        == (choice.strategy, choice.device_budget, choice.host_budget)
+    ]
+    assert len(best) == 1
+    floor = max(r.prefill_tokens_s for r in rows if r.strategy != BELADY) * 0.97
+    assert best[0].prefill_tokens_s >= floor
+
+
+def test_auto_on_a_device_of_its_own_runs_experts_there() -> None:
+    way = MemoryDivision(MoeSettings(device_budget="100%"), needs(one_memory=False))
+    assert choose(case("gpu"), [way]).strategy != "cpu_only"
+
+
+def test_choosing_takes_well_under_a_second() -> None:
+    geometry = ExpertGeometry(tuple(range(48)), 128, 8)
+    wide = case(load=workload.assumed_workload(geometry))
+    subject = replace(wide.model, geometry=geometry, sizes=_sizes(geometry))
+    began = time.process_time()
+    choice = choose(
+        replace(wide, model=subject), [MemoryDivision(MoeSettings(cache_capacity=1536), needs())]
+    )
+    assert time.process_time() - began < 1.5 and choice.reason
+
+
+def test_fewer_layers_foretell_nearly_the_same() -> None:
+    geometry = ExpertGeometry(tuple(range(24)), 16, 2)
+    whole = case(load=skewed(geometry))
+    whole = replace(whole, model=replace(whole.model, geometry=geometry, sizes=_sizes(geometry)))
+    way = MemoryDivision(MoeSettings(cache_capacity=96), needs())
+    exact = forecast_row(whole, way, "lru")
+    quick = forecast_row(whole.quick(1200), way, "lru")
+    assert exact is not None and quick is not None
+    assert quick.device_slots == exact.device_slots == 96
+    assert quick.decode_tokens_s == pytest.approx(exact.decode_tokens_s, rel=0.1)
+    assert quick.decode_limit_tokens_s == pytest.approx(exact.decode_limit_tokens_s, rel=0.1)
+
+
+def test_what_is_assumed_is_said() -> None:
+    load = workload.assumed_workload(GEOMETRY)
+    assert "assumed" in load.source and "Zipf" in load.source
+    top = [max(visit.demand.counts) for visit in load.steps[0].chunks[0]]
+    assert min(top) > 2 * 512 * GEOMETRY.top_k / GEOMETRY.num_experts / 2
+
+
+def test_a_trace_is_judged_on_steps_its_heatmap_has_not_seen() -> None:
+    trace = Trace(GEOMETRY)
+    trace.steps.extend(skewed().steps)
+    load = workload.workload_from_trace(trace, "recorded")
+    assert 0 < load.warm <= len(trace.steps) // 2
+    assert "prefill" in {step.phase for step in load.steps[load.warm :]}
+    assert load.heatmap.total() < trace.heatmap().total()
+
+
+def test_draws_follow_the_heatmap_and_never_pick_the_absent() -> None:
+    pruned = ExpertGeometry((0, 1), 8, 2, absent=frozenset({(1, 0), (1, 1)}))
+    load = workload.assumed_workload(pruned)
+    phases = set()
+    for step in load.steps:
+        for _, visit in step.visits():
+            phases.add(step.phase)
+            demand = visit.demand
+            assert len(set(demand.experts)) == len(demand.experts)
+            assert demand.layer == 0 or min(demand.experts) >= 2
+            if step.phase == "decode":
+                assert len(demand.experts) == 2 and demand.counts == (1, 1)
+    assert phases == {"prefill", "decode"}
+
+
+def test_json_holds_every_row_and_the_choice() -> None:
+    rows = plan(case(), divisions(MoeSettings(cache_capacity=8), needs()))
+    document = json.loads(json.dumps(as_json(rows, pick(rows))))
+    assert set(document) == {"rows", "choice"}
+    assert set(document["rows"][0]) == set(PlanRow.__slots__)
+    assert set(document["choice"]) == {"strategy", "reason", "device_budget", "host_budget"}
+
+
+def _sizes(geometry: ExpertGeometry) -> ExpertSizes:
+    return ExpertSizes(geometry.total, 10 * MB, 10 * MB * geometry.total)
+
+
+def test_a_trace_of_one_request_predicts_its_prompt() -> None:
+    trace = make("skewed", GEOMETRY, 12, prompts=12)
+    assert [step.phase for step in trace.steps].count("prefill") == 1
+    load = workload.workload_from_trace(trace, "recorded trace x")
+    assert "cold start" in load.source
+    rows = plan(case(load=load), divisions(MoeSettings(device_budget="25%"), needs()))
+    assert all(each.prefill_tokens_s > 0 and each.decode_tokens_s > 0 for each in rows)
+    # longer ones still warm up with their first half
+    trace = make("skewed", GEOMETRY, 40, prompts=10)
+    assert workload.workload_from_trace(trace, "x").warm == len(trace.steps) // 2
+
+
+def test_a_trace_without_a_prompt_is_told() -> None:
+    load = workload.workload_from_trace(make("skewed", GEOMETRY, 20), "x")
+    rows = plan(case(load=load), divisions(MoeSettings(device_budget="25%"), needs()))
+    assert "no prompt" in pick(rows).reason
