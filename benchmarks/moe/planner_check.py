@@ -187,7 +187,7 @@ def predict(bench: Bench, wanted: Sequence[Config], load: Workload) -> dict[Conf
     case = prospect.case(prospect.machine(), load)
     rows = {}
     for config in wanted:
-        [division] = prospect.ways(config.settings(), 0)
+        [division] = prospect.memory_divisions(config.settings(), 0)
         row = forecast_row(case, division, config.strategy)
         if row is not None:
             rows[config] = row

@@ -78,8 +78,8 @@ def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         machine = prospect.machine(again=args.remeasure, say=note)
         load = prospect.workload(args.trace, _heatmap(path, prospect, args.workload))
         case = prospect.case(machine, load, args.context or 0)
-        subject = case.subject
-        ways = prospect.ways(_settings(args), subject.kv_bytes)
+        subject = case.model
+        ways = prospect.memory_divisions(_settings(args), subject.kv_bytes)
         rows = plan(case, ways)
         choice = _asked(args.strategy, case, ways, rows) or pick(rows)
     finally:

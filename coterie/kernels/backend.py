@@ -1,4 +1,4 @@
-"""Which kernels a device runs, and a stored weight as a product of that backend."""
+"""Chooses the kernels of a device, and makes products of that backend from stored weights."""
 
 from __future__ import annotations
 

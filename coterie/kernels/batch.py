@@ -1,4 +1,4 @@
-"""What attention must know about one step: where rows sit and where their keys and values live.
+"""What attention needs for one step: the positions of rows, and where their keys and values are.
 
 Plain tensors on the model's device.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """T rows of S sequences. Query row i of sequence s (0-based among its n rows) sees the
+    """T rows of S sequences. Query row i of sequence s (0-based among its n rows) attends to the
     positions 0 .. context_lens[s] - n + i.
 
     A layer's KV cache is one tensor [2, num_blocks, kv_heads, block_size, head_dim].
@@ -35,17 +35,17 @@ class AttentionBatch:
     context_lens: Tensor  # [S] int32: tokens in the sequence's KV after this step
     block_tables: Tensor  # [S, max_blocks] int32, unused entries 0
     block_size: int
-    # "decode" when no row belongs to a prompt: expert strategies tell the two apart
+    # "decode" when no row belongs to a prompt; expert strategies may differ by phase
     phase: str = "prefill"
-    # rows with adapters, in order, not overlapping; rows outside run the model as it is
+    # rows with adapters, in order, not overlapping; other rows run the model unchanged
     patches: tuple[Segment, ...] = ()
     # captured steps have their rows' patches here, at a fixed address, and no segments
     patch_rows: PatchRows | None = None
 
 
 def split_batch(batch: AttentionBatch, chunk_tokens: int) -> list[AttentionBatch]:
-    """The same rows in order, at most `chunk_tokens` at a time. A sequence may be cut: its later
-    rows see what its earlier ones wrote."""
+    """The same rows in order, at most `chunk_tokens` in each batch. A sequence may be split: its
+    later rows read the keys and values that its earlier ones wrote."""
     starts = batch.query_starts.tolist()
     total = starts[-1]
     if total <= chunk_tokens:
@@ -86,33 +86,33 @@ def _cut(patches: tuple[Segment, ...], begin: int, end: int) -> tuple[Segment, .
 # words of a site: addresses of a, b, in_scale, out_scale, shift (0: none), rank, 1 if a and b are
 # fp32, bytes of a (low half) and b
 WORDS = 8
-# what the kernels are made for: low-rank bf16 alone, of at most FEW ranks or of more; everything
+# families of kernels: only low-rank bf16 of at most FEW ranks; of more ranks; all patches
 KINDS = NARROW, DEEP, WIDE = "narrow", "deep", "wide"
 FEW = 16
-# the largest rank whose terms a captured step has room for; above it torch does the work
+# the largest rank that captured steps support; torch computes larger ones
 MAX_RANK = 256
-# from so many rows on a segment's matrices are worth products of their own
+# from this many rows on, separate products for a segment are faster
 LONG_ROWS = 512
-# what the kernels' widest loads ask of an address
+# the alignment that the kernels' widest loads need
 _ALIGN = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackRecord:
-    """A stack's sites, by layer and part. Keeps none of the stack's memory."""
+    """A stack's sites, by layer and part. Does not keep the stack's memory alive."""
 
-    # [layers * parts, WORDS] int64; None: something in it is beyond the kernels
+    # [layers * parts, WORDS] int64; None: the kernels do not support some patch
     sites: Tensor | None
     rank: int
     layers: int
     # index in KINDS
     kind: int
-    # all its patches belong to the layers
+    # all its patches belong to layers
     inside: bool
 
 
 def stack_record(stack: PatchStack, device: torch.device) -> StackRecord:
-    """Made once per stack, which lies on one device."""
+    """Made once per stack; a stack is on one device."""
     found: StackRecord | None = stack.tables.get("cuda")
     if found is None:
         found = stack.tables["cuda"] = _record(stack, device)
@@ -136,8 +136,8 @@ def _record(stack: PatchStack, device: torch.device) -> StackRecord:
 
 
 def _readable(part: str, patch: Patch) -> bool:
-    """A scaled input is the kernels' own only in front of `down`; the other products are fused or
-    read attention's output as it is."""
+    """The kernels can scale an input only before `down`; the other products are fused or read
+    attention's output directly."""
     vectors = (patch.a, patch.b, patch.in_scale, patch.out_scale, patch.shift)
     aligned = all(part is None or part.data_ptr() % _ALIGN == 0 for part in vectors)
     return aligned and patch.rank <= MAX_RANK and (part == "down" or patch.in_scale is None)
@@ -159,29 +159,30 @@ def _words(patch: Patch) -> list[int]:
     return [*addresses, patch.rank, int(_wide(patch)), nbytes[0] | nbytes[1] << 32]
 
 
-# (first row, past the last, what they read)
+# (first row, last row + 1, the record that they read)
 Places = tuple[tuple[int, int, StackRecord], ...]
 
 
 class PatchRows:
-    """What `rows` rows read at every site of `layers` layers. The table's address never changes."""
+    """The patches of `rows` rows at every site of `layers` layers, in a table whose address never
+    changes."""
 
     def __init__(self, rows: int, layers: int, device: torch.device, kind: int) -> None:
         self.device = device
         self.table = torch.zeros(
             (rows, layers * len(PARTS), WORDS), dtype=torch.int64, device=device
         )
-        # terms of one row and part that must have room
+        # the most terms of one row and part
         self.rank = MAX_RANK if kind else FEW
-        # the last kind of its records, or a later one
+        # index in KINDS: at least that of its records
         self.kind = kind
-        # set by whoever honours the table: captured steps of others run adapters eagerly
+        # set by kernels that read the table; other models run adapters without captured steps
         self.read = False
         self._filled: Places = ()
 
     def fill(self, places: Places) -> None:
-        """Rows elsewhere run the model as it is. Nothing to do if all is as last time; whoever
-        fills keeps the stacks until the step has been computed."""
+        """Other rows run the model unchanged. Does nothing if the rows are the same as last time.
+        The caller must keep the stacks until the step has been computed."""
         if places == self._filled:
             return
         numbers: dict[StackRecord, int] = {}
@@ -197,14 +198,14 @@ class PatchRows:
 
 
 def places_of(segments: Sequence[Segment], device: torch.device) -> Places:
-    """Stacks of soft tokens alone have nothing to read."""
+    """Without stacks that only have soft tokens: these have no patches."""
     return tuple(
         [(first, last, stack_record(s, device)) for first, last, s in segments if s.patches]
     )
 
 
 def graph_family(places: Places, layers: int) -> str:
-    """Which captured steps serve these rows: "plain", one of KINDS, or "" where none does."""
+    """Which captured steps can run these rows: "plain", one of KINDS, or "" when none can."""
     kind = -1
     for _, _, record in places:
         if not record.inside or record.sites is None or record.layers > layers:

@@ -38,7 +38,7 @@ class DecoderShape:
 class DecoderLayer:
     """One block: norm, qkv (+ bias, + q/k norm), rope, attention, o, norm, gate_up, down.
 
-    Without post_norm, gate_up and down only the attention half runs: what follows is elsewhere.
+    Without post_norm, gate_up and down only the attention runs; the caller runs the rest.
     """
 
     input_norm: Tensor  # [hidden]
@@ -53,5 +53,5 @@ class DecoderLayer:
     down: Linear | None = None
 
     def norms_whole(self, shape: DecoderShape) -> bool:
-        """Whether q and k are normed over all their heads at once."""
+        """Whether q and k are normalised over all their heads at once."""
         return self.q_norm is not None and len(self.q_norm) != shape.head_dim

@@ -1,7 +1,7 @@
-"""Which experts a row goes to and how much each counts: softmax over all, then the best few.
+"""Which experts a row uses and with which weights: softmax over all, then the best few.
 
-`ExpertGate` is the rule with its product, native where that is compiled; `choose_experts` is the
-plain twin, which also knows groups. Both give ids int32 on the CPU and weights fp32.
+`ExpertGate` is the rule with its product, native where that is compiled. `choose_experts` computes
+the same in torch and also supports groups. Both return ids int32 on the CPU and weights fp32.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class GateRule:
     # the chosen probabilities are divided by their sum
     normalise: bool
     scale: float = 1.0
-    # every chosen expert counts 1, whatever its probability (carved models)
+    # every chosen expert has weight 1, whatever its probability (carved models)
     equal: bool = False
-    # experts are picked from the `top_groups` groups that hold the best ones
+    # experts are chosen from the `top_groups` groups with the best experts
     groups: int = 1
     top_groups: int = 1
 
@@ -51,7 +51,7 @@ def choose_experts(rule: GateRule, logits: Tensor, penalty: Tensor | None) -> tu
 
 
 def _within_groups(rule: GateRule, scores: Tensor, penalised: bool) -> Tensor:
-    """0 outside the groups whose best experts are the best."""
+    """The scores, with 0 outside the best groups (ranked by their best expert)."""
     grouped = scores.view(len(scores), rule.groups, -1)
     chosen = torch.topk(grouped.amax(-1), rule.top_groups).indices
     outside = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device)
@@ -61,11 +61,11 @@ def _within_groups(rule: GateRule, scores: Tensor, penalised: bool) -> Tensor:
 
 
 class ExpertGate:
-    """A router: its product, its rule, and what may not be picked."""
+    """The gate of a MoE layer: its product, its rule, and the experts that it must not choose."""
 
     def __init__(self, rule: GateRule, product: Linear, bias: Tensor | None = None) -> None:
-        self.routing, self.product, self._bias = rule, product, bias
-        # -2 for experts that are not there, 0 for the others
+        self.rule, self.product, self._bias = rule, product, bias
+        # -2 for absent experts, 0 for the others
         self._penalty: Tensor | None = None
         # the native form; None: torch
         self.route: abi.Route | None = None
@@ -75,7 +75,7 @@ class ExpertGate:
             self.route = self._native(matrix)
 
     def exclude(self, absent: Sequence[int]) -> None:
-        """Never pick `absent`; the others keep the probabilities they had."""
+        """Never choose `absent`; the probabilities of the others do not change."""
         penalty = torch.zeros(self.product.out_features)
         penalty[list(absent)] = -2.0
         self._penalty = penalty
@@ -86,8 +86,8 @@ class ExpertGate:
         if self.route is None:
             return self._in_torch(hidden)
         rows = hidden.float().contiguous()
-        ids = torch.empty(len(rows), self.routing.top_k, dtype=torch.int32)
-        weights = torch.empty(len(rows), self.routing.top_k)
+        ids = torch.empty(len(rows), self.rule.top_k, dtype=torch.int32)
+        weights = torch.empty(len(rows), self.rule.top_k)
         self._call(
             ctypes.byref(self.route),
             rows.data_ptr(),
@@ -104,10 +104,10 @@ class ExpertGate:
             logits = logits + self._bias
         if self._penalty is not None:
             self._penalty = self._penalty.to(logits.device)
-        return choose_experts(self.routing, logits, self._penalty)
+        return choose_experts(self.rule, logits, self._penalty)
 
     def _native(self, matrix: abi.Matrix) -> abi.Route:
-        rule = self.routing
+        rule = self.rule
         if self._bias is not None:
             self._bias = self._bias.float().contiguous()
         bias = None if self._bias is None else self._bias.data_ptr()

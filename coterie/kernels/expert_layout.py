@@ -1,7 +1,7 @@
-"""How one expert lies in memory: kernel-ready panels, the same on disk, in RAM and on a device.
+"""The layout of one expert: panels ready for the kernels, the same on disk, in RAM and on a device.
 
-A record is the parts one after another, each at a multiple of 64 bytes; its length is a multiple of
-4,096 so that it can be read with direct I/O.
+A record is the parts one after another, each at a multiple of 64 bytes. Its length is a multiple of
+4,096, so that it can be read with direct I/O.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Matrix products with stored weights: the `Linear` contract and its plain torch form.
+"""Matrix products with stored weights: the `Linear` interface and its plain torch form.
 
-`make_linear` is the one place that turns `Weight` values into something callable.
+`backend.make_linear` makes products from `Weight` values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from coterie.weights.quantize import DenseWeight, Weight, dense
 
 
 class Linear(Protocol):
-    """y = x @ W.T for x [T, in_features]; y comes back in x's dtype."""
+    """y = x @ W.T for x [T, in_features]; y has x's dtype."""
 
     @property
     def in_features(self) -> int: ...
@@ -30,8 +30,8 @@ class Linear(Protocol):
 class ReferenceLinear:
     """One dense matrix through torch. Quantised weights are widened once, when loaded.
 
-    On the CPU the matrix is fp32 whatever it was stored as (exact, and the only type every CPU
-    multiplies fast); on other devices fp32 stays fp32 and all else becomes bf16.
+    On the CPU the matrix is always fp32 (exact, and the only type that every CPU multiplies fast);
+    on other devices fp32 stays fp32 and all other types become bf16.
     """
 
     def __init__(self, weights: Sequence[Weight], device: torch.device | str = "cpu") -> None:

@@ -1,7 +1,7 @@
-"""What adapters change in a step, as values: patches of single matrices, and the rows they are for.
+"""What adapters change in a step, as values: patches of single matrices, and their rows.
 
-A stack of adapters, however many and of whatever kinds, comes down to one `Patch` per matrix and
-one table of soft tokens.
+A stack of adapters, of any number and kinds, becomes one `Patch` per matrix and one table of soft
+tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The matrices of a decoder layer, in the order that native tables keep them.
+# The matrices of a decoder layer, in the order of the native tables.
 PARTS = ("q", "k", "v", "o", "gate", "up", "down")
 
-# (layer, part); parts outside PARTS belong to models that are walked in Python ("shared_gate",
+# (layer, part); parts outside PARTS belong to models whose layers run in Python ("shared_gate",
 # "q_a", ...), and (-1, "head") is the LM head
 Site = tuple[int, str]
 
@@ -25,7 +25,7 @@ Site = tuple[int, str]
 class Patch:
     """y = out_scale * (W (in_scale * x)) + shift + (x a^T) b, in fp32.
 
-    Low-rank terms read x as it came, whatever in_scale says. What is None is left out.
+    Low-rank terms read x without in_scale. A part that is None is left out.
     """
 
     a: Tensor | None = None  # [R, in], fp32 or bf16, contiguous
@@ -46,7 +46,8 @@ class Patch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PatchStack:
-    """One composed stack of adapters, where the kernels read it. Immutable while anyone has it."""
+    """One composed stack of adapters, on the device of the kernels. It does not change while it is
+    in use."""
 
     # of the ordered digests and weights: core.plan.stack_key
     key: str
@@ -55,7 +56,7 @@ class PatchStack:
     patches: Mapping[Site, Patch]
     # [tokens, hidden] fp32: rows whose token id is vocab + i read soft[i] instead of the embedding
     soft: Tensor | None = None
-    # backends keep their own tables of a stack here, by backend name
+    # each backend stores its own tables of a stack here, by backend name
     tables: dict[str, Any] = field(default_factory=dict)
 
 

@@ -1,5 +1,5 @@
-"""Products under patches, for models that are walked in Python: what `reference.decoder`, blocks,
-shared experts and the LM head call instead of `product(x)`.
+"""Products with patches, for layers that run in Python: `reference.decoder`, blocks, shared experts
+and the LM head call them instead of `product(x)`.
 
     linear(product, x, layer, parts, patches) -> Tensor      # x [T, in], the segments' rows are x's
     linear(o, mixed, 3, (("o", 576),), batch.patches)
@@ -23,14 +23,14 @@ from coterie.kernels.cpu.layers import PackedLinear
 from coterie.kernels.linear import Linear
 from coterie.kernels.patch import Patch, Segment
 
-# what a fused product is made of: (part, rows of the weight), in order
+# the parts of a fused product: (part, rows of the weight), in order
 Parts = Sequence[tuple[str, int]]
-# rows of x and y, columns of y, and what happens to them
+# rows of x and y, columns of y, and their patch
 Work = tuple[slice, slice, Patch]
 
 
 class _Biased(Protocol):
-    """A product with a bias behind it (models/build/reader.py: BiasedLinear)."""
+    """A product with a bias (models/build/reader.py: BiasedLinear)."""
 
     product: Linear
     bias: Tensor
@@ -39,17 +39,17 @@ class _Biased(Protocol):
 def linear(
     product: Linear, x: Tensor, layer: int, parts: Parts, patches: tuple[Segment, ...]
 ) -> Tensor:
-    """product(x) [T, out], where the segments' rows have their stacks' patches of (layer, part)."""
+    """product(x) [T, out], with the patches of (layer, part) on the rows of each segment."""
     work = list(_work(layer, parts, patches)) if patches else []
     if not work:
         return product(x)
     biased = cast(_Biased, product) if hasattr(product, "bias") else None
     bare = biased.product if biased else product
-    y = bare(x)  # ours: nobody else has it
+    y = bare(x)  # a new tensor, so that it may be changed
     for rows, columns, patch in work:
         if patch.in_scale is not None:
             y[rows, columns] = bare((x[rows] * patch.in_scale).to(x.dtype))[:, columns]
-    # a row's bits are its own where the product is native
+    # with a native product a row's result does not depend on the other rows
     native = isinstance(bare, PackedLinear) and y.dtype == torch.float32
     (cpu_patches.add if native else add)(work, x, y)
     return y + biased.bias.to(y.dtype) if biased else y

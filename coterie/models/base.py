@@ -58,7 +58,7 @@ Build = Callable[[TensorReader, str, Progress], AssembledModel]
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`read` says what a config.json means, `build` makes the spec's parts of the tensors."""
+    """`read` makes a spec from a config.json, `build` makes the model's parts from the tensors."""
 
     read: Read
     build: Build = assemble
@@ -78,10 +78,10 @@ MODELS: dict[str, Architecture] = {
 
 _log = logging.getLogger(__name__)
 
-# served whatever memory says: too little of it is told when keys and values are allocated
+# the least context that is served; if memory is too small for it, the allocation of KV fails
 _LEAST_POSITIONS = 4096
 
-# How a file's tensor types are kept under "auto": GGUF's other quantised forms are widened exactly.
+# The precision of a file's tensor types under "auto". GGUF's other types are widened exactly.
 _KEPT_AS = {"BF16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4"}
 
 # the site of the LM head
@@ -98,12 +98,16 @@ class CausalLM:
     ) -> None:
         self.spec, self.dtype = spec, dtype
         self.device = parts.device
-        # of what is always in memory; experts are their runtime's
+        # of what is always in memory, without experts
         self.weight_bytes = parts.nbytes
         self.kv_dtype = kv_dtype(dtype)
-        self._embed, self._head, self._norm = parts.ends.embedding, parts.ends.head, parts.norm
+        self._embed, self._head, self._norm = (
+            parts.embedding_and_head.embedding,
+            parts.embedding_and_head.head,
+            parts.norm,
+        )
         self._backbone, self._moe = parts.backbone, moe
-        # what adapters may change; costs nothing before one asks
+        # what adapters may change; costs nothing before the first adapter
         self.targets: AdaptableModel = parts.targets
         # captured decode steps on CUDA; None runs every step eagerly
         self.graphs: DecodeGraphs | None = None
@@ -114,7 +118,7 @@ class CausalLM:
 
     @property
     def chunk_tokens(self) -> int:
-        """Rows that walk through a group of layers together, where a strategy groups layers."""
+        """Rows that run through a group of layers together, where a strategy groups layers."""
         return self._moe.chunk_tokens if self._moe else 0
 
     @chunk_tokens.setter
@@ -143,9 +147,9 @@ class CausalLM:
         kv: Sequence[Tensor],
         logits_rows: Tensor,
     ) -> Tensor:
-        """fp32 logits [R, V] of the rows asked for, valid until the next call; writes the keys and
-        values of all T rows."""
-        # graphs read embeddings alone: rows of a prompt may be soft tokens, decoded ones never are
+        """fp32 logits [R, V] of the rows in `logits_rows`, valid until the next call; writes the
+        keys and values of all T rows."""
+        # graphs support only embeddings: rows of a prompt may be soft tokens, decoded rows are not
         if self.graphs is not None and (batch.phase == "decode" or not _soft(batch)):
             logits = self.graphs.forward(token_ids, batch, kv, logits_rows)
             if logits is not None:
@@ -171,7 +175,7 @@ class CausalLM:
         return patched.linear(self._head, normed, _HEAD[0], parts, patches).float()
 
     def _mixed(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
-        """Embeddings, where ids behind the vocabulary name soft tokens of the row's stack."""
+        """Embeddings; ids beyond the vocabulary are soft tokens of the row's stack."""
         vocab = self.spec.vocab
         hidden = self._embed(token_ids.clamp(max=vocab - 1))
         for first, last, stack in batch.patches:
@@ -186,13 +190,13 @@ class CausalLM:
     def prepare(
         self, kv: Sequence[Tensor], block_size: int, max_sequences: int, adapters: bool = False
     ) -> None:
-        """Do now what the first steps over these caches (with `adapters`: of rows that have some
-        too) would otherwise wait for."""
+        """Do the work that the first steps with these caches would wait for (with `adapters`: also
+        the steps whose rows have some)."""
         if self.graphs is not None:
             self.graphs.prepare(kv, block_size, max_sequences, adapters)
 
     def take_usage(self) -> tuple[MoeUsage, list[MoeUsage]] | None:
-        """What the experts of the last forward cost: in all, and by sequence. None when dense."""
+        """The costs of the last forward's experts: in total, and by sequence. None when dense."""
         return self._moe.take_usage() if self._moe else None
 
     def close(self) -> None:
@@ -211,7 +215,7 @@ def load_model(
     dispatch: MoeSettings | None = None,
     experts: MoeFactory | None = None,
 ) -> CausalLM:
-    """Read `checkpoint` at `dtype` for `device`; `progress` hears (layers done, layers).
+    """Read `checkpoint` at `dtype` for `device`; calls `progress` with (layers done, layers).
 
     `dispatch` says where the experts of a MoE model live; `experts` opens them instead.
     """
@@ -222,11 +226,11 @@ def load_model(
     backend = backend or best_backend(device)
     products = "cpu" if backend == "cpu" else "reference"
     placement = TensorPlacement(products, device, _hidden_dtype(kept, device))
-    reader, hear = TensorReader(checkpoint, spec, dtype, placement), progress or _silent
-    parts = MODELS[spec.architecture].build(reader, backend, hear)
+    reader, report = TensorReader(checkpoint, spec, dtype, placement), progress or _silent
+    parts = MODELS[spec.architecture].build(reader, backend, report)
     reader.finish()
     checkpoint.release()
-    hear(spec.num_layers + 1, spec.num_layers + 1)
+    report(spec.num_layers + 1, spec.num_layers + 1)
     if spec.moe is None:
         model = CausalLM(spec, kept, parts)
         if backend == "triton" and model.device.type == "cuda":
@@ -255,7 +259,7 @@ def _soft(batch: AttentionBatch) -> bool:
 
 
 def _silent(done: int, total: int) -> None:
-    """Nobody asked to hear of progress."""
+    """The default for `progress`."""
 
 
 def kv_dtype(dtype: str) -> torch.dtype:
@@ -263,8 +267,8 @@ def kv_dtype(dtype: str) -> torch.dtype:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU calloc's pages: the system gives each when it is first written, where
-    torch.zeros writes them all at once (seconds for 2 GB)."""
+    """Zeros. On a CPU from calloc: the system gives each page when it is first written, while
+    torch.zeros writes all of them at once (seconds for 2 GB)."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
@@ -302,8 +306,8 @@ def read_spec(checkpoint: Checkpoint, max_context: int | None = None) -> ModelSp
 def _served_spec(
     checkpoint: Checkpoint, dtype: str, device: str, max_context: int | None
 ) -> ModelSpec:
-    """The model's shape at the context it is served at: nobody can use positions whose keys and
-    values memory could not hold, and a file may name any number of them."""
+    """The model's shape at the served context. A file may name any number of positions; more than
+    memory can hold keys and values for are of no use."""
     spec = read_spec(checkpoint, max_context)
     if max_context is not None:
         return spec
@@ -321,7 +325,7 @@ def _served_spec(
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str:
-    """What "auto" comes to: how the file keeps most of its matrices, by elements."""
+    """The precision for "auto": that of most matrices in the file, by elements."""
     sizes: Counter[str] = Counter()
     for name in checkpoint.names():
         shape = checkpoint.shape(name)
@@ -331,6 +335,6 @@ def stored_dtype(checkpoint: Checkpoint) -> str:
 
 
 def _hidden_dtype(dtype: str, device: str) -> torch.dtype:
-    """fp32 on the CPU whatever the weights are; the model's own type on an accelerator."""
+    """fp32 on the CPU for all weights; the model's own type on an accelerator."""
     wide = dtype == "fp32" or torch.device(device).type == "cpu"
     return torch.float32 if wide else torch.bfloat16

@@ -1,7 +1,7 @@
 """What each field of config.json and generation_config.json may be, checked before it is read.
 
-A file comes from anywhere: a wrong type, a number beyond every real model or an odd nesting is
-refused with the file's and the field's name. What a field means is its reader's business.
+A file may come from anywhere: a wrong type, a number beyond every real model or a strange nesting
+is refused with the names of the file and the field. The reader of a field decides what it means.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.core.request import Sampling
 from coterie.core.sampling import GENERATION_FIELDS, SAMPLING_FIELDS, check_sampling
 
-# far above every real model: a wrong number never allocates
+# far above every real model, so that a wrong number cannot cause a huge allocation
 _MOST_LAYERS, _MOST_EXPERTS, _MOST = 1 << 14, 1 << 16, (1 << 31) - 1
 
 _LONGEST = 200
@@ -132,7 +132,7 @@ CONFIG: dict[str, Check] = {
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Null is a field that was left out."""
+    """Null means that the field is not given."""
     for key, check in CONFIG.items():
         if config.get(key) is not None:
             _refuse(where, key, config[key], check(config[key]))
@@ -142,7 +142,7 @@ def check_generation(generation: Mapping[str, Any], where: str) -> None:
     ends = generation.get("eos_token_id")
     if ends is not None:
         _refuse(where, "eos_token_id", ends, _token_ids(ends))
-    # what requests take their defaults from
+    # requests take their defaults from these
     for key in GENERATION_FIELDS:
         value = generation.get(key)
         if value is None:
@@ -163,7 +163,7 @@ def _refuse(where: str, key: str, value: Any, fault: str | None) -> None:
 
 
 def shown(value: Any) -> str:
-    """Short, whatever it is."""
+    """A short text for any value."""
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     text = (

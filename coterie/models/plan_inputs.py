@@ -1,6 +1,6 @@
-"""A model as a planner sees it: sizes, KV and budgets, found without loading any weights.
+"""The planner's inputs for one model: sizes, KV and budgets, found without loading any weights.
 
-The one place where a checkpoint, its store and the planner's values meet.
+Only this module knows a checkpoint, its store and the planner's values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coterie.core.moe import MoeUsage
 from coterie.kernels.batch import AttentionBatch
 from coterie.models.base import kv_bytes_per_token, load_model, read_spec, stored_dtype
 from coterie.models.build.moe import open_moe_store
-from coterie.moe.planner import machine as kept
+from coterie.moe.planner import machine as machine_file
 from coterie.moe.planner.machine import BackboneTimes, CostCurve
 from coterie.moe.planner.measure import (
     ComputeTarget,
@@ -53,15 +53,15 @@ if TYPE_CHECKING:
     from coterie.moe.store.base import ExpertGeometry, ExpertStore
     from coterie.weights.checkpoint import Checkpoint
 
-# a larger backbone is not loaded for a plan: its pace is estimated from its bytes
+# a larger backbone is not loaded for a plan: its speed is estimated from its bytes
 CHEAP_BYTES = 1_500_000_000
-# how long that takes, roughly: told to whoever waits
+# roughly the time that loading takes, for the message to the user
 LEAST_S, LOAD_BYTES_S = 2.0, 4e8
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """`context` 0 = the model's own."""
+    """A `context` of 0 is the model's own."""
 
     checkpoint: Checkpoint
     spec: ModelSpec
@@ -70,10 +70,10 @@ class PlanInputs:
     store: ExpertStore
 
     @property
-    def place(self) -> ComputeTarget:
+    def target(self) -> ComputeTarget:
         return ComputeTarget(self.device, torch.get_num_threads())
 
-    def subject(self, context: int = 0) -> PlannedModel:
+    def planned_model(self, context: int = 0) -> PlannedModel:
         kept_as = stored_dtype(self.checkpoint) if self.dtype == "auto" else self.dtype
         return PlannedModel(
             geometry=self.store.geometry,
@@ -83,31 +83,32 @@ class PlanInputs:
             context=min(context or self.spec.max_positions, self.spec.max_positions),
         )
 
-    def ways(self, settings: MoeSettings, kv_bytes: int) -> list[MemoryDivision]:
+    def memory_divisions(self, settings: MoeSettings, kv_bytes: int) -> list[MemoryDivision]:
         site = PlacementContext(torch.device(self.device), kv_bytes)
         return divisions(settings, needs_of((), site))
 
     def machine(self, *, again: bool = False, say: Say | None = None) -> Machine:
-        """Measured once, then kept; with the pace of this model's backbone where that is cheap."""
+        """Measured once, then stored; with the times of this model's backbone where measuring them
+        is cheap."""
         size = backbone_bytes(self.checkpoint, self.spec, self.store)
         cheap = size <= CHEAP_BYTES
         more_s = (LEAST_S + size / LOAD_BYTES_S) if cheap else 0.0
-        told = []
+        said = []
 
-        def tell(text: str) -> None:
-            told.append(text)
-            if say is not None and len(told) == 1:
+        def say_once(text: str) -> None:
+            said.append(text)
+            if say is not None and len(said) == 1:
                 say(text)
 
-        known = ensure_measured(self.store, self.place, again=again, say=tell, more_s=more_s)
+        known = ensure_measured(self.store, self.target, again=again, say=say_once, more_s=more_s)
         if not cheap or (self.profile_name in known.backbones and not again):
             return known
-        tell(f"measuring this model's attention, once, about {more_s:.0f} s")
-        known = known.with_backbone(self.profile_name, self._pace(known))
-        kept.save(known)
+        say_once(f"measuring this model's attention, once, about {more_s:.0f} s")
+        known = known.with_backbone(self.profile_name, self._measure_backbone(known))
+        machine_file.save(known)
         return known
 
-    def _pace(self, machine: Machine) -> BackboneTimes:
+    def _measure_backbone(self, machine: Machine) -> BackboneTimes:
         model = load_backbone(self.checkpoint, self.dtype, self.device)
         try:
             return measure_backbone(model, self.store, machine.profiles[self.profile_name].host)
@@ -116,12 +117,12 @@ class PlanInputs:
 
     @property
     def profile_name(self) -> str:
-        return profile_name(self.store, self.place)
+        return profile_name(self.store, self.target)
 
     def case(self, machine: Machine, load: Workload, context: int = 0) -> PlanCase:
-        pace = machine.backbones.get(self.profile_name)
-        subject = replace(self.subject(context), backbone=pace)
-        return PlanCase(subject, machine, self.profile_name, load)
+        times = machine.backbones.get(self.profile_name)
+        model = replace(self.planned_model(context), backbone=times)
+        return PlanCase(model, machine, self.profile_name, load)
 
     def workload(self, trace: Path | None, heatmap: Heatmap | None) -> Workload:
         from coterie.moe.runtime.trace import Trace
@@ -147,7 +148,7 @@ def open_plan_inputs(
 
 
 def backbone_bytes(checkpoint: Checkpoint, spec: ModelSpec, store: ExpertStore) -> int:
-    """As stored: every tensor but the routed experts and an embedding that is not also the head."""
+    """As stored: every tensor except the routed experts and an embedding that is not the head."""
     experts = store.tensors()
     return sum(
         checkpoint.extent(name).nbytes
@@ -158,32 +159,32 @@ def backbone_bytes(checkpoint: Checkpoint, spec: ModelSpec, store: ExpertStore) 
 
 ROWS = (1, 16, 128)
 _BLOCK = 16
-# past every cache
+# larger than every cache
 _BANK_BYTES = 128 << 20
 
 
 class NoExperts:
-    """In the experts' place: every layer answers zeros at once."""
+    """Replaces the experts: every layer returns zeros at once."""
 
     wants_hints = False
 
     def __init__(self, geometry: ExpertGeometry) -> None:
         self.geometry = geometry
-        # bytes that experts would read per layer: they push the backbone out of caches
+        # bytes that experts would read per layer: they evict the backbone from caches
         self.layer_bytes = 0
-        # spent on reading those, which is not the backbone's
-        self.away_s = 0.0
+        # seconds of reading those bytes, which do not belong to the backbone
+        self.read_s = 0.0
         self._bank = torch.empty(0)
         self._next = 0
-        # as if all experts were in memory, and what the last step asked of them
-        self.stock: SyntheticResidents | None = None
+        # records in the place of all experts, and what the gates chose in the last step
+        self.residents: SyntheticResidents | None = None
         self.routed: Tensor | None = None
 
     def run(self, step: ExpertStep) -> Tensor:
         if self.layer_bytes and not step.hidden.is_cuda:
-            began = time.perf_counter()
+            started = time.perf_counter()
             self._read(self.layer_bytes // 4)
-            self.away_s += time.perf_counter() - began
+            self.read_s += time.perf_counter() - started
         return torch.zeros_like(step.hidden)
 
     def _read(self, count: int) -> None:
@@ -195,9 +196,9 @@ class NoExperts:
         self._next += count
 
     def resident(self, phase: str) -> ResidentExperts | None:
-        return self.stock.resident if self.stock is not None else None
+        return self.residents.resident if self.residents is not None else None
 
-    def ran(
+    def record_resident_step(
         self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
     ) -> None:
         self.routed = routed
@@ -222,7 +223,7 @@ class NoExperts:
         return {}
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """There is nothing to release."""
 
 
 class SingleSequenceRun:
@@ -249,14 +250,14 @@ class SingleSequenceRun:
             phase=phase,
         )
         ids = torch.tensor(tokens, device=device)
-        began = time.perf_counter()
+        started = time.perf_counter()
         logits = self.model.forward(ids, batch, self._kv, torch.tensor([count - 1], device=device))
         logits.argmax(-1).item()
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
 
 def load_backbone(checkpoint: Checkpoint, dtype: str, device: str) -> CausalLM:
-    """The model with nothing in its experts' place."""
+    """The model without its experts."""
 
     def none(wanted: MoeRequirements) -> NoExperts:
         return NoExperts(wanted.geometry())
@@ -265,54 +266,56 @@ def load_backbone(checkpoint: Checkpoint, dtype: str, device: str) -> CausalLM:
 
 
 def measure_backbone(model: CausalLM, store: ExpertStore, expert: CostCurve) -> BackboneTimes:
-    """Steps by rows; the context is a few hundred tokens long. `expert`: seconds by its rows."""
+    """Seconds of a step by rows, with a context of a few hundred tokens. `expert`: seconds of one
+    expert by its rows."""
     experts = model.experts
     assert isinstance(experts, NoExperts)
-    # what a token's experts read per layer
+    # the bytes that a token's experts read per layer
     experts.layer_bytes = store.geometry.top_k * store.slot_bytes
     rows = tuple(count for count in ROWS if count <= model.spec.max_positions // 2)
-    walk = CostCurve(rows, tuple(_of_rows(model, count, _walk_s) for count in rows))
+    by_layer = CostCurve(rows, tuple(_of_rows(model, count, _by_layer_s) for count in rows))
     if model.device.type != "cpu":
-        return BackboneTimes(walk)
-    experts.stock = SyntheticResidents(store)
-    ride_s = _of_rows(model, 1, partial(_ride_s, expert))
+        return BackboneTimes(by_layer)
+    experts.residents = SyntheticResidents(store)
+    one_call_s = _of_rows(model, 1, partial(_one_call_s, expert))
     if experts.routed is None:
-        # never asked: the model has no such road
-        return BackboneTimes(walk)
-    # what is saved is the walk's own time, which does not grow with rows
-    saved_s = walk.seconds[0] - ride_s
-    return BackboneTimes(
-        walk, CostCurve(walk.rows, tuple(max(ride_s, s - saved_s) for s in walk.seconds))
-    )
+        # not called: the model cannot run all layers in one call
+        return BackboneTimes(by_layer)
+    # one call saves the overhead of each layer, which does not grow with rows
+    saved_s = by_layer.seconds[0] - one_call_s
+    seconds = tuple(max(one_call_s, s - saved_s) for s in by_layer.seconds)
+    return BackboneTimes(by_layer, CostCurve(by_layer.rows, seconds))
 
 
 def _of_rows(
     model: CausalLM, rows: int, step_s: Callable[[SingleSequenceRun, Sequence[int], str], float]
 ) -> float:
     repeats = {1: 16, 16: 5}.get(rows, 2)
-    solo = SingleSequenceRun(model, max_tokens=rows * (repeats + 1) + 64)
+    run = SingleSequenceRun(model, max_tokens=rows * (repeats + 1) + 64)
     phase = "decode" if rows == 1 else "prefill"
     draw = random.Random(rows)
     times = []
     for _ in range(repeats + 1):
-        times.append(step_s(solo, [draw.randrange(model.spec.vocab) for _ in range(rows)], phase))
-    # the first warms up; the lower quartile: a neighbour's work is not this model's pace
+        times.append(step_s(run, [draw.randrange(model.spec.vocab) for _ in range(rows)], phase))
+    # the first warms up; the lower quartile, as other processes make some times too long
     return sorted(times[1:])[(repeats - 1) // 4]
 
 
-def _walk_s(solo: SingleSequenceRun, tokens: Sequence[int], phase: str) -> float:
-    experts = solo.model.experts
+def _by_layer_s(run: SingleSequenceRun, tokens: Sequence[int], phase: str) -> float:
+    experts = run.model.experts
     assert isinstance(experts, NoExperts)
-    before = experts.away_s
-    return solo.step(tokens, phase) - (experts.away_s - before)
+    before = experts.read_s
+    return run.step(tokens, phase) - (experts.read_s - before)
 
 
-def _ride_s(expert: CostCurve, solo: SingleSequenceRun, tokens: Sequence[int], phase: str) -> float:
-    """What a step takes beside its experts, each of which is priced as a plan does."""
-    experts = solo.model.experts
-    assert isinstance(experts, NoExperts) and experts.stock is not None
-    experts.stock.turn()
-    seconds = solo.step(tokens, phase)
+def _one_call_s(
+    expert: CostCurve, run: SingleSequenceRun, tokens: Sequence[int], phase: str
+) -> float:
+    """The seconds of a step without its experts, whose time is estimated as in a plan."""
+    experts = run.model.experts
+    assert isinstance(experts, NoExperts) and experts.residents is not None
+    experts.residents.rotate()
+    seconds = run.step(tokens, phase)
     if experts.routed is None:
         return seconds
     rows = count_demands(experts.routed.numpy(), experts.geometry.num_experts)

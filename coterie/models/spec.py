@@ -1,6 +1,6 @@
-"""A model's shape as a value, and the reading of `config.json` keys into it.
+"""A model's shape as a value, and how it is read from `config.json`.
 
-Owns which options the dense decoder family understands; every other meaning is refused by name.
+Defines which options the dense decoder family supports; every other value is refused by name.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from coterie.kernels.expert_gate import GateRule
 from coterie.models.build.rope import Rope, read_rope, rope_kind
 from coterie.models.config_fields import shown
 
-# Options that change what a dense decoder computes, with the only values this family runs. They
-# appear in forks and in the files of neighbouring architectures.
+# Options that change what a dense decoder computes, with the only values that are supported here.
+# They appear in forks and in the files of similar architectures.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "quantization_config": (None,),
@@ -43,7 +43,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     vocab: int
-    # the longest context this model is run at; capped by a sliding window
+    # the longest context that is served; a sliding window limits it
     max_positions: int
     eps: float
     # the LM head is the embedding
@@ -56,10 +56,10 @@ class ModelSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    # the norm is over all query (or key) heads together, and what leaves it may be clipped (OLMoE)
+    # the norm is over all query (or key) heads together, and its output may be clipped (OLMoE)
     flat_qk_norm: bool = False
     clip_qkv: float | None = None
-    # head_dim is then what the cache holds per token, num_kv_heads 1 (DeepSeek)
+    # with it, head_dim is the number of cached values per token, and num_kv_heads is 1 (DeepSeek)
     latent: LatentSpec | None = None
     moe: MoeSpec | None = None
 
@@ -72,7 +72,7 @@ class ModelSpec:
 
     @property
     def rotary(self) -> Rope:
-        """For code that is only for models with rotary positions."""
+        """`rope`, for code that only runs for models with rotary positions."""
         if self.rope is None:
             raise TypeError(f"{self.architecture} has no rotary positions")
         return self.rope
@@ -84,7 +84,7 @@ class ModelSpec:
 
 
 def read_dense(config: dict[str, Any], max_context: int | None, **options: Any) -> ModelSpec:
-    """The keys every architecture of this family shares; `options` are ModelSpec's flags."""
+    """The keys that all architectures of this family share; `options` are ModelSpec's flags."""
     refuse_unknown_meanings(config)
     heads, hidden = whole(config, "num_attention_heads"), whole(config, "hidden_size")
     kv_heads = whole(config, "num_key_value_heads", heads)
@@ -113,7 +113,7 @@ def read_dense(config: dict[str, Any], max_context: int | None, **options: Any) 
 
 
 def whole(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    """A positive whole number, or a sentence that names the key."""
+    """A positive whole number, or an error that names the key."""
     value = config.get(key)
     value = default if value is None else value
     if type(value) is not int or value <= 0:
@@ -129,8 +129,8 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def served_positions(config: dict[str, Any], max_context: int | None) -> int:
-    """The served context. No layer ever sees past a sliding window, so within it full attention
-    is the same function; contexts beyond the window are not served."""
+    """The served context. No layer attends beyond a sliding window, so inside the window full
+    attention computes the same; longer contexts are not served."""
     limit = whole(config, "max_position_embeddings", 2048)
     asked = max_context or limit
     if asked > limit and rope_kind(config) != "dynamic":
@@ -158,18 +158,18 @@ class MoeSpec:
     num_experts: int
     # rows of an expert's gate
     intermediate: int
-    routing: GateRule
-    # tensor names: the router (without .weight) and part -> expert tensor, with {layer}, {expert}
-    router: str
+    gate_rule: GateRule
+    # tensor names: the gate (without .weight) and part -> expert tensor, with {layer}, {expert}
+    gate: str
     parts: Mapping[str, str] = field(hash=False)
     gated: bool = True
-    # width of the expert that every token passes; it stays in the backbone
+    # width of the shared expert, which every token uses; it belongs to the backbone
     shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Multi-head latent attention: what is cached is `kv_rank + rope` values per token."""
+    """Multi-head latent attention: the cache has `kv_rank + rope` values per token."""
 
     q_rank: int | None
     kv_rank: int
@@ -186,21 +186,21 @@ def gated_parts(block: str) -> dict[str, str]:
 
 
 def check_moe(moe: MoeSpec) -> MoeSpec:
-    """Refuses numbers that no router can satisfy."""
-    routing, experts = moe.routing, moe.num_experts
+    """Refuse numbers that no gate can satisfy."""
+    rule, experts = moe.gate_rule, moe.num_experts
     if not moe.layers:
         raise WeightsError("config: no layer has experts; this is a dense model")
-    if not 0 < routing.top_k <= experts:
-        raise WeightsError(f"config: {routing.top_k} of {experts} experts cannot be picked")
-    if experts % routing.groups or not 0 < routing.top_groups <= routing.groups:
+    if not 0 < rule.top_k <= experts:
+        raise WeightsError(f"config: {rule.top_k} of {experts} experts cannot be picked")
+    if experts % rule.groups or not 0 < rule.top_groups <= rule.groups:
         raise WeightsError(
-            f"config: {experts} experts do not form {routing.groups} groups of which "
-            f"{routing.top_groups} are picked"
+            f"config: {experts} experts do not form {rule.groups} groups of which "
+            f"{rule.top_groups} are picked"
         )
-    if routing.top_k > experts // routing.groups * routing.top_groups:
+    if rule.top_k > experts // rule.groups * rule.top_groups:
         raise WeightsError(
-            f"config: {routing.top_groups} groups of {experts // routing.groups} experts hold "
-            f"fewer than the {routing.top_k} to pick"
+            f"config: {rule.top_groups} groups of {experts // rule.groups} experts hold "
+            f"fewer than the {rule.top_k} to pick"
         )
     return moe
 

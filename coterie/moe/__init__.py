@@ -1,1 +1,1 @@
-"""MoE experts: where they are stored, where they lie while a model runs, and who decides that."""
+"""MoE experts: how they are stored, where they are while a model runs, and what decides that."""

@@ -101,7 +101,7 @@ def test_it_is_an_ordinary_directory(carved: Path) -> None:
         file.name for file in carved.iterdir()
     }
     spec = read_spec(open_checkpoint(carved))
-    assert spec.moe is not None and spec.moe.routing.equal and spec.moe.shared == 32
+    assert spec.moe is not None and spec.moe.gate_rule.equal and spec.moe.shared == 32
     source = load_tokenizer(dense_of(carved))
     assert load_tokenizer(carved).encode(TEXT) == source.encode(TEXT)
     # nothing half-made is left beside it
@@ -134,7 +134,7 @@ def test_the_router_finds_the_active_group() -> None:
 
 
 def shuffled(cut: LayerCut) -> LayerCut:
-    return LayerCut(cut.shared, cut.experts, cut.router.roll(1, dims=0))
+    return LayerCut(cut.shared, cut.experts, cut.gate.roll(1, dims=0))
 
 
 def test_grouping_is_balanced_and_depends_on_the_seed_alone() -> None:

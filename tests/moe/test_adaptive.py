@@ -118,7 +118,7 @@ def test_updates_are_bounded() -> None:
     stage = Simulator(GEOMETRY, "adaptive", 24, make("skewed", GEOMETRY, 20).heatmap())
     loads = []
     for step in make("uniform", GEOMETRY, 150).steps:
-        for _, visit in step.walk():
+        for _, visit in step.visits():
             stage.decode.decide(visit.demand)
         loads.append(len(stage.decode.update()))
     # the traffic is not the heatmap's: experts must change places between tokens too
@@ -128,14 +128,14 @@ def test_updates_are_bounded() -> None:
 def test_a_decision_is_cheap() -> None:
     geometry = ExpertGeometry(tuple(range(48)), 128, 8)
     trace = make("skewed", geometry, 12)
-    scene = StrategyContext(
+    context = StrategyContext(
         geometry, SlotMap(geometry.total // 4), trace.heatmap(), ExpertCosts(2e-3, 1e-4, 1e-3)
     )
-    strategy, _ = build_strategies("adaptive", scene)
+    strategy, _ = build_strategies("adaptive", context)
     strategy.start()
     spent = []
     for step in trace.steps:
-        for _, visit in step.walk():
+        for _, visit in step.visits():
             begin = time.thread_time()
             strategy.decide(visit.demand)
             spent.append(time.thread_time() - begin)
@@ -148,10 +148,10 @@ def test_a_ranking_finds_the_lowest_as_scores_grow() -> None:
     memory = DecayedScores(DecayPolicy(half_life=4.0, margin=1.0), 6, [0.0] * 6)
     ranking = ScoreRanking(memory)
     for expert in range(5):
-        memory.saw(0, [expert])
+        memory.record_use(0, [expert])
         ranking.add(expert)
     assert ranking.lowest() == 0 and ranking.lowest({0, 1}) == 2
-    memory.saw(0, [0])
+    memory.record_use(0, [0])
     ranking.remove(1)
     assert ranking.lowest() == 2
     ranking.remove(2)
@@ -159,7 +159,7 @@ def test_a_ranking_finds_the_lowest_as_scores_grow() -> None:
     assert ranking.lowest() == 1
     # newer uses weigh more and more, until all are scaled down
     for _ in range(8000):
-        memory.saw(0, [5])
+        memory.record_use(0, [5])
     assert memory.weights[0] < 1e201 and memory.value(5) == pytest.approx(1 / (1 - 2**-0.25))
     assert ranking.lowest() in (0, 1, 3, 4) and memory.value(1) < 1e-9
 
@@ -168,12 +168,12 @@ def test_age_is_counted_in_visits_of_the_own_layer() -> None:
     memory = DecayedScores(DecayPolicy(half_life=2.0, margin=0.0), 4, [0.0] * 8)
     ranking = ScoreRanking(memory)
     for layer, expert in ((0, 1), (1, 6)):
-        memory.saw(layer, [expert])
+        memory.record_use(layer, [expert])
         ranking.add(expert)
     # the next token has passed layer 0 and not yet layer 1
-    memory.saw(0, [2])
+    memory.record_use(0, [2])
     assert memory.value(6) == 1.0 and ranking.lowest() == 1
-    memory.saw(1, [7])
+    memory.record_use(1, [7])
     assert memory.value(6) == memory.value(1) < memory.value(2) == 1.0
 
 
@@ -182,10 +182,10 @@ def test_a_prompts_rows_count_as_visits(half_life: float) -> None:
     policy = DecayPolicy(half_life, margin=0.0)
     by_rows, at_once = DecayedScores(policy, 4, [0.0] * 4), DecayedScores(policy, 4, [0.0] * 4)
     for memory in (by_rows, at_once):
-        memory.saw(0, [2, 3])
+        memory.record_use(0, [2, 3])
     for _ in range(30):
-        by_rows.saw(0, [0, 1])
-    at_once.read(0, [0, 1], [30, 30], 30)
+        by_rows.record_use(0, [0, 1])
+    at_once.record_prompt(0, [0, 1], [30, 30], 30)
     for expert in range(4):
         assert at_once.value(expert) == pytest.approx(by_rows.value(expert))
 
@@ -202,7 +202,7 @@ def test_the_contest_follows_the_traffic() -> None:
     # all-time favourites 0..2 in every layer, met at random: long memory does not lose
     for token in range(400):
         for layer in range(4):
-            contest.saw(layer, [layer * 8 + (token * token) % 3, layer * 8 + 3 + token % 5])
+            contest.record_use(layer, [layer * 8 + (token * token) % 3, layer * 8 + 3 + token % 5])
         contest.tick()
     assert contest.leader.policy in POLICIES and contest.leader.policy.margin > 0
 

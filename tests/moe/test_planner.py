@@ -132,10 +132,10 @@ def test_auto_on_a_device_of_its_own_runs_experts_there() -> None:
 def test_choosing_takes_well_under_a_second() -> None:
     geometry = ExpertGeometry(tuple(range(48)), 128, 8)
     wide = case(load=workload.assumed_workload(geometry))
-    subject = replace(wide.subject, geometry=geometry, sizes=_sizes(geometry))
+    subject = replace(wide.model, geometry=geometry, sizes=_sizes(geometry))
     began = time.process_time()
     choice = choose(
-        replace(wide, subject=subject), [MemoryDivision(MoeSettings(cache_capacity=1536), needs())]
+        replace(wide, model=subject), [MemoryDivision(MoeSettings(cache_capacity=1536), needs())]
     )
     assert time.process_time() - began < 1.5 and choice.reason
 
@@ -143,9 +143,7 @@ def test_choosing_takes_well_under_a_second() -> None:
 def test_fewer_layers_foretell_nearly_the_same() -> None:
     geometry = ExpertGeometry(tuple(range(24)), 16, 2)
     whole = case(load=skewed(geometry))
-    whole = replace(
-        whole, subject=replace(whole.subject, geometry=geometry, sizes=_sizes(geometry))
-    )
+    whole = replace(whole, model=replace(whole.model, geometry=geometry, sizes=_sizes(geometry)))
     way = MemoryDivision(MoeSettings(cache_capacity=96), needs())
     exact = forecast_row(whole, way, "lru")
     quick = forecast_row(whole.quick(1200), way, "lru")
@@ -176,7 +174,7 @@ def test_draws_follow_the_heatmap_and_never_pick_the_absent() -> None:
     load = workload.assumed_workload(pruned)
     phases = set()
     for step in load.steps:
-        for _, visit in step.walk():
+        for _, visit in step.visits():
             phases.add(step.phase)
             demand = visit.demand
             assert len(set(demand.experts)) == len(demand.experts)

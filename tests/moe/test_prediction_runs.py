@@ -70,7 +70,7 @@ def test_a_link_that_is_never_idle_is_left_alone(runtime: ExpertRuntime) -> None
     def wait() -> None:
         release.wait()
 
-    runtime._transfer._crew.put(wait, urgent=False)
+    runtime._transfer._workers.put(wait, urgent=False)
     try:
         decode(runtime, 300, lambda truth: truth)
         found = runtime.report()["prediction"]

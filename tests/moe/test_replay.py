@@ -24,7 +24,7 @@ def test_the_same_twice_and_nothing_lost(trace: Trace, text: str) -> None:
     stage = ReplaySetup(SLOTS, heatmap=trace.heatmap())
     once, again = replay(text, trace, stage), replay(text, trace, stage)
     assert once == again
-    asked = sum(len(v.demand.experts) for step in trace.steps for _, v in step.walk())
+    asked = sum(len(v.demand.experts) for step in trace.steps for _, v in step.visits())
     assert once.total.demands == asked
     for parts in (once.phases, once.layers):
         assert sum(counts.demands for counts in parts.values()) == asked
@@ -62,7 +62,7 @@ def test_loads_before_the_demand_are_counted_apart(trace: Trace) -> None:
 def test_a_perfect_prediction_helps(predict: str) -> None:
     guessed = Trace(GEOMETRY)
     for step in make("uniform", GEOMETRY, 80).steps:
-        for _, visit in step.walk():
+        for _, visit in step.visits():
             guessed.hint(visit.demand.layer, visit.demand.experts)
             guessed.record(visit.demand)
         guessed.end_step()

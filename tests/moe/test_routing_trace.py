@@ -22,7 +22,7 @@ def visits(
     return [
         (visit.demand.layer, visit.demand.experts[0])
         for step in trace.steps
-        for _, visit in step.walk(groups)
+        for _, visit in step.visits(groups)
     ]
 
 
@@ -38,7 +38,7 @@ def test_a_trace_does_not_depend_on_the_walk_it_was_recorded_under(
     trace.end_step()
     assert visits(trace) == [(1, 0), (2, 0), (1, 1), (2, 1)]
     assert visits(trace, ((1,), (2,))) == [(1, 0), (1, 1), (2, 0), (2, 1)]
-    begins = [begin for begin, _ in trace.steps[0].walk(((1,), (2,)))]
+    begins = [begin for begin, _ in trace.steps[0].visits(((1,), (2,)))]
     assert begins == [0, None, 1, None]
 
 

@@ -63,17 +63,19 @@ def test_a_host_tier_that_is_refused_is_halved() -> None:
 
 
 def test_what_is_given_up_and_in_which_order() -> None:
-    room = TierAllocation(TierSlots(32, 0), CPU).less(GEOMETRY, NO_ROOM)
+    room = TierAllocation(TierSlots(32, 0), CPU).reduced(GEOMETRY, NO_ROOM)
     assert room.tiers == TierSlots(16, 0)
-    assert room.less(GEOMETRY, NO_ROOM).tiers == TierSlots(8, 0)
+    assert room.reduced(GEOMETRY, NO_ROOM).tiers == TierSlots(8, 0)
     cuda = TierNeeds(True, True, 0, 0, one_memory=False)
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    assert TierAllocation(TierSlots(32, 32), cuda).less(GEOMETRY, full).tiers == TierSlots(16, 32)
-    assert TierAllocation(TierSlots(16, 32), cuda).less(GEOMETRY, NO_ROOM).tiers == TierSlots(
+    assert TierAllocation(TierSlots(32, 32), cuda).reduced(GEOMETRY, full).tiers == TierSlots(
+        16, 32
+    )
+    assert TierAllocation(TierSlots(16, 32), cuda).reduced(GEOMETRY, NO_ROOM).tiers == TierSlots(
         16, 16
     )
     with pytest.raises(ConfigError, match="not even 1 device and 0 host slots"):
-        TierAllocation(TierSlots(1, 0), CPU).less(GEOMETRY, NO_ROOM)
+        TierAllocation(TierSlots(1, 0), CPU).reduced(GEOMETRY, NO_ROOM)
 
 
 @pytest.mark.parametrize(

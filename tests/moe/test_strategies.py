@@ -266,8 +266,8 @@ def test_names_are_file_names_and_headings() -> None:
 
 
 def test_one_object_serves_both_phases_of_one_name() -> None:
-    scene = StrategyContext(GEOMETRY, SlotMap(4), None, COSTS)
-    prefill, decode = build_strategies("lru", scene)
+    context = StrategyContext(GEOMETRY, SlotMap(4), None, COSTS)
+    prefill, decode = build_strategies("lru", context)
     assert prefill is decode
     assert parse_strategy("layer_grouped") == (
         StrategyChoice("layer_grouped", 2),

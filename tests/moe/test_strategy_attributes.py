@@ -87,12 +87,12 @@ def test_a_number_is_taken_where_it_is_declared(toy: type[Toy]) -> None:
     for wrong in ("toy:0", "toy:x", "toy:", "lru:2"):
         with pytest.raises(ConfigError, match="only layer_grouped:N, toy:N takes a number"):
             parse_strategy(wrong)
-    scene = StrategyContext(GEOMETRY, SlotMap(4), None, COSTS)
-    prefill, decode = build_strategies("lru+toy:5", scene)
-    assert (prefill.scene.number, decode.scene.number) == (0, 5)
-    assert prefill.scene.paired and decode.scene.paired
-    alone, same = build_strategies("toy", scene)
-    assert alone is same and alone.scene.number == 3 and not alone.scene.paired
+    context = StrategyContext(GEOMETRY, SlotMap(4), None, COSTS)
+    prefill, decode = build_strategies("lru+toy:5", context)
+    assert (prefill.context.number, decode.context.number) == (0, 5)
+    assert prefill.context.paired and decode.context.paired
+    alone, same = build_strategies("toy", context)
+    assert alone is same and alone.context.number == 3 and not alone.context.paired
 
 
 def test_another_strategy_decodes_where_it_is_declared(toy: type[Toy]) -> None:

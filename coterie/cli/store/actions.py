@@ -249,7 +249,7 @@ def _groups(path: Path) -> ExpertGroups:
     from coterie.weights.checkpoint import open_checkpoint
 
     moe = _spec(open_checkpoint(path)).moe
-    return ExpertGroups(moe.routing.groups, moe.routing.top_groups) if moe else ExpertGroups()
+    return ExpertGroups(moe.gate_rule.groups, moe.gate_rule.top_groups) if moe else ExpertGroups()
 
 
 def _counts(named: str | None, store: ExpertStore, model: Path) -> Heatmap | None:

@@ -1,6 +1,6 @@
 """The structures of csrc/types.h and the signatures of the native entry points, for ctypes.
 
-Field order and widths must match the C side; nothing else in Python knows them.
+The order and widths of fields must match the C side; only this module knows them in Python.
 """
 
 from __future__ import annotations

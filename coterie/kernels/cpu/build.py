@@ -1,8 +1,8 @@
-"""Compiles csrc/ on first use and loads it; the compiled module is kept under home()/kernels.
+"""Compiles csrc/ on first use and loads it; the compiled module is stored in home()/kernels.
 
-The file name holds a key of sources, compiler and CPU, and the module's own digest: a file that was
-cut short, changed or put there by somebody else is not loaded but built again. No compiler, or
-COTERIE_NATIVE=0, means None: callers then take the torch path.
+The file name has a key of sources, compiler and CPU, and the module's own digest: a file that is
+truncated, changed or written by somebody else is not loaded but built again. Without a compiler, or
+with COTERIE_NATIVE=0, the result is None, and callers use torch.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _FLAGS = (
     "-O3",
     "-fPIC",
     "-fno-exceptions",
-    "-ffp-contract=off",  # a fused product only where one is written
-    "-fno-schedule-insns",  # the kernels are written in the order that keeps them in registers
+    "-ffp-contract=off",  # no fused multiply-add except where the source has one
+    "-fno-schedule-insns",  # the order in the source keeps values in registers
     "-Wall",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The loaded module. `isa` is what it was compiled for: neon+dotprod, avx2, avx512+amx ..."""
+    """The loaded module. `isa` names its instruction set: neon+dotprod, avx2, avx512+amx ..."""
 
     path: Path
     isa: str
@@ -56,7 +56,7 @@ class _BuildFailed(Exception):
 
 @cache
 def native() -> NativeLibrary | None:
-    """The native kernels of this machine, compiled if need be; None where that cannot be."""
+    """The native kernels of this machine, compiled if necessary; None when that is impossible."""
     if os.environ.get("COTERIE_NATIVE", "1") == "0":
         return None
     compiler = find_compiler()
@@ -93,7 +93,7 @@ def _compiled(compiler: str) -> Path:
 
 
 def _sound(stem: str, *, clear: bool = False) -> Path | None:
-    """The module that was built here, whole and ours. `clear`: take others away."""
+    """The module that was built here, if it is complete and ours. `clear`: delete bad ones."""
     for path in sorted(kernels_dir().glob(f"{stem}-*.so")):
         fault = _fault(path)
         if fault is None:
@@ -106,7 +106,7 @@ def _sound(stem: str, *, clear: bool = False) -> Path | None:
 
 
 def _fault(path: Path) -> str | None:
-    """What keeps a module from being loaded. Loading one that is cut short ends the process."""
+    """Why a module must not be loaded. Loading a truncated one would end the process."""
     try:
         facts = path.lstat()
         if not stat.S_ISREG(facts.st_mode):
@@ -141,8 +141,8 @@ def _cpu_flags() -> str:
 
 
 def _target_flags() -> tuple[str, ...]:
-    """Tuning for this CPU, and what $COTERIE_CXXFLAGS adds (experiments and tests)."""
-    # clang knows no -march=native on ARM, gcc takes both
+    """Flags for this CPU, and those in $COTERIE_CXXFLAGS (for experiments and tests)."""
+    # clang has no -march=native on ARM, gcc accepts both
     native_flag = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     return native_flag, *shlex.split(os.environ.get("COTERIE_CXXFLAGS", ""))
 
@@ -157,7 +157,7 @@ def _build(compiler: str, stem: str) -> Path:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             list(pool.map(_run, commands))
         module = Path(folder) / "module.so"
-        # OpenMP's entry points stay undefined: they come from the runtime that torch loaded
+        # OpenMP's functions stay undefined: the runtime that torch loaded provides them
         _run([compiler, "-shared", "-o", str(module), *map(str, objects.values())])
         digest = hashlib.sha256(module.read_bytes()).hexdigest()
         target = kernels_dir() / f"{stem}-{digest[:32]}.so"
@@ -180,7 +180,7 @@ def _load(path: Path) -> NativeLibrary:
 
 
 def openmp_runtime() -> str:
-    """The OpenMP library torch runs on, so that one pool of threads serves both."""
+    """The OpenMP library that torch uses, so that both share one pool of threads."""
     import torch  # noqa: F401  (loads the library we look for)
 
     names = ("libgomp", "libiomp5", "libomp")
@@ -188,7 +188,7 @@ def openmp_runtime() -> str:
         mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     except OSError:
         mapped = set()
-    # other packages bring runtimes of their own: torch's is the one in its own folder
+    # other packages have runtimes too: torch's is the one in its own folder
     for path in sorted(mapped, key=lambda path: ("torch" not in path, path)):
         if Path(path).name.startswith(names):
             return path
@@ -200,9 +200,9 @@ def _say(message: str) -> None:
 
 
 def use_threads_here(count: int) -> None:
-    """For torch's operators and native calls that the calling thread begins from now on. Where
-    torch runs without OpenMP nothing changes."""
-    # torch gives a new thread its number at the first look
+    """Set the threads of torch's operators and native calls that the calling thread starts from now
+    on. Has no effect where torch runs without OpenMP."""
+    # torch sets a new thread's number when it is first read
     torch.get_num_threads()
     try:
         ctypes.CDLL(openmp_runtime()).omp_set_num_threads(ctypes.c_int(count))

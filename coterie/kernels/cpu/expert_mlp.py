@@ -1,8 +1,8 @@
-"""The experts of one MoE layer, run over the rows that chose them.
+"""Runs the experts of one MoE layer over the rows that chose them.
 
-`run_experts` takes records (see `expert_layout`) wherever they lie: natively on the CPU, in torch
-on CUDA or without a compiler. Every (row, k) pair has an output row of its own; `combine` adds them
-up in the order of k, so that it does not matter which expert came first.
+`run_experts` takes records (see `expert_layout`) on any device: it runs natively on the CPU, and in
+torch on CUDA or without a compiler. Every (row, k) pair has its own output row. `combine` adds them
+in the order of k, so that the result does not depend on which expert ran first.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from coterie.kernels.expert_layout import KINDS, ExpertLayout
 
 
 class RecordTable:
-    """The records at hand of one layer, by expert; kept across calls."""
+    """The records of one layer that are in memory, by expert; reused by many calls."""
 
     def __init__(self, num_experts: int) -> None:
         self.pointers = (ctypes.c_void_p * num_experts)()
         self._records: dict[int, Tensor] = {}
 
     def set(self, expert: int, record: Tensor) -> None:
-        """record: uint8, contiguous; stays alive as long as it is here."""
+        """record: uint8, contiguous; the table keeps it alive."""
         self._records[expert] = record
         self.pointers[expert] = record.data_ptr()
 
@@ -40,13 +40,13 @@ class RecordTable:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the records lie; None when there is none."""
+        """The device of the records; None when there are none."""
         for record in self._records.values():
             return record.device
         return None
 
     def pick(self, experts: Iterable[int] | None = None) -> list[tuple[int, Tensor]]:
-        """The records of `experts`, or all."""
+        """The records of `experts`, or of all."""
         if experts is None:
             return list(self._records.items())
         return [(expert, self._records[expert]) for expert in experts]
@@ -67,7 +67,7 @@ def run_experts(
 ) -> None:
     """out[t * K + k] = MLP of expert topk_ids[t, k] over x[t], where that expert is in `records`
     (and in `only`, if given); other rows of out [T * K, D] fp32 are left alone. topk_ids: int32 on
-    the CPU. All records lie on one device."""
+    the CPU. All records are on one device."""
     if not len(x):
         return
     table = _table(records, only)
@@ -107,7 +107,7 @@ def _table(records: Records, only: Sequence[int] | None) -> RecordTable:
 
 
 def _check(layout: ExpertLayout, topk_ids: Tensor, out: Tensor) -> None:
-    """What the native call takes on trust."""
+    """Check what the native call does not check."""
     fits = out.shape == (topk_ids.numel(), layout.hidden) and out.is_contiguous()
     if not fits or out.dtype != torch.float32 or out.device.type != "cpu":
         raise InternalError("experts on the CPU need a contiguous fp32 row there for every pair")
@@ -141,7 +141,7 @@ def run_experts_torch(
     records: Sequence[tuple[int, Tensor]],
     out: Tensor,
 ) -> None:
-    """The torch twin, on the records' device: fp32 on the CPU, x's dtype elsewhere."""
+    """The same in torch, on the records' device: fp32 on the CPU, otherwise x's dtype."""
     device = records[0][1].device
     dtype = torch.float32 if device.type == "cpu" else x.dtype
     x = x.to(device=device, dtype=dtype)
@@ -158,7 +158,7 @@ def run_experts_torch(
 def _by_expert(
     topk_ids: Tensor, records: Sequence[tuple[int, Tensor]]
 ) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Pairs of the experts in `records`, one expert after another, and where each one's lie."""
+    """Pairs of the experts in `records`, one expert after another, and the range of each."""
     flat = topk_ids.reshape(-1).long()
     order = torch.argsort(flat, stable=True)
     experts = torch.tensor([expert for expert, _ in records])

@@ -1,7 +1,7 @@
-"""Experts into records and out of them: the bytes of `expert_layout`, from weights and back.
+"""Packs experts into records and unpacks them: the bytes of `expert_layout`, from weights and back.
 
-Packing runs natively where it can; the torch twin gives the same bytes. Every process writes int8
-with its own offset (`weight_offset`); `rebias` turns a record from one to the other.
+Packing is native where possible; the torch version gives the same bytes. Every process writes int8
+with its own offset (`weight_offset`); `rebias` converts a record from one offset to the other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Parts = Mapping[str, "Weight | Tensor"]
 
 @cache
 def weight_offset() -> int:
-    """What the kernels of this process add to int8 weights: 128 or 0."""
+    """The offset that the kernels of this process add to int8 weights: 128 or 0."""
     library = native()
     return 0 if library is None else int(library.call.ct_weight_offset())
 
@@ -56,7 +56,7 @@ def pack_record(layout: ExpertLayout, parts: Parts, out: Tensor) -> None:
 
 
 def unpack_record(layout: ExpertLayout, record: Tensor) -> dict[str, Weight | Tensor]:
-    """What `pack_record` was given, on the record's device."""
+    """The parts that `pack_record` packed, on the record's device."""
     return {
         place.name: read_part(place, record[place.offset : place.offset + place.nbytes])
         for place in layout.parts()
@@ -118,13 +118,13 @@ def _write_native(place: PartPlace, weight: Weight, out: Tensor) -> bool:
 
     kind, *tensors = stored(weight)
     pointers = [0 if part is None else part.data_ptr() for part in tensors]
-    # one thread: readers pack in a pool of their own
+    # one thread: the caller is already one of several load threads
     library.call.ct_pack(kind, place.rows, place.columns, *pointers, out.data_ptr(), 1)
     return True
 
 
 def write_panels(place: PartPlace, weight: Weight, out: Tensor) -> None:
-    """The torch twin of `ct_pack`."""
+    """The same as `ct_pack`, in torch."""
     if isinstance(weight, DenseWeight):
         dtype, step = _DENSE[place.kind]
         values = _padded(weight.tensor.to(dtype), step)
@@ -150,7 +150,7 @@ def write_panels(place: PartPlace, weight: Weight, out: Tensor) -> None:
 
 
 def _padded(values: Tensor, step: int) -> Tensor:
-    """Rows to whole panels, columns to a multiple of `step`, with zeros."""
+    """Pad rows to whole panels and columns to a multiple of `step`, with zeros."""
     rows, columns = values.shape
     return functional.pad(values, (0, -columns % step, 0, -rows % PANEL)).contiguous()
 

@@ -1,7 +1,7 @@
 """The native CPU path: packed products, paged attention, and whole decoder stacks in one call.
 
-Every result equals the torch twin in `reference` up to rounding, and a row's bits do not depend on
-the other rows of its batch.
+Every result equals that of the torch version in `reference` up to rounding, and a row's bits do not
+depend on the other rows of its batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def set_threads(count: int) -> None:
-    """Threads of torch's operators and of native calls alike: they share one pool."""
+    """Set the threads of torch's operators and of native calls: they share one pool."""
     torch.set_num_threads(count)
 
 
@@ -65,8 +65,8 @@ class PackedLinear:
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
     def whole_weight(self, first: int, rows: int) -> PackedLinear | None:
-        """One of the weights as a product that shares its memory; None where these rows are not
-        all of one."""
+        """One of the weights as a product that shares its memory; None when these rows are not
+        exactly one weight."""
         begin = 0
         for part, packed in zip(self._parts, self._packed, strict=True):
             if (begin, part.rows) == (first, rows):
@@ -75,7 +75,7 @@ class PackedLinear:
         return None
 
     def row_norms_squared(self) -> Tensor:
-        """[out_features] fp64: |W_i|^2 of the values that are multiplied by."""
+        """[out_features] fp64: |W_i|^2 of the values that the product uses."""
         out = torch.empty(self.out_features, dtype=torch.float64)
         threads = torch.get_num_threads()
         self._call.ct_row_norms(ctypes.byref(self.matrix), out.data_ptr(), threads)
@@ -101,7 +101,7 @@ class PackedLinear:
 
 
 def stored(weight: Weight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
-    """Kind, and contiguous tensors in the types that packing reads."""
+    """The kind, and contiguous tensors in the types that packing needs."""
     match weight:
         case Int8Weight(q, scale):
             return abi.KIND_INT8, q.contiguous(), scale.half().contiguous(), None
@@ -137,7 +137,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """Twin of reference.paged_attention; kv_layer is fp32 or bf16."""
+    """As reference.paged_attention; kv_layer is fp32 or bf16."""
     rows = _floats(q)
     shape = abi.Shape(q.shape[1], kv_layer.shape[2], q.shape[2], 0, 0, 0.0, scale)
     view = _BatchView(batch)
@@ -177,13 +177,13 @@ class _BatchView:
 def _cache(kv_layer: Tensor) -> abi.Cache:
     if not kv_layer.is_contiguous() or kv_layer.dtype not in (torch.float32, torch.bfloat16):
         raise InternalError("a KV cache must be contiguous and fp32 or bf16")
-    # one plane serves as keys and values: the second lies no blocks behind the first
+    # one plane for keys and values: the second starts at the same address as the first
     apart = kv_layer.shape[1] if kv_layer.shape[0] == 2 else 0
     return abi.Cache(kv_layer.data_ptr(), apart, kv_layer.dtype == torch.bfloat16)
 
 
 class NativeDecoder:
-    """A whole stack behind one native call. cos and sin: [max_positions, head_dim/2]."""
+    """Runs a whole stack in one native call. cos and sin: [max_positions, head_dim/2]."""
 
     def __init__(
         self, shape: DecoderShape, layers: Sequence[DecoderLayer], cos: Tensor, sin: Tensor
@@ -209,7 +209,7 @@ class NativeDecoder:
         self._sites = PatchSites(shape, len(layers))
 
     def attach(self, index: int, part: abi.MoePart | None) -> None:
-        """From now on layer `index` ends in these experts (None: before its experts)."""
+        """Let layer `index` run these experts from now on (None: stop before its experts)."""
         self._parts[index] = part
         self._layers[index].moe = None if part is None else ctypes.addressof(part)
 
@@ -283,7 +283,7 @@ class NativeDecoder:
         return ctypes.pointer(linear.matrix)
 
     def _view(self, batch: AttentionBatch) -> _BatchView:
-        """Made once per batch: a model of many stacks walks it layer by layer."""
+        """Made once per batch: some models call `forward` for each layer."""
         if self._batch is None or self._batch[0] is not batch:
             segments = self._sites.segments(batch.patches) if batch.patches else None
             self._batch = batch, _BatchView(batch, segments)
@@ -291,7 +291,7 @@ class NativeDecoder:
 
     def _place_caches(self, kv: Sequence[Tensor], first: int, last: int) -> None:
         for index in range(first, last):
-            # a new cache may lie where a freed one of another shape did
+            # a new cache may have the address of a freed one of another shape
             layer = kv[index]
             key = layer.data_ptr(), layer.shape, layer.dtype
             if self._placed[index] != key:
@@ -311,7 +311,7 @@ class _Table(NamedTuple):
 
 
 class PatchSites:
-    """The matrices of one decoder that stacks can be for."""
+    """The matrices of one decoder that stacks can patch."""
 
     def __init__(self, shape: DecoderShape, num_layers: int) -> None:
         hidden, inner = shape.hidden, shape.intermediate
@@ -343,7 +343,7 @@ class PatchSites:
         most = 0
         for (layer, part), patch in stack.patches.items():
             if part not in places:
-                continue  # walked in Python
+                continue  # runs in Python
             if not 0 <= layer < self._num_layers:
                 raise InternalError(f"a patch is for layer {layer} of {self._num_layers}")
             at, width, height = places[part]
@@ -376,7 +376,7 @@ def _vector(tensor: Tensor, size: int) -> int:
 
 
 def _pointer(tensor: Tensor, shape: tuple[int, ...]) -> int:
-    # each asked once: hundreds of patches stand between a new stack and its first step
+    # look up each only once: a new stack has hundreds of patches before its first step
     if (
         tensor.is_cpu
         and tensor.shape == shape

@@ -1,6 +1,6 @@
-"""Plain torch twins of every fast kernel: the meaning that native and Triton code must match.
+"""Plain torch versions of every fast kernel: native and Triton code must give the same results.
 
-Correct on any device and dtype, written for reading; speed comes second.
+They are correct on any device and dtype, and written to be read, not to be fast.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the last dimension, in fp32, rounded to x's dtype before the weight (as HF does)."""
+    """Over the last dimension, in fp32, rounded to x's dtype before the weight, as in HF."""
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return scaled.to(x.dtype) * weight.to(x.dtype)
@@ -86,7 +86,7 @@ def _gather(cache: Tensor, blocks: Tensor, context: int) -> Tensor:
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, last_seen: int, scale: float) -> Tensor:
-    """Row i sees positions 0 .. last_seen + i. Query heads are folded onto their KV head."""
+    """Row i attends to positions 0 .. last_seen + i. Query heads are grouped by KV head."""
     rows, heads, head_dim = q.shape
     kv_heads, context, _ = keys.shape
     folded = q.float().view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
@@ -114,7 +114,7 @@ def decoder(
 ) -> Tensor:
     """Run `layers` over hidden [T, D]; `kv` has one cache per given layer. No final norm.
 
-    The first given layer is number `first` of the model: patches are told apart by it.
+    The first given layer is number `first` of the model, by which patches are found.
     """
     turn, patches = (cos[batch.positions], sin[batch.positions]), batch.patches
     heads = (("q", shape.q_size), ("k", shape.kv_size), ("v", shape.kv_size))
@@ -138,7 +138,7 @@ def decoder(
 
 
 def project(shape: DecoderShape, layer: DecoderLayer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [T, heads, head_dim], biased and normed, not yet rotated."""
+    """Queries, keys and values [T, heads, head_dim], with bias and norm, not yet rotated."""
     if layer.qkv_bias is not None:
         qkv = qkv + layer.qkv_bias.to(qkv.dtype)
     q, k, v = torch.split(qkv, [shape.q_size, shape.kv_size, shape.kv_size], dim=-1)
@@ -151,12 +151,12 @@ def project(shape: DecoderShape, layer: DecoderLayer, qkv: Tensor) -> tuple[Tens
 
 
 def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, heads * head_dim], normed over as many elements as the weight has."""
+    """x [T, heads * head_dim], normalised over as many elements as the weight has."""
     return rms_norm(x.reshape(len(x), -1, len(weight)), weight, eps)
 
 
 class HeadLinear:
-    """A product of its own for every head: x [T, H, in] -> [T, H, out]."""
+    """A separate product for every head: x [T, H, in] -> [T, H, out]."""
 
     def __init__(self, weights: Sequence[Weight], backend: str, device: torch.device) -> None:
         products = [make_linear([weight], backend, device) for weight in weights]

@@ -1,8 +1,9 @@
 """Triton paged attention: decode with the context split over programs, and prefill with a prefix.
 
-Twin of `reference.paged_attention`. One program holds the query heads that share a KV head, so K
-and V are read once per group. Split counts depend on the number of sequences: results are the same
-from run to run, but not bit for bit across batch sizes. Import it only where triton is installed.
+Computes the same as `reference.paged_attention`. One program has all query heads that share a KV
+head, so K and V are read once per group. The number of splits depends on the number of sequences:
+results are the same from run to run, but not bitwise equal for different batch sizes. Import this
+module only where triton is installed.
 """
 
 # Jitted functions are compiled by Triton: their arguments have no Python types.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from coterie.kernels.batch import AttentionBatch
 
-# Programs a decode step aims at, two for each multiprocessor of a large device.
+# The number of programs for a decode step: two for each multiprocessor of a large device.
 _PROGRAMS, _MAX_SPLITS = 264, 64
 
 
@@ -56,7 +57,7 @@ def _mix(
     """Positions low .. high-1 through an online softmax: per row its maximum, sum and mix."""
     ROWS: tl.constexpr = queries.shape[0]
     DIM: tl.constexpr = queries.shape[1]
-    # exact products where the model is fp32; 16-bit types are not touched by this
+    # exact products where the model is fp32; has no effect on 16-bit types
     PRECISION: tl.constexpr = "ieee" if queries.dtype == tl.float32 else "tf32"
     dim = tl.arange(0, DIM)
     in_head = dim < HEAD_DIM
@@ -76,7 +77,7 @@ def _mix(
         seen = inside[None, :] & (position[None, :] <= last_seen[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        # a row that has seen nothing yet keeps -inf; 0 in its place avoids inf - inf
+        # a row without any position yet has -inf; using 0 instead avoids inf - inf
         anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp(scores - anchor[:, None])
         shrink = tl.exp(top - anchor)
@@ -87,7 +88,7 @@ def _mix(
     return top, total, mixed
 
 
-# counts change from step to step: specialising on them would compile in mid-serving
+# counts change from step to step: specialising on them would compile while serving
 @triton.jit(do_not_specialize=["num_sequences", "table_stride"])
 def _attend(
     out,
@@ -138,7 +139,7 @@ def _attend(
                              scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE)
     # fmt: on
     if SPLITS == 1:
-        # padded rows of a captured step have no context: they give zeros, not 0 / 0
+        # padded rows of a captured step have no context: their result is zeros, not 0 / 0
         mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + cell, mixed.to(out.dtype.element_ty), mask=inside)
     else:
@@ -180,7 +181,7 @@ def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: f
     group = heads // kv_heads
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     decode = rows == sequences
-    # exact fp32 products are unrolled into single multiply-adds: small tiles, or nothing compiles
+    # exact fp32 products are unrolled into single multiply-adds: large tiles would not compile
     full = q.dtype == torch.float32
     tile = 64 if head_dim <= 128 and not full else 32
     queries = 1 if decode else max(1, (16 if full else 64) // triton.next_power_of_2(group))
@@ -226,7 +227,7 @@ def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: f
 
 
 def _splits(programs: int, positions: int, tile: int) -> int:
-    """A power of four (each is a compilation) that fills the device, as far as there are tiles."""
+    """A power of four (each needs a compilation) that fills the device, if there are tiles."""
     wanted = min(_PROGRAMS // programs, -(-positions // tile), _MAX_SPLITS)
     splits = 1
     while splits < wanted:

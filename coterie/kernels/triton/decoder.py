@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def _normed_whole(
     shape: DecoderShape, layer: DecoderLayer, qkv: Tensor
 ) -> tuple[DecoderLayer, Tensor]:
-    """Bias and norms over all heads by torch; the layer that is left has neither."""
+    """torch adds the bias and the norms over all heads; the returned layer has neither."""
     heads = torch.cat([part.flatten(1) for part in reference.project(shape, layer, qkv)], dim=1)
     return replace(layer, qkv_bias=None, q_norm=None, k_norm=None), heads
 
@@ -52,7 +52,7 @@ def decoder(
 ) -> Tensor:
     """Run `layers` over hidden [T, D], which is overwritten. No final norm.
 
-    The first given layer is number `first` of the model: patches are told apart by it.
+    The first given layer is number `first` of the model, by which patches are found.
     """
     if batch.patches or batch.patch_rows is not None:
         reads = find_patch_reads(shape, layers, batch, first)
@@ -79,12 +79,12 @@ def decoder(
 
 
 WIDE = KINDS.index("wide")
-# elements of a matrix that one program holds at once: more do not fit its registers
+# the most elements of a matrix that fit the registers of one program
 _TILE, _TILE_WIDE = 32768, 16384
 
 
 class ProgramSizes(NamedTuple):
-    """How the programs are cut, as measured."""
+    """The sizes of programs, chosen by measurement."""
 
     # of one warp of a program with whole rows: a thread has all ranks of columns / 32 columns
     columns: int
@@ -104,24 +104,24 @@ SLIM, BROAD = ProgramSizes(128, 2, 64, 7), ProgramSizes(256, 1, 128, 0)
 def sizes_of(rows: PatchRows, width: int) -> ProgramSizes:
     sizes = SLIM if width <= SLIM_WIDTH else BROAD
     if triton.knobs.runtime.interpret:
-        # which knows no instruction that fetches
+        # the interpreter has no prefetch instruction
         sizes = sizes._replace(fetched=0)
     # 128: loads of fp32 and bf16 then have one layout
     return sizes._replace(columns=128, shares=1) if rows.kind == WIDE else sizes
 
 
 class PatchReads(NamedTuple):
-    """What the rows of a step read besides the model."""
+    """The patches that the rows of a step read."""
 
     rows: PatchRows
-    # left to torch
+    # segments that torch computes
     rest: tuple[Segment, ...]
     # number of the first layer that is run
     first: int
 
 
 class PatchedProduct(NamedTuple):
-    """What `o` or `down` of a layer gave, and what its low-rank terms are made of."""
+    """The output of `o` or `down` of a layer, and the inputs of its low-rank terms."""
 
     y: Tensor
     layer: int
@@ -132,7 +132,7 @@ class PatchedProduct(NamedTuple):
 
 
 class NormStep(NamedTuple):
-    """What follows a norm: the parts of a layer that read it."""
+    """A norm, and the parts of a layer that read its result."""
 
     weight: Tensor
     eps: float
@@ -143,7 +143,7 @@ class NormStep(NamedTuple):
 def norm_rows(
     rows: PatchRows, hidden: Tensor, product: PatchedProduct | None, norm: NormStep | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden + patched product; that, normed; and the terms of the parts that read it."""
+    """hidden + patched product; its norm; and the terms of the parts that read the norm."""
     count, width = hidden.shape
     parts = norm.parts if norm else ()
     source, terms = (product.source, product.terms) if product else (None, None)
@@ -189,7 +189,7 @@ def norm_rows(
 def silu_rows(
     rows: PatchRows, gate_up: Tensor, layer: int, terms: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up as `down` is to read it, and the pieces of down's terms."""
+    """silu(gate) * up, as `down` reads it, and the pieces of down's terms."""
     count, width = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty((count, width), dtype=gate_up.dtype, device=gate_up.device)
     chunks = triton.cdiv(width, chunk)
@@ -222,8 +222,8 @@ def _room(rows: PatchRows, count: int, pieces: int) -> Tensor:
 def find_patch_reads(
     shape: DecoderShape, layers: Sequence[DecoderLayer], batch: AttentionBatch, first: int
 ) -> PatchReads | None:
-    """None where all of it is left to torch. Patches come before biases and norms: where torch adds
-    those, it must add patches too."""
+    """None when torch computes all of it. Patches are applied before biases and norms: where torch
+    adds those, it must apply patches too."""
     products = [(layer.qkv, layer.o, layer.gate_up, layer.down) for layer in layers]
     biased = any(hasattr(product, "bias") for four in products for product in four)
     if biased or any(layer.norms_whole(shape) for layer in layers):
@@ -272,8 +272,8 @@ def patched_decoder(
 def patch_rows_of(
     batch: AttentionBatch, layers: int
 ) -> tuple[PatchRows | None, tuple[Segment, ...]]:
-    """What the row kernels read, and the segments that are left to torch: long ones, and those
-    that the kernels cannot. `layers` counts up to the last one of this call."""
+    """What the row kernels read, and the segments that torch computes: long ones, and those that
+    the kernels do not support. `layers` is the number up to the last one of this call."""
     if batch.patch_rows is not None:
         return batch.patch_rows, ()
     device = batch.positions.device
@@ -292,7 +292,7 @@ def patch_rows_of(
     return _gathered(tuple(short), len(batch.positions), layers, device), tuple(rest)
 
 
-# a model that is walked layer by layer asks for each of them
+# a model that runs layer by layer calls it for each of them
 @lru_cache(maxsize=1)
 def _gathered(places: Places, rows: int, layers: int, device: torch.device) -> PatchRows:
     found = PatchRows(rows, layers, device, max(record.kind for _, _, record in places))

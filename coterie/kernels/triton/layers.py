@@ -1,7 +1,8 @@
-"""Triton forms of what lies between a layer's matrix products, and the decoder made of them.
+"""Triton kernels for what is between a layer's matrix products.
 
-Twin of `reference.decoder`, with the same roundings. Each fused step reads its input once: at
-decode the number of launches is what costs. Import it only where triton is installed.
+They compute the same as `reference.decoder`, with the same roundings. Each fused kernel reads its
+input once: while decoding, the number of launches decides the speed. Import it only where triton is
+installed.
 """
 
 # Jitted functions are compiled by Triton: their arguments have no Python types.
@@ -22,7 +23,7 @@ from coterie.kernels.triton.patches import RANKS, SITE, fetch_site, patch_head, 
 
 
 class HeadPatches(NamedTuple):
-    """What rows read of their patches of q, k and v."""
+    """The patches of q, k and v that rows read."""
 
     rows: PatchRows
     layer: int
@@ -60,7 +61,7 @@ def _add_norm(
 
 @triton.jit
 def _norm_halves(first, second, weight, half, inside, eps, HEAD_DIM: tl.constexpr):
-    """RMS norm of one head held as two halves, rounded to the weight's type before it."""
+    """RMS norm of one head in two halves, rounded to the weight's type before the weight."""
     dtype = weight.dtype.element_ty
     squares = tl.sum(first * first, 0) + tl.sum(second * second, 0)
     scale = tl.rsqrt(squares / HEAD_DIM + eps)
@@ -71,7 +72,7 @@ def _norm_halves(first, second, weight, half, inside, eps, HEAD_DIM: tl.constexp
     return first, second
 
 
-# the site's number changes from layer to layer: one compilation serves them all
+# the site's number changes from layer to layer: one compilation is enough for all
 @triton.jit(do_not_specialize=["q_site"])
 def _place_heads(
     qkv, bias, q_norm, k_norm, cos, sin, positions, slots, q, kv, table, terms,
@@ -80,9 +81,9 @@ def _place_heads(
     BLOCK_SIZE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, PATCH: tl.constexpr,
     RANKS: tl.constexpr, KIND: tl.constexpr, FETCHED: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, head of q, k or v): patch, bias, norm and rope; q goes to `q`, k and v
-    to their slot. A negative slot is a padded row: nothing of it is kept. Programs in front of the
-    heads' fetch what the row's next kernels read of its patches."""
+    """One program per (row, head of q, k or v): patch, bias, norm and rope; q is written to `q`, k
+    and v to their slot. A negative slot is a padded row, for which nothing is stored. Additional
+    programs before those of the heads prefetch the patches that the row's next kernels read."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) - FETCHED
     if FETCHED > 0 and head < 0:
         site = q_site + 2 - head
@@ -172,7 +173,8 @@ def place_heads(
     batch: AttentionBatch,
     patches: HeadPatches | None = None,
 ) -> Tensor:
-    """Biased, normed and rotated queries [T, heads, head_dim]; keys and values go to the cache."""
+    """Queries [T, heads, head_dim] with bias, norm and rotation; writes keys and values to the
+    cache."""
     rows, heads = len(qkv), shape.num_heads + 2 * shape.num_kv_heads
     q = torch.empty((rows, shape.num_heads, shape.head_dim), dtype=qkv.dtype, device=qkv.device)
     unused: Any = qkv

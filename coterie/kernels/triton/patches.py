@@ -1,8 +1,8 @@
-"""Triton kernels of a decoder layer's rows under patches, without a launch of their own.
+"""Triton kernels that apply patches to the rows of a decoder layer, without additional launches.
 
-y = out_scale * (W (in_scale * x)) + shift + (x a^T) b: the terms x a^T are made by the kernel that
-makes x, and b is applied by the kernel that reads y. Any row may have any patch; a row without one
-computes what the plain kernels compute. Import it only where triton is installed.
+y = out_scale * (W (in_scale * x)) + shift + (x a^T) b: the kernel that computes x also computes the
+terms x a^T, and the kernel that reads y applies b. Any row may have any patch; for a row without
+one the result is that of the plain kernels. Import it only where triton is installed.
 """
 
 # Jitted functions are compiled by Triton: their arguments have no Python types.
@@ -16,10 +16,10 @@ import triton.language as tl
 from coterie.kernels.batch import KINDS, WORDS
 from coterie.kernels.patch import PARTS
 
-# ranks that one program holds at once, at most
+# the most ranks that one program has at once
 RANKS = 16
 
-# what a step's patches may be: bf16 of few ranks, of any rank, or everything
+# kinds of a step's patches: bf16 of few ranks, bf16 of any rank, or all patches
 _DEEP, _FULL = tl.constexpr(KINDS.index("deep")), tl.constexpr(KINDS.index("wide"))
 # words of one site in a step's table
 SITE = tl.constexpr(WORDS)
@@ -38,9 +38,9 @@ def _tile(
     matrix, first, column, inside, width,
     RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Rows first .. of a matrix [rank, width], in loads of ALIGN bytes: with ALIGN // 2 columns
-    for each thread it has all ranks of its own. Where a step has fp32 ones both types are loaded
-    under a mask: a branch would have every load wait for the one before."""
+    """Rows first .. of a matrix [rank, width], in loads of ALIGN bytes: each thread has ALIGN // 2
+    columns and all ranks of them. Where a step has fp32 matrices, both types are loaded with a
+    mask: with a branch every load would wait for the one before."""
     address, rank, wide = matrix
     r = first + tl.arange(0, RANKS)
     live = (r < rank)[:, None] & inside[None, :]
@@ -64,7 +64,7 @@ def _vector(site, WORD: tl.constexpr, column, inside, missing):
 
 @triton.jit
 def _pieces(terms, first, rank, room, SPLITS: tl.constexpr, RANKS: tl.constexpr):
-    """x a^T of one row [.., RANKS], still to be summed over the pieces of x made apart."""
+    """x a^T of one row [.., RANKS], not yet summed over the pieces of x."""
     PADDED: tl.constexpr = triton.next_power_of_2(SPLITS)
     r, split = first + tl.arange(0, RANKS), tl.arange(0, PADDED)
     live = (split < SPLITS)[:, None] & (r < rank)[None, :]
@@ -81,8 +81,8 @@ def _scaled(y, site, column, inside, KIND: tl.constexpr):
 
 @triton.jit
 def _fetch(first, nbytes):
-    """Has a run of memory (of a long one, its beginning) brought to the device's L2 cache, and
-    does not wait. One warp, of which one thread asks."""
+    """Prefetch a range of memory (of a long one, its start) into the device's L2 cache, without
+    waiting. One thread of one warp does it."""
     size = tl.minimum(nbytes, 1 << 19) // 16 * 16
     tl.inline_asm_elementwise(
         """{ .reg .pred p; elect.sync _|p, 0xffffffff;
@@ -93,8 +93,8 @@ def _fetch(first, nbytes):
 
 @triton.jit
 def fetch_site(table, row, site, sites):
-    """a and b of a row's site, for kernels that will ask for them soon; the first row of several
-    with one stack does it."""
+    """Prefetch a and b of a row's site for kernels that will read them soon. Of several rows with
+    one stack, the first does it."""
     own = table + (row * sites + site) * SITE
     a, b, nbytes = tl.load(own + _A), tl.load(own + _B), tl.load(own + _BYTES)
     above = tl.load(own - sites * SITE + _A, mask=row > 0, other=0)
@@ -103,8 +103,8 @@ def fetch_site(table, row, site, sites):
         _fetch(b, (nbytes >> 32).to(tl.int32))
 
 
-# A patch is read in one function and applied in another, so that nothing that is loaded waits for
-# something that is summed: sums end in barriers.
+# A patch is read in one function and applied in another, so that no load waits for a sum: sums end
+# in barriers.
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def read_patch(
     y, site, terms, room, column, inside, width,
     SPLITS: tl.constexpr, RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """out_scale * y + shift of some columns of one row, and what is to be added."""
+    """out_scale * y + shift of some columns of one row, and the terms to add."""
     b = _matrix(site, _B)
     tile = _tile(b, 0, column, inside, width, RANKS, KIND, ALIGN)
     pieces = _pieces(terms, 0, b[1], room, SPLITS, RANKS)
@@ -176,7 +176,7 @@ def _through(
     DEPTH: tl.constexpr, PADDED: tl.constexpr,
     RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """As `apply_patch`, with the terms made here from the whole x [DEPTH] at `source`."""
+    """As `apply_patch`, with the terms computed here from the whole x [DEPTH] at `source`."""
     inner = tl.arange(0, PADDED)
     in_source = inner < DEPTH
     a, b = _matrix(site, _A), _matrix(site, _B)
@@ -195,7 +195,7 @@ def _through(
     return y
 
 
-# the sites' numbers change from layer to layer: one compilation serves them all
+# the sites' numbers change from layer to layer: one compilation is enough for all
 @triton.jit(do_not_specialize=["before", "behind"])
 def _norm_rows(
     hidden, delta, source, terms, weight, table, summed, normed, shrunk,
@@ -205,8 +205,8 @@ def _norm_rows(
     RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """SHARES programs per (row, part of the next product): summed = hidden + patched delta,
-    normed = rms_norm(summed) * weight, shrunk = that part's terms, each program's own ranks of
-    them. Without parts there is no norm."""
+    normed = rms_norm(summed) * weight, shrunk = the terms of that part; each program computes some
+    of their ranks. Without parts there is no norm."""
     row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part = share // SHARES
     OWN: tl.constexpr = RANKS // SHARES
@@ -241,7 +241,7 @@ def _norm_rows(
         result = ((wide * scale).to(x.dtype).to(tl.float32) * scales).to(x.dtype)
         tl.store(normed + place, result, mask=inside & (share == 0))
         target = shrunk + (row * PARTS + part) * room
-        # of the norm before it is rounded: this sum does not wait for the one above
+        # uses the norm before rounding, so that this sum does not wait for the one above
         _shrink(wide * scales, scale, a, tile, target, begin, RANKS, column, inside, WIDTH,
                 OWN, KIND, ALIGN)  # fmt: skip
 
@@ -252,8 +252,8 @@ def _silu_rows(
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     RANKS: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up behind their patches, times down's in_scale; and its piece of down's terms,
-    which read it unscaled."""
+    """silu(gate) * up with their patches, times down's in_scale; and its piece of down's terms,
+    which are computed without the scale."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = column < WIDTH

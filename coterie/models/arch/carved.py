@@ -1,7 +1,7 @@
-"""CarvedForCausalLM: a dense Llama or Qwen3 whose MLPs were cut into experts (see carve.py).
+"""CarvedForCausalLM: a dense Llama or Qwen3 whose MLPs were divided into experts (see carve.py).
 
-Its config is the dense model's with the cut added. Every chosen expert counts 1: with all of them
-chosen the layer is the dense MLP again.
+Its config is the dense model's with the division added. Every chosen expert has weight 1: if all
+are chosen, the layer computes the dense MLP.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from coterie.models.spec import GateRule, ModelSpec, MoeSpec, check_moe, gated_p
 
 ARCHITECTURE = "CarvedForCausalLM"
 
-# dense architectures that can be cut, and how their config is read
+# dense architectures that can be divided, and how their config is read
 DENSE = {
     "LlamaForCausalLM": llama.read,
     "MistralForCausalLM": mistral.read,
@@ -34,8 +34,8 @@ def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
         layers=tuple(range(whole(config, "num_hidden_layers"))),
         num_experts=whole(config, "num_experts"),
         intermediate=whole(config, "moe_intermediate_size"),
-        routing=GateRule(whole(config, "num_experts_per_tok"), normalise=False, equal=True),
-        router="model.layers.{layer}.mlp.gate",
+        gate_rule=GateRule(whole(config, "num_experts_per_tok"), normalise=False, equal=True),
+        gate="model.layers.{layer}.mlp.gate",
         parts=gated_parts("mlp"),
         shared=shared,
     )

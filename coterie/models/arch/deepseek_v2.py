@@ -45,7 +45,7 @@ def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
     )
     bias = flag(config, "attention_bias", False)
     spec = read_dense(
-        # only these dimensions of a head are turned
+        # only these dimensions of a head are rotated
         {**config, "head_dim": latent.rope},
         max_context,
         qkv_bias=bias,
@@ -66,14 +66,14 @@ def _experts(config: dict[str, Any]) -> MoeSpec:
             layers=tuple(range(first, whole(config, "num_hidden_layers"))),
             num_experts=whole(config, "n_routed_experts", config.get("num_experts")),
             intermediate=width,
-            routing=GateRule(
+            gate_rule=GateRule(
                 top_k=whole(config, "num_experts_per_tok"),
                 normalise=False,
                 scale=float(config.get("routed_scaling_factor") or 1.0),
                 groups=whole(config, "n_group") if limited else 1,
                 top_groups=whole(config, "topk_group") if limited else 1,
             ),
-            router="model.layers.{layer}.mlp.gate",
+            gate="model.layers.{layer}.mlp.gate",
             parts=gated_parts("mlp"),
             shared=width * (config.get("n_shared_experts") or 0),
         )

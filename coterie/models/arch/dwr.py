@@ -1,7 +1,8 @@
-"""DWRForCausalLM: learned positions, post-norm blocks with biases, experts fc1-GELU-fc2 everywhere.
+"""DWRForCausalLM: learned positions, post-norm blocks with biases, and fc1-GELU-fc2 experts in all
+layers.
 
-The architecture of DWR-Transformer. It has no home in transformers: its config keys and tensor
-names are defined here and in docs/models.md.
+The architecture of DWR-Transformer. transformers does not have it: its config keys and tensor names
+are defined here and in docs/models.md.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
         layers=tuple(range(layers)),
         num_experts=whole(config, "num_experts"),
         intermediate=whole(config, "intermediate_size"),
-        routing=GateRule(top_k=whole(config, "num_experts_per_tok", 2), normalise=True),
-        router="blocks.{layer}.router",
+        gate_rule=GateRule(top_k=whole(config, "num_experts_per_tok", 2), normalise=True),
+        gate="blocks.{layer}.router",
         parts={part: stem + name for part, name in _PARTS.items()},
         gated=False,
     )
@@ -96,7 +97,7 @@ class AttentionHalf:
 
 
 class DwrBackbone:
-    """Everything of the blocks but routers and experts."""
+    """All of the blocks except gates and experts."""
 
     def __init__(
         self, positions: Tensor, halves: Sequence[AttentionHalf], num_heads: int, ops: BackendOps
@@ -126,7 +127,7 @@ class DwrBackbone:
 
 def build(reader: TensorReader, backend: str, progress: Progress) -> AssembledModel:
     spec, ops = reader.spec, ops_for(backend)
-    ends = read_embedding_and_head(reader, "embeddings.weight", "output.weight")
+    embedding_and_head = read_embedding_and_head(reader, "embeddings.weight", "output.weight")
     # the served context may be shorter than the table
     limit = reader.rows("positions.weight")
     table = dense(reader.take("positions.weight", (limit, spec.hidden)))
@@ -137,12 +138,12 @@ def build(reader: TensorReader, backend: str, progress: Progress) -> AssembledMo
         halves.append(_read_half(reader, f"blocks.{index}."))
         layers.append(_read_experts(reader, index))
     return AssembledModel(
-        ends,
+        embedding_and_head,
         DwrBackbone(positions, halves, spec.num_heads, ops).forward,
         _read_norm(reader, "norm"),
         tuple(layers),
         reader.device,
-        reader.product_bytes + ends.own_bytes + positions.nbytes,
+        reader.product_bytes + embedding_and_head.own_bytes + positions.nbytes,
         ModelTargets(spec, {}),
     )
 
@@ -160,13 +161,13 @@ def _read_experts(reader: TensorReader, index: int) -> MoeLayer:
     spec, moe = reader.spec, reader.spec.moe
     if moe is None:
         raise TypeError("a DWR model has experts")
-    name = moe.router.format(layer=index)
+    name = moe.gate.format(layer=index)
     product = reader.exact(f"{name}.weight", moe.num_experts, spec.hidden)
-    router = ExpertGate(
-        moe.routing, product, reader.vector(f"{name}.bias", moe.num_experts).float()
+    gate = ExpertGate(
+        moe.gate_rule, product, reader.vector(f"{name}.bias", moe.num_experts).float()
     )
-    joined = partial(_joined, _read_norm(reader, f"blocks.{index}.norm2"))
-    return MoeLayer(index, router, before=_unchanged, after=joined)
+    add_and_norm = partial(_add_and_norm, _read_norm(reader, f"blocks.{index}.norm2"))
+    return MoeLayer(index, gate, before=_unchanged, after=add_and_norm)
 
 
 def _read_norm(reader: TensorReader, name: str) -> LayerNorm:
@@ -179,5 +180,5 @@ def _unchanged(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def _joined(norm: LayerNorm, hidden: Tensor, out: Tensor) -> Tensor:
+def _add_and_norm(norm: LayerNorm, hidden: Tensor, out: Tensor) -> Tensor:
     return norm(hidden + out)

@@ -1,4 +1,4 @@
-"""LlamaForCausalLM: Llama 1 to 3.x, SmolLM2, and everything saved in its form."""
+"""LlamaForCausalLM: Llama 1 to 3.x, SmolLM2, and all models saved in its format."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ _PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
-    # transformers' own defaults where a file leaves a key out
+    # transformers' defaults for keys that are not in the file
     defaults = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131_072,
@@ -22,8 +22,8 @@ def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
         layers=tuple(range(whole(config, "num_hidden_layers"))),
         num_experts=whole(config, "num_local_experts", 8),
         intermediate=whole(config, "intermediate_size"),
-        routing=GateRule(top_k=whole(config, "num_experts_per_tok", 2), normalise=True),
-        router=stem + "gate",
+        gate_rule=GateRule(top_k=whole(config, "num_experts_per_tok", 2), normalise=True),
+        gate=stem + "gate",
         parts={part: f"{stem}experts.{{expert}}.{name}.weight" for part, name in _PARTS.items()},
     )
     return read_dense({**defaults, **config}, max_context, moe=check_moe(moe))

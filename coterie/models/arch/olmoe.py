@@ -22,11 +22,11 @@ def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
         layers=tuple(range(whole(config, "num_hidden_layers"))),
         num_experts=whole(config, "num_experts", config.get("num_local_experts")),
         intermediate=whole(config, "intermediate_size"),
-        routing=GateRule(
+        gate_rule=GateRule(
             top_k=whole(config, "num_experts_per_tok"),
             normalise=flag(config, "norm_topk_prob", False),
         ),
-        router="model.layers.{layer}.mlp.gate",
+        gate="model.layers.{layer}.mlp.gate",
         parts=gated_parts("mlp"),
     )
     bias = flag(config, "attention_bias", False)

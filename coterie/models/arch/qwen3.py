@@ -16,7 +16,7 @@ def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
 
 
 def _slides(config: dict[str, Any]) -> bool:
-    """Whether any layer attends through the window (transformers turns it off by default)."""
+    """Whether any layer uses the window (transformers does not by default)."""
     if not config.get("use_sliding_window", False):
         return False
     kinds = config.get("layer_types")

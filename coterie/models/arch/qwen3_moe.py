@@ -17,7 +17,7 @@ from coterie.models.spec import (
 
 
 def read(config: dict[str, Any], max_context: int | None = None) -> ModelSpec:
-    # unlike in Qwen3 the window is that of all layers, and head_dim has no default of its own
+    # unlike in Qwen3 the window applies to all layers, and head_dim has no own default
     window = config.get("sliding_window") if flag(config, "use_sliding_window", False) else None
     bias = flag(config, "attention_bias", False)
     return read_dense(
@@ -40,11 +40,11 @@ def _experts(config: dict[str, Any]) -> MoeSpec:
             # newer files say num_local_experts
             num_experts=whole(config, "num_experts", config.get("num_local_experts")),
             intermediate=whole(config, "moe_intermediate_size"),
-            routing=GateRule(
+            gate_rule=GateRule(
                 top_k=whole(config, "num_experts_per_tok"),
                 normalise=flag(config, "norm_topk_prob", False),
             ),
-            router="model.layers.{layer}.mlp.gate",
+            gate="model.layers.{layer}.mlp.gate",
             parts=gated_parts("mlp"),
         )
     )

@@ -1,8 +1,7 @@
-"""From a checkpoint's tensors to something that runs: which parts a spec is made of and which
-kernels run them.
+"""Builds a runnable model from a checkpoint's tensors: its parts, and the kernels that run them.
 
-Three ways run a stack: fused native, fused Triton, plain torch; models with attention of their own
-are walked block by block.
+There are three decoders: fused native, fused Triton and plain torch. Models with another kind of
+attention run block by block.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _T = TypeVar("_T")
 class AssembledModel:
     """A model's backbone, ready to run, and its layers with experts."""
 
-    ends: EmbeddingAndHead
+    embedding_and_head: EmbeddingAndHead
     backbone: Backbone
     norm: Callable[[Tensor], Tensor]
     moe_layers: tuple[MoeLayer, ...]
@@ -58,24 +57,24 @@ class AssembledModel:
     nbytes: int
     # what adapters may change
     targets: ModelTargets
-    # all layers in one call, where the backbone is the native decoder and knows the experts' layers
+    # runs all layers in one call, where the backbone is the native decoder and supports them
     fused_moe: FusedMoeStack | None = None
 
 
 def assemble(reader: TensorReader, backend: str, progress: Progress) -> AssembledModel:
     spec, ops = reader.spec, ops_for(backend)
-    ends = read_embedding_and_head(reader)
+    embedding_and_head = read_embedding_and_head(reader)
     backbone, native = _read_backbone(reader, backend, progress)
     norm = reader.vector("model.norm.weight", spec.hidden)
     moe_layers = read_moe(reader, ops)
     return AssembledModel(
-        ends,
+        embedding_and_head,
         backbone,
         _bound(ops, norm, spec.eps),
         moe_layers,
         reader.device,
-        reader.product_bytes + ends.own_bytes,
-        ModelTargets(spec, reader.noted),
+        reader.product_bytes + embedding_and_head.own_bytes,
+        ModelTargets(spec, reader.targets),
         _fused_moe_stack(native, moe_layers, spec.num_layers),
     )
 
@@ -93,22 +92,22 @@ def _bound(ops: BackendOps, weight: Tensor, eps: float) -> Callable[[Tensor], Te
 
 
 def read_moe(reader: TensorReader, ops: BackendOps) -> tuple[MoeLayer, ...]:
-    """Routers, and what else of the layers with experts is not the store's."""
+    """The parts of MoE layers that the expert store does not have: gates, norms, shared experts."""
     spec, moe = reader.spec, reader.spec.moe
     if moe is None:
         return ()
     layers = []
     for index in moe.layers:
-        name = moe.router.format(layer=index)
-        router = ExpertGate(
-            moe.routing, reader.exact(f"{name}.weight", moe.num_experts, spec.hidden)
+        name = moe.gate.format(layer=index)
+        gate = ExpertGate(
+            moe.gate_rule, reader.exact(f"{name}.weight", moe.num_experts, spec.hidden)
         )
         norm = reader.vector(post_norm(index), spec.hidden)
         shared = None
         if moe.shared:
             shared = read_mlp(reader, index, moe.shared, shared=True)
         before = _bound(ops, norm, spec.eps)
-        layers.append(MoeLayer(index, router, before, shared=shared, norm=norm))
+        layers.append(MoeLayer(index, gate, before, shared=shared, norm=norm))
     return tuple(layers)
 
 
@@ -127,11 +126,11 @@ def decoder_shape(spec: ModelSpec) -> DecoderShape:
 def _read_backbone(
     reader: TensorReader, backend: str, progress: Progress
 ) -> tuple[Backbone, NativeDecoder | None]:
-    """The fused decoders where they know the attention, else block by block; and the native one
-    where it is that."""
+    """A fused decoder where it supports the attention, otherwise block by block. Also returns the
+    native decoder, where that is used."""
     spec = reader.spec
     cos, sin = (table.to(reader.device) for table in spec.rotary.tables())
-    shape, ops, turns = decoder_shape(spec), ops_for(backend), RotaryCache(cos, sin)
+    shape, ops, rotary = decoder_shape(spec), ops_for(backend), RotaryCache(cos, sin)
 
     def each(read: Callable[[int], _T]) -> list[_T]:
         layers = []
@@ -141,22 +140,22 @@ def _read_backbone(
         return layers
 
     if spec.latent:
-        blocks = each(lambda index: mla.read_block(reader, index, ops, turns))
+        blocks = each(lambda index: mla.read_block(reader, index, ops, rotary))
         return BlockDecoder(blocks, ops, spec.eps).forward, None
     layers = each(lambda index: read_layer(reader, index))
     if spec.clip_qkv is not None:
         blocks = [
-            _block(shape, layer, ops, turns, spec.clip_qkv, index)
+            _block(shape, layer, ops, rotary, spec.clip_qkv, index)
             for index, layer in enumerate(layers)
         ]
         return BlockDecoder(blocks, ops, spec.eps).forward, None
-    # the native decoder has no place for biases after o or in the MLP: those models run its
-    # products from the torch path
+    # the native decoder does not support biases after o or in the MLP: such models use its
+    # products in the torch decoder
     if backend == "cpu" and not (spec.o_bias or spec.mlp_bias):
         from coterie.kernels.cpu import layers as cpu
 
         native = cpu.NativeDecoder(shape, layers, cos, sin)
-        # whatever comes in was made for this call
+        # the input was made for this call and may be overwritten
         return partial(native.forward, overwrite=True), native
     decoder = _decoder(backend)
 
@@ -181,11 +180,11 @@ def _block(
     shape: DecoderShape,
     layer: DecoderLayer,
     ops: BackendOps,
-    turns: RotaryCache,
+    rotary: RotaryCache,
     clip: float | None,
     index: int,
 ) -> DecoderBlock:
-    attend = HeadAttention(shape, layer, ops, turns, clip, index)
+    attend = HeadAttention(shape, layer, ops, rotary, clip, index)
     if layer.gate_up is None or layer.down is None:
         return DecoderBlock(layer.input_norm, attend)
     mlp = GatedMlp(layer.gate_up, layer.down, index)

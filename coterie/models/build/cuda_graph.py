@@ -1,9 +1,11 @@
-"""Decode steps captured as CUDA graphs: at small batches launching kernels costs more than running.
+"""Decode steps captured as CUDA graphs: in small batches, launching kernels costs more than running
+them.
 
-One graph per padded number of sequences and KV cache, captured on first use (or by `prepare`), and
-one more for rows with adapters: steps without any pay nothing for them. Padded rows have slot -1,
-no context and no adapter: the Triton kernels keep nothing of them. The eager path in `base` is the
-twin; steps with prefill rows, too many sequences or adapters beyond the kernels take it.
+There is one graph per padded number of sequences and KV cache, captured on first use (or by
+`prepare`), and a second one for rows with adapters, so that steps without any pay nothing for them.
+Padded rows have slot -1, no context and no adapter: the Triton kernels store nothing for them. The
+eager path in `base` computes the same; it runs steps with prefill rows, too many sequences, or
+adapters that the kernels do not support.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ Compute = Callable[[Tensor, AttentionBatch, Sequence[Tensor], Tensor], Tensor]
 
 
 class DecodeInputs:
-    """Inputs of a decode step at fixed addresses; `size` rows, of which the first n are live."""
+    """Inputs of a decode step at fixed addresses: `size` rows, of which the first n are in use."""
 
     def __init__(self, size: int, table_width: int, block_size: int, device: torch.device) -> None:
         self.token_ids = torch.zeros(size, dtype=torch.int64, device=device)
-        # rows whose logits are wanted; what a smaller step leaves here is a valid row
+        # rows whose logits are needed; values left from another step are valid rows too
         self.rows = torch.arange(size, device=device)
         self.batch = AttentionBatch(
             positions=torch.zeros(size, dtype=torch.int64, device=device),
@@ -41,7 +43,7 @@ class DecodeInputs:
         )
 
     def adapt(self, layers: int, kind: str) -> None:
-        """Rows may have adapters from now on, up to one of KINDS."""
+        """Allow adapters on rows, up to one of KINDS."""
         number = KINDS.index(kind)
         rows = PatchRows(len(self.token_ids), layers, self.token_ids.device, number)
         self.batch = replace(self.batch, patch_rows=rows)
@@ -49,21 +51,21 @@ class DecodeInputs:
     def fill(
         self, token_ids: Tensor, batch: AttentionBatch, rows: Tensor, places: Places = ()
     ) -> None:
-        """Copy a step in, with its rows' adapters; what an earlier, larger step left behind it
-        becomes padding."""
+        """Copy a step and its rows' adapters. Rows left from an earlier, larger step become
+        padding."""
         live, width = len(token_ids), batch.block_tables.shape[1]
-        mine = self.batch
+        fixed = self.batch
         self.token_ids[:live].copy_(token_ids)
         self.rows[: len(rows)].copy_(rows)
-        mine.positions[:live].copy_(batch.positions)
-        mine.slots[:live].copy_(batch.slots)
-        mine.context_lens[:live].copy_(batch.context_lens)
-        mine.block_tables[:live, :width].copy_(batch.block_tables)
+        fixed.positions[:live].copy_(batch.positions)
+        fixed.slots[:live].copy_(batch.slots)
+        fixed.context_lens[:live].copy_(batch.context_lens)
+        fixed.block_tables[:live, :width].copy_(batch.block_tables)
         if live < len(self.token_ids):
-            mine.slots[live:] = -1
-            mine.context_lens[live:] = 0
-        if mine.patch_rows is not None:
-            mine.patch_rows.fill(places)
+            fixed.slots[live:] = -1
+            fixed.context_lens[live:] = 0
+        if fixed.patch_rows is not None:
+            fixed.patch_rows.fill(places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +78,19 @@ class _Captured:
 class DecodeGraphs:
     def __init__(self, compute: Compute, max_positions: int, device: torch.device) -> None:
         self._compute, self._max_positions, self._device = compute, max_positions, device
-        # by a lane's first cache, and gone with it: a graph holds the addresses of all of them
+        # by a lane's first cache, and deleted with it: a graph has the addresses of all its caches
         self._captured = WeakIdKeyDictionary()
-        # made by torch; graphs that never run at once share their memory
+        # made by torch; graphs that never run at the same time share their memory
         self._pool: Any = None
-        # False once a captured step has left its rows' adapters unread: this model is walked by
-        # kernels that know segments alone
+        # False once a captured step did not read its rows' adapters: this model's kernels support
+        # only segments
         self.adapts = True
 
     def prepare(
         self, kv: Sequence[Tensor], block_size: int, max_sequences: int, adapters: bool = False
     ) -> None:
         """Capture every size up to `max_sequences`, so that no request waits for it; with
-        `adapters` also those that have them."""
+        `adapters` also the graphs for rows that have some."""
         for size in reversed([s for s in SIZES if s < 2 * max_sequences]):
             for kind in ("plain", *KINDS) if adapters else ("plain",):
                 if kind == "plain" or self.adapts:
@@ -116,12 +118,12 @@ class DecodeGraphs:
         return captured.logits[: len(rows)]
 
     def _any_captured(self) -> bool:
-        """A pool ends with its last graph."""
+        """A pool is freed with its last graph."""
         graphs = self._captured.values()  # type: ignore[no-untyped-call]
         return any(found for by_size in graphs for found in by_size.values())
 
     def _width(self, block_size: int) -> int:
-        """Positions a block table covers, in whole blocks."""
+        """Positions that a block table covers, in whole blocks."""
         return -(-self._max_positions // block_size) * block_size
 
     def _find(
@@ -137,7 +139,7 @@ class DecodeGraphs:
     def _capture(
         self, size: int, kv: Sequence[Tensor], block_size: int, kind: str
     ) -> _Captured | None:
-        """None where adapters would be left out."""
+        """None where adapters would be ignored."""
         width = self._width(block_size) // block_size
         inputs = DecodeInputs(size, width, block_size, self._device)
         if kind != "plain":
@@ -146,7 +148,7 @@ class DecodeGraphs:
         def run() -> Tensor:
             return self._compute(inputs.token_ids, inputs.batch, kv, inputs.rows)
 
-        # kernels are compiled and library handles made outside the capture; all rows are padding
+        # compile kernels and make library handles before the capture; all rows are padding
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
@@ -165,6 +167,6 @@ class DecodeGraphs:
 
 
 def _may_be_soft(batch: AttentionBatch) -> bool:
-    """Whether a prompt's row may be a soft token, which captured steps have no embedding for."""
+    """Whether a prompt row may be a soft token, for which captured steps have no embedding."""
     prompts = batch.phase != "decode"
     return prompts and any(part.stack.soft is not None for part in batch.patches)

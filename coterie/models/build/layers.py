@@ -1,6 +1,6 @@
-"""Turns a checkpoint's tensors into the parts a decoder runs: embedding, layers, LM head.
+"""Reads the parts of a decoder from a checkpoint's tensors: embedding, layers, LM head.
 
-Owns the family's tensor names and the precision each tensor is kept at.
+Defines the tensor names of the family and the precision of each tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Progress = Callable[[int, int], None]
 
 
 class TokenEmbedding:
-    """Rows of a stored matrix; a quantised one is widened row by row, only where it is read."""
+    """Rows of a stored matrix. Of a quantised one only the rows that are read are widened."""
 
     def __init__(self, weight: Weight, device: torch.device, dtype: torch.dtype) -> None:
         self.weight = _moved(weight, device)
@@ -78,14 +78,14 @@ def rows_of(weight: Weight, index: Tensor) -> Weight:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingAndHead:
-    """The two tables of words around a decoder stack."""
+    """The embedding before a decoder stack and the LM head after it."""
 
     embedding: TokenEmbedding
     head: Linear
 
     @property
     def own_bytes(self) -> int:
-        """Of the embedding, where it is not the head itself."""
+        """The bytes of the embedding, unless it is the head."""
         table, head = self.embedding.weight, self.head
         shared = (
             isinstance(head, ReferenceLinear)
@@ -96,7 +96,7 @@ class EmbeddingAndHead:
 
 
 class GatedMlp:
-    """down(silu(gate(x)) * up(x)): a dense layer's MLP, or the expert that every token passes."""
+    """down(silu(gate(x)) * up(x)): a dense layer's MLP, or a shared expert."""
 
     def __init__(self, gate_up: Linear, down: Linear, layer: int, prefix: str = "") -> None:
         self.gate_up, self.down, self._layer = gate_up, down, layer
@@ -113,8 +113,8 @@ class GatedMlp:
 def read_embedding_and_head(
     reader: TensorReader, first: str = "model.embed_tokens.weight", last: str = "lm_head.weight"
 ) -> EmbeddingAndHead:
-    """Embedding and LM head. At int4 both stay at int8, as GGUF files keep them: they decide
-    the token directly and are read once per step."""
+    """Embedding and LM head. At int4 both stay at int8, as in GGUF files: they influence the token
+    directly and are read only once per step."""
     spec = reader.spec
     dtype = "int8" if reader.dtype == "int4" else reader.dtype
     stored = reader.take(first, (spec.vocab, spec.hidden))
@@ -126,12 +126,12 @@ def read_embedding_and_head(
         rows = reader.matrix(last, spec.vocab, spec.hidden, dtype)
     head = reader.product([rows])
     read = reader.reread(first if spec.tied else last, dtype)
-    reader.noted["lm_head"] = TargetMatrix((-1, "head"), head, 0, spec.vocab, read)
+    reader.targets["lm_head"] = TargetMatrix((-1, "head"), head, 0, spec.vocab, read)
     if spec.tied and isinstance(head, ReferenceLinear):
         # one copy in memory: the rows of the head are the embedding
         table = DenseWeight(head.weight)
     elif dtype == "fp32":
-        # as stored is smaller and widens to the same values
+        # the stored form is smaller and has the same values
         table = stored
     return EmbeddingAndHead(
         TokenEmbedding(table, reader.device, reader.placement.hidden_dtype), head
@@ -139,7 +139,7 @@ def read_embedding_and_head(
 
 
 def read_mlp(reader: TensorReader, layer: int, width: int, shared: bool = False) -> GatedMlp:
-    """A layer's own MLP, or the expert that every token passes."""
+    """A layer's MLP, or its shared expert."""
     hidden, biased = reader.spec.hidden, reader.spec.mlp_bias
     stem = f"model.layers.{layer}.mlp." + ("shared_experts." if shared else "")
     gate_up = reader.linear([stem + "gate_proj", stem + "up_proj"], [width, width], hidden, biased)
@@ -148,7 +148,7 @@ def read_mlp(reader: TensorReader, layer: int, width: int, shared: bool = False)
 
 
 def read_layer(reader: TensorReader, index: int) -> DecoderLayer:
-    """One block; where the layer has experts, its attention half."""
+    """One block; of a layer with experts only the attention."""
     spec, base = reader.spec, f"model.layers.{index}."
     attention = base + "self_attn."
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -157,8 +157,8 @@ def read_layer(reader: TensorReader, index: int) -> DecoderLayer:
     qkv = reader.linear(names, sizes, spec.hidden)
     biases = _biases(reader, names, sizes) if spec.qkv_bias else []
     if biases:
-        # the decoders add them behind the product
-        reader.note(qkv, names, sizes, biases)
+        # the decoders add them after the product
+        reader.add_targets(qkv, names, sizes, biases)
     routed = spec.moe is not None and index in spec.moe.layers
     mlp = None if routed else read_mlp(reader, index, spec.intermediate)
     q_norm, k_norm = _qk_norms(reader, attention, q_size, kv_size)
@@ -195,17 +195,17 @@ def _biases(reader: TensorReader, names: list[str], sizes: list[int]) -> list[Te
     return [reader.vector(f"{name}.bias", size) for name, size in pairs]
 
 
-# (input of the block [T, D], the layer's cache, batch) -> what is added to the residual
+# (input of the block [T, D], the layer's cache, batch) -> what to add to the residual
 Attend = Callable[[Tensor, Tensor, AttentionBatch], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class BackendOps:
-    """The backend's kernels, by the signatures of `kernels.reference`."""
+    """The backend's kernels, with the signatures of `kernels.reference`."""
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
     attention: Callable[[Tensor, Tensor, AttentionBatch, float], Tensor]
-    # over a cache whose one plane is keys and values
+    # for a cache with one plane for keys and values
     latent: Callable[[Tensor, Tensor, AttentionBatch, float], Tensor] = latent_attention
 
 
@@ -266,15 +266,15 @@ class RotaryCache:
 
 @dataclass(frozen=True, slots=True)
 class HeadAttention:
-    """Queries and keys are normed (per head, or across all of them as OLMoE does: as wide as the
-    norm's weight is), then clipped, then turned."""
+    """Queries and keys are normalised (per head, or over all heads as in OLMoE: the width of the
+    norm's weight decides), then clipped, then rotated."""
 
     shape: DecoderShape
     layer: DecoderLayer
     ops: BackendOps
-    turns: RotaryCache
+    rotary: RotaryCache
     clip: float | None
-    # the layer's number: adapters are told apart by it
+    # the layer's number, by which adapters find it
     index: int
 
     def __call__(self, x: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> Tensor:
@@ -290,9 +290,9 @@ class HeadAttention:
         if self.clip is not None:
             q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
         q, k, v = (part.reshape(len(x), -1, shape.head_dim) for part in (q, k, v))
-        turn = self.turns(batch)
-        reference.write_kv(reference.rotary(k, *turn), v, kv_layer, batch.slots)
-        q = reference.rotary(q, *turn)
+        cos_sin = self.rotary(batch)
+        reference.write_kv(reference.rotary(k, *cos_sin), v, kv_layer, batch.slots)
+        q = reference.rotary(q, *cos_sin)
         mixed = self.ops.attention(q, kv_layer, batch, shape.attention_scale)
         mixed, outer = mixed.reshape(len(x), shape.q_size), (("o", shape.hidden),)
         return patched.linear(layer.o, mixed, self.index, outer, batch.patches)

@@ -1,8 +1,8 @@
 """Multi-head latent attention: keys and values of all heads come from one small vector per token.
 
-Only that vector is cached. Queries are brought to its space and the mixed vector is brought back
-per head, so that no key or value of a past token is ever computed again. Owns the tensors' names
-and order.
+Only that vector is cached. Queries are projected into its space, and the mixed vector is projected
+back per head, so that no key or value of a past token is computed again. This module defines the
+tensors' names and order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from coterie.weights.quantize import DenseWeight, Weight, dense
 if TYPE_CHECKING:
     from coterie.models.build.reader import TensorReader
 
-# transformers gives the two inner norms this, whatever the config says of the others
+# transformers uses this for the two inner norms, whatever the config says for the others
 _INNER_EPS = 1e-6
 
 
@@ -49,7 +49,7 @@ class LatentQueries:
 @dataclass(frozen=True, slots=True)
 class LatentParts:
     queries: LatentQueries
-    kv_a: Linear  # rows: the latent, then the key that is turned
+    kv_a: Linear  # rows: the latent, then the key that is rotated
     kv_norm: Tensor  # [kv_rank]
     key_up: HeadLinear  # nope -> kv_rank
     value_up: HeadLinear  # kv_rank -> value
@@ -62,19 +62,19 @@ class LatentAttention:
     latent: LatentSpec
     scale: float
     ops: BackendOps
-    turns: RotaryCache
-    # the layer's number: adapters are told apart by it
+    rotary: RotaryCache
+    # the layer's number, by which adapters find it
     index: int
 
     def __call__(self, x: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> Tensor:
-        parts, latent, turn = self.parts, self.latent, self.turns(batch)
+        parts, latent, cos_sin = self.parts, self.latent, self.rotary(batch)
         rank, rows = latent.kv_rank, self._product(parts.kv_a, "kv_a", x, batch)
         normed = self.ops.norm(rows[:, :rank].contiguous(), parts.kv_norm, _INNER_EPS)
-        key = reference.rotary(rows[:, None, rank:], *turn)[:, 0]
+        key = reference.rotary(rows[:, None, rank:], *cos_sin)[:, 0]
         write_latent(torch.cat((normed, key), dim=-1), kv_layer, batch.slots)
         q = self._queries(x, batch).view(len(x), -1, latent.nope + latent.rope)
         wide = parts.key_up(q[..., : latent.nope])
-        q = torch.cat((wide, reference.rotary(q[..., latent.nope :], *turn)), dim=-1)
+        q = torch.cat((wide, reference.rotary(q[..., latent.nope :], *cos_sin)), dim=-1)
         mixed = self.ops.latent(q, kv_layer, batch, self.scale)
         values = parts.value_up(mixed[..., :rank]).reshape(len(x), -1)
         return self._product(parts.o, "o", values, batch)
@@ -93,15 +93,15 @@ class LatentAttention:
 
 
 def read_block(
-    reader: TensorReader, index: int, ops: BackendOps, turns: RotaryCache
+    reader: TensorReader, index: int, ops: BackendOps, rotary: RotaryCache
 ) -> DecoderBlock:
-    """One layer; where it has experts, its attention half."""
+    """One layer; of one with experts only the attention."""
     spec, base = reader.spec, f"model.layers.{index}."
     latent = spec.latent
     if latent is None:
         raise TypeError(f"{spec.architecture} has no latent attention")
     parts = _read_parts(reader, base + "self_attn.", latent)
-    attend = LatentAttention(parts, latent, spec.attention_scale, ops, turns, index)
+    attend = LatentAttention(parts, latent, spec.attention_scale, ops, rotary, index)
     input_norm = reader.vector(base + "input_layernorm.weight", spec.hidden)
     if spec.moe is not None and index in spec.moe.layers:
         return DecoderBlock(input_norm, attend)
@@ -146,18 +146,18 @@ def _reordered(
     rows = len(order)
     product = reader.product([rows_of(reader.matrix(name + ".weight", rows, columns), order)])
     biases = [reader.vector(name + ".bias", rows)] if biased else []
-    reader.note(product, [name], [rows], biases, order)
+    reader.add_targets(product, [name], [rows], biases, order)
     if not biases:
         return product
     return BiasedLinear(product, biases[0][order.to(reader.device)])
 
 
-def _halves(heads: int, plain: int, turned: int) -> Tensor:
-    """Rows in an order in which the turned part has its pairs as halves, not side by side: scores
-    do not depend on the order, and one rotary kernel serves all models."""
-    pairs = torch.arange(plain, plain + turned).view(-1, 2).T.reshape(-1)
+def _halves(heads: int, plain: int, rotated: int) -> Tensor:
+    """An order of rows in which the pairs of the rotated part are two halves and not adjacent.
+    Scores do not depend on the order, and so one rotary kernel serves all models."""
+    pairs = torch.arange(plain, plain + rotated).view(-1, 2).T.reshape(-1)
     one = torch.cat((torch.arange(plain), pairs))
-    return (torch.arange(heads)[:, None] * (plain + turned) + one).reshape(-1)
+    return (torch.arange(heads)[:, None] * (plain + rotated) + one).reshape(-1)
 
 
 def _ups(reader: TensorReader, stem: str, latent: LatentSpec) -> tuple[HeadLinear, HeadLinear]:
@@ -175,11 +175,11 @@ def _ups(reader: TensorReader, stem: str, latent: LatentSpec) -> tuple[HeadLinea
 def _split_ups(
     reader: TensorReader, stem: str, latent: LatentSpec
 ) -> tuple[HeadLinear, HeadLinear]:
-    """As GGUF files keep them: a stack of heads each, the keys' already turned."""
+    """As GGUF files store them: a stack of heads each, the keys already transposed."""
     heads, rank = reader.spec.num_heads, latent.kv_rank
     keys = dense(reader.take(stem + "k_b_proj.weight", (heads, rank, latent.nope)))
     values = dense(reader.take(stem + "v_b_proj.weight", (heads, latent.value, rank)))
-    # stacks come widened: they are rounded no further than to the model's own type
+    # stacks are widened when read: round them no further than to the model's own type
     kept = torch.bfloat16 if reader.dtype == "bf16" else torch.float32
     return (
         reader.per_head([DenseWeight(head.to(kept)) for head in keys]),
@@ -188,7 +188,7 @@ def _split_ups(
 
 
 def _transposed(weight: Weight) -> Weight:
-    """Quantised groups run along a row, so that a turned matrix is kept dense."""
+    """Quantised groups are parts of a row, so a transposed matrix has to be dense."""
     if isinstance(weight, DenseWeight):
         return DenseWeight(weight.tensor.T.contiguous())
     return DenseWeight(dense(weight).T.contiguous())

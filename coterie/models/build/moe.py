@@ -1,7 +1,7 @@
-"""Layers with experts: the block around the experts, and the walk over the stack.
+"""Runs a decoder stack with MoE layers: attention, gate, experts, residual, layer by layer.
 
-Whatever places and computes experts stands behind `MoeExperts`; all else of a layer (attention,
-dense layers, the expert every token passes) is the backbone's.
+`MoeExperts` places and computes the experts; everything else of a layer (attention, dense layers,
+the shared expert) belongs to the backbone.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
     from coterie.moe.store.base import ExpertGeometry, ExpertStore
     from coterie.weights.checkpoint import Checkpoint
 
-# (hidden [T, D], caches, batch, first, last) -> hidden behind those layers: dense ones whole, ones
-# with experts up to their experts
+# (hidden [T, D], caches, batch, first, last) -> hidden after those layers; a layer with experts
+# runs up to its experts
 Backbone = Callable[[Tensor, Sequence[Tensor], AttentionBatch, int, int], Tensor]
 
-# rows that walk through a group of layers together
+# rows that run through a group of layers together
 CHUNK_TOKENS = 512
 
 
 class MoeExperts(Protocol):
-    """What a stack asks of `experts.runtime.ExpertRuntime`."""
+    """What a stack needs from `moe.runtime.runtime.ExpertRuntime`."""
 
     geometry: ExpertGeometry
 
     @property
     def wants_hints(self) -> bool:
-        """Whether `hint` is of any use now."""
+        """Whether a call of `hint` is useful now."""
 
     def resident(self, phase: str) -> ResidentExperts | None: ...
-    def ran(
+    def record_resident_step(
         self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
     ) -> None: ...
     def run(self, step: ExpertStep) -> Tensor: ...
@@ -66,18 +66,18 @@ class MoeExperts(Protocol):
 @dataclass(frozen=True, slots=True)
 class MoeLayer:
     index: int
-    router: ExpertGate
-    # what the experts read, and how their sum joins the residual
+    gate: ExpertGate
+    # makes the experts' input, and adds their sum to the residual
     before: Callable[[Tensor], Tensor]
     after: Callable[[Tensor, Tensor], Tensor] = operator.add
-    # the expert every token passes
+    # the shared expert, which every token uses
     shared: Callable[[Tensor, tuple[Segment, ...]], Tensor] | None = None
-    # weight of `before`, where that is an RMS norm
+    # the weight of `before`, if that is an RMS norm
     norm: Tensor | None = None
 
 
 class MoeStack:
-    """A decoder stack some of whose layers end in experts."""
+    """A decoder stack with experts in some of its layers."""
 
     def __init__(
         self,
@@ -85,28 +85,28 @@ class MoeStack:
         layers: Sequence[MoeLayer],
         num_layers: int,
         experts: MoeExperts,
-        express: FusedMoeStack | None = None,
+        fused: FusedMoeStack | None = None,
     ) -> None:
-        self._express = express
+        self._fused = fused
         self._backbone, self._layers, self._num_layers = backbone, layers, num_layers
         self._places = {layer.index: place for place, layer in enumerate(layers)}
         self.experts = experts
         self.chunk_tokens = CHUNK_TOKENS
-        # spent in routers since the last `take_usage`
+        # seconds in gates since the last `take_usage`
         self._routing_s = 0.0
         for layer in layers:
             _mask(layer, experts.geometry)
 
     def __call__(self, hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch) -> Tensor:
         owners = _owners(batch)
-        if self._express is not None:
+        if self._fused is not None:
             step = hidden, kv, batch
-            whole = run_fused(self._express, self.experts, step, owners, self.chunk_tokens)
+            whole = run_fused(self._fused, self.experts, step, owners, self.chunk_tokens)
             if whole is not None:
                 return whole
         groups = self.experts.groups(batch.phase) if batch.phase == "prefill" else None
         if groups is None:
-            return self._walk(hidden, kv, batch, owners, range(len(self._layers)))
+            return self._run_layers(hidden, kv, batch, owners, range(len(self._layers)))
         chunks = split_batch(batch, self.chunk_tokens)
         sizes = [len(chunk.positions) for chunk in chunks]
         parts = list(torch.split(hidden, sizes))
@@ -115,10 +115,10 @@ class MoeStack:
             self.experts.load_group(number)
             places = [self._places[layer] for layer in group]
             for index, chunk in enumerate(chunks):
-                parts[index] = self._walk(parts[index], kv, chunk, owned[index], places)
+                parts[index] = self._run_layers(parts[index], kv, chunk, owned[index], places)
         return torch.cat(parts)
 
-    def _walk(
+    def _run_layers(
         self,
         hidden: Tensor,
         kv: Sequence[Tensor],
@@ -126,43 +126,38 @@ class MoeStack:
         owners: Tensor | None,
         places: Sequence[int],
     ) -> Tensor:
-        """The MoE layers at `places`, each with the dense ones before it; the last one of all also
-        with those behind it."""
+        """Run the MoE layers at `places`, each with the dense layers before it. After the last MoE
+        layer of the model, also run the dense layers behind it."""
+        experts, phase = self.experts, batch.phase
         for place in places:
             layer = self._layers[place]
             first = self._layers[place - 1].index + 1 if place else 0
             hidden = self._backbone(hidden, kv, batch, first, layer.index + 1)
-            hidden = self._feed(place, hidden, batch, owners)
+            rows = layer.before(hidden)
+            started = time.perf_counter()
+            ids, weights = layer.gate(rows)
+            self._routing_s += time.perf_counter() - started
+            if experts.wants_hints and phase == "decode" and place + 1 < len(self._layers):
+                following = self._layers[place + 1]
+                experts.hint(following.index, following.gate(rows)[0])
+            out = experts.run(ExpertStep(layer.index, phase, rows, ids, weights, owners))
+            if layer.shared is not None:
+                out = out + layer.shared(rows, batch.patches)
+            hidden = layer.after(hidden, out)
         end = self._layers[-1].index + 1
         if end < self._num_layers and places[-1] == len(self._layers) - 1:
             hidden = self._backbone(hidden, kv, batch, end, self._num_layers)
         return hidden
 
-    def _feed(
-        self, place: int, hidden: Tensor, batch: AttentionBatch, owners: Tensor | None
-    ) -> Tensor:
-        layer, phase = self._layers[place], batch.phase
-        rows = layer.before(hidden)
-        started = time.perf_counter()
-        ids, weights = layer.router(rows)
-        self._routing_s += time.perf_counter() - started
-        if self.experts.wants_hints and phase == "decode" and place + 1 < len(self._layers):
-            following = self._layers[place + 1]
-            self.experts.hint(following.index, following.router(rows)[0])
-        out = self.experts.run(ExpertStep(layer.index, phase, rows, ids, weights, owners))
-        if layer.shared is not None:
-            out = out + layer.shared(rows, batch.patches)
-        return layer.after(hidden, out)
-
     def take_usage(self) -> tuple[MoeUsage, list[MoeUsage]]:
-        """What the steps since the last call cost: in all, and by sequence."""
+        """The costs of the steps since the last call: in total, and by sequence."""
         total, by_sequence = self.experts.end_step()
         spent, self._routing_s = self._routing_s, 0.0
         return replace(total, routing_s=total.routing_s + spent), by_sequence
 
 
 def _mask(layer: MoeLayer, geometry: ExpertGeometry) -> None:
-    """Keep a router to the experts that its store has."""
+    """Limit a gate to the experts that its store has."""
     present = geometry.present(layer.index)
     if len(present) < geometry.top_k:
         raise WeightsError(
@@ -171,7 +166,7 @@ def _mask(layer: MoeLayer, geometry: ExpertGeometry) -> None:
         )
     absent = set(range(geometry.num_experts)).difference(present)
     if absent:
-        layer.router.exclude(sorted(absent))
+        layer.gate.exclude(sorted(absent))
 
 
 def _owners(batch: AttentionBatch) -> Tensor | None:
@@ -186,22 +181,24 @@ def _owners(batch: AttentionBatch) -> Tensor | None:
 
 
 class FusedMoeStack:
+    """Runs all layers in one native call, while all experts are in memory."""
+
     def __init__(self, decoder: NativeDecoder, layers: Sequence[MoeLayer], num_layers: int) -> None:
         self._decoder, self._layers, self._num_layers = decoder, layers, num_layers
         self._norms = [_floats(layer.norm) for layer in layers]
-        self._top_k = layers[0].router.routing.top_k
-        # what the decoder's layers point at now
+        self._top_k = layers[0].gate.rule.top_k
+        # the experts that the decoder's layers point to
         self._attached: ResidentExperts | None = None
         self._parts: list[abi.MoePart] = []
 
     @staticmethod
     def fits(layers: Sequence[MoeLayer]) -> bool:
-        """Whether the native layer knows everything that these do."""
+        """Whether the native layer supports everything in these layers."""
         return all(
             layer.norm is not None
             and layer.shared is None
             and layer.after is operator.add
-            and layer.router.route is not None
+            and layer.gate.route is not None
             for layer in layers
         )
 
@@ -212,7 +209,7 @@ class FusedMoeStack:
         batches: Sequence[AttentionBatch],
         found: ResidentExperts,
     ) -> tuple[Tensor, Tensor]:
-        """hidden [T, D] behind the stack, and what the routers chose: int32 [layers, T, K]."""
+        """hidden [T, D] after the stack, and the gates' choices: int32 [layers, T, K]."""
         self._attach(found)
         parts = torch.split(hidden, [len(batch.positions) for batch in batches])
         outs, chosen = [], []
@@ -232,7 +229,7 @@ class FusedMoeStack:
             self._parts = [
                 abi.MoePart(
                     norm.data_ptr(),
-                    layer.router.route,
+                    layer.gate.route,
                     expert_shape(found.layouts[layer.index]),
                     found.tables[layer.index].pointers,
                 )
@@ -253,13 +250,13 @@ def _floats(norm: Tensor | None) -> Tensor:
 
 
 def run_fused(
-    express: FusedMoeStack,
+    fused: FusedMoeStack,
     experts: MoeExperts,
     step: tuple[Tensor, Sequence[Tensor], AttentionBatch],
     owners: Tensor | None,
     chunk_tokens: int,
 ) -> Tensor | None:
-    """The whole stack at once, if nothing stands against it now."""
+    """Run the whole stack in one call; None when that is not possible now."""
     hidden, kv, batch = step
     found = experts.resident(batch.phase)
     if found is None:
@@ -267,19 +264,19 @@ def run_fused(
     begin = time.perf_counter()
     few = len(batch.positions) <= chunk_tokens
     batches = [batch] if few else split_batch(batch, chunk_tokens)
-    out, routed = express.run(hidden, kv, batches, found)
-    experts.ran(found, routed, owners, time.perf_counter() - begin)
+    out, routed = fused.run(hidden, kv, batches, found)
+    experts.record_resident_step(found, routed, owners, time.perf_counter() - begin)
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class MoeRequirements:
-    """What a model needs of its experts."""
+    """What is needed to open a model's experts."""
 
     checkpoint: Checkpoint
     moe: MoeSpec
     hidden: int
-    # as the user asked: auto keeps what the file stores
+    # the user's choice; auto is the precision of the file
     dtype: str
     device: str
     # of one full context, reserved before experts
@@ -293,11 +290,11 @@ MoeFactory = Callable[[MoeRequirements], "MoeExperts"]
 
 
 def _geometry(moe: MoeSpec) -> ExpertGeometry:
-    return ExpertGeometry(moe.layers, moe.num_experts, moe.routing.top_k)
+    return ExpertGeometry(moe.layers, moe.num_experts, moe.gate_rule.top_k)
 
 
 def moe_factory(dispatch: MoeSettings | None) -> MoeFactory:
-    """The ordinary way: a store over the checkpoint, and a runtime as `dispatch` wishes."""
+    """The usual factory: a store over the checkpoint, and a runtime with these settings."""
 
     def opened(wanted: MoeRequirements) -> MoeExperts:
         from coterie.core.moe import MoeSettings
@@ -317,7 +314,7 @@ def store_of(wanted: MoeRequirements, reads: str) -> ExpertStore:
 def open_moe_store(
     checkpoint: Checkpoint, moe: MoeSpec, hidden: int, dtype: str, reads: str = "auto"
 ) -> ExpertStore:
-    """The experts of every MoE layer; reads none of them."""
+    """The store of all MoE layers' experts. Reads none of them."""
     from coterie.moe.store.base import ExpertNames
     from coterie.moe.store.checkpoint import open_store
 

@@ -1,6 +1,6 @@
-"""Takes tensors out of a checkpoint at one precision, for one backend and device.
+"""Reads tensors from a checkpoint at one precision, for one backend and device.
 
-Owns the check that every tensor is there, has its shape and is used once.
+Checks that every tensor exists, has the right shape and is used once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from coterie.models.spec import ModelSpec
     from coterie.weights.checkpoint import Checkpoint
 
-# Buffers that older files carry; they are computed here.
+# Buffers in older files; they are computed here.
 _COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 
 
 class BiasedLinear:
-    """A product with a bias behind it, for the few models that have one after o or in the MLP."""
+    """A product with a bias, for the few models that have one after o or in the MLP."""
 
     def __init__(self, product: Linear, bias: Tensor) -> None:
         self.product, self.bias = product, bias
@@ -44,7 +44,7 @@ class BiasedLinear:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlacement:
-    """Where the parts live: the products' backend, the device, the type of activations."""
+    """The products' backend, the device, and the type of activations."""
 
     backend: str
     device: str
@@ -57,16 +57,16 @@ class TensorReader:
     ) -> None:
         self.spec, self.dtype, self.placement = spec, dtype, placement
         self.device = torch.device(placement.device)
-        # of every product handed out
+        # of all products
         self.product_bytes = 0
         # what adapters may change, by module path
-        self.noted: dict[str, TargetMatrix] = {}
+        self.targets: dict[str, TargetMatrix] = {}
         self._checkpoint = checkpoint
         self._left = {name for name in checkpoint.names() if not name.endswith(_COMPUTED)}
         self._left -= _expert_names(spec, self._left)
 
     def finish(self) -> None:
-        """Every tensor must have been taken: one that is dropped in silence changes the model."""
+        """Raise unless every tensor was read: leaving one out would change the model."""
         if self._left:
             raise WeightsError(
                 f"{self._checkpoint.path}: {self.spec.architecture} has no place for the tensor "
@@ -74,20 +74,20 @@ class TensorReader:
             )
 
     def drop(self, name: str) -> None:
-        """A tensor that repeats another one (the head of a tied model)."""
+        """Ignore a tensor that repeats another one (the head of a tied model)."""
         self._left.discard(name)
 
     def linear(
         self, names: Sequence[str], rows: Sequence[int], columns: int, biased: bool = False
     ) -> Linear:
-        """One product over the rows of `names`, each with its bias where `biased`."""
+        """One product of the rows of all `names`; with their biases if `biased`."""
         pairs = list(zip(names, rows, strict=True))
         product = self.product([self.matrix(name + ".weight", n, columns) for name, n in pairs])
         biases = [self.vector(name + ".bias", n) for name, n in pairs] if biased else []
-        self.note(product, names, rows, biases)
+        self.add_targets(product, names, rows, biases)
         return BiasedLinear(product, torch.cat(biases)) if biased else product
 
-    def note(
+    def add_targets(
         self,
         product: Linear,
         names: Sequence[str],
@@ -95,18 +95,18 @@ class TensorReader:
         biases: Sequence[Tensor] = (),
         order: Tensor | None = None,
     ) -> None:
-        """Adapters may change these modules, whose rows follow one another in `product`."""
+        """Let adapters change these modules, which are consecutive rows of `product`."""
         first = 0
         for place, (name, count) in enumerate(zip(names, rows, strict=True)):
             site = site_of(name)
             if site is not None:
                 bias = biases[place] if biases else None
                 read = self.reread(name + ".weight", self.dtype)
-                self.noted[name] = TargetMatrix(site, product, first, count, read, bias, order)
+                self.targets[name] = TargetMatrix(site, product, first, count, read, bias, order)
             first += count
 
     def reread(self, name: str, dtype: str) -> Callable[[], Tensor]:
-        """The tensor once more, widened, as it was taken at `dtype`."""
+        """A function that reads the tensor again at `dtype` and returns it dense."""
         checkpoint = self._checkpoint
         return lambda: dense(convert(checkpoint.read(name), dtype))
 
@@ -124,7 +124,7 @@ class TensorReader:
         return convert(self.take(name, (rows, columns)), dtype or self.dtype)
 
     def exact(self, name: str, rows: int, columns: int) -> Linear:
-        """A product that is kept in fp32 whatever the model is: a rounded router picks others."""
+        """A product that stays in fp32: a rounded gate would choose other experts."""
         return self.product([DenseWeight(dense(self.take(name, (rows, columns))))])
 
     def vector(self, name: str, size: int) -> Tensor:
@@ -134,7 +134,7 @@ class TensorReader:
         return name in self._left
 
     def rows(self, name: str) -> int:
-        """How many the file has: of tables that config may use in part."""
+        """Rows in the file, for tables of which the config may use only a part."""
         return self._checkpoint.shape(name)[0]
 
     def take(self, name: str, shape: tuple[int, ...]) -> Weight:
@@ -150,7 +150,7 @@ class TensorReader:
 
 
 def _expert_names(spec: ModelSpec, names: set[str]) -> set[str]:
-    """Tensors of the routed experts, one by one or stacked: they are the store's."""
+    """Tensors of the routed experts, single or stacked: the expert store reads them."""
     if spec.moe is None:
         return set()
     stems = {template.split("{expert}")[0] for template in spec.moe.parts.values()}

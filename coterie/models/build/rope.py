@@ -1,7 +1,7 @@
 """Rotary position embedding: every scaling variant of the family, as cos and sin tables.
 
-The tables are those transformers computes, fixed at load for the longest context served. Knows
-nothing of attention.
+The tables equal those of transformers, computed once for the longest served context. This module
+knows nothing about attention.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Rope:
     kind: str
     theta: float
     head_dim: int
-    # positions the file says the model was made for
+    # positions that the model was made for, as the file says
     max_positions: int
     original_max_positions: int
-    # positions it is run at: decides the variants that depend on length
+    # positions that are served: some variants depend on this length
     served_positions: int
     parameters: dict[str, Any]
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 [served_positions, head_dim / 2], with the attention factor in them."""
+        """cos and sin, fp32 [served_positions, head_dim / 2], times the attention factor."""
         import torch
 
         frequencies, factor = VARIANTS[self.kind](self)
@@ -40,7 +40,7 @@ class Rope:
         return angles.cos() * factor, angles.sin() * factor
 
     def magnitude(self) -> float:
-        """What DeepSeek multiplies onto queries and keys beside the tables (mscale_all_dim)."""
+        """The factor of DeepSeek's queries and keys that is not in the tables (mscale_all_dim)."""
         all_dim = self.parameters.get("mscale_all_dim")
         if self.kind == "default" or not all_dim:
             return 1.0
@@ -91,7 +91,7 @@ _REQUIRED = {
 
 
 def _powers(rope: Rope, theta: float) -> Tensor:
-    """theta ** (2i / head_dim), in fp32 as transformers does."""
+    """theta ** (2i / head_dim), in fp32 as in transformers."""
     import torch
 
     exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.int64).float() / rope.head_dim
@@ -108,7 +108,7 @@ def _linear(rope: Rope) -> tuple[Tensor, float]:
 
 
 def _dynamic(rope: Rope) -> tuple[Tensor, float]:
-    """Neutral up to the model's own length; beyond it, stretched for the served length."""
+    """No change up to the model's own length; for a longer served length, scaled to it."""
     factor, length = rope.parameters["factor"], max(rope.served_positions, rope.max_positions)
     stretch = (factor * length / rope.max_positions) - (factor - 1)
     theta = rope.theta * stretch ** (rope.head_dim / (rope.head_dim - 2))
@@ -139,8 +139,8 @@ def _yarn_ramp(rope: Rope, fast: float, slow: float) -> Tensor:
     import torch
 
     def dimension(rotations: float) -> float:
-        turns = math.log(rope.original_max_positions / (rotations * 2 * math.pi))
-        return rope.head_dim * turns / (2 * math.log(rope.theta))
+        wavelengths = math.log(rope.original_max_positions / (rotations * 2 * math.pi))
+        return rope.head_dim * wavelengths / (2 * math.log(rope.theta))
 
     low, high = dimension(fast), dimension(slow)
     if rope.parameters.get("truncate", True):
@@ -150,12 +150,13 @@ def _yarn_ramp(rope: Rope, fast: float, slow: float) -> Tensor:
         high += 0.001
     steps = torch.arange(rope.head_dim // 2, dtype=torch.float32)
     ramp = ((steps - low) / (high - low)).clamp(0, 1)
-    # written as transformers does, so that the roundings agree
+    # the same operations as in transformers, so that the roundings are equal
     return 1 - (1 - ramp)
 
 
 def _longrope(rope: Rope) -> tuple[Tensor, float]:
-    """The long factors when the served context passes the original one, else the short ones."""
+    """The long factors when the served context is longer than the original one, else the short
+    ones."""
     import torch
 
     given = rope.parameters

@@ -1,7 +1,7 @@
-"""Where adapters may change a model: module paths of its Hugging Face form -> matrices as loaded.
+"""Which modules adapters may change: Hugging Face module path -> the matrix as it was loaded.
 
-The reader notes every product it hands out; nothing is computed before an adapter asks. Owns which
-modules can be adapted, and the sentence for each that cannot.
+The reader records every product that it makes; nothing is computed before an adapter needs it. This
+module decides which modules can be adapted, and has a sentence for each that cannot.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PARTS = {
 }
 _HEAD = "lm_head"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-# ends or middles of paths -> why they cannot be adapted
+# pattern in a path -> why the module cannot be adapted
 _REASONS = (
     (r"embed_tokens$", "embeddings are not adapted"),
     (r"\.kv_b_proj$", "it is absorbed into its neighbours: latent attention never computes it"),
@@ -54,14 +54,14 @@ _REASONS = (
 
 @dataclass(slots=True)
 class TargetMatrix:
-    """One module's rows within a product. A `Target` of adapters/base.py."""
+    """One module's rows in a product. A `Target` of adapters/base.py."""
 
     site: Site
     product: Linear
-    # where the module's rows begin in the product
+    # the first of the module's rows in the product
     first: int
     out_features: int
-    # the module's weight as it was read, dense, in the module's own order
+    # returns the module's weight as it was read, dense, in the module's own order
     read: Callable[[], Tensor]
     bias: Tensor | None = None
     order: Tensor | None = None
@@ -92,7 +92,7 @@ class TargetMatrix:
         return self._in_order(rows)
 
     def _norms_squared(self) -> Tensor:
-        """Of the weight as the kernels see it, in the module's own order."""
+        """Computed from the weight that the kernels use, in the module's own order."""
         packed = self._packed()
         if packed is not None:
             return self._in_order(packed.row_norms_squared())
@@ -102,13 +102,13 @@ class TargetMatrix:
         return _squares(self.read())
 
     def _packed(self) -> PackedLinear | None:
-        """The module's rows alone, where the product can tell them from its others."""
+        """Only the module's rows, where the product can separate them."""
         if self._own is None and isinstance(self.product, PackedLinear):
             self._own = self.product.whole_weight(self.first, self.out_features)
         return self._own
 
     def _in_order(self, rows: Tensor) -> Tensor:
-        """[..., out] of the product -> of the module."""
+        """[..., out] in the product's order -> in the module's order."""
         if self.order is None:
             return rows
         back = torch.empty_like(rows)
@@ -123,7 +123,7 @@ def _squares(weight: Tensor) -> Tensor:
 
 
 class ModelTargets:
-    """`Targets` of adapters/base.py over what a reader noted."""
+    """The targets that a reader recorded. An `AdaptableModel` of adapters/base.py."""
 
     def __init__(self, spec: ModelSpec, matrices: Mapping[str, TargetMatrix]) -> None:
         self.hidden = spec.hidden
@@ -136,7 +136,7 @@ class ModelTargets:
         return found
 
     def modules(self) -> AdaptableModules:
-        """What there is to change, for checks that see no weights."""
+        """The modules that can be changed, for checks that do not load weights."""
         found = self._matrices.items()
         shapes = {path: (matrix.in_features, matrix.out_features) for path, matrix in found}
         return AdaptableModules(self.hidden, shapes, any(m.bias is not None for _, m in found))
@@ -157,7 +157,7 @@ class ModelTargets:
 
 
 def site_of(path: str) -> Site | None:
-    """None for what is not adapted."""
+    """None for a module that cannot be adapted."""
     if path == _HEAD:
         return -1, "head"
     layer = _LAYER.fullmatch(path)

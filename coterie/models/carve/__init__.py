@@ -1,1 +1,1 @@
-"""Cuts a dense model into a shared part and MoE experts."""
+"""Divides a dense model's MLPs into a shared part and MoE experts."""

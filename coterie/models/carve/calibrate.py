@@ -1,7 +1,7 @@
-"""Walks a dense model over calibration text layer by layer and cuts each layer as it passes.
+"""Runs a dense model over calibration text, layer by layer, and divides each layer into experts.
 
-One layer's weights are in memory at a time. Held-out text walks along with different numbers of
-active experts, which gives the report its perplexities.
+Only one layer's weights are in memory at a time. Held-out text runs at the same time with different
+numbers of active experts, which gives the perplexities of the report.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class LayerCarver:
         held_out: dict[str, Tensor],
         actives: Sequence[int],
     ) -> Iterator[LayerCut]:
-        """One cut per layer. Texts are windows of token ids [windows, tokens]; perplexities of
-        `held_out` with each number of active experts are in `measured` at the end."""
+        """One cut per layer. Texts are windows of token ids [windows, tokens]. At the end,
+        `measured` has the perplexities of `held_out` for each number of active experts."""
         main = _Stream(calibration, self._ends.embedding)
         tried: list[tuple[str, int | None, _Stream]] = [
             (name, active, _Stream(ids, self._ends.embedding))
@@ -80,8 +80,8 @@ class LayerCarver:
         ]
         for index in range(self._spec.num_layers):
             layer = read_layer(self._reader, index)
-            # nobody adapts this model: what is noted would keep every layer in memory
-            self._reader.noted.clear()
+            # this model gets no adapters, and the targets would keep every layer in memory
+            self._reader.targets.clear()
             cut = self._cut(main, layer, carving)
             for _, active, stream in tried:
                 self._pass(stream, layer, _change(cut, active))
@@ -118,7 +118,7 @@ class LayerCarver:
 
 
 class _Stream:
-    """Windows of one text on their way through the layers."""
+    """The windows of one text: their ids, and their hidden states after the last layer that ran."""
 
     def __init__(self, ids: Tensor, embed: Callable[[Tensor], Tensor]) -> None:
         self.ids, self.hidden = ids, embed(ids.flatten())
@@ -140,7 +140,7 @@ def _change(cut: LayerCut, active: int | None) -> Change:
 
 
 def _perplexity(rows: Tensor, ids: Tensor, head: Callable[[Tensor], Tensor]) -> float:
-    """Over every token but the first of each window."""
+    """Over every token except the first of each window."""
     total = 0.0
     for window, hidden in zip(ids, rows.view(*ids.shape, -1), strict=True):
         logits = head(hidden[:-1]).float()
@@ -149,14 +149,14 @@ def _perplexity(rows: Tensor, ids: Tensor, head: Callable[[Tensor], Tensor]) -> 
 
 
 WINDOW = 256
-# of one topic, so that no long one crowds the others out
+# the most windows of one topic, so that a long text does not displace the others
 _WINDOWS_PER_TEXT = 3
 
 _FOLDER = Path(__file__).parent / "texts"
 
 
 def calibration(tokenizer: Tokenizer, file: Path | None, windows: int = 32) -> Tensor:
-    """Token ids [windows, WINDOW]: of `file`, or of what comes with the package."""
+    """Token ids [windows, WINDOW]: of `file`, or of the texts that come with the package."""
     if file is None:
         own = _windows(tokenizer, [_own("calibration.txt")], windows, windows)
         topics = _topics(held_out=False)

@@ -1,8 +1,8 @@
-"""Cuts a dense gated MLP into a shared part and experts, without training.
+"""Divides a dense gated MLP into a shared part and experts, without training.
 
-The neurons that matter most on calibration text stay on for every token; the others are grouped by
-what they do together, in groups of equal size, and a linear router is fitted to predict how much
-each group will contribute. Owns the arithmetic of one layer; knows no file and no text.
+The neurons that contribute most on calibration text stay active for every token. The others are
+grouped by how they are active together, in groups of equal size, and a linear gate is fitted that
+predicts each group's contribution. This module has the arithmetic of one layer, no files or texts.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from torch import Tensor
 
 from coterie.core.errors import ConfigError
 
-# of the neurons, when nobody says how many are always on: with fewer the carved model of a small
-# dense one writes nonsense
+# the default share of always active neurons: with fewer, a carved small model writes nonsense
 _SHARED_SHARE = 1 / 3
 
 # groups are found on random projections of the neurons' activations, which keep their angles
 _SKETCH = 512
 _ROUNDS = 8
 
-# the fit's ridge, as a share of the mean square of its inputs
+# the ridge of the fit, as a share of the mean square of its inputs
 _RIDGE = 1e-2
 
 # the largest logit on calibration text: a softmax over larger ones rounds small ones to equal zeros
@@ -31,8 +30,8 @@ _TOP_LOGIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class CarvingPlan:
-    """How a layer is cut: `experts` groups of `width` neurons, `active` of them run per token,
-    `shared` neurons always."""
+    """How a layer is divided: `experts` groups of `width` neurons, of which `active` run per token;
+    `shared` neurons always run."""
 
     experts: int
     active: int
@@ -41,14 +40,14 @@ class CarvingPlan:
     seed: int = 0
 
     def share(self, active: int) -> float:
-        """Of a layer's neurons that run when `active` experts do."""
+        """The share of a layer's neurons that run when `active` experts do."""
         return (self.shared + active * self.width) / (self.shared + self.experts * self.width)
 
 
 def plan_carving(
     intermediate: int, experts: int, active: int, shared: int | None = None, seed: int = 0
 ) -> CarvingPlan:
-    """Checks the numbers; `shared` None takes about a third of the neurons."""
+    """Check the numbers; `shared` None uses about a third of the neurons."""
     if experts < 2 or experts > intermediate:
         raise ConfigError(
             f"{experts} experts cannot be cut from {intermediate} neurons", param="experts"
@@ -85,17 +84,17 @@ def _even(width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """One layer's carving: neuron numbers of the dense MLP, and the router."""
+    """One layer's carving: neuron numbers of the dense MLP, and the gate."""
 
     shared: Tensor  # [S] int64, ascending
     experts: Tensor  # [E, W] int64, ascending in each row
-    router: Tensor  # [E, D] fp32
+    gate: Tensor  # [E, D] fp32
 
     def scores(self, rows: Tensor) -> Tensor:
-        return rows.float() @ self.router.T
+        return rows.float() @ self.gate.T
 
     def mask(self, rows: Tensor, active: int) -> Tensor:
-        """1 for the neurons [T, I] that run when each row picks its `active` best experts."""
+        """1 for the neurons [T, I] that run when each row uses its `active` best experts."""
         picked = torch.topk(self.scores(rows), active).indices
         total = len(self.shared) + self.experts.numel()
         mask = torch.zeros(len(rows), total)
@@ -104,8 +103,8 @@ class LayerCut:
 
 
 def cut_layer(rows: Tensor, activations: Tensor, down: Tensor, carving: CarvingPlan) -> LayerCut:
-    """rows [T, D] went into the MLP, activations [T, I] into its `down` [D, I], all fp32."""
-    # what a neuron adds to the output, by size
+    """rows [T, D] are the MLP's input, activations [T, I] the input of `down` [D, I]; all fp32."""
+    # the size of each neuron's contribution to the output
     weight = activations.abs() * down.norm(dim=0)
     order = torch.argsort(weight.square().mean(0), descending=True, stable=True)
     shared = order[: carving.shared].sort().values
@@ -118,7 +117,7 @@ def cut_layer(rows: Tensor, activations: Tensor, down: Tensor, carving: CarvingP
 
 
 def _sketch(weight: Tensor, seed: int) -> Tensor:
-    """A unit vector [_SKETCH] per neuron: alike for neurons that are active together."""
+    """A unit vector [_SKETCH] per neuron: similar for neurons that are active together."""
     draw = torch.Generator().manual_seed(seed)
     mix = torch.randn(len(weight), _SKETCH, generator=draw)
     return torch.nn.functional.normalize(weight.T @ mix, dim=1)
@@ -138,13 +137,13 @@ def balanced_groups(points: Tensor, groups: int, seed: int) -> Tensor:
 
 
 def _assign(likeness: Tensor, room: int) -> Tensor:
-    """Every point to a group of at most `room`, so that no point and group would rather have each
-    other: points ask the group they like best, full groups turn the least alike away."""
+    """Assign every point to a group of at most `room` points, as a stable matching: points propose
+    to the most similar group, and full groups reject the least similar point."""
     likeness = likeness.clone()
     points = torch.arange(len(likeness))
     while True:
         best, wish = likeness.max(dim=1)
-        # by group, in it by likeness; ties by number
+        # by group, then by similarity, then by number
         order = torch.argsort(best, descending=True, stable=True)
         order = order[torch.argsort(wish[order], stable=True)]
         wishes = wish[order]
@@ -160,6 +159,6 @@ def _fit(rows: Tensor, energy: Tensor) -> Tensor:
     square = rows.T @ rows
     ridge = _RIDGE * square.diagonal().mean().clamp_min(1e-12)
     square.diagonal().add_(ridge)
-    router: Tensor = torch.linalg.solve(square, rows.T @ energy).T
-    largest = (rows @ router.T).abs().max().clamp_min(1e-12)
-    return (router * (_TOP_LOGIT / largest)).contiguous()
+    gate: Tensor = torch.linalg.solve(square, rows.T @ energy).T
+    largest = (rows @ gate.T).abs().max().clamp_min(1e-12)
+    return (gate * (_TOP_LOGIT / largest)).contiguous()

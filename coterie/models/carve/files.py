@@ -1,7 +1,7 @@
-"""Writes a carved model as an ordinary directory: config, tokenizer, safetensors, one file a layer.
+"""Writes a carved model as a normal directory: config, tokenizer, safetensors, one file per layer.
 
-The directory appears under its name only when it is complete. Dense tensors keep the type they are
-stored in; quantised ones are widened exactly.
+The directory gets its name only when it is complete. Dense tensors keep their stored type;
+quantised ones are widened exactly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class CarvedDirectory:
-    """Filled layer by layer, then finished; leaving it unfinished leaves nothing."""
+    """Written layer by layer, then finished. If it is not finished, nothing remains."""
 
     def __init__(self, checkpoint: Checkpoint, carving: CarvingPlan, out: Path) -> None:
         if out.exists():
@@ -57,7 +57,7 @@ class CarvedDirectory:
         shutil.rmtree(self._draft, ignore_errors=True)
 
     def add(self, layer: int, cut: LayerCut) -> int:
-        """Bytes of what was written."""
+        """Bytes written."""
         stem = f"model.layers.{layer}."
         tensors = dict(self._cut(f"{stem}mlp.", cut))
         for name in sorted(name for name in self._left if name.startswith(stem)):
@@ -66,7 +66,7 @@ class CarvedDirectory:
         return sum(value.nbytes for value in tensors.values())
 
     def finish(self, notes: dict[str, Any]) -> None:
-        """Everything outside the layers, then the directory under its own name."""
+        """Write everything outside the layers, then give the directory its name."""
         rest = {name: self._take(name) for name in sorted(self._left)}
         self._write("model-ends.safetensors", rest)
         index = {"metadata": {}, "weight_map": dict(sorted(self._where.items()))}
@@ -77,7 +77,7 @@ class CarvedDirectory:
         self._draft.rename(self._out)
 
     def _cut(self, stem: str, cut: LayerCut) -> Iterator[tuple[str, Tensor]]:
-        yield f"{stem}gate.weight", cut.router
+        yield f"{stem}gate.weight", cut.gate
         gate, up, down = (self._take(f"{stem}{part}.weight") for part in _PARTS)
         groups = [("shared_experts", cut.shared)] if len(cut.shared) else []
         groups += [(f"experts.{number}", rows) for number, rows in enumerate(cut.experts)]
@@ -93,7 +93,7 @@ class CarvedDirectory:
 
     def _write(self, file: str, tensors: dict[str, Tensor]) -> None:
         self._where |= dict.fromkeys(tensors, file)
-        # save_file would leave it unreadable for other users
+        # save_file makes files that other users cannot read
         (self._draft / file).write_bytes(save({k: v.contiguous() for k, v in tensors.items()}))
 
     def _config(self) -> dict[str, Any]:

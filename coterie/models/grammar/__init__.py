@@ -1,1 +1,1 @@
-"""What an answer must look like, as a grammar over a tokenizer, and whether it can be enforced."""
+"""Grammars that constrain answers, over a tokenizer's vocabulary, and checks that they work."""

@@ -1,7 +1,7 @@
-"""Whether a response format can be enforced, told before anything is admitted. No torch.
+"""Checks whether a response format can be enforced, before a request is admitted. Without torch.
 
-Tried out in a process of its own (`child.py`), which a hostile grammar may hang or kill; verdicts
-are remembered. The event loop never waits, and a flood of new grammars is refused.
+The check runs in a separate process (`child.py`), which a hostile grammar may hang or kill; results
+are cached. The event loop never waits, and too many new grammars at once are refused.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from coterie.models.grammar.grammar import NAMES, check_size
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
 
-# verdicts remembered, and checks that may wait
+# cached results, and checks that may wait
 MAX_VERDICTS = 512
 MAX_WAITING = 32
-# the child ends itself by its CPU time; this is for one that sleeps
+# the child has a limit of CPU time; this one is for a child that sleeps
 MAX_WALL_S = 20.0
 
 # a tokenizer is equal only to itself
@@ -37,19 +37,19 @@ Key = tuple["Tokenizer", ResponseFormat]
 
 
 class GrammarCheck:
-    """Start nothing until it is asked; `close` it."""
+    """Starts its process at the first check; call `close`."""
 
     def __init__(self) -> None:
         env = bare_environment(RAYON_NUM_THREADS="1")
         program = ChildProgram("coterie.models.grammar.child", env, start_s=MAX_WALL_S)
         self._children: ChildPool[Tokenizer] = ChildPool(program, _vocabulary)
-        # what is wrong; empty = nothing
+        # what is wrong; empty = nothing is wrong
         self._verdicts: LruCache[Key, str] = LruCache(MAX_VERDICTS)
 
     async def check(
         self, wanted: ResponseFormat, tokenizer: Tokenizer, param: str = "response_format"
     ) -> None:
-        """Raises InvalidRequest that says what is wrong with `wanted`, or Overloaded."""
+        """Raise InvalidRequest that says what is wrong with `wanted`, or Overloaded."""
         if wanted.kind == "json_object":
             return
         check_size(wanted)
@@ -64,7 +64,7 @@ class GrammarCheck:
             raise InvalidRequest(fault, param=param)
 
     async def close(self) -> None:
-        """At once: whoever still waits is refused. A second call does nothing."""
+        """Close at once: checks that still wait are refused. A second call does nothing."""
         await self._children.close()
 
     async def _fault(self, key: Key) -> str:

@@ -1,8 +1,8 @@
-"""The process in which strangers' grammars are tried out: `python -m coterie.models.grammar.child`.
+"""The process that tests untrusted grammars: `python -m coterie.models.grammar.child`.
 
-Compiling one may take any time, any memory, or the process's stack. Here that costs this process
-alone: each try has a limit of CPU time, all of it one of memory. It is set up with a vocabulary,
-asked with response formats, and answers each with what is wrong with it.
+Compiling one may take any time and memory, or overflow the stack. Here that harms only this
+process: each check has a limit of CPU time, and the process one of memory. It gets a vocabulary
+first, then response formats, and answers for each what is wrong with it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from coterie.core.errors import CoterieError
 from coterie.core.request import ResponseFormat
 from coterie.models.grammar.grammar import GrammarVocabulary, probe
 
-# of one try; what a worker will spend on it too, while others wait
+# for one check; a worker will also spend that much on it, while other requests wait
 MAX_CPU_S = 0.5
 MAX_MEMORY_BYTES = 3 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyWords:
-    """As much of a tokenizer as a `GrammarVocabulary` asks for."""
+    """The part of a tokenizer that `GrammarVocabulary` needs."""
 
     words: tuple[bytes, ...]
     specials: frozenset[int]
@@ -42,7 +42,7 @@ class VocabularyWords:
         return token_id in self.specials
 
     def encode(self, text: str, *, special: bool = True) -> Sequence[int]:
-        """None that add up: whoever asks finds tokens by itself."""
+        """No tokens: the caller then finds tokens by itself."""
         return ()
 
 

@@ -1,7 +1,7 @@
-"""What an answer must look like, as a compiled grammar over a tokenizer's vocabulary.
+"""Compiled grammars over a tokenizer's vocabulary, which constrain answers.
 
-The one place that knows llguidance: gateway (checking) and engine (enforcing) compile the same way,
-within the same limits.
+Only this module uses llguidance: the gateway (checking) and the engine (enforcing) compile in the
+same way, with the same limits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """What a grammar needs of one."""
+    """What a grammar needs from a tokenizer."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -36,7 +36,7 @@ MAX_TEXT = {
     "gbnf": 50_000,
     "regex": 10_000,
 }
-# what a caller calls them
+# the names that callers use
 NAMES = {
     "json_object": "JSON grammar",
     "json_schema": "JSON schema",
@@ -44,28 +44,28 @@ NAMES = {
     "gbnf": "GBNF grammar",
     "regex": "pattern",
 }
-# tokens that are tried before a grammar is accepted
+# tokens to try before a grammar is accepted
 PROBE_STEPS = 16
-# forced texts whose tokens are remembered
+# cached forced texts with their tokens
 MAX_FORCED = 10_000
-# between the marks of a JSON text at most one blank, or one line end and its indent: a small model
-# that may write blanks without end does
+# between the symbols of a JSON text at most one space, or one line end and its indent: a small
+# model that may write spaces without end does so
 _BLANKS = r" |\n[ \t]{0,24}"
 _JSON = {"whitespace_flexible": True, "whitespace_pattern": _BLANKS, "coerce_one_of": False}
-# runs of plain text inside a JSON string, of which whole classes of tokens are allowed at once;
-# the short ones serve strings with a length limit
+# runs of plain text inside a JSON string, for which whole classes of tokens are allowed at once;
+# the short ones are for strings with a length limit
 _TEXT = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [r"[\x20\x0A\x0D\x09]+", *(rf"{_TEXT}{{1,{n}}}" for n in (4, 8, 16, 30)), rf"{_TEXT}+"]
 
 
 class GrammarVocabulary:
-    """A tokenizer's vocabulary as the grammar engine needs it; a third of a second to build."""
+    """A tokenizer's vocabulary for the grammar engine; takes a third of a second to build."""
 
     def __init__(self, tokenizer: Tokenizer, num_ids: int, eos_ids: Sequence[int]) -> None:
-        """`num_ids`: rows of the model's logits, where they are more than the tokens."""
+        """`num_ids`: the number of logits, if there are more than tokens."""
         guidance = _guidance()
         self.num_ids = max(num_ids, tokenizer.vocab_size)
-        # a model without an end token gets one that it cannot draw
+        # a model without an end token gets one that it cannot sample
         ends = list(eos_ids) or [self.num_ids]
         words = _Words(tokenizer, max(self.num_ids, ends[-1] + 1), ends)
         self.words: Sequence[bytes] = words.tokens
@@ -74,14 +74,14 @@ class GrammarVocabulary:
         self.end = ends[0]
         self.specials = frozenset(words.special_token_ids)
         self.backend: LLTokenizer = guidance.LLTokenizer(words, eos_token=ends, slices=_SLICES)
-        # the same ids, where every word has one byte: what may follow is then known in microseconds
+        # the same ids, with one byte for each: the allowed next bytes are found in microseconds
         letters = _Letters(words, self.specials)
         self.byte_ids: Sequence[int] = letters.ids
         self._letters: LLTokenizer = guidance.LLTokenizer(letters, eos_token=ends, slices=[])
         self.num_letter_words = -(-len(letters.tokens) // 32)
 
     def compile(self, wanted: ResponseFormat) -> LLMatcher:
-        """A matcher at its start. Copy it, do not use it up."""
+        """A matcher in its start state. Copy it before use."""
         return self._compile(wanted, self.backend)
 
     def compile_letters(self, wanted: ResponseFormat) -> LLMatcher:
@@ -89,7 +89,7 @@ class GrammarVocabulary:
         return self._compile(wanted, self._letters)
 
     def spelled(self, token: int) -> list[int]:
-        """A token as those of its bytes; one that is no text stays itself."""
+        """A token as the tokens of its bytes; a token without text is unchanged."""
         word = self.words[token]
         if len(word) < 2 or token in self.specials:
             return [token]
@@ -104,7 +104,7 @@ class GrammarVocabulary:
 
 
 def grammar_text(wanted: ResponseFormat) -> str:
-    """In llguidance's own notation. Cheap: whether it makes sense, only compiling tells."""
+    """In llguidance's notation. Cheap: only compiling shows whether it is valid."""
     check_size(wanted)
     guidance = _guidance()
     matcher = guidance.LLMatcher
@@ -133,7 +133,7 @@ def check_size(wanted: ResponseFormat) -> None:
 
 
 def probe(wanted: ResponseFormat, matcher: LLMatcher) -> None:
-    """Follow the grammar a few steps: one that fails at once is refused before it is used."""
+    """Follow the grammar for a few steps, to refuse one that fails at once."""
     for _ in range(PROBE_STEPS):
         if matcher.is_stopped():
             break
@@ -153,7 +153,7 @@ def lark_of(text: str) -> str:
         return str(gbnf_to_lark(text))
     except RecursionError:
         raise InvalidRequest("the grammar is nested too deeply", param="response_format") from None
-    except Exception as error:  # the converter's own, and what it trips over
+    except Exception as error:  # the converter raises many kinds of errors
         raise _refusal(ResponseFormat("gbnf"), str(error)) from None
 
 
@@ -167,7 +167,7 @@ def _refusal(wanted: ResponseFormat, reason: str) -> InvalidRequest:
 
 
 class _Words:
-    """The attributes that `LLTokenizer` reads off a tokenizer."""
+    """The attributes that `LLTokenizer` reads from a tokenizer."""
 
     is_tokenizer_wrapper = True
 
@@ -178,12 +178,12 @@ class _Words:
         self.tokens += [b""] * (num_ids - len(self.tokens))
         self.special_token_ids = sorted({*filter(tokenizer.is_special, known), *ends})
         self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_id
-        # forced texts come again with every answer
+        # the same forced texts occur in every answer
         self._forced: dict[bytes, list[int]] = {}
         self._ids = {word: token for token, word in enumerate(self.tokens) if word}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The tokens the model would see for a forced text: its tokenizer's, if they add up."""
+        """The tokens of a forced text: its tokenizer's, if they give the same text."""
         data = text.encode() if isinstance(text, str) else text
         ids = self._forced.get(data)
         if ids is None:
@@ -227,7 +227,7 @@ class _Letters:
             for token, word in enumerate(self.tokens)
             if len(word) == 1 and token not in specials
         }
-        # the grammar engine keeps the last byte for itself, and no text has it
+        # the grammar engine reserves the last byte, which no text has
         for byte in range(255):
             if bytes([byte]) not in found:
                 found[bytes([byte])] = len(self.tokens)

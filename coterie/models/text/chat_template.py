@@ -1,9 +1,9 @@
 """Chat templates: Jinja programs that come with a model and turn messages into one text.
 
-Renders as transformers does, and says whose fault a failure is: the conversation's or the
-template's. A template is untrusted code: it runs with transformers' settings and helpers inside
-Jinja's immutable sandbox, on a budget. Every loop, every call and every text that is built costs
-steps, so that a hostile template ends soon and stays small.
+Renders as transformers does; an error says whether the conversation or the template is at fault. A
+template is untrusted code: it runs with transformers' settings and helpers inside Jinja's immutable
+sandbox, with a budget of steps. Every loop, every call and every text that is built costs steps, so
+that a hostile template ends soon and uses little memory.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from jinja2.visitor import NodeTransformer
 
 from coterie.core.errors import CoterieError, InvalidRequest, WeightsError
 
-# what transformers puts behind a message that is to be continued, to find its end again
+# transformers adds this to a message that is to be continued, to find its end again
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
-# of a template that comes with a request; the largest of a known model has 20,000
+# characters of a template in a request; the largest template of a known model has 20,000
 MAX_REQUEST_TEMPLATE = 64_000
 
 
 class ChatTemplate:
     """One template, compiled on first use. `tokens`: bos_token, eos_token and the like."""
 
-    # whose template it is, in the words of its errors
+    # the owner of the template, for error messages
     whose = "the model's chat template"
 
     def __init__(self, source: str, tokens: dict[str, str]) -> None:
@@ -47,12 +47,12 @@ class ChatTemplate:
         self._compiled: jinja2.Template | None = None
 
     def broken(self, reason: str) -> CoterieError:
-        """The error for a template that is at fault itself."""
+        """The error when the template is at fault."""
         return WeightsError(f"{self.whose} {reason}. Use another one.")
 
     def render(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> str:
-        """Raises InvalidRequest when the template refuses these messages, WeightsError when the
-        template itself is broken or misbehaves."""
+        """Raise InvalidRequest when the template refuses these messages, WeightsError when the
+        template is broken or exceeds its budget."""
         template = self._template()
         values = {"tools": None, "documents": None, **self._tokens, **_plain(options)}
         values["messages"] = [_plain(message) for message in messages]
@@ -74,7 +74,7 @@ class ChatTemplate:
             current_budget.reset(token)
 
     def render_open(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> str:
-        """Up to the end of the last message, without what the template writes behind it."""
+        """Up to the end of the last message, without what the template writes after it."""
         last = str(messages[-1]["content"])
         marked = [*messages[:-1], {**messages[-1], "content": last + _CONTINUE}]
         text = self.render(marked, options)
@@ -85,7 +85,7 @@ class ChatTemplate:
                 param="messages",
             )
         at = text.rindex(tag)
-        # a template that trims its messages also trims the space behind the tag
+        # a template that trims its messages also trims the space after the tag
         return text[:at] if text[at : at + len(_CONTINUE)] == _CONTINUE else text[:at].rstrip()
 
     def _template(self) -> jinja2.Template:
@@ -98,7 +98,7 @@ class ChatTemplate:
 
 
 class RequestTemplate(ChatTemplate):
-    """One that came with a request: in the same sandbox, and its faults are its caller's."""
+    """A template from a request: in the same sandbox; its errors are the caller's."""
 
     whose = "chat_template"
 
@@ -108,7 +108,7 @@ class RequestTemplate(ChatTemplate):
 
 @lru_cache(maxsize=16)
 def request_template(source: str, tokens: tuple[tuple[str, str], ...]) -> RequestTemplate:
-    """Compiled once for the requests of a client that always sends the same."""
+    """Compiled once for clients that always send the same template."""
     if len(source) > MAX_REQUEST_TEMPLATE:
         raise InvalidRequest(
             f"chat_template has more than {MAX_REQUEST_TEMPLATE} characters", param="chat_template"
@@ -130,7 +130,7 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Rebuilt out of plain JSON types, so that the template meets no object with methods."""
+    """A copy of plain JSON types, so that the template gets no object with methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, dict):
@@ -179,7 +179,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         charge(CALL_STEPS)
-        # Jinja hands out str.format inside a wrapper
+        # Jinja passes str.format inside a wrapper
         method = obj if hasattr(obj, "__self__") else getattr(obj, "__wrapped__", obj)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
@@ -200,7 +200,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 class _Budgeted(NodeTransformer):
-    """Puts the budget into a template's own code: what loops run over, and what `~` builds."""
+    """Adds the budget to a template's code: to loops, and to texts that `~` builds."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -213,12 +213,12 @@ class _Budgeted(NodeTransformer):
 
 
 def _charged(value: Any) -> Any:
-    """What a loop runs over, each step paid for."""
+    """The items of a loop; each step is charged to the budget."""
     return _Metered(value) if isinstance(value, Sized) else counted(value)
 
 
 class _Metered:
-    """Keeps the length, which `loop.length` asks for."""
+    """Keeps the length, which `loop.length` needs."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -231,7 +231,7 @@ class _Metered:
 
 
 def _bounded(value: str) -> str:
-    """One `~` grows a text by a bounded factor, so paying behind it is enough."""
+    """One `~` makes a text longer by a bounded factor, so charging afterwards is enough."""
     pay_for(len(value))
     return value
 
@@ -264,7 +264,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """`dict` without its attributes, which would lead out of the sandbox."""
+    """`dict` without its attributes, which would give access to objects outside the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -302,7 +302,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own, it escapes no HTML."""
+    """Unlike Jinja's filter, it does not escape HTML."""
     pay_for(text_size(value) * (1 if indent is None else 1 + bounded_width(indent)))
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
@@ -328,7 +328,7 @@ _WILD_FORMAT = re.compile(r"\d{5}|%[^a-zA-Z%]*\*|\{[^{}]*\{")
 
 
 class TemplateBudget:
-    """What one rendering has left."""
+    """The steps and CPU time that one rendering may still use."""
 
     def __init__(self) -> None:
         self._steps = MAX_STEPS
@@ -351,7 +351,7 @@ def charge(steps: int) -> None:
 
 
 def pay_for(size: int) -> None:
-    """Before a text or list of that size is built."""
+    """Charge a text or list of that size before it is built."""
     if size > MAX_TEXT_CHARS:
         raise SecurityError("it builds a value that is too large")
     charge(1 + size // _CHARS_PER_STEP)
@@ -365,7 +365,7 @@ def counted(value: Iterable[Any]) -> Iterator[Any]:
 
 
 # A check gets the arguments, the position of the value among them (a filter may have the
-# environment before it) and the keyword arguments. It may replace one that it had to walk through.
+# environment before it) and the keyword arguments. It may replace one that it had to iterate over.
 Check = Callable[[list[Any], int, dict[str, Any]], None]
 
 
@@ -456,7 +456,7 @@ def bounded_width(value: Any) -> int:
 
 
 def text_size(value: Any) -> int:
-    """How long a value is as text, roughly; texts exactly."""
+    """The length of a value as text: an estimate, exact for texts."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, list | tuple | dict):

@@ -2,7 +2,8 @@
 
 Two kinds: `gpt2` (byte-level BPE with the file's merges, split by the pattern that
 `tokenizer.ggml.pre` names) and `llama` (SentencePiece BPE: merges follow from the scores, bytes as
-a fallback). An unknown kind or pattern is refused: a wrong split gives wrong tokens in silence.
+a fallback). An unknown kind or pattern is refused: a wrong split would give wrong tokens without an
+error.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ SPLITS: dict[str, str | None] = {
     "tekken": _TEKKEN,
 }
 
-# Their vocabulary holds whole words that no chain of merges reaches, and they begin with BOS.
+# Their vocabulary has whole words that no sequence of merges makes, and texts start with BOS.
 _LLAMA3_FAMILY = frozenset(name for name, split in SPLITS.items() if split == _LLAMA3)
 
 
@@ -90,7 +91,7 @@ def rebuild_tokenizer(file: GGUFFile) -> RebuiltTokenizer:
 
 
 class _Facts:
-    """The tokenizer's metadata, checked."""
+    """The checked metadata of a tokenizer."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
@@ -132,7 +133,7 @@ class _Facts:
         return [(pair[0], pair[1]) for pair in pairs]
 
     def vocab(self) -> dict[str, int]:
-        """A text that appears twice keeps its first id."""
+        """A text that occurs twice has its first id."""
         return {token: index for index, token in reversed(list(enumerate(self.tokens)))}
 
     def _numbers(self, key: str, default: Any) -> Any:
@@ -205,7 +206,7 @@ def _sentencepiece(facts: _Facts) -> tokenizers.Tokenizer:
 
 
 def _merges_from_scores(facts: _Facts) -> list[tuple[str, str]]:
-    """SentencePiece always joins the pair whose whole scores highest: that is a merge order."""
+    """SentencePiece always joins the pair with the highest score: this gives an order of merges."""
     apart = {_UNKNOWN, _CONTROL, _UNUSED, _BYTE}
     vocab = {
         token: index
@@ -219,13 +220,13 @@ def _merges_from_scores(facts: _Facts) -> list[tuple[str, str]]:
             left, right = token[:cut], token[cut:]
             if left in vocab and right in vocab:
                 found.append((scores[index], len(left), len(right), left, right))
-    # equal scores: the longer left part first, as transformers does
+    # for equal scores the longer left part first, as in transformers
     found.sort(key=lambda item: item[:3], reverse=True)
     return [(left, right) for *_, left, right in found]
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, facts: _Facts) -> None:
-    """Control tokens and those a user defined are never cut, wherever they stand in a text."""
+    """Control tokens and user-defined tokens are never split, anywhere in a text."""
     special, plain = [], []
     named = set(facts.specials.values())
     for token, kind in zip(facts.tokens, facts.types.tolist(), strict=True):
@@ -240,7 +241,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, facts: _Facts) -> None:
 
 
 def _add_ends(backend: tokenizers.Tokenizer, facts: _Facts, kind: str) -> None:
-    """BOS before and EOS behind a text, as the file says or as its kind usually does."""
+    """Add BOS before and EOS after a text, as the file says or as is usual for its kind."""
     usual = kind == "llama" or facts.get("pre") in _LLAMA3_FAMILY
     asked = facts.get("add_bos_token")
     bos = facts.specials.get("bos_token") if (usual if asked is None else asked) else None
@@ -253,7 +254,7 @@ def _add_ends(backend: tokenizers.Tokenizer, facts: _Facts, kind: str) -> None:
 def _template_processor(
     backend: tokenizers.Tokenizer, bos: str | None, eos: str | None
 ) -> processors.PostProcessor:
-    """Puts `bos` before and `eos` behind every text."""
+    """Puts `bos` before and `eos` after every text."""
     single = _pieces((bos, "$A", eos))
     pair = [*single, *_pieces((bos, "$B", eos))]
     tokens = [(token, backend.token_to_id(token)) for token in (bos, eos) if token is not None]

@@ -36,17 +36,17 @@ _RESERVED = frozenset({"messages", "add_generation_prompt"})
 _THINK = ("<think>", "</think>")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_TEMPLATE_BYTES = 4_000_000
-# above this many characters a prompt is read on a thread: about 5 ms of the event loop
+# a prompt with more characters is encoded in a thread: it would block the event loop for 5 ms
 MAX_INLINE_CHARACTERS = 8_000
-# about what a message adds to a prompt beside its words
+# roughly what a message adds to a prompt in addition to its words
 _MESSAGE_CHARACTERS = 50
 
 
 def is_long(prompt: Prompt) -> bool:
-    """Whether rendering and encoding it would hold up an event loop."""
+    """Whether rendering and encoding it would block an event loop for too long."""
     if isinstance(prompt, Chat):
         if prompt.template is not None:
-            # somebody's program
+            # a template from the request, which may do anything
             return True
         size = sum(len(json.dumps(tool)) for tool in prompt.tools)
         for message in prompt.messages:
@@ -58,7 +58,7 @@ def is_long(prompt: Prompt) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a format has to say; `Tokenizer` does the rest."""
+    """What each format provides; `Tokenizer` does the rest."""
 
     backend: tokenizers.Tokenizer
     specials: dict[str, str]
@@ -101,8 +101,8 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """`special`: add BOS and the like, as the tokenizer's post-processor says."""
         try:
-            # the batch call lets other threads run; `encode` holds the interpreter for seconds
-            # on a long text
+            # the batch call lets other threads run; `encode` keeps the interpreter lock for
+            # seconds on a long text
             encoded = self._backend.encode_batch_fast([text], add_special_tokens=special)
             ids: list[int] = encoded[0].ids
         except (UnicodeEncodeError, TypeError) as error:
@@ -114,7 +114,7 @@ class Tokenizer:
         return str(self._backend.decode(known, skip_special_tokens=skip_special))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for; none for an id without a token."""
+        """The bytes of a token; none for an id without a token."""
         if token_id in self._added:
             return self._added[token_id].content.encode()
         token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
@@ -131,12 +131,12 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
-        """Tokens that are no text, by what they are called."""
+        """Tokens that are not text, by name."""
         return {item.content: key for key, item in self._added.items() if item.special}
 
     @cached_property
     def never_text_id(self) -> int | None:
-        """The token of the byte 0xFF, which stands in no text."""
+        """The token of the byte 0xFF, which occurs in no text."""
         token: int | None = self._backend.token_to_id("\xff" if self._byte_level else "<0xFF>")
         return token
 
@@ -180,7 +180,7 @@ class Tokenizer:
         return self.encode(text, special=prompt.add_special_tokens)
 
     def least_tokens(self, text: str) -> int:
-        """Fewer than these it cannot have; found without encoding it."""
+        """A lower bound of its tokens, found without encoding it."""
         return 0 if self._bound is None else self._bound.least_tokens(text)
 
     @cached_property
@@ -199,7 +199,7 @@ class Tokenizer:
         return list(prompt.ids)
 
     def facts(self) -> dict[str, Any]:
-        """As a tokenizer_config.json says them."""
+        """As in a tokenizer_config.json."""
         added = {
             str(key): {"content": item.content, "special": item.special}
             for key, item in sorted(self._added.items())
@@ -213,7 +213,7 @@ class Tokenizer:
         }
 
     def fingerprint(self) -> str:
-        """sha256 over everything that decides ids and rendered text."""
+        """sha256 of everything that decides ids and rendered text."""
         return self._fingerprint
 
     @cached_property
@@ -258,7 +258,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _check_settings(settings: dict[str, Any], file: Path) -> None:
-    """Refuses fields that would be left out in silence, and change what a prompt becomes."""
+    """Refuse fields that would be ignored although they change how a prompt is encoded."""
     kinds: dict[str, tuple[tuple[type, ...], str]] = {
         **dict.fromkeys(_SPECIAL_KEYS, ((str, dict), "a token, as text or as an object")),
         "additional_special_tokens": ((list,), "a list of tokens"),
@@ -285,7 +285,7 @@ def _named_specials(settings: dict[str, Any]) -> dict[str, str]:
 def _add_missing(
     backend: tokenizers.Tokenizer, specials: dict[str, str], settings: dict[str, Any]
 ) -> None:
-    """Special tokens that only the settings name."""
+    """Special tokens that are only in the settings."""
     extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
     texts = [*specials.values(), *(_token_text(item) or "" for item in _listed(extra))]
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -340,25 +340,25 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
-# normalizers that leave the number of ASCII characters as it is
+# normalizers that do not change the number of ASCII characters
 _KEEPING = frozenset({"Prepend", "ByteLevel", "Lowercase"})
-# these join a letter and the mark behind it
+# these join a letter and the combining mark after it
 _COMPOSING = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 _SPLITTERS = frozenset({"ByteLevel", "Digits", "Metaspace"})
 _WORD = (string.ascii_letters + string.digits).encode()
 _NO_WORD = bytes(byte for byte in range(256) if byte not in _WORD)
-# a vocabulary may lack some of these, and they are dropped
+# a vocabulary may not have some of these, and then they are dropped
 _CONTROL = bytes((*range(32), 127))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """Most printable ASCII characters, and most letters and digits, that one token stands for;
-    runs of blanks and dashes make the first several times the second."""
+    """The most printable ASCII characters, and the most letters and digits, of one token. Runs of
+    spaces and dashes make the first several times the second."""
 
     characters: int
     word_characters: int
-    # of a text with other characters nothing is known
+    # nothing is known about a text with other characters
     only_ascii: bool
 
     def least_tokens(self, text: str) -> int:
@@ -374,7 +374,7 @@ def token_bound(backend: tokenizers.Tokenizer) -> TokenBound | None:
     kinds = _normalizers(parts.get("normalizer"))
     if kinds is None or not _keeps(parts.get("pre_tokenizer")) or parts.get("truncation"):
         return None
-    # those take any number of blanks with them
+    # those also take any number of spaces
     if any(token["lstrip"] or token["rstrip"] for token in parts.get("added_tokens", ())):
         return None
     vocab = backend.get_vocab(with_added_tokens=True)
@@ -386,7 +386,7 @@ def token_bound(backend: tokenizers.Tokenizer) -> TokenBound | None:
 
 
 def _knows_ascii(model: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
-    """Otherwise a run of what is unknown may become one token, or none."""
+    """If not, a run of unknown characters may become one token, or none."""
     if model.get("type") != "BPE":
         return False
     if model.get("byte_fallback") and all(f"<0x{code:02X}>" in vocab for code in range(128)):

@@ -1,7 +1,7 @@
-"""How a model writes its calls of tools, and reads the tools and their results.
+"""How a model writes tool calls, and how it reads tools and their results.
 
-One row of FORMATS per way, found from the model's chat template. A template that knows no tools (or
-writes them in a way not listed) is given ours: Hermes in plain turns.
+FORMATS has one row per format; the model's chat template shows which one it uses. A template
+without tools (or with an unknown format) gets ours: Hermes, in plain messages.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class ToolFormat:
     # between the mark and the object, and between the object and the closing mark
     space: str
     closing: str
-    # what stands between two calls
+    # the text between two calls
     between: str
-    # a call at the very start of an answer needs no mark, nor does any behind it
+    # a call at the very start of an answer needs no mark, and the calls after it need none
     bare: bool = False
     # the template refuses a turn with several calls
     single: bool = False
@@ -57,7 +57,7 @@ class ToolSupport:
 def tool_support(template: str | None) -> ToolSupport:
     text = template or ""
     if "tools" in text and "tool_calls" in text:
-        # others put XML, or a name without JSON, between the same marks
+        # other models write XML, or a name without JSON, between the same marks
         written = '"arguments' in text or '\\"arguments' in text
         if "<tool_call>" in text and written and "<function=" not in text:
             return ToolSupport(FORMATS["hermes"], native=True)
@@ -67,7 +67,7 @@ def tool_support(template: str | None) -> ToolSupport:
 
 
 def turns_of(chat: Chat, support: ToolSupport) -> tuple[list[Turn], list[Turn] | None]:
-    """What the template is given: its messages, and its tools where it knows some."""
+    """The template's input: messages, and tools if it supports them."""
     if not (chat.tools or any(_is_tool_turn(message) for message in chat.messages)):
         return [{"role": item.role, "content": item.content} for item in chat.messages], None
     if not support.native:
@@ -104,8 +104,8 @@ def _native_turns(messages: Sequence[Message]) -> list[Turn]:
 
 
 def arguments_of(call: ToolCall) -> Any:
-    """The object, or the text itself where it is none: a model may have been cut short. Templates
-    walk an object by recursion, so that a deep one stays text too."""
+    """The object, or the text if it is not an object: an answer may have been truncated. A deeply
+    nested object also stays text, because templates visit objects by recursion."""
     try:
         value = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):
@@ -116,7 +116,7 @@ def arguments_of(call: ToolCall) -> Any:
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Several calls of one turn as turns of their own, each before its result."""
+    """Several calls of one message as separate messages, each before its result."""
     turns: list[Message] = []
     at = 0
     while at < len(messages):
@@ -132,15 +132,15 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
         for index, call in enumerate(message.tool_calls):
             turns.append(Message("assistant", message.content if index == 0 else "", (call,)))
             turns += results.pop(call.id, ())
-        # of earlier turns' calls
+        # results of calls in earlier messages
         turns += [item for items in results.values() for item in items]
     return turns
 
 
 def _plain_turns(chat: Chat) -> list[Turn]:
-    """System, user and assistant turns alone, with the calls and results written out."""
+    """Only system, user and assistant messages, with calls and results as text."""
     turns: list[Turn] = []
-    # results of one turn's calls are one turn
+    # the results of one message's calls are one message
     for are_results, group in groupby(chat.messages, lambda item: item.tool_call_id is not None):
         if are_results:
             texts = [f"<tool_response>\n{item.content}\n</tool_response>" for item in group]
@@ -151,7 +151,7 @@ def _plain_turns(chat: Chat) -> list[Turn]:
             parts += [_written(call) for call in message.tool_calls]
             turns.append({"role": message.role, "content": "\n".join(parts)})
     if chat.tools:
-        _tell_tools(turns, chat.tools)
+        _add_tools(turns, chat.tools)
     return turns
 
 
@@ -162,7 +162,7 @@ def _written(call: ToolCall) -> str:
     )
 
 
-def _tell_tools(turns: list[Turn], tools: Sequence[dict[str, Any]]) -> None:
+def _add_tools(turns: list[Turn], tools: Sequence[dict[str, Any]]) -> None:
     listed = "\n".join(
         json.dumps({"type": "function", "function": tool}, ensure_ascii=False) for tool in tools
     )
@@ -173,7 +173,7 @@ def _tell_tools(turns: list[Turn], tools: Sequence[dict[str, Any]]) -> None:
         turns.insert(0, {"role": "system", "content": text})
 
 
-# the words Hermes and Qwen were trained on
+# the text that Hermes and Qwen were trained with
 _INTRODUCTION = """\
 # Tools
 

@@ -1,7 +1,7 @@
-"""active_only: only what the router picked moves, and only when it is not there already.
+"""active_only: loads only experts that the gate picked and that are not in a slot already.
 
-Decode keeps compact per-layer buffers across tokens. A prompt asks for far more of a layer than
-its share, so prefill may use every slot, least recently used first.
+Decode keeps small per-layer buffers across tokens. A prompt needs far more experts of a layer than
+its share of slots, so prefill may use every slot, least recently used first.
 """
 
 from __future__ import annotations
@@ -23,39 +23,40 @@ from coterie.moe.store.base import ExpertGeometry, Key
 class ActiveOnly(Strategy):
     name = "active_only"
 
-    def __init__(self, scene: StrategyContext) -> None:
-        super().__init__(scene)
-        self._buffers = LayerBuffers(scene.geometry, scene.slots)
-        self._anywhere = evict_oldest(scene.slots)
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self._buffers = LayerBuffers(context.geometry, context.slots)
+        self._any_slot = evict_oldest(context.slots)
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
-        room = self._buffers.room if demand.phase == "decode" else self._anywhere
-        return place_in_waves(self.scene.slots, demand, room)
+        room = self._buffers.room if demand.phase == "decode" else self._any_slot
+        return place_in_waves(self.context.slots, demand, room)
 
 
 class LayerBuffers:
-    """Least recent use inside each buffer; the shares add up to the slots that are not pinned."""
+    """Evicts the least recently used expert of a buffer. The shares of all buffers add up to the
+    slots that are not pinned."""
 
     def __init__(self, geometry: ExpertGeometry, slots: SlotMap) -> None:
         self._geometry = geometry
         self._slots = slots
         self._split = -1
         self._buffer: dict[int, int] = {}
-        self._members: list[list[int]] = []
+        self._layers: list[list[int]] = []
         self._shares: list[int] = []
 
     def room(self, key: Key, busy: Collection[Key]) -> bool:
-        """Inside the layer's own buffer, or from a buffer that holds more than its share."""
+        """Free a slot of the layer's own buffer, or of a buffer that has more than its share."""
         slots = self._slots
         if self._split != slots.movable:
             self._divide(slots.movable)
         if not self._shares:
             return False
         own = self._buffer[key[0]]
-        if self._held(own) < self._shares[own]:
+        if self._size(own) < self._shares[own]:
             if slots.free():
                 return True
-            own = max(range(len(self._shares)), key=lambda b: self._held(b) - self._shares[b])
+            own = max(range(len(self._shares)), key=lambda b: self._size(b) - self._shares[b])
         victim = self._oldest(own, busy)
         if victim is not None:
             slots.evict(victim)
@@ -70,21 +71,21 @@ class LayerBuffers:
         layers = self._geometry.layers
         count = min(len(layers), movable)
         self._split = movable
-        self._members = [[] for _ in range(count)]
+        self._layers = [[] for _ in range(count)]
         self._buffer = {}
         for index, layer in enumerate(layers if count else ()):
             buffer = index * count // len(layers)
             self._buffer[layer] = buffer
-            self._members[buffer].append(layer)
+            self._layers[buffer].append(layer)
         self._shares = [(b + 1) * movable // count - b * movable // count for b in range(count)]
 
-    def _held(self, buffer: int) -> int:
-        return sum(len(self._slots.layer_by_age(layer)) for layer in self._members[buffer])
+    def _size(self, buffer: int) -> int:
+        return sum(len(self._slots.layer_by_age(layer)) for layer in self._layers[buffer])
 
     def _oldest(self, buffer: int, busy: Collection[Key]) -> Key | None:
         slots = self._slots
         firsts = (
             next((key for key in slots.layer_by_age(layer) if key not in busy), None)
-            for layer in self._members[buffer]
+            for layer in self._layers[buffer]
         )
         return max((key for key in firsts if key is not None), key=slots.age, default=None)

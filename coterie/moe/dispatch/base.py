@@ -1,8 +1,8 @@
-"""What every strategy answers, and from what: decisions as values, no tensors, no I/O.
+"""The interface of every strategy. Decisions are values; there are no tensors and no I/O here.
 
-The runtime carries a decision out, the planner replays it against a recorded trace: both call the
-same `decide`. A strategy owns its choice of victims and nothing else; which expert lies in which
-slot is `SlotMap`'s.
+The runtime executes a decision, the planner replays it against a recorded trace: both call the
+same `decide`. A strategy chooses what to evict and nothing else; `SlotMap` records which expert is
+in which slot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one step asks of one layer."""
+    """The experts that one step needs in one layer."""
 
     layer: int
     # "prefill" or "decode"
@@ -36,9 +36,9 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """One turn of a layer. `load` fills slots (their old content is gone), then `device` experts
-    run from slots while `host` experts run from host memory. Waves run in order; a later wave may
-    reuse the slots of an earlier one. Every demanded expert runs in exactly one wave."""
+    """One part of a layer's work. `load` fills slots (their old content is lost), then `device`
+    experts run from slots while `host` experts run from host memory. Waves run in order; a later
+    wave may reuse the slots of an earlier one. Every demanded expert runs in exactly one wave."""
 
     load: tuple[tuple[Key, int], ...] = ()
     device: tuple[int, ...] = ()
@@ -47,7 +47,8 @@ class Wave:
 
 @dataclass(frozen=True, slots=True)
 class ExpertCosts:
-    """Seconds, measured on this machine (machine.py); what a pay-back test needs."""
+    """Seconds, measured on this machine (planner/machine.py). With them a strategy decides whether
+    an upload pays."""
 
     # one expert from host memory (or, with no host tier, from disk) to a device slot
     upload_s: float
@@ -58,9 +59,9 @@ class ExpertCosts:
     read_s: float = 0.0
 
     def with_host(self, share: float, shared: bool = False) -> ExpertCosts:
-        """The same where host memory holds this share of all experts: with none of them a miss
-        comes from disk, with all nothing is ever read again, and where slots refer to host memory
-        (`shared`) nothing is copied."""
+        """The costs when host memory holds this share of all experts. With none of them a miss
+        comes from disk. With all of them nothing is read again, and where slots refer to host
+        memory (`shared`) nothing is copied."""
         if share >= 1:
             return replace(self, read_s=0.0, upload_s=0.0 if shared else self.upload_s)
         return self if share > 0 else replace(self, upload_s=max(self.upload_s, self.read_s))
@@ -68,7 +69,7 @@ class ExpertCosts:
 
 @dataclass(frozen=True, slots=True)
 class StrategyContext:
-    """What a strategy is given for life."""
+    """What a strategy is built with."""
 
     geometry: ExpertGeometry
     # shared by the prefill and the decode strategy of one engine
@@ -76,14 +77,14 @@ class StrategyContext:
     # counts known at start; None when there is no heatmap yet
     heatmap: Heatmap | None
     costs: ExpertCosts
-    # False when the host tier holds nothing (a device miss then reads the disk directly), or when
-    # computing on the host is not wanted
+    # False when the host tier has no slots (a device miss then reads the disk directly), or when
+    # the host must not compute experts
     host_can_run: bool = True
-    # fix where each expert runs: no choice may depend on time measured during the run
+    # where an expert runs must not depend on times measured during the run
     deterministic: bool = False
     # the N of `NAME:N`, for a strategy that takes a number
     number: int = 0
-    # another strategy serves the other phase, from the same slots
+    # another strategy serves the other phase, with the same slots
     paired: bool = False
 
 
@@ -91,27 +92,27 @@ class Strategy:
     """Base of all strategies. `name` is the file's name, the CLI value and the docs heading."""
 
     name: ClassVar[str]
-    # cannot do without host memory: a host tier with no slot is refused
+    # needs host memory: a host tier without slots is refused
     runs_on_host: ClassVar[bool] = False
-    # computes from device slots what lies there: a device tier with no slot is refused
+    # runs experts from device slots: a device tier without slots is refused
     needs_device: ClassVar[bool] = True
-    # may be written `NAME:N`; N is `default_number` where it is not
+    # may be written `NAME:N`; without `:N`, N is `default_number`
     takes_number: ClassVar[bool] = False
     default_number: ClassVar[int] = 1
-    # what decodes where the name stands alone; empty = itself
+    # the strategy that decodes when a user gives this name alone; empty = this one
     decodes_as: ClassVar[str] = ""
 
-    def __init__(self, scene: StrategyContext) -> None:
-        self.scene = scene
+    def __init__(self, context: StrategyContext) -> None:
+        self.context = context
 
     @classmethod
     def least_slots(cls, geometry: ExpertGeometry) -> int:
-        """Device slots without which `fallback` runs instead."""
+        """The fewest device slots it can run with; with fewer, `fallback` runs instead."""
         return 0
 
     @classmethod
     def fallback(cls, phase: str, geometry: ExpertGeometry, num_slots: int) -> str:
-        """The strategy that serves `phase` in so few slots."""
+        """The strategy that serves `phase` with so few slots."""
         return cls.name
 
     def start(self) -> tuple[tuple[Key, int], ...]:
@@ -123,53 +124,52 @@ class Strategy:
         raise TypeError(f"{self.name} does not decide")
 
     def settled(self) -> bool:
-        """Whether no decision of this strategy could move anything any more. (Between tokens
-        `update` still may.)"""
-        return len(self.scene.slots.keys()) >= self.scene.geometry.total
+        """Whether no further decision of this strategy can move an expert. (`update` still may,
+        between tokens.)"""
+        return len(self.context.slots.keys()) >= self.context.geometry.total
 
     def observe(self, rows: npt.NDArray[np.int64]) -> None:
-        """A step ran without asking `decide`, which `settled` allowed: rows [layers, experts]."""
+        """A step ran without a call of `decide`, as `settled` allows: rows [layers, experts]."""
 
     def groups(self) -> tuple[tuple[int, ...], ...] | None:
-        """Groups of MoE layers through which all chunks of a prompt walk before the next group is
-        loaded; None = every chunk runs through all layers."""
+        """Groups of MoE layers. All chunks of a prompt run through one group before the next group
+        is loaded; None = every chunk runs through all layers."""
         return None
 
     def load_group(self, index: int) -> Sequence[tuple[Key, int]]:
-        """What to load before group `index` is walked."""
+        """What to load before group `index` runs."""
         return ()
 
     @property
     def replaced(self) -> int:
-        """Experts that took another's place while a layer waited, because they lead it."""
+        """Experts that replaced another in its slot during a layer, because of a higher score."""
         return 0
 
     @property
     def updates(self) -> int:
-        """Rounds in which it looked at its slots again, since start."""
+        """Updates made since start."""
         return 0
 
     def update(self) -> tuple[tuple[Key, int], ...]:
-        """Between tokens: swaps worth making now (bounded), or nothing."""
+        """Called between tokens: a bounded number of swaps to make now, or none."""
         return ()
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> tuple[tuple[Key, int], ...]:
-        """`layer` will probably ask for `experts`: what to load into idle link time."""
+        """`layer` will probably need `experts`: what to load while the link is idle."""
         return ()
 
     def protect(self, layer: int, experts: Sequence[int]) -> None:
-        """`layer` will probably ask for `experts`: do not evict them until it has run."""
+        """`layer` will probably need `experts`: do not evict them until it has run."""
 
 
-# Make sure that a slot is free for `key` without taking one from the busy experts; False when
-# that cannot be.
+# Make a slot free for `key` without evicting a busy expert. False when that is not possible.
 MakeRoom = Callable[[Key, Collection[Key]], bool]
 
 
 def place_in_waves(slots: SlotMap, demand: Demand, room: MakeRoom) -> list[Wave]:
-    """Residents and as many misses as fit run in the first wave; then what has run may leave.
+    """Residents and as many misses as fit run in the first wave; later waves may evict them.
 
-    An expert for which there is no room even then (every slot pinned) runs on the host.
+    An expert that still has no slot (all are pinned) runs on the host.
     """
     layer = demand.layer
     misses = slots.use((layer, expert) for expert in demand.experts)
@@ -199,7 +199,7 @@ def place_in_waves(slots: SlotMap, demand: Demand, room: MakeRoom) -> list[Wave]
 
 
 def evict_oldest(slots: SlotMap) -> MakeRoom:
-    """Room by least recent use over all layers."""
+    """Evicts the least recently used expert of all layers."""
 
     def room(_: Key, busy: Collection[Key]) -> bool:
         if slots.free():
@@ -213,7 +213,7 @@ def evict_oldest(slots: SlotMap) -> MakeRoom:
 
 
 def load_early(slots: SlotMap, keys: Collection[Key], room: MakeRoom) -> list[tuple[Key, int]]:
-    """Load the absent ones of `keys` before they are asked for, as far as there is room."""
+    """Load the absent ones of `keys` before they are needed, as far as there is room."""
     wanted = set(keys)
     return [
         (key, slots.place(key, early=True))

@@ -1,7 +1,7 @@
-"""chunked: per layer and step, all experts of the layer go through the slots, chunk after chunk.
+"""chunked: in each layer of each step, loads all experts of the layer, one chunk after another.
 
-It moves what nobody asked for, and moves it again for the next step: the plain way, kept because
-it needs no cache and its cost is known before.
+It also moves experts that no row needs, and moves them again in the next step. This simple method
+is kept because it needs no cache and its cost is known in advance.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Chunked(Strategy):
         return False
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
-        slots, layer = self.scene.slots, demand.layer
+        slots, layer = self.context.slots, demand.layer
         wanted = set(demand.experts)
-        fixed = [e for e in self.scene.geometry.present(layer) if slots.is_pinned((layer, e))]
-        moving = [e for e in self.scene.geometry.present(layer) if e not in set(fixed)]
-        # experts that a partner pinned run where they lie
+        fixed = [e for e in self.context.geometry.present(layer) if slots.is_pinned((layer, e))]
+        moving = [e for e in self.context.geometry.present(layer) if e not in set(fixed)]
+        # experts that the other phase's strategy pinned run from their slots
         waves = [Wave(device=ready)] if (ready := tuple(e for e in fixed if e in wanted)) else []
         size = slots.movable
         if not size:

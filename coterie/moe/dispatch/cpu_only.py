@@ -1,4 +1,4 @@
-"""cpu_only: every expert is computed on the host, nothing moves. The baseline."""
+"""cpu_only: computes every expert on the host and moves none. The baseline."""
 
 from __future__ import annotations
 

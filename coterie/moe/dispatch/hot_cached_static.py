@@ -1,7 +1,7 @@
-"""hot_cached_static: hot experts lie in slots from the start, cold ones are computed on the host.
+"""hot_cached_static: hot experts are in slots from the start, cold ones are computed on the host.
 
-Both sides run at the same time. No step moves anything; between tokens live counts change who is
-pinned, a few at a time (never with `deterministic`).
+Both run at the same time. No step moves an expert; between tokens live counts change which experts
+are pinned, a few at a time (never with `deterministic`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class HotCachedStatic(Strategy):
     name = "hot_cached_static"
     runs_on_host = True
 
-    def __init__(self, scene: StrategyContext) -> None:
-        super().__init__(scene)
-        num_slots = scene.slots.num_slots
-        # the strategy of the other phase needs some that are not pinned
-        spare = spare_slots(scene.geometry, num_slots) if scene.paired else 0
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        num_slots = context.slots.num_slots
+        # the other phase's strategy needs some slots that are not pinned
+        spare = spare_slots(context.geometry, num_slots) if context.paired else 0
         self._limit = max(0, num_slots - spare)
-        self._repin = LiveRepin(scene, self._limit, pin=True)
+        self._repin = LiveRepin(context, self._limit, pin=True)
 
     def start(self) -> tuple[tuple[Key, int], ...]:
-        scene, slots = self.scene, self.scene.slots
+        context, slots = self.context, self.context.slots
         limit = min(self._limit, slots.free())
-        if scene.heatmap is None:
-            keys = spread_evenly(scene.geometry, limit)
+        if context.heatmap is None:
+            keys = spread_evenly(context.geometry, limit)
         else:
-            keys = scene.heatmap.hottest(limit)
+            keys = context.heatmap.hottest(limit)
         loads = tuple((key, slots.place(key)) for key in keys if key not in slots)
         for key, _ in loads:
             self._repin.own(key)
@@ -47,21 +47,21 @@ class HotCachedStatic(Strategy):
         return self._repin.updates
 
     def update(self) -> tuple[tuple[Key, int], ...]:
-        return () if self.scene.deterministic else self._repin.update()
+        return () if self.context.deterministic else self._repin.update()
 
     def observe(self, rows: npt.NDArray[np.int64]) -> None:
-        self._repin.saw_step(rows)
+        self._repin.count_step(rows)
 
     def settled(self) -> bool:
         return True
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
-        self._repin.saw(demand)
-        return run_in_place(self.scene.slots, demand)
+        self._repin.count(demand)
+        return run_in_place(self.context.slots, demand)
 
 
 def run_in_place(slots: SlotMap, demand: Demand) -> tuple[Wave]:
-    """From slots what is there, on the host what is not."""
+    """Run the experts that are in slots on the device and the others on the host."""
     layer = demand.layer
     device = tuple(e for e in demand.experts if (layer, e) in slots)
     if len(device) == len(demand.experts):
@@ -71,7 +71,7 @@ def run_in_place(slots: SlotMap, demand: Demand) -> tuple[Wave]:
 
 
 def spread_evenly(geometry: ExpertGeometry, limit: int) -> list[Key]:
-    """The first experts of every layer, one each in turn."""
+    """The first expert of every layer, then the second of every layer, and so on."""
     ranked = [
         (rank, (layer, expert))
         for layer in geometry.layers

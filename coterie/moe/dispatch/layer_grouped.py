@@ -1,7 +1,7 @@
-"""layer_grouped: a prompt walks through N groups of layers; each group is loaded whole, once.
+"""layer_grouped: a prompt runs through N groups of layers; each group is loaded once, completely.
 
-What moves does not depend on the prompt's length. A group that does not fit is split further;
-where even one layer does not fit, the rest of it comes in waves. Decode is active_only's.
+The bytes moved do not depend on the prompt's length. A group that does not fit is split further;
+where even one layer does not fit, the rest of it is loaded in waves. active_only decodes.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ class LayerGrouped(ActiveOnly):
     default_number = 2
     decodes_as = "active_only"
 
-    def __init__(self, scene: StrategyContext) -> None:
-        super().__init__(scene)
-        count = groups_that_fit(scene.geometry, scene.slots.movable, scene.number)
-        self._groups = split_layers(scene.geometry, count)
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        count = groups_that_fit(context.geometry, context.slots.movable, context.number)
+        self._groups = split_layers(context.geometry, count)
 
     def settled(self) -> bool:
-        """A group is loaded for every prompt, whatever lies there."""
+        """Every prompt loads each group again, whatever is in the slots."""
         return False
 
     def groups(self) -> tuple[tuple[int, ...], ...] | None:
         return self._groups
 
     def load_group(self, index: int) -> Sequence[tuple[Key, int]]:
-        geometry = self.scene.geometry
+        geometry = self.context.geometry
         layers = self._groups[index]
         keys = [(layer, expert) for layer in layers for expert in geometry.present(layer)]
-        return load_early(self.scene.slots, keys, self._anywhere)
+        return load_early(self.context.slots, keys, self._any_slot)

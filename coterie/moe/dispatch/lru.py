@@ -1,4 +1,4 @@
-"""lru: one pool of slots for all layers; the least recently used expert leaves."""
+"""lru: one pool of slots for all layers; the least recently used expert is evicted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from coterie.moe.dispatch.base import (
 class Lru(Strategy):
     name = "lru"
 
-    def __init__(self, scene: StrategyContext) -> None:
-        super().__init__(scene)
-        self._room = evict_oldest(scene.slots)
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self._room = evict_oldest(context.slots)
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
-        return place_in_waves(self.scene.slots, demand, self._room)
+        return place_in_waves(self.context.slots, demand, self._room)

@@ -23,10 +23,10 @@ from coterie.moe.store.base import ExpertGeometry, Key
 class Persistent(Strategy):
     name = "persistent"
 
-    def __init__(self, scene: StrategyContext) -> None:
-        super().__init__(scene)
-        # takes back what a failed read left out
-        self._room = evict_oldest(scene.slots)
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        # loads again what a failed read left out
+        self._room = evict_oldest(context.slots)
 
     @classmethod
     def least_slots(cls, geometry: ExpertGeometry) -> int:
@@ -40,12 +40,12 @@ class Persistent(Strategy):
         return f"layer_grouped:{min(count, len(geometry.layers))}"
 
     def start(self) -> tuple[tuple[Key, int], ...]:
-        slots, keys = self.scene.slots, self.scene.geometry.keys()
+        slots, keys = self.context.slots, self.context.geometry.keys()
         wanted = [key for key in keys if key not in slots]
         return tuple((key, slots.place(key)) for key in wanted[: slots.free()])
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
-        return place_in_waves(self.scene.slots, demand, self._room)
+        return place_in_waves(self.context.slots, demand, self._room)
 
 
 def split_layers(geometry: ExpertGeometry, count: int) -> tuple[tuple[int, ...], ...]:

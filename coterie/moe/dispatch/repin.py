@@ -1,7 +1,7 @@
-"""Keeps the slots with those who are asked for most, by live counts, a few swaps at a time.
+"""Keeps the most used experts in slots, by live counts, with a few swaps at a time.
 
-For strategies that compute a miss on the host and move nothing while a layer waits. How often and
-how much is `pace.py`'s choice; a newcomer must clearly lead whose place it takes.
+For strategies that compute a miss on the host and move nothing during a layer. `choose_schedule`
+decides how often and how much to swap; an expert must clearly lead the one that it replaces.
 """
 
 from __future__ import annotations
@@ -15,50 +15,50 @@ from coterie.moe.dispatch.base import Demand, StrategyContext
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.base import Key
 
-# tokens that all of a heatmap counts for beside live ones
+# the whole heatmap counts as much as this many live tokens
 _PRIOR_TOKENS = 64
-# what counts are worth after an update
+# counts are multiplied by this after an update
 _KEEP = 0.9
-# a newcomer leads by this factor, and by this many uses
+# an expert must lead the one that it replaces by this factor, and by this many uses
 _LEAD, _LEAD_USES = 1.25, 2.0
 
 
 class LiveRepin:
-    """`limit` slots are its own to fill; `pin`: who is in is pinned."""
+    """Fills `limit` slots; with `pin` it pins the experts in them."""
 
-    def __init__(self, scene: StrategyContext, limit: int, *, pin: bool) -> None:
-        self._scene, self._limit, self._pins = scene, limit, pin
-        self._heat = Heatmap(scene.geometry, _prior(scene))
-        self._mine: set[Key] = set()
-        self._clock = UpdateTimer()
+    def __init__(self, context: StrategyContext, limit: int, *, pin: bool) -> None:
+        self._context, self._limit, self._pins = context, limit, pin
+        self._heat = Heatmap(context.geometry, _prior(context))
+        self._owned: set[Key] = set()
+        self._timer = UpdateTimer()
         self._demands = 0
         self._here, self._here_at = np.zeros(0, dtype=bool), -1
 
     @property
     def updates(self) -> int:
-        return self._clock.rounds
+        return self._timer.rounds
 
     def own(self, key: Key) -> None:
-        """`key` lies in one of these slots now."""
-        self._mine.add(key)
+        """`key` is in one of these slots from now on."""
+        self._owned.add(key)
         if self._pins:
-            self._scene.slots.pin(key)
+            self._context.slots.pin(key)
 
-    def saw(self, demand: Demand) -> None:
+    def count(self, demand: Demand) -> None:
         self._heat.add(demand.layer, demand.experts, demand.counts)
-        slots, layer = self._scene.slots, demand.layer
+        slots, layer = self._context.slots, demand.layer
         here = sum((layer, expert) in slots for expert in demand.experts)
-        self._count(len(demand.experts), len(demand.experts) - here)
+        self._add(len(demand.experts), len(demand.experts) - here)
 
-    def saw_step(self, rows: npt.NDArray[np.int64]) -> None:
-        """Rows per layer and expert of a step that nobody was asked about."""
+    def count_step(self, rows: npt.NDArray[np.int64]) -> None:
+        """Count a step that ran without `decide`: rows per layer and expert."""
         self._heat.counts += rows
         asked = rows > 0
-        self._count(int(asked.sum()), int((asked & ~self._lying()).sum()))
+        self._add(int(asked.sum()), int((asked & ~self._in_slots()).sum()))
 
-    def _lying(self) -> npt.NDArray[np.bool_]:
-        """Who lies in a slot, [layers, experts]; looked up again when that has changed."""
-        slots, geometry = self._scene.slots, self._scene.geometry
+    def _in_slots(self) -> npt.NDArray[np.bool_]:
+        """Whether each expert is in a slot, [layers, experts]; looked up again after a change."""
+        slots, geometry = self._context.slots, self._context.geometry
         if self._here_at != slots.changes:
             self._here_at = slots.changes
             self._here = np.zeros(self._heat.counts.shape, dtype=bool)
@@ -67,32 +67,32 @@ class LiveRepin:
                 self._here[index[layer], expert] = True
         return self._here
 
-    def _count(self, demands: int, misses: int) -> None:
+    def _add(self, demands: int, misses: int) -> None:
         self._demands += demands
-        self._clock.saw(demands, misses)
+        self._timer.count(demands, misses)
 
     def update(self) -> tuple[tuple[Key, int], ...]:
-        if not self._clock.due():
+        if not self._timer.due():
             return ()
-        loads = self._swap(self._clock.pace.budget)
-        self._clock.done(len(loads))
+        loads = self._swap(self._timer.schedule.budget)
+        self._timer.done(len(loads))
         if self._demands:
             self._heat.counts *= _KEEP
         self._demands = 0
         return loads
 
     def _swap(self, budget: int) -> tuple[tuple[Key, int], ...]:
-        slots, heat = self._scene.slots, self._heat
-        self._mine.intersection_update(slots.keys())
-        chosen = heat.hottest(min(self._limit, len(self._mine) + slots.free()))
+        slots, heat = self._context.slots, self._heat
+        self._owned.intersection_update(slots.keys())
+        chosen = heat.hottest(min(self._limit, len(self._owned) + slots.free()))
         rising = [key for key in chosen if key not in slots and heat.count(key) > 0][:budget]
-        leaving = sorted(self._mine.difference(chosen), key=lambda key: (heat.count(key), key))
+        leaving = sorted(self._owned.difference(chosen), key=lambda key: (heat.count(key), key))
         loads = []
         for key in rising:
-            if len(self._mine) >= self._limit or not slots.free():
+            if len(self._owned) >= self._limit or not slots.free():
                 if not leaving or not _leads(heat.count(key), heat.count(leaving[0])):
                     break
-                self._mine.discard(coldest := leaving.pop(0))
+                self._owned.discard(coldest := leaving.pop(0))
                 if slots.is_pinned(coldest):
                     slots.unpin(coldest)
                 slots.evict(coldest)
@@ -101,15 +101,15 @@ class LiveRepin:
         return tuple(loads)
 
 
-def _leads(newcomer: float, member: float) -> bool:
-    return newcomer > _LEAD * member + _LEAD_USES
+def _leads(uses: float, other_uses: float) -> bool:
+    return uses > _LEAD * other_uses + _LEAD_USES
 
 
-def _prior(scene: StrategyContext) -> npt.NDArray[np.float64] | None:
-    if scene.heatmap is None:
+def _prior(context: StrategyContext) -> npt.NDArray[np.float64] | None:
+    if context.heatmap is None:
         return None
-    counts = scene.heatmap.counts
-    asked = _PRIOR_TOKENS * scene.geometry.top_k * len(scene.geometry.layers)
+    counts = context.heatmap.counts
+    asked = _PRIOR_TOKENS * context.geometry.top_k * len(context.geometry.layers)
     return counts * min(1.0, asked / max(1.0, float(counts.sum())))
 
 
@@ -126,8 +126,8 @@ class UpdateSchedule:
 
 
 def choose_schedule(miss_rate: float, idle_streak: int) -> UpdateSchedule:
-    """`miss_rate` since the last update; `idle_streak` updates in a row swapped nothing, or (when
-    negative) that many swapped all they were allowed to."""
+    """`miss_rate` is the rate since the last update. `idle_streak` updates in a row swapped
+    nothing, or (when negative) that many made as many swaps as they were allowed to."""
     heat = min(max(miss_rate, 0.0), 1.0)
     interval = 32.0 * (1.0 - heat) + MIN_INTERVAL
     budget = MAX_BUDGET * heat
@@ -139,30 +139,30 @@ def choose_schedule(miss_rate: float, idle_streak: int) -> UpdateSchedule:
 
 
 class UpdateTimer:
-    """Counts tokens and demands between updates and asks `choose_schedule` for the next pace."""
+    """Counts tokens and demands between updates, and chooses the next schedule from them."""
 
     def __init__(self) -> None:
-        self.pace = choose_schedule(1.0, 0)
+        self.schedule = choose_schedule(1.0, 0)
         self._tokens = self._demands = self._misses = self._streak = 0
         # updates made
         self.rounds = 0
 
-    def saw(self, demands: int, misses: int) -> None:
+    def count(self, demands: int, misses: int) -> None:
         self._demands += demands
         self._misses += misses
 
     def due(self) -> bool:
-        """One token has passed: is it time?"""
+        """Call it once for each token. Whether an update is due."""
         self._tokens += 1
-        return self._tokens >= self.pace.interval
+        return self._tokens >= self.schedule.interval
 
     def done(self, swaps: int) -> None:
-        """An update was made, with so many swaps."""
+        """An update was made, with this many swaps."""
         self.rounds += 1
         if swaps == 0:
             self._streak = max(self._streak, 0) + 1
         else:
-            self._streak = min(self._streak, 0) - 1 if swaps >= self.pace.budget else 0
+            self._streak = min(self._streak, 0) - 1 if swaps >= self.schedule.budget else 0
         rate = self._misses / self._demands if self._demands else 0.0
-        self.pace = choose_schedule(rate, self._streak)
+        self.schedule = choose_schedule(rate, self._streak)
         self._tokens = self._demands = self._misses = 0

@@ -1,7 +1,7 @@
-"""The strategies by name, how a user's text becomes two of them, and Krasis's spellings.
+"""The strategies by name, and how a user's text becomes two of them; Krasis's spellings also work.
 
-`NAME` serves both phases (but for one that `decodes_as` another), `PREFILL+DECODE` one each. What a
-strategy needs and how it is written stands in its class; no name is known here but as a row.
+`NAME` serves both phases (except one that `decodes_as` another), `PREFILL+DECODE` one each. What a
+strategy needs and how it is written is in its class; this module knows names only as table rows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StrategyChoice:
 
 
 def parse_strategy(text: str) -> tuple[StrategyChoice, StrategyChoice]:
-    """What serves prefill, and what serves decode."""
+    """The choices for prefill and for decode."""
     parts = _from_krasis(text).split("+")
     if len(parts) > 2:
         raise ConfigError(f"{text!r}: at most PREFILL+DECODE", param="strategy")
@@ -68,7 +68,7 @@ def parse_strategy(text: str) -> tuple[StrategyChoice, StrategyChoice]:
 
 
 def strategy_classes(text: str) -> tuple[type[Strategy], type[Strategy]]:
-    """What serves prefill, and what serves decode: to ask what they need."""
+    """The classes that serve prefill and decode, to look up what they need."""
     prefill, decode = parse_strategy(text)
     return STRATEGIES[prefill.name], STRATEGIES[decode.name]
 
@@ -79,7 +79,7 @@ def both_phases(text: str) -> str:
 
 
 def resolve_strategy(text: str, geometry: ExpertGeometry, num_slots: int) -> str:
-    """The same choice, written out, with the fallback of what has too few slots."""
+    """The same choice, written out, with the fallback where there are too few slots."""
     found = []
     for phase, choice in zip(("prefill", "decode"), parse_strategy(text), strict=True):
         kind = STRATEGIES[choice.name]
@@ -88,12 +88,12 @@ def resolve_strategy(text: str, geometry: ExpertGeometry, num_slots: int) -> str
     return "+".join(dict.fromkeys(found))
 
 
-def build_strategies(text: str, scene: StrategyContext) -> tuple[Strategy, Strategy]:
-    """Both strategies over one pool of slots; one object when both phases share one."""
+def build_strategies(text: str, context: StrategyContext) -> tuple[Strategy, Strategy]:
+    """Both strategies, with the same slots; one object when both phases use the same strategy."""
     choices = parse_strategy(text)
-    scene = replace(scene, paired=choices[0] != choices[1])
+    context = replace(context, paired=choices[0] != choices[1])
     made = {
-        each: STRATEGIES[each.name](replace(scene, number=each.number or 0))
+        each: STRATEGIES[each.name](replace(context, number=each.number or 0))
         for each in dict.fromkeys(choices)
     }
     return made[choices[0]], made[choices[1]]

@@ -1,6 +1,6 @@
-"""weighted_pin: active_only, with pins shared out over layers in proportion to their skew.
+"""weighted_pin: active_only, with pins divided between layers in proportion to their skew.
 
-A layer that keeps asking for the same few experts gets more pins than one that uses all alike.
+A layer that often uses the same few experts gets more pins than one that uses all equally.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pin_budgets(heat: Heatmap, limit: int) -> dict[int, int]:
             budgets[layer] += extra
             given += extra
         if not given:
-            # less than one pin each: by the largest share
+            # less than one pin for each layer: the largest shares get one
             for layer in sorted(open_layers, key=lambda layer: -weight[layer])[:left]:
                 budgets[layer] += 1
                 given += 1

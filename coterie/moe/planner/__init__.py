@@ -1,1 +1,1 @@
-"""The planner: what each strategy would give on this machine, before anything is loaded."""
+"""The planner: how fast each strategy would be on this machine, before anything is loaded."""

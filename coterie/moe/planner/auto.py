@@ -1,4 +1,4 @@
-"""`--strategy auto`: asks the planner, with what is measured and known when experts are opened."""
+"""`--strategy auto`: calls the planner with what is known when experts are opened."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 def chooser(store: ExpertStore, settings: MoeSettings, site: PlacementContext) -> MoeSettings:
-    """The settings with a strategy, and with the division of memory it was chosen for. Measures the
-    machine when it never was (a few seconds), unless nothing has to move anyway."""
-    resting = resting_place(store, settings, site)
-    if resting is not None:
-        return replace(settings, strategy=resting)
+    """The settings with a strategy and the division of memory that it was chosen for. Measures a
+    machine that was never measured (a few seconds), unless no expert has to move."""
+    unmoved = unmoved_strategy(store, settings, site)
+    if unmoved is not None:
+        return replace(settings, strategy=unmoved)
     best = choice(store, settings, site)
     return replace(
         settings,
@@ -39,8 +39,10 @@ def chooser(store: ExpertStore, settings: MoeSettings, site: PlacementContext) -
     )
 
 
-def resting_place(store: ExpertStore, settings: MoeSettings, site: PlacementContext) -> str | None:
-    """What runs when no budget is set and memory holds every expert: all stay where they are."""
+def unmoved_strategy(
+    store: ExpertStore, settings: MoeSettings, site: PlacementContext
+) -> str | None:
+    """The strategy for when no budget is set and memory holds every expert: none has to move."""
     if settings.device_budget or settings.host_budget or settings.cache_capacity:
         return None
     needs = needs_of((), site)
@@ -51,30 +53,30 @@ def resting_place(store: ExpertStore, settings: MoeSettings, site: PlacementCont
 
 
 def choice(store: ExpertStore, settings: MoeSettings, site: PlacementContext) -> PlanChoice:
-    place = _place(site)
-    machine = ensure_measured(store, place, say=_log.info)
+    target = _target(site)
+    machine = ensure_measured(store, target, say=_log.info)
     known = site.heatmap
     if known is not None and known.total() > 0:
         work = workload_from_heatmap(known, "drawn from the recorded heatmap")
     else:
         work = assumed_workload(store.geometry)
-    name = profile_name(store, place)
-    pace = machine.backbones.get(name)
+    name = profile_name(store, target)
+    times = machine.backbones.get(name)
     case = PlanCase(
-        PlannedModel(store.geometry, sizes_of(store), backbone=pace), machine, name, work
+        PlannedModel(store.geometry, sizes_of(store), backbone=times), machine, name, work
     )
     best = choose(case, divisions(settings, needs_of((), site)))
-    _log.info("strategy %s%s", best.reason, "" if pace else " (experts alone, without attention)")
+    _log.info("strategy %s%s", best.reason, "" if times else " (experts alone, without attention)")
     return best
 
 
 def known_costs(store: ExpertStore, device: str) -> ExpertCosts | None:
-    """What strategies weigh a move against, if this machine was measured. Never measures."""
-    place = ComputeTarget(device, torch.get_num_threads())
-    machine = load(identity(place))
-    profile = machine.profiles.get(profile_name(store, place)) if machine else None
+    """The costs that strategies use, if this machine was measured. Measures nothing."""
+    target = ComputeTarget(device, torch.get_num_threads())
+    machine = load(identity(target))
+    profile = machine.profiles.get(profile_name(store, target)) if machine else None
     return profile.costs() if profile else None
 
 
-def _place(site: PlacementContext) -> ComputeTarget:
+def _target(site: PlacementContext) -> ComputeTarget:
     return ComputeTarget(str(site.device), torch.get_num_threads())

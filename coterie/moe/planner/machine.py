@@ -1,8 +1,8 @@
-"""What this machine does per second, as values, kept between runs.
+"""The measured speeds of this machine, as values, kept in a file between runs.
 
-Owns the file under the state folder: one per machine (CPU, cores, device, torch, kernels), which
-holds what was measured once for the machine and once per kind of expert record. Measures nothing
-itself (measure.py does) and knows no strategy. Torch-free, so that a plan is made in no time.
+There is one file per machine (CPU, cores, device, torch, kernels) in the state folder. It has what
+was measured once for the machine and once per kind of expert record. This module measures nothing
+(measure.py does) and knows no strategy. It does not import torch, so that planning starts fast.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from coterie.moe.dispatch.base import Demand, ExpertCosts, Wave
 from coterie.moe.store.base import Key
 from coterie.weights.home import state_dir
 
-# a file of another version is measured again
+# with a file of another version the machine is measured again
 VERSION = 4
-# machines change (a neighbour moves in, a disk fills): measured again after this
+# machines change (other processes start, a disk fills): after this time, measure again
 STALE_AFTER_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class MachineIdentity:
-    """What a measurement holds for. Any change makes it stale."""
+    """What a measurement is valid for. Any change makes it stale."""
 
     cpu: str
     cores: int
@@ -46,8 +46,8 @@ class MachineIdentity:
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """Seconds by number of rows: straight between points, the last slope beyond them (which is not
-    downwards, whatever a busy machine measured)."""
+    """Seconds by number of rows: linear between the points; beyond them the last slope, or flat
+    where a busy machine measured a negative one."""
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -64,18 +64,18 @@ class CostCurve:
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
-    """One record from one tier to the next, many under way at once."""
+    """One record from one tier to the next, with many transfers at the same time."""
 
     # wall time per record when the queue is full, and of one record alone
     each_s: float
     alone_s: float
-    # processor time per record: on a CPU it is taken from the experts' own threads
+    # processor time per record: on a CPU the computing threads lose it
     core_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RecordProfile:
-    """What one kind of expert record costs: of this layout, from this store, on this disk."""
+    """The costs of one kind of expert record: this layout, this store, this disk."""
 
     record_bytes: int
     read: TransferCost
@@ -85,11 +85,11 @@ class RecordProfile:
     device: CostCurve
     host_call_s: float = 0.0
     device_call_s: float = 0.0
-    # what the runtime takes per awaited load, beside the copy's processor time
+    # the runtime's time per awaited load, without the copy's processor time
     load_s: float = 0.0
 
     def costs(self) -> ExpertCosts:
-        """What a strategy's pay-back test reads."""
+        """The costs from which a strategy decides whether an upload pays."""
         link, read = self.link.each_s, self.read.each_s
         return ExpertCosts(link, self.device.at(1), self.host.at(1), read)
 
@@ -98,9 +98,9 @@ class RecordProfile:
 class BackboneTimes:
     """Seconds of a model's step without its experts, by rows."""
 
-    # layer by layer, the runtime asked at each
+    # one layer after another, with a call of the runtime in each
     walk: CostCurve
-    # all layers in one native call, as while nothing moves; None: this model cannot
+    # all layers in one native call, possible while nothing moves; None: this model cannot
     express: CostCurve | None = None
 
 
@@ -111,8 +111,8 @@ class Machine:
     # reading with all threads; the device's own memory (the same on a CPU)
     dram_bytes_s: float
     device_bytes_s: float
-    # the runtime's own time per MoE layer; per expert that a layer waits for (at least: a record
-    # that weighs something arrives alone, see Profile); per layer with two sides; per other load
+    # the runtime's time per MoE layer; per expert that a layer waits for (a lower bound: see
+    # RecordProfile.load_s); per layer that runs on host and device; per other load
     layer_s: float
     load_s: float = 0.0
     both_s: float = 0.0
@@ -128,12 +128,12 @@ class Machine:
     def with_profile(self, name: str, profile: RecordProfile) -> Machine:
         return replace(self, profiles={**self.profiles, name: profile})
 
-    def with_backbone(self, name: str, pace: BackboneTimes) -> Machine:
-        return replace(self, backbones={**self.backbones, name: pace})
+    def with_backbone(self, name: str, times: BackboneTimes) -> Machine:
+        return replace(self, backbones={**self.backbones, name: times})
 
 
 def stale(machine: Machine, now: MachineIdentity) -> str:
-    """Why a measurement does not hold any more; "" when it does."""
+    """Why a measurement is no longer valid; "" when it is."""
     for name, value in asdict(now).items():
         if getattr(machine.identity, name) != value:
             return f"{name} changed"
@@ -147,7 +147,7 @@ def path_of(identity: MachineIdentity) -> Path:
 
 
 def load(identity: MachineIdentity) -> Machine | None:
-    """What was kept for this machine, unless it is stale or cannot be read."""
+    """The stored measurement of this machine, unless it is stale or cannot be read."""
     try:
         machine = from_json(json.loads(path_of(identity).read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -174,7 +174,9 @@ def from_json(data: Mapping[str, Any]) -> Machine:
     fields = {name: value for name, value in data.items() if name != "version"}
     fields["identity"] = MachineIdentity(**data["identity"])
     fields["profiles"] = {name: _profile(value) for name, value in data["profiles"].items()}
-    fields["backbones"] = {name: _pace(value) for name, value in data["backbones"].items()}
+    fields["backbones"] = {
+        name: _backbone_times(value) for name, value in data["backbones"].items()
+    }
     return Machine(**fields)
 
 
@@ -184,7 +186,7 @@ def _profile(data: Mapping[str, Any]) -> RecordProfile:
     return RecordProfile(**{**data, **moves, **curves})
 
 
-def _pace(data: Mapping[str, Any]) -> BackboneTimes:
+def _backbone_times(data: Mapping[str, Any]) -> BackboneTimes:
     return BackboneTimes(_curve(data["walk"]), _curve(data["express"]) if data["express"] else None)
 
 
@@ -197,9 +199,9 @@ class WaveCounts:
     """One wave as numbers: rows of each expert that runs, and where the moved records come from."""
 
     resident: tuple[int, ...] = ()
-    arriving: tuple[int, ...] = ()
+    loaded: tuple[int, ...] = ()
     host: tuple[int, ...] = ()
-    # records moved to device slots: out of host memory, and those that the disk is read for first
+    # records moved to device slots: from host memory, and from disk
     from_host: int = 0
     from_disk: int = 0
     # records read for experts that run on the host
@@ -212,8 +214,8 @@ class WaveCounts:
 
 @dataclass(slots=True)
 class PhaseForecast:
-    """What a phase came to. Seconds and counts of experts; `limit_s` is what its bytes need at best
-    when every path runs at its full rate at once."""
+    """The simulated seconds and counts of a phase. `limit_s` is the least time that its bytes need,
+    when every path works at its full rate at the same time."""
 
     steps: int = 0
     tokens: int = 0
@@ -224,7 +226,7 @@ class PhaseForecast:
     misses: int = 0
     host_runs: int = 0
     # steps that ran all layers in one call
-    rides: int = 0
+    one_call_steps: int = 0
     # records to the device, and from disk
     moved: int = 0
     read: int = 0
@@ -235,7 +237,7 @@ class PhaseForecast:
 
     @property
     def hit_rate(self) -> float:
-        """Demands that were met from a device slot without waiting for bytes."""
+        """The share of demands whose expert was in a device slot already."""
         return (self.hits + self.prefetch_hits) / self.demands if self.demands else 0.0
 
     @property
@@ -246,30 +248,30 @@ class PhaseForecast:
     def limit_tokens_s(self) -> float:
         return self.tokens / self.limit_s if self.limit_s else 0.0
 
-    def add(self, turns: Iterable[WaveCounts], prices: CostModel) -> None:
-        for turn in turns:
-            self.seconds += prices.turn_s(turn)
-            self.limit_s += prices.limit_s(turn)
-            self.moved += turn.loads
-            self.read += turn.from_disk + turn.host_reads
+    def add(self, waves: Iterable[WaveCounts], costs: CostModel) -> None:
+        for wave in waves:
+            self.seconds += costs.wave_s(wave)
+            self.limit_s += costs.limit_s(wave)
+            self.moved += wave.loads
+            self.read += wave.from_disk + wave.host_reads
 
-    def add_resident(self, turns: Iterable[WaveCounts], prices: CostModel) -> None:
-        """A layer of a step that runs in one call: nobody is asked, nothing moves."""
-        for turn in turns:
-            self.seconds += prices.resident_s(turn)
-            self.limit_s += prices.limit_s(turn)
+    def add_resident(self, waves: Iterable[WaveCounts], costs: CostModel) -> None:
+        """A layer of a step that runs in one call, without a decision or a move."""
+        for wave in waves:
+            self.seconds += costs.resident_s(wave)
+            self.limit_s += costs.limit_s(wave)
 
-    def add_beside(self, turn: WaveCounts, prices: CostModel) -> float:
-        """Loads in the background: they take cores from whatever runs. Answers their own time."""
-        self.seconds += prices.handling_s(turn)
-        self.moved += turn.loads
-        self.read += turn.from_disk
-        return prices.moving_s(turn.from_host, turn.from_disk)
+    def add_background(self, wave: WaveCounts, costs: CostModel) -> float:
+        """Loads in the background, which take cores from the computation. Returns their time."""
+        self.seconds += costs.handling_s(wave)
+        self.moved += wave.loads
+        self.read += wave.from_disk
+        return costs.moving_s(wave.from_host, wave.from_disk)
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """A machine's rates for one kind of record. `host_tier`: records pass through host memory;
+    """A machine's rates for one kind of record. `host_tier`: records go through host memory;
     `shared`: device slots refer to it, so that nothing is copied."""
 
     machine: Machine
@@ -277,61 +279,61 @@ class CostModel:
     host_tier: bool = True
     shared: bool = False
 
-    def turn_s(self, turn: WaveCounts) -> float:
-        """One wave. Loads and the last arrival's run are a chain; so is all the computing; the
-        longer chain is the wave's time."""
-        device = self._device_s(turn.resident + turn.arriving)
-        host = self._host_s(turn.host)
-        moving = self.moving_s(turn.from_host, turn.from_disk)
-        reading = turn.host_reads * self.profile.read.each_s
-        last = self.profile.device.at(turn.arriving[-1]) if turn.arriving else 0.0
+    def wave_s(self, wave: WaveCounts) -> float:
+        """The time of one wave: the loads followed by the last loaded expert's run, or all the
+        computing, whichever is longer."""
+        device = self._device_s(wave.resident + wave.loaded)
+        host = self._host_s(wave.host)
+        moving = self.moving_s(wave.from_host, wave.from_disk)
+        reading = wave.host_reads * self.profile.read.each_s
+        last = self.profile.device.at(wave.loaded[-1]) if wave.loaded else 0.0
         if self.machine.is_cuda:
-            return max(moving + last, device, host, reading) + self.handling_s(turn)
-        return max(moving + reading + last, device + host + self.handling_s(turn))
+            return max(moving + last, device, host, reading) + self.handling_s(wave)
+        return max(moving + reading + last, device + host + self.handling_s(wave))
 
     @property
     def load_s(self) -> float:
         return max(self.machine.load_s, self.profile.load_s)
 
-    def resident_s(self, turn: WaveCounts) -> float:
-        """Experts inside a call that is under way anyway."""
-        return sum(map(self.profile.host.at, turn.resident + turn.host))
+    def resident_s(self, wave: WaveCounts) -> float:
+        """Experts inside the one call that runs all layers."""
+        return sum(map(self.profile.host.at, wave.resident + wave.host))
 
     def best_s(self, rows: Sequence[int]) -> float:
-        """Experts wherever they run sooner, both sides of an accelerator's machine at once."""
+        """Every expert on the faster of host and device; with an accelerator, on both at once."""
         device, host = self.profile.device, self.profile.host
         if self.machine.is_cuda:
             return sum(1.0 / (1.0 / device.at(n) + 1.0 / host.at(n)) for n in rows)
         return sum(min(device.at(n), host.at(n)) for n in rows)
 
-    def layer_s(self, turns: Sequence[WaveCounts]) -> float:
-        """The runtime's own time for a layer of these turns."""
-        host = any(turn.host for turn in turns)
-        device = any(turn.resident or turn.loads for turn in turns)
+    def layer_s(self, waves: Sequence[WaveCounts]) -> float:
+        """The runtime's own time for a layer of these waves."""
+        host = any(wave.host for wave in waves)
+        device = any(wave.resident or wave.loads for wave in waves)
         return self.machine.layer_s + (self.machine.both_s if host and device else 0.0)
 
     def moving_s(self, from_host: int, from_disk: int) -> float:
-        """Wall time of records on their way to the device, many under way at once."""
+        """Wall time of transfers to the device, many at the same time."""
         if not from_host + from_disk or (self.shared and not from_disk):
             return 0.0
         read, link = self.profile.read, self.profile.link
         if self.shared or (not self.host_tier and not self.machine.is_cuda):
             return max(from_disk * read.each_s, read.alone_s)
         reading, linking = from_disk * read.each_s, (from_host + from_disk) * link.each_s
-        # both stages run at once; the last record still has to pass the second
+        # reads and copies run at the same time; after the last read one copy remains
         tail = link.alone_s if from_disk else 0.0
         first = read.alone_s if from_disk else link.alone_s
         return max(reading + tail, linking, first + tail)
 
-    def limit_s(self, turn: WaveCounts) -> float:
-        """What the bytes of this turn need when every path runs at its full rate at once."""
+    def limit_s(self, wave: WaveCounts) -> float:
+        """The time that the bytes of this wave need when every path works at its full rate."""
         size = self.profile.record_bytes
-        read = (turn.from_disk + turn.host_reads) * self.profile.read.each_s
-        run = (len(turn.resident) + len(turn.arriving)) * size / self.machine.device_bytes_s
-        hosted = len(turn.host) * size
+        read = (wave.from_disk + wave.host_reads) * self.profile.read.each_s
+        run = (len(wave.resident) + len(wave.loaded)) * size / self.machine.device_bytes_s
+        hosted = len(wave.host) * size
         if self.machine.is_cuda:
-            link = turn.loads * self.profile.link.each_s
-            return max(read, link, run, (hosted + turn.loads * size) / self.machine.dram_bytes_s)
+            link = wave.loads * self.profile.link.each_s
+            return max(read, link, run, (hosted + wave.loads * size) / self.machine.dram_bytes_s)
         return max(read, run + hosted / self.machine.dram_bytes_s)
 
     def _device_s(self, rows: Sequence[int]) -> float:
@@ -340,15 +342,15 @@ class CostModel:
     def _host_s(self, rows: Sequence[int]) -> float:
         return _runs_s(self.profile.host, self.profile.host_call_s, rows)
 
-    def handling_s(self, turn: WaveCounts) -> float:
-        """Time that copies and reads take from computing: the interpreter's, and on a CPU their
-        processor time, spread over the cores that also compute."""
+    def handling_s(self, wave: WaveCounts) -> float:
+        """Time that copies and reads take from computing: the interpreter's time, and on a CPU
+        their processor time, divided by the cores that also compute."""
         copied = self.host_tier and not self.shared
-        reads, links = turn.from_disk + turn.host_reads, turn.loads if copied else 0
-        # arrivals run as they come, in calls of their own: that is in here
-        awaited = min(turn.loads, len(turn.arriving))
-        spent = self.load_s * (awaited + turn.host_reads)
-        spent += self.machine.beside_s * (turn.loads - awaited)
+        reads, links = wave.from_disk + wave.host_reads, wave.loads if copied else 0
+        # each loaded expert runs in a call of its own; the time of the call is included
+        awaited = min(wave.loads, len(wave.loaded))
+        spent = self.load_s * (awaited + wave.host_reads)
+        spent += self.machine.beside_s * (wave.loads - awaited)
         if self.machine.is_cuda:
             return spent
         cores = reads * self.profile.read.core_s + links * self.profile.link.core_s
@@ -361,43 +363,40 @@ def _runs_s(curve: CostCurve, call_s: float, rows: Sequence[int]) -> float:
 
 @dataclass(slots=True)
 class SimulatedHostTier:
-    """The host tier in a replay: the last `slots` experts asked of it."""
+    """The host tier in a simulation: the last `slots` experts that were used."""
 
     slots: int
-    held: OrderedDict[Key, None] = field(default_factory=OrderedDict)
+    keys: OrderedDict[Key, None] = field(default_factory=OrderedDict)
 
     def fill(self, keys: Iterable[Key]) -> None:
         for key in keys:
-            if len(self.held) >= self.slots:
+            if len(self.keys) >= self.slots:
                 return
-            self.held[key] = None
+            self.keys[key] = None
 
     def take(self, key: Key) -> bool:
-        """Was it here? It is now, if anything can be."""
-        if key in self.held:
-            self.held.move_to_end(key)
+        """Whether it was here. From now on it is, if there are any slots."""
+        if key in self.keys:
+            self.keys.move_to_end(key)
             return True
         if self.slots:
-            self.held[key] = None
-            if len(self.held) > self.slots:
-                self.held.popitem(last=False)
+            self.keys[key] = None
+            if len(self.keys) > self.slots:
+                self.keys.popitem(last=False)
         return False
 
-    def drop(self, key: Key) -> None:
-        self.held.pop(key, None)
 
-
-def wave_counts(wave: Wave, demand: Demand, shelf: SimulatedHostTier) -> WaveCounts:
-    """A strategy's wave as numbers; asks the host tier for what is moved or run there."""
+def wave_counts(wave: Wave, demand: Demand, host_tier: SimulatedHostTier) -> WaveCounts:
+    """A strategy's wave as numbers. Marks what is moved or run on the host as used there."""
     rows = dict(zip(demand.experts, demand.counts, strict=True))
-    loaded = {key for key, _ in wave.load}
-    from_disk = sum(not shelf.take(key) for key in loaded)
-    arriving = {expert for layer, expert in loaded if layer == demand.layer}
+    moved = {key for key, _ in wave.load}
+    from_disk = sum(not host_tier.take(key) for key in moved)
+    loaded = {expert for layer, expert in moved if layer == demand.layer}
     return WaveCounts(
-        resident=tuple(rows[e] for e in wave.device if e not in arriving),
-        arriving=tuple(rows[e] for e in wave.device if e in arriving),
+        resident=tuple(rows[e] for e in wave.device if e not in loaded),
+        loaded=tuple(rows[e] for e in wave.device if e in loaded),
         host=tuple(rows[e] for e in wave.host),
-        from_host=len(loaded) - from_disk,
+        from_host=len(moved) - from_disk,
         from_disk=from_disk,
-        host_reads=sum(not shelf.take((demand.layer, e)) for e in wave.host),
+        host_reads=sum(not host_tier.take((demand.layer, e)) for e in wave.host),
     )

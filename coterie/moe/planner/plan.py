@@ -1,8 +1,8 @@
-"""What each strategy would give on this machine, before anything is loaded, and which to take.
+"""Predicts the speed of each strategy on this machine, before anything is loaded, and chooses one.
 
-Replays a workload through every strategy, prices the outcome and picks prefill first: the fastest
-prefill, then the fastest decode among the pairs that do not slow it down. Reads no weights and
-measures nothing. Torch-free.
+Replays a workload through every strategy and estimates its time. Chooses by prefill first: the
+fastest prefill, then the fastest decode among the pairs that do not slow it down. Reads no weights,
+measures nothing and does not import torch.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ QUICK_LAYERS = 12
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A model as a planner sees it."""
+    """The sizes of a model that a plan needs."""
 
     geometry: ExpertGeometry
     sizes: ExpertSizes
-    # read once per step: all weights but the routed experts
+    # read once per step: all weights except the routed experts
     backbone_bytes: int = 0
     kv_token_bytes: int = 0
     # tokens of one context, whose KV is reserved before any expert
@@ -62,7 +62,7 @@ class MemoryDivision:
     needs: TierNeeds
 
     def tiers(self, text: str, sizes: ExpertSizes) -> TierSlots | None:
-        """The slots the runtime would give `text`; None where it would refuse."""
+        """The slots that the runtime would give `text`; None where it would refuse."""
         kinds = strategy_classes(text)
         needs = replace(
             self.needs,
@@ -75,7 +75,7 @@ class MemoryDivision:
             return None
 
     def kv_room(self, experts: TierSlots, slot_bytes: int) -> int:
-        """Bytes on the device that experts leave to KV."""
+        """Bytes on the device that experts leave for KV."""
         text = self.settings.device_budget
         taken = 0 if experts.shared else experts.device * slot_bytes
         if text and not text.endswith("%") and not self.settings.cache_capacity:
@@ -86,14 +86,15 @@ class MemoryDivision:
 
 
 def divisions(settings: MoeSettings, needs: TierNeeds) -> list[MemoryDivision]:
-    """The budgets as given. Where nothing is given and both tiers lie in one memory, also all of
-    it for device slots: nothing is then held twice."""
-    ways = [MemoryDivision(settings, needs)]
+    """The budgets as given. Where none is given and both tiers are in one memory, also a division
+    with all of it for device slots: no expert is then stored twice."""
+    found = [MemoryDivision(settings, needs)]
     given = settings.device_budget or settings.host_budget or settings.cache_capacity
     if needs.one_memory and not given:
         whole = f"{int(needs.free_device_bytes * AUTO_SHARE)}B"
-        ways.append(MemoryDivision(replace(settings, device_budget=whole, host_budget="0B"), needs))
-    return ways
+        only_device = replace(settings, device_budget=whole, host_budget="0B")
+        found.append(MemoryDivision(only_device, needs))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +107,13 @@ class PlanRow:
     host_slots: int
     device_bytes: int
     host_bytes: int
-    # experts that are in neither tier at once
+    # experts that are in neither tier
     disk_bytes: int
     prefill_hit_rate: float
     decode_hit_rate: float
     prefill_tokens_s: float
     decode_tokens_s: float
-    # what the bytes this row moves allow, and the predicted share of it
+    # the limit that the moved bytes set, and the predicted share of it
     decode_limit_tokens_s: float
     decode_share: float
     moved_bytes_per_token: float
@@ -120,7 +121,7 @@ class PlanRow:
     kv_tokens: int
     # whether decoding runs all layers in one call: there is nothing to decide or to move
     one_call: bool
-    # what the name comes to with these slots: some strategies fall back
+    # the strategies that really run with these slots: some fall back
     runs: str = ""
 
     @property
@@ -130,7 +131,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class PlanChoice:
-    """`device_budget` and `host_budget` are "" where the given ones (or the automatic) hold."""
+    """`device_budget` and `host_budget` are "" where the given (or the automatic) ones apply."""
 
     strategy: str
     reason: str
@@ -140,54 +141,54 @@ class PlanChoice:
 
 @dataclass(frozen=True, slots=True)
 class PlanCase:
-    """All that a plan is made from."""
+    """Everything that a plan is made from."""
 
-    subject: PlannedModel
+    model: PlannedModel
     machine: Machine
     # the key of the record's profile in the machine
     profile: str
     load: Workload
 
-    # replay one layer in so many, with as much smaller tiers: faster, nearly the same
+    # replay only every n-th layer, with tiers smaller by the same factor: faster, nearly the same
     every: int = 1
 
-    def outlook(self, tiers: TierSlots) -> SimulationSetup:
-        subject, machine, part = self.subject, self.machine, self.every
+    def setup(self, tiers: TierSlots) -> SimulationSetup:
+        model, machine, part = self.model, self.machine, self.every
         profile = machine.profiles[self.profile]
-        prices = CostModel(machine, profile, tiers.host > 0, tiers.shared)
-        least_s = subject.backbone_bytes / machine.device_bytes_s
-        pace = backbone_pace(subject, machine)
-        pace = BackboneTimes(_part(pace.walk, part), pace.express and _part(pace.express, part))
+        costs = CostModel(machine, profile, tiers.host > 0, tiers.shared)
+        least_s = model.backbone_bytes / machine.device_bytes_s
+        times = backbone_times(model, machine)
+        times = BackboneTimes(_part(times.walk, part), times.express and _part(times.express, part))
         slots = TierSlots(self._slots(tiers.device), self._slots(tiers.host), tiers.shared)
-        return SimulationSetup(self.load.geometry, slots, prices, pace, least_s / part)
+        return SimulationSetup(self.load.geometry, slots, costs, times, least_s / part)
 
     def _slots(self, count: int) -> int:
-        """The same share of the layers that are replayed; all of them when it is all."""
-        return -(-count * self.load.geometry.total // self.subject.geometry.total)
+        """The same share of the replayed experts; all of them when `count` is all."""
+        return -(-count * self.load.geometry.total // self.model.geometry.total)
 
     def quick(self, demands: int) -> PlanCase:
-        """The same on fewer layers and a part of the workload."""
-        every = max(1, len(self.subject.geometry.layers) // QUICK_LAYERS)
+        """The same with fewer layers and a part of the workload."""
+        every = max(1, len(self.model.geometry.layers) // QUICK_LAYERS)
         load = self.load.thinned(every).shortened(demands)
         return replace(self, load=load, every=every)
 
 
-def plan(case: PlanCase, ways: Sequence[MemoryDivision]) -> list[PlanRow]:
-    """A row per strategy and sensible pair for every division, and one for Belady's optimum."""
+def plan(case: PlanCase, divided: Sequence[MemoryDivision]) -> list[PlanRow]:
+    """For every division a row per strategy and useful pair, and one for Belady's optimum."""
     rows = []
-    for division in ways:
+    for division in divided:
         outcomes = _forecasts(case, division, 3)
         tiers = [each.tiers for each in outcomes]
         most = max(tiers, key=lambda each: each.device, default=TierSlots(0, 0))
         made = [_row(case, division, each) for each in outcomes]
         if most.device:
-            made.append(_bound(_row(case, division, optimum(case.outlook(most), case.load)), made))
+            made.append(_bound(_row(case, division, optimum(case.setup(most), case.load)), made))
         rows += made
     return rows
 
 
 def _bound(best: PlanRow, rows: Sequence[PlanRow]) -> PlanRow:
-    """No row may beat it: loads in the background can hide a read that it counts."""
+    """Raise the optimum to the best row: background loads can hide a read that it counts."""
     prefill = max([best.prefill_tokens_s, *(row.prefill_tokens_s for row in rows)])
     decode = max([best.decode_tokens_s, *(row.decode_tokens_s for row in rows)])
     limit = max(best.decode_limit_tokens_s, decode)
@@ -201,16 +202,19 @@ def _bound(best: PlanRow, rows: Sequence[PlanRow]) -> PlanRow:
 
 
 def forecast_row(case: PlanCase, division: MemoryDivision, text: str) -> PlanRow | None:
-    """One strategy alone; None where it would be refused."""
+    """The row of one strategy; None where it would be refused."""
     each = _forecast(case, division, text)
     return _row(case, division, each) if each else None
 
 
-def choose(case: PlanCase, ways: Sequence[MemoryDivision]) -> PlanChoice:
-    """What `--strategy auto` runs. Well under a second: a part of the workload, no optimum."""
-    short = case.quick(QUICK // len(ways))
+def choose(case: PlanCase, divided: Sequence[MemoryDivision]) -> PlanChoice:
+    """What `--strategy auto` runs. Takes well under a second: it replays a part of the workload
+    and no optimum."""
+    short = case.quick(QUICK // len(divided))
     return pick(
-        _row(short, division, each) for division in ways for each in _forecasts(short, division, 2)
+        _row(short, division, each)
+        for division in divided
+        for each in _forecasts(short, division, 2)
     )
 
 
@@ -224,8 +228,8 @@ def pick(rows: Iterable[PlanRow]) -> PlanChoice:
     equal = [row for row in real if row.prefill_tokens_s >= floor]
     quickest = max(row.decode_tokens_s for row in equal)
     near = [row for row in equal if row.decode_tokens_s >= quickest * (1 - SAME)]
-    # among equals the one that leaves most memory, of those what its name says, a plain name,
-    # then the faster
+    # among equals prefer the one that uses least memory, then one that does not fall back, then
+    # a single name, then the faster one
     best = min(
         near,
         key=lambda row: (
@@ -266,19 +270,18 @@ def _part(curve: CostCurve, part: int) -> CostCurve:
     return CostCurve(curve.rows, tuple(seconds / part for seconds in curve.seconds))
 
 
-def backbone_pace(subject: PlannedModel, machine: Machine) -> BackboneTimes:
-    """Measured through the model, else its bytes at the device's rate (rows cost alike: the
-    estimate is of the reading alone)."""
-    if subject.backbone is not None:
-        return subject.backbone
-    seconds = subject.backbone_bytes / machine.device_bytes_s
+def backbone_times(model: PlannedModel, machine: Machine) -> BackboneTimes:
+    """The measured times, or an estimate: the backbone's bytes at the device's read rate."""
+    if model.backbone is not None:
+        return model.backbone
+    seconds = model.backbone_bytes / machine.device_bytes_s
     return BackboneTimes(CostCurve((1, 64), (seconds, seconds * 4)))
 
 
 def _forecasts(case: PlanCase, division: MemoryDivision, best: int) -> list[StrategyForecast]:
-    """All strategies alone, then the best at prefill paired with the best at decode."""
+    """Each strategy alone, then pairs of the best at prefill and the best at decode."""
     singles = [each for name in STRATEGIES if (each := _forecast(case, division, name))]
-    # a name that falls back to another's flow is no partner of its own
+    # a strategy that falls back to another one is not paired
     own = [each for each in singles if each.strategy in each.runs]
     prefills = sorted(own, key=lambda each: -each.prefill.tokens_s)[:best]
     decodes = sorted(own, key=lambda each: -each.decode.tokens_s)[:best]
@@ -292,15 +295,15 @@ def _forecasts(case: PlanCase, division: MemoryDivision, best: int) -> list[Stra
 
 
 def _forecast(case: PlanCase, division: MemoryDivision, text: str) -> StrategyForecast | None:
-    tiers = division.tiers(text, case.subject.sizes)
-    return forecast(text, case.outlook(tiers), case.load, tiers) if tiers else None
+    tiers = division.tiers(text, case.model.sizes)
+    return forecast(text, case.setup(tiers), case.load, tiers) if tiers else None
 
 
 def _row(case: PlanCase, division: MemoryDivision, outcome: StrategyForecast) -> PlanRow:
-    subject, part = case.subject, case.every
-    sizes = subject.sizes
+    model, part = case.model, case.every
+    sizes = model.sizes
     tiers = outcome.tiers
-    held = min(tiers.device + tiers.host, sizes.total)
+    in_memory = min(tiers.device + tiers.host, sizes.total)
     room = division.kv_room(tiers, sizes.slot_bytes)
     return PlanRow(
         strategy=outcome.strategy,
@@ -310,7 +313,7 @@ def _row(case: PlanCase, division: MemoryDivision, outcome: StrategyForecast) ->
         host_slots=tiers.host,
         device_bytes=0 if tiers.shared else tiers.device * sizes.slot_bytes,
         host_bytes=min(tiers.host * sizes.slot_bytes, sizes.expert_bytes),
-        disk_bytes=sizes.expert_bytes * (sizes.total - held) // max(1, sizes.total),
+        disk_bytes=sizes.expert_bytes * (sizes.total - in_memory) // max(1, sizes.total),
         prefill_hit_rate=outcome.prefill.hit_rate,
         decode_hit_rate=outcome.decode.hit_rate,
         prefill_tokens_s=outcome.prefill.tokens_s / part,
@@ -319,8 +322,8 @@ def _row(case: PlanCase, division: MemoryDivision, outcome: StrategyForecast) ->
         decode_share=_share(outcome.decode),
         moved_bytes_per_token=part * _per_token(outcome.decode.moved, outcome.decode, sizes),
         read_bytes_per_token=part * _per_token(outcome.decode.read, outcome.decode, sizes),
-        kv_tokens=room // subject.kv_token_bytes if subject.kv_token_bytes else 0,
-        one_call=outcome.decode.rides > 0,
+        kv_tokens=room // model.kv_token_bytes if model.kv_token_bytes else 0,
+        one_call=outcome.decode.one_call_steps > 0,
         runs=outcome.runs,
     )
 

@@ -1,7 +1,7 @@
-"""A workload replayed through a strategy and priced: what would move, and how long it would take.
+"""Replays a workload through a strategy: what would move, and how long it would take.
 
-Calls the same `decide` as the runtime, over the same bookkeeping, with the host tier replayed
-beside it. Moves no bytes.
+Calls the same `decide` as the runtime, with the same `SlotMap`, and simulates the host tier. Moves
+no bytes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ BELADY = "belady"
 
 @dataclass(frozen=True, slots=True)
 class SimulationSetup:
-    """A machine, a model and a division of the memory."""
+    """The machine, the model and the division of memory that a simulation assumes."""
 
     geometry: ExpertGeometry
     tiers: TierSlots
-    prices: CostModel
-    # a step without experts; and what its bytes need at best
+    cost_model: CostModel
+    # a step without experts; and the least time that its bytes need
     backbone: BackboneTimes
     backbone_limit_s: float = 0.0
 
@@ -47,89 +47,89 @@ class SimulationSetup:
 class StrategyForecast:
     strategy: str
     tiers: TierSlots
-    # what it comes to with these slots: fallbacks applied
+    # the strategies that really run with these slots, fallbacks included
     runs: str
     prefill: PhaseForecast = field(default_factory=PhaseForecast)
     decode: PhaseForecast = field(default_factory=PhaseForecast)
 
 
 def forecast(
-    text: str, outlook: SimulationSetup, load: Workload, tiers: TierSlots | None = None
+    text: str, setup: SimulationSetup, load: Workload, tiers: TierSlots | None = None
 ) -> StrategyForecast:
-    """`load` under the strategies of `text`. `tiers`: what to call the outlook's, if it stands for
-    larger ones."""
-    runs = resolve_strategy(text, outlook.geometry, outlook.tiers.device)
-    result = StrategyForecast(text, tiers or outlook.tiers, runs)
-    walk = _Simulation(runs, outlook, load)
+    """`load` under the strategies of `text`. `tiers` are the real tiers, where the simulated ones
+    are smaller."""
+    runs = resolve_strategy(text, setup.geometry, setup.tiers.device)
+    result = StrategyForecast(text, tiers or setup.tiers, runs)
+    simulation = _Simulation(runs, setup, load)
     for index, step in enumerate(load.steps):
         outcome = result.prefill if step.phase == "prefill" else result.decode
-        walk.step(step, outcome if index >= load.warm else PhaseForecast())
+        simulation.step(step, outcome if index >= load.warm else PhaseForecast())
     return result
 
 
 class _Simulation:
-    """One engine's life: strategies, slots and host tier, step after step."""
+    """The state of one simulated engine: strategies, slots and host tier."""
 
-    def __init__(self, text: str, outlook: SimulationSetup, load: Workload) -> None:
-        self.outlook, self.prices = outlook, outlook.prices
-        self.slots, self.shelf = (
-            SlotMap(outlook.tiers.device),
-            SimulatedHostTier(outlook.tiers.host),
+    def __init__(self, text: str, setup: SimulationSetup, load: Workload) -> None:
+        self.setup, self.cost_model = setup, setup.cost_model
+        self.slots, self.host_tier = (
+            SlotMap(setup.tiers.device),
+            SimulatedHostTier(setup.tiers.host),
         )
-        can_run = outlook.tiers.host > 0
-        share = outlook.tiers.host / outlook.geometry.total
-        costs = self.prices.profile.costs().with_host(share, outlook.tiers.shared)
-        scene = StrategyContext(outlook.geometry, self.slots, load.heatmap, costs, can_run)
-        self.prefill, self.decode = build_strategies(text, scene)
+        can_run = setup.tiers.host > 0
+        share = setup.tiers.host / setup.geometry.total
+        costs = self.cost_model.profile.costs().with_host(share, setup.tiers.shared)
+        context = StrategyContext(setup.geometry, self.slots, load.heatmap, costs, can_run)
+        self.prefill, self.decode = build_strategies(text, context)
         self.both = tuple(dict.fromkeys((self.prefill, self.decode)))
         for strategy in self.both:
             strategy.start()
-        # what is pinned on the device has no second copy
-        hot, shared = load.heatmap.hottest(outlook.geometry.total), outlook.tiers.shared
-        self.shelf.fill(key for key in hot if shared or not self.slots.is_pinned(key))
+        # an expert pinned on the device has no copy in host memory
+        hot, shared = load.heatmap.hottest(setup.geometry.total), setup.tiers.shared
+        self.host_tier.fill(key for key in hot if shared or not self.slots.is_pinned(key))
 
     def step(self, step: TraceStep, outcome: PhaseForecast) -> None:
         strategy = self.prefill if step.phase == "prefill" else self.decode
-        rides = self._rides(strategy)
-        groups = strategy.groups() if step.phase == "prefill" and not rides else None
-        # a group is computed while it is loaded: the longer of the two is its time
-        arrives_s = 0.0
-        for group, visit in step.walk(groups):
+        one_call = self._runs_in_one_call(strategy)
+        groups = strategy.groups() if step.phase == "prefill" and not one_call else None
+        # a group is computed while it is loaded: its time is the longer of the two
+        loaded_s = 0.0
+        for group, visit in step.visits(groups):
             if group is not None:
-                outcome.seconds = max(outcome.seconds, arrives_s)
-                arrives_s = outcome.seconds + self._load(strategy.load_group(group), outcome)
-            self._layer(strategy, visit.demand, outcome, rides)
-        outcome.seconds = max(outcome.seconds, arrives_s)
+                outcome.seconds = max(outcome.seconds, loaded_s)
+                loaded_s = outcome.seconds + self._load(strategy.load_group(group), outcome)
+            self._layer(strategy, visit.demand, outcome, one_call)
+        outcome.seconds = max(outcome.seconds, loaded_s)
         if step.phase == "decode":
-            # as the engine: between tokens
+            # between tokens, as the engine does
             for each in self.both:
                 self._load(each.update(), outcome)
-        _end_step(step, self.outlook, outcome, rides)
+        _end_step(step, self.setup, outcome, one_call)
 
-    def _rides(self, strategy: Strategy) -> bool:
-        """As `resident.find_resident`: nothing left to decide, and all bytes in one memory."""
-        tiers, total = self.outlook.tiers, self.outlook.geometry.total
-        if self.outlook.backbone.express is None or not strategy.settled():
+    def _runs_in_one_call(self, strategy: Strategy) -> bool:
+        """As `resident.find_resident`: nothing more to decide, and all bytes in one memory."""
+        tiers, total = self.setup.tiers, self.setup.geometry.total
+        if self.setup.backbone.express is None or not strategy.settled():
             return False
         if all(each.settled() for each in self.both):
             return max(tiers.host, tiers.device) >= total
         if tiers.shared:
             return True
-        # what the device holds for good has no copy in host memory
+        # an expert that stays on the device for good has no copy in host memory
         pinned = tiers.device >= total or any(map(self.slots.is_pinned, self.slots.keys()))
         return tiers.host >= total and not pinned
 
     def _layer(
-        self, strategy: Strategy, demand: Demand, outcome: PhaseForecast, rides: bool
+        self, strategy: Strategy, demand: Demand, outcome: PhaseForecast, one_call: bool
     ) -> None:
         first = first_uses(self.slots, demand)
         waves = strategy.decide(demand)
-        turns = [wave_counts(wave, demand, self.shelf) for wave in waves]
-        if rides:
-            outcome.add_resident(turns, self.prices)
+        counted = [wave_counts(wave, demand, self.host_tier) for wave in waves]
+        if one_call:
+            outcome.add_resident(counted, self.cost_model)
         else:
-            outcome.add(turns, self.prices)
-            outcome.seconds += self.prices.layer_s(turns)
+            outcome.add(counted, self.cost_model)
+            outcome.seconds += self.cost_model.layer_s(counted)
         classes = classify(demand, waves, first)
         outcome.hits += len(classes.hits)
         outcome.prefetch_hits += len(classes.early)
@@ -137,36 +137,36 @@ class _Simulation:
         outcome.host_runs += len(classes.host)
 
     def _load(self, loads: Sequence[tuple[Key, int]], outcome: PhaseForecast) -> float:
-        """Loads that run beside computing; seconds until the last has arrived."""
-        from_disk = sum(not self.shelf.take(key) for key, _ in loads)
-        return outcome.add_beside(
-            WaveCounts((), (), (), len(loads) - from_disk, from_disk), self.prices
+        """Loads in the background; returns the seconds until the last one is done."""
+        from_disk = sum(not self.host_tier.take(key) for key, _ in loads)
+        return outcome.add_background(
+            WaveCounts((), (), (), len(loads) - from_disk, from_disk), self.cost_model
         )
 
 
-def optimum(outlook: SimulationSetup, load: Workload) -> StrategyForecast:
-    """A bound, no strategy: nobody hits more than Belady's choice of victims, which knows the
-    future, and nobody is faster than every expert on the side that runs it sooner, without a call's
-    own cost, beside the reads that even both tiers together cannot avoid."""
-    result = StrategyForecast(BELADY, outlook.tiers, BELADY)
-    both = min(outlook.geometry.total, outlook.tiers.device + outlook.tiers.host)
+def optimum(setup: SimulationSetup, load: Workload) -> StrategyForecast:
+    """A bound, not a strategy. No strategy hits more often than Belady's algorithm, which knows the
+    future. None is faster than running every expert on the faster of host and device, without call
+    overhead, at the same time as the reads that even both tiers together cannot avoid."""
+    result = StrategyForecast(BELADY, setup.tiers, BELADY)
+    both = min(setup.geometry.total, setup.tiers.device + setup.tiers.host)
     for phase, outcome in (("prefill", result.prefill), ("decode", result.decode)):
         steps = [step for step in load.steps if step.phase == phase]
         warm = sum(step.phase == phase for step in load.steps[: load.warm])
-        hits, misses = _belady(outlook, steps, warm, outlook.tiers.device)
+        hits, misses = _belady(setup, steps, warm, setup.tiers.device)
         outcome.hits, outcome.misses = hits, misses
-        outcome.read = _belady(outlook, steps, warm, both)[1]
-        _price_best(outlook, steps[warm:], outcome)
+        outcome.read = _belady(setup, steps, warm, both)[1]
+        _add_best(setup, steps[warm:], outcome)
     return result
 
 
 def _belady(
-    outlook: SimulationSetup, steps: Sequence[TraceStep], warm: int, slots: int
+    setup: SimulationSetup, steps: Sequence[TraceStep], warm: int, slots: int
 ) -> tuple[int, int]:
-    """Hits and misses of the steps behind the first `warm`."""
+    """Hits and misses of the steps after the first `warm`."""
     found = []
     for part in (steps, steps[:warm]):
-        trace = Trace(outlook.geometry, max(1, len(part)))
+        trace = Trace(setup.geometry, max(1, len(part)))
         trace.steps.extend(part)
         found.append(belady(trace, slots))
     whole, before = found
@@ -175,38 +175,36 @@ def _belady(
     return hits, demands - hits
 
 
-def _price_best(
-    outlook: SimulationSetup, steps: Sequence[TraceStep], outcome: PhaseForecast
-) -> None:
-    prices, pace = outlook.prices, outlook.backbone
+def _add_best(setup: SimulationSetup, steps: Sequence[TraceStep], outcome: PhaseForecast) -> None:
+    costs, backbone = setup.cost_model, setup.backbone
     running = 0.0
     for step in steps:
-        for _, visit in step.walk():
-            running += prices.best_s(visit.demand.counts)
-            outcome.limit_s += prices.limit_s(WaveCounts(resident=visit.demand.counts))
-        curves = [pace.walk, *([pace.express] if pace.express else [])]
+        for _, visit in step.visits():
+            running += costs.best_s(visit.demand.counts)
+            outcome.limit_s += costs.limit_s(WaveCounts(resident=visit.demand.counts))
+        curves = [backbone.walk, *([backbone.express] if backbone.express else [])]
         outcome.steps += 1
         for chunk in step.chunks:
-            tokens = tokens_of(chunk, outlook.geometry.top_k)
+            tokens = tokens_of(chunk, setup.geometry.top_k)
             outcome.tokens += tokens
             outcome.seconds += min(curve.at(tokens) for curve in curves)
-            outcome.limit_s += outlook.backbone_limit_s
-    outcome.seconds += max(running, outcome.read * prices.profile.read.each_s)
+            outcome.limit_s += setup.backbone_limit_s
+    outcome.seconds += max(running, outcome.read * costs.profile.read.each_s)
     outcome.limit_s = min(outcome.limit_s, outcome.seconds)
 
 
 def _end_step(
-    step: TraceStep, outlook: SimulationSetup, outcome: PhaseForecast, rides: bool = False
+    step: TraceStep, setup: SimulationSetup, outcome: PhaseForecast, one_call: bool = False
 ) -> None:
     outcome.steps += 1
-    outcome.rides += rides
-    pace = outlook.backbone
-    curve = pace.express if rides and pace.express else pace.walk
+    outcome.one_call_steps += one_call
+    backbone = setup.backbone
+    curve = backbone.express if one_call and backbone.express else backbone.walk
     for chunk in step.chunks:
-        tokens = tokens_of(chunk, outlook.geometry.top_k)
+        tokens = tokens_of(chunk, setup.geometry.top_k)
         outcome.tokens += tokens
         outcome.seconds += curve.at(tokens)
-        outcome.limit_s += outlook.backbone_limit_s
+        outcome.limit_s += setup.backbone_limit_s
 
 
 # an upload costs as much as computing two rows on the host
@@ -215,20 +213,20 @@ NEUTRAL = ExpertCosts(upload_s=2e-3, device_run_s=1e-4, host_run_s=1e-3)
 
 @dataclass(frozen=True, slots=True)
 class ReplaySetup:
-    """The machine that a replay pretends to have."""
+    """The machine that a replay assumes."""
 
     num_slots: int
     heatmap: Heatmap | None = None
     costs: ExpertCosts = NEUTRAL
     host_can_run: bool = True
     deterministic: bool = False
-    # off, protect or prefetch: what is done with the predictions in the trace
+    # off, protect or prefetch: how predictions in the trace are used
     predict: str = "off"
 
 
 @dataclass(slots=True)
 class ReplayCounts:
-    """Demands by outcome; `moves` and `waves` are experts and turns."""
+    """Demands by outcome, moved experts, and waves."""
 
     hits: int = 0
     prefetch_hits: int = 0
@@ -251,13 +249,13 @@ class ReplayCounts:
 
     @property
     def hit_rate(self) -> float:
-        """Demand hits alone."""
+        """Without prefetch hits."""
         return self.hits / self.demands if self.demands else 0.0
 
 
 @dataclass(slots=True)
 class ReplayResult:
-    """`total.moves` are the moves of demands; the others are counted where they were made."""
+    """`total.moves` are the moves that demands caused; the others have counters of their own."""
 
     total: ReplayCounts = field(default_factory=ReplayCounts)
     phases: dict[str, ReplayCounts] = field(default_factory=dict)
@@ -278,40 +276,42 @@ class ReplayResult:
         return self.moves * expert_bytes
 
 
-def replay(text: str, trace: Trace, stage: ReplaySetup) -> ReplayResult:
+def replay(text: str, trace: Trace, setup: ReplaySetup) -> ReplayResult:
     """Strategy `text` (names as the CLI takes them) over the whole trace, from empty slots."""
-    slots = SlotMap(stage.num_slots)
-    scene = StrategyContext(
-        trace.geometry, slots, stage.heatmap, stage.costs, stage.host_can_run, stage.deterministic
+    slots = SlotMap(setup.num_slots)
+    context = StrategyContext(
+        trace.geometry, slots, setup.heatmap, setup.costs, setup.host_can_run, setup.deterministic
     )
     prefill, decode = build_strategies(
-        resolve_strategy(text, trace.geometry, stage.num_slots), scene
+        resolve_strategy(text, trace.geometry, setup.num_slots), context
     )
     both = tuple(dict.fromkeys((prefill, decode)))
     result = ReplayResult()
     result.start_moves = sum(len(strategy.start()) for strategy in both)
     for step in trace.steps:
-        _walk(prefill if step.phase == "prefill" else decode, step, stage, result)
+        _replay_step(prefill if step.phase == "prefill" else decode, step, setup, result)
         result.steps[step.phase] = result.steps.get(step.phase, 0) + 1
         if step.phase == "decode":
-            # as the engine: between tokens
+            # between tokens, as the engine does
             result.update_moves += sum(len(strategy.update()) for strategy in both)
     return result
 
 
-def _walk(strategy: Strategy, step: TraceStep, stage: ReplaySetup, result: ReplayResult) -> None:
+def _replay_step(
+    strategy: Strategy, step: TraceStep, setup: ReplaySetup, result: ReplayResult
+) -> None:
     groups = strategy.groups() if step.phase == "prefill" else None
-    visits = list(step.walk(groups))
+    visits = list(step.visits(groups))
     for index, (group, visit) in enumerate(visits):
         if groups is not None and group is not None:
             result.group_moves += len(strategy.load_group(group))
-        if stage.predict != "off" and index + 1 < len(visits):
+        if setup.predict != "off" and index + 1 < len(visits):
             following = visits[index + 1][1]
             strategy.protect(following.demand.layer, following.predicted)
-            if stage.predict == "prefetch" and following.predicted:
+            if setup.predict == "prefetch" and following.predicted:
                 loads = strategy.prefetch(following.demand.layer, following.predicted)
                 result.prefetch_moves += len(loads)
-        first = first_uses(strategy.scene.slots, visit.demand)
+        first = first_uses(strategy.context.slots, visit.demand)
         waves = strategy.decide(visit.demand)
         classes = classify(visit.demand, waves, first)
         layer, phase = visit.demand.layer, step.phase
@@ -324,7 +324,7 @@ def _walk(strategy: Strategy, step: TraceStep, stage: ReplaySetup, result: Repla
 
 
 def belady(trace: Trace, num_slots: int) -> ReplayCounts:
-    """Hits and misses of the optimum. A prompt in chunks may walk chunk by chunk or layer by layer;
+    """Hits and misses of the optimum. A prompt in chunks may run chunk by chunk or layer by layer;
     the better of the two counts."""
     orders = [_sets(trace, by_layer=False)]
     if any(len(step.chunks) > 1 for step in trace.steps):
@@ -333,11 +333,11 @@ def belady(trace: Trace, num_slots: int) -> ReplayCounts:
 
 
 def _sets(trace: Trace, by_layer: bool) -> list[list[Key]]:
-    """Experts that are asked for together, in order of time."""
+    """Experts that are needed together, in order of time."""
     single = tuple((layer,) for layer in trace.geometry.layers)
     sets = []
     for step in trace.steps:
-        for _, visit in step.walk(single if by_layer and step.phase == "prefill" else None):
+        for _, visit in step.visits(single if by_layer and step.phase == "prefill" else None):
             layer = visit.demand.layer
             sets.append([(layer, expert) for expert in visit.demand.experts])
     return sets
@@ -346,8 +346,8 @@ def _sets(trace: Trace, by_layer: bool) -> list[list[Key]]:
 def _optimum(sets: Sequence[Sequence[Key]], num_slots: int) -> ReplayCounts:
     following = _next_uses(sets)
     counts = ReplayCounts()
-    # the valid next use of every resident; the heap (farthest first) may hold outdated entries
-    resident = _first_asked(sets, num_slots)
+    # the next use of every resident; the heap (latest first) may have outdated entries
+    resident = _first_used(sets, num_slots)
     farthest = [(-use, key) for key, use in resident.items()]
     heapify(farthest)
     for asked, uses in zip(sets, following, strict=True):
@@ -365,8 +365,8 @@ def _optimum(sets: Sequence[Sequence[Key]], num_slots: int) -> ReplayCounts:
     return counts
 
 
-def _first_asked(sets: Sequence[Sequence[Key]], limit: int) -> dict[Key, int]:
-    """The experts that are asked for earliest, with the index of that set."""
+def _first_used(sets: Sequence[Sequence[Key]], limit: int) -> dict[Key, int]:
+    """The experts that are needed first, with the index of that set."""
     first: dict[Key, int] = {}
     for index, asked in enumerate(sets):
         for key in asked:
@@ -377,7 +377,7 @@ def _first_asked(sets: Sequence[Sequence[Key]], limit: int) -> dict[Key, int]:
 
 
 def _next_uses(sets: Sequence[Sequence[Key]]) -> list[list[int]]:
-    """For every demand, the index of the set that asks for the same expert next."""
+    """For every demand, the index of the next set with the same expert."""
     later: dict[Key, int] = {}
     never = len(sets)
     uses: list[list[int]] = []

@@ -1,7 +1,8 @@
-"""What a plan is made for: a recorded trace, or steps drawn from a heatmap.
+"""The workload of a plan: a recorded trace, or steps drawn from a heatmap.
 
-With neither, experts are drawn by Zipf's law, and the plan says so. Draws are independent from
-token to token: a recorded trace also holds a router's habit of asking again. Torch-free.
+With neither, experts are drawn by Zipf's law, and the plan says so. Draws of different tokens are
+independent; in a recorded trace, tokens also reuse the experts of the tokens before them. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from coterie.moe.store.base import ExpertGeometry
 
 ZIPF = 0.6
 PROMPT_TOKENS = 512
-# demands of all layers that a plan replays through each strategy: bounds the time it takes
+# demands of all layers that a plan replays through each strategy, to limit its time
 DEMANDS = 1200
 
 
@@ -27,16 +28,16 @@ DEMANDS = 1200
 class Workload:
     geometry: ExpertGeometry
     steps: tuple[TraceStep, ...]
-    # steps that only bring the tiers into their usual state, and are not counted
+    # the first steps, which only fill the tiers and are not counted
     warm: int
-    # where this comes from, in words
+    # where the workload comes from, in words
     source: str
-    # what a start would know of it
+    # what is known when the engine starts
     heatmap: Heatmap
 
     def shortened(self, demands: int) -> Workload:
-        """About so many demands: one prompt to warm up with and one that counts, the first tokens
-        of their answers."""
+        """About this many demands: one prompt to warm up and one that counts, each with the first
+        tokens of its answer."""
         decodes = max(4, demands // max(1, len(self.geometry.layers)) // 3)
         warm = _cut(self.steps[: self.warm], decodes)
         steps = warm + _cut(self.steps[self.warm :], 2 * decodes)
@@ -65,9 +66,9 @@ def tokens_of(chunk: Sequence[LayerVisit], top_k: int) -> int:
 
 
 def workload_from_trace(trace: Trace, source: str, heatmap: Heatmap | None = None) -> Workload:
-    """The first half warms up, and is all that a start knows unless `heatmap` is given: counts
-    that hold the steps to be predicted would flatter every pin. A prompt has to be among them:
-    where the second half has none, the last prompt's request counts; of a single request all."""
+    """The first half warms up. Unless `heatmap` is given, the start knows only that half: counts
+    of the predicted steps would make pinned strategies look too good. The counted half needs a
+    prompt: if it has none, it starts at the last prompt; of a single request all steps count."""
     steps = tuple(trace.steps)
     warm = len(steps) // 2
     prompts = [at for at, step in enumerate(steps) if step.phase == "prefill"]
@@ -75,15 +76,15 @@ def workload_from_trace(trace: Trace, source: str, heatmap: Heatmap | None = Non
         warm = prompts[-1] if len(prompts) > 1 else 0
     if not warm:
         source = f"{source}, from a cold start (one request)"
-    seen = Trace(trace.geometry, max(1, warm))
-    seen.steps.extend(steps[:warm])
-    return Workload(trace.geometry, steps, warm, source, heatmap or seen.heatmap())
+    before = Trace(trace.geometry, max(1, warm))
+    before.steps.extend(steps[:warm])
+    return Workload(trace.geometry, steps, warm, source, heatmap or before.heatmap())
 
 
 def workload_from_heatmap(
     heatmap: Heatmap, source: str, prompt_tokens: int = PROMPT_TOKENS
 ) -> Workload:
-    """Two requests drawn from the heatmap's shares; the first is for warming up."""
+    """Two requests drawn from the heatmap's shares; the first one warms up."""
     geometry = heatmap.geometry
     draw = _Draws(geometry, heatmap.counts)
     decodes = max(4, DEMANDS // max(1, len(geometry.layers)) // 3)
@@ -93,7 +94,7 @@ def workload_from_heatmap(
 
 
 def assumed_workload(geometry: ExpertGeometry, prompt_tokens: int = PROMPT_TOKENS) -> Workload:
-    """Nothing is known: the e-th favourite of a layer is asked for in proportion to e^-0.6."""
+    """Nothing is known: a layer uses its e-th most used expert in proportion to e^-0.6."""
     shares = (1.0 + np.arange(geometry.num_experts)) ** -ZIPF
     order = np.random.default_rng(0)
     counts = np.stack([order.permutation(shares) for _ in geometry.layers])

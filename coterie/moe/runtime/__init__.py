@@ -1,1 +1,1 @@
-"""MoE experts at work: tiers, transfers between them, and one layer of a step after another."""
+"""MoE experts of a running model: the tiers, transfers between them, and running one layer."""

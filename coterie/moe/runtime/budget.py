@@ -1,6 +1,6 @@
-"""How many experts each tier may hold: budgets as written by the user, turned into slots.
+"""How many experts each tier may hold: slots calculated from the user's budgets.
 
-Sizes in bytes count the KV of one full context on the device; shares and counts are experts alone.
+A device budget in bytes includes the KV of one full context; shares and counts are experts only.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from coterie.core.settings import parse_bytes
 if TYPE_CHECKING:
     from coterie.core.moe import MoeSettings
 
-# of what is free now, when no budget was given: the rest is for activations and other processes
+# share of the free memory to use when no budget is given; the rest is for activations and others
 AUTO_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """A store, as budgets see it."""
+    """The sizes of a store that budgets need."""
 
     total: int
     slot_bytes: int
@@ -30,7 +30,7 @@ class ExpertSizes:
 
 @dataclass(frozen=True, slots=True)
 class TierNeeds:
-    """Which tiers the strategies use, and what is free on each."""
+    """Which tiers the strategies use, and how much memory is free for each."""
 
     device: bool
     host: bool
@@ -38,7 +38,7 @@ class TierNeeds:
     free_host_bytes: int
     # one full context's KV, reserved before experts
     kv_bytes: int = 0
-    # the device tier lies in RAM too (no accelerator)
+    # the device tier is in RAM too (no accelerator)
     one_memory: bool = True
 
 
@@ -51,7 +51,8 @@ class TierSlots:
 
 
 def size_tiers(settings: MoeSettings, sizes: ExpertSizes, needs: TierNeeds) -> TierSlots:
-    """Slots of both tiers; a budget that cannot hold one expert where one is needed is refused."""
+    """Slots of both tiers. A budget that is too small for one expert is refused if its tier is
+    needed."""
     device = min(_device_slots(settings, sizes, needs), sizes.total)
     if needs.device and device == 0:
         least = needs.kv_bytes + sizes.slot_bytes
@@ -71,7 +72,7 @@ def size_tiers(settings: MoeSettings, sizes: ExpertSizes, needs: TierNeeds) -> T
 
 
 def in_one_memory(device: int, host: int, total: int) -> TierSlots:
-    """Both tiers in RAM: where together they have room for all, none is held twice."""
+    """Both tiers are in RAM: if together they have room for all experts, none is stored twice."""
     shared = device > 0 and host > 0 and device + host >= total
     return TierSlots(device, total if shared else host, shared)
 
@@ -108,14 +109,14 @@ def _host_slots(settings: MoeSettings, sizes: ExpertSizes, needs: TierNeeds, dev
 
 
 def _fitting(budget_bytes: int, sizes: ExpertSizes) -> int:
-    # records may differ in size: when all fit, each has a place of its own length
+    # records may differ in size: when all fit, each has a place of exactly its size
     if budget_bytes >= sizes.expert_bytes:
         return sizes.total
     return max(0, budget_bytes) // sizes.slot_bytes
 
 
 def share(text: str, total: int, param: str) -> int:
-    """`25%` of all experts; at least one when it is more than nothing."""
+    """`25%` of all experts; at least one, unless it is 0%."""
     try:
         percent = float(text[:-1])
     except ValueError:
@@ -126,7 +127,7 @@ def share(text: str, total: int, param: str) -> int:
 
 
 def free_host_bytes() -> int:
-    """RAM that can be taken without pushing anything out, inside this container."""
+    """RAM that can be allocated without swapping, inside this container."""
     free = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

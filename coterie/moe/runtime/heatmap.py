@@ -1,7 +1,7 @@
-"""How often every expert was asked for: counted live or in warm-up, kept as JSON between runs.
+"""How often every expert was used: counted live or in warm-up, kept as JSON between runs.
 
-A file belongs to one set of experts (fingerprint) and one workload; another one is refused by a
-typed error. The caller chooses where it lies.
+A file belongs to one set of experts (fingerprint) and one workload; a file of another one is
+refused with a typed error. The caller chooses its path.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Heatmap:
         return sorted(self.geometry.present(layer), key=lambda expert: (-row[expert], expert))
 
     def skew(self, layer: int) -> float:
-        """0 when the layer uses all experts alike, near 1 when it uses one: 1 minus the entropy of
-        its counts over that of an even spread."""
+        """0 when the layer uses all experts equally, near 1 when it uses one: 1 minus the entropy
+        of its counts divided by that of equal counts."""
         row = self.counts[self._row[layer]]
         present = len(self.geometry.present(layer))
         if row.sum() <= 0 or present < 2:
@@ -74,7 +74,7 @@ class Heatmap:
         return float(1.0 + (share * np.log(share)).sum() / np.log(present))
 
     def save(self, path: Path, *, fingerprint: str, workload: str) -> None:
-        """Whole or not at all."""
+        """Replace the file in one step, so that it is never incomplete."""
         document = {
             "version": _VERSION,
             "fingerprint": fingerprint,
@@ -96,8 +96,8 @@ class Heatmap:
         cls, path: Path, geometry: ExpertGeometry, *, lineage: Sequence[str], workload: str
     ) -> Heatmap:
         """Counts of these experts, or of those they were made from (`lineage`: fingerprints, these
-        experts' own last). A router asks for the same ones under the same numbers; experts that
-        are gone since have no count."""
+        experts' own last). A gate chooses the same experts under the same numbers; experts that
+        were removed since have no count."""
         document = _document(path)
         if document.get("fingerprint") not in lineage:
             raise WeightsError(

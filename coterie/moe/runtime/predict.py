@@ -1,7 +1,8 @@
-"""How good predictions of the next layer's experts are, and whether to go on using them.
+"""Measures how good predictions of the next layer's experts are, and switches them off and on.
 
-Slot overlap (share of the asked experts that were predicted) and exact match are told apart. Makes
-no prediction and moves nothing: the caller reports what it predicted, asked for and loaded.
+Slot overlap (the share of the demanded experts that were predicted) and exact match are counted
+separately. This module makes no prediction and moves nothing: the caller reports what it predicted,
+needed and loaded.
 """
 
 from __future__ import annotations
@@ -12,62 +13,66 @@ from dataclasses import dataclass, field
 from coterie.core.errors import ConfigError
 from coterie.core.moe import PREDICTIONS
 
-# shares; below the first a use is switched off, at the second it may come back
+# shares: below the first a use of predictions is switched off, from the second on it works well
 _PROTECT_OFF, _PROTECT_ON = 0.30, 0.40
 _PREFETCH_OFF, _PREFETCH_ON = 0.50, 0.60
 _LINK_OFF, _LINK_ON = 0.05, 0.10
-# outcomes to see before judging, and to wait before another try
+# outcomes in one measurement, and demands to wait before another attempt
 _WINDOW = 256
-_FIRST_REST, _LONGEST_REST = 2048, 65536
+_FIRST_PAUSE, _LONGEST_PAUSE = 2048, 65536
 
 
 @dataclass(slots=True)
 class PredictionSwitch:
-    """On until its measure falls below `off`; after a rest tried again, which doubles the next."""
+    """Active until its measured share falls below `off`. After a pause it is tried again; each
+    further pause is twice as long."""
 
     off: float
     on: float
     active: bool = True
     reason: str = ""
     _good: float = 0.0
-    _seen: int = 0
-    _rest: int = 0
-    _next_rest: int = _FIRST_REST
+    _total: int = 0
+    _pause: int = 0
+    _next_pause: int = _FIRST_PAUSE
 
-    def saw(self, good: float, total: int, what: str) -> None:
+    def count(self, good: float, total: int, what: str) -> None:
         if not self.active or not total:
             return
         self._good += good
-        self._seen += total
-        if self._seen < _WINDOW:
+        self._total += total
+        if self._total < _WINDOW:
             return
-        share = self._good / self._seen
+        share = self._good / self._total
         if share < self.off:
             self.active = False
             self.reason = f"{what} {share:.0%}, below {self.off:.0%}"
-            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
+            self._pause, self._next_pause = (
+                self._next_pause,
+                min(2 * self._next_pause, _LONGEST_PAUSE),
+            )
         elif share >= self.on:
-            self._next_rest = _FIRST_REST
-        self._good, self._seen = self._good / 2, self._seen // 2
+            self._next_pause = _FIRST_PAUSE
+        self._good, self._total = self._good / 2, self._total // 2
 
     def credit(self, good: float) -> None:
-        """What was seen before turned out well after all."""
+        """Outcomes that were counted as bad before are good after all."""
         if self.active:
             self._good += good
 
-    def passed(self, demands: int) -> None:
-        """Time, counted in demands: a rest ends."""
+    def tick(self, demands: int) -> None:
+        """Time passes, counted in demands; a pause may end."""
         if self.active:
             return
-        self._rest -= demands
-        if self._rest <= 0:
+        self._pause -= demands
+        if self._pause <= 0:
             self.active, self.reason = True, ""
-            self._good, self._seen = 0.0, 0
+            self._good, self._total = 0.0, 0
 
 
 @dataclass(slots=True)
 class PredictionTracker:
-    """Accounts and switches. Modes: off, protect, prefetch, or auto (both, while they win)."""
+    """Counts outcomes and switches. Modes: off, protect, prefetch, or auto (both, while useful)."""
 
     mode: str = "auto"
     predictions: int = 0
@@ -77,7 +82,7 @@ class PredictionTracker:
     prefetched: int = 0
     useful: int = 0
     prefetched_bytes: int = 0
-    # why nobody listens, whatever the mode
+    # why predictions have no effect in any mode; empty when they have
     unused: str = ""
     _pending: dict[int, frozenset[int]] = field(default_factory=dict)
     _protect: PredictionSwitch = field(
@@ -94,14 +99,14 @@ class PredictionTracker:
 
     @property
     def protects(self) -> bool:
-        """Predictions are wanted at all: what they name is not evicted."""
+        """Whether predicted experts are protected from eviction."""
         if self.unused or self.mode == "off":
             return False
         return self._protect.active or self.mode != "auto"
 
     @property
     def prefetches(self) -> bool:
-        """What they name may also be loaded, in idle link time."""
+        """Whether predicted experts are also loaded, while the link is idle."""
         if self.unused:
             return False
         if self.mode == "auto":
@@ -112,32 +117,32 @@ class PredictionTracker:
         self._pending[layer] = frozenset(experts)
 
     def ask(self, layer: int, experts: Collection[int]) -> None:
-        """What the layer really asked for."""
-        self._protect.passed(len(experts))
-        self._prefetch.passed(len(experts))
-        self._link.passed(len(experts))
-        guess = self._pending.pop(layer, None)
-        if guess is None or not experts:
+        """The experts that the layer really needs."""
+        self._protect.tick(len(experts))
+        self._prefetch.tick(len(experts))
+        self._link.tick(len(experts))
+        predicted = self._pending.pop(layer, None)
+        if predicted is None or not experts:
             return
-        found = len(guess.intersection(experts))
+        found = len(predicted.intersection(experts))
         self.predictions += 1
         self.asked += len(experts)
         self.overlap += found
-        self.exact += guess == frozenset(experts)
-        self._protect.saw(found, len(experts), "slot overlap")
+        self.exact += predicted == frozenset(experts)
+        self._protect.count(found, len(experts), "slot overlap")
 
     def link(self, idle: bool) -> None:
-        """Whether there was time to load what is predicted now."""
-        self._link.saw(float(idle), 1, "idle link")
+        """Whether the link was idle, so that a prefetch could have started."""
+        self._link.count(float(idle), 1, "idle link")
 
     def fetch(self, loads: int, nbytes: int) -> None:
-        """So many experts were loaded because they were predicted."""
+        """This many experts were loaded because they were predicted."""
         self.prefetched += loads
         self.prefetched_bytes += nbytes
-        self._prefetch.saw(0.0, loads, "useful prefetches")
+        self._prefetch.count(0.0, loads, "useful prefetches")
 
     def used(self, prefetch_hits: int) -> None:
-        """So many of them were then asked for."""
+        """This many prefetched experts were used."""
         self.useful += prefetch_hits
         self._prefetch.credit(prefetch_hits)
 

@@ -1,7 +1,7 @@
-"""Experts that all lie in memory for good, as one value: where each layer's records are.
+"""Experts that are all in memory for good, as one value: where each layer's records are.
 
-While it holds, nothing is to be decided or moved, and a whole stack may run without asking. Made
-from tiers and strategies; changes neither.
+While that is so, there is nothing to decide or to move, and all layers may run in one call. This
+module reads tiers and strategies and changes neither.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 class ResidentExperts:
     tables: Mapping[int, RecordTable]
     layouts: Mapping[int, ExpertLayout]
-    # [layers, experts]: computed from a device slot, by the strategy's own decision
+    # [layers, experts]: whether the strategy would run it from a device slot
     on_device: NDArray[np.bool_]
 
 
 class ResidentFinder:
-    """Finds it, once, and counts the steps that ran on it."""
+    """Finds the resident experts, remembers the result, and counts the steps that used it."""
 
     def __init__(self, parts: RuntimeParts, telemetry: UsageTelemetry) -> None:
         self._parts, self._telemetry = parts, telemetry
-        # as of so many changes of the slots
+        # by phase: `slots.changes` at that time, and the result
         self._found: dict[str, tuple[int, ResidentExperts]] = {}
 
     def find(self, phase: str) -> ResidentExperts | None:
@@ -53,7 +53,7 @@ class ResidentFinder:
     def count(
         self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
     ) -> NDArray[np.int64]:
-        """Rows per layer and expert. `seconds` of the step go to the layers alike."""
+        """Rows per layer and expert. The `seconds` of the step are divided equally by layers."""
         ids, mask, geometry = routed.numpy(), found.on_device, self._parts.store.geometry
         rows = count_demands(ids, geometry.num_experts)
         used = rows > 0
@@ -72,7 +72,7 @@ class ResidentFinder:
 
 
 def find_resident(parts: RuntimeParts, phase: str) -> ResidentExperts | None:
-    """None unless the strategies have nothing left to decide and every byte is here."""
+    """None unless the strategies have nothing more to decide and all bytes are in memory."""
     strategies = parts.strategies
     if parts.device.device.type != "cpu" or not strategies[phase].settled():
         return None
@@ -83,13 +83,13 @@ def find_resident(parts: RuntimeParts, phase: str) -> ResidentExperts | None:
     layouts = {layer: parts.store.layout(layer) for layer in geometry.layers}
     mask = np.zeros((len(geometry.layers), geometry.num_experts), dtype=bool)
     for row, layer in enumerate(geometry.layers if strategies[phase].needs_device else ()):
-        lying = [e for e in geometry.present(layer) if (layer, e) in parts.slots]
-        mask[row, lying] = True
+        in_slots = [e for e in geometry.present(layer) if (layer, e) in parts.slots]
+        mask[row, in_slots] = True
     return ResidentExperts(tables, layouts, mask)
 
 
 def _tables(parts: RuntimeParts, still: bool) -> Mapping[int, RecordTable] | None:
-    """Host RAM if it holds everything; the slots, or both together, if nobody moves anything."""
+    """Host RAM if it holds all experts; the slots, or both, if nothing will move (`still`)."""
     host, device, geometry = parts.host, parts.device, parts.store.geometry
     everywhere = {layer: geometry.present(layer) for layer in geometry.layers}
     if all(host.holds(layer, experts) for layer, experts in everywhere.items()):
@@ -107,8 +107,8 @@ def _tables(parts: RuntimeParts, still: bool) -> Mapping[int, RecordTable] | Non
 
 
 def _all_here(parts: RuntimeParts, layer: int, experts: tuple[int, ...]) -> bool:
-    away = [e for e in experts if not parts.host.holds(layer, (e,))]
-    return not away or parts.device.holds(layer, tuple(away))
+    not_on_host = [e for e in experts if not parts.host.holds(layer, (e,))]
+    return not not_on_host or parts.device.holds(layer, tuple(not_on_host))
 
 
 def count_demands(routed: NDArray[np.int32], num_experts: int) -> NDArray[np.int64]:
@@ -121,7 +121,7 @@ def count_demands(routed: NDArray[np.int32], num_experts: int) -> NDArray[np.int
 def demands_by_sequence(
     routed: NDArray[np.int32], owners: Sequence[int], on_device: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """[sequences, layers, 2]: experts asked for, and those of them met from slots."""
+    """[sequences, layers, 2]: demanded experts, and those of them that are in slots."""
     layers, _, top_k = routed.shape
     width = on_device.shape[1]
     need = np.zeros((max(owners) + 1, layers, width), dtype=bool)

@@ -1,7 +1,7 @@
-"""A model's experts at work: the strategy decides, loads and kernels carry out, layer by layer.
+"""Runs a model's experts, layer by layer: the strategy decides, transfers and kernels execute.
 
-Owns tiers, strategies and counters for the life of an engine. After an error everything is as if
-the failed loads had never been asked for.
+Owns tiers, strategies and counters for the life of an engine. After an error the state is as if
+the failed loads had never been started.
 """
 
 from __future__ import annotations
@@ -31,75 +31,69 @@ from coterie.moe.runtime.setup import (
     uses_hints,
 )
 from coterie.moe.runtime.step import classify, demand_of, first_uses
-from coterie.moe.runtime.transfer import PendingLoads, TierTransfer
-from coterie.moe.runtime.usage import LayerSpan, UsageTally, UsageTelemetry
+from coterie.moe.runtime.transfer import TierTransfer
+from coterie.moe.runtime.usage import LayerSpan, LayerTally, UsageTally, UsageTelemetry
 from coterie.weights.shortage import is_shortage
 
 if TYPE_CHECKING:
     from coterie.core.moe import MoeSettings, MoeUsage
     from coterie.moe.dispatch.base import Demand, ExpertCosts
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.moe.runtime.load_workers import ExpertLoad
     from coterie.moe.runtime.step import ExpertStep
+    from coterie.moe.runtime.tiers import ExpertLoad
     from coterie.moe.runtime.trace import Trace
     from coterie.moe.runtime.transfer import TierTransfer
     from coterie.moe.runtime.usage import UsageTelemetry
     from coterie.moe.store.base import ExpertStore, Key
 
-# tokens after which experts that nobody has asked for are read too, where RAM holds them all
+# where RAM has room for all experts: after this many tokens, the unused ones are read too
 FILL_AFTER = 32
 
 
 class ExpertRuntime:
-    """One thread (the engine's) calls it."""
+    """Only one thread (the engine's) may call it."""
 
     def __init__(self, parts: RuntimeParts) -> None:
         self.parts, self.geometry = parts, parts.store.geometry
         self._host, self._device, self._slots = parts.host, parts.device, parts.slots
         self._transfer = TierTransfer(parts.store, parts.host, parts.device)
-        self._loads = PendingLoads(parts.device, self._transfer)
-        self._loads.retired = self._retired
-        self._loads.sole = self._stays
-        self.executor = LayerExecutor(parts.host, self._loads, self._transfer)
+        self._transfer.retired = self._count_load
+        self._transfer.device_only = self._device_only
+        self.executor = LayerExecutor(parts.host, parts.device, self._transfer)
         self.telemetry = UsageTelemetry(self.geometry)
         self.predictor = PredictionTracker(parts.predict)
         few = 0 < parts.slots.num_slots < self.geometry.total
-        self._heeds_hints = few and uses_hints(parts.strategies["decode"])
-        if not self._heeds_hints:
+        self._uses_hints = few and uses_hints(parts.strategies["decode"])
+        if not self._uses_hints:
             self.predictor.unused = unused_hints(parts, few)
-        # loaded on a guess and not used since; the next layer's guess, until this layer has run
-        self._guessed: set[Key] = set()
-        self._hinted: tuple[int, list[int]] | None = None
-        # recorders, off unless asked for
+        # prefetched and not used since; and the next layer's prediction, until this layer has run
+        self._prefetched: set[Key] = set()
+        self._predicted: tuple[int, list[int]] | None = None
+        # recorders, off unless somebody sets them
         self.heatmap: Heatmap | None = None
         self.trace: Trace | None = None
         self.spans: list[LayerSpan] | None = None
         self.update_calls = self.swaps = self._tokens = 0
-        # swaps of the running step, made while a layer waited
+        # swaps that decisions of the running step made
         self._replaced = 0
         self._layouts = {layer: parts.store.layout(layer) for layer in self.geometry.layers}
-        self._standing = ResidentFinder(parts, self.telemetry)
-        self._rest = BackgroundFill(self._transfer, self.telemetry)
+        self._resident_finder = ResidentFinder(parts, self.telemetry)
+        self._background_fill = BackgroundFill(self._transfer, self.telemetry)
         self._out = self._out_view = torch.empty(0)
         self._layer: int | None = None
         self._closed = False
 
     def start(self) -> None:
-        """Load what strategies want before the first request."""
+        """Load what strategies need before the first request."""
         for strategy in dict.fromkeys(self.parts.strategies.values()):
             for key, slot in strategy.start():
-                self._loads.start(key, slot, None)
+                self._transfer.start(key, slot, None)
         self._finish_loads()
-        self.telemetry.end_step()  # no request's step
+        self.telemetry.end_step()  # these loads belong to no request
 
     def run(self, step: ExpertStep) -> Tensor:
-        """[T, D]: every row's experts, weighted and summed in top-k order."""
-        if torch.is_inference_mode_enabled():
-            return self._run(step)
-        with torch.inference_mode():
-            return self._run(step)
-
-    def _run(self, step: ExpertStep) -> Tensor:
+        """[T, D]: every row's experts, weighted and summed in top-k order. Call it in inference
+        mode."""
         begin = time.perf_counter()
         if self._transfer.failed:
             self._reconcile()
@@ -109,18 +103,22 @@ class ExpertRuntime:
         if self.trace is not None:
             self.trace.record(demand)
         first = first_uses(self._slots, demand)
-        if self._heeds_hints:
-            self._judge(demand, first)
+        if self._uses_hints:
+            self._score_prediction(demand, first)
         strategy = self.parts.strategies[step.phase]
         before = strategy.replaced
         waves = strategy.decide(demand)
         self._replaced += strategy.replaced - before
-        job = LayerJob(step, self._layouts[step.layer], self._room(step), self.executor.kernel)
+        job = LayerJob(step, self._layouts[step.layer], self._buffer(step), self.executor.kernel)
         job.exact = self.spans is not None
         self._layer = step.layer
         job.demand, job.classes = demand, classify(demand, waves, first)
         job.tally.lookup_s = time.perf_counter() - begin
         try:
+            if self._device.pending:
+                self._transfer.sweep()
+            for key, slot in waves[0].load:
+                self._transfer.start(key, slot, job.tally)
             self.executor.run(job, waves)
         except BaseException:
             self._reconcile()
@@ -133,15 +131,15 @@ class ExpertRuntime:
         return result
 
     def resident(self, phase: str) -> ResidentExperts | None:
-        """Where all experts are, while there is nothing to decide, move or record by layer."""
+        """Where all experts are, if no layer needs a decision, a move or a record."""
         recording = self.trace is not None or self.spans is not None
-        return None if recording else self._standing.find(phase)
+        return None if recording else self._resident_finder.find(phase)
 
-    def ran(
+    def record_resident_step(
         self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
     ) -> None:
-        """Count a step that `resident` allowed: routed int32 [layers, T, K]."""
-        rows = self._standing.count(found, routed, owners, seconds)
+        """Count a step that `resident` allowed to run as a whole: routed int32 [layers, T, K]."""
+        rows = self._resident_finder.count(found, routed, owners, seconds)
         for strategy in dict.fromkeys(self.parts.strategies.values()):
             strategy.observe(rows)
         if self.heatmap is not None:
@@ -153,10 +151,10 @@ class ExpertRuntime:
             self.spans += job.spans(begin, time.perf_counter())
         self.telemetry.add(job.layer, job.tally)
         if job.step.owners is not None:
-            self.telemetry.attribute(job.step, job.classes, job.late, job.tally)
+            self.telemetry.attribute(job.step, job.classes, job.read_now, job.tally)
 
-    def _room(self, step: ExpertStep) -> Tensor:
-        """[T * K, D] fp32 that is kept between layers: fresh memory costs page faults."""
+    def _buffer(self, step: ExpertStep) -> Tensor:
+        """[T * K, D] fp32 that all layers reuse: new memory costs page faults."""
         rows, width = step.topk_ids.numel(), step.hidden.shape[1]
         if self._out_view.shape != (rows, width):
             if self._out.numel() < rows * width:
@@ -169,37 +167,37 @@ class ExpertRuntime:
         return self.parts.strategies[phase].groups() if phase == "prefill" else None
 
     def load_group(self, index: int) -> None:
-        """Start loading a group; its layers wait for their own experts."""
+        """Start to load a group of layers. Each layer then waits for its own experts."""
         for key, slot in self.parts.strategies["prefill"].load_group(index):
-            self._loads.start(key, slot, None)
+            self._transfer.start(key, slot, None)
 
     @property
     def wants_hints(self) -> bool:
-        return self.trace is not None or (self._heeds_hints and self.predictor.protects)
+        return self.trace is not None or (self._uses_hints and self.predictor.protects)
 
     def hint(self, layer: int, predicted: Tensor) -> None:
-        """`layer` will probably ask for these: keep them, and load them if the link is idle. Models
-        guess while they decode only: a prompt asks for most experts anyway."""
+        """`layer` will probably need these: keep them, and load them if the link is idle. Models
+        predict only while they decode: a prompt needs most experts anyway."""
         experts = sorted(set(predicted.reshape(-1).tolist()))
         if self.trace is not None:
             self.trace.hint(layer, experts)
-        if self._heeds_hints and self.predictor.protects:
+        if self._uses_hints and self.predictor.protects:
             self.predictor.predict(layer, experts)
             self.parts.strategies["decode"].protect(layer, experts)
-            self._hinted = layer, experts
+            self._predicted = layer, experts
 
-    def _judge(self, demand: Demand, first: set[Key]) -> None:
-        """Tell the predictor what was really asked for, and which guesses were of use."""
+    def _score_prediction(self, demand: Demand, first: set[Key]) -> None:
+        """Report to the predictor which experts are needed, and which prefetches were useful."""
         self.predictor.ask(demand.layer, demand.experts)
-        if first and self._guessed:
-            self.predictor.used(len(first & self._guessed))
-            self._guessed -= first
+        if first and self._prefetched:
+            self.predictor.used(len(first & self._prefetched))
+            self._prefetched -= first
 
     def _prefetch(self) -> None:
-        """Behind a layer's own loads, while the link is idle."""
-        if self._hinted is None:
+        """Load predicted experts, after the layer's own loads and only while the link is idle."""
+        if self._predicted is None:
             return
-        (layer, experts), self._hinted = self._hinted, None
+        (layer, experts), self._predicted = self._predicted, None
         if not self.predictor.prefetches:
             return
         self.predictor.link(idle := self._transfer.idle)
@@ -207,32 +205,32 @@ class ExpertRuntime:
             return
         loads = self.parts.strategies["decode"].prefetch(layer, experts)
         for key, slot in loads:
-            self._loads.start(key, slot, None, urgent=False)
+            self._transfer.start(key, slot, None, urgent=False)
         if loads:
-            self._guessed = {key for key in self._guessed if key in self._slots.prefetched}
-            self._guessed.update(key for key, _ in loads)
+            self._prefetched = {key for key in self._prefetched if key in self._slots.prefetched}
+            self._prefetched.update(key for key, _ in loads)
             self.predictor.fetch(len(loads), len(loads) * self._layouts[layer].nbytes)
 
     def update(self) -> tuple[int, int]:
-        """Between tokens: let the strategies rearrange slots, in the background. How many of them
-        found it time to look again, and the experts exchanged."""
+        """Called between tokens: let the strategies change slots, in the background. Returns the
+        number of updates and of experts exchanged."""
         before = self.update_calls, self.swaps
         self._tokens += 1
         if self._tokens == FILL_AFTER and self._host.complete:
-            self._rest.start(iter(self.geometry.keys()), self._stays)
+            self._background_fill.start(iter(self.geometry.keys()), self._device_only)
         for strategy in dict.fromkeys(self.parts.strategies.values()):
             made = strategy.updates
             loads = strategy.update()
             self.update_calls += strategy.updates - made
             for key, slot in loads:
                 self.swaps += 1
-                self._loads.start(key, slot, None, urgent=False)
+                self._transfer.start(key, slot, None, urgent=False)
         return self.update_calls - before[0], self.swaps - before[1]
 
     def end_step(self) -> tuple[MoeUsage, list[MoeUsage]]:
-        """What the step cost: in all, and by sequence (one entry when owners were not told)."""
-        self._loads.sweep()
-        self._rest.sweep()
+        """What the step cost: in total, and by sequence (one entry when owners are not known)."""
+        self._transfer.sweep()
+        self._background_fill.sweep()
         if self.trace is not None:
             self.trace.end_step()
         total, parts = self.telemetry.end_step()
@@ -243,7 +241,7 @@ class ExpertRuntime:
         return replace(total, swaps=made), [replace(part, swaps=made) for part in parts]
 
     def check(self) -> None:
-        """Raises unless slots, tiers and beliefs agree and nothing is in use between steps."""
+        """Raise unless slots and tiers agree and nothing is in use between steps."""
         self._finish_loads()
         self._host.check()
         self._device.check()
@@ -256,16 +254,16 @@ class ExpertRuntime:
             raise InternalError("more experts than slots")
 
     def report(self) -> dict[str, Any]:
-        """Everything counted since start, as plain values."""
-        self._loads.sweep()
+        """All counters since start, as plain values."""
+        self._transfer.sweep()
         return report(self)
 
     def close(self, *, keep_store: bool = False) -> None:
         if self._closed:
             return
         self._closed = True
-        for arrival in self._loads.settle():
-            self._device.vacate(arrival.slot or 0)
+        for load in self._transfer.settle():
+            self._device.vacate(load.slot or 0)
         self.executor.close()
         self._transfer.close()
         self._host.close()
@@ -273,35 +271,37 @@ class ExpertRuntime:
         if not keep_store:
             self.parts.store.close()
 
-    def _stays(self, key: Key) -> bool:
-        """On the device for good: a copy in RAM would be a second one."""
+    def _device_only(self, key: Key) -> bool:
+        """Whether `key` stays on the device for good, so that a copy in RAM is not needed."""
         if self._device.shared:
             return False
         return self._slots.num_slots >= self.geometry.total or self._slots.is_pinned(key)
 
-    def _retired(self, arrival: ExpertLoad, tally: UsageTally | None) -> None:
-        if arrival.error is not None:
+    def _count_load(self, load: ExpertLoad, tally: LayerTally | None) -> None:
+        if load.error is not None:
             return
-        mine = tally if tally is not None and arrival.key[0] == self._layer else UsageTally()
-        mine.host_hits += arrival.host_hit
-        mine.host_misses += not arrival.host_hit
-        mine.moved_bytes += arrival.moved_bytes
-        mine.read_bytes += arrival.read_bytes
-        mine.io_s += arrival.done_s - arrival.begun_s
-        if mine is not tally:
-            self.telemetry.add(arrival.key[0], mine)
+        counted: UsageTally = UsageTally()
+        if tally is not None and load.key[0] == self._layer:
+            counted = tally
+        counted.host_hits += load.host_hit
+        counted.host_misses += not load.host_hit
+        counted.moved_bytes += load.moved_bytes
+        counted.read_bytes += load.read_bytes
+        counted.io_s += load.done_s - load.started_s
+        if counted is not tally:
+            self.telemetry.add(load.key[0], counted)
 
     def _finish_loads(self) -> None:
-        for arrival in self._loads.settle():
+        for load in self._transfer.settle():
             self._reconcile()
-            if arrival.error is not None:
-                raise arrival.error
+            if load.error is not None:
+                raise load.error
 
     def _reconcile(self) -> None:
-        """Forget whatever did not arrive, so that beliefs and bytes agree again."""
-        for arrival in self._loads.settle():
-            if arrival.slot is not None:
-                self._device.vacate(arrival.slot)
+        """Forget experts whose bytes were not loaded, so that slots and tiers agree again."""
+        for load in self._transfer.settle():
+            if load.slot is not None:
+                self._device.vacate(load.slot)
         self._transfer.failed = False
         for key in list(self._slots.keys()):
             slot = self._slots.slot_of(key)
@@ -322,8 +322,8 @@ def open_experts(
     costs: ExpertCosts | None = None,
     chooser: StrategyChooser | None = None,
 ) -> ExpertRuntime:
-    """Size the tiers, build the strategies and load what they want at start. `kv_bytes` of one full
-    context come off a device budget in bytes; `chooser` names what `auto` runs."""
+    """Size the tiers, build the strategies and load what they need at start. `kv_bytes` of one full
+    context are taken from a device budget in bytes; `chooser` chooses the strategy for `auto`."""
     site = PlacementContext(torch.device(device), kv_bytes, heatmap, costs, chooser)
     settings = choose_strategy(store, settings, site)
     room = allocation_for(store, settings, site)
@@ -334,7 +334,7 @@ def open_experts(
             except Exception as problem:
                 if not is_shortage(problem):
                     raise
-                room = room.less(store.geometry, problem)
+                room = room.reduced(store.geometry, problem)
     except BaseException:
         store.close()
         raise
@@ -346,7 +346,7 @@ def _started(parts: RuntimeParts) -> ExpertRuntime:
         runtime = ExpertRuntime(parts)
         runtime.start()
     except BaseException:
-        # the store is the caller's: another try reads from it
+        # the caller keeps the store: another attempt reads from it
         if runtime is not None:
             runtime.close(keep_store=True)
         else:
@@ -357,12 +357,12 @@ def _started(parts: RuntimeParts) -> ExpertRuntime:
 
 
 def report(runtime: ExpertRuntime) -> dict[str, Any]:
-    """Per tier, per layer and in all; names as in MoeUsage. `fallback_rate` is the share of
-    demands that found nothing on the device: moved now, or computed on the host."""
+    """Counters per tier, per layer and in total; names as in MoeUsage. `fallback_rate` is the share
+    of demands whose expert was not on the device: it was moved, or computed on the host."""
     parts, total = runtime.parts, runtime.telemetry.total()
     asked = total.device_hits + total.prefetch_hits + total.device_misses + total.host_runs
     late = total.device_misses + total.host_runs
-    held = parts.device.budget_bytes + parts.host.budget_bytes
+    allocated = parts.device.budget_bytes + parts.host.budget_bytes
     return {
         "strategy": parts.strategy,
         "asked": parts.asked,
@@ -378,7 +378,7 @@ def report(runtime: ExpertRuntime) -> dict[str, Any]:
         "tiers": {"device": _device(runtime), "host": _host(runtime)},
         "layers": {layer: _layer(runtime, layer) for layer in runtime.geometry.layers},
         "expert_bytes": parts.store.expert_bytes,
-        "memory_saved_bytes": max(0, parts.store.expert_bytes - held),
+        "memory_saved_bytes": max(0, parts.store.expert_bytes - allocated),
     }
 
 
@@ -418,18 +418,20 @@ def _layer(runtime: ExpertRuntime, layer: int) -> dict[str, float]:
 
 
 class BackgroundFill:
+    """Reads all experts into RAM, one after another, while no step waits for a load."""
+
     def __init__(self, transfer: TierTransfer, telemetry: UsageTelemetry) -> None:
         self._transfer, self._telemetry = transfer, telemetry
-        # read by the crew, not counted yet
+        # read by the load threads, not counted yet
         self._read: SimpleQueue[tuple[Key, int]] = SimpleQueue()
 
     def start(self, keys: Iterator[Key], elsewhere: Callable[[Key], bool]) -> None:
-        """All but those that lie elsewhere for good."""
+        """Read all but those that stay elsewhere for good."""
         wanted = (key for key in keys if not elsewhere(key))
-        self._transfer.fill(wanted, lambda key, size: self._read.put((key, size)))
+        self._transfer.fill_host(wanted, lambda key, size: self._read.put((key, size)))
 
     def sweep(self) -> None:
-        """Count what has come, for the layers: no request asked for it."""
+        """Count what was read, by layer: it belongs to no request."""
         while not self._read.empty():
             key, size = self._read.get()
             tally = self._telemetry.layers[key[0]]

@@ -1,6 +1,6 @@
-"""Puts a model's experts together: which strategies run, in how many slots, with what they know.
+"""Builds the parts of a runtime: which strategies run, and with how many slots.
 
-Decides from settings and free memory alone; loads nothing.
+It decides from settings and free memory only, and loads nothing.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# what `auto` runs: (store, settings, site) -> settings that name a strategy and its budgets
+# chooses for `auto`: (store, settings, site) -> settings with a strategy and its budgets
 StrategyChooser = Callable[["ExpertStore", "MoeSettings", "PlacementContext"], "MoeSettings"]
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementContext:
-    """Where experts are to live, and what is known about it."""
+    """Where experts are to be placed, and what is known about the machine."""
 
     device: torch.device
     # one full context's KV, reserved before experts
     kv_bytes: int = 0
     heatmap: Heatmap | None = None
-    # measured on this machine; None = guessed from sizes
+    # measured on this machine; None = estimated from sizes
     costs: ExpertCosts | None = None
     chooser: StrategyChooser | None = None
 
@@ -63,7 +63,7 @@ class RuntimeParts:
     # as it runs, fallbacks applied
     strategy: str
     predict: str
-    # what was asked for, where it fell back; why; and how many allocations failed on the way
+    # the strategy in the settings, why another one runs, and how many allocations failed
     asked: str = ""
     fallback: str = ""
     shortages: int = 0
@@ -71,15 +71,15 @@ class RuntimeParts:
 
 @dataclass(frozen=True, slots=True)
 class TierAllocation:
-    """What the tiers are to be cut to, and which allocations have failed so far."""
+    """How many slots the tiers get, and which allocations have failed so far."""
 
     tiers: TierSlots
     needs: TierNeeds
     failed: tuple[str, ...] = ()
 
-    def less(self, geometry: ExpertGeometry, problem: Exception) -> TierAllocation:
-        """What to try after `problem`: two groups of layers where all experts were to stay, else
-        half. Refuses when there is nothing left to give up."""
+    def reduced(self, geometry: ExpertGeometry, problem: Exception) -> TierAllocation:
+        """What to try after `problem`: room for one of two groups of layers if there was room for
+        all experts, otherwise half. Raises when it cannot be reduced further."""
         tiers, needs = self.tiers, self.needs
         on_device = isinstance(problem, torch.OutOfMemoryError) or "CUDA" in str(problem)
         device, host = tiers.device, tiers.host
@@ -103,7 +103,7 @@ class TierAllocation:
 def allocation_for(
     store: ExpertStore, settings: MoeSettings, site: PlacementContext
 ) -> TierAllocation:
-    """As the budgets say. `settings` name a strategy."""
+    """The slots that the budgets give. `settings` must name a strategy."""
     needs = needs_of(strategy_classes(settings.strategy), site)
     return TierAllocation(size_tiers(settings, sizes_of(store), needs), needs)
 
@@ -111,12 +111,12 @@ def allocation_for(
 def allocate_parts(
     store: ExpertStore, settings: MoeSettings, site: PlacementContext, room: TierAllocation
 ) -> RuntimeParts:
-    """Takes the memory; raises whatever an allocator raises when there is not enough."""
+    """Allocate the memory. Raises what the allocator raises when there is not enough."""
     tiers = room.tiers
-    text, why = _that_fits(settings.strategy, store, room)
+    text, why = _fitting_strategy(settings.strategy, store, room)
     slots = SlotMap(tiers.device)
-    costs = site.costs or guessed_costs(store, site.device)
-    scene = StrategyContext(
+    costs = site.costs or estimated_costs(store, site.device)
+    context = StrategyContext(
         geometry=store.geometry,
         slots=slots,
         heatmap=site.heatmap,
@@ -124,10 +124,10 @@ def allocate_parts(
         host_can_run=tiers.host > 0,
         deterministic=settings.deterministic,
     )
-    prefill, decode = build_strategies(text, scene)
+    prefill, decode = build_strategies(text, context)
     on_cuda = site.device.type == "cuda"
-    # what is idle depends on time: a fixed placement may only protect
-    timid = settings.deterministic and settings.predict != "off" and uses_hints(decode)
+    # a prefetch depends on when the link is idle: a deterministic placement may only protect
+    protect_only = settings.deterministic and settings.predict != "off" and uses_hints(decode)
     device = DeviceTier(store, tiers.device, site.device, shared=tiers.shared)
     try:
         host = HostTier(store, tiers.host, pinned=on_cuda)
@@ -141,7 +141,7 @@ def allocate_parts(
         slots=slots,
         strategies={"prefill": prefill, "decode": decode},
         strategy=text,
-        predict="protect" if timid else settings.predict,
+        predict="protect" if protect_only else settings.predict,
         asked=settings.strategy,
         fallback=why,
         shortages=len(room.failed),
@@ -177,11 +177,11 @@ def needs_of(kinds: Sequence[type[Strategy]], site: PlacementContext) -> TierNee
     )
 
 
-def _that_fits(text: str, store: ExpertStore, room: TierAllocation) -> tuple[str, str]:
-    """What runs: the fallback of a strategy that has too few slots, and why."""
-    geometry, tiers, told = store.geometry, room.tiers, []
+def _fitting_strategy(text: str, store: ExpertStore, room: TierAllocation) -> tuple[str, str]:
+    """The strategy that runs (the fallback where there are too few slots), and why."""
+    geometry, tiers, reasons = store.geometry, room.tiers, []
     if room.failed:
-        told.append(
+        reasons.append(
             f"memory could not be allocated ({room.failed[-1]}): "
             f"cut to {tiers.device} device and {tiers.host} host slots"
         )
@@ -190,24 +190,24 @@ def _that_fits(text: str, store: ExpertStore, room: TierAllocation) -> tuple[str
     waves = ", a layer in waves" if largest > tiers.device else ""
     for kind in dict.fromkeys(strategy_classes(text)):
         if (least := kind.least_slots(geometry)) > tiers.device:
-            told.append(
+            reasons.append(
                 f"{kind.name} needs {least} slots and has {tiers.device}: running {runs}{waves}"
             )
-    why = "; ".join(told)
+    why = "; ".join(reasons)
     if why:
         _log.warning("%s", why)
     return runs, why
 
 
 def uses_hints(strategy: Strategy) -> bool:
-    """Whether guesses at the next layer's experts change anything it does."""
-    own = type(strategy)
-    hears = own.protect is not Strategy.protect or own.prefetch is not Strategy.prefetch
-    return hears and not strategy.settled()
+    """Whether predictions of the next layer's experts change anything that it does."""
+    kind = type(strategy)
+    takes = kind.protect is not Strategy.protect or kind.prefetch is not Strategy.prefetch
+    return takes and not strategy.settled()
 
 
 def unused_hints(parts: RuntimeParts, few: bool) -> str:
-    """Why guesses change nothing here; a log line where somebody asked for them by name."""
+    """Why predictions have no effect here. Logs a warning where the settings ask for them."""
     name = parts.strategies["decode"].name
     if not few:
         why = "every expert has a slot, or none has"
@@ -220,8 +220,8 @@ def unused_hints(parts: RuntimeParts, few: bool) -> str:
     return why
 
 
-def guessed_costs(store: ExpertStore, device: torch.device) -> ExpertCosts:
-    """Rough rates of a desktop: 10 GB/s of RAM for one expert, a link of 20, a disk of 2."""
+def estimated_costs(store: ExpertStore, device: torch.device) -> ExpertCosts:
+    """Typical rates of a desktop: RAM 10 GB/s for one expert, link 20 GB/s, disk 2 GB/s."""
     size = store.slot_bytes
     fast = 1e12 if device.type == "cuda" else 1e10
     return ExpertCosts(size / 2e10, size / fast, size / 1e10, size / 2e9)

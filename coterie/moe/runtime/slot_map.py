@@ -1,7 +1,7 @@
-"""Which expert lies in which device slot, who is pinned, and who was used last.
+"""Which expert is in which device slot, which ones are pinned, and when each was used.
 
-Bookkeeping alone: it moves no bytes and chooses no victim. Every operation is O(1), so that a
-strategy can ask it anything while a layer waits.
+It only records: it moves no bytes and chooses no victim. Every operation is O(1), because
+strategies call them while a layer waits.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from coterie.moe.store.base import Key
 
 
 class SlotMap:
-    """A slot holds one expert or nothing. Pinned experts are outside every order of use."""
+    """A slot holds one expert or is free. Pinned experts are in no order of use."""
 
     def __init__(self, num_slots: int) -> None:
         if num_slots < 0:
             raise InternalError(f"{num_slots} slots")
         self.num_slots = num_slots
-        # grows with every change of what lies where or is pinned
+        # grows with every change of the slots or of the pins
         self.changes = 0
-        # loaded before they were asked for, and not used since
+        # loaded before they were needed, and not used since
         self.prefetched: set[Key] = set()
         self._slots: dict[Key, int] = {}
         self._keys: list[Key | None] = [None] * num_slots
@@ -51,7 +51,7 @@ class SlotMap:
         return self._slots.keys()
 
     def place(self, key: Key, *, early: bool = False) -> int:
-        """Give `key` a free slot. `early`: nobody asked for it yet."""
+        """Give `key` a free slot. `early`: no step needs it yet."""
         if key in self._slots:
             raise InternalError(f"expert {key} already lies in a slot")
         if not self._free:
@@ -64,17 +64,17 @@ class SlotMap:
             self.prefetched.add(key)
         self._clock += 1
         self._used[key] = self._clock
-        self._enlist(key)
+        self._add_to_order(key)
         return slot
 
     def evict(self, key: Key) -> int:
-        """Take an unpinned expert out; its slot becomes the next one given away."""
+        """Remove an unpinned expert; its slot is the next one that `place` gives."""
         if key in self._pins:
             raise InternalError(f"expert {key} is pinned")
         return self._drop(key)
 
     def forget(self, key: Key) -> None:
-        """The bytes of `key` never arrived: it lies nowhere, pinned or not."""
+        """Remove `key`, pinned or not, because its bytes were not loaded."""
         if key in self._slots:
             self.unpin(key)
             self._drop(key)
@@ -91,7 +91,7 @@ class SlotMap:
         return slot
 
     def pin(self, key: Key) -> None:
-        """Never a victim from now on."""
+        """Make sure that `key` is not evicted."""
         if key not in self._slots:
             raise InternalError(f"expert {key} lies in no slot")
         if key not in self._pins:
@@ -104,9 +104,9 @@ class SlotMap:
         if key in self._pins:
             self.changes += 1
             self._pins.remove(key)
-            self._enlist(key)
+            self._add_to_order(key)
 
-    def _enlist(self, key: Key) -> None:
+    def _add_to_order(self, key: Key) -> None:
         self._order[key] = None
         layer = self._layers.get(key[0])
         if layer is None:
@@ -121,7 +121,7 @@ class SlotMap:
 
     @property
     def movable(self) -> int:
-        """Slots that are not taken by a pinned expert."""
+        """Slots without a pinned expert."""
         return self.num_slots - len(self._pins)
 
     def touch(self, key: Key) -> None:
@@ -129,7 +129,7 @@ class SlotMap:
         self.use((key,))
 
     def use(self, keys: Iterable[Key]) -> list[Key]:
-        """Touch those that lie in a slot; answers the others."""
+        """Mark those that are in a slot as used now; returns the others."""
         absent = []
         slots, used, pins, clock = self._slots, self._used, self._pins, self._clock
         for key in keys:

@@ -1,4 +1,4 @@
-"""One MoE layer's work for one step: what the router decided, handed to a strategy."""
+"""One MoE layer's work in one step: what the gate chose, in the form that a strategy takes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class ExpertStep:
     layer: int
-    # "prefill" when any row of the step is, else "decode"
+    # "prefill" when any row of the step is prefill, else "decode"
     phase: str
-    hidden: Tensor  # [T, D], what the experts read (after the norm)
+    hidden: Tensor  # [T, D], the experts' input (after the norm)
     topk_ids: Tensor  # [T, K] int32, on the CPU
     topk_weights: Tensor  # [T, K] fp32, on hidden's device
     # the sequence (index into the step) that each row belongs to; None = one sequence
@@ -36,9 +36,9 @@ _FEW_PAIRS = 64
 
 @dataclass(frozen=True, slots=True)
 class DemandClasses:
-    """How the demands of one layer are met: each expert stands in one of them."""
+    """How the demands of one layer are met. Each expert is in one of these."""
 
-    # from a slot; from a slot that was filled unasked; moved now; on the host
+    # runs from a slot; runs from a slot that a prefetch filled; is moved now; runs on the host
     hits: tuple[int, ...] = ()
     early: tuple[int, ...] = ()
     misses: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ def demand_of(step: ExpertStep) -> Demand:
 
 
 def first_uses(slots: SlotMap, demand: Demand) -> set[Key]:
-    """Those of the demanded that were loaded unasked, and are used now for the first time."""
+    """The demanded experts that were prefetched and are used now for the first time."""
     early = slots.prefetched
     if not early:
         return set()
@@ -72,20 +72,20 @@ def first_uses(slots: SlotMap, demand: Demand) -> set[Key]:
 
 
 def classify(demand: Demand, waves: Sequence[Wave], first: set[Key]) -> DemandClasses:
-    """No expert may be left out, and none may run twice."""
+    """Check also that every demanded expert runs exactly once."""
     if len(waves) == 1 and not waves[0].load and not first:
         classes = DemandClasses(hits=waves[0].device, host=waves[0].host)
         if demand.experts in (classes.hits, classes.host):
             return classes
     else:
-        classes = _sorted_out(demand.layer, waves, first)
+        classes = _classes_of(demand.layer, waves, first)
     met = (*classes.hits, *classes.early, *classes.misses, *classes.host)
     if tuple(sorted(met)) != demand.experts:
         raise InternalError(f"layer {demand.layer}: asked for {demand.experts}, would run {met}")
     return classes
 
 
-def _sorted_out(layer: int, waves: Sequence[Wave], first: set[Key]) -> DemandClasses:
+def _classes_of(layer: int, waves: Sequence[Wave], first: set[Key]) -> DemandClasses:
     loaded = {key for wave in waves for key, _ in wave.load}
     device = [(layer, expert) for wave in waves for expert in wave.device]
     return DemandClasses(

@@ -1,7 +1,8 @@
 """The two tiers above the disk: experts cached in host RAM, and fixed slots on the device.
 
-A tier knows whose bytes lie where and who is using them, and never holds more than its slots.
-It neither reads nor copies (transfer.py does) and chooses nothing but the host tier's victim.
+A tier records which expert is in which slot and what is in use, and never holds more than its
+slots. It does not read or copy (transfer.py does). The only choice it makes is which expert the
+host tier evicts.
 """
 
 from __future__ import annotations
@@ -9,39 +10,97 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from coterie.core.errors import InternalError
+from coterie.core.errors import CoterieError, InternalError
 from coterie.kernels.cpu.expert_mlp import RecordTable
 
 if TYPE_CHECKING:
-    from coterie.moe.runtime.load_workers import ExpertLoad
     from coterie.moe.store.base import ExpertStore, Key
+
+LoadTask = Callable[[], None]
+
+
+class ExpertLoad:
+    """One expert's bytes on their way to one place: done, failed, or still to come."""
+
+    __slots__ = (
+        "_lock", "_queues", "done_s", "error", "event", "host_hit", "key", "moved_bytes",
+        "read_bytes", "slot", "started_s", "task",
+    )  # fmt: skip
+
+    def __init__(self, key: Key, slot: int | None = None) -> None:
+        self.key, self.slot = key, slot
+        self.error: CoterieError | None = None
+        self.read_bytes = self.moved_bytes = 0
+        self.host_hit = False
+        self.started_s = self.done_s = 0.0
+        # CUDA: recorded behind the copy; a stream that reads the slot waits for it
+        self.event: Any = None
+        # what a load thread runs; it can be withdrawn until it starts
+        self.task: LoadTask | None = None
+        self._lock = threading.Lock()
+        self._queues: list[SimpleQueue[ExpertLoad]] | None = []
+
+    @property
+    def done(self) -> bool:
+        return self._queues is None
+
+    def notify(self, queue: SimpleQueue[ExpertLoad]) -> None:
+        """Put this into `queue` when it is done (now, if it is)."""
+        with self._lock:
+            if self._queues is not None:
+                self._queues.append(queue)
+                return
+        queue.put(self)
+
+    def finish(self, error: CoterieError | None = None) -> None:
+        with self._lock:
+            queues, self._queues = self._queues, None
+            self.error, self.done_s = error, time.perf_counter()
+        for queue in queues or ():
+            queue.put(self)
+
+    def settle(self) -> ExpertLoad:
+        """Wait until it is done or has failed."""
+        if not self.done:
+            queue: SimpleQueue[ExpertLoad] = SimpleQueue()
+            self.notify(queue)
+            queue.get()
+        return self
+
+    def wait(self) -> ExpertLoad:
+        self.settle()
+        if self.error is not None:
+            raise self.error
+        return self
 
 
 class HostEntry:
-    """An expert's place in host RAM. Pinned while someone reads or writes it."""
+    """An expert's place in host RAM. It is pinned while a thread reads or writes it."""
 
-    __slots__ = ("arrival", "key", "pins", "place", "reading", "record")
+    __slots__ = ("key", "load", "pins", "place", "reading", "record")
 
-    def __init__(self, key: Key, place: int, record: Tensor, arrival: ExpertLoad) -> None:
+    def __init__(self, key: Key, place: int, record: Tensor, load: ExpertLoad) -> None:
         self.key, self.place, self.record = key, place, record
         self.pins = 1
         # None once the bytes are here
-        self.arrival: ExpertLoad | None = arrival
-        # one thread has taken it upon itself to read them
+        self.load: ExpertLoad | None = load
+        # a thread has claimed the read of its bytes
         self.reading = False
 
 
 class HostTier:
-    """A cache in RAM over the store, least recently used first out. All methods are thread-safe.
+    """A cache of the store in RAM; evicts the least recently used. All methods are thread-safe.
 
-    With room for every expert nothing is ever evicted.
+    With room for every expert nothing is evicted.
     """
 
     def __init__(self, store: ExpertStore, num_slots: int, *, pinned: bool = False) -> None:
@@ -57,7 +116,7 @@ class HostTier:
         self._changed = threading.Condition()
         self._ready: dict[int, set[int]] = {layer: set() for layer in geometry.layers}
         self.tables = {layer: RecordTable(geometry.num_experts) for layer in geometry.layers}
-        # lookups that found an expert here (or on its way), and those that had to read the disk
+        # lookups that found an expert here (or being read), and those that had to read the disk
         self.hits: Counter[int] = Counter()
         self.misses: Counter[int] = Counter()
         self.evictions: Counter[int] = Counter()
@@ -65,7 +124,7 @@ class HostTier:
     def _cut(self, store: ExpertStore) -> list[tuple[int, int]]:
         if not self.complete:
             return [(at * store.slot_bytes, store.slot_bytes) for at in range(self.num_slots)]
-        # every expert has a place of its own length, in the order of keys
+        # every expert has a place of exactly its size, in the order of keys
         places, offset = [], 0
         keys = store.geometry.keys()
         for layer, _ in keys:
@@ -74,9 +133,9 @@ class HostTier:
         self._home = {key: place for place, key in enumerate(keys)}
         return places
 
-    def acquire(self, key: Key, arrival: ExpertLoad, *, block: bool = False) -> HostEntry | None:
-        """Pin `key`'s entry, made for `arrival` if there is none; None when every slot is in use.
-        An entry whose `arrival` is not None has no bytes yet: see `claim`."""
+    def acquire(self, key: Key, load: ExpertLoad, *, block: bool = False) -> HostEntry | None:
+        """Pin `key`'s entry, and make it for `load` if there is none; None when every slot is in
+        use. An entry whose `load` is not None has no bytes yet: see `claim`."""
         with self._changed:
             while True:
                 entry = self._entries.get(key)
@@ -87,7 +146,7 @@ class HostTier:
                     return entry
                 place = self._make_room(key)
                 if place is not None:
-                    return self._enter(key, place, arrival)
+                    return self._enter(key, place, load)
                 if not block:
                     return None
                 self._changed.wait()
@@ -96,7 +155,7 @@ class HostTier:
         """Pin `key`'s entry if its bytes are here. Counts a hit, never a miss."""
         with self._changed:
             entry = self._entries.get(key)
-            if entry is None or entry.arrival is not None:
+            if entry is None or entry.load is not None:
                 return None
             entry.pins += 1
             self._entries.move_to_end(key)
@@ -119,26 +178,26 @@ class HostTier:
             return entries
 
     def holds(self, layer: int, experts: Sequence[int]) -> bool:
-        """The bytes of all are here."""
+        """Whether the bytes of all of them are here."""
         return self._ready[layer].issuperset(experts)
 
     def claim(self, entry: HostEntry) -> bool:
-        """Whether the caller is the one to read this entry's bytes."""
+        """Whether the caller must read this entry's bytes (True for one caller only)."""
         with self._changed:
-            mine = entry.arrival is not None and not entry.reading
+            mine = entry.load is not None and not entry.reading
             entry.reading = entry.reading or mine
             self.misses[entry.key[0]] += mine
             return mine
 
     def missed(self, layer: int) -> None:
-        """Count a read that goes past this tier."""
+        """Count a read that does not go through this tier."""
         with self._changed:
             self.misses[layer] += 1
 
     def filled(self, entry: HostEntry) -> None:
         with self._changed:
             layer, expert = entry.key
-            entry.arrival = None
+            entry.load = None
             self.tables[layer].set(expert, entry.record)
             self._ready[layer].add(expert)
 
@@ -146,12 +205,12 @@ class HostTier:
         with self._changed:
             for entry in entries:
                 entry.pins -= 1
-                if entry.pins == 0 and entry.arrival is not None:
-                    self._remove(entry)  # its bytes never came
+                if entry.pins == 0 and entry.load is not None:
+                    self._remove(entry)  # its read failed
             self._changed.notify_all()
 
     def drop(self, key: Key) -> None:
-        """Forget `key` (unless it is in use): the device holds it for good."""
+        """Remove `key` (unless it is in use), because the device holds it for good."""
         with self._changed:
             entry = self._entries.get(key)
             if entry is not None and entry.pins == 0:
@@ -174,20 +233,21 @@ class HostTier:
             return [entry.key for entry in self._entries.values() if entry.pins]
 
     def check(self) -> None:
-        """Every place is free or holds exactly one entry, and tables name what is here."""
+        """Raise unless every place is free or has exactly one entry, and tables list what is
+        here."""
         with self._changed:
             taken = [entry.place for entry in self._entries.values()]
             if sorted(taken + self._free) != list(range(self.num_slots)):
                 raise InternalError("host tier: slots do not add up")
-            here = {key for key, entry in self._entries.items() if entry.arrival is None}
+            here = {key for key, entry in self._entries.items() if entry.load is None}
             named = {(layer, e) for layer, experts in self._ready.items() for e in experts}
             if here != named:
                 raise InternalError("host tier: a table names an expert that is not here")
 
-    def _enter(self, key: Key, place: int, arrival: ExpertLoad) -> HostEntry:
+    def _enter(self, key: Key, place: int, load: ExpertLoad) -> HostEntry:
         offset, _ = self._places[place]
         record = self._arena.view(offset, self._nbytes[key[0]])
-        entry = self._entries[key] = HostEntry(key, place, record, arrival)
+        entry = self._entries[key] = HostEntry(key, place, record, load)
         return entry
 
     def _make_room(self, key: Key) -> int | None:
@@ -212,11 +272,11 @@ class HostTier:
 
 
 class DeviceTier:
-    """Slots of equal size on the device; on a machine without one, a second arena in RAM, or, where
-    the host tier holds every expert for good (`shared`), names for its records.
+    """Slots of equal size on the device. On a machine without one they are a second arena in RAM,
+    or, where the host tier holds every expert for good (`shared`), references to its records.
 
-    `Residency` says what strategies believe lies in a slot, this says what does. One thread (the
-    engine's) begins fills; the thread that filled a slot says so.
+    `SlotMap` records what strategies have placed in a slot, this class what is really there. The
+    engine's thread calls `begin`; the thread that filled a slot calls `filled`.
     """
 
     def __init__(
@@ -234,7 +294,7 @@ class DeviceTier:
         self._slots = [whole[at * size : (at + 1) * size] for at in range(num_slots)]
         self._nbytes = {layer: store.layout(layer).nbytes for layer in store.geometry.layers}
         self._keys: list[Key | None] = [None] * num_slots
-        # loads under way, by slot
+        # running loads, by slot
         self.pending: dict[int, ExpertLoad] = {}
         geometry = store.geometry
         self._where: dict[Key, int] = {}
@@ -254,7 +314,7 @@ class DeviceTier:
         return self._keys[slot]
 
     def begin(self, key: Key, slot: int) -> None:
-        """From now on `slot` is for `key`; nobody reads it until `filled`."""
+        """Reserve `slot` for `key`; it must not be read until `filled`."""
         self.vacate(slot, evicted=True)
         old = self._where.get(key)
         if old is not None:
@@ -263,14 +323,14 @@ class DeviceTier:
             self._keys[slot], self._where[key] = key, slot
 
     def filled(self, key: Key, slot: int, record: Tensor) -> None:
-        """The bytes lie in `record`; of no use when another slot is for `key` by now."""
+        """The bytes are in `record`. Has no effect when `key` has another slot by now."""
         with self._lock:
             if self._where.get(key) == slot:
                 self.tables[key[0]].set(key[1], record)
                 self._ready[key[0]].add(key[1])
 
     def holds(self, layer: int, experts: tuple[int, ...]) -> bool:
-        """The bytes of all are here, or their copies are in the device's own order."""
+        """Whether the bytes of all are here, or their copies are queued on the device's stream."""
         return self._ready[layer].issuperset(experts)
 
     def vacate(self, slot: int, *, evicted: bool = False) -> None:
@@ -295,21 +355,21 @@ class DeviceTier:
             self._arena.close()
 
     def check(self) -> None:
-        """Slots and their names agree both ways."""
+        """Raise unless slots and keys agree in both directions."""
         named = {key: slot for slot, key in enumerate(self._keys) if key is not None}
         if named != self._where:
             raise InternalError("device tier: a slot is not where it is said to be")
 
 
 PAGE = 4096
-# below this, huge pages would round more than they speed up
+# below this size huge pages cost more memory by rounding than they give in speed
 _HUGE_FROM_BYTES = 8 * 2**20
 
 _log = logging.getLogger(__name__)
 
 
 class MemoryArena:
-    """`nbytes` of zeroed memory that costs nothing until it is written."""
+    """`nbytes` of zeroed memory; the system gives each page when it is first written."""
 
     def __init__(self, nbytes: int, pinned: bool = False) -> None:
         self.nbytes = -(-nbytes // PAGE) * PAGE
@@ -320,7 +380,7 @@ class MemoryArena:
         memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if self.nbytes >= _HUGE_FROM_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        # the tensor keeps the mapping alive; it goes when the last view does
+        # the tensor keeps the mapping alive until the last view is deleted
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         if pinned:
             self._register()
@@ -335,7 +395,7 @@ class MemoryArena:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def _register(self) -> None:
-        # torch's own pinned allocator rounds up to powers of two, which would break the budget
+        # torch's pinned allocator rounds up to powers of two, which would exceed the budget
         code = _cudart().cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 0)
         self.pinned = int(code) == 0
         if not self.pinned:

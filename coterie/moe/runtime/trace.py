@@ -1,7 +1,7 @@
-"""What a model's routers asked for, step by step: recorded live, kept in a file, walked by replay.
+"""Which experts a model's gates chose, step by step: recorded live, kept in a file, replayed.
 
-Routing does not depend on placement, so a trace recorded under one strategy is good for all. The
-file is numpy's own without pickled objects.
+The choice does not depend on placement, so a trace recorded under one strategy is valid for all.
+The file has numpy's format, without pickled objects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LayerGroups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerVisit:
-    """A demand, and what was predicted for it one layer earlier (empty: nothing)."""
+    """A demand, and the experts predicted for it one layer earlier (empty: no prediction)."""
 
     demand: Demand
     predicted: tuple[int, ...] = ()
@@ -40,20 +40,20 @@ class TraceStep:
     phase: str
     chunks: tuple[tuple[LayerVisit, ...], ...]
 
-    def walk(self, groups: LayerGroups | None = None) -> Iterator[tuple[int | None, LayerVisit]]:
-        """Visits in the order they run in, each with the number of the group that begins there."""
+    def visits(self, groups: LayerGroups | None = None) -> Iterator[tuple[int | None, LayerVisit]]:
+        """Visits in the order in which they run. The first visit of a group has its number."""
         if groups is None:
             for chunk in self.chunks:
                 for visit in chunk:
                     yield None, visit
             return
         for index, group in enumerate(groups):
-            begins: int | None = index
+            first: int | None = index
             for chunk in self.chunks:
                 for visit in chunk:
                     if visit.demand.layer in group:
-                        yield begins, visit
-                        begins = None
+                        yield first, visit
+                        first = None
 
 
 class Trace:
@@ -63,17 +63,17 @@ class Trace:
         self.geometry = geometry
         self.steps: deque[TraceStep] = deque(maxlen=limit)
         self._open: list[list[LayerVisit]] = []
-        self._seen: dict[int, int] = {}
+        self._visits: dict[int, int] = {}
         self._hints: dict[int, tuple[int, ...]] = {}
 
     def hint(self, layer: int, predicted: Sequence[int]) -> None:
-        """The next visit of `layer` was predicted to ask for these."""
+        """These experts are predicted for the next visit of `layer`."""
         self._hints[layer] = tuple(predicted)
 
     def record(self, demand: Demand) -> None:
-        """A layer that is visited again in the same step begins (or continues) the next chunk."""
-        chunk = self._seen.get(demand.layer, 0)
-        self._seen[demand.layer] = chunk + 1
+        """A layer that is visited again in the same step belongs to the next chunk."""
+        chunk = self._visits.get(demand.layer, 0)
+        self._visits[demand.layer] = chunk + 1
         if chunk == len(self._open):
             self._open.append([])
         self._open[chunk].append(LayerVisit(demand, self._hints.pop(demand.layer, ())))
@@ -83,17 +83,17 @@ class Trace:
             phases = {visit.demand.phase for chunk in self._open for visit in chunk}
             phase = "prefill" if "prefill" in phases else "decode"
             self.steps.append(TraceStep(phase, tuple(map(tuple, self._open))))
-        self._open, self._seen, self._hints = [], {}, {}
+        self._open, self._visits, self._hints = [], {}, {}
 
     def heatmap(self) -> Heatmap:
         heat = Heatmap(self.geometry)
         for step in self.steps:
-            for _, visit in step.walk():
+            for _, visit in step.visits():
                 heat.add(visit.demand.layer, visit.demand.experts, visit.demand.counts)
         return heat
 
     def save(self, path: Path, *, fingerprint: str) -> None:
-        """Whole or not at all."""
+        """Replace the file in one step, so that it is never incomplete."""
         visits: list[tuple[int, ...]] = []
         experts: list[int] = []
         counts: list[int] = []

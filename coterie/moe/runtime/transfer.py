@@ -1,13 +1,15 @@
-"""Moves experts between tiers in the background: a few threads, a bounded number under way.
+"""Moves experts between tiers in the background, on a small fixed number of threads.
 
-Loads that a step waits for go first; loads made on a guess run only while nobody waits. Every load
-ends in its `ExpertLoad`, with bytes, times, or the error. Chooses nothing.
+Loads that a step waits for run first; prefetches run only while no step waits. Every load ends with
+its bytes and times, or its error, in its `ExpertLoad`. This module chooses nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
@@ -17,27 +19,28 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import CoterieError, WeightsError
-from coterie.moe.runtime.load_workers import ExpertLoad, LoadWorkers
-from coterie.moe.runtime.tiers import MemoryArena
+from coterie.moe.runtime.tiers import ExpertLoad, LoadTask, MemoryArena
 from coterie.weights.shortage import MemoryShortage, is_shortage
 
 if TYPE_CHECKING:
     from coterie.moe.runtime.tiers import DeviceTier, HostEntry, HostTier
-    from coterie.moe.runtime.usage import UsageTally
+    from coterie.moe.runtime.usage import LayerTally
     from coterie.moe.store.base import ExpertStore, Key
 
-# reads and copies under way at most, and bytes that keep any disk busy: large records need fewer
+# the most reads and copies at one time, and the bytes that keep any disk busy: large records need
+# fewer
 DEPTH, _FLIGHT_BYTES = 8, 8 << 20
 _FEWEST = 4
 
 
 def depth_for(record_bytes: int) -> int:
-    """Every thread more takes time from whoever computes."""
+    """Each additional thread takes time from the computation."""
     return max(_FEWEST, min(DEPTH, _FLIGHT_BYTES // max(1, record_bytes)))
 
 
 class TierTransfer:
-    """The threads, and the roads between disk, host and device."""
+    """Moves experts between disk, host and device. The engine's thread calls the public methods;
+    the load threads run the private ones below `close`."""
 
     def __init__(self, store: ExpertStore, host: HostTier, device: DeviceTier) -> None:
         self._store, self._host, self._device = store, host, device
@@ -45,168 +48,203 @@ class TierTransfer:
         self._copies: CudaCopies | None = None
         if device.device.type == "cuda" and device.num_slots:
             self._copies = CudaCopies(device.device, depth, store.slot_bytes)
-        self._crew = LoadWorkers(depth)
-        # guesses that failed, and that nobody waits for
+        self._workers = LoadWorkers(depth)
+        # called with every load that ended, and the tally of the layer that waited for it (None
+        # between layers)
+        self.retired: Callable[[ExpertLoad, LayerTally | None], None] = lambda load, tally: None
+        # whether the device keeps this expert for good, so that RAM needs no second copy
+        self.device_only: Callable[[Key], bool] = lambda key: False
+        # a load that no step waits for has failed
         self.failed = False
 
     @property
     def idle(self) -> bool:
-        return self._crew.idle
+        return self._workers.idle
 
-    def to_host(self, entry: HostEntry) -> ExpertLoad:
-        """Read an acquired entry's bytes; the caller keeps its pin."""
-        arrival = entry.arrival
-        assert arrival is not None
-        self._crew.put(partial(self._read_entry, entry, arrival), urgent=True)
-        return arrival
-
-    def to_device(
-        self, key: Key, slot: int, *, urgent: bool = True, sole: bool = False
-    ) -> ExpertLoad:
-        """Fill a slot that nothing computes from now. `sole`: keep no copy in the host tier."""
-        arrival = ExpertLoad(key, slot)
-        self._device.begin(key, slot)
-        self._device.pending[slot] = arrival
+    def start(self, key: Key, slot: int, tally: LayerTally | None, *, urgent: bool = True) -> None:
+        """Fill `slot`, from which nothing computes now. If another load fills it, that one is
+        cancelled or awaited first."""
+        device, old = self._device, self._device.pending.get(slot)
+        if old is not None:
+            begin = time.perf_counter()
+            if not self._cancel(old):
+                self.hurry(old)
+                old.settle()
+            self.retire(old, tally)
+            if tally is not None:
+                tally.waited(begin)
+        load = ExpertLoad(key, slot)
+        device.begin(key, slot)
+        device.pending[slot] = load
         fence = self._copies.fence() if self._copies else None
-        arrival.job = partial(self._fill, arrival, fence, sole)
-        self._crew.put(arrival.job, urgent=urgent)
-        return arrival
+        load.task = partial(self._fill, load, fence, self.device_only(key))
+        self._workers.put(load.task, urgent=urgent)
 
-    def fill(self, keys: Iterator[Key], done: Callable[[Key, int], None]) -> None:
-        """Read these into the host tier while nobody waits for anything, one after the other."""
+    def to_host(self, entry: HostEntry) -> None:
+        """Read an acquired entry's bytes. The caller keeps its pin."""
+        load = entry.load
+        assert load is not None
+        self._workers.put(partial(self._read_entry, entry, load), urgent=True)
+
+    def fill_host(self, keys: Iterator[Key], done: Callable[[Key, int], None]) -> None:
+        """Read these into the host tier, one after another, while no urgent load waits."""
         key = next(keys, None)
         if key is not None:
-            self._crew.put(partial(self._fill_host, key, keys, done), urgent=False)
+            self._workers.put(partial(self._fill_host, key, keys, done), urgent=False)
 
-    def _fill_host(self, key: Key, keys: Iterator[Key], done: Callable[[Key, int], None]) -> None:
-        arrival = ExpertLoad(key)
-        entry = self._host.acquire(key, arrival)
-        if entry is not None:
-            try:
-                if entry.arrival is arrival and self._host.claim(entry):
-                    self._read_claimed(entry, arrival)
-                    done(key, arrival.read_bytes)
-            finally:
-                self._host.release(entry)
-        self.fill(keys, done)
+    def hurry(self, load: ExpertLoad) -> None:
+        """Make a prefetch urgent, because a step waits for it."""
+        if load.task is not None and self._workers.withdraw(load.task):
+            self._workers.put(load.task, urgent=True)
 
-    def hurry(self, arrival: ExpertLoad) -> None:
-        """A step waits for what was loaded on a guess."""
-        if arrival.job is not None and self._crew.withdraw(arrival.job):
-            self._crew.put(arrival.job, urgent=True)
+    def retire(self, load: ExpertLoad, tally: LayerTally | None) -> None:
+        """Count a load that has ended, and let the computing stream see its bytes."""
+        slot = load.slot
+        if slot is not None and self._device.pending.get(slot) is load:
+            del self._device.pending[slot]
+            if load.event is not None:
+                torch.cuda.current_stream(self._device.device).wait_event(load.event)
+            self.retired(load, tally)
 
-    def cancel(self, arrival: ExpertLoad) -> bool:
-        """Whether a load on a guess could be called off before it began."""
-        if arrival.job is None or not self._crew.withdraw(arrival.job):
-            return False
-        arrival.finish(WeightsError(f"expert {arrival.key}: load called off"))
-        return True
+    def sweep(self) -> None:
+        """Count loads that have ended without anybody waiting for them."""
+        for load in list(self._device.pending.values()):
+            if load.done:
+                self.retire(load, None)
+
+    def settle(self) -> list[ExpertLoad]:
+        """Wait for all loads that are running. Returns those that failed."""
+        ended = [load.settle() for load in list(self._device.pending.values())]
+        for load in ended:
+            self.retire(load, None)
+        return [load for load in ended if load.error is not None]
 
     def close(self) -> None:
-        self._crew.close()
+        self._workers.close()
         if self._copies:
             self._copies.close()
 
-    def _fill(self, arrival: ExpertLoad, fence: Any, sole: bool) -> None:
-        arrival.begun_s = time.perf_counter()
-        slot, key = arrival.slot, arrival.key
+    def _cancel(self, load: ExpertLoad) -> bool:
+        """Withdraw a prefetch that has not started. False when it has."""
+        if load.task is None or not self._workers.withdraw(load.task):
+            return False
+        load.finish(WeightsError(f"expert {load.key}: load called off"))
+        return True
+
+    def _fill_host(self, key: Key, keys: Iterator[Key], done: Callable[[Key, int], None]) -> None:
+        load = ExpertLoad(key)
+        entry = self._host.acquire(key, load)
+        if entry is not None:
+            try:
+                if entry.load is load and self._host.claim(entry):
+                    self._read_claimed(entry, load)
+                    done(key, load.read_bytes)
+            finally:
+                self._host.release(entry)
+        self.fill_host(keys, done)
+
+    def _fill(self, load: ExpertLoad, fence: Any, device_only: bool) -> None:
+        load.started_s = time.perf_counter()
+        slot, key = load.slot, load.key
         assert slot is not None
         try:
-            mine = ExpertLoad(key)
+            own_read = ExpertLoad(key)
             if self._device.shared:
-                self._refer(arrival, mine)
+                self._refer(load, own_read)
                 return
             target = self._device.record(key, slot)
-            entry = self._host.find(key) if sole else self._host.acquire(key, mine)
+            entry = self._host.find(key) if device_only else self._host.acquire(key, own_read)
             if entry is None:
-                self._fill_past_host(arrival, target, fence)
+                self._fill_past_host(load, target, fence)
             else:
-                self._fill_from(entry, mine, arrival, target, fence)
-                if sole:
+                self._fill_from(entry, own_read, load, target, fence)
+                if device_only:
                     self._host.drop(key)
         except CoterieError as problem:
             self.failed = True
-            arrival.finish(problem)
+            load.finish(problem)
         except Exception as problem:
             self.failed = True
-            arrival.finish(_typed(f"expert {key} could not be loaded", problem))
+            load.finish(_typed(f"expert {key} could not be loaded", problem))
 
     def _fill_from(
-        self, entry: HostEntry, mine: ExpertLoad, arrival: ExpertLoad, target: Tensor, fence: Any
+        self, entry: HostEntry, own_read: ExpertLoad, load: ExpertLoad, target: Tensor, fence: Any
     ) -> None:
         try:
-            self._have(entry, mine, arrival)
-            self._copy(entry.record, arrival, target, fence)
+            self._await_entry(entry, own_read, load)
+            self._copy(entry.record, load, target, fence)
         finally:
             self._host.release(entry)
 
-    def _refer(self, arrival: ExpertLoad, mine: ExpertLoad) -> None:
-        """The host tier has room for all: the slot becomes another name for its record."""
-        entry = self._host.acquire(arrival.key, mine)
+    def _refer(self, load: ExpertLoad, own_read: ExpertLoad) -> None:
+        """The host tier has room for all experts: let the slot refer to its record."""
+        entry = self._host.acquire(load.key, own_read)
         assert entry is not None
         try:
-            self._have(entry, mine, arrival)
-            self._arrived(arrival, entry.record)
+            self._await_entry(entry, own_read, load)
+            self._finish(load, entry.record)
         finally:
             self._host.release(entry)
 
-    def _have(self, entry: HostEntry, mine: ExpertLoad, arrival: ExpertLoad) -> None:
-        """An acquired entry's bytes are there; whose read it was is told to `arrival`."""
-        source = entry.arrival
-        # a read that another load asked for is that one's to count
-        arrival.host_hit = source is not mine
+    def _await_entry(self, entry: HostEntry, own_read: ExpertLoad, load: ExpertLoad) -> None:
+        """Return when an acquired entry has its bytes; `load` records whether this load read
+        them."""
+        source = entry.load
+        # the load that asked for a read counts it
+        load.host_hit = source is not own_read
         if source is not None:
             if self._host.claim(entry):
                 self._read_claimed(entry, source)
             source.wait()
-            arrival.read_bytes = 0 if arrival.host_hit else source.read_bytes
+            load.read_bytes = 0 if load.host_hit else source.read_bytes
 
-    def _fill_past_host(self, arrival: ExpertLoad, target: Tensor, fence: Any) -> None:
-        self._host.missed(arrival.key[0])
+    def _fill_past_host(self, load: ExpertLoad, target: Tensor, fence: Any) -> None:
+        """Read from disk into the slot; the host tier has no place for it."""
+        self._host.missed(load.key[0])
         if self._copies is None:
-            arrival.read_bytes = self._store.read(arrival.key, target)
-            self._arrived(arrival, target)
+            load.read_bytes = self._store.read(load.key, target)
+            self._finish(load, target)
             return
         staging = self._copies.take()
         try:
-            arrival.read_bytes = self._store.read(arrival.key, staging[: target.numel()])
-            self._copy(staging, arrival, target, fence)
+            load.read_bytes = self._store.read(load.key, staging[: target.numel()])
+            self._copy(staging, load, target, fence)
         finally:
             self._copies.put_back(staging)
 
-    def _copy(self, source: Tensor, arrival: ExpertLoad, target: Tensor, fence: Any) -> None:
+    def _copy(self, source: Tensor, load: ExpertLoad, target: Tensor, fence: Any) -> None:
         size = target.numel()
         if self._copies is None:
             # ctypes lets other threads run meanwhile, and starts no threads of its own
             ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
-            self._arrived(arrival, target)
+            self._finish(load, target)
             return
-        arrival.event = self._copies.copy(source[:size], target, fence)
-        self._arrived(arrival, target)
+        load.event = self._copies.copy(source[:size], target, fence)
+        self._finish(load, target)
         # the source may be reused only when the copy is over
-        arrival.event.synchronize()
+        load.event.synchronize()
 
-    def _arrived(self, arrival: ExpertLoad, record: Tensor) -> None:
-        assert arrival.slot is not None
-        arrival.moved_bytes = record.numel()
-        self._device.filled(arrival.key, arrival.slot, record)
-        arrival.finish()
+    def _finish(self, load: ExpertLoad, record: Tensor) -> None:
+        assert load.slot is not None
+        load.moved_bytes = record.numel()
+        self._device.filled(load.key, load.slot, record)
+        load.finish()
 
-    def _read_entry(self, entry: HostEntry, arrival: ExpertLoad) -> None:
+    def _read_entry(self, entry: HostEntry, load: ExpertLoad) -> None:
         if self._host.claim(entry):
-            self._read_claimed(entry, arrival)
+            self._read_claimed(entry, load)
 
-    def _read_claimed(self, entry: HostEntry, arrival: ExpertLoad) -> None:
-        arrival.begun_s = time.perf_counter()
+    def _read_claimed(self, entry: HostEntry, load: ExpertLoad) -> None:
+        load.started_s = time.perf_counter()
         try:
-            arrival.read_bytes = self._store.read(entry.key, entry.record)
+            load.read_bytes = self._store.read(entry.key, entry.record)
         except CoterieError as problem:
-            arrival.finish(problem)
+            load.finish(problem)
         except Exception as problem:
-            arrival.finish(_typed(f"expert {entry.key} could not be read", problem))
+            load.finish(_typed(f"expert {entry.key} could not be read", problem))
         else:
             self._host.filled(entry)
-            arrival.finish()
+            load.finish()
 
 
 def _typed(what: str, problem: Exception) -> WeightsError:
@@ -250,45 +288,78 @@ class CudaCopies:
         self._arena.close()
 
 
-class PendingLoads:
-    def __init__(self, device: DeviceTier, transfer: TierTransfer) -> None:
-        self.device, self._transfer = device, transfer
-        # hears of every load that ended, and of the layer that was running (None between steps)
-        self.retired: Callable[[ExpertLoad, UsageTally | None], None] = lambda arrival, tally: None
-        # the device holds it for good: no second copy in RAM
-        self.sole: Callable[[Key], bool] = lambda key: False
-        self.hurry = transfer.hurry
+class LoadWorkers:
+    """Threads that run tasks: urgent ones in order, others when no urgent one waits or runs."""
 
-    def start(
-        self, key: Key, slot: int, tally: UsageTally | None, *, urgent: bool = True
-    ) -> ExpertLoad:
-        """Fill `slot` once what is under way to it has ended."""
-        old = self.device.pending.get(slot)
-        if old is not None:
-            if not self._transfer.cancel(old):
-                self._transfer.hurry(old)
-                old.settle()
-            self.retire(old, tally)
-        return self._transfer.to_device(key, slot, urgent=urgent, sole=self.sole(key))
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._threads: list[threading.Thread] = []
+        self._urgent: deque[LoadTask] = deque()
+        self._other: deque[LoadTask] = deque()
+        self._waiting = self._urgent_running = self._other_running = 0
+        self._closed = False
+        self._changed = threading.Condition()
 
-    def retire(self, arrival: ExpertLoad, tally: UsageTally | None) -> None:
-        """A load has ended: count it, and let the computing stream see its bytes."""
-        slot = arrival.slot
-        if slot is not None and self.device.pending.get(slot) is arrival:
-            del self.device.pending[slot]
-            if arrival.event is not None:
-                torch.cuda.current_stream(self.device.device).wait_event(arrival.event)
-            self.retired(arrival, tally)
+    @property
+    def idle(self) -> bool:
+        return not (self._urgent or self._other or self._urgent_running or self._other_running)
 
-    def sweep(self) -> None:
-        """Count loads that have ended and that nobody waited for."""
-        for arrival in list(self.device.pending.values()):
-            if arrival.done:
-                self.retire(arrival, None)
+    def put(self, task: LoadTask, *, urgent: bool) -> None:
+        with self._changed:
+            if self._closed and not urgent:
+                return
+            (self._urgent if urgent else self._other).append(task)
+            # a thread that was notified counts as waiting until it has taken its task
+            tasks = len(self._urgent) + len(self._other)
+            if tasks > self._waiting and len(self._threads) < self._size:
+                thread = threading.Thread(target=self._work, name="experts", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify()
 
-    def settle(self) -> list[ExpertLoad]:
-        """Wait for all loads under way; answers those that failed."""
-        ended = [arrival.settle() for arrival in list(self.device.pending.values())]
-        for arrival in ended:
-            self.retire(arrival, None)
-        return [arrival for arrival in ended if arrival.error is not None]
+    def withdraw(self, task: LoadTask) -> bool:
+        """Remove a task that is not urgent. False when it has started."""
+        with self._changed:
+            if task not in self._other:
+                return False
+            self._other.remove(task)
+            return True
+
+    def close(self) -> None:
+        """Finish running and urgent tasks; drop the others."""
+        with self._changed:
+            self._closed = True
+            self._other.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _next(self) -> tuple[LoadTask, bool] | None:
+        if self._urgent:
+            self._urgent_running += 1
+            return self._urgent.popleft(), True
+        if self._other and not self._urgent_running:
+            self._other_running += 1
+            return self._other.popleft(), False
+        return None
+
+    def _work(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._changed:
+                    while (taken := self._next()) is None and not self._closed:
+                        self._waiting += 1
+                        self._changed.wait()
+                        self._waiting -= 1
+                if taken is None:
+                    return
+                task, urgent = taken
+                try:
+                    task()
+                finally:
+                    with self._changed:
+                        self._urgent_running -= urgent
+                        self._other_running -= not urgent
+                        if self._other and not (self._urgent or self._urgent_running):
+                            self._changed.notify()
+                del task, taken

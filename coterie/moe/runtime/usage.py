@@ -1,11 +1,12 @@
 """What experts cost: counts, bytes and seconds per layer, per step and per sequence.
 
-Counts of a sequence are its own demands (an expert that two sequences need is counted for both);
-its bytes and seconds are its share, so that those add up to the step's.
+The counts of a sequence are its own demands (an expert that two sequences need counts for both).
+Its bytes and seconds are its share, so that all shares add up to the step's.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,9 +55,19 @@ class UsageTally:
         return {name: getattr(self, name) for name in FIELDS}
 
 
+class LayerTally(UsageTally):
+    """The counts of one running layer, and when it waited for bytes. Two threads may add waits."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[float, float]] = []
+
+    def waited(self, begin: float) -> None:
+        self.waits.append((begin, time.perf_counter()))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpan:
-    """A layer, or what one of its sides did, and when: layer, device, host or wait."""
+    """When a layer ran, or when a part of it did: `what` is layer, device, host or wait."""
 
     layer: int
     what: str
@@ -92,16 +103,16 @@ def seconds_outside(
 
 
 class UsageTelemetry:
-    """Totals by layer since start, and what the running step took."""
+    """Totals by layer since start, and the costs of the running step."""
 
     def __init__(self, geometry: ExpertGeometry) -> None:
         self.layers = {layer: UsageTally() for layer in geometry.layers}
         self._place = {layer: place for place, layer in enumerate(geometry.layers)}
         self._num_experts = geometry.num_experts
         self._step = UsageTally()
-        # of the running step, when it tells whose rows are whose
+        # of the running step, when the owners of its rows are known
         self._sequences: list[UsageTally] = []
-        # [layers, 2] and [sequences, layers, 2]: experts asked for, and met from a device slot
+        # [layers, 2] and [sequences, layers, 2]: demanded experts, and those in a device slot
         self._nothing = np.zeros((len(self.layers), 2), dtype=np.int64)
         self._met, self._own_met = self._nothing.copy(), self._nothing[None][:0]
 
@@ -113,69 +124,67 @@ class UsageTelemetry:
         row[0] += met + tally.device_misses + tally.host_runs
         row[1] += met
 
-    def routed(self, layer: int, seconds: float) -> None:
-        self.layers[layer].routing_s += seconds
-        self._step.routing_s += seconds
-
     def attribute(
-        self, step: ExpertStep, classes: DemandClasses, late: list[int], tally: UsageTally
+        self, step: ExpertStep, classes: DemandClasses, read_now: list[int], tally: UsageTally
     ) -> None:
-        """Tell the sequences of a step apart. `late`: host experts that were read from disk."""
+        """Divide a layer's costs between sequences. `read_now`: host experts read from disk."""
         ids, owned = step.topk_ids, step.owners
         if owned is None:
             return
         owners = owned.numpy()
         rows = np.bincount(owners)
-        self._know(len(rows))
+        self._add_sequences(len(rows))
         need = np.zeros((len(rows), self._num_experts), dtype=bool)
         need[np.repeat(owners, ids.shape[1]), ids.numpy().ravel()] = True
-        self._own(need, "device_hits", classes.hits)
-        self._own(need, "prefetch_hits", classes.early)
-        self._own(need, "device_misses", classes.misses)
-        self._own(need, "host_runs", classes.host)
-        self._share(need[:, [*classes.misses, *late]], rows / rows.sum(), tally)
+        self._count_own(need, "device_hits", classes.hits)
+        self._count_own(need, "prefetch_hits", classes.early)
+        self._count_own(need, "device_misses", classes.misses)
+        self._count_own(need, "host_runs", classes.host)
+        self._share(need[:, [*classes.misses, *read_now]], rows / rows.sum(), tally)
         met = self._own_met[: len(rows), self._place[step.layer]]
         met[:, 0] += need.sum(axis=1)
         met[:, 1] += need[:, [*classes.hits, *classes.early]].sum(axis=1)
 
     def attribute_resident(self, met: NDArray[np.int64], compute_s: float) -> None:
         """The same for a step without decisions: [sequences, layers, 2], see `_own_met`."""
-        self._know(len(met))
+        self._add_sequences(len(met))
         self._own_met[: len(met)] += met
         totals = met.sum(axis=1)
         asked = max(1, int(totals[:, 0].sum()))
-        for mine, (demands, slots) in zip(self._sequences, totals.tolist(), strict=False):
-            mine.device_hits += slots
-            mine.host_runs += demands - slots
-            mine.compute_s += compute_s * demands / asked
+        for own, (demands, slots) in zip(self._sequences, totals.tolist(), strict=False):
+            own.device_hits += slots
+            own.host_runs += demands - slots
+            own.compute_s += compute_s * demands / asked
 
-    def _know(self, sequences: int) -> None:
+    def _add_sequences(self, sequences: int) -> None:
         new = sequences - len(self._sequences)
         if new > 0:
             self._sequences += [UsageTally() for _ in range(new)]
             more = np.zeros((new, *self._nothing.shape), dtype=np.int64)
             self._own_met = np.concatenate((self._own_met, more))
 
-    def _own(self, need: NDArray[np.bool_], name: str, experts: tuple[int, ...]) -> None:
+    def _count_own(self, need: NDArray[np.bool_], name: str, experts: tuple[int, ...]) -> None:
         if not experts:
             return
         counts = need[:, experts].sum(axis=1)
-        for mine, count in zip(self._sequences, counts.tolist(), strict=False):
-            setattr(mine, name, getattr(mine, name) + count)
+        for own, count in zip(self._sequences, counts.tolist(), strict=False):
+            setattr(own, name, getattr(own, name) + count)
 
-    def _share(self, late: NDArray[np.bool_], rows: NDArray[np.float64], tally: UsageTally) -> None:
-        """`late` [S, N]: who needed the experts that had to be fetched."""
-        fetched = (late / np.maximum(late.sum(axis=0), 1)).sum(axis=1)
+    def _share(
+        self, loaded: NDArray[np.bool_], rows: NDArray[np.float64], tally: UsageTally
+    ) -> None:
+        """`loaded` [S, N]: which sequences need the experts that had to be loaded."""
+        fetched = (loaded / np.maximum(loaded.sum(axis=0), 1)).sum(axis=1)
         fetched = fetched / fetched.sum() if fetched.any() else rows
-        # plain floats: a usage leaves the process, and numpy's numbers cannot
+        # plain floats: usages are sent to another process, and numpy's numbers cannot be
         parts = zip(self._sequences, fetched.tolist(), rows.tolist(), strict=False)
-        for mine, part, work in parts:
+        for own, part, work in parts:
             for name in ("moved_bytes", "read_bytes", "host_hits", "host_misses"):
-                setattr(mine, name, getattr(mine, name) + round(getattr(tally, name) * part))
-            mine.io_s += tally.io_s * part
-            mine.stall_s += tally.stall_s * part
-            mine.lookup_s += tally.lookup_s * work
-            mine.compute_s += tally.compute_s * work
+                setattr(own, name, getattr(own, name) + round(getattr(tally, name) * part))
+            own.io_s += tally.io_s * part
+            own.stall_s += tally.stall_s * part
+            own.lookup_s += tally.lookup_s * work
+            own.compute_s += tally.compute_s * work
 
     def end_step(self) -> tuple[MoeUsage, list[MoeUsage]]:
         several = self._sequences
@@ -193,11 +202,11 @@ class UsageTelemetry:
         return tuple([(layer, demands, hits) for layer, (demands, hits) in counted])
 
     def _spread(self) -> None:
-        """What no demand of this step asked for (loads on a guess, of whole groups) is everyone's;
-        the first takes what does not divide."""
+        """Divide equally what no demand of this step caused (prefetches, loads of whole groups).
+        The first sequence gets the remainder."""
         for name in ("moved_bytes", "read_bytes", "host_hits", "host_misses"):
-            told = sum(getattr(one, name) for one in self._sequences)
-            each, rest = divmod(getattr(self._step, name) - told, len(self._sequences))
+            attributed = sum(getattr(one, name) for one in self._sequences)
+            each, rest = divmod(getattr(self._step, name) - attributed, len(self._sequences))
             for index, one in enumerate(self._sequences):
                 setattr(one, name, getattr(one, name) + each + (rest if index == 0 else 0))
 

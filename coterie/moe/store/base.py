@@ -1,7 +1,7 @@
-"""Where experts come from: one contract over checkpoints and packed stores.
+"""The interface of expert stores: checkpoints and packed stores.
 
-`open_store` picks by what lies in the directory. A store hands out kernel-ready records, the layout
-of kernels/expert_layout, whatever the file holds.
+`checkpoint.open_store` chooses by the files in the directory. A store returns records in the layout
+of kernels/expert_layout, ready for the kernels, whatever the file's format is.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ExpertShape:
 
 @dataclass(slots=True)
 class StoreTimings:
-    """Thread seconds beside the reads themselves (`Disk.read_s`), summed over all threads."""
+    """Thread seconds, summed over all threads; `DiskReader.read_s` has those of the reads."""
 
     checksum_s: float = 0.0
     pack_s: float = 0.0
@@ -70,14 +70,14 @@ class ExpertStore(Protocol):
     # the largest record, a multiple of the page size; and all present records together
     slot_bytes: int
     expert_bytes: int
-    # RAM that each thread inside `read` takes beside `out`
+    # RAM that each thread inside `read` uses in addition to `out`
     staging_bytes: int
     disk: DiskReader
     spent: StoreTimings
 
     @property
     def fingerprint(self) -> str:
-        """Changes when any expert does."""
+        """Changes when any expert changes."""
         ...
 
     @property
@@ -89,21 +89,21 @@ class ExpertStore(Protocol):
     def layout(self, layer: int) -> ExpertLayout: ...
 
     def read_bytes(self, key: Key) -> int:
-        """What one `read` takes from the disk: whole pages."""
+        """The bytes that one `read` takes from the disk: whole pages."""
         ...
 
     def read(self, key: Key, out: Tensor) -> int:
         """Fill out[: layout(layer).nbytes] with the expert's record, ready for this process's
-        kernels. Blocks; any number of threads may call it. `out` is uint8 on the CPU; at a page
-        boundary it may be read into directly. Answers the bytes taken from disk."""
+        kernels. Blocks; any number of threads may call it. `out` is uint8 on the CPU; if it starts
+        at a page boundary, the disk may write into it directly. Returns the bytes read."""
         ...
 
     def tensors(self) -> frozenset[str]:
-        """Names of the checkpoint's tensors that hold experts: the others are the backbone."""
+        """Names of the checkpoint's tensors with experts; the others are the backbone."""
         ...
 
     def files(self) -> frozenset[Path]:
-        """What `read` reads from."""
+        """The files that `read` reads from."""
         ...
 
     def close(self) -> None: ...
@@ -120,7 +120,7 @@ class ExpertGeometry:
     layers: tuple[int, ...]
     num_experts: int
     top_k: int
-    # a pruned store lacks some: the router may not pick these
+    # experts that a pruned store does not have: the gate must not choose them
     absent: frozenset[Key] = frozenset()
 
     @property

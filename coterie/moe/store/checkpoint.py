@@ -1,7 +1,7 @@
-"""Experts read in place from a checkpoint: safetensors or GGUF, no conversion on disk.
+"""Experts read directly from a checkpoint (safetensors or GGUF), without a conversion on disk.
 
-Each read takes an expert's bytes from the file, brings them to the precision asked for and packs
-them, in the thread that reads; nothing of it stays.
+Each read takes an expert's bytes from the file, converts them to the requested precision and packs
+them, all in the calling thread. It keeps no copy.
 """
 
 from __future__ import annotations
@@ -35,10 +35,6 @@ from coterie.weights.files import FileExtent
 from coterie.weights.quantize import DTYPES, DenseWeight, Weight, dense
 
 if TYPE_CHECKING:
-    from coterie.moe.store.disk import DiskReader
-    from coterie.weights.checkpoint import Checkpoint
-
-if TYPE_CHECKING:
     from coterie.weights.checkpoint import Checkpoint
 
 
@@ -59,8 +55,8 @@ class CheckpointStore:
         self._pieces = locate_parts(checkpoint, geometry, names, shape)
         self._layouts = {layer: self._layout(layer, shape, dtype) for layer in geometry.layers}
         self._targets = {layer: RecordTarget(layout) for layer, layout in self._layouts.items()}
-        # made when they are first needed
-        self._readings: dict[Key, ExpertReadPlan] = {}
+        # each is made at its first use
+        self._plans: dict[Key, ExpertReadPlan] = {}
         sizes = {layer: layout.nbytes for layer, layout in self._layouts.items()}
         self.slot_bytes = max(sizes.values(), default=0)
         self.expert_bytes = sum(sizes[layer] for layer, _ in self._pieces)
@@ -83,12 +79,13 @@ class CheckpointStore:
         return read_bytes(self._expert(key))
 
     def read(self, key: Key, out: Tensor) -> int:
-        way, staging = self._reading(key), self._staging()
-        way.fetch(self.disk, staging)
+        plan, staging = self._plan(key), self._staging()
+        for each in plan.ranges:
+            self.disk.read(each.path, each.offset, each.nbytes, staging[each.at :])
         started = time.perf_counter()
-        way.pack(staging, out)
+        plan.pack(staging, out)
         self.spent.add(pack_s=time.perf_counter() - started)
-        return way.nbytes
+        return plan.nbytes
 
     def tensors(self) -> frozenset[str]:
         return frozenset(piece.name for pieces in self._pieces.values() for piece in pieces)
@@ -104,14 +101,14 @@ class CheckpointStore:
             raise WeightsError(f"{self._checkpoint.path}: has no expert {key[1]} in layer {key[0]}")
         return self._pieces[key]
 
-    def _reading(self, key: Key) -> ExpertReadPlan:
-        found = self._readings.get(key)
-        if found is None:
-            found = self._readings[key] = ExpertReadPlan(self._expert(key), self._targets[key[0]])
-        return found
+    def _plan(self, key: Key) -> ExpertReadPlan:
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = ExpertReadPlan(self._expert(key), self._targets[key[0]])
+        return plan
 
     def _layout(self, layer: int, shape: ExpertShape, dtype: str) -> ExpertLayout:
-        """One for the whole layer: slots and kernels know no other."""
+        """One layout for the whole layer, as slots and kernels need it."""
         kinds: tuple[str, ...] = ()
         for expert in self.geometry.present(layer):
             matrices = [p for p in self._pieces[layer, expert] if not p.part.endswith("_bias")]
@@ -133,7 +130,7 @@ class CheckpointStore:
         return buffer
 
 
-# stored type and the layout's kind, where only the order of bytes differs
+# (stored type, kind of the layout) where only the order of bytes differs
 _SAME = frozenset({("BF16", "bf16"), ("F32", "fp32")})
 _KINDS = {"bf16": abi.KIND_BF16, "fp32": abi.KIND_F32}
 
@@ -149,12 +146,12 @@ class ReadRange:
 
 
 class RecordTarget:
-    """What all records of one layout have in common."""
+    """What all records of one layout share."""
 
     def __init__(self, layout: ExpertLayout) -> None:
         self.layout, self.places = layout, layout.parts()
         self.kinds = {place.name: place.kind for place in self.places}
-        # what no part covers
+        # bytes that belong to no part
         ends = [0, *(place.offset + place.nbytes for place in self.places)]
         begins = [*(place.offset for place in self.places), layout.nbytes]
         self.gaps = [(a, b) for a, b in zip(ends, begins, strict=True) if a < b]
@@ -167,7 +164,7 @@ class RecordTarget:
 
 
 class ExpertReadPlan:
-    """One expert's way."""
+    """How one expert's bytes are read and packed into its record."""
 
     __slots__ = ("_pieces", "_plain", "_starts", "_target", "nbytes", "ranges")
 
@@ -175,17 +172,13 @@ class ExpertReadPlan:
         self._pieces, self._target = pieces, target
         self.ranges, self.nbytes = _ranges(pieces)
         self._starts = tuple(_start(self.ranges, piece.extent) for piece in pieces)
-        # every piece is stored as the layout wants it
+        # every piece is stored in the type of the layout
         self._plain = len(target.calls) == len(pieces) and all(
             (piece.stored, target.kinds[piece.part]) in _SAME
             and piece.column is None
             and start % 4 == 0
             for piece, start in zip(pieces, self._starts, strict=True)
         )
-
-    def fetch(self, disk: DiskReader, staging: Tensor) -> None:
-        for each in self.ranges:
-            disk.read(each.path, each.offset, each.nbytes, staging[each.at :])
 
     def pack(self, staging: Tensor, out: Tensor) -> None:
         library = native() if self._plain else None
@@ -196,7 +189,7 @@ class ExpertReadPlan:
         for (kind, rows, columns, offset), start in zip(
             self._target.calls, self._starts, strict=True
         ):
-            # one thread: readers pack in a pool of their own
+            # one thread: the caller is already one of several load threads
             pack(kind, rows, columns, source + start, 0, 0, target + offset, 1)
         for first, last in self._target.gaps:
             out[first:last].zero_()
@@ -213,12 +206,12 @@ class ExpertReadPlan:
 
 
 def read_bytes(pieces: Sequence[StoredPart]) -> int:
-    """What one expert takes from the disk: whole pages."""
+    """The bytes that one expert takes from the disk: whole pages."""
     return _ranges(pieces)[1]
 
 
 def _ranges(pieces: Sequence[StoredPart]) -> tuple[tuple[ReadRange, ...], int]:
-    """As few reads as possible: pieces that touch the same or neighbouring pages come together."""
+    """As few reads as possible: pieces in the same or adjacent pages are read together."""
     merged: list[FileExtent] = []
     for piece in sorted(pieces, key=lambda p: (p.extent.path, p.extent.offset, p.extent.nbytes)):
         new, last = piece.extent, merged[-1] if merged else None
@@ -236,7 +229,7 @@ def _ranges(pieces: Sequence[StoredPart]) -> tuple[tuple[ReadRange, ...], int]:
 
 
 def _start(ranges: Sequence[ReadRange], wanted: FileExtent) -> int:
-    """Where the bytes of `wanted` lie in the staging buffer."""
+    """The position of the bytes of `wanted` in the staging buffer."""
     for each in ranges:
         ahead = wanted.offset - each.offset
         if each.path == wanted.path and 0 <= ahead <= each.nbytes - wanted.nbytes:
@@ -245,7 +238,7 @@ def _start(ranges: Sequence[ReadRange], wanted: FileExtent) -> int:
 
 
 def _refuse_rounding(piece: StoredPart, weight: Weight, kind: str) -> None:
-    """Q4_0 scales beyond fp16's range do not fit int4; rounding them again would go unseen."""
+    """Refuse Q4_0 scales that are beyond fp16's range: int4 cannot store them exactly."""
     if piece.stored == "Q4_0" and kind == "int4" and isinstance(weight, DenseWeight):
         raise WeightsError(
             f"{piece.extent.path}: expert tensor {piece.name!r} has scales that int4 cannot hold. "
@@ -264,8 +257,8 @@ def open_store(
     intermediate: int,
     gated: bool,
 ) -> ExpertStore:
-    """The experts of `checkpoint` at `dtype` (auto: as stored). Everything that can be known
-    without reading an expert is checked here."""
+    """The experts of `checkpoint` at `dtype` (auto: as stored). Checks everything that can be
+    checked without reading an expert."""
     from coterie.moe.store.disk import DiskReader
     from coterie.moe.store.packed import INDEX_FILE, expect_model, open_packed
 

@@ -1,8 +1,8 @@
-"""Positional reads that leave no page cache behind.
+"""Positional reads that leave nothing in the page cache.
 
-Direct I/O over the covering 4 KiB pages where the file system allows it, otherwise ordinary reads
-whose pages are dropped at once. Any number of threads may read; the interpreter is free meanwhile.
-Knows bytes and files, no experts.
+Uses direct I/O of whole 4 KiB pages where the file system allows it, otherwise ordinary reads whose
+pages are dropped at once. Any number of threads may read; a read releases the interpreter lock.
+This module knows bytes and files, not experts.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ PAGE = 4096
 # one system call moves at most this much on Linux, rounded down to whole pages
 _MAX_CALL_BYTES = 1 << 30
 
-# the file system, or the memory that is read into, knows no direct I/O
+# the file system, or the target memory, does not support direct I/O
 _NOT_DIRECT = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True, slots=True)
 class PageSpan:
-    """The pages that cover a range of bytes: `skip` of them come before the first that counts."""
+    """The pages that cover a range of bytes. The range starts `skip` bytes after the first page's
+    start."""
 
     offset: int
     nbytes: int
@@ -48,7 +49,7 @@ def covering_pages(offset: int, nbytes: int) -> PageSpan:
 
 
 def aligned_buffer(nbytes: int) -> Tensor:
-    """uint8 at a page boundary, as direct reads need it; costs no memory until it is written."""
+    """uint8 at a page boundary, as direct reads need it; uses no memory until it is written."""
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
 
 
@@ -60,13 +61,14 @@ class _Handle:
 
 
 class DiskReader:
-    """The files of one store. Tests inject faults by overriding `pread`, the only system call."""
+    """Reads the files of one store. Tests inject faults by overriding `pread`, which makes the
+    only read system call."""
 
     def __init__(self, reads: str = "auto") -> None:
         if reads not in READS:
             raise ConfigError(f"reads is {reads!r}; one of {', '.join(READS)}", param="reads")
         self.reads = reads
-        # whole pages, as the device delivers them; and thread time spent waiting for them
+        # bytes read, in whole pages; and thread seconds spent in reads
         self.read_bytes = 0
         self.read_s = 0.0
         self._handles: dict[Path, _Handle] = {}
@@ -104,12 +106,12 @@ class DiskReader:
         return self._handle(path).size
 
     def open(self, paths: Iterable[Path]) -> None:
-        """Now rather than at the first read, so that what cannot be read is said at once."""
+        """Open the files now and not at the first read, so that errors are raised at once."""
         for path in paths:
             self._handle(path)
 
     def forget(self) -> None:
-        """Drops what others left of the open files in the page cache."""
+        """Remove the open files from the page cache."""
         with self._lock:
             for handle in self._handles.values():
                 drop_cached(handle.number, 0, 0)
@@ -121,12 +123,12 @@ class DiskReader:
             self._handles.clear()
 
     def pread(self, number: int, view: memoryview, offset: int) -> int:
-        """May read less than asked for, as the system call may."""
+        """May read less than requested, as the system call may."""
         return os.preadv(number, [view], offset)
 
     def _fill(self, handle: _Handle, view: memoryview, offset: int, needed: int) -> int:
-        """Reads until the first `needed` bytes of `view` are there or the file ends; answers how
-        many are."""
+        """Read until the first `needed` bytes of `view` are filled or the file ends. Returns the
+        number of bytes read."""
         got = 0
         while got < needed:
             room = view[got : got + _MAX_CALL_BYTES]
@@ -144,7 +146,7 @@ class DiskReader:
             if direct and got < needed and count < PAGE:
                 break
             if direct and got < needed:
-                # direct reads start at a page: what is past it comes again
+                # direct reads start at a page: the bytes after its start are read again
                 got = got // PAGE * PAGE
         if not handle.direct:
             drop_cached(handle.number, offset, len(view))
@@ -182,7 +184,7 @@ class DiskReader:
                 path = next(path for path, known in self._handles.items() if known is handle)
                 number = os.open(path, os.O_RDONLY)
                 expect_random(number)
-                # the same number for those who are reading now
+                # keep the file number for threads that are reading now
                 os.dup2(number, handle.number)
                 os.close(number)
                 handle.direct = False

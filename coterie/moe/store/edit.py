@@ -1,8 +1,8 @@
-"""Changes a packed store: drop experts nobody uses, or put another in an expert's place.
+"""Changes a packed store: removes unused experts, or replaces an expert by another.
 
-A record is never overwritten: new ones are appended, and the index is replaced in one step, so that
-a crash leaves the old store and a running engine keeps reading it. Every change has a new
-fingerprint.
+A record is never overwritten: new ones are appended, and the index is replaced in one step. So the
+old store is still there after a crash, and a running engine can keep reading it. Every change gives
+a new fingerprint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.files import try_lock
 from coterie.weights.quantize import DenseWeight, GgufBlocks, Int4Weight, Int8Weight, Weight, dense
 
-# names by which a safetensors file may call an expert's parts
+# names that an expert's parts may have in a safetensors file
 _SPELLINGS = {
     "gate": ("gate", "gate.weight", "gate_proj.weight", "w1.weight"),
     "up": ("up", "up.weight", "up_proj.weight", "w3.weight"),
@@ -50,8 +50,8 @@ _SPELLINGS = {
 
 @dataclass(frozen=True, slots=True)
 class PruneResult:
-    """`dropped`: what the router may no longer pick. `spared`: never used either, but kept because
-    a token needs that many experts."""
+    """`dropped`: experts that the gate may no longer choose. `spared`: also unused, but kept
+    because a token needs that many experts."""
 
     path: Path
     fingerprint: str
@@ -62,7 +62,7 @@ class PruneResult:
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Routers that pick experts from the best `top` of `count` groups need some in every group."""
+    """A gate that chooses experts from the best `top` of `count` groups needs some in every one."""
 
     count: int = 1
     top: int = 1
@@ -75,27 +75,27 @@ def prune(
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> PruneResult:
-    """Drops the experts that `heatmap` never saw: in place by a new index (`experts.bin` keeps
-    their bytes), or as a compact copy at `out`."""
+    """Remove the experts that `heatmap` did not count: in place by a new index (`experts.bin` keeps
+    their bytes), or in a compact copy at `out`."""
     with _editing(path):
         index = read_index(path)
         dropped, spared = _never_used(index.geometry, heatmap, groups or ExpertGroups())
-        gone = {(layer, expert) for layer, experts in dropped.items() for expert in experts}
+        removed = {(layer, expert) for layer, experts in dropped.items() for expert in experts}
         edited = replace(
             index,
-            geometry=replace(index.geometry, absent=index.geometry.absent | gone),
-            records={key: record for key, record in index.records.items() if key not in gone},
+            geometry=replace(index.geometry, absent=index.geometry.absent | removed),
+            records={key: record for key, record in index.records.items() if key not in removed},
             lineage=(*index.lineage, index.fingerprint),
         )
         if out is not None:
             store = PackedStore(path, edited, "auto", DiskReader())
             edited = export(open_checkpoint(path), store, out, progress).index
             store.close()
-        elif gone:
+        elif removed:
             edited.save(path)
         else:
             edited = index
-    freed = sum(index.records[key].nbytes for key in gone)
+    freed = sum(index.records[key].nbytes for key in removed)
     return PruneResult(out or path, edited.fingerprint, dropped, spared, freed)
 
 
@@ -125,7 +125,7 @@ def _never_used(
 
 
 def replace_expert(path: Path, key: Key, parts: Mapping[str, Weight | Tensor]) -> StoreIndex:
-    """Puts `parts` in the place of expert `key`; shapes are checked, precision is the store's."""
+    """Replace expert `key` by `parts`. Checks the shapes; the precision is the store's."""
     with _editing(path) as sink:
         index = read_index(path)
         if key not in index.records:
@@ -140,7 +140,7 @@ def replace_expert(path: Path, key: Key, parts: Mapping[str, Weight | Tensor]) -
 
 
 def named_parts(tensors: Mapping[str, Weight], layout: ExpertLayout) -> dict[str, Weight | Tensor]:
-    """An expert's parts among the tensors of a file, under any usual name."""
+    """An expert's parts among the tensors of a file, under any common name."""
     found: dict[str, Weight | Tensor] = {}
     for place in layout.parts():
         name = next((name for name in _SPELLINGS[place.name] if name in tensors), None)
@@ -154,7 +154,7 @@ def named_parts(tensors: Mapping[str, Weight], layout: ExpertLayout) -> dict[str
 def _appended(
     index: StoreIndex, key: Key, layout: ExpertLayout, record: Tensor, sink: IO[bytes]
 ) -> StoreIndex:
-    """The record behind all others, on disk before an index names it."""
+    """Append the record; it is on disk before the index refers to it."""
     if index.weight_offset != weight_offset():
         rebias(layout, record)
     offset = -(-max(sink.seek(0, os.SEEK_END), index.end) // PAGE) * PAGE
@@ -194,7 +194,7 @@ def _kind(weight: Weight) -> str:
 
 @contextmanager
 def _editing(path: Path) -> Iterator[IO[bytes]]:
-    """One change at a time; the lock goes with the process."""
+    """One change at a time; the lock ends with the process."""
     file = path / EXPERTS_FILE
     try:
         with file.open("r+b") as sink:

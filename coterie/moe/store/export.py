@@ -1,7 +1,8 @@
-"""Writes a packed store: backbone, experts and index, beside its place and then renamed into it.
+"""Writes a packed store: backbone, experts and index, in a temporary directory that is renamed at
+the end.
 
-An export that was killed continues: finished records are named in a journal and checked before they
-are believed. Reads, converts and hashes in a few threads; writes in order.
+An export that was killed can continue: a journal lists finished records, which are verified before
+they are used. A few threads read, convert and hash; records are written in order.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint
 from coterie.weights.files import drop_cached, try_lock
 from coterie.weights.formats.safetensors_write import copy_tensors
 
-# (bytes done, bytes in all)
+# (bytes done, total bytes)
 Progress = Callable[[int, int], None]
 
-# what a model's directory holds beside its weights and our own files
+# the other files of a model's directory that are copied
 _COPIED = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "chat_template.*", "vocab.*", "merges.txt", "LICENSE*", "README.md",
@@ -51,7 +52,7 @@ _WORKERS = 4
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """What an export did: records written now, and found finished from an earlier attempt."""
+    """What an export did: records written now, and records that an earlier attempt wrote."""
 
     path: Path
     index: StoreIndex
@@ -63,11 +64,11 @@ class ExportResult:
 def export(
     checkpoint: Checkpoint, store: ExpertStore, target: Path, progress: Progress | None = None
 ) -> ExportResult:
-    """Makes the directory `target`; it appears only when it is complete."""
+    """Make the directory `target`. It does not exist before it is complete."""
     if target.exists():
         raise WeightsError(f"{target}: exists already. Give a new directory.")
     partial = target.with_name(f"{target.name}.partial")
-    with _plain_faults(target):
+    with _write_errors(target):
         partial.mkdir(parents=True, exist_ok=True)
         with ExportJournal(partial, _header(store)) as journal:
             experts = store.tensors()
@@ -95,7 +96,7 @@ def _header(store: ExpertStore) -> dict[str, Any]:
 
 
 class _Steps:
-    """Adds up what is done, out of `total`."""
+    """Adds up the bytes that are done, of `total`."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self.total, self._done = progress, total, 0
@@ -107,7 +108,7 @@ class _Steps:
 
 
 class _Writer:
-    """Records in order, each at an offset that follows from the layouts alone."""
+    """Writes records in order, each at an offset that depends only on the layouts."""
 
     def __init__(
         self, store: ExpertStore, directory: Path, journal: ExportJournal, steps: _Steps
@@ -151,7 +152,7 @@ class _Writer:
         return places, offset
 
     def _finished(self) -> dict[Key, str]:
-        """Records of an earlier attempt that are what the journal says."""
+        """Records of an earlier attempt whose bytes match the journal."""
         if not self.journal.finished or not self.path.exists():
             return {}
         found: dict[Key, str] = {}
@@ -169,7 +170,7 @@ class _Writer:
         return found
 
     def _read_ahead(self, keys: list[Key]) -> Iterator[tuple[Key, Tensor, str]]:
-        """(key, record, sha256) in order; a buffer is reused once its record was consumed."""
+        """(key, record, sha256) in order; a buffer is reused after its record was consumed."""
         workers = min(_WORKERS, os.cpu_count() or 1)
         free = [aligned_buffer(self.store.slot_bytes) for _ in range(workers + 1)]
         waiting: deque[tuple[Key, Tensor, Future[tuple[Tensor, str]]]] = deque()
@@ -241,8 +242,8 @@ def _sync_directory(path: Path) -> None:
 
 
 @contextmanager
-def _plain_faults(target: Path) -> Iterator[None]:
-    """A full disk, a folder without rights."""
+def _write_errors(target: Path) -> Iterator[None]:
+    """Turn errors such as a full disk or missing rights into a WeightsError."""
     try:
         yield
     except OSError as error:
@@ -257,7 +258,7 @@ class ExportJournal:
 
     def __init__(self, directory: Path, header: dict[str, Any]) -> None:
         self._path, self._header = directory / self.NAME, json.dumps(header, sort_keys=True)
-        # what the journal says; whoever believes it checks it first
+        # as the journal says; the caller must verify them
         self.finished: dict[Key, str] = {}
 
     def __enter__(self) -> Self:
@@ -269,7 +270,7 @@ class ExportJournal:
         lines = self._file.read().split("\n")[:-1]
         if lines[:1] == [self._header]:
             for line in lines[1:]:
-                self._believe(line)
+                self._parse(line)
         self._file.seek(0)
         self._file.truncate()
         self._file.write(self._header + "\n")
@@ -287,14 +288,14 @@ class ExportJournal:
         self._file.close()
 
     def add(self, key: Key, digest: str) -> None:
-        """Only once the record is in its file."""
+        """Call it after the record was written."""
         self._write(key, digest)
         self._file.flush()
 
     def _write(self, key: Key, digest: str) -> None:
         self._file.write(f"{key[0]} {key[1]} {digest}\n")
 
-    def _believe(self, line: str) -> None:
+    def _parse(self, line: str) -> None:
         parts = line.split(" ")
         if len(parts) == 3 and parts[0].isdigit() and parts[1].isdigit():
             self.finished[int(parts[0]), int(parts[1])] = parts[2]

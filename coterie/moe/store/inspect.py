@@ -1,6 +1,6 @@
-"""Looks at every expert of a store: sizes, norms and counts, or only whether it can be read.
+"""Inspects every expert of a store: sizes, norms and counts, or only whether it can be read.
 
-Reads a few at a time, keeps none. Changes nothing.
+Reads a few at a time, keeps none and changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coterie.moe.store.base import ExpertStore, Key
 from coterie.moe.store.disk import aligned_buffer
 from coterie.moe.store.packed import key_name
 
-# (bytes done, bytes in all)
+# (bytes done, total bytes)
 Progress = Callable[[int, int], None]
 
 
@@ -34,7 +34,7 @@ class ExpertFacts:
     nbytes: int
     # part -> Frobenius norm
     norms: dict[str, float]
-    # rows the heatmap counted; None without one
+    # rows in the heatmap; None without a heatmap
     count: float | None
 
 
@@ -65,7 +65,7 @@ def inspect(
 
 
 def verify(store: ExpertStore, progress: Progress | None = None, depth: int = 4) -> VerifyResult:
-    """Reads everything, and goes on after a fault."""
+    """Read everything, and continue after a fault."""
     keys = store.geometry.keys()
     total, done = sum(store.read_bytes(key) for key in keys), 0
     faults: list[str] = []
@@ -103,8 +103,8 @@ READS = ("direct", "buffered")
 
 @dataclass(frozen=True, slots=True)
 class ReadSample:
-    """One way to read. `read_s`, `checksum_s` and `pack_s` are thread seconds of the first pass,
-    summed over all threads. A second pass, in which nothing is checked any more, took `wall_s`."""
+    """One measurement. `read_s`, `checksum_s` and `pack_s` are thread seconds of the first pass,
+    summed over all threads. The second pass, without checksums, took `wall_s`."""
 
     reads: str
     depth: int
@@ -129,8 +129,8 @@ class ReadSample:
 def profile_reads(
     opened: Callable[[str], ExpertStore], limit_bytes: int, depths: Sequence[int] = DEPTHS
 ) -> list[ReadSample]:
-    """`opened` gives a fresh store for a way of reading; each sample reads about `limit_bytes`.
-    Ways that this file system does not have are left out."""
+    """`opened` returns a new store for a way of reading; each sample reads about `limit_bytes`.
+    Ways that the file system does not support are left out."""
     samples = []
     for reads in READS:
         for depth in depths:
@@ -151,7 +151,7 @@ def _sample(
         keys = _chosen(store, limit_bytes)
         buffers = [aligned_buffer(store.slot_bytes) for _ in range(depth)]
         for buffer in buffers:
-            buffer.fill_(1)  # the pages are there before the clock runs
+            buffer.fill_(1)  # allocate the pages before time is measured
         store.disk.forget()
         first_s = _timed(store, keys, buffers)
         spent = (store.disk.read_s, store.spent.checksum_s, store.spent.pack_s)

@@ -1,7 +1,8 @@
 """Experts from a packed store: one contiguous, page-aligned, kernel-ready record each.
 
-A record goes from disk to its slot without a copy. Its checksum is checked at its first read. It is
-converted on the way only when another precision, or another machine's int8 offset, is asked for.
+A record is read from disk into its slot without a copy. Its checksum is verified at its first read.
+It is converted only when another precision is requested, or when another kind of machine with
+another int8 offset wrote the store.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class PackedStore:
 
     def read(self, key: Key, out: Tensor) -> int:
         record, stored, served = self._record(key), *self._both(key[0])
-        straight = stored == served and out.data_ptr() % PAGE == 0
-        buffer = out[: record.nbytes] if straight else self._staging()[: record.nbytes]
+        direct = stored == served and out.data_ptr() % PAGE == 0
+        buffer = out[: record.nbytes] if direct else self._staging()[: record.nbytes]
         data = self.disk.read(self._file, record.offset, record.nbytes, buffer)
         self._check(key, record, data)
         started = time.perf_counter()
@@ -77,7 +78,7 @@ class PackedStore:
             kinds = {place.name: place.kind for place in served.parts()}
             fitted = {name: fit_to_kind(part, kinds[name]) for name, part in parts.items()}
             pack_record(served, fitted, out)
-        elif not straight:
+        elif not direct:
             out[: record.nbytes].copy_(data)
         self.spent.add(pack_s=time.perf_counter() - started)
         return record.nbytes
@@ -121,12 +122,12 @@ class PackedStore:
 
 
 def open_packed(path: Path, dtype: str = "auto", disk: DiskReader | None = None) -> PackedStore:
-    """The store in directory `path`, its index checked."""
+    """The store in directory `path`; checks its index."""
     return PackedStore(path, read_index(path), dtype, disk or DiskReader())
 
 
 def expect_model(store: PackedStore, geometry: ExpertGeometry, shape: ExpertShape) -> None:
-    """Refuses a store whose experts are not those of the model around it."""
+    """Refuse a store whose experts do not belong to this model."""
     found = store.geometry
     ours = (found.layers, found.num_experts, found.top_k, store.index.shape)
     if ours != (geometry.layers, geometry.num_experts, geometry.top_k, shape):
@@ -138,7 +139,7 @@ def expect_model(store: PackedStore, geometry: ExpertGeometry, shape: ExpertShap
 
 
 def _converted(layout: ExpertLayout, dtype: str) -> ExpertLayout:
-    """What is quantised stays as it is unless a dense type is asked for, as everywhere."""
+    """Quantised parts stay as they are unless a dense type is requested, as everywhere."""
     if dtype == "auto":
         return layout
     widths = [place.columns for place in layout.parts() if place.columns]
@@ -157,7 +158,7 @@ BACKBONE_FILE = "backbone.safetensors"
 
 _VERSION = 1
 _AGAIN = "Export it again."
-# far above every real model: a wrong number never allocates
+# far above every real model, so that a wrong number cannot cause a huge allocation
 _MAX_WIDTH, _MAX_EXPERTS, _MAX_LAYERS = 1 << 20, 1 << 16, 1 << 14
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -178,9 +179,9 @@ class StoreIndex:
     # of each layer's matrices
     kinds: Mapping[int, tuple[str, ...]]
     records: Mapping[Key, RecordLocation] = field(repr=False)
-    # what int8 weights are stored with (expert_record.weight_offset of the writer)
+    # the offset of int8 weights (expert_record.weight_offset of the machine that wrote them)
     weight_offset: int
-    # fingerprints of what this came from, the model first
+    # fingerprints of the stores that this one was made from, the model first
     lineage: tuple[str, ...]
 
     def layout(self, layer: int) -> ExpertLayout:
@@ -189,7 +190,7 @@ class StoreIndex:
 
     @property
     def dtype(self) -> str:
-        """The kind of all matrices, or all kinds there are."""
+        """The kind of all matrices, or all kinds joined by +."""
         return "+".join(sorted({kind for kinds in self.kinds.values() for kind in kinds}))
 
     @cached_property
@@ -199,11 +200,11 @@ class StoreIndex:
 
     @property
     def end(self) -> int:
-        """Behind the last record."""
+        """The offset after the last record."""
         return max((record.offset + record.nbytes for record in self.records.values()), default=0)
 
     def save(self, directory: Path) -> None:
-        """Replaces the index in one step."""
+        """Replace the index in one step."""
         text = json.dumps({**self._facts(), "fingerprint": self.fingerprint})
         draft = directory / f".{INDEX_FILE}.{os.getpid()}"
         try:
@@ -244,7 +245,7 @@ class StoreIndex:
 
 
 def read_index(directory: Path) -> StoreIndex:
-    """The sound index of a packed store, or a WeightsError that names what is wrong."""
+    """The checked index of a packed store, or a WeightsError that says what is wrong."""
     path = directory / INDEX_FILE
     index = _Parser(path, read_json(path)).index()
     try:
@@ -272,7 +273,7 @@ def key_name(key: Key) -> str:
 
 
 class _Parser:
-    """One sentence for each thing that is wrong."""
+    """Checks every field; each error has a sentence of its own."""
 
     def __init__(self, path: Path, document: dict[str, Any]) -> None:
         self.path, self.document = path, document

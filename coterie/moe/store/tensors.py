@@ -1,7 +1,7 @@
-"""Which bytes of a checkpoint hold an expert: one tensor per expert, or a layer's stack.
+"""Finds the bytes of every expert in a checkpoint: one tensor per expert, or a stack per layer.
 
-Finds every expert's pieces, checks names, shapes and types, and tells what each part becomes at the
-precision asked for. Reads nothing but headers.
+Checks names, shapes and types, and decides what each part becomes at the requested precision. Reads
+only headers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEPT = {
     "F32": "fp32", "F16": "fp32", "BF16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4",
     "Q4_K": "q4_k", "Q6_K": "q6_k",
 }  # fmt: skip
-# readable, but only by widening: at a precision that is asked for
+# readable only by widening, so a precision must be requested
 _WIDENED = ("Q5_0", "Q5_1", "Q5_K")
 
 
@@ -39,7 +39,7 @@ class StoredPart:
     extent: FileExtent
     stored: str
     shape: tuple[int, ...]
-    # the bytes hold shape's transpose, in the columns that start here; None: as they are
+    # the bytes are the transpose of shape, in the columns from this one on; None: not transposed
     column: int | None = None
 
     def decode(self, raw: Tensor) -> Weight:
@@ -63,7 +63,7 @@ def locate_parts(
 
 
 def kind_of(piece: StoredPart, dtype: str) -> str:
-    """The kind of matrix a piece becomes at `dtype`."""
+    """The kind of matrix that a piece becomes at `dtype`."""
     kept = _KEPT.get(piece.stored)
     if kept is None and piece.stored not in _WIDENED:
         raise WeightsError(
@@ -84,7 +84,7 @@ def kind_of(piece: StoredPart, dtype: str) -> str:
 
 
 def fit_to_kind(part: Weight | Tensor, kind: str) -> Weight | Tensor:
-    """`part`, ready to be packed as `kind`: K blocks that are not kept are widened."""
+    """`part`, ready to be packed as `kind`: K blocks of another kind are widened."""
     if isinstance(part, GgufBlocks) and part.kind != kind:
         return DenseWeight(dense(part))
     return part
@@ -131,24 +131,26 @@ class _Finder:
         count, wanted = self.geometry.num_experts, self.shape.of(part)
         found = self.checkpoint.shape(name)
         rows = wanted[0] * (2 if fused else 1)
-        straight, turned = (count, rows, *wanted[1:]), (count, *wanted[1:], rows)
-        # square stacks lie as their layer's other stacks do
-        is_turned = found != straight or (straight == turned and self._turned(layer))
-        if found not in (straight, turned) or (is_turned and len(wanted) == 1):
-            raise self._wrong_shape(name, straight)
+        plain, transposed = (count, rows, *wanted[1:]), (count, *wanted[1:], rows)
+        # a square stack is stored as the other stacks of its layer are
+        is_transposed = found != plain or (plain == transposed and self._transposed(layer))
+        if found not in (plain, transposed) or (is_transposed and len(wanted) == 1):
+            raise self._wrong_shape(name, plain)
         second = fused and part == "up"
-        return [self._slice(part, name, e, second, is_turned) for e in self.geometry.present(layer)]
+        return [
+            self._slice(part, name, e, second, is_transposed) for e in self.geometry.present(layer)
+        ]
 
     def _slice(
-        self, part: str, name: str, expert: int, second: bool, is_turned: bool
+        self, part: str, name: str, expert: int, second: bool, is_transposed: bool
     ) -> StoredPart:
-        """Expert `expert`'s share of the stack; `second`: behind the gate it is fused with."""
+        """The slice of one expert; `second`: after the gate with which it is fused."""
         whole, stored = self.checkpoint.extent(name), self.checkpoint.stored_as(name)
         wanted = self.shape.of(part)
         stack = self.checkpoint.shape(name)
         stride = whole.nbytes // stack[0]
         start = whole.offset + expert * stride
-        if is_turned:
+        if is_transposed:
             if stored not in ("F32", "F16", "BF16"):
                 raise self._wrong_shape(name, (stack[0], stack[2], stack[1]))
             extent = FileExtent(whole.path, start, stride)
@@ -158,7 +160,7 @@ class _Finder:
         return StoredPart(part, name, extent, stored, wanted)
 
     def _stack_name(self, layer: int, part: str) -> tuple[str, bool]:
-        """The name of the stack that holds `part`, and whether it holds gate and up."""
+        """The name of the stack with `part`, and whether it has both gate and up."""
         stem = self.templates[part].replace(".{expert}", "").format(layer=layer)
         fused = stem.replace("gate_proj", "gate_up_proj").replace(".up_proj", ".gate_up_proj")
         for name in dict.fromkeys((stem, fused)):
@@ -171,8 +173,8 @@ class _Finder:
             "Fetch or convert it again."
         )
 
-    def _turned(self, layer: int) -> bool:
-        """Whether a stack of the layer that is not square lies transposed."""
+    def _transposed(self, layer: int) -> bool:
+        """Whether a stack of the layer that is not square is stored transposed."""
         count = self.geometry.num_experts
         for part in self.shape.parts:
             name, fused = self._stack_name(layer, part)

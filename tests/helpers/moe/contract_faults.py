@@ -15,9 +15,8 @@ from coterie.core.errors import WeightsError
 from coterie.core.moe import MoeSettings
 from coterie.models.base import load_model
 from coterie.models.build.moe import MoeRequirements, store_of
-from coterie.moe.runtime.load_workers import ExpertLoad
 from coterie.moe.runtime.runtime import open_experts
-from coterie.moe.runtime.tiers import HostTier
+from coterie.moe.runtime.tiers import ExpertLoad, HostTier
 from coterie.moe.store.export import export
 from coterie.weights.checkpoint import open_checkpoint
 from tests.helpers.moe.dispatched_model import (
@@ -93,7 +92,7 @@ def host_tier_holds_its_budget_under_threads(device: str) -> str:
                 entry = host.acquire(key, mine, block=True)
                 assert entry is not None
                 try:
-                    arrival = entry.arrival
+                    arrival = entry.load
                     if arrival is not None and host.claim(entry):
                         if order.random() < 0.2:
                             arrival.finish(WeightsError("injected"))

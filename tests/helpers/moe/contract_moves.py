@@ -41,7 +41,7 @@ def demanded(dispatched: DispatchedModel, phase: str | None = None) -> list[Key]
     return [
         (visit.demand.layer, expert)
         for step in trace.steps
-        for _, visit in step.walk()
+        for _, visit in step.visits()
         for expert in visit.demand.experts
         if phase in (None, visit.demand.phase)
     ]
@@ -161,7 +161,7 @@ def lru_evicts_least_recent_of_all_layers(device: str) -> str:
         trace = dispatched.runtime.trace
         assert trace is not None
         for step in trace.steps:
-            for _, visit in step.walk():
+            for _, visit in step.visits():
                 keys = [(visit.demand.layer, e) for e in visit.demand.experts]
                 for key in sorted(keys, key=lambda k: k not in held):
                     misses += key not in held

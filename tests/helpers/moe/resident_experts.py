@@ -57,7 +57,7 @@ class Resident:
     def end_step(self) -> tuple[MoeUsage, list[MoeUsage]]:
         return MoeUsage(device_hits=len(self.steps)), []
 
-    def ran(self, *told: object) -> None:
+    def record_resident_step(self, *told: object) -> None:
         raise AssertionError("nothing is resident, so nothing ran beside the layers")
 
     def update(self) -> tuple[int, int]:

@@ -24,8 +24,8 @@ class Simulator:
 
     def __post_init__(self) -> None:
         self.slots = SlotMap(self.num_slots)
-        scene = StrategyContext(self.geometry, self.slots, self.heatmap, COSTS, **self.options)
-        self.prefill, self.decode = build_strategies(self.text, scene)
+        context = StrategyContext(self.geometry, self.slots, self.heatmap, COSTS, **self.options)
+        self.prefill, self.decode = build_strategies(self.text, context)
         self.content: dict[int, Key] = {}
         # every expert moved after the start, and every expert run on the host
         self.moved: list[Key] = []

@@ -1,4 +1,4 @@
-// Activations on their way into a product: fp32 values, and the forms that packed weights read.
+// The input of a product: fp32 values, and the forms that packed weights read.
 #pragma once
 #include "gemm.h"
 
@@ -35,7 +35,7 @@ class Encoder {
     // One span of one row, in whole groups (the row's end excepted).
     template <class Make> void put(int64_t row, int64_t from, int64_t to, Make make) {
         if (from >= to) return;
-        // made whole, so that what a row needs once (its norm) is computed once
+        // the whole row, so that what a row needs once (its norm) is computed once
         float* out = forms_ & FORM_F32 ? x_ + row * in_.ldx + from : row_scratch(to - from);
         make(row, from, to, out);
         if (forms_ != FORM_F32)

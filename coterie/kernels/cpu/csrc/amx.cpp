@@ -43,7 +43,7 @@ static void fetch_tile(const uint8_t* tile) {
 }
 
 // 32 rows x 2 panels at once: each loaded tile is used twice. `fetch`: how far ahead weights are
-// asked for; 0: not at all.
+// prefetched; 0: not at all.
 static void bf16_block(const TileJob& job, int p, int row, int64_t fetch) {
     const bool two_rows = job.rows - row > 16, two_panels = p + 1 < job.panels;
     const uint8_t* w0 = job.panel + p * job.panel_stride;
@@ -82,8 +82,8 @@ void amx_bf16_tile(const TileJob& job) {
     for (int row = 0; row < job.rows; row += 32) {
         const int rows = job.rows - row;
         if (row == 0 || rows < 32) shape_tiles(rows, rows - 16, 64, 16);
-        // few rows: the weights come from memory, faster when asked for early. Many: while the last
-        // rows use what the caches hold, the panels of the next call are fetched
+        // few rows: the weights come from memory, faster when prefetched early. Many rows: while the
+        // last rows use cached weights, the panels of the next call are prefetched
         const bool far = CT_FAR_FETCH && row > 0 && rows <= 32;
         const int64_t fetch = job.rows <= 32 ? AHEAD : far ? job.panels * job.panel_stride : 0;
         for (int p = 0; p < job.panels; p += 2) bf16_block(job, p, row, fetch);

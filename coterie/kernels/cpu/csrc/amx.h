@@ -13,7 +13,8 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {};
 };
 
-// GCC 12 believes that loadconfig reads 8 bytes and tile loads none: stores before them would go.
+// GCC 12 assumes that loadconfig reads 8 bytes and that tile loads read none: it would remove stores
+// before them.
 CT_INLINE void keep_stores(const void* written) { asm volatile("" : : "r"(written) : "memory"); }
 
 // Tiles 0-3 accumulate, 4-5 hold activations, 6-7 weights.
@@ -27,7 +28,7 @@ static inline void load_config(int bytes_of_activations, int rows_of_weights) {
     _tile_loadconfig(&config);
 }
 
-struct TileScope {  // gives the tiles back at the end of a scope that loaded a configuration
+struct TileScope {  // releases the tiles at the end of a scope that loaded a configuration
     bool used;
     ~TileScope() {
         if (used) _tile_release();

@@ -18,7 +18,7 @@ void Attention::plan(const Shape& shape, const Batch& batch, int threads) {
     states_ = rows * shape.heads * state_;
     int64_t splits = 0;
     for (int s = 0; s < batch.sequences; ++s) splits += (batch.context_lens[s] + SPLIT - 1) / SPLIT;
-    // A task that walks all KV heads reads memory in order; with few tasks each head is its own.
+    // A task with all KV heads reads memory in order; with few tasks each head is a separate task.
     const int together = splits >= threads * 4 ? shape.kv_heads : 1;
     tasks_.clear();
     int32_t partials = 0, groups = 0;
@@ -110,7 +110,7 @@ struct Attention::Work {
 };
 
 #if CT_AMX
-// Walks the rows of one KV head two by two; blocks hold whole pairs.
+// Reads the rows of one KV head in pairs; blocks have whole pairs.
 struct PairWalk {
     const KvView<uint16_t>& view;
     const int32_t* block;
@@ -125,7 +125,7 @@ struct PairWalk {
     }
 };
 
-struct Ahead {  // what is wanted after this tile
+struct Ahead {  // what to prefetch for the next tile
     KvView<uint16_t> view;
     int start, count;
 };
@@ -158,7 +158,7 @@ static void run_amx_tile(const TileWork& work, const KvView<uint16_t>& view, con
             continue;
         }
         t.keys[i / 16] = keys + i / 16 * 16 * work.dim;
-        for (int j = 0; j < 2; ++j) {  // what lies past the end is hidden by its score
+        for (int j = 0; j < 2; ++j) {  // values past the end have weight 0
             memcpy(keys + (i + j) * work.dim, view.keys + at + j * view.dim, bytes);
             memset(keys + (i + j) * work.dim + view.dim, 0, rest);
         }

@@ -1,6 +1,6 @@
-// Paged attention with a fixed order of summation: positions are walked in tiles of 64 and splits
-// of 512 counted from position 0, so that a row's bits depend on neither the batch, the number of
-// threads, nor how its prompt was cut into chunks.
+// Paged attention with a fixed order of summation: positions are processed in tiles of 64 and splits
+// of 512 counted from position 0. So a row's bits depend neither on the batch, nor on the number of
+// threads, nor on how its prompt was divided into chunks.
 #pragma once
 #include <vector>
 
@@ -14,8 +14,8 @@ struct AttentionTask {
     int32_t sequence;
     int32_t kv_head, kv_heads;   // first, and how many: neighbours lie side by side in a block
     int32_t row, rows;           // first query row (in the batch) and how many
-    int32_t first_split, splits; // which splits this task walks
-    int32_t partial;             // index of its partial result, -1: it walks all and finishes
+    int32_t first_split, splits; // which splits this task processes
+    int32_t partial;             // index of its partial result, -1: it processes all splits
     int32_t group, group_tasks;  // tasks whose partials belong together, and the first one's index
 };
 
@@ -27,7 +27,7 @@ struct AttentionCall {
 
 class Attention {
   public:
-    // Cuts the batch into tasks; the plan serves every layer of one call.
+    // Divides the batch into tasks; the plan is the same for every layer of one call.
     void plan(const Shape& shape, const Batch& batch, int threads);
     void run(Team& team, const AttentionCall& call);
     int padded_dim() const { return padded_; }

@@ -20,7 +20,7 @@ constexpr int QUADS = TILE / 4;
 
 // One tile's rows, four by four: a pointer to the first of each four, and the step between rows.
 template <class T> struct TileRows {
-    const T *keys[QUADS], *values[QUADS], *next_keys[QUADS];  // next: wanted after this tile
+    const T *keys[QUADS], *values[QUADS], *next_keys[QUADS];  // next: needed after this tile
     int step = 0;
     bool fetch = false;  // not in the cache yet: values are fetched while keys are scored
     int next = 0;        // how many of next_keys are set
@@ -114,7 +114,7 @@ CT_FLAT static void score(const TileWork& w, int c, const T* const* keys, int st
     }
 }
 
-// Turns scores into weights, updates max and sum, rescales what was mixed so far.
+// Makes weights of scores, updates max and sum, and rescales the values mixed so far.
 CT_FLAT static inline void soften(const TileWork& w, int c) {
     float* s = w.scores + c * TILE;
     float* state = w.state + c * w.width;
@@ -147,8 +147,8 @@ CT_FLAT static inline void soften(const TileWork& w, int c) {
         for (int d = 0; d < w.dim; d += VL) vstore(state + d, vmul(vload(state + d), vset(factor)));
 }
 
-// Positions past the last seen one weigh 0, but what lies there may be anything: the last quad of a
-// cache that is read in place stops at `w.count`.
+// Positions past the last one have weight 0, but their memory may hold anything: the last four rows of
+// a cache that is read in place end at `w.count`.
 template <class T, int MR, int DV>
 CT_FLAT static void mix(const TileWork& w, int c, int d, const TileRows<T>& rows, int fetches) {
     vf acc[MR][DV];

@@ -31,10 +31,10 @@ struct DecoderCall {
     Batch batch;
     float* hidden;  // [rows][hidden], updated in place
     int64_t threads;
-    int32_t* routed;  // [num_layers][rows][top_k]: what routers chose; null when no layer has one here
+    int32_t* routed;  // [num_layers][rows][top_k]: what gates chose; null when no layer has one here
     const Segment* segments;
     int64_t num_segments;
-    int64_t first_layer;  // the number of layers[0] in the model: patches are kept by it
+    int64_t first_layer;  // the number of layers[0] in the model, by which patches are found
 };
 
 struct Product {

@@ -1,4 +1,4 @@
-// The C entry points of experts that run on their own: one layer, the records at hand.
+// The C entry points that run only the experts of one layer, with the records that are in memory.
 #include "experts.h"
 
 extern "C" {

@@ -1,7 +1,7 @@
 // One MoE layer in one call: every (row, expert) pair whose expert is in the table, grouped by
 // expert. Three phases: encode the rows; gate and up with their activation, encoded for the next
 // product as it leaves the tiles; down, straight into the pair's output row. An element is summed
-// as in gemm.h, so a pair's bits depend on neither its neighbours nor the other experts.
+// as in gemm.h, so a pair's bits depend neither on other pairs nor on other experts.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -14,8 +14,8 @@ struct Block {  // some rows of one expert
     int rows;
 };
 
-// A phase's work laid out in a line (block after block, unit after unit) and cut so that each thread
-// reads long stretches first and short ones at the end.
+// A phase's work as one sequence (block after block, unit after unit), divided so that each thread
+// reads long runs first and short ones at the end.
 class Cuts {
   public:
     static constexpr int LEVELS = 4, CHEAPEST = 8;  // fewer rows cost as much: the weights' bytes
@@ -74,7 +74,7 @@ struct RowView {
     int64_t row;  // of the block's first
 };
 
-// The encoded rows of a block side by side: as they lie, or copied into this thread's scratch.
+// The encoded rows of a block, contiguous: in place, or copied into this thread's scratch.
 class Gather {
   public:
     RowView rows(const Input& in, unsigned forms, const int32_t* pairs, int count, int64_t top_k) {

@@ -5,7 +5,7 @@
 // Rows and panels of one kernel call: as many accumulators as the registers hold.
 constexpr int TILE_ROWS = VL == 4 ? 4 : VL == 8 ? 6 : 12, TILE_PANELS = VL == 16 ? 2 : 1;
 #if !defined(CT_GEMV_PANELS)
-#define CT_GEMV_PANELS (VL == 4 ? 1 : 2)  // of a single row: one stream is fetched ahead best
+#define CT_GEMV_PANELS (VL == 4 ? 1 : 2)  // of a single row: the hardware prefetches one stream best
 #endif
 constexpr int GEMV_PANELS = CT_GEMV_PANELS;
 constexpr int K_BLOCK = VL == 4 ? 640 : VL == 8 ? 384 : 320;  // a block of the panel stays in the L1 cache

@@ -79,7 +79,7 @@ void run_moe(Team& team, MoeSpace& space, const MoePart& part, float eps, int64_
     ExpertRun run(call, space.experts);
     run(team);
     team.share(rows, 1, [&](int64_t row, int64_t) {
-        float* total = normed + row * width;  // read by nobody any more
+        float* total = normed + row * width;  // not needed any more
         combine_row(out + row * top_k * width, weights + row * top_k, top_k, width, total);
         for (int64_t i = 0; i < width; ++i) hidden[row * width + i] += total[i];
     });
@@ -87,7 +87,7 @@ void run_moe(Team& team, MoeSpace& space, const MoePart& part, float eps, int64_
 
 extern "C" void ct_route(const Route* route, const float* x, int64_t rows, int32_t* ids, float* weights, int64_t threads) {
     static thread_local MoeSpace mine;
-    MoeSpace& space = mine;  // the team's threads use the caller's
+    MoeSpace& space = mine;  // all threads use the space of the calling thread
     reserve_route(space, *route, rows);
     auto body = [&](Team& team) { route_rows(team, space, *route, x, rows, ids, weights); };
     const int64_t work = rows * route->product->n * route->product->k;

@@ -1,5 +1,5 @@
-// The second half of a layer with experts, inside a team: norm, router, experts, residual. And the
-// router alone. Knows only experts that all lie in memory.
+// The second half of a layer with experts, inside a team: norm, gate, experts, residual. And the gate
+// alone. All experts must be in memory.
 #pragma once
 #include "experts.h"
 

@@ -47,7 +47,7 @@ static void add_int8(const uint8_t* record, int64_t groups, double* sums) {
         int32_t squares[4 * PANEL] = {};
         for (int step = 0; step < 8; ++step)
             for (int i = 0; i < 4 * PANEL; ++i) {
-                // an offset of 128 turned the highest bit
+                // an offset of 128 inverts the highest bit
                 const int32_t q = int8_t(record[step * 64 + i] ^ W_OFFSET);
                 squares[i] += q * q;
             }

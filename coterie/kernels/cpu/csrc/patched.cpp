@@ -47,7 +47,7 @@ void Patched::keep(int64_t row, int64_t from, int64_t to, float* x, float* y) {
     memset(mine, 0, matrix_.n * sizeof(float));
 }
 
-// A part of a fused product whose input is scaled: its rows once more, with the input they want.
+// A part of a fused product whose input is scaled: computes its rows again, with the scaled input.
 void Patched::redo(Team& team, InputBuffers& input, int part, float* y) {
     std::vector<int64_t> rows;
     for (int64_t row = 0; row < int64_t(space_.of_row.size()); ++row)

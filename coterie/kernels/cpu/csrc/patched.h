@@ -1,5 +1,5 @@
-// The products of a decoder layer under patches. A product runs as ever; its input is kept on the
-// way in, and what patches add comes behind it. Rows without a patch are as they were, bit by bit.
+// The products of a decoder layer with patches. A product runs as without patches, but its input is
+// stored; afterwards the patches are added. Rows without a patch do not change in any bit.
 #pragma once
 #include "patches.h"
 
@@ -28,7 +28,7 @@ class Patched {
   public:
     Patched(PatchSpace& space, const Matrix& matrix, const Site& site);
 
-    // Columns from..to of a row's input on their way into the product.
+    // Stores columns from..to of a row's input before the product reads them.
     void pass(int64_t row, int64_t from, int64_t to, float* x, float* y) {
         if (!pieces_.empty() && space_.of_row[row]) keep(row, from, to, x, y);
     }

@@ -1,8 +1,8 @@
 // Low-rank terms over segments of rows: dots along the input, then sums along the output. Every
-// element is accumulated in one order, whatever is computed beside it.
+// element is accumulated in one order, whatever else is computed in the call.
 #include "patches.h"
 
-// Of one kernel call, with four ranks: as much as the registers hold.
+// Rows of one kernel call with four ranks: as many as fit the registers.
 constexpr int SHRINK_ROWS = VL == 8 ? 2 : 4, EXPAND_ROWS = 4;
 constexpr int64_t RANKS_AT_ONCE = 8;     // of one task
 constexpr int64_t ROWS_AT_ONCE = 64;     // likewise
@@ -16,8 +16,8 @@ static float widened(uint16_t a) {
     return out;
 }
 
-// Tiles are short, and where the next one begins no hardware can guess: it is fetched in step with the
-// one at hand. `done` bytes of that one are behind, `bytes` more are now read.
+// Tiles are short, and the hardware cannot predict where the next one begins: it is prefetched in step
+// with the current one. `done` bytes of the current one were read before, `bytes` are read now.
 CT_INLINE void fetch(const void* next, int64_t done, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(next) + done + line);
 }
@@ -124,7 +124,7 @@ template <class T> struct Expand {
 
 // MR rows of y += NR ranks, in ascending order.
 template <class T, int MR, int NR> CT_FLAT static void sums(const Expand<T>& s, int64_t row, int64_t rank) {
-    constexpr int NV = VL == 4 ? 4 : 2, STEP = NV * VL;  // sums that wait for nobody: rows x NV
+    constexpr int NV = VL == 4 ? 4 : 2, STEP = NV * VL;  // independent sums: rows x NV
     constexpr int PAIR = MR > 1 ? 2 : 1;
     const int64_t ldb = s.ldb, ldi = s.ldi, ldy = s.ldy, width = s.width;  // stores to y could change s
     const T* const b = s.b + rank * ldb;
@@ -203,7 +203,7 @@ static void expand_task(const PatchJob& job, const Piece& piece, int64_t task, c
         for (int64_t i = 0; i < width; ++i) y[m * job.n + i] += job.aside[at + m * job.n + i];
 }
 
-// Runs tasks 0 .. count(piece) of every piece, in stretches of several; run is told the next piece too.
+// Runs tasks 0 .. count(piece) of every piece, several at a time; run also gets the next piece.
 template <class Count, class Run> static void spread(Team& team, const std::vector<Piece>& pieces, Count count, Run run) {
     int64_t total = 0;
     for (const Piece& piece : pieces) total += count(piece);

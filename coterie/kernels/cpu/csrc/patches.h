@@ -1,5 +1,5 @@
-// What adapters add behind a product, for some of its rows: y = out_scale * y + shift + (x a^T) b.
-// A row's bits depend on its own patch alone. Knows no adapter kind and no layer.
+// What adapters add after a product, for some of its rows: y = out_scale * y + shift + (x a^T) b. A
+// row's bits depend only on its own patch. This file knows no adapter kind and no layer.
 #pragma once
 #include <vector>
 
@@ -10,13 +10,13 @@ struct Piece {
     const Patch* patch;
     int64_t first, rows;
     int64_t column, width;
-    int64_t inner;  // where its rows' x a^T lie: [rows][inner_width]
+    int64_t inner;  // position of its rows' x a^T: [rows][inner_width]
 };
 
 CT_INLINE int64_t inner_width(const Patch& patch) { return round_up(patch.rank, 4); }
 
-// y (+)= what the pieces add; x [rows][k], y [rows][n]. `aside`: null, or where the rows of y lie that
-// pieces with an out_scale were told to start from (y then holds the product alone).
+// y (+)= what the pieces add; x [rows][k], y [rows][n]. `aside`: null, or the rows of y from before the
+// product, which pieces with an out_scale start from (y then has only the product).
 struct PatchJob {
     const std::vector<Piece>& pieces;
     const float* x;

@@ -1,6 +1,6 @@
 // Dense weights to int8 and int4 groups of 32: the arithmetic of weights/quantize.py, so that an
-// expert can be rounded while it is read. Sums run in another order than torch's: near ties may
-// fall the other way.
+// expert can be rounded while it is read. Sums have another order than in torch: near ties may round
+// differently.
 #include "team.h"
 
 constexpr int N = GROUP / VL;  // vectors of one group

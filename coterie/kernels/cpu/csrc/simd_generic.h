@@ -1,5 +1,5 @@
-// simd.h for CPUs without a layer of their own: GCC vectors of 16 lanes, whatever they compile to.
-// Also stands in for AVX-512 where the tests follow the AMX code on other machines.
+// simd.h for all other CPUs: GCC vectors of 16 lanes, whatever they compile to. The tests also use it
+// in place of AVX-512, to run the AMX code on other machines.
 #pragma once
 
 constexpr int VL = 16;

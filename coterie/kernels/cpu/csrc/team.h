@@ -1,6 +1,6 @@
-// Threads of one native call: they come from the OpenMP runtime that torch already uses, so that
-// the two never compete. A call is a row of phases; a phase ends when its work is done, not when
-// everyone has arrived: a thread that lost its core holds nobody up unless it holds work.
+// Threads of one native call. They come from the OpenMP runtime that torch already uses, so that the
+// two never compete. A call is a sequence of phases. A phase ends when its work is done, not when all
+// threads have reached its end: a thread that lost its core delays the others only if it has work.
 #pragma once
 #include <sched.h>
 
@@ -16,7 +16,7 @@ int omp_get_num_threads();
 }
 
 struct alignas(64) Phase {
-    std::atomic<int64_t> next{0};  // first task nobody has taken
+    std::atomic<int64_t> next{0};  // first task that is not taken
     std::atomic<int64_t> done{0};  // tasks finished
 };
 
@@ -37,7 +37,7 @@ class Team {
         }
         for (int spins = 0; phase.done.load(std::memory_order_acquire) < count; ++spins) {
             if (spins < 2048) cpu_relax();
-            else sched_yield();  // a teammate has lost its core with work in hand
+            else sched_yield();  // another thread has lost its core and still has work
         }
     }
 

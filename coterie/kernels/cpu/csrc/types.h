@@ -36,7 +36,7 @@ struct Layer {
     const Matrix* gate_up;
     const Matrix* down;
     int32_t whole_norm;  // q_norm and k_norm go over all heads at once
-    const struct MoePart* moe;  // null: no experts here, or they are run by someone else
+    const struct MoePart* moe;  // null: no experts, or the caller runs them
 };
 
 struct Batch {
@@ -56,7 +56,7 @@ struct Cache {  // one layer: [2, num_blocks, kv_heads, block_size, head_dim]
 };
 
 // What a stack of adapters changes in one matrix: y = out_scale * (W (in_scale * x)) + shift + (x a^T) b
-// in fp32; what is null is left out.
+// in fp32; parts that are null are left out.
 struct Patch {
     const void* a;  // [rank][in], fp32 or bf16
     const void* b;  // [rank][out], of the same type
@@ -64,7 +64,7 @@ struct Patch {
     const float* out_scale;
     const float* shift;
     int32_t rank, is_bf16;
-    int32_t present;  // 0: the matrix is as it was
+    int32_t present;  // 0: the matrix has no patch
 };
 
 // Rows first .. last (exclusive) of a step, and the patches of their stack.
@@ -88,7 +88,7 @@ struct ExpertShape {
     ExpertPart outer;     // [hidden, intermediate]
 };
 
-// How a router picks: softmax over all experts, then the top_k best.
+// How a gate chooses: softmax over all experts, then the top_k best.
 struct Route {
     const Matrix* product;  // [num_experts, hidden]
     const float* bias;      // null: none
@@ -99,7 +99,7 @@ struct Route {
     float scale;
 };
 
-// The second half of a layer whose experts all lie in memory.
+// The second half of a layer whose experts are all in memory.
 struct MoePart {
     const float* norm;
     Route route;
@@ -120,7 +120,7 @@ struct ExpertCall {
     int64_t threads;
 };
 
-// Activations in every form some part of the matrix reads (the others are null).
+// Activations in every form that some part of the matrix reads (the others are null).
 struct Input {
     const float* x;        // [rows][ldx], zero-padded to a multiple of 4 columns
     int64_t ldx;

@@ -1,1 +1,1 @@
-"""adaptive: the parts of the strategy that keeps what was used most and moves what pays."""
+"""adaptive: the strategy that keeps the most used experts and moves one only when that pays."""

@@ -1,7 +1,8 @@
-"""adaptive: keeps what a contest of memories ranks highest, and moves only what pays.
+"""adaptive: keeps the experts with the highest scores, and moves an expert only when that pays.
 
-Members hold their slots by score; guests pass through a few scratch slots because they must run
-now. Where the host can compute, a miss that would not pay for its upload runs there instead.
+Several score policies compete; the one whose cache would hit most often ranks the experts. Ranked
+experts keep their slots by score. Temporary ones use a few scratch slots because they must run now.
+Where the host can compute, a miss whose upload would not pay runs on the host instead.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ Loads = tuple[tuple[Key, int], ...]
 class Adaptive(Strategy):
     name = "adaptive"
 
-    def __init__(self, scene: StrategyContext) -> None:
-        super().__init__(scene)
-        geometry = scene.geometry
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        geometry = context.geometry
         width = geometry.num_experts
         self._base = {layer: index * width for index, layer in enumerate(geometry.layers)}
-        heat = scene.heatmap
+        heat = context.heatmap
         prior = [0.0] * (len(self._base) * width) if heat is None else heat.counts.ravel().tolist()
-        self._election = PolicyElection(len(self._base), width, scene.slots.num_slots, prior)
-        self._slot_policy = SlotPolicy(scene.geometry, scene.slots, self._election.leader)
-        self._miss_costs = MissCosts(scene)
-        self._clock = UpdateTimer()
-        # where no upload pays for itself, but costs nothing either: live counts, between tokens
-        self._repin = LiveRepin(scene, scene.slots.num_slots, pin=False)
-        self._free = scene.costs.upload_s == 0.0 and not scene.deterministic
-        self._walk = ChunkDetector()
-        # what a layer to come was predicted to ask for
+        self._election = PolicyElection(len(self._base), width, context.slots.num_slots, prior)
+        self._slot_policy = SlotPolicy(context.geometry, context.slots, self._election.leader)
+        self._miss_costs = MissCosts(context)
+        self._timer = UpdateTimer()
+        # used where no upload pays, but uploads cost nothing: live counts, between tokens
+        self._repin = LiveRepin(context, context.slots.num_slots, pin=False)
+        self._uploads_free = context.costs.upload_s == 0.0 and not context.deterministic
+        self._chunks = ChunkDetector()
+        # experts that later layers are predicted to need
         self._protected: dict[int, frozenset[int]] = {}
 
     def start(self) -> Loads:
-        """The hottest; without a heatmap the first of every layer, unless all fit (they then come
-        as they are asked for)."""
-        scene, slots = self.scene, self.scene.slots
-        if scene.heatmap is None:
-            few = slots.num_slots < scene.geometry.total
-            keys = spread_evenly(scene.geometry, slots.free()) if few else []
+        """The hottest experts. Without a heatmap the first ones of every layer, unless all fit:
+        they are then loaded at first use."""
+        context, slots = self.context, self.context.slots
+        if context.heatmap is None:
+            few = slots.num_slots < context.geometry.total
+            keys = spread_evenly(context.geometry, slots.free()) if few else []
         else:
-            keys = scene.heatmap.hottest(slots.free())
+            keys = context.heatmap.hottest(slots.free())
         loads = tuple((key, slots.place(key)) for key in keys if key not in slots)
         for key, _ in loads:
             self._repin.own(key)
@@ -58,31 +59,31 @@ class Adaptive(Strategy):
 
     def observe(self, rows: npt.NDArray[np.int64]) -> None:
         if not self._miss_costs.uploads_pay:
-            self._repin.saw_step(rows)
+            self._repin.count_step(rows)
 
     def groups(self) -> tuple[tuple[int, ...], ...] | None:
-        """Layer by layer: a long prompt's chunks then share what a layer loads."""
-        if self.scene.slots.num_slots >= self.scene.geometry.total:
+        """One layer in each group, so that all chunks of a long prompt share a layer's loads."""
+        if self.context.slots.num_slots >= self.context.geometry.total:
             return None
-        return tuple((layer,) for layer in self.scene.geometry.layers)
+        return tuple((layer,) for layer in self.context.geometry.layers)
 
     def settled(self) -> bool:
         return not self._miss_costs.uploads_pay or super().settled()
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
         if not self._miss_costs.uploads_pay:
-            self._repin.saw(demand)
-            return run_in_place(self.scene.slots, demand)
+            self._repin.count(demand)
+            return run_in_place(self.context.slots, demand)
         base, slot_policy = self._base[demand.layer], self._slot_policy
         asked = [base + expert for expert in demand.experts]
-        self._remember(demand, base // self.scene.geometry.num_experts, asked)
+        self._record(demand, base // self.context.geometry.num_experts, asked)
         slot_policy.refresh()
         if self._protected:
             self._protected.pop(demand.layer, None)
             slot_policy.protected = frozenset().union(*self._protected.values())
         absent = slot_policy.use(asked)
-        self._clock.saw(len(asked), len(absent))
-        chunked = self._walk.chunked(demand)
+        self._timer.count(len(asked), len(absent))
+        chunked = self._chunks.chunked(demand)
         if not absent:
             return (Wave(device=demand.experts),)
         here = [expert for expert in asked if expert not in absent]
@@ -94,30 +95,31 @@ class Adaptive(Strategy):
         self._place(rows, scratch, waves)
         return waves.waves()
 
-    def _remember(self, demand: Demand, index: int, asked: Sequence[int]) -> None:
-        """A prompt's rows are as many visits; a batch of sequences is one."""
+    def _record(self, demand: Demand, index: int, asked: Sequence[int]) -> None:
+        """Each row of a prompt counts as one visit; a batch of decoded rows is one visit."""
         if demand.phase == "prefill":
-            rows = max(1, sum(demand.counts) // self.scene.geometry.top_k)
-            self._election.read(index, asked, demand.counts, rows)
+            rows = max(1, sum(demand.counts) // self.context.geometry.top_k)
+            self._election.record_prompt(index, asked, demand.counts, rows)
         else:
-            self._election.saw(index, asked)
+            self._election.record_use(index, asked)
 
     def _place(self, rows: dict[int, int], scratch: int, waves: WaveBuilder) -> None:
-        """Misses by score: those that lead a member by enough become members, the others run on
-        the host or as guests, in further waves when the scratch slots are taken."""
+        """Place the misses, highest score first. A miss that leads a ranked expert by enough takes
+        its slot. The others run on the host or from scratch slots, in further waves when all
+        scratch slots are in use."""
         slot_policy, miss_costs, leader = self._slot_policy, self._miss_costs, self._election.leader
         for expert in sorted(rows, key=lambda expert: (-leader.value(expert), expert)):
             lead = miss_costs.lead(leader.policy.margin)
             loaded = lead is not None and slot_policy.admit(expert, lead, scratch, waves.busy)
             if not loaded and not miss_costs.prefers_host():
-                loaded = slot_policy.invite(expert, scratch, waves.busy)
-                if not loaded and not miss_costs.hosting:
+                loaded = slot_policy.add_temporary(expert, scratch, waves.busy)
+                if not loaded and not miss_costs.can_use_host:
                     waves.next_wave()
-                    loaded = slot_policy.invite(expert, scratch, ())
+                    loaded = slot_policy.add_temporary(expert, scratch, ())
                     if not loaded and slot_policy.protected:
-                        # a guess gives way to what must run
+                        # what must run now may evict what was only predicted
                         slot_policy.protected = frozenset()
-                        loaded = slot_policy.invite(expert, scratch, ())
+                        loaded = slot_policy.add_temporary(expert, scratch, ())
             if loaded:
                 miss_costs.upload(rows[expert])
                 waves.load(expert, slot_policy.keys[expert], slot_policy.slot_of(expert))
@@ -130,20 +132,21 @@ class Adaptive(Strategy):
 
     @property
     def updates(self) -> int:
-        return self._clock.rounds + self._repin.updates
+        return self._timer.rounds + self._repin.updates
 
     def update(self) -> Loads:
-        """A token has passed; when it is time, a bounded step towards the leader's ranking."""
+        """Called after each token. When an update is due, load a bounded number of experts that
+        the leading policy ranks higher than residents."""
         if not self._miss_costs.uploads_pay:
-            return self._repin.update() if self._free else ()
+            return self._repin.update() if self._uploads_free else ()
         if self._election.tick():
             self._slot_policy.rank_by(self._election.leader)
-        if not self._clock.due():
+        if not self._timer.due():
             return ()
         self._slot_policy.refresh()
         scratch = self._miss_costs.scratch("decode", chunked=False)
-        loads = self._slot_policy.promote(scratch, self._clock.pace.budget)
-        self._clock.done(len(loads))
+        loads = self._slot_policy.promote(scratch, self._timer.schedule.budget)
+        self._timer.done(len(loads))
         return loads
 
     def protect(self, layer: int, experts: Sequence[int]) -> None:
@@ -151,7 +154,7 @@ class Adaptive(Strategy):
         self._protected[layer] = frozenset(base + expert for expert in experts)
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> Loads:
-        """As guests: a wrong guess costs link time and a scratch slot, no more."""
+        """Into scratch slots: a wrong prediction costs only link time and a scratch slot."""
         if not self._miss_costs.uploads_pay:
             return ()
         base, slot_policy = self._base[layer], self._slot_policy
@@ -161,40 +164,42 @@ class Adaptive(Strategy):
         loads = []
         for expert in sorted(expected):
             key = slot_policy.keys[expert]
-            if key not in self.scene.slots and slot_policy.invite(
+            if key not in self.context.slots and slot_policy.add_temporary(
                 expert, scratch, expected, early=True
             ):
                 loads.append((key, slot_policy.slot_of(expert)))
         return tuple(loads)
 
 
-# hits that a newcomer is good for, before it has to leave again, per use by which it leads
+# expected hits of a newly loaded expert until its eviction, for each use by which it leads
 _HITS_PER_LEAD = 2.5
-# a device that saves less than this share of the host's time is not worth any move
-_WORTHWHILE = 0.05
+# if the device saves less than this share of the host's time, no move is worth its cost
+_LEAST_SAVING = 0.05
 
 
 class MissCosts:
-    def __init__(self, scene: StrategyContext) -> None:
-        costs = scene.costs
-        self._scene = scene
-        # slots too few for one row: those who are in stay for good, all others run on the host
-        few = scene.slots.num_slots <= scene.geometry.top_k
-        self.hosting = scene.host_can_run and (few or not scene.deterministic)
+    """Decides from measured costs whether a miss is uploaded or runs on the host."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        costs = context.costs
+        self._context = context
+        # too few slots for one row: residents stay for good, all other experts run on the host
+        few = context.slots.num_slots <= context.geometry.top_k
+        self.can_use_host = context.host_can_run and (few or not context.deterministic)
         self._upload_s = costs.upload_s
         self._host_s = costs.host_run_s
         self._saved_s = costs.host_run_s + costs.read_s - costs.device_run_s
-        worthwhile = self._saved_s > _WORTHWHILE * costs.host_run_s
-        self.uploads_pay = not self.hosting or (worthwhile and not scene.deterministic)
+        worthwhile = self._saved_s > _LEAST_SAVING * costs.host_run_s
+        self.uploads_pay = not self.can_use_host or (worthwhile and not context.deterministic)
         self._link_busy_s = self._host_busy_s = 0.0
         self._row_s = self._host_s
 
     def scratch(self, phase: str, chunked: bool) -> int:
-        """Slots through which guests pass. A prompt asks for much of a layer at once, and a prompt
-        in chunks asks for it again."""
-        slots, geometry = self._scene.slots.movable, self._scene.geometry
+        """How many slots temporary experts may use. A prompt needs many experts of a layer at
+        once, and a prompt in chunks needs them again for each chunk."""
+        slots, geometry = self._context.slots.movable, self._context.geometry
         least = 1 if slots < 32 else 2
-        if self.hosting and self._upload_s >= self._host_s:
+        if self.can_use_host and self._upload_s >= self._host_s:
             least = 0
         few = min(max(least, slots // 64), geometry.top_k, max(1, slots // 2))
         if not self.uploads_pay or phase != "prefill":
@@ -202,16 +207,18 @@ class MissCosts:
         return min(geometry.num_experts, slots if chunked else max(few, slots // 4))
 
     def begin(self, rows: Collection[int], chunked: bool) -> None:
-        """A layer's misses, as rows per expert: all on the host until they are taken off it. A
-        prompt in chunks would ask the host for them at least twice."""
+        """Start a layer whose misses have these rows per expert. All of them count as the host's
+        work until `upload` takes one away. With a prompt in chunks the host would run them at
+        least twice."""
         self._link_busy_s = 0.0
         self._row_s = self._host_s * (2 if chunked else 1)
         self._host_busy_s = self._row_s * sum(rows)
 
     def lead(self, margin: float) -> float | None:
-        """By how much a newcomer must lead a member to be uploaded; None: never. Little when it is
-        loaded anyway or the host is busy longer anyway; else the upload has to pay for itself."""
-        if not self.hosting:
+        """By how much an expert must lead a ranked one to be uploaded in its place; None = never.
+        The margin is enough when it must be loaded anyway, or when the host is busy for longer;
+        otherwise the upload has to pay."""
+        if not self.can_use_host:
             return margin
         if not self.uploads_pay:
             return None
@@ -224,14 +231,14 @@ class MissCosts:
         self._host_busy_s -= self._row_s * rows
 
     def prefers_host(self) -> bool:
-        """Would one more upload finish after the host is done with all that is left?"""
-        if not self.hosting:
+        """Whether one more upload would end after the host has computed all remaining misses."""
+        if not self.can_use_host:
             return False
         return not self.uploads_pay or self._host_busy_s <= self._link_busy_s + self._upload_s
 
 
 class WaveBuilder:
-    """Waves in the making. `busy` experts (by number) are used by the open wave."""
+    """Collects waves. The open wave uses the `busy` experts (by number)."""
 
     def __init__(self, device: list[int], busy: set[int]) -> None:
         self.busy = busy
@@ -246,21 +253,21 @@ class WaveBuilder:
         self.busy.add(number)
 
     def next_wave(self) -> None:
-        """What the open wave holds has run: its slots may be used again."""
+        """Close the open wave: its experts have run, so their slots may be used again."""
         if self._device:
             self._closed.append(Wave(tuple(self._loads), tuple(self._device)))
         self._loads, self._device = [], []
         self.busy.clear()
 
     def waves(self) -> list[Wave]:
-        """All of them; the host works from the first one on."""
+        """All waves. The first one has the host's experts, so that the host starts at once."""
         self.next_wave()
         first, *others = self._closed or [Wave()]
         return [Wave(first.load, first.device, tuple(self.host)), *others]
 
 
 class ChunkDetector:
-    """Tells whether a prompt's chunks pass through one layer after another."""
+    """Detects a prompt whose chunks all run through one layer before the next layer."""
 
     def __init__(self) -> None:
         self._layer = -1

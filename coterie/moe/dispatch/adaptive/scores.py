@@ -1,9 +1,9 @@
-"""How much an expert was used lately, under one half-life, and residents ranked by that.
+"""Scores of how much an expert was used recently, and residents ranked by them.
 
-Every layer has a clock of its own: age is counted in visits of the layer, so an expert of a layer
-that this token has not reached yet is not older than one of a layer it has passed. Instead of
-letting old scores fade, newer uses weigh more: scores then only grow, and a heap with outdated (too
-low) entries still finds the lowest resident of a layer in O(log n).
+Age is counted in visits of the expert's own layer. So an expert of a layer that this token has not
+reached yet is not older than one of a layer that it has passed. Old scores are not decayed; newer
+uses get a higher weight instead. Scores then only grow, and a heap with outdated (too low) entries
+still finds the lowest resident of a layer in O(log n).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _NOBODY = float("inf")
 class DecayPolicy:
     # visits of its layer after which a use counts half; infinite for plain frequency
     half_life: float
-    # fresh uses by which a newcomer must lead a resident whose place it takes
+    # uses (of now) by which an expert must lead the resident that it replaces
     margin: float
-    # what one count of the heatmap is worth
+    # the score of one count in the heatmap
     prior: float = 0.0
 
 
@@ -33,100 +33,102 @@ class DecayedScores:
         self.policy = policy
         # experts of a layer
         self.width = width
-        self.scores = [count * policy.prior for count in prior]
-        # what a use of this layer counts now
-        self.weights = [1.0] * (len(self.scores) // width)
-        self.followers: list[ScoreRanking] = []
+        # scores before division by the layer's weight; a use adds its layer's current weight
+        self.raw = [count * policy.prior for count in prior]
+        self.weights = [1.0] * (len(self.raw) // width)
+        self.rankings: list[ScoreRanking] = []
         self._growth = 2.0 ** (1.0 / policy.half_life)
 
     def value(self, expert: int) -> float:
-        """In uses of just now: comparable between layers."""
-        return self.scores[expert] / self.weights[expert // self.width]
+        """The score in current uses, comparable between layers."""
+        return self.raw[expert] / self.weights[expert // self.width]
 
     def above(self, bar: float) -> list[int]:
-        """Who has a higher value than this."""
+        """The experts with a higher value than this."""
         width = self.width
         return [
             expert
             for layer, weight in enumerate(self.weights)
             for expert, score in enumerate(
-                self.scores[layer * width : (layer + 1) * width], layer * width
+                self.raw[layer * width : (layer + 1) * width], layer * width
             )
             if score > bar * weight
         ]
 
-    def saw(self, layer: int, experts: Sequence[int]) -> None:
-        """A visit of the layer that asks for these."""
+    def record_use(self, layer: int, experts: Sequence[int]) -> None:
+        """Count one visit of the layer that uses these."""
         weight = self.weights[layer] = self.weights[layer] * self._growth
-        scores = self.scores
+        raw = self.raw
         for expert in experts:
-            scores[expert] += weight
+            raw[expert] += weight
         if weight > _RESCALE:
             self.weights[layer] = 1.0
             self._scale(layer, 1.0 / weight)
-        for ranking in self.followers:
+        for ranking in self.rankings:
             ranking.stale.add(layer)
 
-    def read(self, layer: int, experts: Sequence[int], counts: Sequence[int], rows: int) -> None:
-        """A piece of a prompt: as many visits as it has rows, alike in what they ask for."""
-        fade = self._growth**-rows
-        lasting = (1.0 - fade) / (1.0 - 1.0 / self._growth) if self._growth > 1.0 else rows
-        each = self.weights[layer] * lasting / rows
-        self._scale(layer, fade)
+    def record_prompt(
+        self, layer: int, experts: Sequence[int], counts: Sequence[int], rows: int
+    ) -> None:
+        """Count one visit for each row of a prompt chunk, as if all rows used the same experts."""
+        decay = self._growth**-rows
+        remaining = (1.0 - decay) / (1.0 - 1.0 / self._growth) if self._growth > 1.0 else rows
+        each = self.weights[layer] * remaining / rows
+        self._scale(layer, decay)
         for expert, count in zip(experts, counts, strict=True):
-            self.scores[expert] += each * count
+            self.raw[expert] += each * count
 
     def _scale(self, layer: int, scale: float) -> None:
         own = slice(layer * self.width, (layer + 1) * self.width)
-        self.scores[own] = [score * scale for score in self.scores[own]]
-        for ranking in self.followers:
+        self.raw[own] = [score * scale for score in self.raw[own]]
+        for ranking in self.rankings:
             ranking.rank_layer(layer)
 
 
 class ScoreRanking:
-    """A set of experts that can tell its lowest valued member."""
+    """A set of experts that finds its member with the lowest value."""
 
-    def __init__(self, memory: DecayedScores) -> None:
+    def __init__(self, scores: DecayedScores) -> None:
         self.members: set[int] = set()
-        # layers whose lowest member may be another one now
+        # layers whose lowest member may have changed
         self.stale: set[int] = set()
-        # per layer (score when pushed, expert); experts that left stay until they surface
-        self._heaps: list[list[tuple[float, int]]] = [[] for _ in memory.weights]
-        self._lows = [_NOBODY] * len(memory.weights)
-        self._memory = memory
-        memory.followers.append(self)
+        # per layer (score when pushed, expert); removed experts stay until they come to the top
+        self._heaps: list[list[tuple[float, int]]] = [[] for _ in scores.weights]
+        self._lows = [_NOBODY] * len(scores.weights)
+        self._scores = scores
+        scores.rankings.append(self)
 
     def add(self, expert: int) -> None:
         self.members.add(expert)
-        layer = expert // self._memory.width
+        layer = expert // self._scores.width
         heap = self._heaps[layer]
-        heappush(heap, (self._memory.scores[expert], expert))
+        heappush(heap, (self._scores.raw[expert], expert))
         self.stale.add(layer)
-        if len(heap) > 2 * self._memory.width + 16:
+        if len(heap) > 2 * self._scores.width + 16:
             self.rank_layer(layer)
 
     def remove(self, expert: int) -> None:
         self.members.discard(expert)
-        self.stale.add(expert // self._memory.width)
+        self.stale.add(expert // self._scores.width)
 
-    def rank_by(self, memory: DecayedScores) -> None:
-        """Rank anew, by these scores. O(n)."""
-        self._memory.followers.remove(self)
-        memory.followers.append(self)
-        self._memory = memory
-        heaps: list[list[tuple[float, int]]] = [[] for _ in memory.weights]
-        width, scores = memory.width, memory.scores
+    def rank_by(self, scores: DecayedScores) -> None:
+        """Rank all members again, by these scores. O(n)."""
+        self._scores.rankings.remove(self)
+        scores.rankings.append(self)
+        self._scores = scores
+        heaps: list[list[tuple[float, int]]] = [[] for _ in scores.weights]
+        width, raw = scores.width, scores.raw
         for expert in self.members:
-            heaps[expert // width].append((scores[expert], expert))
+            heaps[expert // width].append((raw[expert], expert))
         for heap in heaps:
             heapify(heap)
         self._heaps = heaps
         self.stale.update(range(len(heaps)))
 
     def rank_layer(self, layer: int) -> None:
-        width, scores = self._memory.width, self._memory.scores
+        width, raw = self._scores.width, self._scores.raw
         own = range(layer * width, (layer + 1) * width)
-        self._heaps[layer] = [(scores[expert], expert) for expert in own if expert in self.members]
+        self._heaps[layer] = [(raw[expert], expert) for expert in own if expert in self.members]
         heapify(self._heaps[layer])
         self.stale.add(layer)
 
@@ -152,46 +154,46 @@ class ScoreRanking:
         return found
 
     def _low(self, layer: int) -> float:
-        """The lowest value in a layer, whose heap then begins with that member."""
-        heap, scores, members = self._heaps[layer], self._memory.scores, self.members
+        """The lowest value in a layer; that member is then the first of the layer's heap."""
+        heap, raw, members = self._heaps[layer], self._scores.raw, self.members
         while heap:
             score, expert = heap[0]
             if expert not in members:
                 heappop(heap)
-            elif score != scores[expert]:
-                heapreplace(heap, (scores[expert], expert))
+            elif score != raw[expert]:
+                heapreplace(heap, (raw[expert], expert))
             else:
-                return score / self._memory.weights[layer]
+                return score / self._scores.weights[layer]
         return _NOBODY
 
 
 POLICIES = (
-    # this paragraph
+    # recent use: about a paragraph
     DecayPolicy(half_life=5.0, margin=0.25),
-    # plain recency, for slots that hold nearly all that is in use
+    # almost only recency, for slots that hold nearly all experts in use
     DecayPolicy(half_life=1.5, margin=0.0),
-    # this conversation, with inertia
+    # this conversation, slow to change
     DecayPolicy(half_life=16.0, margin=1.0),
     # all time and the heatmap
     DecayPolicy(half_life=1e9, margin=1.5, prior=4.0),
 )
 _WATCHED_LAYERS = 6
-# hits of so many tokens ago count half in the contest
+# in the election a hit counts half after this many tokens
 _HALF_LIFE = 128.0
-# share by which a challenger must lead
+# factor by which another policy must lead to replace the leader
 _AHEAD = 1.02
 
 
 class ShadowCache:
-    """What a cache under this memory would hold, and how often it would hit."""
+    """Simulates a cache that these scores would rank, and counts its hits."""
 
-    def __init__(self, memory: DecayedScores, num_slots: int) -> None:
+    def __init__(self, scores: DecayedScores, num_slots: int) -> None:
         self.hits = 0.0
-        self.ranking = ScoreRanking(memory)
-        self._memory = memory
+        self.ranking = ScoreRanking(scores)
+        self._scores = scores
         self._num_slots = num_slots
 
-    def saw(self, experts: Sequence[int]) -> None:
+    def replay(self, experts: Sequence[int]) -> None:
         members = self.ranking.members
         absent = [expert for expert in experts if expert not in members]
         self.hits += len(experts) - len(absent)
@@ -199,12 +201,12 @@ class ShadowCache:
             self.admit(expert)
 
     def admit(self, expert: int) -> None:
-        ranking, memory = self.ranking, self._memory
+        ranking, scores = self.ranking, self._scores
         if len(ranking.members) >= self._num_slots:
             lowest = ranking.lowest()
             if (
                 lowest is None
-                or memory.value(expert) <= memory.value(lowest) + memory.policy.margin
+                or scores.value(expert) <= scores.value(lowest) + scores.policy.margin
             ):
                 return
             ranking.remove(lowest)
@@ -212,55 +214,58 @@ class ShadowCache:
 
 
 class PolicyElection:
-    """Experts are numbered layer by layer: layer index * num_experts + expert."""
+    """Finds the policy whose simulated cache hits most, over a sample of the layers.
+
+    Experts are numbered layer by layer: layer index * num_experts + expert.
+    """
 
     def __init__(self, layers: int, num_experts: int, num_slots: int, prior: list[float]) -> None:
-        self.memories = [DecayedScores(policy, num_experts, prior) for policy in POLICIES]
+        self.policies = [DecayedScores(policy, num_experts, prior) for policy in POLICIES]
         step = max(1, layers // _WATCHED_LAYERS)
         self.watched = frozenset(range(step // 2, layers, step))
         share = max(1, round(num_slots * len(self.watched) / layers))
-        self._shadows = [ShadowCache(memory, share) for memory in self.memories]
+        self._shadows = [ShadowCache(scores, share) for scores in self.policies]
         if any(prior):
-            self._furnish(num_experts, share, prior)
-        # with a heatmap all-time frequency leads, else the conversation
-        self.leader = self.memories[-1 if any(prior) else 0]
+            self._load_hottest(num_experts, share, prior)
+        # the first leader: with a heatmap all-time frequency, otherwise recent use
+        self.leader = self.policies[-1 if any(prior) else 0]
         self._keep = 0.5 ** (1.0 / _HALF_LIFE)
 
-    def _furnish(self, num_experts: int, share: int, prior: list[float]) -> None:
-        """All shadows start with what the heatmap calls hot, as the slots do."""
+    def _load_hottest(self, num_experts: int, share: int, prior: list[float]) -> None:
+        """All simulated caches start with the hottest experts of the heatmap, as the slots do."""
         watched = [i for i in range(len(prior)) if i // num_experts in self.watched]
         watched.sort(key=lambda expert: (-prior[expert], expert))
         for shadow in self._shadows:
             for expert in watched[:share]:
                 shadow.ranking.add(expert)
 
-    def saw(self, layer_index: int, experts: Sequence[int]) -> None:
-        """A demand: remembered by all, played by the shadows when the layer is watched."""
-        for memory in self.memories:
-            memory.saw(layer_index, experts)
-        self._play(layer_index, experts)
+    def record_use(self, layer_index: int, experts: Sequence[int]) -> None:
+        """Count a demand in all scores, and replay it in the caches when the layer is watched."""
+        for scores in self.policies:
+            scores.record_use(layer_index, experts)
+        self._replay(layer_index, experts)
 
-    def read(
+    def record_prompt(
         self, layer_index: int, experts: Sequence[int], counts: Sequence[int], rows: int
     ) -> None:
-        """The same of a piece of a prompt."""
-        for memory in self.memories:
-            memory.read(layer_index, experts, counts, rows)
-        self._play(layer_index, experts)
+        """The same for a prompt chunk."""
+        for scores in self.policies:
+            scores.record_prompt(layer_index, experts, counts, rows)
+        self._replay(layer_index, experts)
 
-    def _play(self, layer_index: int, experts: Sequence[int]) -> None:
+    def _replay(self, layer_index: int, experts: Sequence[int]) -> None:
         if layer_index in self.watched:
             for shadow in self._shadows:
-                shadow.saw(experts)
+                shadow.replay(experts)
 
     def tick(self) -> bool:
-        """A token has passed. True when another memory leads now."""
+        """Called after each token. True when another policy leads from now on."""
         for shadow in self._shadows:
             shadow.hits *= self._keep
         return self._elect()
 
     def _elect(self) -> bool:
-        hits = {id(memory): shadow.hits for memory, shadow in self._pairs()}
+        hits = {id(scores): shadow.hits for scores, shadow in self._pairs()}
         best, _ = max(self._pairs(), key=lambda pair: pair[1].hits)
         if hits[id(best)] <= hits[id(self.leader)] * _AHEAD + 1.0:
             return False
@@ -268,4 +273,4 @@ class PolicyElection:
         return True
 
     def _pairs(self) -> Iterable[tuple[DecayedScores, ShadowCache]]:
-        return zip(self.memories, self._shadows, strict=True)
+        return zip(self.policies, self._shadows, strict=True)

@@ -1,7 +1,8 @@
-"""Who sits in the slots under `adaptive`: members by score, guests in a few scratch slots.
+"""Which experts are in the slots under `adaptive`: ranked ones by score, temporary ones in a few
+scratch slots.
 
-A member leaves only for a newcomer that leads it; guests leave in the order they came. Experts are
-numbers here (layer index * num_experts + expert).
+A ranked expert is evicted only for one that leads it; temporary ones are evicted in the order in
+which they were loaded. Experts are numbers here (layer index * num_experts + expert).
 """
 
 from __future__ import annotations
@@ -14,101 +15,106 @@ from coterie.moe.store.base import ExpertGeometry, Key
 
 
 class SlotPolicy:
-    def __init__(self, geometry: ExpertGeometry, slots: SlotMap, memory: DecayedScores) -> None:
+    def __init__(self, geometry: ExpertGeometry, slots: SlotMap, scores: DecayedScores) -> None:
         self.slots = slots
-        # predicted for a layer to come: they leave last
+        # predicted for later layers: evicted last
         self.protected: frozenset[int] = frozenset()
         self.keys: list[Key] = [
             (layer, expert) for layer in geometry.layers for expert in range(geometry.num_experts)
         ]
         self._number = {key: number for number, key in enumerate(self.keys)}
-        self._memory = memory
-        self._members = ScoreRanking(memory)
-        # in the order they came
-        self._guests: dict[int, None] = {}
-        self._seen = -1
-        # members that a newcomer pushed out
+        self._scores = scores
+        self._ranked = ScoreRanking(scores)
+        # in the order in which they were loaded
+        self._temporary: dict[int, None] = {}
+        # `slots.changes` at this object's own last change
+        self._known_changes = -1
+        # ranked experts that were evicted for one with a higher score
         self.replaced = 0
 
     def refresh(self) -> None:
-        """Somebody else (another phase, a failed read) changed the slots: all are members now."""
-        if self._seen != self.slots.changes:
-            self._members.members = {self._number[key] for key in self.slots.by_age()}
-            self._members.rank_by(self._memory)
-            self._guests.clear()
-            self._seen = self.slots.changes
+        """Take in changes that others made to the slots (the other phase, a failed read): every
+        expert in a slot is then ranked."""
+        if self._known_changes != self.slots.changes:
+            self._ranked.members = {self._number[key] for key in self.slots.by_age()}
+            self._ranked.rank_by(self._scores)
+            self._temporary.clear()
+            self._known_changes = self.slots.changes
 
-    def rank_by(self, memory: DecayedScores) -> None:
-        self._memory = memory
-        self._members.rank_by(memory)
+    def rank_by(self, scores: DecayedScores) -> None:
+        self._scores = scores
+        self._ranked.rank_by(scores)
 
     def use(self, asked: Sequence[int]) -> list[int]:
-        """A step asks for these. Answers who of them is absent; a guest that deserves it changes
-        places with the lowest member, which moves nothing."""
-        keys, guests = self.keys, self._guests
+        """Record that a step needs these; returns those that are absent. A temporary expert that
+        leads the lowest ranked one becomes ranked in its place, which moves no bytes."""
+        keys, temporary = self.keys, self._temporary
         absent = self.slots.use([keys[expert] for expert in asked])
-        if guests:
+        if temporary:
             for expert in asked:
-                if expert in guests:
-                    self._promote_guest(expert)
+                if expert in temporary:
+                    self._promote_temporary(expert)
         return [self._number[key] for key in absent] if absent else []
 
-    def _promote_guest(self, expert: int) -> None:
-        lowest = self._members.lowest(self.protected)
-        if lowest is None or not self._leads(expert, lowest, self._memory.policy.margin):
+    def _promote_temporary(self, expert: int) -> None:
+        lowest = self._ranked.lowest(self.protected)
+        if lowest is None or not self._leads(expert, lowest, self._scores.policy.margin):
             return
-        self._members.remove(lowest)
-        del self._guests[expert]
-        self._guests[lowest] = None
-        self._members.add(expert)
+        self._ranked.remove(lowest)
+        del self._temporary[expert]
+        self._temporary[lowest] = None
+        self._ranked.add(expert)
 
     def admit(
         self, expert: int, lead: float, scratch: int, busy: Collection[int], early: bool = False
     ) -> bool:
-        """Make `expert` a member, if there is a seat or if it leads the lowest one by `lead`."""
-        members = self._members
-        if len(members.members) < self.slots.movable - scratch:
+        """Place `expert` as a ranked one, if there is room or if it leads the lowest by `lead`."""
+        ranked = self._ranked
+        if len(ranked.members) < self.slots.movable - scratch:
             if not self._free_slot(busy):
                 return False
         else:
-            lowest = members.lowest(self._shielded(busy))
+            lowest = ranked.lowest(self._unevictable(busy))
             if lowest is None or not self._leads(expert, lowest, lead):
                 return False
             self.replaced += 1
-            members.remove(lowest)
+            ranked.remove(lowest)
             if self._free_slot(busy):
-                self._guests[lowest] = None
+                self._temporary[lowest] = None
             else:
                 self.slots.evict(self.keys[lowest])
         self.slots.place(self.keys[expert], early=early)
-        members.add(expert)
-        self._seen = self.slots.changes
+        ranked.add(expert)
+        self._known_changes = self.slots.changes
         return True
 
-    def invite(self, expert: int, scratch: int, busy: Collection[int], early: bool = False) -> bool:
-        """Make `expert` a guest; a member leaves for it while there are fewer than `scratch`."""
+    def add_temporary(
+        self, expert: int, scratch: int, busy: Collection[int], early: bool = False
+    ) -> bool:
+        """Place `expert` in a scratch slot. While fewer than `scratch` are in use, the lowest
+        ranked expert is evicted for it."""
         if not self._free_slot(busy):
-            if len(self._guests) >= scratch:
+            if len(self._temporary) >= scratch:
                 return False
-            lowest = self._members.lowest(self._shielded(busy))
+            lowest = self._ranked.lowest(self._unevictable(busy))
             if lowest is None:
                 return False
-            self._members.remove(lowest)
+            self._ranked.remove(lowest)
             self.slots.evict(self.keys[lowest])
         self.slots.place(self.keys[expert], early=early)
-        self._guests[expert] = None
-        self._seen = self.slots.changes
+        self._temporary[expert] = None
+        self._known_changes = self.slots.changes
         return True
 
     def promote(self, scratch: int, budget: int) -> tuple[tuple[Key, int], ...]:
-        """Load the absent experts that clearly lead members: the highest, `budget` at most."""
-        lowest, memory = self._members.lowest(), self._memory
+        """Load absent experts that clearly lead ranked ones: the highest, at most `budget`."""
+        lowest, scores = self._ranked.lowest(), self._scores
         if lowest is None:
             return ()
-        lead = 2.0 * memory.policy.margin + 1.0
+        lead = 2.0 * scores.policy.margin + 1.0
         rising = [
-            (-memory.value(expert), expert)
-            for expert in memory.above(memory.value(lowest) + lead)
+            (-scores.value(expert), expert)
+            for expert in scores.above(scores.value(lowest) + lead)
             if self.keys[expert] not in self.slots
         ]
         chosen = [
@@ -123,20 +129,20 @@ class SlotPolicy:
         assert slot is not None
         return slot
 
-    def _leads(self, expert: int, member: int, lead: float) -> bool:
-        return self._memory.value(expert) > self._memory.value(member) + lead
+    def _leads(self, expert: int, other: int, lead: float) -> bool:
+        return self._scores.value(expert) > self._scores.value(other) + lead
 
     def _free_slot(self, busy: Collection[int]) -> bool:
-        """A free slot, or one that the guest who came first leaves."""
+        """Whether a slot is free, if need be after evicting the oldest temporary expert."""
         if self.slots.free():
             return True
-        shielded = self._shielded(busy)
-        leaving = next((guest for guest in self._guests if guest not in shielded), None)
-        if leaving is None:
+        unevictable = self._unevictable(busy)
+        victim = next((each for each in self._temporary if each not in unevictable), None)
+        if victim is None:
             return False
-        del self._guests[leaving]
-        self.slots.evict(self.keys[leaving])
+        del self._temporary[victim]
+        self.slots.evict(self.keys[victim])
         return True
 
-    def _shielded(self, busy: Collection[int]) -> Collection[int]:
+    def _unevictable(self, busy: Collection[int]) -> Collection[int]:
         return self.protected.union(busy) if self.protected else busy
