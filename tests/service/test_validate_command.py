@@ -179,7 +179,9 @@ def test_what_would_last_for_ever_is_killed_with_all_it_started(name: str) -> No
     mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
     began = time.monotonic()
     found = ran(FOREVER[name] + f"\n# {mark}")
-    assert (found.how, found.detail) == ("timeout", TIMEOUT_S), found
+    # on many cores a fork bomb is over its memory before it is over its time
+    assert found.how in (("timeout", "memory") if name == "fork bomb" else ("timeout",)), found
+    assert found.detail == {"timeout": TIMEOUT_S, "memory": MEMORY}[found.how]
     assert time.monotonic() - began < TIMEOUT_S + sandbox.GRACE_S
     assert not left_behind(mark)
 
