@@ -189,14 +189,19 @@ class Scheduler:
 
     def _admit_absent(self) -> bool:
         """Admit one sequence of each party with nothing running. False if one of them does not fit:
-        then the next free blocks are for it."""
+        then the next free blocks are for it. If no running sequence can make progress, no more
+        blocks will be free: then others may be admitted."""
         for head in self._absent():
             if self._is_barred(head):
                 continue
             while not self._enter(head):
                 if not self._yield_to(head) and not self._share_with(head):
-                    return False
+                    return self._is_stuck()
         return True
+
+    def _is_stuck(self) -> bool:
+        """Whether all that run are beams that wait for a sibling in the queue."""
+        return not any(s.num_pending or s in self.held for s in self.running)
 
     def _absent(self) -> list[Sequence]:
         """The first waiting sequence of every party with nothing running, best rank first."""
@@ -274,14 +279,12 @@ class Scheduler:
     def _yield_to(self, head: Sequence) -> bool:
         """Preempt the worst-ranked sequence for a strictly higher priority. False if there is none.
 
-        If no sequence can make progress (beams that wait for a sibling in the queue), the rank
-        decides.
+        If no sequence can make progress, the rank decides.
         """
         if not self.running:
             return False
         worst = self.running[-1]
-        stuck = not any(s.num_pending or s in self.held for s in self.running)
-        if stuck and worst.rank > head.rank:
+        if self._is_stuck() and worst.rank > head.rank:
             self._preempt(worst)
             return True
         lower = [s for s in self.running if s.priority < head.priority]

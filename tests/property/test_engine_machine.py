@@ -272,6 +272,25 @@ def run_machine(examples: int, steps: int) -> None:
     )
 
 
+def test_beams_whose_sibling_waits_behind_another_tenant_end() -> None:
+    """Of two beams one runs and waits for the other, which gets no blocks before a tenant with
+    nothing running, whose prompt does not fit beside the first beam."""
+    machine = EngineMachine()
+    machine.build(
+        num_blocks=10, block_size=4, max_sequences=2, step_tokens=8, slots=0, prefix_cache=True,
+        two_lanes=False, seats=1, load_ticks=0, batching="mixed",
+    )  # fmt: skip
+    machine.add_crowd(count=2, first=0, max_tokens=7, stem=[1])
+    machine.step(count=12)
+    machine.add(
+        adapters=(), ignore_eos=False, lane=0, max_tokens=3, patience=None, priority=0, session="",
+        shape=(2, 2), stem=[1, 2, 3, 4], tail=[0, 2, 0], temperature=0.0, tenant="u",
+    )  # fmt: skip
+    machine.step(count=1)
+    machine.add_crowd(count=2, first=0, max_tokens=16, stem=list(range(1, 21)))
+    machine.teardown()
+
+
 def test_random_walks() -> None:
     run_machine(examples=14, steps=32)
 
