@@ -15,6 +15,7 @@ from torch import Tensor
 
 from coterie.adapters.base import Adapter, ModuleChange
 from coterie.adapters.compose import StackImage, compose
+from coterie.adapters.files import open_adapter
 from coterie.adapters.kinds.dora import DoraChange
 from coterie.adapters.kinds.ia3 import Ia3Change
 from coterie.adapters.kinds.lora import LoraChange
@@ -27,6 +28,9 @@ from coterie.models.build.reader import BiasedLinear
 from coterie.models.build.targets import TargetMatrix
 from coterie.packages.adapter_kinds import DeviceSize, device_size
 from coterie.weights.quantize import DenseWeight
+from tests.helpers.adapters.peft_adapters import KINDS, make_adapter
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.greedy_engine import model_at
 
 INNER, OUTER, PATH = 24, 40, "model.layers.0.self_attn.q_proj"
 Function = Callable[[Tensor], Tensor]
@@ -181,6 +185,17 @@ def test_files_tell_the_most_that_a_stack_can_take(dtype: torch.dtype, tmp_path:
         told = sum(size.narrow or size.wide for size in sizes)
         assert taken <= told < taken + 512 * len(kinds)
         assert all(bool(size.narrow) == (dtype == torch.bfloat16) for size in sizes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_of_every_kind_tell_enough_on_a_base_with_biases(kind: str) -> None:
+    """A kind that scales outputs and does not say so in its row needs more than it tells."""
+    path = tiny_checkpoint("llama", attention_bias=True, mlp_bias=True)
+    folder = make_adapter(path, kind, 1)
+    parts = [(open_adapter(folder, "d"), 0.7)]
+    size = device_size(folder)
+    taken = StackImage(compose(parts, model_at(path, "reference").targets)).nbytes
+    assert taken <= size.wide + size.shifts
 
 
 def test_bf16_stays_where_nothing_is_lost() -> None:

@@ -69,7 +69,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     put(file, imported, behind="from coterie.moe.dispatch.layer_grouped import LayerGrouped\n")
     put(file, row, behind='    "adaptive": Adaptive,\n')
     ((heading, place),) = blocks("markdown")
-    assert place == "`docs/dispatch.md`, behind the last strategy:"
+    assert place == "`docs/dispatch.md`, before `### Heatmaps`:"
     page = tree / "docs/dispatch.md"
     text = page.read_text(encoding="utf-8")
     assert text.count("\n### Heatmaps\n") == 1
@@ -91,18 +91,32 @@ def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_its_commands_succeed(followed: Path, model: str) -> None:
+def test_its_commands_succeed(followed: Path, tmp_path: Path) -> None:
     lines = [line for code, _ in blocks("console") for line in code.splitlines()]
-    assert len(lines) == 3 and all(line.startswith("$ .venv/bin/") for line in lines)
+    assert len(lines) == 4 and all(line.startswith("$ .venv/bin/") for line in lines)
+    assert "MODEL is your own, or `/tmp/tiny-moe`" in PAGE
+    model = str(tmp_path / "tiny-moe")
     for line in lines:
         program, *arguments = shlex.split(line.removeprefix("$ .venv/bin/"))
-        given = [model if each == "MODEL" else each for each in arguments]
-        done = run(followed, "-m", program, *given)
+        given = [each.replace("/tmp/tiny-moe", model) for each in arguments]
+        given = [model if each == "MODEL" else each for each in given]
+        done = run(followed, *(() if program == "python" else ("-m", program)), *given)
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        if program == "pytest":
+        if program == "python":
+            assert Path(model, "config.json").exists()
+        elif program == "pytest":
             assert re.search(r"^\d+ passed", done.stdout.splitlines()[-1])
+            check_each_file_runs(followed, given)
         else:
             assert "least_used" in done.stdout + done.stderr
+
+
+def check_each_file_runs(tree: Path, arguments: list[str]) -> None:
+    """No file of the page's command is there in vain: each has tests of the new strategy."""
+    files = [each for each in arguments if each.endswith(".py")]
+    assert len(files) == 3
+    found = run(tree, "-m", "pytest", "--collect-only", "-q", *arguments).stdout
+    assert all(re.search(rf"^{re.escape(file)}: [1-9]", found, re.M) for file in files), found
 
 
 def test_its_tokens_are_those_of_the_resident_model(followed: Path, model: str) -> None:

@@ -79,14 +79,22 @@ def test_a_strategy_that_needs_no_device_gets_no_device_slots(toy: type[Toy]) ->
 
 
 def test_a_number_is_taken_where_it_is_declared(toy: type[Toy]) -> None:
-    with pytest.raises(ConfigError, match="only layer_grouped:N takes a number"):
+    others = [f"{name}:N" for name, kind in STRATEGIES.items() if kind.takes_number]
+    assert "layer_grouped:N" in others and "toy:N" not in others
+    with pytest.raises(ConfigError) as refused:
         parse_strategy("toy:5")
+    assert refused.value.message == f"'toy:5': only {', '.join(others)} takes a number"
     toy.takes_number, toy.default_number = True, 3
     assert parse_strategy("toy") == (StrategyChoice("toy", 3),) * 2
     assert parse_strategy("lru+toy:5") == (StrategyChoice("lru"), StrategyChoice("toy", 5))
-    for wrong in ("toy:0", "toy:x", "toy:", "lru:2"):
-        with pytest.raises(ConfigError, match="only layer_grouped:N, toy:N takes a number"):
+    with pytest.raises(ConfigError) as refused:
+        parse_strategy("lru:2")
+    assert refused.value.message == f"'lru:2': only {', '.join([*others, 'toy:N'])} takes a number"
+    for wrong in ("toy:0", "toy:-1", "toy:x", "toy:"):
+        with pytest.raises(ConfigError) as refused:
             parse_strategy(wrong)
+        told = f"'{wrong}': toy:N takes a whole number; numbers begin at 1"
+        assert refused.value.message == told
     context = StrategyContext(GEOMETRY, SlotMap(4), None, COSTS)
     prefill, decode = build_strategies("lru+toy:5", context)
     assert (prefill.context.number, decode.context.number) == (0, 5)

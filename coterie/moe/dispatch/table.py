@@ -120,7 +120,11 @@ def _choice(text: str) -> StrategyChoice:
     kind = STRATEGIES[name]
     if not colon:
         return StrategyChoice(name, kind.default_number if kind.takes_number else None)
-    if not kind.takes_number or not number.isdecimal() or int(number) < 1:
+    if not kind.takes_number:
         takers = ", ".join(f"{each}:N" for each, kind in STRATEGIES.items() if kind.takes_number)
         raise ConfigError(f"{text!r}: only {takers} takes a number", param="strategy")
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigError(
+            f"{text!r}: {name}:N takes a whole number; numbers begin at 1", param="strategy"
+        )
     return StrategyChoice(name, int(number))
