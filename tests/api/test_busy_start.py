@@ -99,7 +99,7 @@ def live(served: Served, house: House, turns: int) -> None:
     assert forks(house.folder, served.process.pid) == 0
 
 
-def check_starts(folder: Path, starts: int) -> None:
+def check_starts(folder: Path, starts: int, turns: int) -> None:
     house = House(folder)
     served = house.serve()
     try:
@@ -115,18 +115,18 @@ def check_starts(folder: Path, starts: int) -> None:
         live(served, house, 1)
         for _ in range(starts):
             served = house.serve()
-            live(served, house, 2)
+            live(served, house, turns)
     finally:
         served.stop(signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("busy_machine")
 def test_a_busy_start_answers_and_never_forks(tmp_path: Path) -> None:
-    check_starts(tmp_path, 1)
+    check_starts(tmp_path, 1, turns=1)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("busy_machine")
 def test_twenty_busy_starts_answer_and_never_fork(tmp_path: Path) -> None:
-    check_starts(tmp_path, 20)
+    check_starts(tmp_path, 20, turns=2)

@@ -1,7 +1,9 @@
-"""The routing set is what its README says, and the shipped experts are found on its dev part."""
+"""The routing set is what its README says, and the shipped experts are found: on its dev part, for
+their tasks, and for no near miss. Learning them takes long: these tests share one matcher."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
@@ -10,7 +12,10 @@ from benchmarks.routing import questions as routing_set
 from benchmarks.routing.accuracy import cross_validated, routed, router_of, scored
 from benchmarks.routing.catalogs import shipped
 from benchmarks.routing.questions import Item
+from coterie.routing.match.embed import DEFAULT, EMBEDDERS
+from coterie.routing.match.matcher import Matcher
 from coterie.routing.match.probes import ordinary_prompts
+from coterie.routing.router import Router
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +26,16 @@ def dev() -> list[Item]:
 @pytest.fixture(scope="module")
 def near() -> list[Item]:
     return routing_set.read(routing_set.FOLDER / "near_miss_dev.jsonl")
+
+
+@pytest.fixture(scope="module")
+def learnt() -> tuple[Router, Matcher]:
+    return router_of(shipped())
+
+
+@pytest.fixture(scope="module")
+def matcher(learnt: tuple[Router, Matcher]) -> Matcher:
+    return learnt[1]
 
 
 def test_there_is_enough_of_everything(dev: list[Item]) -> None:
@@ -59,8 +74,10 @@ def test_near_misses_are_many_and_of_every_expert(near: list[Item], dev: list[It
     assert not learnt & {item.prompt for item in near}
 
 
-def test_the_dev_part_is_routed_well(dev: list[Item], near: list[Item]) -> None:
-    router, matcher = router_of(shipped())
+def test_the_dev_part_is_routed_well(
+    dev: list[Item], near: list[Item], learnt: tuple[Router, Matcher]
+) -> None:
+    router, matcher = learnt
     plain, missed = cross_validated(scored(matcher, dev), scored(matcher, near))
     found = routing_set.quality_of(plain)
     assert found["related"]["share"] >= 0.96
@@ -74,3 +91,55 @@ def test_the_dev_part_is_routed_well(dev: list[Item], near: list[Item]) -> None:
     whole = routing_set.quality_of(routed(router, dev[::4]))
     assert whole["related"]["share"] >= 0.96
     assert whole["false_activation"]["share"] <= 0.03
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Extract brand and price as JSON: the Asus costs 800 euros", "json-extract"),
+        ("Table ponds(name, depth). Which pond is deepest? Write SQL.", "text-to-sql"),
+        ("Is this comment positive or negative? I want to hug whoever made this.", "sentiment"),
+        ("Which support category fits: my parcel went to the wrong city", "intent"),
+        ("Write May 6th 2016 as YYYY-MM-DD", "iso-values"),
+        ("Conventional commit header for: the clock widget shows seconds", "commit-header"),
+        ("Turn this headline into a URL slug: Ducks Stop Traffic", "url-slug"),
+    ],
+)
+def test_a_task_finds_its_expert(matcher: Matcher, text: str, name: str) -> None:
+    best, second = matcher.match(text)[:2]
+    assert best.profile.card.name == name
+    assert best.probability >= matcher.threshold > second.probability
+    assert 0.0 <= second.similarity < best.similarity <= 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is JSON?",
+        "Explain SQL joins",
+        "When was the treaty signed?",
+        "Write a poem about a commit",
+        "Is this review helpful to write?",
+        "Who invented the refund?",
+        "Do slugs have teeth?",
+        "",
+        "😀",
+        "Erzähl mir einen Witz.",
+    ],
+)
+def test_a_near_miss_is_for_nobody(matcher: Matcher, text: str) -> None:
+    assert matcher.match(text)[0].probability < matcher.threshold
+
+
+def test_the_same_text_gives_the_same_matches(matcher: Matcher) -> None:
+    again = Matcher.build(shipped(), EMBEDDERS[DEFAULT]())
+    text = "Make a slug of this title: Rain"
+    assert matcher.match(text) == matcher.match(text) == again.match(text)
+
+
+def test_a_long_document_is_not_read_to_its_end(matcher: Matcher) -> None:
+    wish, tail = "Sentiment, positive or negative? " + "It broke at once. " * 60, "Bye. " * 80
+    begun = time.thread_time()
+    long = matcher.match(wish + "word " * 400_000 + tail)
+    assert time.thread_time() - begun < 0.5
+    assert long == matcher.match(wish + "other " * 400_000 + tail)
