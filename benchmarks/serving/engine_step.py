@@ -63,7 +63,6 @@ class FixedModel:
     def __init__(self, max_rows: int) -> None:
         self.spec = SimpleNamespace(vocab=VOCAB, num_layers=1, eos_ids=())
         self.device = torch.device("cpu")
-        self.kv_dtype = torch.float32
         self.experts = None
         self._logits = torch.randn(max_rows, VOCAB, generator=torch.Generator().manual_seed(0)) * 6
 
@@ -75,8 +74,8 @@ class FixedModel:
     def take_usage(self) -> None:
         """There are no experts."""
 
-    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        return (2, num_blocks, 1, block_size, 1)
+    def new_kv(self, num_blocks: int, block_size: int) -> list[Tensor]:
+        return [torch.zeros((2, num_blocks, 1, block_size, 1))]
 
     def forward(self, token_ids: Tensor, batch: Any, kv: Any, logits_rows: Tensor) -> Tensor:
         return self._logits[: len(logits_rows)]

@@ -29,7 +29,8 @@ async def one(index):
         "temperature": 1.0, "seed": index,
         "messages": [{"role": "user", "content": f"Tell me story number {index}."}]}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"POST /v1/chat/completions HTTP/1.1\\r\\nhost: a\\r\\nconnection: close\\r\\n")
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\\r\\nhost: localhost\\r\\n")
+    writer.write(b"connection: close\\r\\n")
     writer.write(b"content-type: application/json\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body))
     writer.write(body)
     text = await reader.read(-1)

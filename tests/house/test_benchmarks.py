@@ -1,0 +1,35 @@
+"""Benchmarks of `make bench` still run: nothing else calls them when an interface moves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.models.tiny import tiny_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "benchmarks.serving.engine_step": ("--sequences", "2", "--steps", "3"),
+    "benchmarks.serving.gateway_cpu": ("--streams", "2", "--tokens", "4", "--rounds", "1"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "benchmarks.serving.engine_step",
+        pytest.param("benchmarks.serving.gateway_cpu", marks=pytest.mark.full),
+    ],
+)
+def test_it_runs(name: str) -> None:
+    model = ("--model", str(tiny_checkpoint("llama"))) if name.endswith("gateway_cpu") else ()
+    done = subprocess.run(
+        [sys.executable, "-m", name, *SMALL[name], *model],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "|" in done.stdout or "{" in done.stdout
