@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # suites of others, with conftests of their own
 collect_ignore = ["foreign", "clients"]
 
 # Compiled kernels and the default model are kept between runs, so that `make test` pays for them
 # once; a test that writes state uses its own home.
-os.environ.setdefault(
-    "COTERIE_HOME", str(Path(__file__).resolve().parent.parent / ".cache" / "home")
-)
+os.environ.setdefault("COTERIE_HOME", str(ROOT / ".cache" / "home"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -52,11 +55,37 @@ LONG_FILES = {
     "test_learnt.py",
     "test_match.py",
     "test_match_set.py",
+    "test_sdk_docs.py",
     "test_supervision.py",
     "test_tiny.py",
     "test_triton.py",
     "test_triton_patches.py",
 }
+
+
+# files that use a server which a conftest starts once per process: they run in one process
+SHARED_SERVERS = {"api": r"\b(strict_|taught_)?server: Served\b", "sdk": ""}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, where the files of a shared server count as one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class BySharedServer(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _scope(nodeid.partition("::")[0])
+
+    return BySharedServer(config, log)
+
+
+@cache
+def _scope(file: str) -> str:
+    """The folder, for a file that uses its server; else the file."""
+    path = ROOT / file
+    pattern = SHARED_SERVERS.get(path.parent.name)
+    uses = pattern is not None and re.search(pattern, path.read_text(encoding="utf-8"))
+    return str(path.parent) if uses else file
 
 
 # every test of it is marked `full`, and to collect it takes seconds in every process

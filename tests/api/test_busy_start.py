@@ -46,7 +46,7 @@ class House:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.home = own_home(folder / "home")
+        self.home = own_home(folder / "home", shared=("kernels",))
         (folder / "admins.txt").write_text(f"{ADMIN}\n")
         (folder / "coterie.toml").write_text(CONFIG)
         packer = Packer(folder)

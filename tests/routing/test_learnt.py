@@ -30,22 +30,25 @@ def test_what_a_child_learnt_is_kept_and_never_trusted_blindly(
         for one, other in zip(here.match(text), first.match(text), strict=True):
             assert one.profile is other.profile
             assert one.probability == pytest.approx(other.probability, abs=1e-4)
-    (path,) = tmp_path.iterdir()
+    (path,), (inverse,) = tmp_path.glob("*.probes"), tmp_path.glob("*.inverse")
     whole, child = path.read_bytes(), learn._by_child
     asked: list[bytes] = []
 
-    def by_child(found: Sequence[AdapterProfile]) -> bytes:
+    def by_child(found: Sequence[AdapterProfile], folder: Path) -> bytes:
         """A child learns once more; what it said stands for those after it."""
-        asked.append(asked[0] if asked else child(found))
+        asked.append(asked[0] if asked else child(found, folder))
         return asked[-1]
 
     monkeypatch.setattr(learn, "_by_child", by_child)
     again = learn.cached_matcher(known, tmp_path)
     assert not asked and all(again.match(text) == first.match(text) for text in TEXTS)
+    kept = inverse.read_bytes()
+    inverse.write_bytes(kept[:-9])
     for damaged in (whole[:-9], b"", b"PK" + whole, whole[:100] + b"x" + whole[101:]):
         path.write_bytes(damaged)
         assert learn.cached_matcher(known, tmp_path).match(TEXTS[0]) == first.match(TEXTS[0])
         assert path.read_bytes() == whole
+    assert inverse.read_bytes() == kept
     assert len(asked) == 4 and "kept_probes_unreadable" in caplog.text
 
 

@@ -1,7 +1,7 @@
 """Learns a catalog's probes in a child process: `python -m coterie.routing.match.learn`.
 
 No thread of the gateway may run a matrix product. The process is asked once, with the catalog as
-JSON, and answers with the packed probes.
+JSON, and answers with the packed probes. What it needs for every catalog it stores in the folder.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
@@ -17,9 +18,17 @@ from coterie.core.errors import InternalError
 from coterie.core.spawn import environment
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
 from coterie.routing.match.matcher import Matcher, learn_probes
-from coterie.routing.match.probe_store import LearntProbes, digest_of, packed, read, unpacked, write
+from coterie.routing.match.probe_store import (
+    SUFFIX,
+    LearntProbes,
+    digest_of,
+    packed,
+    read,
+    stored_inverse,
+    unpacked,
+    write,
+)
 
-SUFFIX = ".probes"
 # time for its imports, also on a busy machine
 START_S = 120.0
 
@@ -36,7 +45,7 @@ def cached_matcher(profiles: Sequence[AdapterProfile], folder: Path) -> Matcher:
     path = probes_path(profiles, folder)
     learnt = read(path, len(profiles), embedder.dim)
     if learnt is None:
-        data = _by_child(profiles)
+        data = _by_child(profiles, folder)
         learnt = _checked(data, len(profiles), embedder.dim)
         write(path, data)
     return Matcher(profiles, learnt, embedder)
@@ -49,8 +58,8 @@ def _checked(data: bytes, count: int, dim: int) -> LearntProbes:
         raise InternalError("the process that learns the experts' probes failed") from error
 
 
-def _by_child(profiles: Sequence[AdapterProfile]) -> bytes:
-    question = json.dumps([_encoded(profile) for profile in profiles]).encode()
+def _by_child(profiles: Sequence[AdapterProfile], folder: Path) -> bytes:
+    question = json.dumps([str(folder), *(_encoded(profile) for profile in profiles)]).encode()
     try:
         return asyncio.run(_learnt_by_child(question))
     except (ChildNotStarted, ChildDied) as error:
@@ -84,8 +93,10 @@ def main() -> None:
 
 
 def _learnt(question: bytes) -> bytes:
-    profiles = [_decoded(fields) for fields in json.loads(question)]
-    return packed(learn_probes(profiles, EMBEDDERS[DEFAULT]()))
+    folder, *profiles = json.loads(question)
+    invert = partial(stored_inverse, folder=Path(folder))
+    known = [_decoded(fields) for fields in profiles]
+    return packed(learn_probes(known, EMBEDDERS[DEFAULT](), invert))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from coterie.core.adapters import AdapterProfile
 from coterie.core.errors import MissingDependency
 from coterie.routing.match.embed import Embedder
 from coterie.routing.match.probe_store import LearntProbes
-from coterie.routing.match.probes import Probe, probes
+from coterie.routing.match.probes import Invert, Probe, inverted, probes
 from coterie.routing.match.sketch import NUM_BUCKETS, TextSketch, shape, sketch
 
 if TYPE_CHECKING:
@@ -122,8 +122,10 @@ def _short_query(query: TextSketch) -> NDArray[np.float32]:
     return np.concatenate([query.meaning, query.form, _ONE])
 
 
-def learn_probes(profiles: Sequence[AdapterProfile], embedder: Embedder) -> LearntProbes:
-    learnt = probes(profiles, embedder)
+def learn_probes(
+    profiles: Sequence[AdapterProfile], embedder: Embedder, invert: Invert = inverted
+) -> LearntProbes:
+    learnt = probes(profiles, embedder, invert)
     return LearntProbes(
         np.stack([probe.joint.ravel() for probe in learnt]).astype(np.float32),
         np.stack([_short(probe) for probe in learnt]).astype(np.float32),

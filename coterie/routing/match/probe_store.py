@@ -1,7 +1,8 @@
-"""Learnt probes of a catalog, stored by the digest of everything that they depend on.
+"""Learnt probes of a catalog, stored by the digest of everything that they depend on, and the
+inverse that they are learnt with, which depends on no catalog and takes a second.
 
-A file holds a checksum and arrays (npz, no pickle). A damaged or foreign file is logged, and the
-probes are learnt again. Reading needs no matrix product.
+A file holds a checksum and arrays (npz, no pickle). A damaged or foreign file is logged, and its
+content is computed again. Reading needs no matrix product.
 """
 
 from __future__ import annotations
@@ -10,24 +11,28 @@ import contextlib
 import io
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.core.adapters import AdapterProfile
 from coterie.obs.log import log
-from coterie.routing.match.probes import texts_digest
+from coterie.routing.match.probes import inverted, texts_digest
 from coterie.routing.match.sketch import DIM, NUM_BUCKETS
 
+SUFFIX = ".probes"
+INVERSE_SUFFIX = ".inverse"
 _MAGIC = b"coterie probes 1\n"
 _HEAD = len(_MAGIC) + 32
-# catalogs that are stored at the same time: the oldest are removed first
+# files of one kind that are stored at the same time: the oldest are removed first
 MAX_KEPT = 8
+Content = TypeVar("Content")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +65,16 @@ def digest_of(profiles: Sequence[AdapterProfile], embedder: str) -> str:
 
 
 def packed(learnt: LearntProbes) -> bytes:
-    file = io.BytesIO()
-    np.savez(
-        file, joint=learnt.joint.astype(np.float16), short=learnt.short,
-        words=learnt.words, scales=learnt.scales,
+    return _packed(
+        joint=learnt.joint.astype(np.float16), short=learnt.short, words=learnt.words,
+        scales=learnt.scales,
     )  # fmt: skip
-    body = file.getvalue()
-    return _MAGIC + sha256(body).digest() + body
 
 
 def unpacked(data: bytes, count: int, dim: int) -> LearntProbes:
     """Raises ValueError if `data` was not made by `packed` for that many adapters."""
-    body = data[_HEAD:]
-    if data[:_HEAD] != _MAGIC + sha256(body).digest():
-        raise ValueError("the checksum is wrong")
-    try:
-        with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
-            learnt = LearntProbes(
-                arrays["joint"].astype(np.float32), arrays["short"], arrays["words"],
-                arrays["scales"],
-            )  # fmt: skip
-    except (KeyError, OSError, EOFError) as error:
-        raise ValueError("an array is missing") from error
+    joint, *others = _unpacked(data, "joint", "short", "words", "scales")
+    learnt = LearntProbes(joint.astype(np.float32), *others)
     shapes = (learnt.joint.shape, learnt.short.shape, learnt.words.shape, learnt.scales.shape)
     expected = (
         (count, (1 + DIM) * (1 + dim)),
@@ -94,9 +87,41 @@ def unpacked(data: bytes, count: int, dim: int) -> LearntProbes:
     return learnt
 
 
-def read(path: Path, count: int, dim: int) -> LearntProbes | None:
+def _packed(**arrays: NDArray[Any]) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **arrays)
+    body = file.getvalue()
+    return _MAGIC + sha256(body).digest() + body
+
+
+def _unpacked(data: bytes, *names: str) -> list[NDArray[Any]]:
+    body = data[_HEAD:]
+    if data[:_HEAD] != _MAGIC + sha256(body).digest():
+        raise ValueError("the checksum is wrong")
     try:
-        return unpacked(path.read_bytes(), count, dim)
+        with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
+            return [arrays[name] for name in names]
+    except (KeyError, OSError, EOFError) as error:
+        raise ValueError("an array is missing") from error
+
+
+def read(path: Path, count: int, dim: int) -> LearntProbes | None:
+    return _read(path, lambda data: unpacked(data, count, dim))
+
+
+def stored_inverse(matrix: NDArray[np.float64], folder: Path) -> NDArray[np.float32]:
+    """The inverse of `matrix`, from `folder` if it was computed earlier."""
+    path = folder / f"{sha256(matrix.tobytes()).hexdigest()}{INVERSE_SUFFIX}"
+    inverse = _read(path, lambda data: _unpacked(data, "inverse")[0])
+    if inverse is None:
+        inverse = inverted(matrix)
+        write(path, _packed(inverse=inverse))
+    return inverse
+
+
+def _read(path: Path, parse: Callable[[bytes], Content]) -> Content | None:
+    try:
+        return parse(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -117,7 +142,7 @@ def write(path: Path, data: bytes) -> None:
         except OSError:
             Path(name).unlink(missing_ok=True)
             raise
-        stored = sorted(path.parent.glob("*.probes"), key=lambda each: each.stat().st_mtime)
+        stored = sorted(path.parent.glob(f"*{path.suffix}"), key=lambda each: each.stat().st_mtime)
         for old in stored[:-MAX_KEPT]:
             with contextlib.suppress(OSError):
                 old.unlink()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import sha256
@@ -55,17 +55,27 @@ class _PackageTexts:
     centre: Vector
 
 
+# the inverse of a symmetric matrix, perhaps stored earlier
+Invert = Callable[[NDArray[np.float64]], NDArray[np.float32]]
+
+
+def inverted(matrix: NDArray[np.float64]) -> NDArray[np.float32]:
+    return np.linalg.inv(matrix).astype(np.float32)
+
+
 _backgrounds: LruCache[str, BackgroundPrompts] = LruCache(4)
 _texts_by_digest: LruCache[tuple[str, str], _PackageTexts] = LruCache(2000)
 _probes: LruCache[tuple[str, ...], Probe] = LruCache(2000)
 
 
-def probes(profiles: Sequence[AdapterProfile], embedder: Embedder) -> list[Probe]:
+def probes(
+    profiles: Sequence[AdapterProfile], embedder: Embedder, invert: Invert = inverted
+) -> list[Probe]:
     """One probe for each profile, in the same order."""
     if not profiles:
         return []
     background = _backgrounds.get_or_make(
-        embedder.name, lambda: BackgroundPrompts(ordinary_prompts(), embedder)
+        embedder.name, lambda: BackgroundPrompts(ordinary_prompts(), embedder, invert)
     )
     packages = [_texts(profile, embedder) for profile in profiles]
     centres = np.stack([item.centre for item in packages])
@@ -281,12 +291,11 @@ class Probe:
 class BackgroundPrompts:
     """Ordinary prompts, which are for no adapter, and the inverse of their kernel."""
 
-    def __init__(self, texts: Sequence[str], embedder: Embedder) -> None:
+    def __init__(self, texts: Sequence[str], embedder: Embedder, invert: Invert = inverted) -> None:
         self._sketches = [sketch(text, embedder) for text in texts]
         self._rows = SketchRows(self._sketches)
         kernel = self._rows.alike(self._sketches).astype(np.float64) + 1.0
-        inverse = np.linalg.inv(kernel + _RIDGE * np.eye(len(texts)))
-        self._inverse = inverse.astype(np.float32)
+        self._inverse = invert(kernel + _RIDGE * np.eye(len(texts)))
 
     def fit(self, training: ProbeExamples) -> Probe:
         parts = (

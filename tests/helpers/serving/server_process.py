@@ -126,12 +126,14 @@ class Served:
         return sum(float(value) for value in found)
 
 
-def own_home(path: Path) -> Path:
-    """A home of its own for what a server installs, with the compiled kernels of the shared one."""
-    kernels = home() / "kernels"
-    kernels.mkdir(parents=True, exist_ok=True)
+def own_home(path: Path, *, shared: tuple[str, ...] = ("kernels", "routing")) -> Path:
+    """A home of its own for what a server installs, with the compiled kernels and the learnt probes
+    of the common one."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "kernels").symlink_to(kernels)
+    for name in shared:
+        common = home() / name
+        common.mkdir(parents=True, exist_ok=True)
+        (path / name).symlink_to(common)
     return path
 
 
