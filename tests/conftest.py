@@ -70,7 +70,7 @@ SHARED_SERVERS = {"api": r"\b(strict_|taught_)?server: Served\b", "sdk": ""}
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """`--dist loadfile`, where the files of a shared server count as one."""
-    from xdist.scheduler import LoadFileScheduling
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
     class BySharedServer(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,7 +91,9 @@ def test_errors_are_typed(client: sdk.ExpertClient, server: Served) -> None:
 
 
 def test_a_job_is_answered_later(client: sdk.ExpertClient) -> None:
-    submitted = client.submit("Do this later", regex="x{5}", user_id="ada")
+    # other files' jobs are on this server too
+    user = f"ada-{os.getpid()}"
+    submitted = client.submit("Do this later", regex="x{5}", user_id=user)
     assert submitted.status in ("queued", "processing")
     job = client.wait(submitted.job_id, timeout=60)
     assert job.status == "succeeded"
@@ -98,7 +101,7 @@ def test_a_job_is_answered_later(client: sdk.ExpertClient) -> None:
     assert job.text == job.result.text == "xxxxx"
     with client.job_events(submitted.job_id) as events:
         assert "".join(chunk.text for chunk in events) == "xxxxx"
-    assert [row.job_id for row in client.jobs(user_id="ada")] == [submitted.job_id]
+    assert [row.job_id for row in client.jobs(user_id=user)] == [submitted.job_id]
     with pytest.raises(sdk.NotFound), sdk.ExpertClient(OTHER) as other:
         other.job(submitted.job_id)
 
