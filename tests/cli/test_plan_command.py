@@ -124,8 +124,11 @@ def chosen(document: dict[str, Any]) -> dict[str, Any]:
     "given",
     [
         (),
-        ("--cache-capacity", "5", "--context", "100"),
-        ("--device-budget", "30%", "--host-budget", "40%", "--context", "64"),
+        pytest.param(("--cache-capacity", "5", "--context", "100"), marks=pytest.mark.full),
+        pytest.param(
+            ("--device-budget", "30%", "--host-budget", "40%", "--context", "64"),
+            marks=pytest.mark.full,
+        ),
         ("--strategy", "persistent", "--device-budget", "50%", "--host-budget", "0B"),
     ],
 )

@@ -287,7 +287,7 @@ def test_the_child_dies_with_its_parent(
     assert not alive
 
 
-@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("long", [pytest.param(False, marks=pytest.mark.full), True])
 def test_sockets_are_private_and_removed(
     long: bool, private_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
