@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.limits import disk_bandwidth
 from benchmarks.moe import random_moe
 from benchmarks.peers.protocol import median, prompt_ids
+from coterie.core.moe import USAGE_FIELDS
 
 GOAL = 0.6
 SOURCES = ("checkpoint", "packed")
@@ -116,7 +117,7 @@ def disk_case(
         short = llm.generate(prompt, max_tokens=1, **_sampled(turn + 1))[0].moe
         done = llm.generate(prompt, max_tokens=args.tokens + 1, **_sampled(turn + 1))[0]
         after = disk_bandwidth(files, record)
-    counts = {name: value - asdict(short)[name] for name, value in asdict(done.moe).items()}
+    counts = {name: getattr(done.moe, name) - getattr(short, name) for name in USAGE_FIELDS}
     hits = counts["device_hits"] + counts["prefetch_hits"]
     fetched = counts["device_misses"] + counts["prefetch_hits"]
     return DiskRun(
