@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.routing.catalogs import shipped
@@ -14,7 +15,7 @@ from coterie.core.adapters import AdapterProfile
 from coterie.routing.match import learn
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
 from coterie.routing.match.matcher import Matcher
-from coterie.routing.match.probe_store import MAX_KEPT, digest_of, write
+from coterie.routing.match.probe_store import MAX_KEPT, digest_of, stored_inverse, write
 from tests.helpers.adapters.profiles import brief
 
 TEXTS = ("Make a URL slug: Why Geese Fly", "Write a poem about JSON", "3.5 kg in grams")
@@ -60,6 +61,24 @@ def test_the_digest_follows_what_is_said_and_not_who_says_it() -> None:
     assert digest_of(known[::-1], "static") != digest
     assert digest_of([replace(known[0], keywords=("x",)), known[1]], "static") != digest
     assert digest_of(known, "hashed") != digest
+
+
+def test_an_inverse_is_stored_once_and_a_foreign_one_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw = np.random.default_rng()
+    matrix, other = (np.eye(n) + draw.random((n, n)) / (4 * n) for n in (5, 6))
+    first = stored_inverse(matrix, tmp_path)
+    assert np.allclose(first @ matrix, np.eye(5), atol=1e-5)
+    (path,) = tmp_path.iterdir()
+    before = path.stat().st_mtime_ns
+    assert np.array_equal(stored_inverse(matrix, tmp_path), first)
+    assert path.stat().st_mtime_ns == before and "unreadable" not in caplog.text
+    stored_inverse(other, tmp_path)
+    (foreign,) = set(tmp_path.iterdir()) - {path}
+    path.write_bytes(foreign.read_bytes())
+    assert np.array_equal(stored_inverse(matrix, tmp_path), first)
+    assert "kept_probes_unreadable" in caplog.text and path.read_bytes() != foreign.read_bytes()
 
 
 def test_few_files_are_kept(tmp_path: Path) -> None:

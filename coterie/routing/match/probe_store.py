@@ -111,8 +111,15 @@ def read(path: Path, count: int, dim: int) -> LearntProbes | None:
 
 def stored_inverse(matrix: NDArray[np.float64], folder: Path) -> NDArray[np.float32]:
     """The inverse of `matrix`, from `folder` if it was computed earlier."""
+
+    def parse(data: bytes) -> NDArray[np.float32]:
+        (found,) = _unpacked(data, "inverse")
+        if found.shape != matrix.shape or found.dtype != np.float32:
+            raise ValueError("the inverse is of another matrix")
+        return found
+
     path = folder / f"{sha256(matrix.tobytes()).hexdigest()}{INVERSE_SUFFIX}"
-    inverse = _read(path, lambda data: _unpacked(data, "inverse")[0])
+    inverse = _read(path, parse)
     if inverse is None:
         inverse = inverted(matrix)
         write(path, _packed(inverse=inverse))
