@@ -70,6 +70,8 @@ SHARED_SERVERS = {"api": r"\b(strict_|taught_)?server: Served\b", "sdk": ""}
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """`--dist loadfile`, where the files of a shared server count as one."""
+    if config.option.dist != "loadfile":
+        return None
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
     class BySharedServer(LoadFileScheduling):
