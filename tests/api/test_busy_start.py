@@ -16,7 +16,6 @@ from tests.helpers.serving.app_with_experts import ADMIN, MODEL, Packer
 from tests.helpers.serving.fork_probe import forks, watch
 from tests.helpers.serving.server_process import Reply, Served, own_home
 
-BUSY_LOOPS = 3
 # far more than any answer takes; a gateway that hangs takes for ever
 ANSWER_S = 120.0
 CONFIG = """
@@ -31,9 +30,10 @@ restart_backoff_s = 0.05
 
 
 @pytest.fixture
-def busy_machine() -> Iterator[None]:
+def busy_machine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As many endless loops as the test's parameter says."""
     loops = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(BUSY_LOOPS)
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(request.param)
     ]
     yield
     for loop in loops:
@@ -120,6 +120,8 @@ def check_starts(folder: Path, starts: int, turns: int) -> None:
         served.stop(signal.SIGKILL)
 
 
+# the tests beside this one keep the machine busy too
+@pytest.mark.parametrize("busy_machine", [1], indirect=True)
 @pytest.mark.usefixtures("busy_machine")
 def test_a_busy_start_answers_and_never_forks(tmp_path: Path) -> None:
     check_starts(tmp_path, 1, turns=1)
@@ -127,6 +129,7 @@ def test_a_busy_start_answers_and_never_forks(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("busy_machine", [3], indirect=True)
 @pytest.mark.usefixtures("busy_machine")
 def test_twenty_busy_starts_answer_and_never_fork(tmp_path: Path) -> None:
     check_starts(tmp_path, 20, turns=2)

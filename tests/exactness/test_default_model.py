@@ -46,7 +46,7 @@ def encoded(path: Path, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("backend", PATHS)
 def test_together_in_odd_chunks(default_model_path: Path, backend: str) -> None:
-    prompts = encoded(default_model_path, 4)
+    prompts = encoded(default_model_path, 2)
     model = model_at(default_model_path, backend)
     got = run(model, default_model_path, prompts, max_step_tokens=37, max_sequences=16)
     assert got.tokens == expected(default_model_path, prompts, got)

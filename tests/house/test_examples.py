@@ -69,6 +69,7 @@ def test_two_specialists(server: Served) -> None:
     assert "Paris" in printed["chat"] and printed["batch"] == printed["chat"]
 
 
+@pytest.mark.full
 def test_embedded(default_model_path: Path) -> None:
     printed = run("embedded_llm.py")
     assert "Paris" in printed["chat"] and printed["stream"] == printed["chat"]

@@ -43,7 +43,7 @@ def import_beside(path: Path, package: str, module: str) -> None:
 def test_the_page_adds_a_kind(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for name in ("coterie", "tests"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tree / name)
     shutil.copy(ROOT / "pyproject.toml", tree)
 
     written, changed = [], []

@@ -57,7 +57,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tree of one who has followed the page."""
     tree = tmp_path_factory.mktemp("tree")
     for name in ("coterie", "tests", "docs"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tree / name)
     shutil.copy(ROOT / "pyproject.toml", tree)
     (module, where), (imported, table), (row, last) = blocks("python")
     (name,) = re.findall(r"^`(coterie/[\w/]+\.py)`", where)

@@ -63,7 +63,7 @@ def test_of_many_only_the_likely_are_asked(
     briefly_known: list[AdapterProfile], exact_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coterie.routing.match.matcher.MAX_EXACT_ROWS", exact_rows)
-    matcher = Matcher.build([*made_up(24), *briefly_known], EMBEDDER)
+    matcher = Matcher.build([*made_up(8), *briefly_known], EMBEDDER)
     found = matcher.match("Make a URL slug: Why Geese Fly", k=3)
     assert len(found) == 3 and found[0].profile.card.name == "url-slug"
     chances = [item.probability for item in found]

@@ -25,11 +25,11 @@ def test_a_slice_of_one_expert(
     default_model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = FOLDER / "intent.expert"
-    code, report = tried(capsys, str(path), str(default_model_path), "--items", "5")
+    code, report = tried(capsys, str(path), str(default_model_path), "--items", "3")
     assert code == 0 and report["reproduced"]
     measured = report["measured"]
     assert isinstance(measured, dict)
-    assert measured["n"] == 5 and measured["expert"]["right"] > measured["base"]["right"]
+    assert measured["n"] == 3 and measured["expert"]["right"] > measured["base"]["right"]
 
 
 def test_a_slice_of_one_language(
@@ -37,7 +37,7 @@ def test_a_slice_of_one_language(
 ) -> None:
     path = FOLDER / "sentiment.expert"
     code, report = tried(
-        capsys, str(path), str(default_model_path), "--language", "fr", "--items", "3"
+        capsys, str(path), str(default_model_path), "--language", "fr", "--items", "2"
     )
     assert code == 0 and report["reproduced"] and report["language"] == "fr"
 

@@ -32,6 +32,9 @@ TRANSPORTS: dict[str, Callable[[WorkerSpec], Replica]] = {
     "process": ProcessReplica,
 }
 
+# for what a test of the whole server tries over processes as well
+IN_PROCESS_FIRST = ["inproc", pytest.param("process", marks=pytest.mark.full)]
+
 Test = Callable[[Replica], Awaitable[None]]
 
 
@@ -171,7 +174,7 @@ def test_a_hundred_submits_and_aborts_leak_nothing(on_replica: Callable[[Test], 
     on_replica(test)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", IN_PROCESS_FIRST)
 def test_a_full_queue_is_refused_with_a_hint(transport: str) -> None:
     async def test() -> None:
         spec = tiny_spec(max_queue=2, max_sequences=1)
@@ -204,7 +207,7 @@ def test_drain_lets_running_requests_end(transport: str) -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", IN_PROCESS_FIRST)
 def test_close_fails_what_still_runs(transport: str) -> None:
     async def test() -> None:
         async with running(transport, tiny_spec()) as replica:

@@ -145,6 +145,7 @@ def test_restarts_back_off() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.full
 def test_a_silent_worker_is_killed_and_replaced() -> None:
     async def test() -> None:
         replica = ProcessReplica(tiny_spec(), RestartPolicy(0.05, 0.2, hang_s=1.0))
@@ -194,6 +195,7 @@ def test_a_silent_worker_is_replaced_though_its_requests_have_ended() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.full
 def test_drain_survives_a_crash() -> None:
     async def test() -> None:
         replica = ProcessReplica(tiny_spec(), QUICK)

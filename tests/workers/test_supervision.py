@@ -41,6 +41,7 @@ def signalled(replica: ProcessReplica, number: int) -> int:
     return replica.pid
 
 
+@pytest.mark.full
 def test_a_lost_socket_folder_is_made_again() -> None:
     async def test() -> None:
         replica = ProcessReplica(tiny_spec(), QUICK)
