@@ -372,7 +372,7 @@ def asked(model: str, id_: str) -> InferenceRequest:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("change", ["reload", "unload"])
+@pytest.mark.parametrize("change", ["reload", pytest.param("unload", marks=pytest.mark.full)])
 def test_a_request_ends_on_the_digest_it_began_with(
     lax: ExpertApp, folder: Path, change: str
 ) -> None:

@@ -19,7 +19,7 @@ from tests.helpers.serving.server_process import Reply, Served
 
 GREEDY, OTHER, URGENT, NARROW = "greedy-key", "other-key", "urgent-key", "narrow-key"
 MESSAGES = [{"role": "user", "content": "x"}]
-LONG, PATIENCE_S = 300, 60.0
+LONG, PATIENCE_S = 120, 60.0
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,10 @@ def chosen(document: dict[str, Any]) -> dict[str, Any]:
             ("--device-budget", "30%", "--host-budget", "40%", "--context", "64"),
             marks=pytest.mark.full,
         ),
-        ("--strategy", "persistent", "--device-budget", "50%", "--host-budget", "0B"),
+        pytest.param(
+            ("--strategy", "persistent", "--device-budget", "50%", "--host-budget", "0B"),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_the_flags_give_the_plan_again(model: Path, given: tuple[str, ...]) -> None:

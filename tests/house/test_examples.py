@@ -50,12 +50,14 @@ def test_openai(server: Served) -> None:
     assert name in ("Ada", "Alan") and int(age) <= 99
 
 
+@pytest.mark.full
 def test_anthropic(server: Served) -> None:
     printed = run("anthropic_messages.py", COTERIE_BASE_URL=server.url)
     assert int(printed["prompt"].split()[0]) > 5
     assert "Paris" in printed["answer"] and "Paris" in printed["stream"]
 
 
+@pytest.mark.full
 def test_native(server: Served) -> None:
     printed = run("native_infer.py", COTERIE_BASE_URL=server.url)
     assert printed["answer"].endswith("by chat")
@@ -64,6 +66,7 @@ def test_native(server: Served) -> None:
     assert status == "succeeded" and text
 
 
+@pytest.mark.full
 def test_two_specialists(server: Served) -> None:
     printed = run("two_specialists.py", COTERIE_BASE_URL=server.url)
     assert "Paris" in printed["chat"] and printed["batch"] == printed["chat"]

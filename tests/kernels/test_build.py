@@ -56,6 +56,7 @@ def test_without_a_compiler_torch_serves(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.full
 def test_switched_off_by_environment(tmp_path: Path) -> None:
     done = run(PROBE, COTERIE_NATIVE="0", COTERIE_HOME=str(tmp_path))
     assert done.stdout.strip() == "None"

@@ -1,22 +1,13 @@
-"""The Triton decoder under patches against its torch twin, in Triton's interpreter.
-
-The interpreter is chosen when triton is imported, so the cases run in one child process: this file
-as a script with the cases' names. It prints one JSON object {case: relative error}.
-"""
+"""The Triton decoder under patches against its torch twin, in Triton's interpreter."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.kernels.triton_interpreter import allow_new_numpy, random_batch, relative
+from tests.helpers.kernels.triton_interpreter import interpreted, random_batch, relative
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -32,27 +23,15 @@ FIELDS = {
 }
 # kind, rank and type of one of two stacks; "large" is over what the row kernels take, "olmoe" has
 # norms that only torch computes: both are mixed with what they do take
-CASES = ["lora/16/bfloat16", "dora/17/float32", "ia3/4/float32"]
-CASES += ["all/1/float32"]
-LONG_CASES = ["olmoe/8/float32"]
+CASES = ["lora/16/bfloat16", "all/1/float32"]
+LONG_CASES = ["olmoe/8/float32", "dora/17/float32", "ia3/4/float32"]
 LONG_CASES += ["large/300/float32", "deep/20/bfloat16", "deep/250/bfloat16"]
 LONG_CASES += ["dora/33/bfloat16", "ia3/40/bfloat16"]
 
 
-def run_cases(cases: list[str]) -> dict[str, float]:
-    root = Path(__file__).resolve().parents[2]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, __file__, *cases], env=env, capture_output=True, text=True, timeout=580
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
-
-
 @pytest.fixture(scope="module")
 def errors() -> dict[str, float]:
-    return run_cases(CASES)
+    return interpreted(__file__, CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,7 +41,7 @@ def test_patched_decoder_matches_reference(errors: dict[str, float], case: str) 
 
 @pytest.mark.full
 def test_long_cases_match_reference() -> None:
-    found = run_cases(LONG_CASES)
+    found = interpreted(__file__, LONG_CASES)
     assert max(found[case] for case in LONG_CASES) < 1e-5
 
 
@@ -211,14 +190,9 @@ def captured_errors(generator: Any) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    allow_new_numpy()
+def measure(cases: list[str]) -> dict[str, float]:
+    """Relative errors."""
     torch.manual_seed(5)
     generator = torch.Generator().manual_seed(7)
-    found = {case: decoder_error(case, generator) for case in sys.argv[1:]}
-    found |= captured_errors(generator)
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    found = {case: decoder_error(case, generator) for case in cases}
+    return found | captured_errors(generator)
